@@ -12,8 +12,9 @@
 | ``machine`` | 3 | another machine failure: a killed launcher, a full disk |
 | ``bug`` | 1 | an unexpected exception: a bug of the harness |
 | ``unknown`` | 3 | ended without recording an error |
-
-A rank fails with ``collective``, ``peer`` or ``interrupted`` because another rank is gone or stuck.
+| ``peer`` | 3 | of a rank whose connection to another one broke; of a run, if that one left no trace |
+| ``collective`` | 3 | of a rank in which a collective failed because of another one; of a run, as ``peer`` |
+| ``interrupted`` | 130 | of a rank that got a signal to stop; a run then counts as stopped |
 """
 
 from __future__ import annotations

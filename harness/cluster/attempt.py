@@ -9,6 +9,7 @@ under the same id.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from harness.checkpoint.resume import is_finished, show_finished
 from harness.cluster import queue
-from harness.cluster.died import dead_ranks, record_dead
+from harness.cluster.died import dead_ranks, only_victims, record_dead, record_left, unnamed_ranks
 from harness.cluster.node_check import UnfitNodes, check_nodes
 from harness.cluster.ranks import rank_environment, rendezvous_store
 from harness.errors import (
@@ -53,7 +54,13 @@ ANSWER_SECONDS, RETRY_SECONDS = 60.0, 5.0
 LIMIT_SECONDS = 60.0
 SRUN_LOG = "srun.err"
 
+# slurmstepd: error: *** JOB 7 ON node1 CANCELLED AT 2026-11-22T12:00:00 DUE TO JOB REQUEUE ***
+_CANCELLED = re.compile(r"\*\*\* JOB \d+ ON \S+ CANCELLED AT \S+ (?:DUE TO )?(.*)\*\*\*")
+_BY_SLURM = ("TIME LIMIT", "PREEMPTION", "NODE FAILURE", "JOB REQUEUE")
+
 SUPERSEDED = "SUPERSEDED"
+# In these states the job has its nodes until this process ends, or it is not known whether it has.
+_KEPT = ("RUNNING", "TIMEOUT", "UNKNOWN")
 # In these states SLURM takes the nodes away; exit codes of the processes then mean nothing.
 _TAKEN = {*queue.REQUEUED, "PREEMPTED", "TIMEOUT", "NODE_FAIL", "CANCELLED", SUPERSEDED}
 
@@ -132,10 +139,12 @@ def run(folder: RunFolder, allocation: Allocation, received: Received) -> int:
         code = folder.record_error(None, error)["exit_code"]
     if code in STOPPED:
         _exclude_slow_nodes(job, folder, allocation)
-    if allocation.state() == SUPERSEDED:
+    state = allocation.state()
+    if state == SUPERSEDED:
         return code  # the run folder now belongs to another attempt
+    _end(folder, is_taken=state not in _KEPT)
     code = finish_run(job, folder, code)
-    if code not in STOPPED or allocation.state() not in ("RUNNING", "TIMEOUT", "UNKNOWN"):
+    if code not in STOPPED or state not in _KEPT or allocation.state() not in _KEPT:
         return code  # SLURM is taking the nodes, and decides whether to requeue the job
     if not _has_progress(folder):
         folder.record_error(None, NoProgress())
@@ -168,8 +177,27 @@ def _begin(job: Job, folder: RunFolder, allocation: Allocation) -> None:
     name, index = os.environ["SLURM_JOB_NAME"], None if task is None else int(task)
     job_record = SlurmJobRecord.read(folder.path) or SlurmJobRecord(name)
     ident, restarts = allocation.job_id, allocation.restarts
-    job_record = replace(job_record, name=name, index=index, job_id=ident, restarts=restarts, cancelled=False)
-    job_record.write(folder.path)
+    job_record = replace(job_record, name=name, index=index, job_id=ident, restarts=restarts)
+    replace(job_record, cancelled=False, begun=True).write(folder.path)
+
+
+def _end(folder: RunFolder, *, is_taken: bool = False) -> None:
+    """Note in the job's record that this attempt ends by itself, and whether the job was cancelled.
+
+    Args:
+        folder: the run folder.
+        is_taken: whether SLURM is taking the nodes.
+    """
+    record = SlurmJobRecord.read(folder.path)
+    if record is None:
+        return  # somebody has removed it
+    # Until this process has ended, SLURM's state is COMPLETING whatever the cause. Its log has the reason.
+    said = ""
+    if is_taken and record.log is not None and record.log.is_file():
+        said = record.log.read_text(errors="replace")
+    reasons = _CANCELLED.findall(said)
+    cancelled = bool(reasons) and not reasons[-1].startswith(_BY_SLURM)
+    replace(record, begun=False, cancelled=cancelled or record.cancelled).write(folder.path)
 
 
 def _run_ranks(
@@ -187,20 +215,21 @@ def _run_ranks(
         received.forward_to(srun.pid)
         returned = srun.wait()
         received.process = None
-    return _verdict(folder, allocation, returned)
+    return _verdict(folder, allocation, returned, job.world_size)
 
 
-def _verdict(folder: RunFolder, allocation: Allocation, returned: int) -> int:
+def _verdict(folder: RunFolder, allocation: Allocation, returned: int, ranks: int) -> int:
     """Determine why the ranks ended, and record a rank that could not record its error itself.
 
     An error that is not a consequence of another rank's failure comes first, then a rank that was killed. If
     srun ended rank 0 because another rank was killed, rank 0's error is a consequence. So is a failed
-    collective.
+    collective. If all recorded errors say that a peer is gone, the rank that recorded none is the cause.
 
     Args:
         folder: the run folder.
         allocation: the job's allocation.
-        returned: exit code of srun.
+        returned: exit code of srun, negative for a signal.
+        ranks: number of ranks.
 
     Returns:
         an exit code.
@@ -213,7 +242,14 @@ def _verdict(folder: RunFolder, allocation: Allocation, returned: int) -> int:
     if allocation.state() in _TAKEN:
         return EXIT_INTERRUPTED  # SLURM ended the ranks; the errors they recorded are not the cause
     logs = folder.path / "logs"
-    dead = record_dead(folder, dead_ranks((logs / SRUN_LOG).read_text(errors="replace"), logs))
+    if returned < 0:  # srun was killed, and its end has ended the ranks
+        return int(folder.record_error(None, StepFailed(returned, logs))["exit_code"])
+    said = (logs / SRUN_LOG).read_text(errors="replace")
+    dead = record_dead(folder, dead_ranks(said, logs))
+    if not dead and only_victims(folder):
+        dead = record_dead(folder, dead_ranks(said, logs, late=True))
+    if not dead and (error is not None or returned == 0):
+        dead = record_left(folder, unnamed_ranks(said, ranks))
     if dead:
         return dead[0].exit_code
     if code == EXIT_INTERRUPTED:
@@ -236,12 +272,13 @@ class NoProgress(MachineError):
 
 
 class StepFailed(MachineError):
-    """srun failed, and no rank recorded a reason."""
+    """srun failed or was killed, and no rank recorded a reason."""
 
     def __init__(self, code: int, logs: Path) -> None:
         tail = last_lines(logs / SRUN_LOG)
-        self.kind = kind_of_text(tail) or "unknown"
-        super().__init__(f"srun ended with exit code {code}{tail}")
+        self.kind = "machine" if code < 0 else kind_of_text(tail) or "unknown"
+        how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        super().__init__(f"srun {how}{tail}")
 
 
 def _requeue(job: Job, folder: RunFolder, allocation: Allocation, seconds: float) -> int:
@@ -302,6 +339,7 @@ def _requeue_without(unfit: UnfitNodes, job: Job, folder: RunFolder, allocation:
     """Requeue the job without the nodes that failed the check; fail if that is not possible."""
     sys.stderr.write(f"WARNING requeueing without {', '.join(unfit.nodes)}: {unfit}\n")
     folder.set_status("requeued", restarts=allocation.restarts + 1, excluded=unfit.nodes)
+    _end(folder)
     folder.release()
     try:
         queue.requeue_without(allocation.job_id, unfit.nodes)

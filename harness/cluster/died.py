@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from harness.errors import MachineError
+from harness.errors import EXIT_OK, EXIT_RESUMABLE, MachineError
 from harness.failures import VICTIMS, kind_of_text
 from harness.run.errors import last_lines
 from harness.run.folder import RunFolder
@@ -34,6 +34,8 @@ class RankDied(MachineError):
     def __init__(self, rank: int, how: str, logs: Path, *, hint: str = "", kind: str | None = None) -> None:
         tail = last_lines(logs / f"rank{rank}.err")
         self.kind = kind or kind_of_text(tail) or "unknown"
+        # As shells and containers report SIGKILL.
+        hint = ": killed, probably out of memory" if how.strip("'").endswith("exit code 137") else hint
         super().__init__(f"rank {rank} ended with {how}{hint}{tail}")
 
     @property
@@ -64,29 +66,42 @@ class RankDied(MachineError):
         return cls(rank, how, logs, hint=hint, kind=kind)
 
 
-def dead_ranks(output: str, logs: Path) -> list[tuple[int, RankDied]]:
+def dead_ranks(output: str, logs: Path, *, late: bool = False) -> list[tuple[int, RankDied]]:
     """Return the ranks that failed by themselves, in the order in which they ended.
 
     Args:
         output: srun's output.
         logs: folder of the ranks' logs.
+        late: also return those that srun named after it began to end the ranks, unless its signal ended them.
     """
     memory = "out_of_memory" if kind_of_text(output) == "out_of_memory" else None
-    ending = _ENDING.search(output)
+    by_srun = ("Terminated",) if late else ("Killed", "Terminated", "Exited")
     found: list[tuple[int, RankDied]] = []
+    for rank, how, is_ended in _named(output):
+        hint = ": killed from outside, or out of memory" if how == "Killed" and not memory else ""
+        died = RankDied(rank, f"'{how}'", logs, hint=hint, kind=memory)
+        # SLURM may announce the end of a step before it names the rank that ran out of memory; the rank's own
+        # log has the reason.
+        if not is_ended or died.has_reason or not how.startswith(by_srun):
+            found.append((rank, died))
+    return found
+
+
+def unnamed_ranks(output: str, ranks: int) -> list[int]:
+    """Return the ranks that srun does not name: they ended with exit code 0."""
+    return sorted(set(range(ranks)) - {rank for rank, _, _ in _named(output)})
+
+
+def _named(output: str) -> Iterator[tuple[int, str, bool]]:
+    """Yield the ranks that srun names, how they ended, and whether srun was ending the ranks by then."""
+    ending = _ENDING.search(output)
     for match in _TASKS.finditer(output):
         tasks, how = match.groups()
         is_ended = ending is not None and match.start() > ending.start()
-        hint = ": killed from outside, or out of memory" if how == "Killed" and not memory else ""
         for part in tasks.split(","):
             first, _, last = part.partition("-")
             for rank in range(int(first), int(last or first) + 1):
-                died = RankDied(rank, f"'{how}'", logs, hint=hint, kind=memory)
-                # SLURM may announce the end of a step before it names the rank that ran out of memory; the
-                # rank's own log has the reason.
-                if not is_ended or died.has_reason or not how.startswith(("Killed", "Terminated", "Exited")):
-                    found.append((rank, died))
-    return found
+                yield rank, how, is_ended
 
 
 def record_dead(folder: RunFolder, dead: Iterable[tuple[int, RankDied]]) -> list[RankDied]:
@@ -102,6 +117,27 @@ def record_dead(folder: RunFolder, dead: Iterable[tuple[int, RankDied]]) -> list
     for rank, died in silent:
         folder.record_error(rank, died)
     return [died for _, died in silent]
+
+
+def only_victims(folder: RunFolder) -> bool:
+    """Whether ranks have recorded that they lost a peer, and none has recorded a cause."""
+    error = folder.first_error()
+    return error is not None and error["kind"] in ("peer", "collective")
+
+
+def record_left(folder: RunFolder, left: Iterable[int]) -> list[RankDied]:
+    """Record ranks that left without an error before the run was at its end; return these errors.
+
+    Args:
+        folder: the run folder.
+        left: the ranks that ended with exit code 0.
+    """
+    if folder.row.get("exit_code") in (EXIT_OK, EXIT_RESUMABLE):
+        return []
+    if not only_victims(folder) and (folder.has_result or folder.first_error() is not None):
+        return []
+    logs, how = folder.path / "logs", "exit code 0 in the middle of the run"
+    return record_dead(folder, [(rank, RankDied(rank, how, logs)) for rank in left])
 
 
 def count_memory_kills() -> int:

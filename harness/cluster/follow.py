@@ -30,7 +30,7 @@ def follow(job: Job, folder: RunFolder) -> int:
     """Show rank 0's output until the job ends; return the run's exit code.
 
     Raises:
-        UserError: a file of the run folder is damaged.
+        UserError: a file of the run folder is damaged, or the job can never start.
     """
     tail, asked = Tail(folder.path / "logs" / "rank0.out"), 0.0
     try:
@@ -39,7 +39,7 @@ def follow(job: Job, folder: RunFolder) -> int:
             if time.monotonic() - asked >= QUEUE_SECONDS or folder.state in ENDED:
                 try:
                     [[seen], _] = record_lost([folder.path])
-                    if seen.is_damaged:
+                    if seen.is_damaged or seen.state == "blocked":
                         raise UserError(seen.reason)
                     # Rank 0 may still print after it has written its status.
                     if seen.state not in (*BUSY, "lost") and queued(folder.path) is None:

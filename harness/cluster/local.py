@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from harness.cluster.died import RankDied, count_memory_kills, record_dead
+from harness.cluster.died import RankDied, count_memory_kills, record_dead, record_left
 from harness.cluster.ranks import openmp_environment, rank_environment, rendezvous_store
 from harness.errors import EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_OK, EXIT_RESUMABLE, STOPPED, ConfigError
 from harness.job import Job
@@ -108,7 +108,11 @@ def _run_ranks(job: Job, folder: RunFolder, started: float) -> int:
         return EXIT_RESUMABLE  # all ranks have saved, or none has
     if asked or EXIT_INTERRUPTED in ended.values():
         return EXIT_INTERRUPTED
-    return next((code if code > 0 else EXIT_MACHINE for code in ended.values() if code), EXIT_OK)
+    left = record_left(folder, [rank for rank, code in ended.items() if code == EXIT_OK])
+    return next(
+        (code if code > 0 else EXIT_MACHINE for code in ended.values() if code),
+        EXIT_MACHINE if left else EXIT_OK,
+    )
 
 
 def _supervise(job: Job, processes: Mapping[int, Popen], stop: StopRequest) -> dict[int, int]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from harness.cluster.config import minutes_of
-from harness.errors import MachineError, UserError
+from harness.errors import EXIT_USER, MachineError, UserError
 
 COMMAND_SECONDS = 60
 # sbatch tries for a minute to reach a scheduler that does not answer.
@@ -28,6 +28,8 @@ ANSWER_SECONDS = 5
 ATTEMPTS = 5
 LONGEST_COMMAND = 200  # characters of a command that an error message shows
 _SEPARATOR = "|"
+# The last line of SLURM's commands on a machine that is not part of a cluster.
+_NO_CONFIGURATION = "Could not establish a configuration source"
 # States of a job that was running and is in the queue again, or will be when its processes have ended.
 REQUEUED = {"PENDING", "REQUEUED", "COMPLETING"}
 T = TypeVar("T")
@@ -52,8 +54,19 @@ class Queued:
     @property
     def is_waiting(self) -> bool:
         """Whether it has no nodes (yet, or again)."""
-        return self.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "SUSPENDED")
+        return self.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")
 
+    @property
+    def never_starts(self) -> bool:
+        """Whether no node can ever meet its request, or what it depends on can never come."""
+        return self.is_waiting and (self.reason in _NEVER or self.reason.endswith("PerJobLimit"))
+
+
+# Reasons for which a job stays in the queue until it is changed (slurm.schedmd.com/job_reason_codes.html).
+_NEVER = (
+    *("AccountNotAllowed", "BadConstraints", "DependencyNeverSatisfied", "InvalidAccount", "InvalidQOS"),
+    *("PartitionConfig", "PartitionNodeLimit", "PartitionTimeLimit", "QOSNotAllowed"),
+)
 
 # States of a job that has ended (slurm.schedmd.com/squeue.html, JOB STATE CODES).
 ENDED = (
@@ -70,24 +83,28 @@ def is_live(state: str | None) -> bool:
 class Jobs:
     """Jobs listed by one call of squeue, including those that ended within the last minutes.
 
+    Attributes:
+        states: states by id and name. An id alone does not identify a job: SLURM gives it to another one when
+            its counter starts again.
+
     Args:
         listed: the jobs; each array task counts as a job.
     """
 
     def __init__(self, listed: Iterable[Queued]) -> None:
-        self.states = {}
-        self._by_id: dict[str, Queued] = {}
+        self.states: dict[tuple[str, str], str] = {}
+        self._by_id: dict[tuple[str, str], Queued] = {}
         self._by_name: dict[str, list[Queued]] = defaultdict(list)
         for job in listed:
-            self.states[job.id] = job.state
+            self.states[job.id, job.name] = job.state
             if job.state not in ENDED:
-                self._by_id[job.id] = job
+                self._by_id[job.id, job.name] = job
                 self._by_name[job.name].append(job)
 
     def find(self, job_id: str | None, name: str, index: int | None) -> Queued | None:
-        """Return the job that has not ended and has this id; without an id, this name and array index."""
+        """Return the job that has not ended and has this name and id; without an id, this array index."""
         if job_id is not None:
-            return self._by_id.get(job_id)
+            return self._by_id.get((job_id, name))
         # An array task has its index after an underscore; the id of a single job has no underscore.
         task = "" if index is None else str(index)
         return next((job for job in self._by_name[name] if job.id.partition("_")[2] == task), None)
@@ -103,6 +120,19 @@ class SlurmError(MachineError):
     def __init__(self, message: str, lines: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.lines = lines
+
+
+class NoSlurm(SlurmError):
+    """A command of SLURM is missing, or finds no configuration."""
+
+    kind = "user"
+    exit_code = EXIT_USER
+
+    def __init__(self, command: str, why: str) -> None:
+        super().__init__(
+            f"this machine has no SLURM: {command} {why}; would work: a login node of the cluster, "
+            "SLURM_CONF=FILE, or cluster=local"
+        )
 
 
 def require_slurm() -> None:
@@ -141,6 +171,8 @@ def submit_script(script: Path) -> str:
     number, _, _ = out.strip().partition(";")  # the name of the cluster may follow
     if process.returncode != 0 or not number.isdigit():
         message = " ".join((err or out).split()) or f"exit code {process.returncode}"
+        if _NO_CONFIGURATION in message:
+            raise NoSlurm("sbatch", "finds no configuration")
         if "Unable to contact slurm controller" in message or "Socket timed out" in message:
             raise SlurmError(f"sbatch: {message}")
         raise UserError(f"sbatch refuses the job: {message}")
@@ -185,38 +217,40 @@ def describe(job_id: str) -> dict[str, str]:
     return _facts(text)
 
 
-def last_states(job_ids: Sequence[str]) -> dict[str, str]:
-    """Return the states of any users' jobs by id, running or ended, except those that SLURM has forgotten.
+def last_states(wanted: Sequence[tuple[str, str]]) -> dict[tuple[str, str], str]:
+    """Return the states of any users' jobs by id and name, running or ended, if SLURM remembers them.
 
     Queries the controller first, then the accounting database if there is one, with one call each.
+
+    Args:
+        wanted: id and name of each job.
 
     Raises:
         SlurmError: the scheduler does not answer.
     """
-    if not job_ids:
+    if not wanted:
         return {}
     try:
-        states = Jobs(_listed(f"--jobs={','.join(job_ids)}")).states
+        states = Jobs(_listed(f"--jobs={','.join(job_id for job_id, _ in wanted)}")).states
     except SlurmError as error:
         if "Invalid job id" not in str(error):  # squeue's message if it knows none of them
             raise
         states = {}
-    unknown = [job_id for job_id in job_ids if job_id not in states]
+    unknown = [job_id for job_id, name in wanted if (job_id, name) not in states]
     return {**_accounted(unknown), **states}
 
 
-def _accounted(job_ids: Sequence[str]) -> dict[str, str]:
-    """Return the states of jobs in the accounting database; empty if there is none."""
+def _accounted(job_ids: Sequence[str]) -> dict[tuple[str, str], str]:
+    """Return the states of jobs in the accounting database by id and name; empty if there is none."""
     if not job_ids or shutil.which("sacct") is None:
         return {}
     try:
-        lines = _run(
-            "sacct", "--noheader", "--parsable2", "-X", "--format=JobID,State", "-j", ",".join(job_ids)
-        )
+        form = "--format=JobID,State,JobName"
+        lines = _run("sacct", "--noheader", "--parsable2", "-X", form, "-j", ",".join(job_ids))
     except SlurmError:
         return {}  # sacct is installed, but accounting is not configured
-    pairs = (line.split(_SEPARATOR, 1) for line in lines.splitlines() if _SEPARATOR in line)
-    return {job_id: state.split()[0] for job_id, state in pairs if state}  # CANCELLED by 1000
+    rows = (line.split(_SEPARATOR, 2) for line in lines.splitlines() if line.count(_SEPARATOR) >= 2)
+    return {(job_id, name): state.split()[0] for job_id, state, name in rows if state}  # CANCELLED by 1000
 
 
 # The limit that SLURM uses for UNLIMITED.
@@ -361,12 +395,14 @@ def _run(*command: str) -> str:
             command, env=environment, capture_output=True, text=True, timeout=COMMAND_SECONDS
         )
     except FileNotFoundError:
-        raise SlurmError(f"{command[0]}: not found; is this a login node of the cluster?") from None
+        raise NoSlurm(command[0], "is not there") from None
     except subprocess.TimeoutExpired:
         raise SlurmError(f"{command[0]}: no answer within {COMMAND_SECONDS} s") from None
     if done.returncode != 0:
         # scontrol reports unknown array tasks on stdout.
         lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
         message = " ".join(" ".join(lines).split()) or f"exit code {done.returncode}"
+        if _NO_CONFIGURATION in message:
+            raise NoSlurm(command[0], "finds no configuration")
         raise SlurmError(f"{command[0]} {' '.join(command[1:])[:LONGEST_COMMAND]}: {message}", lines)
     return done.stdout

@@ -13,13 +13,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from harness.cluster.config import ClusterConfig
-from harness.cluster.queue import partition_minutes, require_slurm, submit_script
+from harness.cluster.queue import NoSlurm, partition_minutes, require_slurm, submit_script
 from harness.cluster.snapshot import snapshot_path, take_snapshot
 from harness.errors import ConfigError
 from harness.files import write_atomically
@@ -115,7 +115,8 @@ def device_hours(job: Job) -> float | None:
         ranks_per_node = config.ranks_per_node
     minutes = config.minutes
     if minutes is None and shutil.which("scontrol") is not None:
-        minutes = partition_minutes(config.partition or os.environ.get("SBATCH_PARTITION"))
+        with suppress(NoSlurm):
+            minutes = partition_minutes(config.partition or os.environ.get("SBATCH_PARTITION"))
     return None if minutes is None else nodes * ranks_per_node * minutes / 60
 
 

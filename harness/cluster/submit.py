@@ -88,7 +88,7 @@ def _close_lost(job: Job, folder: RunFolder) -> None:
     earlier = read_state(folder.path, Jobs([]))
     record = earlier.job_record
     if earlier.state == "lost" and record is not None and record.job_id is not None:
-        state = last_states([record.job_id]).get(record.job_id)
+        state = last_states([record.key]).get(record.key)
         if not is_live(state):
             close_run(job, folder, record, state)
 

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from harness.cluster.queue import SlurmError
 from harness.config import LABEL, leaves
 from harness.errors import UserError
 from harness.evaluate.results import newest
@@ -29,7 +30,7 @@ from harness.metrics.mfu import mfu
 from harness.metrics.result import flatten
 from harness.report.naming import names_of
 from harness.run.folder import RunFolder
-from harness.run.state import RunState, read_states
+from harness.run.state import RunState, read_states, states_in_folders
 from harness.sweep.registry import FILE as SWEEP
 from harness.sweep.registry import Point, Registry, command_of, labels, typed_overrides
 
@@ -88,7 +89,11 @@ def of_sweep(registry: Registry) -> list[Row]:
 def of_points(points: Sequence[Point], names: Sequence[str] | None = None) -> list[Row]:
     """Return rows of points that have a job, in order; named by their overrides unless names are given."""
     names = labels([point.overrides for point in points]) if names is None else names
-    seen = read_states([point.run_dir for point in points])
+    run_dirs = [point.run_dir for point in points]
+    try:
+        seen = read_states(run_dirs)
+    except SlurmError as error:
+        seen = states_in_folders(run_dirs, error)
     return [
         _of_seen(shortened(name), point, each) for name, point, each in zip(names, points, seen, strict=True)
     ]

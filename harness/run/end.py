@@ -38,7 +38,9 @@ def finish_run(
         if not quiet:
             sys.stderr.write(format_failure(error, job.world_size, folder))
             sys.stderr.flush()
-    if code == EXIT_INTERRUPTED and can_resume(job, folder.path):
+    if code in STOPPED and folder.is_cancelled:
+        code = EXIT_INTERRUPTED
+    elif code == EXIT_INTERRUPTED and can_resume(job, folder.path):
         code = EXIT_RESUMABLE  # from an earlier checkpoint, not from where it was stopped
     reason = "completed" if code == EXIT_OK else "interrupted" if code in STOPPED else "failed"
     folder.wait_for_result(row_seconds)

@@ -178,7 +178,9 @@ class RunFolder(RunErrors):
             self._write_end({**others, **wanted}, exit_reason, exit_code)
 
     def _cause(self, exit_reason: str) -> dict[str, Any]:
-        """Fields of the row that name the cause of a failure."""
+        """Fields of the row that name the cause of a failure, or say that the SLURM job was cancelled."""
+        if exit_reason == "interrupted" and self.is_cancelled:
+            return {"error.kind": "cancelled"}
         error = (self.first_error() if exit_reason == "failed" else None) or {}
         return {f"error.{key}": error[key] for key in ERROR_FIELDS_IN_ROW if key in error}
 

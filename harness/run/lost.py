@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,15 +34,19 @@ def record_lost(run_dirs: Sequence[Path]) -> tuple[list[RunState], list[RunState
     listed = queued_jobs(run_dirs)
     seen = {run_dir: read_state(run_dir, listed) for run_dir in run_dirs}
     lost = _lost(seen)
-    if _job_ids(lost):
+    if _jobs_of(lost):
+        jobs = "1 job is" if len(lost) == 1 else f"{len(lost)} jobs are"
+        wait = f"in {LAST_WRITES_SECONDS:.0f} s missing rows are written"
+        sys.stderr.write(f"{jobs} not in SLURM's queue and without a result; {wait}\n")
+        sys.stderr.flush()
         time.sleep(LAST_WRITES_SECONDS)
         seen |= {each.run_dir: read_state(each.run_dir, listed) for each in lost}
         lost = _lost(seen)
     known = {} if listed is None else listed.states
-    states = {**last_states([each for each in _job_ids(lost) if each not in known]), **known}
+    states = {**last_states([each for each in _jobs_of(lost) if each not in known]), **known}
     closed = []
     for each in lost:
-        state = None if each.job_record is None else states.get(each.job_record.job_id or "")
+        state = None if each.job_record is None else states.get(each.job_record.key)
         if is_live(state):
             reason = f"another user's job, which is {state}"
             seen[each.run_dir] = replace(each, state="running", kind=None, reason=reason)
@@ -59,8 +64,8 @@ def _lost(seen: dict[Path, RunState]) -> list[RunState]:
     return [each for each in seen.values() if each.state == "lost" and not each.is_damaged]
 
 
-def _job_ids(seen: list[RunState]) -> list[str]:
-    return [each.job_record.job_id for each in seen if each.job_record and each.job_record.job_id]
+def _jobs_of(seen: list[RunState]) -> list[tuple[str, str]]:
+    return [each.job_record.key for each in seen if each.job_record and each.job_record.job_id]
 
 
 def _close_unless_held(lost: RunState, state: str | None) -> bool:
@@ -104,7 +109,8 @@ def close_run(
         return finish_run(job, folder, EXIT_INTERRUPTED, quiet=quiet)
     lost = JobLost(job_record, state)
     if lost.kind == "cancelled":
-        replace(job_record, cancelled=True).write(folder.path)
+        if not job_record.cancelled:
+            replace(job_record, cancelled=True).write(folder.path)
         return finish_run(job, folder, EXIT_INTERRUPTED, quiet=quiet)
     folder.record_error(None, lost)
     return finish_run(job, folder, lost.exit_code, quiet=quiet)

@@ -24,7 +24,8 @@ class SlurmJobRecord:
         index: index of the array task; None for a job that is not an array.
         job_id: the id as ``squeue`` prints it; None until SLURM has answered.
         restarts: how often SLURM has restarted the job.
-        cancelled: whether the job was cancelled by the harness.
+        cancelled: whether the job was cancelled.
+        begun: whether an attempt has begun and has not said how it ended.
         logs: folder of the job script's log; None in files of earlier versions.
     """
 
@@ -34,6 +35,7 @@ class SlurmJobRecord:
     restarts: int = 0
     cancelled: bool = False
     logs: str | None = None
+    begun: bool = False
 
     def write(self, run_dir: Path) -> None:
         """Write the record into a run folder.
@@ -65,6 +67,11 @@ class SlurmJobRecord:
             raise UserError(f"{path}: damaged, or another version wrote it: {error}") from None
         return job_record
 
+    @property
+    def key(self) -> tuple[str, str]:
+        """Id and name, which identify the job once SLURM has returned its id."""
+        return self.job_id or "", self.name
+
     def find(self, listed: Jobs) -> Queued | None:
         """Return the job in the queue; None if it has ended, or its controller died before submitting it."""
         return listed.find(self.job_id, self.name, self.index)
@@ -72,12 +79,23 @@ class SlurmJobRecord:
     @property
     def ended_without_result(self) -> str:
         """A message that the job ended without a result, with the path of its log if known."""
-        named = f"SLURM job {self.job_id}" if self.job_id else f"the SLURM job {self.name}"
-        look = f", see {self._log}" if self._log is not None else ""
-        return f"{named} ended without a result{look}"
+        return f"{self._named} ended without a result{self._look}"
 
     @property
-    def _log(self) -> Path | None:
+    def batch_was_killed(self) -> str:
+        """A message that the job's process on the first node was killed."""
+        return f"the batch process of {self._named} was killed{self._look}"
+
+    @property
+    def _named(self) -> str:
+        return f"SLURM job {self.job_id}" if self.job_id else f"the SLURM job {self.name}"
+
+    @property
+    def _look(self) -> str:
+        return f", see {self.log}" if self.log is not None else ""
+
+    @property
+    def log(self) -> Path | None:
         """Path of the job script's output, if known."""
         return Path(self.logs) / f"{self.job_id}_0_log.out" if self.logs and self.job_id else None
 
@@ -92,10 +110,12 @@ class JobLost(MachineError):
 
     def __init__(self, record: SlurmJobRecord, state: str | None) -> None:
         # SLURM keeps no record of a waiting task of an array that is cancelled.
-        self.kind = "cancelled" if record.cancelled else _KINDS.get(state or "", "unknown")
+        default = "machine" if record.begun else "unknown"
+        self.kind = "cancelled" if record.cancelled else _KINDS.get(state or "", default)
         known = f"SLURM says {state}" if state else "SLURM does not know it any more"
-        log = "" if record._log is None else last_lines(record._log)
-        super().__init__(f"{record.ended_without_result}; {known}{log}")
+        how = record.batch_was_killed if self.kind == "machine" else record.ended_without_result
+        log = "" if record.log is None else last_lines(record.log)
+        super().__init__(f"{how}; {known}{log}")
 
 
 _KINDS = {

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.cluster.queue import Jobs, Queued, jobs
+from harness.cluster.queue import Jobs, Queued, SlurmError, jobs
 from harness.errors import UserError
 from harness.metrics.slow import SlowRank, slow_ranks
 from harness.run.folder import RunFolder
 from harness.run.slurm_record import FILE, SlurmJobRecord
 
-# States in which a process runs the job, or SLURM will start one.
-BUSY = ("pending", "running")
+# States in which a process runs the job, or SLURM will start or continue one.
+BUSY = ("pending", "running", "suspended")
+# States of a job that must not be started again: SLURM has it in its queue, or a process runs it.
+HELD = (*BUSY, "blocked")
 FACTS = ("tokens_per_second", "tokens_per_second_per_rank", "mfu", "memory_gib", "loss")
 
 
@@ -25,9 +28,10 @@ class RunState:
 
     Attributes:
         run_dir: its run folder.
-        state: ``planned`` (never started), ``pending`` (waits in SLURM's queue), ``running``, ``completed``,
-            ``stopped`` (interrupted, can resume), ``cancelled`` (its SLURM job was), ``failed``, or ``lost``
-            (ended without a result).
+        state: ``planned`` (never started), ``pending`` (waits in SLURM's queue), ``blocked`` (is in the queue
+            and can never start), ``running``, ``suspended`` (by SLURM), ``completed``, ``stopped``
+            (interrupted, can resume), ``cancelled`` (its SLURM job was), ``failed``, or ``lost`` (ended
+            without a result).
         step: the last finished step.
         steps: total number of steps.
         facts: values of the metrics FACTS; None where unknown.
@@ -82,12 +86,21 @@ def queued_jobs(run_dirs: Sequence[Path]) -> Jobs | None:
     return jobs() if shutil.which("squeue") is not None else None
 
 
-def read_state(run_dir: Path, listed: Jobs | None) -> RunState:
+def states_in_folders(run_dirs: Sequence[Path], error: SlurmError) -> list[RunState]:
+    """Return the states that the run folders know while SLURM does not answer; show the error."""
+    sys.stderr.write(f"WARNING {error}; shown is what the run folders know\n")
+    return [read_state(run_dir, None, silent="SLURM does not answer") for run_dir in run_dirs]
+
+
+def read_state(
+    run_dir: Path, listed: Jobs | None, silent: str = "no SLURM here to read its state from"
+) -> RunState:
     """Return the state of one run.
 
     Args:
         run_dir: its run folder.
-        listed: SLURM's jobs; None if there is no SLURM here.
+        listed: SLURM's jobs; None if they are not known.
+        silent: why they are not known.
     """
     folder = RunFolder(run_dir)
     status, row = folder.state, folder.row
@@ -96,7 +109,7 @@ def read_state(run_dir: Path, listed: Jobs | None) -> RunState:
     except UserError as error:
         return RunState(run_dir, "lost", kind="user", reason=str(error))
     found = None if job_record is None or listed is None else job_record.find(listed)
-    state, reason, kind = _state(folder, status, job_record, listed, found)
+    state, reason, kind = _state(folder, status, job_record, listed, found, silent)
     if state == "failed":
         kind = row.get("error.kind", "unknown")
         reason = " ".join(str(row.get("error.message", "")).split())
@@ -108,7 +121,7 @@ def read_state(run_dir: Path, listed: Jobs | None) -> RunState:
         run_dir,
         state,
         step=int(facts.get("step") or 0),
-        steps=_steps(folder),
+        steps=folder.steps,
         facts={name: facts.get(name) for name in FACTS},
         kind=kind,
         reason=reason,
@@ -124,6 +137,7 @@ def _state(
     job_record: SlurmJobRecord | None,
     listed: Jobs | None,
     found: Queued | None,
+    silent: str,
 ) -> tuple[str, str, str | None]:
     """Return the state, its reason, and the class of a failure."""
     if status == "completed":
@@ -131,12 +145,17 @@ def _state(
     if found is not None and status != "failed":
         restarts = 0 if job_record is None else job_record.restarts
         again = f", started {restarts + 1} times" if restarts else ""
+        if found.state in ("SUSPENDED", "STOPPED"):
+            return "suspended", f"job {found.id}: scontrol resume {found.id} continues it{again}", None
+        if found.never_starts:
+            works = "cancel it (harness.sweep cancel), then a request that SLURM can meet"
+            return "blocked", f"job {found.id} can never start: {found.reason}; would work: {works}", "user"
         if found.is_waiting:
             return "pending", f"job {found.id} waits: {found.reason}{again}", None
         return "running", f"job {found.id}{again}", None
     if status == "failed":
         return "failed", "", None
-    if status == "interrupted":
+    if status == "interrupted" and not (job_record is not None and job_record.begun and listed is not None):
         if job_record is not None and job_record.cancelled:
             return "cancelled", "", None
         return "stopped", folder.stop_reason or "before its end; resume continues it", None
@@ -144,7 +163,9 @@ def _state(
         return "planned", "", None
     if job_record is not None:
         if listed is None:
-            return "running", "no SLURM here to read its state from", None
+            return "pending" if status in ("submitted", "requeued") else "running", silent, None
+        if status == "submitted" and job_record.job_id is None:
+            return "planned", "never submitted: the command ended before it called sbatch", None
         return "lost", job_record.ended_without_result, "unknown"
     if folder.may_be_running:
         return "running", "", None
@@ -158,10 +179,3 @@ def _facts(row: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(rate, int | float) or not isinstance(ranks, int) or ranks < 1:
         return {**row, "tokens_per_second": None, "tokens_per_second_per_rank": None}
     return {**row, "tokens_per_second": rate, "tokens_per_second_per_rank": rate / ranks}
-
-
-def _steps(folder: RunFolder) -> int:
-    try:
-        return folder.read_job().training.steps or 0
-    except (OSError, ValueError, UserError):
-        return 0

@@ -56,6 +56,18 @@ class RunStatus:
         """Whether this attempt has written ``result.json``."""
         return (self.path / "result.json").is_file()
 
+    @property
+    def steps(self) -> int:
+        """Total number of steps of the job; 0 if unknown. ``read_job`` takes far longer."""
+        training = self._read("job.json").get("training")
+        steps = training.get("steps") if isinstance(training, dict) else None
+        return steps if isinstance(steps, int) else 0
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether somebody cancelled the SLURM job of this attempt."""
+        return self._read("slurm/job.json").get("cancelled") is True
+
     def wait_for_result(self, seconds: float) -> None:
         """Wait until this attempt has written ``result.json``, but no longer than ``seconds``."""
         deadline = time.monotonic() + seconds

@@ -11,11 +11,12 @@ from typing import Any
 
 from harness.app import Result, Verb
 from harness.arguments import Argument
+from harness.cluster.queue import SlurmError
 from harness.cluster.queue import cancel as cancel_jobs
 from harness.errors import EXIT_OK, UserError
 from harness.evaluate.results import evaluations_markdown, newest
 from harness.run.folder import RunFolder
-from harness.run.state import BUSY, RunState, read_states
+from harness.run.state import HELD, RunState, read_states, states_in_folders
 from harness.sweep.registry import Point, Registry, labels, points_in
 from harness.sweep.run import log_table, states_of
 from harness.sweep.run import resume as resume_points
@@ -28,7 +29,11 @@ from harness.verify import verify_all
 def status(folder: Path, *, verify: bool = False) -> Result:
     """Show every point: state, step, speed, memory, reason of failure."""
     points = points_in(folder)
-    seen = states_of(points)
+    code = EXIT_OK
+    try:
+        seen = states_of(points)
+    except SlurmError as error:
+        seen, code = states_in_folders([point.run_dir for point in points], error), error.exit_code
     skipped = Registry(folder).skipped()
     study = StudyRecord.read(folder)
     table = table_text(rows_of(points, seen, study.objective if study else ())) + counted(seen, skipped)
@@ -41,10 +46,10 @@ def status(folder: Path, *, verify: bool = False) -> Result:
         data["study"] = {"objective": study.objective, "direction": study.direction}
         data["study"]["best"] = [point.overrides for point in study.best_of(points)]
     if not verify:
-        return Result(data, table)
+        return Result(data, table, code)
     sys.stdout.write(table)
-    checkpoints, code = _verify(seen)
-    return Result(data | {"checkpoints": checkpoints}, code=code)
+    checkpoints, verified = _verify(seen)
+    return Result(data | {"checkpoints": checkpoints}, code=verified or code)
 
 
 def _as_dict(point: Point, each: RunState) -> dict[str, Any]:
@@ -126,7 +131,7 @@ def cancel(folder: Path) -> int:
     """Cancel waiting and running SLURM jobs; their checkpoints are kept."""
     points = points_in(folder)
     seen = read_states([point.run_dir for point in points])
-    busy = [each for each in seen if each.state in BUSY]
+    busy = [each for each in seen if each.state in HELD]
     ids = []
     for each in busy:
         if each.job_record is not None and each.job_id is not None:

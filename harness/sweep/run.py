@@ -23,7 +23,7 @@ from harness.metrics.views import log_sweep
 from harness.run.folder import RunFolder
 from harness.run.lost import record_lost
 from harness.run.slurm_record import SlurmJobRecord
-from harness.run.state import BUSY, RunState, read_states
+from harness.run.state import BUSY, HELD, RunState, read_states
 from harness.sweep.arrays import Array, arrays_of
 from harness.sweep.distinct import unique_points
 from harness.sweep.registry import (
@@ -163,7 +163,7 @@ def _select(
         again = rerun and each.state == "completed" and not task[1].checkpoint.resume
         if each.kind == "out_of_memory" and not out_of_memory:
             oom.append(task)
-        elif again or each.state not in ("completed", *BUSY):
+        elif again or each.state not in ("completed", *HELD):
             wanted.append(task)
     return wanted, oom
 

@@ -12,7 +12,7 @@ from harness.cluster.submit import confirm
 from harness.compose import Composed
 from harness.errors import STOPPED, ConfigError, UserError
 from harness.run.folder import RunFolder
-from harness.run.state import BUSY
+from harness.run.state import BUSY, HELD
 from harness.sweep.distinct import check_swept, run_dir_of, unique_points
 from harness.sweep.registry import Point, Registry, Skipped, override_key, sets_label
 from harness.sweep.run import (
@@ -122,7 +122,7 @@ class Study:
         wanted = [
             task
             for task, each in zip(tasks, seen, strict=True)
-            if each.state not in ("completed", *BUSY)
+            if each.state not in ("completed", *HELD)
             # A point that ran out of memory does so again.
             and each.kind != "out_of_memory"
             and each.run_dir not in self._tried

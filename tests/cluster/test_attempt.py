@@ -16,13 +16,16 @@ from harness.cluster import attempt
 from harness.cluster.attempt import Allocation, StepFailed, _verdict, _why_not_requeued
 from harness.cluster.batch import Received
 from harness.cluster.node_check import UnfitNodes
-from harness.cluster.queue import SlurmError
+from harness.cluster.queue import Jobs, SlurmError
 from harness.cluster.ranks import rank_environment
 from harness.compose import compose_job
 from harness.config import with_value
 from harness.errors import EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_OK, EXIT_RESUMABLE, ConfigError
 from harness.job import Job
+from harness.run.end import finish_run
 from harness.run.folder import RunFolder
+from harness.run.slurm_record import SlurmJobRecord
+from harness.run.state import read_state
 
 ROOT = Path(__file__).parents[2]
 DIED = "srun: error: node1: task 1: Segmentation fault\n"
@@ -32,6 +35,7 @@ ENDED = (
 )
 EXITED = "srun: error: node1: task 0: Exited with exit code 3\n"
 KILLED = "srun: error: node1: task 1: Killed\n"
+BOTH = "srun: error: node1: tasks 0-1: Exited with exit code 3\n"
 TIMEOUT = RuntimeError("Timed out waiting 4000ms for recv operation to complete")
 PEER = RuntimeError("Connection closed by peer")
 STOP = KeyboardInterrupt()
@@ -58,6 +62,13 @@ VERDICTS = {
     "dead, 0 interrupted": (DIED + ENDED, "RUNNING", EXIT_INTERRUPTED, STOP, (1, "RankDied")),
     "killed, 0 sees it": (KILLED + ENDED + EXITED, "RUNNING", EXIT_MACHINE, PEER, (1, "RankDied")),
     "dies late": (EXITED + ENDED + DIED, "RUNNING", EXIT_MACHINE, PEER, (1, "RankDied")),
+    "killed, named late": (EXITED + ENDED + KILLED, "RUNNING", EXIT_MACHINE, PEER, (1, "RankDied")),
+    "ended by srun": (
+        EXITED + ENDED + KILLED.replace("Killed", "Terminated"),
+        *("RUNNING", EXIT_MACHINE, PEER, (0, "RuntimeError")),
+    ),
+    "leaves": (EXITED + ENDED, "RUNNING", EXIT_MACHINE, PEER, (1, "RankDied")),
+    "all leave": ("", "RUNNING", None, None, (0, "RankDied")),
     "hangs": (EXITED + ENDED + KILLED, "RUNNING", EXIT_MACHINE, TIMEOUT, (0, "RuntimeError")),
     "lags": (EXITED + ENDED, "RUNNING", EXIT_MACHINE, TIMEOUT, (0, "RuntimeError")),
     "stopped": ("", "RUNNING", EXIT_RESUMABLE, None, None),
@@ -71,8 +82,10 @@ VERDICTS = {
     "cancelled": (ENDED + KILLED, "CANCELLED", None, None, None),
     "done": ("", "RUNNING", EXIT_OK, None, None),
     "srun fails": ("srun: error: Unable to create step\n", "RUNNING", None, None, (None, "StepFailed")),
+    "srun killed": (BOTH, "RUNNING", EXIT_MACHINE, PEER, (None, "StepFailed")),
 }
 CODES = {"cancelled": EXIT_INTERRUPTED, "srun fails": StepFailed.exit_code}
+RETURNED = {"srun killed": -9, "all leave": 0}
 
 
 @pytest.mark.parametrize("case", VERDICTS)
@@ -85,11 +98,41 @@ def test_the_first_true_cause_wins(case: str, tmp_path: Path) -> None:
         (tmp_path / "result.json").write_text(json.dumps({"exit_code": row}))
     if error is not None:
         folder.record_error(0, error)
-    code = _verdict(folder, Granted(state), 1)
+    code = _verdict(folder, Granted(state), RETURNED.get(case, 1), 2)
     found = folder.first_error()
     assert (None if found is None else (found["rank"], found["type"])) == first
+    if case == "srun killed":
+        assert found is not None and found["kind"] == "machine"
     wanted = EXIT_MACHINE if first is not None and first[1] == "RankDied" else row
     assert code == CODES.get(case, wanted)
+
+
+@pytest.mark.parametrize(
+    ("reasons", "is_taken", "cancelled"),
+    [
+        ([""], True, True),
+        ([" DUE TO SIGNAL Terminated"], True, True),
+        ([" DUE TO JOB REQUEUE"], True, False),
+        ([" DUE TO PREEMPTION", ""], True, True),
+        (["", " DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS"], True, False),
+        ([""], False, False),
+        ([], True, False),
+    ],
+)
+def test_what_slurm_says_in_the_log_tells_scancel_from_a_requeue(
+    reasons: list[str], is_taken: bool, cancelled: bool, job: Job, tmp_path: Path
+) -> None:
+    said = "slurmstepd-node1: error: *** JOB 7 ON node1 CANCELLED AT 2026-11-23T18:05:03{} ***\n"
+    (tmp_path / "7_0_log.out").write_text("".join(map(said.format, reasons)))
+    SlurmJobRecord("a", None, "7", logs=str(tmp_path), begun=True).write(tmp_path)
+    attempt._end(RunFolder(tmp_path), is_taken=is_taken)
+    record = SlurmJobRecord.read(tmp_path)
+    assert record is not None and (record.cancelled, record.begun) == (cancelled, False)
+    code = finish_run(job, RunFolder(tmp_path), EXIT_RESUMABLE, quiet=True)
+    row = RunFolder(tmp_path).row
+    wanted = (EXIT_INTERRUPTED, "cancelled") if cancelled else (EXIT_RESUMABLE, None)
+    assert (code, row.get("error.kind")) == wanted
+    assert read_state(tmp_path, Jobs([])).state == ("cancelled" if cancelled else "stopped")
 
 
 def test_a_job_without_requeues_says_whether_its_time_was_up(job: Job) -> None:

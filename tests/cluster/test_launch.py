@@ -113,6 +113,18 @@ def test_a_killed_rank_is_the_cause_and_not_its_peers(launch: Start, rank: int) 
     assert job.ranks() == {}
 
 
+@pytest.mark.parametrize(("ranks", "named"), [([1], 1), ([0, 1], 0)])
+def test_a_rank_that_leaves_with_exit_code_0_has_not_completed(
+    launch: Start, ranks: list[int], named: int
+) -> None:
+    patch = "".join(patch_rank(rank, "os._exit(0)") for rank in ranks)
+    job = launch(*TWO_RANKS, *LONG, patch=patch)
+    assert job.finish() == EXIT_MACHINE
+    assert f"rank {named} ended with exit code 0 in the middle of the run" in job.err
+    row = job.read("result.json")
+    assert (row["exit_reason"], row["error.rank"], row["error.type"]) == ("failed", named, "RankDied")
+
+
 @pytest.mark.parametrize("number", rest_is_thorough([signal.SIGINT, signal.SIGTERM], signal.SIGTERM))
 def test_a_stop_request_ends_all_ranks_at_one_step(launch: Start, number: signal.Signals) -> None:
     job = launch(*TWO_RANKS, *LONG, "metrics.log_interval=1")

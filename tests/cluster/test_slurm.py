@@ -15,7 +15,7 @@ from torch.distributed import TCPStore
 from harness.cluster import attempt, queue
 from harness.cluster.attempt import srun_command
 from harness.cluster.config import minutes_of
-from harness.cluster.died import dead_ranks
+from harness.cluster.died import RankDied, dead_ranks
 from harness.cluster.queue import Queued, SlurmError
 from harness.cluster.ranks import rank_environment, rendezvous_store
 from harness.cluster.slurm import Submission, _environment_for_submitting, shape_of
@@ -258,6 +258,8 @@ def test_a_tickets_job_is_found_by_its_id_or_by_its_name() -> None:
     assert SlurmJobRecord("b.2").find(listed) == jobs[3]
     assert SlurmJobRecord("b.2", 2).find(listed) is None
     assert SlurmJobRecord("a.1", None, "6").find(listed) is None, "another job of that name is not this one"
+    assert SlurmJobRecord("a.1", 0, "8_0").find(listed) is None, "SLURM gave the id to another job"
+    assert listed.states.get(SlurmJobRecord("a.1", 0, "8_0").key) is None
 
 
 @pytest.mark.parametrize("state", ["PENDING", "RUNNING"])
@@ -286,9 +288,9 @@ def test_the_queue_is_read_whatever_a_name_holds(monkeypatch: pytest.MonkeyPatch
     shown = "12|a|b c|PENDING|Resources\n13_4|x|RUNNING|None\n14|x|COMPLETED|None\n"
     monkeypatch.setattr(queue, "_run", lambda *_: shown)
     assert queue.jobs().find(None, "a|b c", None) == Queued("12", "a|b c", "PENDING", "Resources")
-    assert queue.jobs().find("13_4", "", None) == Queued("13_4", "x", "RUNNING", "None")
+    assert queue.jobs().find("13_4", "x", None) == Queued("13_4", "x", "RUNNING", "None")
     assert queue.jobs().find(None, "x", None) is None
-    assert queue.jobs().states["14"] == "COMPLETED"
+    assert queue.jobs().states["14", "x"] == "COMPLETED"
 
 
 def test_a_scheduler_that_does_not_answer_is_not_one_that_has_forgotten(
@@ -302,12 +304,12 @@ def test_a_scheduler_that_does_not_answer_is_not_one_that_has_forgotten(
             (tmp_path / name).chmod(0o755)
 
     say("slurm_load_jobs error: Invalid job id specified")
-    assert queue.describe("1") == {} and queue.last_states(["1"]) == {}
+    assert queue.describe("1") == {} and queue.last_states([("1", "a")]) == {}
     say("Job 1_0 not found", where="")  # so does SLURM: a task of an array goes to stdout
     assert queue.describe("1_0") == {}
     say("slurm_load_jobs error: Socket timed out on send/recv operation")
     with pytest.raises(queue.SlurmError):
-        queue.last_states(["7"])
+        queue.last_states([("7", "a")])
     monkeypatch.setattr(attempt, "ANSWER_SECONDS", 0.0)
     assert attempt.Allocation("7", 0).state() == "UNKNOWN"
 
@@ -352,6 +354,9 @@ def test_ranks_that_srun_names(tmp_path: Path) -> None:
     aborted = "srun: Job step aborted: Waiting up to 22 seconds for job step to finish.\n"
     dead = dead_ranks(f"{aborted}srun: error: node1: task 1: Killed\n{said}", tmp_path)
     assert [(rank, died.kind) for rank, died in dead] == [(2, "out_of_memory")], "its log has the reason"
+    [(_, died)] = dead_ranks("srun: error: node1: task 5: Exited with exit code 137\n", tmp_path)
+    assert str(died) == "rank 5 ended with 'Exited with exit code 137': killed, probably out of memory"
+    assert "probably out of memory" in str(RankDied.by_code(1, 137, 0, tmp_path))
     starved = dead_ranks("srun: error: node1: task 5: Out Of Memory\n", tmp_path)
     assert [(rank, died.kind) for rank, died in starved] == [(5, "out_of_memory")]
 

@@ -35,7 +35,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> list[Queued]:
         monkeypatch.setattr(module, "jobs", lambda: Jobs(waiting))
     monkeypatch.setattr(lost, "queued_jobs", lambda _: Jobs(waiting))
     for module in (submit, lost):
-        monkeypatch.setattr(module, "last_states", lambda _: {"12": "FAILED"})
+        monkeypatch.setattr(module, "last_states", lambda wanted: dict.fromkeys(wanted, "FAILED"))
     return waiting
 
 
@@ -155,9 +155,9 @@ def followed(job: Job, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
 def test_a_row_that_comes_late_is_not_taken_for_a_lost_job(
     job: Job, followed: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def end_meanwhile(_: object) -> dict[str, str]:
+    def end_meanwhile(wanted: list[tuple[str, str]]) -> dict[tuple[str, str], str]:
         followed.write_result(job, "completed", EXIT_OK, {})
-        return {"12": "COMPLETED"}
+        return dict.fromkeys(wanted, "COMPLETED")
 
     monkeypatch.setattr(lost, "last_states", end_meanwhile)
     assert follow.follow(job, followed) == EXIT_OK
@@ -170,12 +170,15 @@ def test_a_lost_job_gets_its_row_when_its_folder_is_free(
     other = RunFolder(job.run_dir)
     other.hold()
 
-    def release_when_asked_twice(_: object, asked: list[int] = []) -> dict[str, str]:  # noqa: B006
+    def release_when_asked_twice(
+        wanted: list[tuple[str, str]],
+        asked: list[int] = [],  # noqa: B006
+    ) -> dict[tuple[str, str], str]:
         asked.append(1)
         if len(asked) == 2:
             assert followed.state == "submitted"
             other.release()
-        return {"12": "NODE_FAIL"}
+        return dict.fromkeys(wanted, "NODE_FAIL")
 
     monkeypatch.setattr(lost, "last_states", release_when_asked_twice)
     assert follow.follow(job, followed) == EXIT_MACHINE

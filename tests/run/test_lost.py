@@ -15,6 +15,7 @@ from harness.run.folder import RunFolder
 from harness.run.slurm_record import SlurmJobRecord
 from harness.sweep.__main__ import main
 from harness.sweep.registry import Point, Registry
+from harness.sweep.run import _select, states_of
 
 POINTS = 12
 Verb = Callable[..., tuple[str, str]]
@@ -91,29 +92,40 @@ def test_slurm_is_queried_once_for_any_number_of_points(
     # One waits, one failed recently, one is another user's, three are in accounting, the others unknown.
     fake_slurm.prints("squeue", "7_0|sweep.1|PENDING|Resources", "7_1|sweep.1|OUT_OF_MEMORY|None")
     fake_slurm.prints("squeue", "7_2|sweep.1|RUNNING|None", file="by_id")
-    fake_slurm.prints("sacct", "7_3|NODE_FAIL", "7_4|CANCELLED by 1000", "7_5|TIMEOUT")
+    fake_slurm.prints(
+        "sacct", "7_3|NODE_FAIL|sweep.1", "7_4|CANCELLED by 1000|sweep.1", "7_5|TIMEOUT|sweep.1"
+    )
     for number in (1, 3):
         RunFolder(sweep.points()[number].run_dir).set_status("running")
+    # Rank 0 has written that it was stopped, and the batch process has not written its end.
+    killed = sweep.points()[6].run_dir
+    RunFolder(killed).set_status("interrupted", exit_code=75)
+    SlurmJobRecord("sweep.1", 6, "7_6", begun=True).write(killed)
     out, err = verb("status", sweep.path)
     called = fake_slurm.calls()
     assert [call.split()[0] for call in called] == ["squeue", "squeue", "sacct"]
     assert "7_0," not in called[1] and "7_2," not in called[2] and "7_11" in called[2]
     assert out.splitlines()[-1] == "1 pending, 9 failed, 1 running, 1 cancelled"
-    kinds = "1 out_of_memory, 1 node, 1 cancelled, 1 preempted, 6 unknown"
-    assert err == f"10 points ended without a result: {kinds}\n"
+    kinds = "1 out_of_memory, 1 node, 1 cancelled, 1 preempted, 1 machine, 5 unknown"
+    left = "11 jobs are not in SLURM's queue and without a result; in 0 s missing rows are written"
+    assert err == f"{left}\n10 points ended without a result: {kinds}\n"
     row = json.loads((sweep.points()[3].run_dir / "result.json").read_text())
     assert (row["error.kind"], row["exit_reason"]) == ("node", "failed")
     assert "SLURM says NODE_FAIL" in row["error.message"]
+    row = json.loads((killed / "result.json").read_text())
+    assert (row["error.kind"], row["exit_code"]) == ("machine", EXIT_MACHINE)
+    assert row["error.message"].startswith("the batch process of SLURM job 7_6 was killed; SLURM does not")
     # The others' rows are written; only the other user's job is queried again.
     out, err = verb("status", sweep.path)
-    assert [call.split()[0] for call in fake_slurm.calls()] == ["squeue", "squeue"] and not err
+    assert [call.split()[0] for call in fake_slurm.calls()] == ["squeue", "squeue"]
+    assert err == "1 job is not in SLURM's queue and without a result; in 0 s missing rows are written\n"
 
 
 def test_a_sweep_is_cancelled_by_one_command_and_its_points_have_not_failed(
-    fake_slurm: FakeSlurm, sweep: Registry, verb: Verb
+    fake_slurm: FakeSlurm, sweep: Registry, verb: Verb, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_slurm.prints(
-        "squeue", *(f"7_{n}|sweep.1|PENDING|Resources" for n in range(POINTS - 1)), "9|x|RUNNING|None"
+        "squeue", *(f"7_{n}|sweep.1|PENDING|Resources" for n in range(POINTS - 1)), "9|single|RUNNING|None"
     )
     SlurmJobRecord("single", None, "9").write(sweep.points()[-1].run_dir)
     out, _ = verb("cancel", sweep.path)
@@ -121,9 +133,12 @@ def test_a_sweep_is_cancelled_by_one_command_and_its_points_have_not_failed(
     tasks = ",".join(str(n) for n in range(POINTS - 1))
     assert fake_slurm.calls()[1:] == [f"scancel 7_[{tasks}] 9"]
     fake_slurm.prints("squeue")
+    reads, read_job = [], RunFolder.read_job
+    monkeypatch.setattr(RunFolder, "read_job", lambda self: reads.append(self.path) or read_job(self))
     out, err = verb("status", sweep.path)
     assert out.splitlines()[-1] == f"{POINTS} cancelled"
-    assert err == f"{POINTS} points ended without a result: {POINTS} cancelled\n"
+    assert len(reads) == POINTS, "reading a job is most of the work"
+    assert err.splitlines()[1] == f"{POINTS} points ended without a result: {POINTS} cancelled"
     assert not list(sweep.path.glob("*/errors/*"))
     row = json.loads((sweep.points()[0].run_dir / "result.json").read_text())
     assert (row["exit_reason"], row["exit_code"]) == ("interrupted", 130)
@@ -153,13 +168,62 @@ def test_without_slurm_nothing_is_said_of_jobs_that_may_run(
     monkeypatch.setenv("PATH", "/nowhere")
     out, err = verb("status", sweep.path)
     assert (
-        out.splitlines()[-1] == f"{POINTS} running"
+        out.splitlines()[-1] == f"{POINTS} pending"
         and "no SLURM here to read its state from" in out
         and not err
     )
     out, err = verb("cancel", sweep.path, code=EXIT_USER)
     assert out == f"cancelled 0 of {POINTS} points\n"
     assert f"{POINTS} points were submitted to SLURM, and there is no squeue here" in err
+
+
+@pytest.mark.parametrize("flag", ["", "--json"])
+def test_while_slurm_does_not_answer_the_folders_are_shown(
+    fake_slurm: FakeSlurm, sweep: Registry, verb: Verb, flag: str
+) -> None:
+    fake_slurm.prints("squeue", "slurm_load_jobs error: Unable to contact slurm controller", file="fails")
+    RunFolder(sweep.points()[0].run_dir).set_status("running")
+    RunFolder(sweep.points()[1].run_dir).set_status("failed")
+    out, err = verb("status", sweep.path, *filter(None, [flag]), code=EXIT_MACHINE)
+    assert "Unable to contact slurm controller" in err and err.count("\n") == 1
+    if flag:
+        states = [point["state"] for point in json.loads(out)["points"]]
+        assert states == ["running", "failed", *["pending"] * (POINTS - 2)]
+    else:
+        assert out.splitlines()[-1] == f"1 running, 1 failed, {POINTS - 2} pending"
+        assert "SLURM does not answer" in out.splitlines()[1]
+
+
+def test_installed_commands_without_a_configuration_are_no_slurm(
+    fake_slurm: FakeSlurm, sweep: Registry, verb: Verb
+) -> None:
+    fake_slurm.prints("squeue", "squeue: fatal: Could not establish a configuration source", file="fails")
+    _, err = verb("cancel", sweep.path, code=EXIT_USER)
+    assert err.startswith("error: this machine has no SLURM: squeue finds no configuration; would work: ")
+
+
+def test_points_that_were_never_submitted_are_suspended_or_never_start(
+    fake_slurm: FakeSlurm, sweep: Registry, verb: Verb
+) -> None:
+    points = sweep.points()
+    for n, point in enumerate(points[4:], start=4):
+        SlurmJobRecord("sweep.2", n).write(point.run_dir)  # the controller was killed before it called sbatch
+    fake_slurm.prints(
+        "squeue",
+        "7_0|sweep.1|SUSPENDED|None",
+        *("7_1|sweep.1|PENDING|DependencyNeverSatisfied", "7_2|sweep.1|PENDING|PartitionConfig"),
+        "7_3|sweep.1|PENDING|QOSMaxCpuPerJobLimit",
+    )
+    out, err = verb("status", sweep.path)
+    assert out.splitlines()[-1] == f"1 suspended, 3 blocked, {POINTS - 4} planned" and not err
+    assert "user: job 7_2 can never start: PartitionConfig; would work: cancel it" in out
+    assert "never submitted" in out.splitlines()[5]
+    # Neither is submitted a second time.
+    tasks = [(point, point.job) for point in points]
+    wanted, _ = _select(tasks, states_of(points), out_of_memory=False, rerun=False)
+    assert [point.id for point, _ in wanted] == [point.id for point in points[4:]]
+    out, _ = verb("cancel", sweep.path)
+    assert out == f"cancelled 4 of {POINTS} points\n"
 
 
 def test_a_point_that_another_process_submits_again_is_left_alone(
@@ -182,7 +246,7 @@ def test_a_damaged_point_is_reported_and_hides_no_other(
     # The table shortens long reasons, and the folder of a test has a long name.
     assert f"user: {damaged}: damag" in out.splitlines()[1]
     assert out.splitlines()[-1] == f"1 lost, {POINTS - 1} failed"
-    assert err == f"{POINTS - 1} points ended without a result: {POINTS - 1} unknown\n"
+    assert err.splitlines()[1:] == [f"{POINTS - 1} points ended without a result: {POINTS - 1} unknown"]
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from commands import (
 from dragged import Attempt
 from scheduler import Scheduler
 
-from harness.errors import EXIT_RESUMABLE
+from harness.errors import EXIT_INTERRUPTED, EXIT_RESUMABLE
 
 ROOT = Path(__file__).parents[2]
 
@@ -138,7 +138,9 @@ def test_a_job_that_is_cancelled_and_submitted_again(commands: Commands) -> None
     commands.slurm.run("scancel", job)
     until(lambda: read(run / "status.json").get("state") == "interrupted", "it to end")
     until(lambda: not commands.slurm.run("squeue", "--noheader", f"--jobs={job}").strip(), "the queue", 60)
-    assert read(run / "result.json")["exit_code"] == EXIT_RESUMABLE
+    row = read(run / "result.json")
+    assert (row["exit_code"], row["error.kind"], row["saved"]) == (EXIT_INTERRUPTED, "cancelled", True)
+    assert "1 cancelled" in commands.run("sweep", "status", str(run))
     assert "submitted as job" in commands.train(*layout)
     assert job_of(run) != job
     commands.slurm.run("scancel", job_of(run))
