@@ -55,7 +55,7 @@ format: $(READY)  ## bring the code into the house style
 	$(BIN)/ruff format .
 
 parity: $(READY)  ## prove that every layout computes what one process computes
-	$(BIN)/python -m harness.parity
+	$(BIN)/harness parity
 
 bench: $(READY)  ## measure training speed on this CPU (experiments/README.md says how to add torchtitan)
 	$(BIN)/python experiments/cpu_baseline/compare.py
@@ -68,7 +68,7 @@ $(REHEARSAL)/.ready: pyproject.toml requirements.lock
 	$(REHEARSAL)/bin/python -m pip install --quiet --no-deps --require-hashes -r requirements.lock
 	$(REHEARSAL)/bin/python -m pip install --quiet --only-binary :all: $(TORCH_CUDA)
 	$(REHEARSAL)/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
-	cuda=$$($(REHEARSAL)/bin/python -c 'from harness.rehearse.build import cuda_version; print(cuda_version())') && \
+	cuda=$$($(REHEARSAL)/bin/python -c 'from harness.tools.rehearse.build import cuda_version; print(cuda_version())') && \
 	$(REHEARSAL)/bin/python -m pip install --quiet "nvidia-cuda-crt==$$cuda.*"
 	$(REHEARSAL)/bin/python -m pip check
 	@touch $@

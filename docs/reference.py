@@ -1,7 +1,7 @@
 """Write docs/reference from the code: ``python docs/reference.py [FOLDER]``.
 
 Fields and their documentation are read from the dataclasses, options from conf/, flags from the declared
-verbs, columns from ``harness.metrics.columns``, failure classes from ``harness.failures``. Imports no torch.
+verbs, columns from ``harness.metrics.columns``, failure classes from ``harness.config.failures``. Imports no torch.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from typing import Any
 
 import yaml
 
-from harness import errors, failures
-from harness.app import Verb
-from harness.arguments import JOB_FLAGS, JSON, Argument
-from harness.config import rules_of, type_hints
-from harness.help import shown_config
-from harness.job import Job
+from harness.compose.arguments import JOB_FLAGS, JSON, Argument
+from harness.compose.help import shown_config
+from harness.compose.verb import Verb
+from harness.config import failures
+from harness.config.fields import rules_of, type_hints
+from harness.config.job import Job
 from harness.metrics import columns
+from harness.util import errors
 
 ROOT = Path(__file__).resolve().parent.parent
 WRITTEN = "<!-- Written by docs/reference.py. Change the code, then run make reference. -->\n"

@@ -65,13 +65,13 @@ def measure(overrides: list[str], steps: int) -> dict[str, Any]:
     sys.path.insert(0, str(ROOT))
     import torch
 
-    from harness.compose import compose_job
-    from harness.loop import engine as engine_module
-    from harness.loop.engine import Engine
-    from harness.loop.setup import process_group, set_up_process
-    from harness.loop.trainer import Trainer
+    from harness.compose.composer import compose_job
     from harness.metrics.recorder import Recorder
     from harness.run.folder import RunFolder
+    from harness.train import engine as engine_module
+    from harness.train.engine import Engine
+    from harness.train.setup import process_group, set_up_process
+    from harness.train.trainer import Trainer
 
     folder = Path(tempfile.mkdtemp())
     overrides = [*overrides, f"training.steps={steps}", f"runs_dir={folder}"]

@@ -34,7 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from harness.compose import compose_job
+from harness.compose.composer import compose_job
 from harness.model.moe import MoE
 
 WARMUP = 2

@@ -51,8 +51,8 @@ def main() -> None:
     )
     parser.add_argument("overrides", nargs="*", help="what is to be different from the job here")
     arguments = parser.parse_args()
-    from harness.cluster.pool import RankPool
-    from harness.compose import compose_job
+    from harness.compose.composer import compose_job
+    from harness.launch.pool import RankPool
 
     if arguments.parts:
         with RankPool(2) as pool:
@@ -101,10 +101,10 @@ def measure(jobs: dict[str, str], folder: str, count: int) -> tuple[float, list[
     """Return this rank's CPU seconds of a long step, and of short steps: with phases, without, without."""
     import torch
 
-    from harness.job import Job
-    from harness.loop import phases
-    from harness.loop.engine import Engine
-    from harness.loop.setup import silence_known_noise
+    from harness.config.job import Job
+    from harness.train import phases
+    from harness.train.engine import Engine
+    from harness.train.setup import silence_known_noise
 
     silence_known_noise()
     of = {name: Job.from_json(text) for name, text in jobs.items()}
@@ -124,8 +124,8 @@ def measure(jobs: dict[str, str], folder: str, count: int) -> tuple[float, list[
 
 def block(engine: Any, job: Any, folder: Path) -> float:
     """Train a block of steps; return the CPU seconds of this rank's fastest step after the warm-up."""
-    from harness.loop.trainer import Trainer
     from harness.run.folder import RunFolder
+    from harness.train.trainer import Trainer
 
     engine.set_schedule(0)
     trainer = Trainer(job, RunFolder(folder), engine, None, time.monotonic())
@@ -146,8 +146,8 @@ def parts() -> tuple[float, float]:
     import torch
     import torch.distributed._functional_collectives as functional
 
+    from harness.config.parallelism import ParallelismConfig
     from harness.metrics.phases import Phases
-    from harness.parallelism.config import ParallelismConfig
     from harness.parallelism.marks import Marks
     from harness.parallelism.mesh import build_mesh
 

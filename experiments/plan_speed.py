@@ -1,9 +1,9 @@
-"""Measures what plans and searches cost: CPU seconds of whole processes of ``python -m harness.plan``.
+"""Measures what plans and searches cost: CPU seconds of whole processes of ``harness plan``.
 
     python experiments/plan_speed.py                  all commands, three rounds
     python experiments/plan_speed.py 405b --rounds 1  one of them
 
-A command runs once before it counts, so that orders of schedules are cached (``harness/plan/order.py``). The
+A command runs once before it counts, so that orders of schedules are cached (``harness/tools/plan/order.py``). The
 median of the rounds and their range are printed, and a digest of a search's result: its best layouts and why
 the others lose. Two versions with equal digests find the same.
 """
@@ -64,7 +64,7 @@ def run(overrides: tuple[str, ...]) -> tuple[float, dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         file = [f"sweep_file={folder}/found.yaml"] if "search=true" in overrides else []
         done = subprocess.run(
-            [sys.executable, "-m", "harness.plan", *overrides, *file, "--json"],
+            [sys.executable, "-m", "harness", "plan", *overrides, *file, "--json"],
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
             stdout=subprocess.PIPE,

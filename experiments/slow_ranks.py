@@ -45,8 +45,8 @@ def main() -> int:
     )
     parser.add_argument("overrides", nargs="*", help="what is to be different from the job here")
     arguments = parser.parse_args()
-    from harness.cluster.pool import RankPool
-    from harness.compose import compose_job
+    from harness.compose.composer import compose_job
+    from harness.launch.pool import RankPool
 
     wrong = 0
     print(f"{WORLD} ranks, {os.cpu_count()} cores, {arguments.load} other processes")
@@ -91,10 +91,10 @@ def train(job_json: str, folder: str, extra: tuple[int, str, float]) -> list[Any
     import torch
     import torch.distributed as dist
 
-    from harness.job import Job
-    from harness.loop.engine import Engine
-    from harness.loop.trainer import Trainer
+    from harness.config.job import Job
     from harness.run.folder import RunFolder
+    from harness.train.engine import Engine
+    from harness.train.trainer import Trainer
 
     job = Job.from_json(job_json)
     engine = Engine(job, torch.device("cpu"))

@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from harness.data import DataConfig, TokenizerConfig
+from harness.config.data import DataConfig, TokenizerConfig
 from harness.data.loader import Loader, build_loader
 from harness.data.tokenizer import build_tokenizer
 

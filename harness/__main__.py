@@ -12,10 +12,10 @@ import difflib
 import sys
 from typing import NoReturn
 
-from harness.app import Verb, guarded
-from harness.errors import EXIT_OK, UserError
-from harness.startup import prepare_process, typed_arguments
-from harness.verbs import VERBS
+from harness.compose.process_io import prepare_process, typed_arguments
+from harness.compose.verb import Verb, guarded
+from harness.compose.verbs import VERBS
+from harness.util.errors import EXIT_OK, UserError
 
 
 def main() -> NoReturn:

@@ -17,10 +17,10 @@ from uses import uses
 # Before torch is imported: with many processes on few cores, more threads make tests slow.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from harness.cluster.config import count_gpus
-from harness.cluster.pool import RankPool
-from harness.errors import UserError
-from harness.rehearse import build
+from harness.config.cluster import count_gpus
+from harness.launch.pool import RankPool
+from harness.tools.rehearse import build
+from harness.util.errors import UserError
 
 # Session fixtures that are slow to make or use all cores; slowest first.
 SHARED = ("slurm", "pool")

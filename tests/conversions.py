@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.compose import compose_job
-from harness.convert import ConvertJob, convert
-from harness.errors import EXIT_OK, UserError
-from harness.exchange.source import Source
-from harness.model.config import ModelConfig
+from harness.compose.composer import compose_job
+from harness.config.model import ModelConfig
+from harness.tools.convert import ConvertJob, convert
+from harness.util.errors import EXIT_OK, UserError
+from harness.weights.source import Source
 
 
 def run(source: Path | str, target: Path, *overrides: str) -> None:

@@ -18,17 +18,17 @@ from held import Held
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from harness.config import with_value
-from harness.exchange.huggingface import write_huggingface
+from harness.compose.schemas import schema_node
+from harness.config.attention import KINDS, QK_NORMS
+from harness.config.fields import with_value
+from harness.config.model import ACTIVATIONS, ModelConfig
+from harness.config.moe import GROUP_SCORES, SCORES
+from harness.config.rope import SCALINGS, RopeConfig
 from harness.model.architecture import ARCHITECTURES
-from harness.model.attention_config import KINDS, QK_NORMS
-from harness.model.config import ACTIVATIONS, ModelConfig
 from harness.model.decoder import Decoder
-from harness.model.moe_config import GROUP_SCORES, SCORES
-from harness.model.rope_config import SCALINGS, RopeConfig
 from harness.model.spec import tensor_shapes
 from harness.parallelism.materialize import materialize
-from harness.schemas import schema_node
+from harness.weights.huggingface import write_huggingface
 
 MODELS = Path(__file__).parents[1] / "conf" / "model"
 RELEASED_CONFIGS: dict[str, dict[str, Any]] = yaml.safe_load(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from harness.exchange.source import TensorFacts
+from harness.weights.source import TensorFacts
 
 
 class Held:

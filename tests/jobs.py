@@ -6,10 +6,10 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from harness.compose import compose_job
-from harness.job import Job
-from harness.rank import run_rank
+from harness.compose.composer import compose_job
+from harness.config.job import Job
 from harness.run.folder import RunFolder
+from harness.train.rank import run_rank
 
 TINY = (
     "model=llama3_tiny",

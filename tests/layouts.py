@@ -8,11 +8,19 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from harness import parity
-from harness.cluster.pool import RankPool
-from harness.job import Job
-from harness.parity import ParityConfig, Trace, Verdict, compare, compose_layouts, single_process, trace
-from harness.paths import conf_dir
+from harness.compose.paths import conf_dir
+from harness.config.job import Job
+from harness.launch.pool import RankPool
+from harness.tools.parity import parity
+from harness.tools.parity.parity import (
+    ParityConfig,
+    Trace,
+    Verdict,
+    compare,
+    compose_layouts,
+    single_process,
+    trace,
+)
 
 CONF: Any = OmegaConf.to_container(OmegaConf.load(f"{conf_dir()}/parity.yaml"))
 MATRIX: dict[str, str] = CONF["parity"]["matrix"]

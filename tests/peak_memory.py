@@ -10,8 +10,8 @@ from pathlib import Path
 # Most memory of a small conversion is torch itself, so measure how much a large one adds.
 _MEASURE = r"""
 import re, sys
-from harness.compose import compose_job
-from harness.convert import ConvertJob, convert
+from harness.compose.composer import compose_job
+from harness.tools.convert import ConvertJob, convert
 
 def run(*typed):
     convert(compose_job(typed, config_name="convert", schema=ConvertJob), list(typed))

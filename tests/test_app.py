@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from declared import VERBS
 
-from harness.app import Result, Verb
-from harness.arguments import Argument
-from harness.errors import EXIT_MACHINE, EXIT_USER, MachineError, UserError
-from harness.verbs import VERBS as TABLE
+from harness.compose.arguments import Argument
+from harness.compose.verb import Result, Verb
+from harness.compose.verbs import VERBS as TABLE
+from harness.util.errors import EXIT_MACHINE, EXIT_USER, MachineError, UserError
 
 
 def work(folder: str, *, fails: bool) -> Result:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from harness.compose import compose_job, compose_points
-from harness.errors import UserError
+from harness.compose.composer import compose_job, compose_points
+from harness.util.errors import UserError
 
 COMMON = ["model=llama3_tiny", "data=synthetic", "tokenizer=none", "cluster.device=cpu"]
 

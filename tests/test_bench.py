@@ -1,4 +1,4 @@
-"""harness.bench: jobs run in turn, results come from the runs' rows, a failure does not hide the others."""
+"""harness.tools.study.bench: jobs run in turn, results come from the runs' rows, a failure does not hide the others."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 from processes import python
 
-from harness import bench
-from harness.bench import (
+from harness.config.fields import check_rules
+from harness.metrics.jsonl import read_metrics
+from harness.tools.study import bench
+from harness.tools.study.bench import (
     BASE,
     BenchConfig,
     Spread,
@@ -20,9 +22,7 @@ from harness.bench import (
     report,
     summary,
 )
-from harness.config import check_rules
-from harness.errors import EXIT_INTERRUPTED, EXIT_OK, UserError
-from harness.metrics.jsonl import read_metrics
+from harness.util.errors import EXIT_INTERRUPTED, EXIT_OK, UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ["model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "cluster.device=cpu", "training.seq_len=16"]
@@ -186,7 +186,7 @@ def test_two_jobs_and_one_that_fails(tmp_path: Path) -> None:
     """Real runs; one job fails only on its ranks."""
     done = python(
         "-m",
-        "harness.bench",
+        "harness.tools.study.bench",
         *TINY,
         *("training.steps=5", "training.global_batch_size=2", f"runs_dir={tmp_path}/runs", "bench.rounds=1"),
         'bench.variants.two="parallelism=ddp parallelism.dp_replicate=2"',
@@ -216,7 +216,7 @@ def test_two_jobs_and_one_that_fails(tmp_path: Path) -> None:
 
 def test_a_wrong_variant_costs_nothing(tmp_path: Path) -> None:
     done = python(
-        "-m", "harness.bench", *TINY, f"runs_dir={tmp_path}/runs", 'bench.variants.b="parallelism.tp=3"'
+        "-m", "harness", "bench", *TINY, f"runs_dir={tmp_path}/runs", 'bench.variants.b="parallelism.tp=3"'
     )
     assert done.returncode == 2
     assert done.stderr.startswith("error: bench.variants.b: parallelism.tp=3: must divide")
@@ -225,6 +225,6 @@ def test_a_wrong_variant_costs_nothing(tmp_path: Path) -> None:
 
 
 def test_not_under_torchrun(tmp_path: Path) -> None:
-    done = python("-m", "harness.bench", *TINY, f"runs_dir={tmp_path}/runs", RANK="0", WORLD_SIZE="1")
+    done = python("-m", "harness", "bench", *TINY, f"runs_dir={tmp_path}/runs", RANK="0", WORLD_SIZE="1")
     assert done.returncode == 2
     assert "start it without torchrun" in done.stderr

@@ -9,13 +9,11 @@ import pytest
 from layouts import require_agreement
 from tiers import rest_is_thorough
 
-from harness import compositions
-from harness.cluster.pool import RankPool
-from harness.compose import Composer
-from harness.compositions import random_job
-from harness.config import NUMERICS, leaves
-from harness.errors import UserError
-from harness.parity import (
+from harness.compose.composer import Composer
+from harness.config.fields import NUMERICS, leaves
+from harness.launch.pool import RankPool
+from harness.tools.parity import random_jobs as compositions
+from harness.tools.parity.parity import (
     KEPT_REFERENCES,
     LayoutComparer,
     ParityConfig,
@@ -26,6 +24,8 @@ from harness.parity import (
     single_process,
     trace,
 )
+from harness.tools.parity.random_jobs import random_job
+from harness.util.errors import UserError
 
 QUICK, COVERING, ALL = (0, 1, 4), range(12), range(200)
 RANKS = 4
@@ -182,7 +182,7 @@ def test_a_wrong_gradient_of_a_router_in_bfloat16_is_noticed(judge: LayoutCompar
 
     with (
         mock.patch.object(judge.pool, "run", sabotaged),
-        mock.patch("harness.parity.comparisons", lambda job: [in_turn]),
+        mock.patch("harness.tools.parity.parity.comparisons", lambda job: [in_turn]),
     ):
         verdict = judge.verdict("ep", job)
     assert not verdict.passed

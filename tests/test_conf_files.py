@@ -14,14 +14,14 @@ from omegaconf import OmegaConf
 from processes import python
 from tiers import rest_is_thorough
 
-from harness.compose import Composer, compose_job
-from harness.download import DownloadJob
-from harness.errors import ConfigError
-from harness.job import Job
+from harness.compose.composer import Composer, compose_job
+from harness.config.job import Job
+from harness.config.stages import num_stages, split_modules, stages_of_rank
 from harness.model.accounting import account
 from harness.model.architecture import architecture_of
-from harness.parallelism.stages import num_stages, split_modules, stages_of_rank
-from harness.parity import ParityJob
+from harness.tools.download import DownloadJob
+from harness.tools.parity.parity import ParityJob
+from harness.util.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
 CONF = ROOT / "conf"

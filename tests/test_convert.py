@@ -28,24 +28,19 @@ from harness.checkpoint import progress
 from harness.checkpoint.catalog import CheckpointFolder, open_checkpoint
 from harness.checkpoint.manifest import encode_manifest
 from harness.checkpoint.storage import Writer
-from harness.config import check_rules
-from harness.convert import ConvertConfig, model_manifest
-from harness.data import TokenizerConfig
-from harness.errors import EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_OK, EXIT_USER, ConfigError, UserError
-from harness.exchange import source as sources
-from harness.exchange.config_json import hf_config
-from harness.exchange.dcp import DistributedSource, write_distributed
-from harness.exchange.found import WeightFolder, find_source
-from harness.exchange.huggingface import (
-    HuggingFaceSource,
-    finish_huggingface,
-    plan_shards,
-    write_huggingface,
-)
-from harness.exchange.meta import _load
-from harness.exchange.tensor_names import our_tensors
-from harness.model.config import ModelConfig
+from harness.config.data import TokenizerConfig
+from harness.config.fields import check_rules
+from harness.config.model import ModelConfig
+from harness.contrib.formats.meta import _load
 from harness.model.spec import parameter_shapes, tensor_shapes
+from harness.tools.convert import ConvertConfig, model_manifest
+from harness.util.errors import EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_OK, EXIT_USER, ConfigError, UserError
+from harness.weights import source as sources
+from harness.weights.config_json import hf_config
+from harness.weights.dcp import DistributedSource, write_distributed
+from harness.weights.detect import WeightFolder, find_source
+from harness.weights.huggingface import HuggingFaceSource, finish_huggingface, plan_shards, write_huggingface
+from harness.weights.tensor_names import our_tensors
 
 transformers = pytest.importorskip("transformers")
 
@@ -533,7 +528,7 @@ def test_invalid_sources(tmp_path: Path) -> None:
 
 
 def command(*arguments: str, before: str = "", **options: Any) -> subprocess.CompletedProcess[str]:
-    code = f"import sys, os, signal\n{before}\nfrom harness.convert import main\nmain()"
+    code = f"import sys, os, signal\n{before}\nfrom harness convert import main\nmain()"
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     return subprocess.run(
         [sys.executable, "-B", "-c", code, *arguments],
@@ -588,7 +583,15 @@ def test_an_end_from_outside(place: str, theirs: Path, tmp_path: Path) -> None:
 def test_the_command(theirs: Path, tmp_path: Path) -> None:
     out = tmp_path / "step-0"
     done = subprocess.run(
-        [sys.executable, "-m", "harness.convert", *TINY, f"convert.source={theirs}", f"convert.target={out}"],
+        [
+            sys.executable,
+            "-m",
+            "harness",
+            "convert",
+            *TINY,
+            f"convert.source={theirs}",
+            f"convert.target={out}",
+        ],
         capture_output=True,
         text=True,
         cwd=ROOT,

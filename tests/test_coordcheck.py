@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from harness.app import Result
-from harness.compose import compose_job
-from harness.coordcheck.__main__ import EXIT_DRIFTS, coordcheck
-from harness.coordcheck.config import CoordCheckJob
-from harness.coordcheck.judge import GROWS, STEADY, UNDEFINED, VANISHES, judge, slope
-from harness.coordcheck.measure import Activation, recorded
-from harness.errors import EXIT_OK, ConfigError
+from harness.compose.composer import compose_job
+from harness.compose.verb import Result
 from harness.optimizer import settings
+from harness.tools.study.coordcheck.config import CoordCheckJob
+from harness.tools.study.coordcheck.judge import GROWS, STEADY, UNDEFINED, VANISHES, judge, slope
+from harness.tools.study.coordcheck.measure import Activation, recorded
+from harness.tools.study.coordcheck.verb import EXIT_DRIFTS, coordcheck
+from harness.util.errors import EXIT_OK, ConfigError
 
 SMALL = (
     "model=llama3_tiny",

@@ -17,20 +17,21 @@ import pytest
 from declared import JOBS, VERBS
 from processes import python
 
-from harness import errors, failures
-from harness.arguments import JOB_FLAGS, CommandLine
-from harness.compose import Composer, compose_job, compose_points
-from harness.config import leaves
-from harness.errors import ConfigError
-from harness.job import Job
+from harness.compose.arguments import JOB_FLAGS, CommandLine
+from harness.compose.composer import Composer, compose_job, compose_points
+from harness.compose.multirun import chooses_points
+from harness.compose.overrides import in_hydra_syntax
+from harness.compose.search_path import search_path
+from harness.config import failures
+from harness.config.fields import leaves
+from harness.config.job import Job
 from harness.metrics import columns
 from harness.metrics.memory import ALLOCATOR
-from harness.multirun import chooses_points
-from harness.overrides import in_hydra_syntax
-from harness.plan.__main__ import plan
-from harness.plan.compare import compare
-from harness.plan.config import PlanJob
-from harness.search_path import search_path
+from harness.tools.plan.compare import compare
+from harness.tools.plan.config import PlanJob
+from harness.tools.plan.verb import plan
+from harness.util import errors
+from harness.util.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -159,7 +160,7 @@ def _check_job(command: Command, name: str, schema: type, line: CommandLine) -> 
         compose_job(line.overrides, config_name=name, schema=schema)
 
 
-PLANNED = [command for command in COMMANDS if "-m harness.plan " in command.line and command.output]
+PLANNED = [command for command in COMMANDS if "-m harness plan " in command.line and command.output]
 
 
 @pytest.mark.parametrize("command", PLANNED, ids=str)
@@ -173,7 +174,7 @@ def test_shown_plans_are_what_the_plan_prints(
 
 
 def plan_of(words: list[str]) -> str:
-    """What harness.plan prints of a job, or with -m of several."""
+    """What harness plan prints of a job, or with -m of several."""
     line = VERBS["plan"].parse(words)
     with search_path(line.overrides, "plan", folders=line.config_dir or ()) as overrides:
         if line.multirun:

@@ -12,13 +12,13 @@ from layouts import require_parity, verdict_of
 from tiers import rest_is_thorough
 from torch import Tensor
 
-from harness.cluster.pool import RankPool
-from harness.compose import compose_job
+from harness.compose.composer import compose_job
+from harness.config.job import Job
 from harness.data.loader import IGNORE_INDEX
-from harness.job import Job
+from harness.launch.pool import RankPool
 from harness.model.decoder import Decoder
 from harness.parallelism.materialize import materialize
-from harness.parity import ParityConfig, Trace, compose_layouts, trace
+from harness.tools.parity.parity import ParityConfig, Trace, compose_layouts, trace
 
 CPU = torch.device("cpu")
 T = 32

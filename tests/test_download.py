@@ -20,10 +20,11 @@ import pytest
 from stand_in_hub import Hub, commit_of, serving
 from tiers import rest_is_thorough
 
-from harness.compose import compose_job
-from harness.convert import ConvertJob
-from harness.download import DownloadJob, choose, download, next_commands
-from harness.errors import (
+from harness.compose.composer import compose_job
+from harness.config.job import Job
+from harness.tools.convert import ConvertJob
+from harness.tools.download import DownloadJob, choose, download, next_commands
+from harness.util.errors import (
     EXIT_INTERRUPTED,
     EXIT_MACHINE,
     EXIT_OK,
@@ -33,10 +34,9 @@ from harness.errors import (
     MachineError,
     UserError,
 )
-from harness.exchange import hub as client
-from harness.exchange.config_json import hf_config
-from harness.exchange.hub import RemoteFile, Repository
-from harness.job import Job
+from harness.weights import hub as client
+from harness.weights.config_json import hf_config
+from harness.weights.hub import RemoteFile, Repository
 
 ROOT = Path(__file__).resolve().parents[1]
 REPO = "meta-llama/Llama-3.1-8B"
@@ -115,7 +115,7 @@ def here(hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hub:
 
 def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "harness.download", *arguments],
+        [sys.executable, "-m", "harness", "download", *arguments],
         capture_output=True,
         text=True,
         env={**os.environ, **environment},
@@ -166,7 +166,7 @@ def test_the_command(hub: Hub, tmp_path: Path) -> None:
     assert json.loads((folder / "download.json").read_text())["commit"] == commit
     # The printed next commands work in the current folder.
     target = f"assets/hf/{REPO}-dcp/step-0"
-    convert, train = "python -m harness.convert", "python -m harness.train"
+    convert, train = "harness convert", "python -m harness.train"
     assert output[1:] == [
         f"next: {convert} model=llama3_8b convert.source=assets/hf/{REPO} convert.target={target}",
         f"next: {train} model=llama3_8b tokenizer=llama3 checkpoint.initial_load_path={target}",
@@ -247,7 +247,7 @@ def test_an_interrupted_download_goes_on(sent: signal.Signals, hub: Hub, tmp_pat
         return True
 
     hub.mishap = stall
-    arguments = [sys.executable, "-m", "harness.download", f"repo={REPO}", "what=weights", "to=out"]
+    arguments = [sys.executable, "-m", "harness", "download", f"repo={REPO}", "what=weights", "to=out"]
     process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
     while not (tmp_path / "out" / WEIGHTS[1]).exists() or WEIGHTS[0] not in hub.sent:

@@ -18,11 +18,11 @@ import pytest
 from plugins import install
 from tiers import rest_is_thorough
 
-from harness import paths
-from harness.cluster.snapshot import take_snapshot
-from harness.errors import ConfigError, UserError
-from harness.job import Job
+from harness.compose import paths
+from harness.config.job import Job
+from harness.launch.snapshot import take_snapshot
 from harness.model.spec import tensor_shapes
+from harness.util.errors import ConfigError, UserError
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "howto" / "extend.md").read_text()
@@ -146,7 +146,7 @@ import sys, torch
 import torch.distributed.checkpoint as dcp
 from pathlib import Path
 from transformers import AutoModelForCausalLM
-from harness.job import Job
+from harness.config.job import Job
 from harness.model.decoder import Decoder
 
 run = Path(sys.argv[1])
@@ -193,8 +193,8 @@ def test_ranks_find_the_package_beside_a_copy_of_the_code(extras: Installed, tra
     program = """
 import sys, harness
 from pathlib import Path
-from harness.job import Job
-from harness.loop.config import ATTENTION
+from harness.config.job import Job
+from harness.config.training import ATTENTION
 from harness.model.blocks import block_of
 job = Job.read(Path(sys.argv[1]) / "job.json")
 print(harness.__file__, type(block_of(job.model)).__name__, ATTENTION[job.training.attention].__name__)
@@ -227,8 +227,8 @@ MISTAKES = {
 def test_options_are_checked(extras: Installed) -> None:
     program = """
 import sys
-from harness.compose import compose_job
-from harness.errors import ConfigError
+from harness.compose.composer import compose_job
+from harness.util.errors import ConfigError
 *typed, mistakes = sys.argv[1:]
 for mistake in mistakes.split():
     try:

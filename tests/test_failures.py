@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness.errors import EXIT_BUG, EXIT_MACHINE, EXIT_NON_FINITE, EXIT_USER, NonFiniteError, UserError
-from harness.failures import describe_failure, kind_of_text
+from harness.config.failures import describe_failure, kind_of_text
+from harness.util.errors import EXIT_BUG, EXIT_MACHINE, EXIT_NON_FINITE, EXIT_USER, NonFiniteError, UserError
 
 
 def test_a_failed_allocation_is_named() -> None:

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from harness.compose import compose_job
+from harness.compose.composer import compose_job
+from harness.config.metrics import ProfilingConfig
 from harness.data.loader import Batch, Loader
 from harness.data.prefetch import Prefetcher
-from harness.loop.engine import Engine
-from harness.loop.setup import process_group, set_up_process
-from harness.metrics import ProfilingConfig
 from harness.metrics.profiler import Profiler
 from harness.model import init
-from harness.parity import full_gradients
+from harness.tools.parity.parity import full_gradients
+from harness.train.engine import Engine
+from harness.train.setup import process_group, set_up_process
 
 SMALL = [
     *("model=llama3_tiny", "model.head_dim=16", "data=synthetic", "tokenizer=bytes", "training.steps=10"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.hardware import ACCELERATORS, find_accelerator
+from harness.util.hardware import ACCELERATORS, find_accelerator
 
 KNOWN = {
     "NVIDIA A100-SXM4-40GB": ("A100 SXM 40GB", 312e12, 40),

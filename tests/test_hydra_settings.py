@@ -11,9 +11,9 @@ import hydra.conf
 import pytest
 from hydra.conf import HydraConf
 
-from harness.errors import UserError
-from harness.hydra_settings import HONOURED, INSTEAD, LAUNCHER, check_setting, is_honoured
-from harness.overrides import check_overrides
+from harness.compose.hydra_settings import HONOURED, INSTEAD, LAUNCHER, check_setting, is_honoured
+from harness.compose.overrides import check_overrides
+from harness.util.errors import UserError
 
 
 def settings(config: Any, prefix: str = "hydra.") -> Iterator[str]:

@@ -20,19 +20,19 @@ FILES = {
 TOOLS = ("bench", "compositions", "converge", "coordcheck", "parity", "plan", "rehearse", "report", "sweep")
 # Imports by what trains that are needed nevertheless, with the reason.
 NEEDED = {
-    ("harness.train", "harness.sweep.run"): "harness.train -m starts the jobs of a sweep",
-    ("harness.train", "harness.sweep.sweepers"): "with hydra/sweeper=optuna it runs a study",
+    ("harness.train", "harness.launch.sweep.run"): "harness.train -m starts the jobs of a sweep",
+    ("harness.train", "harness.launch.sweep.sweepers"): "with hydra/sweeper=optuna it runs a study",
 }
 
 
-# Packages that importing a module does not import. harness.loop.process sets what torch reads once.
+# Packages that importing a module does not import. harness.train.process sets what torch reads once.
 NOT_IMPORTED = {
-    "harness.job": "torch hydra omegaconf",
-    "harness.hardware": "torch",
+    "harness.config.job": "torch hydra omegaconf",
+    "harness.util.hardware": "torch",
     "harness.data": "torch numpy datasets sentencepiece tiktoken pyarrow",
     "harness.metrics": "torch rich wandb",
-    "harness.rank": "torch",
-    "harness.loop.process": "torch",
+    "harness.train.rank": "torch",
+    "harness.train.process": "torch",
 }
 
 
@@ -70,9 +70,9 @@ def imports_of(module: str) -> frozenset[str]:
 
 
 def test_imports_are_found() -> None:
-    assert "harness.loop.engine" in imports_of("harness.loop.trainer")
-    assert "harness.loop.trainer" in imports_of("harness.rank"), "an import inside of a function"
-    assert "harness.loop.steps" not in imports_of("harness.metrics.rows"), "an import for type checkers"
+    assert "harness.train.engine" in imports_of("harness.train.trainer")
+    assert "harness.train.trainer" in imports_of("harness.train.rank"), "an import inside of a function"
+    assert "harness.train.steps" not in imports_of("harness.metrics.rows"), "an import for type checkers"
 
 
 def test_no_circles() -> None:
@@ -93,7 +93,7 @@ def test_what_trains_imports_no_tools() -> None:
 
 
 def test_tools_import_each_other_one_way() -> None:
-    """Only the ``__main__`` of a verb may use every tool: ``harness.plan rehearse=true`` rehearses."""
+    """Only the ``__main__`` of a verb may use every tool: ``harness plan rehearse=true`` rehearses."""
     packages: dict[str, set[str]] = {tool: set() for tool in TOOLS}
     for module in FILES:
         if is_tool(module) and not module.endswith(".__main__"):

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from harness import job_rules
-from harness.compose import compose_job
-from harness.config import EXECUTION, LABEL, NUMERICS, identity, label, leaves, numerics
-from harness.errors import ConfigError, UserError
-from harness.job import Job, differing_numerics, from_dict
-from harness.overrides import with_one_length
+from harness.compose import rules as job_rules
+from harness.compose.composer import compose_job
+from harness.compose.overrides import with_one_length
+from harness.config.fields import EXECUTION, LABEL, NUMERICS, identity, label, leaves, numerics
+from harness.config.job import Job, differing_numerics, from_dict
+from harness.util.errors import ConfigError, UserError
 
 TINY = ("model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "training.seq_len=64", "cluster.device=cpu")
 BATCH = "training.global_batch_size=16"

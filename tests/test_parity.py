@@ -13,11 +13,11 @@ import torch
 from layouts import MATRIX, STEPS, TOLERANCES, layout, reference, require_parity, verdict_of
 from tiers import rest_is_thorough
 
-from harness import parity
-from harness.cluster.pool import RankFailed, RankPool
-from harness.config import with_value
-from harness.errors import ConfigError
-from harness.parity import ParityConfig, ParityJob, Trace, compare, compose_layouts, trace
+from harness.config.fields import with_value
+from harness.launch.pool import RankFailed, RankPool
+from harness.tools.parity import parity
+from harness.tools.parity.parity import ParityConfig, ParityJob, Trace, compare, compose_layouts, trace
+from harness.util.errors import ConfigError
 
 # Combinations of features that other rows test singly; `make thorough` and `make parity` run them.
 COMBINED = [
@@ -159,7 +159,7 @@ def test_bfloat16_really_rounds(pool: RankPool) -> None:
 def denominator_of_own_tokens(job_json: str, steps: int) -> Trace:
     """Every rank divides by its own number of tokens: a mean of means (traps 1 and 2)."""
     from harness.data.prefetch import count_valid
-    from harness.loop.engine import Engine
+    from harness.train.engine import Engine
 
     original = Engine.gradients
 
@@ -205,7 +205,7 @@ def gradients_average(job_json: str, steps: int) -> Trace:
 
 def norm_of_own_stage(job_json: str, steps: int) -> Trace:
     """Every rank clips by the norm of its own parameters (trap 5)."""
-    from harness.loop import engine
+    from harness.train import engine
 
     original = engine.Engine.world_total
 
@@ -247,7 +247,7 @@ def own_positions_from_zero(job_json: str, steps: int) -> Trace:
 
 def tokens_of_every_context_rank(job_json: str, steps: int) -> Trace:
     """Ranks that share a sequence all count its tokens (trap 9)."""
-    from harness.loop.engine import Engine
+    from harness.train.engine import Engine
 
     with mock.patch.object(Engine, "counts_tokens", Engine.has_loss):
         return trace(job_json, steps)
@@ -255,7 +255,7 @@ def tokens_of_every_context_rank(job_json: str, steps: int) -> Trace:
 
 def loss_of_one_context_rank(job_json: str, steps: int) -> Trace:
     """The reported loss is that of one share of the sequence (traps 9 and 10)."""
-    from harness.loop.engine import Engine
+    from harness.train.engine import Engine
 
     original = Engine.world_total
 

@@ -14,11 +14,11 @@ import pytest
 import torch
 from jobs import tiny
 
-from harness import rank
-from harness.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_USER, DataError
-from harness.job import Job
-from harness.run.end import finish_run
+from harness.config.job import Job
 from harness.run.folder import RunFolder
+from harness.train import rank
+from harness.train.finish import finish_run
+from harness.util.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_USER, DataError
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def test_errors_while_ending_do_not_hide_the_cause(
 
 def test_a_process_ends_with_its_parent_and_takes_its_own_children_along(tmp_path: Path) -> None:
     child = (
-        "import os, subprocess, sys, time; from harness.cluster.lifeline import end_with_parent;"
+        "import os, subprocess, sys, time; from harness.util.lifeline import end_with_parent;"
         "worker = subprocess.Popen(['sleep', '600']); end_with_parent(int(sys.argv[1]),"
         "lambda: open(sys.argv[2], 'w').write('said')); print(os.getpid(), worker.pid, flush=True);"
         "time.sleep(600)"
@@ -120,7 +120,10 @@ def is_zombie(pid: int) -> bool:
 def test_starting_a_rank_by_hand_is_a_one_line_error(arguments: tuple[str, ...]) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HARNESS_")}
     done = subprocess.run(
-        [sys.executable, "-m", "harness.rank", *arguments], env=environment, capture_output=True, text=True
+        [sys.executable, "-m", "harness.train.rank", *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == EXIT_USER
     assert done.stderr == "error: the harness starts its ranks itself; would work: python -m harness.train\n"
@@ -134,7 +137,7 @@ def test_a_rank_with_a_damaged_job_is_one_line_of_the_controller(
     place = {"HARNESS_CONTROLLER": str(os.getpid()), "RANK": "1"}
     variables = place if started_by == "controller" else {"SLURM_PROCID": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "harness.rank", str(folder.path)],
+        [sys.executable, "-m", "harness.train.rank", str(folder.path)],
         env={**os.environ, **variables, "HARNESS_STARTED": "1.0"},
         capture_output=True,
         text=True,

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from plugins import install
 
-from harness.config import check_rules, label, numerics
-from harness.errors import ConfigError, UserError
-from harness.registry import Registry, resolve_options
+from harness.config.fields import check_rules, label, numerics
+from harness.config.registry import Registry, resolve_options
+from harness.util.errors import ConfigError, UserError
 
 
 def table(expects: str | None = None) -> Registry[Any]:

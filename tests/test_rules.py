@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 import pytest
 
-from harness.bench import BenchJob
-from harness.compose import compose_job
-from harness.config import check_rules, execution, label, numerics, rules_of
-from harness.converge.config import ConvergeJob
-from harness.convert import ConvertJob
-from harness.errors import ConfigError
-from harness.parity import ParityJob
-from harness.plan.config import PlanJob
-from harness.rehearse.config import RehearseJob
-from harness.verbs import VERBS
+from harness.compose.composer import compose_job
+from harness.compose.verbs import VERBS
+from harness.config.fields import check_rules, execution, label, numerics, rules_of
+from harness.tools.convert import ConvertJob
+from harness.tools.parity.parity import ParityJob
+from harness.tools.plan.config import PlanJob
+from harness.tools.rehearse.config import RehearseJob
+from harness.tools.study.bench import BenchJob
+from harness.tools.study.converge.config import ConvergeJob
+from harness.util.errors import ConfigError
 
 
 @dataclass

@@ -15,18 +15,18 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 from tiers import THOROUGH
 
-from harness.app import Verb
-from harness.arguments import JOB_FLAGS
-from harness.bench import BenchJob, compose_variants
-from harness.compose import Composer, compose_job, compose_points
-from harness.errors import UserError
-from harness.job import Job
-from harness.overrides import groups, options_of
-from harness.parity import ParityJob
-from harness.paths import conf_dir, config_folders
-from harness.plan.found import _command
-from harness.schemas import register_schema
-from harness.search_path import search_path, shadowed
+from harness.compose.arguments import JOB_FLAGS
+from harness.compose.composer import Composer, compose_job, compose_points
+from harness.compose.overrides import groups, options_of
+from harness.compose.paths import conf_dir, config_folders
+from harness.compose.schemas import register_schema
+from harness.compose.search_path import search_path, shadowed
+from harness.compose.verb import Verb
+from harness.config.job import Job
+from harness.tools.parity.parity import ParityJob
+from harness.tools.plan.search_result import _command
+from harness.tools.study.bench import BenchJob, compose_variants
+from harness.util.errors import UserError
 
 ROOT = Path(__file__).parents[1]
 TEXTS = {
@@ -102,7 +102,7 @@ def test_the_order_of_folders_is_that_of_hydras_own_command_line(own: Path, othe
     """An application of ``hydra.main`` composes the same; conf/ comes first, then --config-dir."""
     code = (
         "import hydra, sys; from omegaconf import OmegaConf\n"
-        "from harness.schemas import register_schema; from harness.job import Job; register_schema(Job)\n"
+        "from harness.compose.schemas import register_schema; from harness.config.job import Job; register_schema(Job)\n"
         f"@hydra.main(config_path={conf_dir()!r}, config_name='train', version_base='1.3')\n"
         "def main(config): pass\nmain()\n"
     )

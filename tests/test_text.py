@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from processes import python
 
-from harness.cluster.slurm import Submission
-from harness.compose import compose_job, compose_points
-from harness.config import leaves, with_value
-from harness.download import DownloadJob
-from harness.errors import EXIT_OK, EXIT_USER, ConfigError, UserError
-from harness.job import Job
+from harness.compose.composer import compose_job, compose_points
+from harness.config.fields import leaves, with_value
+from harness.config.job import Job
+from harness.config.texts import SecretError, validate_texts
+from harness.launch.slurm import Submission
 from harness.run.folder import RunFolder
-from harness.text import SecretError, validate_texts
+from harness.tools.download import DownloadJob
+from harness.util.errors import EXIT_OK, EXIT_USER, ConfigError, UserError
 
 SMALL = [
     *("model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "training.seq_len=32"),

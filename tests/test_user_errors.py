@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from processes import python
 
-from harness.compose import compose_job
-from harness.errors import EXIT_USER, UserError
-from harness.parity import ParityJob
-from harness.paths import using_folders
-from harness.plan.config import PlanJob
-from harness.plan.differences import job_against
+from harness.compose.composer import compose_job
+from harness.compose.paths import using_folders
+from harness.tools.parity.parity import ParityJob
+from harness.tools.plan.config import PlanJob
+from harness.tools.plan.differences import job_against
+from harness.util.errors import EXIT_USER, UserError
 
 ROOT = Path(__file__).parents[1]
 
@@ -312,7 +312,7 @@ VALUES = [
     ),
     shown_as(
         "cluster.hardware.units=78 cluster.accelerator=H20",
-        "cluster.hardware.half_tflops=null: must be given, because harness/hardware.py does not have H20",
+        "cluster.hardware.half_tflops=null: must be given, because harness/util/hardware.py does not have H20",
     ),
     mistake("cluster.accelerator=L4 cluster.hardware.power_w=0.0", "must be above 0, or null"),
     mistake("cluster.accelerator=L4 cluster.hardware.achieved_half=75.5", "must be in (0, 1], or null"),
@@ -788,7 +788,7 @@ def test_a_job_with_parts_of_its_own() -> None:
     ):
         with pytest.raises(UserError, match=f"^{re.escape(start)}$"):
             compose_job([typed], config_name="parity", schema=ParityJob)
-    done = python("-m", "harness.parity", "parity.steps=few")
+    done = python("-m", "harness", "parity", "parity.steps=few")
     assert (done.returncode, done.stderr) == (EXIT_USER, "error: parity.steps=few: must be an integer\n")
 
 
@@ -995,8 +995,8 @@ def test_command_line_fails_fast(typed: list[str], expected: str, tmp_path: Path
 
 def test_composing_and_refusing_import_no_torch() -> None:
     code = (
-        "import sys, harness.job\n"
-        "from harness.compose import compose_job\n"
+        "import sys, harness.config.job\n"
+        "from harness.compose.composer import compose_job\n"
         "compose_job(['parallelism=fsdp_tp_pp', 'training.global_batch_size=8'])\n"
         "try: compose_job(['parallelism.tp=3'])\n"
         "except Exception as error: assert 'must divide' in str(error)\n"

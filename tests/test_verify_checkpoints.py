@@ -1,4 +1,4 @@
-"""``harness.verify``: which file and which entry of a checkpoint is damaged."""
+"""``harness verify``: which file and which entry of a checkpoint is damaged."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from harness.checkpoint import verify as module
 from harness.checkpoint.catalog import CheckpointFolder
 from harness.checkpoint.storage import Reader, Writer
 from harness.checkpoint.verify import verify
-from harness.compose import compose_job
-from harness.errors import EXIT_MACHINE, EXIT_OK, EXIT_USER
+from harness.compose.composer import compose_job
+from harness.launch.sweep.registry import Point, Registry
 from harness.run.folder import RunFolder
-from harness.sweep.__main__ import main as sweep_main
-from harness.sweep.registry import Point, Registry
-from harness.verify import main
+from harness.tools.report.sweep import main as sweep_main
+from harness.tools.verify import main
+from harness.util.errors import EXIT_MACHINE, EXIT_OK, EXIT_USER
 
 MANIFEST = {"step": 4, "holds": "model", "state": {}, "options": {}}
 
@@ -38,7 +38,7 @@ def flip(path: Path, offset: int) -> None:
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["harness.verify", *map(str, arguments)])
+    monkeypatch.setattr(sys, "argv", ["harness.tools.verify", *map(str, arguments)])
     with pytest.raises(SystemExit) as ended:
         main()
     return int(ended.value.code or 0)

@@ -17,9 +17,9 @@ STARTERS = {
     "subprocess",
     "multiprocessing",
     "nbclient",
-    "harness.cluster.pool.RankPool",
-    "harness.inference.ranks.run_on_ranks",
-    "harness.parity.parity",
+    "harness.launch.pool.RankPool",
+    "harness.tools.inference.ranks.run_on_ranks",
+    "harness.tools.parity.parity.parity",
 }
 """Modules, classes and functions that start processes."""
 

@@ -83,7 +83,7 @@ class Attempt:
 
     def ranks(self) -> list[int]:
         """Return the ranks that the controller has started."""
-        return [pid for pid in self.processes() if b"harness.rank" in _command(pid)]
+        return [pid for pid in self.processes() if b"harness.train.rank" in _command(pid)]
 
     def kill(self, victim: str, draw: random.Random) -> str:
         """Kill the controller, one rank, or all.

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from attempts import LAYOUTS, TINY, Ended, Files, compared, run_processes
 
-from harness.errors import EXIT_OK, EXIT_USER
+from harness.util.errors import EXIT_OK, EXIT_USER
 
 STEPS, INTERVAL = 8, 2
 COMMAND = [

@@ -18,10 +18,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from harness.cluster.pool import RankPool
-from harness.compose import compose_job
-from harness.config import with_value
-from harness.job import Job
+from harness.compose.composer import compose_job
+from harness.config.fields import with_value
+from harness.config.job import Job
+from harness.launch.pool import RankPool
 
 TURNS = 3
 SHAPE = [
@@ -49,9 +49,9 @@ def measure(job_json: str, folder: str, rounds: int) -> list[dict[str, float]]:
         rng_state,
     )
     from harness.data.tokenizer import build_tokenizer
-    from harness.loop.batches import loader_of
-    from harness.loop.engine import Engine
-    from harness.loop.setup import set_up_process
+    from harness.train.batches import loader_of
+    from harness.train.engine import Engine
+    from harness.train.setup import set_up_process
 
     job = Job.from_json(job_json)
     set_up_process(job)

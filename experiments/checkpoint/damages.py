@@ -10,7 +10,7 @@ from pathlib import Path
 from bench import STEPS, Bench, Expected, Fault
 
 from harness.checkpoint.catalog import MANIFEST, METADATA
-from harness.errors import EXIT_OK, EXIT_USER
+from harness.util.errors import EXIT_OK, EXIT_USER
 
 WEIGHT, MOMENT = "layers.0.attention.wq.weight", "optimizer.state.layers.1.feed_forward.w1.weight.exp_avg"
 Injection = Callable[[Bench], object]

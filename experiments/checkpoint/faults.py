@@ -29,7 +29,7 @@ from bench import INTERVAL, STEPS, Bench, Expected, Fault, Faults, Row
 from damages import DAMAGES, NOWHERE
 
 from harness.checkpoint.catalog import MANIFEST, reading
-from harness.errors import EXIT_MACHINE, EXIT_USER
+from harness.util.errors import EXIT_MACHINE, EXIT_USER
 
 ROOM = 1 << 20
 
@@ -84,7 +84,7 @@ if os.environ.get("RANK", "0") == "0":
     import importlib.abc, importlib.util, subprocess, sys, time
     class Finder(importlib.abc.MetaPathFinder):
         def find_spec(self, name, path, target=None):
-            if name != "harness.loop.engine":
+            if name != "harness.train.engine":
                 return None
             sys.meta_path.remove(self)
             spec = importlib.util.find_spec(name)

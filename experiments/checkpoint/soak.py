@@ -30,7 +30,7 @@ from typing import Any
 
 from attempts import COMPARED, LAYOUTS, MODES, ROOT, TINY, Attempt, Files, compared, run_processes
 
-from harness.errors import EXIT_OK
+from harness.util.errors import EXIT_OK
 
 STEPS, INTERVAL, KEEP = 18, 3, 2
 OFTEN = [

@@ -30,8 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from loop_overhead import measure
 
-from harness.bench import Spread, order_of, ratios_by_round
-from harness.tables import markdown
+from harness.tools.study.bench import Spread, order_of, ratios_by_round
+from harness.util.tables import markdown
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent

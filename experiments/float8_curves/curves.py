@@ -16,7 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from harness.compose import compose_job
+from harness.compose.composer import compose_job
 from harness.metrics.jsonl import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]

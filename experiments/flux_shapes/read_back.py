@@ -22,11 +22,11 @@ import torch
 from PIL import Image
 from read_shapes import Judged, judge
 
-from harness.compose import compose_job
-from harness.generate.__main__ import generate
-from harness.generate.config import GenerateJob
-from harness.pictures.shapes import DrawnShapes, captions
-from harness.pictures.sheet import write_sheet
+from harness.compose.composer import compose_job
+from harness.contrib.flux.pictures.shapes import DrawnShapes, captions
+from harness.contrib.flux.pictures.sheet import write_sheet
+from harness.tools.inference.generate.config import GenerateJob
+from harness.tools.inference.generate.verb import generate
 
 HERE = Path(__file__).parent
 
@@ -51,7 +51,7 @@ def parsed() -> Arguments:
 
 
 def pictures_of(typed: Arguments, prompts: list[str]) -> list[np.ndarray]:
-    """Generate a picture of each prompt as ``harness.generate`` does."""
+    """Generate a picture of each prompt as ``harness generate`` does."""
     with tempfile.TemporaryDirectory() as folder:
         overrides = [
             *(f"generate.checkpoint={typed.run}", "model=from_config", "cluster.device=cpu"),

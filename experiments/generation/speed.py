@@ -23,19 +23,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from torch import Tensor
 
-from harness.compose import compose_job
-from harness.config import with_value
-from harness.exchange.found import find_source
-from harness.exchange.huggingface import write_huggingface
-from harness.exchange.source import TensorFacts
-from harness.generate.config import GenerateJob
-from harness.generate.decode import generate_batch
-from harness.generate.sampling import Sampler
-from harness.inference.model import InferenceModel
-from harness.loop.setup import process_group
+from harness.compose.composer import compose_job
+from harness.config.fields import with_value
 from harness.model.decoder import Decoder
 from harness.parallelism.materialize import materialize
-from harness.tables import markdown
+from harness.tools.inference.generate.config import GenerateJob
+from harness.tools.inference.generate.decode import generate_batch
+from harness.tools.inference.generate.sampling import Sampler
+from harness.tools.inference.model import InferenceModel
+from harness.train.setup import process_group
+from harness.util.tables import markdown
+from harness.weights.detect import find_source
+from harness.weights.huggingface import write_huggingface
+from harness.weights.source import TensorFacts
 
 PROMPT, NEW, SEED = 128, 128, 0
 MODEL = [

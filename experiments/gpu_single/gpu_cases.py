@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from harness.compose import compose_job
-from harness.config import with_value
-from harness.job import Job
+from harness.compose.composer import compose_job
+from harness.config.fields import with_value
+from harness.config.job import Job
 from harness.model.accounting import block_parameters
-from harness.tables import GIB
+from harness.util.tables import GIB
 
 WARMUP_STEPS = 5
 LOSS_CHUNKS = 8

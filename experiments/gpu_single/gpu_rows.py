@@ -1,4 +1,4 @@
-"""Convert the rows of all rounds to rows of ``harness.report``, with torchtitan's rates beside."""
+"""Convert the rows of all rounds to rows of ``harness report``, with torchtitan's rates beside."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from harness.compose import compose_job
-from harness.hardware import find_accelerator
+from harness.compose.composer import compose_job
 from harness.metrics.mfu import peak_of
 from harness.metrics.result import flatten
+from harness.util.hardware import find_accelerator
 
 Row = dict[str, Any]
 TORCHTITAN = "torchtitan.tokens_per_second_per_rank"

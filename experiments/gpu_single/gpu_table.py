@@ -8,8 +8,8 @@ from typing import Any
 
 from gpu_cases import BASELINE, TARGET_SHAPE, Targets
 
-from harness.bench import Spread, ratios_by_round
-from harness.tables import GIB, markdown
+from harness.tools.study.bench import Spread, ratios_by_round
+from harness.util.tables import GIB, markdown
 
 Row = dict[str, Any]
 HEADER = (

@@ -12,7 +12,7 @@ A round runs every mode once on both sides, the next one in the opposite order; 
 round. ``8B`` has as many layers as are estimated to fit; if a run of ours is out of memory all the same, the
 whole group is measured again with half of them, so that what is compared has the same shape. Rows are written
 as they come: ``rows.jsonl`` and ``facts.json`` in ``--out``; ``table.md`` and ``results.jsonl``, the rows of
-``harness.report``, are made of them.
+``harness report``, are made of them.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ import gpu_cases as cases
 from gpu_rows import report_rows
 from gpu_table import render
 
-from harness.bench import order_of
-from harness.config import with_value
-from harness.errors import UserError
+from harness.config.fields import with_value
 from harness.metrics.mfu import peak_of, utilization
 from harness.metrics.result import git_commit, versions
 from harness.model.accounting import account
-from harness.report.rows import keep
-from harness.tables import GIB
+from harness.tools.report.rows import keep
+from harness.tools.study.bench import order_of
+from harness.util.errors import UserError
+from harness.util.tables import GIB
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -316,7 +316,7 @@ def dry_lines(arguments: argparse.Namespace, facts: Row, shape: str, checkpointi
 
 
 def finish(folder: Path) -> str:
-    """Write the rows of a folder for ``harness.report``, and return their table."""
+    """Write the rows of a folder for ``harness report``, and return their table."""
     facts, rows = read(folder)
     keep(folder, report_rows(facts, rows))
     return render(facts, rows)

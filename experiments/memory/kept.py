@@ -1,4 +1,4 @@
-"""Compare CPU ranks that keep freed memory with ranks that return it (harness/loop/process.py).
+"""Compare CPU ranks that keep freed memory with ranks that return it (harness/train/process.py).
 
     python experiments/memory/kept.py --rounds 3 parallelism=single compile=on
 

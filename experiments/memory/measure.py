@@ -28,8 +28,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from harness.compose import compose_job
-from harness.job import Job
+from harness.compose.composer import compose_job
+from harness.config.job import Job
 
 MIB = 2**20
 COMMON = [
@@ -87,11 +87,11 @@ def measure_pass(job: Job) -> dict[str, float]:
     import torch
 
     from harness.data.tokenizer import build_tokenizer
-    from harness.loop.batches import loader_of
-    from harness.loop.engine import Engine
-    from harness.loop.setup import process_group, set_up_process
     from harness.metrics.memory import peak_memory_gib
-    from harness.tables import GIB
+    from harness.train.batches import loader_of
+    from harness.train.engine import Engine
+    from harness.train.setup import process_group, set_up_process
+    from harness.util.tables import GIB
 
     device = torch.device("cpu")
     set_up_process(job)

@@ -28,10 +28,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from harness.compose import compose_job
-from harness.plan.memory import rank_memory
-from harness.plan.plan import RankMemory
-from harness.tables import GIB
+from harness.compose.composer import compose_job
+from harness.tools.plan.memory import rank_memory
+from harness.tools.plan.plan import RankMemory
+from harness.util.tables import GIB
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST = 0.10

@@ -23,10 +23,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 import torch
 from torch import Tensor, nn
 
-from harness.compose import compose_job
+from harness.compose.composer import compose_job
+from harness.config.optimizer import OptimizerConfig
 from harness.model.spec import TensorSpec, tensors
 from harness.optimizer.build import build_optimizer
-from harness.optimizer.config import OptimizerConfig
 
 WARMUP = 2
 SHAPE = ("experiment=cpu_baseline/shape", "cluster.device=cpu", "optimizer=muon")

@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from matplotlib import colormaps
 
-from harness.compose import compose_job
+from harness.compose.composer import compose_job
+from harness.config.job import Job
 from harness.data.tokenizer import build_tokenizer
-from harness.job import Job
-from harness.loop.batches import loader_of
-from harness.loop.engine import Engine
-from harness.loop.setup import process_group, set_up_process
-from harness.report.plots import new_figure, save
-from harness.tables import markdown
+from harness.train.batches import loader_of
+from harness.train.engine import Engine
+from harness.train.setup import process_group, set_up_process
+from harness.util.plots import new_figure, save
+from harness.util.tables import markdown
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results.jsonl"

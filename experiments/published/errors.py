@@ -4,7 +4,7 @@
 
 rows.csv has 95 rows of 14 tables with the overrides that express each, and what the tables leave open. Its
 columns ``attention`` to ``keeps_outputs`` say what the trainer ran (``Software`` in
-harness/plan/constants.py), ``doubt`` why a row is evidence neither for nor against the plan. Prints Markdown
+harness/tools/plan/constants.py), ``doubt`` why a row is evidence neither for nor against the plan. Prints Markdown
 tables of the plan's errors with its default constants: throughput, and memory (memory_errors.py).
 ``--rows`` adds each row. held_out.py has the errors with constants that were fitted without a row's source.
 """
@@ -25,15 +25,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from memory_errors import memory_tables
 
-from harness.compose import Composer, compose_points
-from harness.config import with_value
+from harness.compose.composer import Composer, compose_points
+from harness.config.fields import with_value
 from harness.model.accounting import account
-from harness.plan.constants import Calibration, Constants, Software
-from harness.plan.make import make_plan
-from harness.plan.plan import Plan
-from harness.report.published import find, software_of
-from harness.report.published import read as read_published
-from harness.tables import GIB
+from harness.tools.plan.constants import Calibration, Constants, Software
+from harness.tools.plan.make import make_plan
+from harness.tools.plan.plan import Plan
+from harness.tools.report.published import find, software_of
+from harness.tools.report.published import read as read_published
+from harness.util.tables import GIB
 
 FILE = Path(__file__).with_name("rows.csv")
 TORCHTITAN = Path(__file__).parents[1] / "llama3_h100"

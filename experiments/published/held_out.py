@@ -2,10 +2,10 @@
 
     python experiments/published/held_out.py
 
-Each source is left out in turn: the constants ``FITTED`` (harness/plan/calibrate.py) are fitted to all
+Each source is left out in turn: the constants ``FITTED`` (harness/tools/plan/calibrate.py) are fitted to all
 others, and the rows of the one left out are planned with them. Tables of one document or pull request come
 from one cluster, so they are one source. Writes held_out.csv, held_out.md, and, by the rules of held_rows.py,
-harness/plan/evidence_table.py.
+harness/tools/plan/evidence_table.py.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ import errors
 import held_rows
 from held_rows import MEMORY, SPEED, Held
 
-from harness.job import Job
-from harness.plan import evidence
-from harness.plan.calibrate import FITTED, START, descend, moved, predicted_rate
-from harness.plan.constants import Calibration
-from harness.plan.evidence import GENERATIONS, class_of
-from harness.report.statistics import spearman
-from harness.tables import GIB
+from harness.config.job import Job
+from harness.tools.plan import evidence
+from harness.tools.plan.calibrate import FITTED, START, descend, moved, predicted_rate
+from harness.tools.plan.constants import Calibration
+from harness.tools.plan.evidence import GENERATIONS, class_of
+from harness.tools.report.statistics import spearman
+from harness.util.tables import GIB
 
 REPORT = Path(__file__).with_name("held_out.md")
 TABLE = Path(evidence.__file__).with_name("evidence_table.py")
@@ -273,7 +273,7 @@ def constants_in_words(responses: Sequence[Response]) -> str:
 
 
 def evidence_table(held: Sequence[Held]) -> str:
-    """The source of harness/plan/evidence_table.py."""
+    """The source of harness/tools/plan/evidence_table.py."""
     lines = [
         '"""Published figures as multiples of the planned ones, by class of job.',
         "",
@@ -281,7 +281,7 @@ def evidence_table(held: Sequence[Held]) -> str:
         "that were fitted without it; experiments/published/held_rows.py has the rules.",
         '"""',
         "",
-        "from harness.plan.evidence import Evidence, Resolution",
+        "from harness.tools.plan.evidence import Evidence, Resolution",
     ]
     kinds = (("EVIDENCE", SPEED, "Throughput"), ("MEMORY", MEMORY, "Peak memory on a GPU"))
     for name, kind, words in kinds:

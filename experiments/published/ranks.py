@@ -21,16 +21,16 @@ from dataclasses import replace
 import errors
 from held_out import setting_of
 
-from harness.errors import UserError
-from harness.job import Job
-from harness.parallelism.config import ParallelismConfig
-from harness.plan.evidence_table import RESOLUTION
-from harness.plan.make import make_plan
-from harness.plan.plan import PARTS, Plan, Speed
-from harness.plan.render import mesh_of, part_name, schedule_of
-from harness.plan.search import Candidate, rounded, search
-from harness.plan.space import Space
-from harness.tables import figure
+from harness.config.job import Job
+from harness.config.parallelism import ParallelismConfig
+from harness.tools.plan.evidence_table import RESOLUTION
+from harness.tools.plan.make import make_plan
+from harness.tools.plan.plan import PARTS, Plan, Speed
+from harness.tools.plan.render import mesh_of, part_name, schedule_of
+from harness.tools.plan.search import Candidate, rounded, search
+from harness.tools.plan.space import Space
+from harness.util.errors import UserError
+from harness.util.tables import figure
 
 TOP = 20
 """Layouts that a search ranks."""

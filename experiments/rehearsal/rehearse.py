@@ -18,13 +18,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from harness.compose import compose_job
-from harness.errors import UserError
-from harness.plan.make import make_plan
-from harness.plan.plan import Plan
-from harness.rehearse.config import RehearseJob, ranks_to_rehearse
-from harness.rehearse.figures import RankFigures
-from harness.rehearse.server import Rehearsals, require_no_gpu
+from harness.compose.composer import compose_job
+from harness.tools.plan.make import make_plan
+from harness.tools.plan.plan import Plan
+from harness.tools.rehearse.config import RehearseJob, ranks_to_rehearse
+from harness.tools.rehearse.figures import RankFigures
+from harness.tools.rehearse.server import Rehearsals, require_no_gpu
+from harness.util.errors import UserError
 
 FOLDER = Path(__file__).parent
 ROWS = FOLDER / "results.jsonl"

@@ -18,11 +18,11 @@ import sys
 import time
 from typing import Any
 
-from harness.compose import compose_job
-from harness.rehearse.build import library
-from harness.rehearse.config import RehearseJob
-from harness.rehearse.device import virtual_device
-from harness.rehearse.server import environment
+from harness.compose.composer import compose_job
+from harness.tools.rehearse.build import library
+from harness.tools.rehearse.config import RehearseJob
+from harness.tools.rehearse.device import virtual_device
+from harness.tools.rehearse.server import environment
 
 JOB = "model=llama3_8b parallelism=fsdp data=synthetic tokenizer=bytes cluster=slurm_h100 cluster.nodes=1"
 ROWS, LENGTH, RANKS, STEPS = 2, 8192, 8, 3
@@ -39,7 +39,7 @@ def main() -> None:
 
 def rehearse(options: frozenset[str]) -> dict[str, Any]:
     """Three steps of rank 0; what the last one called."""
-    from harness.rehearse.gpu import VirtualGpu
+    from harness.tools.rehearse.gpu import VirtualGpu
 
     job = compose_job(JOB.split(), config_name="rehearse", schema=RehearseJob).plain
     gpu = VirtualGpu(virtual_device(job))
@@ -54,8 +54,8 @@ def rehearse(options: frozenset[str]) -> dict[str, Any]:
     from torchtitan.models.llama3.model.model import Transformer
     from torchtitan.protocols.model_converter import build_model_converters
 
-    from harness.loop.setup import process_group
-    from harness.rehearse.substitutes import LoneStore, substitutes
+    from harness.tools.rehearse.substitutes import LoneStore, substitutes
+    from harness.train.setup import process_group
 
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)

@@ -1,4 +1,4 @@
-"""Compare ``harness.tokenize`` with ``datasets.map``: the same fast tokenizer, JSON lines and processes.
+"""Compare ``harness tokenize`` with ``datasets.map``: the same fast tokenizer, JSON lines and processes.
 
     python experiments/tokenize/against_datasets.py --megabytes 64 --workers 2 --rounds 3
     python experiments/tokenize/against_datasets.py --memory 1024      peak memory on a file of 1 GiB
@@ -80,7 +80,7 @@ def compare(folder: Path, tokenizer: Path, options: argparse.Namespace, size: in
         ratios.append([b / a for a, b in zip(ours, theirs, strict=True)])
         speeds = [f"{size / 1e6 / a:.2f} and {size / 1e6 / b:.2f}" for a, b in zip(ours, theirs, strict=True)]
         sys.stdout.write(
-            f"round {number + 1}: harness.tokenize and datasets.map, MB/s: {'; '.join(speeds)}\n"
+            f"round {number + 1}: harness tokenize and datasets.map, MB/s: {'; '.join(speeds)}\n"
         )
         sys.stdout.flush()
     medians = [statistics.median(each) for each in zip(*ratios, strict=True)]
@@ -137,7 +137,14 @@ def run_harness(folder: Path, tokenizer: Path, workers: int, peaks: dict[int, in
     target = folder / "corpus"
     shutil.rmtree(target, ignore_errors=True)
     command = [
-        *(sys.executable, "-m", "harness.tokenize", "data=local_jsonl", f"data.paths=[{folder}/text.jsonl]"),
+        *(
+            sys.executable,
+            "-m",
+            "harness",
+            "tokenize",
+            "data=local_jsonl",
+            f"data.paths=[{folder}/text.jsonl]",
+        ),
         *("data.validation_fraction=0", "tokenizer.kind=huggingface", f"tokenizer.path={tokenizer}"),
         *("tokenizer.bos=", "tokenizer.eos='<eos>'", f"tokenize.workers={workers}"),
         *(f"tokenize.target={target}", "--json"),
@@ -149,7 +156,7 @@ def run_harness(folder: Path, tokenizer: Path, workers: int, peaks: dict[int, in
         time.sleep(0.05)
     answer, _ = process.communicate()
     if process.returncode:
-        sys.exit(f"harness.tokenize ended with exit code {process.returncode}")
+        sys.exit(f"harness tokenize ended with exit code {process.returncode}")
     return float(json.loads(answer)["seconds"])
 
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from harness.checkpoint.manifest import MANIFEST, METADATA, UnknownFormat, decode_manifest
-from harness.errors import UserError
-from harness.locks import LockedError, lock
+from harness.util.errors import UserError
+from harness.util.locks import LockedError, lock
 
 SUPERSEDED = "superseded"
 LOCK = ".lock"

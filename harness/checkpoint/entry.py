@@ -13,7 +13,7 @@ import xxhash
 from harness.checkpoint.catalog import DamagedCheckpoint
 from harness.checkpoint.manifest import CHECKSUM
 from harness.checkpoint.metadata import load_failure
-from harness.failures import kind_of_text
+from harness.config.failures import kind_of_text
 
 
 def _view(file: Any, offset: int, length: int) -> memoryview:

@@ -27,14 +27,14 @@ from harness.checkpoint.state import (
     set_rng_state,
 )
 from harness.checkpoint.storage import Reader
+from harness.config.job import Job
 from harness.data.loader import Loader
-from harness.errors import MachineError, UserError
-from harness.exchange import on_ranks
-from harness.exchange.source import is_finite, non_finite_warning
-from harness.job import Job
-from harness.loop.engine import Engine
 from harness.model.spec import tensor_shapes
-from harness.tables import degrees_in_words
+from harness.train.engine import Engine
+from harness.util.errors import MachineError, UserError
+from harness.util.tables import degrees_in_words
+from harness.weights import on_ranks
+from harness.weights.source import is_finite, non_finite_warning
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import xxhash
 
-from harness.metrics.encoding import dumps, parse_object
+from harness.util.encoding import dumps, parse_object
 
 MANIFEST = "manifest.json"
 METADATA = ".metadata"

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from harness.checkpoint.catalog import DamagedCheckpoint
-from harness.errors import HarnessError, MachineError, UserError
-from harness.loop.setup import CHECKPOINT_GROUP
+from harness.train.setup import CHECKPOINT_GROUP
+from harness.util.errors import HarnessError, MachineError, UserError
 
 T = TypeVar("T")
 

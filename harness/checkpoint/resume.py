@@ -17,11 +17,11 @@ from harness.checkpoint.catalog import (
     is_url,
     open_checkpoint,
 )
-from harness.config import NUMERICS, leaves
-from harness.errors import EXIT_OK, ConfigError, UserError, as_typed
-from harness.job import Job
-from harness.metrics.encoding import read_object
+from harness.config.fields import NUMERICS, leaves
+from harness.config.job import Job
 from harness.metrics.result import flat_items, read_result
+from harness.util.encoding import read_object
+from harness.util.errors import EXIT_OK, ConfigError, UserError, as_typed
 
 # Lists checkpoint folders of the same experiment on other layouts, from which a run may resume.
 CONTINUES = "continues.json"
@@ -181,7 +181,7 @@ def show_finished(job: Job, run_dir: Path) -> int:
     """Print that no steps are left; return the exit code."""
     sys.stdout.write(
         f"{job.name}: all {job.steps} steps are done, see {run_dir}; checkpoint.resume=false trains "
-        "from the start again, python -m harness.convert exports the weights\n"
+        "from the start again, harness convert exports the weights\n"
     )
     return EXIT_OK
 
@@ -334,7 +334,7 @@ def _single(path: str) -> Checkpoint:
     name = "checkpoint.initial_load_path"
     if is_foreign(path):
         rule = "was written by other software, and the meaning of its tensors is unknown"
-        raise ConfigError(name, path, rule, "the output of python -m harness.convert")
+        raise ConfigError(name, path, rule, "the output of harness convert")
     try:
         return open_checkpoint(path)
     except DamagedCheckpoint as error:

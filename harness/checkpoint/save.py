@@ -28,12 +28,12 @@ from harness.checkpoint.rank_group import RankGroup
 from harness.checkpoint.resume import folder_of
 from harness.checkpoint.state import model_state, optimizer_state, rng_key, rng_state
 from harness.checkpoint.storage import Writer
+from harness.config.job import Job
 from harness.data.loader import Loader, merge_states
-from harness.errors import MachineError, UserError
-from harness.exchange import on_ranks
-from harness.job import Job
-from harness.locks import LockedError
-from harness.loop.engine import Engine
+from harness.train.engine import Engine
+from harness.util.errors import MachineError, UserError
+from harness.util.locks import LockedError
+from harness.weights import on_ranks
 
 
 class SaveFailed(MachineError):

@@ -21,11 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from harness.loop.engine import Engine
 from harness.model.part import ModelPart
 from harness.model.spec import is_buffer
 from harness.parallelism.mesh import Mesh
 from harness.precision.swap import plain
+from harness.train.engine import Engine
 
 OPTIMIZER, RNG = "optimizer.", "rng."
 

@@ -39,7 +39,7 @@ from harness.checkpoint.catalog import METADATA, DamagedCheckpoint, check_files,
 from harness.checkpoint.entry import Entry
 from harness.checkpoint.manifest import CHECKSUM, MANIFEST, encode_manifest
 from harness.checkpoint.metadata import parse_metadata
-from harness.files import sync_file, sync_folder
+from harness.util.files import sync_file, sync_folder
 
 
 @dataclass

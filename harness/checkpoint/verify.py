@@ -28,7 +28,7 @@ from harness.checkpoint.catalog import (
     reading,
 )
 from harness.checkpoint.manifest import CHECKSUM, MANIFEST, METADATA
-from harness.errors import UserError
+from harness.util.errors import UserError
 
 _BLOCK = 1 << 24
 _SHOWN = 3
@@ -87,7 +87,7 @@ def _checkpoint_folders(folder: str) -> Iterator[str]:
     """Folders that may hold the checkpoints of a path."""
     if not is_url(folder) and (Path(folder) / "job.json").is_file():
         from harness.checkpoint.resume import folder_of
-        from harness.job import Job
+        from harness.config.job import Job
 
         yield folder_of(Job.read(Path(folder) / "job.json"), Path(folder))
     yield f"{folder.rstrip('/')}/checkpoints"

@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from harness.cluster.config import node_name
-from harness.locks import LockedError, lock
+from harness.config.cluster import node_name
+from harness.util.locks import LockedError, lock
 
 LOCK, HEARTBEAT = ".lock", ".heartbeat"
 BEAT_SECONDS, DEAD_SECONDS = 5.0, 60.0

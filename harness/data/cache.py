@@ -28,21 +28,15 @@ from pathlib import Path
 import numpy as np
 
 from harness.data.build_lock import LOCK, only_builder
-from harness.data.cache_check import (
-    DamagedCache,
-    check_contents,
-    check_sizes,
-    files_of,
-    read_meta,
-)
+from harness.data.cache_check import DamagedCache, check_contents, check_sizes, files_of, read_meta
 from harness.data.documents import Source
 from harness.data.size_limit import require_small
 from harness.data.tokenizer import Tokenizer
 from harness.data.tokenizing import TokenizedUnits, concatenate, tokenize
 from harness.data.tokens import map_file
 from harness.data.units import UNIT_BYTES, token_dtype, units_of
-from harness.errors import DataError, MachineError
-from harness.locks import LockedError, lock
+from harness.util.errors import DataError, MachineError
+from harness.util.locks import LockedError, lock
 
 FORMAT_VERSION = 1
 # Longest time between making a folder and locking it; on file systems without locks, between two writes.

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from harness.files import write_atomically
-from harness.metrics.encoding import parse_object
+from harness.util.encoding import parse_object
+from harness.util.files import write_atomically
 
 META = "meta.json"
 CHECKED = "checked.json"

@@ -15,16 +15,16 @@ from typing import Any
 
 import numpy as np
 
+from harness.config.data import DataConfig
 from harness.data.cache import TokenizedSplit, open_cache
 from harness.data.chat_packing import PackedConversations
 from harness.data.chat_sandbox import MARKS
 from harness.data.chat_template import ASSISTANT, ChatTemplate, message_of, template_of
-from harness.data.config import DataConfig
 from harness.data.documents import Span
 from harness.data.parquet_files import read_columns
 from harness.data.sources import LocalFiles, file_stats
 from harness.data.tokenizer_base import Marked, Tokenizer
-from harness.errors import DataError
+from harness.util.errors import DataError
 
 _VERSION = 1
 _TOOLS = "tools"

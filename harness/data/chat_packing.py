@@ -9,7 +9,7 @@ import numpy as np
 
 from harness.data.cache import TokenizedSplit
 from harness.data.samples import IGNORE_INDEX, random_stream
-from harness.errors import DataError
+from harness.util.errors import DataError
 
 
 class PackedConversations:

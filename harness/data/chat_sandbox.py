@@ -17,7 +17,7 @@ import jinja2
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from harness.errors import DataError
+from harness.util.errors import DataError
 
 # Unicode's noncharacters, which no text may contain.
 MARKS = "\ufdd0\ufdd1"

@@ -13,12 +13,12 @@ from typing import Any
 
 import jinja2
 
+from harness.config.data import DataConfig
 from harness.data.chat_sandbox import BEGIN, END, compile_template, split_marks
-from harness.data.config import DataConfig
 from harness.data.tokenizer_base import Tokenizer
 from harness.data.tokenizer_json import CONFIG, read_transformers_settings, token_of
-from harness.errors import DataError
-from harness.metrics.encoding import read_object
+from harness.util.encoding import read_object
+from harness.util.errors import DataError
 
 TEMPLATES = {
     "chatml": (

@@ -1,4 +1,4 @@
-"""A corpus: the folder that ``harness.tokenize`` writes, with token caches as shards and a manifest.
+"""A corpus: the folder that ``harness tokenize`` writes, with token caches as shards and a manifest.
 
     corpus/web/manifest.json     tokenizer, counts, source files, checksums; written last
     corpus/web/shard-00000/      a token cache (``cache.py``): a contiguous range of the source's documents
@@ -15,13 +15,13 @@ from typing import Any
 
 import xxhash
 
-from harness.config import from_dict
+from harness.config.fields import from_dict
 from harness.data.cache import TokenizedSplit, open_split
 from harness.data.cache_check import META, SPLITS, DamagedCache, check_contents, read_meta
+from harness.data.shards.manifest import MANIFEST, load_manifest
 from harness.data.tokenizer import Tokenizer
-from harness.errors import ConfigError, DataError
-from harness.files import is_file_name
-from harness.shards.manifest import MANIFEST, load_manifest
+from harness.util.errors import ConfigError, DataError
+from harness.util.files import is_file_name
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def open_shards(folder: Path, split: str, *, check: bool = True) -> list[Tokeniz
     """
     manifest = read_manifest(folder)
     if not manifest.counts.tokens[split]:
-        works = "harness.tokenize with data.validation_fraction=0.01" if split == "validation" else ""
+        works = "harness tokenize with data.validation_fraction=0.01" if split == "validation" else ""
         raise DataError(f"{folder} has no {split} documents{works and f'; would work: {works}'}")
     opened = []
     for shard in manifest.shards:
@@ -142,7 +142,7 @@ def open_shards(folder: Path, split: str, *, check: bool = True) -> list[Tokeniz
         except DamagedCache as error:
             raise DataError(
                 f"{path} is damaged: {error}; would work: remove {folder / MANIFEST} and {path}, then the "
-                "harness.tokenize command of this corpus"
+                "harness tokenize command of this corpus"
             ) from None
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error.strerror}") from error

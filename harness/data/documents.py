@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from harness.data.config import DataConfig
+from harness.config.data import DataConfig
 
 
 @dataclass(frozen=True)

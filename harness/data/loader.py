@@ -2,7 +2,7 @@
 
 Row j of global step s is sample s * global_batch_size + j, a function of (data, tokenizer, seed) and that
 number. A rank is assigned rows and reads only those, so neither the loss curve of a run nor its state depends
-on the number of ranks. Scheduled sizes (``harness.data.sizes``) change how many samples, or which pieces of
+on the number of ranks. Scheduled sizes (``harness.config.sizes``) change how many samples, or which pieces of
 samples, a step reads; a rank has the same fraction of every batch.
 
 B is the number of a rank's rows, T the sequence length.
@@ -15,19 +15,19 @@ from typing import Any
 
 import numpy as np
 
+from harness.config.data import DataConfig
+from harness.config.sizes import Sizes
 from harness.data.batch import Batch, Cursor, Loader, Piece, SourceLoader, stack
 from harness.data.cache import open_cache
 from harness.data.chat import describe, open_conversations
-from harness.data.config import DataConfig
 from harness.data.mixture_loader import build_mixture_loader
 from harness.data.samples import IGNORE_INDEX, PackedSamples, Samples, SyntheticSamples
-from harness.data.sizes import Sizes
 from harness.data.sources import source_of
 from harness.data.streaming import RowStream, build_streams
 from harness.data.token_files import open_token_files
 from harness.data.tokenizer import Tokenizer
 from harness.data.vocabulary import check_vocab_size
-from harness.errors import DataError
+from harness.util.errors import DataError
 
 __all__ = ["IGNORE_INDEX", "Batch", "Loader", "build_loader", "merge_states"]
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
+from harness.config.data import DataConfig
+from harness.config.mixture import errors_of_source, source_config, weights_by_step
+from harness.config.sizes import Sizes
 from harness.data.batch import Batch, Cursor, Loader, SourceLoader, stack
-from harness.data.config import DataConfig
 from harness.data.mixture import Shares, SourceOrder
-from harness.data.mixture_config import errors_of_source, source_config, weights_by_step
-from harness.data.sizes import Sizes
 from harness.data.streaming import RowStream
 from harness.data.token_files import holds_out
-from harness.errors import DataError
+from harness.util.errors import DataError
 
 
 class MixtureLoader(Loader):

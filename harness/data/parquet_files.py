@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.data.documents import Span, describe, named
-from harness.errors import DataError
+from harness.util.errors import DataError
 
 _ROWS_PER_READ = 256
 

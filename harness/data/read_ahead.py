@@ -20,7 +20,7 @@ from multiprocessing import Pipe
 from typing import Any, NamedTuple
 
 from harness.data.stream_reader import Document, Position, Reader, RowReader
-from harness.errors import DataError, MachineError
+from harness.util.errors import DataError, MachineError
 
 CHUNKS_AHEAD = 2
 LEAST_CHUNK_TOKENS = 4096  # smaller messages cost more than their tokens

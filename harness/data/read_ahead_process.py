@@ -14,7 +14,7 @@ from queue import SimpleQueue
 
 from harness.data.read_ahead import Chunk, Request
 from harness.data.stream_reader import Document, RowReader
-from harness.errors import DataError
+from harness.util.errors import DataError
 
 _POLL_SECONDS = 1.0
 

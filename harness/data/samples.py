@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from harness.data.tokens import Tokens
-from harness.errors import DataError
+from harness.util.errors import DataError
 
 IGNORE_INDEX = -100
 """The label of a position that does not count towards the loss."""

@@ -6,10 +6,10 @@ import shlex
 import sys
 from typing import Any
 
-from harness.data.config import DataConfig, TokenizerConfig
+from harness.config.data import DataConfig, TokenizerConfig
 from harness.data.documents import Source
 from harness.data.tokenizer_base import Tokenizer
-from harness.errors import ConfigError, as_typed
+from harness.util.errors import ConfigError, as_typed
 
 _GIB = 2**30
 _OPTIONS = {"text": "local_text", "jsonl": "local_jsonl", "parquet": "local_parquet"}
@@ -42,9 +42,9 @@ def too_large(source: Source, tokenizer: TokenizerConfig | None) -> ConfigError:
     rule = f"{source.name} has {size} that are not tokenized, and all ranks would wait for them"
     limit = source.config.tokenize_limit_gib
     if source.config.kind == "chat":
-        rule += "; harness.tokenize does not read conversations"
+        rule += "; harness tokenize does not read conversations"
         return ConfigError("data.tokenize_limit_gib", limit, rule, "null, which is no limit")
-    command = ["python", "-m", "harness.tokenize", *_data_overrides(source.config)]
+    command = ["python", "-m", "harness", "tokenize", *_data_overrides(source.config)]
     command += [] if tokenizer is None else _tokenizer_overrides(tokenizer)
     works = (
         f"{shlex.join([*command, 'tokenize.target=corpus/NAME'])} and then data=tokens "

@@ -19,9 +19,10 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from harness.data.config import DataConfig
+from harness.config.data import DataConfig
+from harness.config.data_kinds import DATA_KINDS
+from harness.config.registry import load_attribute
 from harness.data.documents import LongText, Source, Span, cut, describe, named
-from harness.data.kinds import DATA_KINDS
 from harness.data.parquet_files import read_columns, row_groups
 from harness.data.text_files import (
     COMPRESSIONS,
@@ -33,10 +34,9 @@ from harness.data.text_files import (
     read_in_parts,
     skip_to_line,
 )
-from harness.errors import ConfigError, DataError
-from harness.files import matching
-from harness.metrics.encoding import parse_object
-from harness.registry import load_attribute
+from harness.util.encoding import parse_object
+from harness.util.errors import ConfigError, DataError
+from harness.util.files import matching
 
 _ROWS_PER_READ = 256
 EMPTY = "holds no text: every document is empty"

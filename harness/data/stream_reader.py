@@ -34,7 +34,7 @@ import numpy as np
 from harness.data.samples import random_stream
 from harness.data.sources import text_of_example
 from harness.data.tokenizer import Tokenizer, with_bos_eos
-from harness.errors import DataError
+from harness.util.errors import DataError
 
 Position = dict[str, Any]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.data.config import DataConfig
+from harness.config.data import DataConfig
 from harness.data.read_ahead import ReaderPool
 from harness.data.samples import IGNORE_INDEX, number_documents
 from harness.data.sources import open_dataset, require_column

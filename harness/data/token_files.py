@@ -8,11 +8,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from harness.data.cache import open_cache
-from harness.data.config import DataConfig
-from harness.data.corpus import check_tokenizer, open_shards, read_manifest
-from harness.data.sources import expand
-from harness.data.token_formats import (
+from harness.config.data import DataConfig
+from harness.contrib.formats.token_formats import (
     has_llmc_magic,
     open_datatrove,
     open_llmc,
@@ -21,12 +18,15 @@ from harness.data.token_formats import (
     read_metadata,
     size_of,
 )
-from harness.data.token_lists import Ids, TokenLists, open_arrow, saved_files
+from harness.contrib.formats.token_lists import Ids, TokenLists, open_arrow, saved_files
+from harness.data.cache import open_cache
+from harness.data.corpus import check_tokenizer, open_shards, read_manifest
+from harness.data.shards.manifest import MANIFEST
+from harness.data.sources import expand
 from harness.data.tokenizer import NoTokenizer, Tokenizer
 from harness.data.tokens import Concatenation, Delimited, Limit, Section, Tokens
-from harness.errors import ConfigError, DataError
-from harness.files import matching
-from harness.shards.manifest import MANIFEST
+from harness.util.errors import ConfigError, DataError
+from harness.util.files import matching
 
 # Endings of each format's files in a folder.
 _ENDINGS = {

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from harness.data.config import TokenizerConfig
+from harness.config.data import TokenizerConfig
 from harness.data.long_text import in_pieces
 from harness.data.tiktoken_sets import SETS
 from harness.data.tokenizer_base import (
@@ -21,7 +21,7 @@ from harness.data.tokenizer_base import (
     read_tokenizer,
 )
 from harness.data.tokenizer_json import HuggingFaceTokenizer
-from harness.errors import DataError
+from harness.util.errors import DataError
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:

@@ -12,9 +12,9 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from harness.data.config import TokenizerConfig
+from harness.config.data import TokenizerConfig
 from harness.data.long_text import split_long_text
-from harness.errors import DataError
+from harness.util.errors import DataError
 
 NUM_THREADS = 4  # enough to be fast, few enough not to slow down a node's other ranks
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"

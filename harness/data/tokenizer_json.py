@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from harness.data.config import TokenizerConfig
+from harness.config.data import TokenizerConfig
 from harness.data.tokenizer_base import (
     NUM_THREADS,
     Marked,
@@ -23,8 +23,8 @@ from harness.data.tokenizer_base import (
     fingerprint_of,
     read_tokenizer,
 )
-from harness.errors import DataError, one_line
-from harness.metrics.encoding import parse_object, read_object
+from harness.util.encoding import parse_object, read_object
+from harness.util.errors import DataError, one_line
 
 TOKENIZER, CONFIG, SPECIAL_TOKENS = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 # Other tokenizer files of a repository, copied together with tokenizer.json.

@@ -21,13 +21,13 @@ from typing import IO, Any, TextIO
 
 import numpy as np
 
+from harness.config.data import TokenizerConfig
 from harness.data.cache_check import FILES, META, SPLITS, describe_files
-from harness.data.config import TokenizerConfig
 from harness.data.documents import Source
 from harness.data.tokenizer import Tokenizer, build_tokenizer
 from harness.data.units import Index, Unit, bytes_of, cpus, is_intact, read_index, token_dtype, write_unit
 from harness.data.workers import Workers, can_start_processes
-from harness.errors import DataError
+from harness.util.errors import DataError
 
 MOST_WORKERS = 32
 """Default maximum of processes."""

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from harness.errors import DataError
+from harness.util.errors import DataError
 
 
 class Tokens(Protocol):

@@ -28,7 +28,7 @@ import xxhash
 
 from harness.data.documents import LongText, Source, Span
 from harness.data.tokenizer import Tokenizer, with_bos_eos
-from harness.files import sync_file, write_atomically
+from harness.util.files import sync_file, write_atomically
 
 UNIT_BYTES = 1 << 24
 # Larger batches take more memory, and more time: 1.3 s instead of 1.6 s for 8 MB (2026-11-23).

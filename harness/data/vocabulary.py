@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from functools import cache
 
+from harness.config.data import TokenizerConfig
+from harness.config.data_kinds import DATA_KINDS
+from harness.config.job import Job
+from harness.config.mixture import sources_of
 from harness.data.chat_template import template_of
-from harness.data.config import TokenizerConfig
-from harness.data.kinds import DATA_KINDS
-from harness.data.mixture_config import sources_of
 from harness.data.tiktoken_sets import SETS
 from harness.data.tokenizer import BytesTokenizer, SentencePieceTokenizer, _parse_ranks, build_tokenizer
 from harness.data.tokenizer_base import read_tokenizer
-from harness.errors import ConfigError
-from harness.job import Job
+from harness.util.errors import ConfigError
 
 
 def require_vocabulary(job: Job) -> None:

@@ -14,8 +14,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
 
-from harness.cluster.lifeline import end_with_parent
-from harness.errors import ConfigError, HarnessError, MachineError, UserError
+from harness.util.errors import ConfigError, HarnessError, MachineError, UserError
+from harness.util.lifeline import end_with_parent
 
 _POLL_SECONDS = 1.0
 # Time that a process has to end after it has closed its connection.

@@ -8,9 +8,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from harness.errors import UserError
-from harness.files import write_atomically
-from harness.metrics.encoding import dumps, loads
+from harness.util.encoding import dumps, loads
+from harness.util.errors import UserError
+from harness.util.files import write_atomically
 
 Row = dict[str, Any]
 _SHOWN = 5

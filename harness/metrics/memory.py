@@ -7,7 +7,7 @@ import resource
 import sys
 from pathlib import Path
 
-from harness.tables import GIB
+from harness.util.tables import GIB
 
 _STATUS = Path("/proc/self/status")
 _PEAK = re.compile(rb"^VmHWM:\s+(\d+) kB$", re.MULTILINE)

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from harness.hardware import Accelerator, find_accelerator
 from harness.model.accounting import Accounting
+from harness.util.hardware import Accelerator, find_accelerator
 
 
 @dataclass(frozen=True)

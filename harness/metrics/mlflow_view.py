@@ -10,9 +10,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from harness.errors import EXIT_OK, STOPPED
 from harness.metrics.result import flatten
 from harness.metrics.views import ShownRun
+from harness.util.errors import EXIT_OK, STOPPED
 
 _JOB_ID, _FOLDER = "harness.job_id", "harness.run_dir"
 _UPLOAD_SECONDS = 300.0

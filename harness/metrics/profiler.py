@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
-from harness.metrics.config import ProfilingConfig
+from harness.config.metrics import ProfilingConfig
 
 FOLDER = "profile"
 # Allocations and frees recorded for a snapshot.

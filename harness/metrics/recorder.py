@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from harness.metrics.config import VIEWS, MetricsConfig
+from harness.config.metrics import VIEWS, MetricsConfig
+from harness.config.registry import load_attribute
 from harness.metrics.console import PlainConsole, SilentConsole, make_console
 from harness.metrics.jsonl import MetricsFile
 from harness.metrics.views import ShownRun, View
-from harness.registry import load_attribute
 
 METRICS_FILE = "metrics.jsonl"
 

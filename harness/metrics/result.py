@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import harness
-from harness.files import write_atomically
-from harness.metrics.encoding import dumps, parse_object
+from harness.util.encoding import dumps, parse_object
+from harness.util.files import write_atomically
 
 _PACKAGES = ("torch", "torchao", "triton", "numpy", "wandb", "hydra-core")
 _GIT_SECONDS = 20

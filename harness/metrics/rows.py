@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
+from harness.config.model import ModelConfig
 from harness.metrics.mfu import Peak, utilization
 from harness.model.accounting import Accounting, account
 from harness.model.architecture import architecture_of
-from harness.model.config import ModelConfig
 
 if TYPE_CHECKING:
-    from harness.loop.steps import Step
-    from harness.loop.trainer import Trainer
+    from harness.train.steps import Step
+    from harness.train.trainer import Trainer
 
 Row = dict[str, Any]
 _SHOWN = ("step", "tokens", "loss", "validation_loss", "tokens_per_second_per_rank", "mfu", "memory_gib")

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
 
-from harness.errors import UserError
-from harness.metrics.encoding import parse_object
+from harness.util.encoding import parse_object
+from harness.util.errors import UserError
 
 FILE = "slow_ranks.json"
 KINDS = ("data", "forward", "backward", "optimizer")

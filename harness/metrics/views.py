@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from harness.metrics.config import MetricsConfig
-from harness.metrics.encoding import dumps
+from harness.config.metrics import MetricsConfig
 from harness.metrics.result import flatten
+from harness.util.encoding import dumps
 
 _DEFAULT_PROJECT = "harness"
 _UPLOAD_SECONDS = 300.0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from harness.config.model import ModelConfig, of_one_model
 from harness.model.architecture import architecture_of
-from harness.model.config import ModelConfig, of_one_model
 from harness.model.spec import block_tensors, tensors
 
 

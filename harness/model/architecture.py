@@ -12,10 +12,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from harness.config import default_of, leaf_fields
-from harness.data.kinds import DATA_KINDS
-from harness.errors import ConfigError
-from harness.registry import Registry
+from harness.config.data_kinds import DATA_KINDS
+from harness.config.fields import default_of, leaf_fields
+from harness.config.registry import Registry
+from harness.util.errors import ConfigError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
     import torch
 
     from harness.checkpoint.rank_group import RankGroup
+    from harness.config.data import DataConfig
+    from harness.config.job import Job
+    from harness.config.model import ModelConfig
+    from harness.config.training import TrainingConfig
+    from harness.contrib.flux.sheet import SampleSheet
     from harness.data.batch import AnyBatch, Loader
-    from harness.data.config import DataConfig
     from harness.data.tokenizer import Tokenizer
-    from harness.flux.sheet import SampleSheet
-    from harness.job import Job
-    from harness.loop.config import TrainingConfig
-    from harness.loop.engine import Engine
     from harness.model.accounting import Accounting
-    from harness.model.activations import PartActivations
-    from harness.model.config import ModelConfig
-    from harness.model.operations import Operations
     from harness.model.part import ModelPart
     from harness.model.spec import ModuleSpec, TensorSpec
     from harness.parallelism.execute import Executor
     from harness.parallelism.loss import Loss
     from harness.parallelism.mesh import Mesh
+    from harness.tools.plan.activations import PartActivations
+    from harness.tools.plan.operations import Operations
+    from harness.train.engine import Engine
 
 
 class Architecture(ABC):
@@ -171,7 +171,7 @@ ARCHITECTURES: Registry[type[Architecture]] = Registry(
     "architecture",
     {
         "decoder": "harness.model.decoder_architecture:DecoderArchitecture",
-        "flux": "harness.flux.architecture:FluxArchitecture",
+        "flux": "harness.contrib.flux.architecture:FluxArchitecture",
     },
     field="model.architecture",
     expects="harness.model.architecture:Architecture",

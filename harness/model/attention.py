@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from harness.config.model import ModelConfig
 from harness.model.cache import CachedKernel, CachedPass
-from harness.model.config import ModelConfig
 from harness.model.kernels import AttentionSpec, Kernel, SdpaKernel
 from harness.model.rope import rotate
 from harness.model.sharding import local_shard, to_local

@@ -10,14 +10,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from harness.registry import Registry
+from harness.config.registry import Registry
 
 if TYPE_CHECKING:
-    from harness.model.activations import PartActivations
-    from harness.model.config import ModelConfig
+    from harness.config.model import ModelConfig
     from harness.model.decoder import Block
-    from harness.model.operations import Operations
     from harness.model.spec import ModuleSpec
+    from harness.tools.plan.activations import PartActivations
+    from harness.tools.plan.operations import Operations
 
 
 class BlockKind(ABC):

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from harness.config.model import ModelConfig
 from harness.model.attention import build_attention
 from harness.model.blocks import block_of
 from harness.model.cache import CachedPass
-from harness.model.config import ModelConfig
 from harness.model.feed_forward import FeedForward
 from harness.model.head import Head
 from harness.model.kernels import AttentionSpec

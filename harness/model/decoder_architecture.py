@@ -7,27 +7,28 @@ from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from harness.errors import ConfigError, divisors
-from harness.model import accounting, activations, operations, spec
+from harness.config.registry import resolve_options
+from harness.model import accounting, spec
 from harness.model.architecture import Architecture, changed
 from harness.model.blocks import block_of
-from harness.registry import resolve_options
+from harness.tools.plan import activations, operations
+from harness.util.errors import ConfigError, divisors
 
 if TYPE_CHECKING:
     import torch
 
+    from harness.config.job import Job
+    from harness.config.model import ModelConfig
     from harness.data.batch import Batch, Loader
     from harness.data.tokenizer import Tokenizer
-    from harness.job import Job
     from harness.model.accounting import Accounting
-    from harness.model.activations import PartActivations
-    from harness.model.config import ModelConfig
     from harness.model.decoder import Decoder
-    from harness.model.operations import Operations
     from harness.model.spec import ModuleSpec
     from harness.parallelism.execute import Executor
     from harness.parallelism.loss import TokenLoss
     from harness.parallelism.mesh import Mesh
+    from harness.tools.plan.activations import PartActivations
+    from harness.tools.plan.operations import Operations
 
 
 class DecoderArchitecture(Architecture):

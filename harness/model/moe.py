@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from harness.model.config import ModelConfig
+from harness.config.model import ModelConfig
 from harness.model.feed_forward import FeedForward, gated
 from harness.model.grouped import ends_for_linear, grouped_linear, pad, padded_positions, unpad
 from harness.model.sharding import local_shard, to_local

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harness.model.config import ModelConfig
+from harness.config.model import ModelConfig
 
 # B: batch, T: sequence (of this rank, when it is split), C: residual width
 

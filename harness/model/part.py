@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from harness.model.config import ModelConfig
+from harness.config.model import ModelConfig
 from harness.model.kernels import Kernel
 
 if TYPE_CHECKING:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from harness.model.activations import PartActivations, pre_norm_activations
+from harness.config.model import ModelConfig
 from harness.model.blocks import BlockKind
-from harness.model.config import ModelConfig
-from harness.model.operations import Operations, pre_norm_operations
 from harness.model.spec import ModuleSpec, pre_norm_modules
+from harness.tools.plan.activations import PartActivations, pre_norm_activations
+from harness.tools.plan.operations import Operations, pre_norm_operations
 
 if TYPE_CHECKING:
     from harness.model.decoder import Block

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.model.rope_config import RopeConfig
+from harness.config.rope import RopeConfig
 
 # B: batch, T: sequence, H: heads, D: rotated width
 

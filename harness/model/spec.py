@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from harness.config.model import ModelConfig, of_one_model
+from harness.config.mup import SAME_WIDTHS, Widths
 from harness.model.architecture import architecture_of
 from harness.model.blocks import block_of
-from harness.model.config import ModelConfig, of_one_model
-from harness.model.mup_config import SAME_WIDTHS, Widths
 
 BALANCE_BIAS = "moe.balance_bias"
 """The only tensor that is saved with a model and not trained; always float32."""

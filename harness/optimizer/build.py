@@ -11,16 +11,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
+from harness.config.optimizer import DECAYS, OptimizerConfig, ScheduleConfig
+from harness.config.optimizer_kinds import KINDS, lr_scale
+from harness.config.registry import load_attribute
 from harness.model.spec import TensorSpec
 from harness.optimizer.adamw import RoundedAdamW
 from harness.optimizer.base import CombinedOptimizer
-from harness.optimizer.config import DECAYS, OptimizerConfig, ScheduleConfig
 from harness.optimizer.ema import keep_average
-from harness.optimizer.kinds import KINDS, lr_scale
 from harness.optimizer.lion import Lion
 from harness.optimizer.muon import Muon
 from harness.optimizer.settings import TensorSettings, tensor_settings
-from harness.registry import load_attribute
 
 Groups = list[dict[str, Any]]
 

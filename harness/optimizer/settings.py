@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from harness.config import check_rules, from_dict, numerics
-from harness.errors import ConfigError
+from harness.config.fields import check_rules, from_dict, numerics
+from harness.config.optimizer import BETA_RULE, LARGEST_BFLOAT16_BETA, OptimizerConfig
+from harness.config.optimizer_kinds import KINDS, lr_scale
 from harness.model.spec import TensorSpec
-from harness.optimizer.config import BETA_RULE, LARGEST_BFLOAT16_BETA, OptimizerConfig
-from harness.optimizer.kinds import KINDS, lr_scale
+from harness.util.errors import ConfigError
 
 
 @dataclass(frozen=True)

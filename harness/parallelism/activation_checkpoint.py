@@ -19,9 +19,9 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from harness.config.blocks import ActivationCheckpointConfig, CompileConfig
+from harness.config.parallelism import ParallelismConfig
 from harness.model.part import ModelPart
-from harness.parallelism.block_config import ActivationCheckpointConfig, CompileConfig
-from harness.parallelism.config import ParallelismConfig
 
 # Always saved. topk: recomputed routing could choose other experts. on_host: the host would wait again for
 # values that it already has.

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.job import Job
-from harness.metrics.annotation import annotated
+from harness.config.job import Job
 from harness.model.part import ModelPart
+from harness.util.annotation import annotated
 
 # M: layers with experts, E: experts
 

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from harness.job import Job
+from harness.config.job import Job
 from harness.model.part import ModelPart
 from harness.parallelism.loss import TokenLoss, token_scores
 from harness.parallelism.mesh import Mesh

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch._dynamo.utils import calculate_time_spent, counters
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, wait_tensor
 
+from harness.config.blocks import ActivationCheckpointConfig, CompileConfig
+from harness.config.parallelism import ParallelismConfig
 from harness.model.part import ModelPart
-from harness.parallelism.block_config import ActivationCheckpointConfig, CompileConfig
-from harness.parallelism.config import ParallelismConfig
 
 _seconds_before_reset = 0.0
 

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
+from harness.config.parallelism import ParallelismConfig
 from harness.data.loader import Batch
 from harness.model.kernels import AttentionSpec, Kernel
 from harness.model.part import ModelPart
-from harness.parallelism.config import ParallelismConfig
 from harness.parallelism.mesh import Mesh
 
 # B: batch, T: sequence, S: sequence of one rank, H: query heads, K: key and value heads, D: head width

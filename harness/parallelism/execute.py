@@ -8,17 +8,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from harness.config.job import Job
+from harness.config.parallelism import ParallelismConfig
 from harness.data.loader import IGNORE_INDEX, Batch
-from harness.job import Job
-from harness.metrics.annotation import annotated
 from harness.model.part import ModelPart
-from harness.parallelism.config import ParallelismConfig
 from harness.parallelism.context import local_positions, local_positions_of
 from harness.parallelism.expert import routed_positions
 from harness.parallelism.fsdp import sync_gradients
 from harness.parallelism.loss import TokenLoss
 from harness.parallelism.mesh import Mesh
 from harness.parallelism.pipeline import build_schedule, forward_only
+from harness.util.annotation import annotated
 
 
 class Executor(Protocol):

@@ -23,11 +23,11 @@ from torch.distributed._functional_collectives import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
+from harness.config.parallelism import ParallelismConfig
 from harness.model.grouped import on_host
 from harness.model.moe import Exchange, Experts, MoE, inverse_of, permute
 from harness.model.part import ModelPart
 from harness.model.spec import block_prefix, tensors
-from harness.parallelism.config import ParallelismConfig
 from harness.parallelism.context import local_positions
 from harness.parallelism.mesh import EXPERT, EXPERT_TENSOR, Mesh
 

@@ -22,12 +22,12 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import Shard
 
+from harness.config.parallelism import ParallelismConfig
+from harness.config.precision import PrecisionConfig
 from harness.model.moe import Experts
 from harness.model.part import ModelPart
 from harness.model.spec import fsdp_groups
-from harness.parallelism.config import ParallelismConfig
 from harness.parallelism.mesh import EXPERT_SHARD, SHARD, Mesh
-from harness.precision.config import PrecisionConfig
 
 
 def apply_fsdp(

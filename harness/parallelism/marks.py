@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch._C import DispatchKey, DispatchKeySet
 from torch.distributed.fsdp import FSDPModule
 
-from harness.metrics.annotation import set_phases
 from harness.metrics.phases import Phases
 from harness.model.part import ModelPart
 from harness.parallelism.mesh import EXPERT, EXPERT_TENSOR, Mesh
 from harness.parallelism.pipeline import parameter_groups
+from harness.util.annotation import set_phases
 
 _FUNCTIONAL = "_c10d_functional"
 _COLLECTIVES = {

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from harness.parallelism.config import ParallelismConfig
+from harness.config.parallelism import ParallelismConfig
 
 SHARD = "shard"
 """The axis that FSDP shards parameters over: dp_shard x cp."""

@@ -6,9 +6,10 @@ from functools import partial
 
 import torch
 
-from harness.job import Job
-from harness.job_rules import check_device
-from harness.loop.config import ATTENTION
+from harness.compose.rules import check_device
+from harness.config.job import Job
+from harness.config.stages import split_modules, stages_of_rank
+from harness.config.training import ATTENTION
 from harness.model.architecture import architecture_of
 from harness.model.part import ModelPart
 from harness.parallelism.activation_checkpoint import apply_activation_checkpoint, wraps_compiled_blocks
@@ -18,7 +19,6 @@ from harness.parallelism.expert import apply_expert_parallel
 from harness.parallelism.fsdp import apply_fsdp
 from harness.parallelism.materialize import materialize
 from harness.parallelism.mesh import Mesh
-from harness.parallelism.stages import split_modules, stages_of_rank
 from harness.parallelism.tensor import apply_tensor_parallel, enable_async
 from harness.precision.linears import sort_linears
 from harness.precision.swap import swap_linears

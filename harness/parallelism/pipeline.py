@@ -20,13 +20,13 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 
-from harness.errors import LostGradientError, UserError
-from harness.job import Job
-from harness.metrics.annotation import annotated
+from harness.config.job import Job
+from harness.config.pipeline_schedules import read_csv_schedule
+from harness.config.stages import num_stages, stages_of_rank
 from harness.model.part import ModelPart
 from harness.parallelism.mesh import Mesh
-from harness.parallelism.schedules import read_csv_schedule
-from harness.parallelism.stages import num_stages, stages_of_rank
+from harness.util.annotation import annotated
+from harness.util.errors import LostGradientError, UserError
 
 
 class Stage(PipelineStage):

@@ -30,12 +30,12 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from harness.errors import ConfigError
+from harness.config.parallelism import ParallelismConfig
 from harness.model.part import ModelPart
 from harness.model.sharding import local_shard
 from harness.model.spec import Split, modules
-from harness.parallelism.config import ParallelismConfig
 from harness.precision.tensor import float8_style, region_cast
+from harness.util.errors import ConfigError
 
 SEQUENCE_DIM, HEADS_DIM = 1, 2
 

@@ -1,5 +1,1 @@
 """Number formats of parameters, activations and reductions."""
-
-from harness.precision.config import PrecisionConfig
-
-__all__ = ["PrecisionConfig"]

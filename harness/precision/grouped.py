@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from harness.errors import UserError
+from harness.config.precision import PrecisionConfig
 from harness.model.grouped import grouped_outer, grouped_product
-from harness.precision.config import PrecisionConfig
+from harness.util.errors import UserError
 
 # R: rows, I: input width, O: output width, C: either, E: groups
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from harness.cluster.config import ClusterConfig
-from harness.errors import ConfigError
-from harness.hardware import ACCELERATORS, Accelerator
-from harness.precision.config import PrecisionConfig
+from harness.config.cluster import ClusterConfig
+from harness.config.precision import PrecisionConfig
+from harness.util.errors import ConfigError
+from harness.util.hardware import ACCELERATORS, Accelerator
 
 if TYPE_CHECKING:
     import torch

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from harness.errors import ConfigError, divisors
-from harness.model.config import ModelConfig
+from harness.config.model import ModelConfig
+from harness.config.precision import GROUPED, PrecisionConfig
 from harness.model.spec import Split, TensorSpec, modules
-from harness.precision.config import GROUPED, PrecisionConfig
+from harness.util.errors import ConfigError, divisors
 
 EXPERTS = ".moe.experts"
 KEPT = {

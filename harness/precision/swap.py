@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from harness.errors import UserError
+from harness.config.precision import PrecisionConfig
 from harness.model.moe import Experts
-from harness.precision.config import PrecisionConfig
 from harness.precision.grouped import build_grouped_product
 from harness.precision.hardware import require_device
+from harness.util.errors import UserError
 
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig

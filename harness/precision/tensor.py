@@ -15,9 +15,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from harness.config.parallelism import ParallelismConfig
+from harness.config.precision import PrecisionConfig
 from harness.model.spec import Split
-from harness.parallelism.config import ParallelismConfig
-from harness.precision.config import PrecisionConfig
 
 if TYPE_CHECKING:
     from torchao.float8.float8_linear import Float8Linear

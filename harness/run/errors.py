@@ -10,10 +10,10 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from harness.failures import CONSEQUENCES, describe_failure
-from harness.metrics.encoding import parse_object
+from harness.config.failures import CONSEQUENCES, describe_failure
 from harness.metrics.result import write_json_atomically
 from harness.run.status import RunStatus
+from harness.util.encoding import parse_object
 
 LOG_LINES_SHOWN = 8
 # Required fields of a recorded error, and their types.

@@ -4,7 +4,7 @@
     checkpoints/ errors/ logs/ evidence/ flight_recorder/ profile/ phases/ slurm/ attempts/ slow_ranks.json
 
 One process at a time writes the shared files: the controller before the ranks start and after they end, rank
-0 in between. On SLURM the controller of an attempt is the batch process (``harness.cluster.attempt``).
+0 in between. On SLURM the controller of an attempt is the batch process (``harness.launch.slurm_attempt``).
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from pathlib import Path
 from typing import IO, Any
 
 from harness.checkpoint.resume import CONTINUES, can_resume
-from harness.errors import UserError
-from harness.failures import ERROR_FIELDS_IN_ROW
-from harness.files import write_atomically
-from harness.job import Job
-from harness.locks import LockedError, lock
+from harness.config.failures import ERROR_FIELDS_IN_ROW
+from harness.config.job import Job
+from harness.launch.siblings import unfinished_siblings
 from harness.metrics.result import git_commit, versions, write_json_atomically, write_result
 from harness.metrics.slow import FILE as SLOW
 from harness.run.errors import RunErrors
-from harness.run.siblings import unfinished_siblings
 from harness.run.status import EVALUATIONS, LOCK, METRICS, RESERVE, RESERVED_BYTES, is_running
+from harness.util.errors import UserError
+from harness.util.files import write_atomically
+from harness.util.locks import LockedError, lock
 
 DESCRIPTION = ("job.json", "overrides.txt", "code.json", CONTINUES, "slurm")
 PER_ATTEMPT = (

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness.errors import DISK_FULL
-from harness.locks import LockedError, lock
-from harness.metrics.encoding import parse_object
 from harness.metrics.jsonl import read_rows
 from harness.metrics.result import read_result, write_json_atomically
+from harness.util.encoding import parse_object
+from harness.util.errors import DISK_FULL
+from harness.util.locks import LockedError, lock
 
 METRICS, STATUS = "metrics.jsonl", "status.json"
 EVALUATIONS = "evaluations.jsonl"

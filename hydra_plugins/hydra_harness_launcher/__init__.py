@@ -36,7 +36,7 @@ ConfigStore.instance().store(
 class HarnessLauncher(Launcher):
     """Runs each batch of points as jobs of the harness, and returns when all have ended.
 
-    The task function is a ``harness.sweep.study.Study``, which has the objective from the same config.
+    The task function is a ``harness.launch.sweep.study.Study``, which has the objective from the same config.
     """
 
     def __init__(self, **_config: Any) -> None:

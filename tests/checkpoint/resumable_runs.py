@@ -13,11 +13,11 @@ import torch
 from jobs import TINY
 
 from harness.checkpoint.state import model_state, optimizer_state, rng_state
-from harness.job import Job
-from harness.loop.engine import Engine
-from harness.loop.setup import set_up_process
-from harness.loop.trainer import Trainer
+from harness.config.job import Job
 from harness.run.folder import RunFolder
+from harness.train.engine import Engine
+from harness.train.setup import set_up_process
+from harness.train.trainer import Trainer
 
 SMALL = [
     *(*TINY, "data.mask_fraction=0.3", "training.seq_len=32", "training.global_batch_size=8"),

@@ -16,21 +16,21 @@ from harness.checkpoint.load import _ranks
 from harness.checkpoint.manifest import encode_manifest
 from harness.checkpoint.resume import CONTINUES, can_resume, find_start, is_finished
 from harness.checkpoint.storage import Writer
-from harness.compose import compose_job
-from harness.config import from_dict
-from harness.errors import UserError
-from harness.exchange.found import find_source
-from harness.job import Job
-from harness.loop.progress import Progress
-from harness.model.config import ModelConfig
-from harness.report.rows import completed
-from harness.run.end import format_failure
+from harness.compose.composer import compose_job
+from harness.config.fields import from_dict
+from harness.config.job import Job
+from harness.config.model import ModelConfig
+from harness.launch.slurm_record import FILE as JOB_RECORD
+from harness.launch.slurm_record import SlurmJobRecord
+from harness.launch.state import read_states
+from harness.launch.sweep.registry import Point
+from harness.launch.sweep.table import rows_of, table_text
 from harness.run.folder import RunFolder
-from harness.run.slurm_record import FILE as JOB_RECORD
-from harness.run.slurm_record import SlurmJobRecord
-from harness.run.state import read_states
-from harness.sweep.registry import Point
-from harness.sweep.table import rows_of, table_text
+from harness.tools.report.rows import completed
+from harness.train.finish import format_failure
+from harness.train.progress import Progress
+from harness.util.errors import UserError
+from harness.weights.detect import find_source
 
 REMOVED = object()
 # Replacements for a value.

@@ -16,12 +16,12 @@ from tiers import rest_is_thorough
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
 from harness.checkpoint.catalog import open_checkpoint
-from harness.cluster.pool import RankFailed, RankPool
-from harness.compose import compose_job
+from harness.compose.composer import compose_job
+from harness.config.job import Job
 from harness.data.tokenizer import build_tokenizer
-from harness.exchange.config_json import hf_config
-from harness.job import Job
-from harness.loop.batches import loader_of
+from harness.launch.pool import RankFailed, RankPool
+from harness.train.batches import loader_of
+from harness.weights.config_json import hf_config
 
 LAYOUTS = {
     "single": "parallelism=single",

@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.planner import SavePlan
 from harness.checkpoint import save
 from harness.checkpoint.catalog import CheckpointFolder, reading
 from harness.checkpoint.storage import Writer
-from harness.errors import EXIT_MACHINE, EXIT_OK, EXIT_USER, UserError
 from harness.metrics.jsonl import read_metrics
 from harness.run.folder import RunFolder
+from harness.util.errors import EXIT_MACHINE, EXIT_OK, EXIT_USER, UserError
 
 
 def start(tmp_path: Path, *overrides: str, adopt: bool = False) -> tuple[int, RunFolder]:

@@ -10,13 +10,13 @@ from jobs import TINY
 
 from harness.checkpoint.catalog import DamagedCheckpoint
 from harness.checkpoint.rank_group import PeerFailed, RankGroup
-from harness.cluster.pool import RankPool
-from harness.compose import compose_job
-from harness.errors import UserError
-from harness.exchange.found import WeightFolder
-from harness.inference.model import InferenceModel
-from harness.job import Job
+from harness.compose.composer import compose_job
+from harness.config.job import Job
+from harness.launch.pool import RankPool
 from harness.model.spec import tensor_shapes
+from harness.tools.inference.model import InferenceModel
+from harness.util.errors import UserError
+from harness.weights.detect import WeightFolder
 
 FAILURES = {
     "user": (UserError("x=1: is refused"), "UserError: x=1: is refused (rank 1)"),
@@ -54,7 +54,7 @@ def load(job: Job) -> str:
     weights = Held({name: torch.zeros(shape) for name, shape in tensor_shapes(job.model).items()})
     if model.ranks.rank == 1:
         weights.read = lambda name: _raise(UserError(f"a.pth: {name} is damaged"))  # type: ignore[assignment]
-    with mock.patch("harness.inference.model.open_source", lambda *_: weights):
+    with mock.patch("harness.tools.inference.model.open_source", lambda *_: weights):
         try:
             model.load(WeightFolder("llama", "folder", {}))
         except UserError as error:

@@ -11,9 +11,9 @@ import pytest
 from resumable_runs import SMALL, Outcome, train
 from tiers import THOROUGH, rest_is_thorough
 
-from harness.cluster.pool import RankPool
-from harness.compose import compose_job
-from harness.job import Job
+from harness.compose.composer import compose_job
+from harness.config.job import Job
+from harness.launch.pool import RankPool
 
 STEPS, STOP = 10, 5
 

@@ -10,9 +10,9 @@ from resumable_runs import SMALL, Outcome, train
 from tiers import rest_is_thorough
 
 from harness.checkpoint.catalog import CheckpointFolder
-from harness.cluster.pool import RankPool
-from harness.compose import compose_job
-from harness.data.sizes import Sizes
+from harness.compose.composer import compose_job
+from harness.config.sizes import Sizes
+from harness.launch.pool import RankPool
 from harness.metrics.jsonl import read_metrics
 
 STEPS = 9

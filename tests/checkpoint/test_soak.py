@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from tiers import rest_is_thorough
 
-from harness.cluster.local import launch
-from harness.compose import compose_job
-from harness.errors import HarnessError
+from harness.compose.composer import compose_job
+from harness.launch.local import launch
 from harness.run.folder import RunFolder
+from harness.util.errors import HarnessError
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "experiments" / "checkpoint"))
 

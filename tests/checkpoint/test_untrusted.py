@@ -24,10 +24,10 @@ import harness
 from harness.checkpoint.catalog import DamagedCheckpoint
 from harness.checkpoint.manifest import encode_manifest
 from harness.checkpoint.metadata import CHECKSUM, parse_metadata
-from harness.compose import compose_job
-from harness.convert import ConvertJob, convert
-from harness.errors import EXIT_OK, EXIT_USER, UserError
+from harness.compose.composer import compose_job
 from harness.run.folder import RunFolder
+from harness.tools.convert import ConvertJob, convert
+from harness.util.errors import EXIT_OK, EXIT_USER, UserError
 
 
 class Payload:
@@ -106,7 +106,7 @@ NAMES_IT = "is not trusted: it names 'posix.mkdir', which no checkpoint needs; n
 
 
 def refusal_of_converting(trained: RunFolder, tmp_path: Path, forge: Forge) -> str:
-    """The error of ``harness.convert`` for a forged checkpoint without a manifest."""
+    """The error of ``harness convert`` for a forged checkpoint without a manifest."""
     source = Path(shutil.copytree(trained.path / "checkpoints" / "step-3", tmp_path / "given"))
     forge(source, tmp_path / "ran")
     (source / "manifest.json").unlink()

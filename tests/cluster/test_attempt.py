@@ -12,20 +12,20 @@ from pathlib import Path
 
 import pytest
 
-from harness.cluster import attempt
-from harness.cluster.attempt import Allocation, StepFailed, _verdict, _why_not_requeued
-from harness.cluster.batch import Received
-from harness.cluster.node_check import UnfitNodes
-from harness.cluster.queue import Jobs, SlurmError
-from harness.cluster.ranks import rank_environment
-from harness.compose import compose_job
-from harness.config import with_value
-from harness.errors import EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_OK, EXIT_RESUMABLE, ConfigError
-from harness.job import Job
-from harness.run.end import finish_run
+from harness.compose.composer import compose_job
+from harness.config.fields import with_value
+from harness.config.job import Job
+from harness.launch import slurm_attempt as attempt
+from harness.launch.batch import Received
+from harness.launch.node_check import UnfitNodes
+from harness.launch.queue import Jobs, SlurmError
+from harness.launch.ranks import rank_environment
+from harness.launch.slurm_attempt import Allocation, StepFailed, _verdict, _why_not_requeued
+from harness.launch.slurm_record import SlurmJobRecord
+from harness.launch.state import read_state
 from harness.run.folder import RunFolder
-from harness.run.slurm_record import SlurmJobRecord
-from harness.run.state import read_state
+from harness.train.finish import finish_run
+from harness.util.errors import EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_OK, EXIT_RESUMABLE, ConfigError
 
 ROOT = Path(__file__).parents[2]
 DIED = "srun: error: node1: task 1: Segmentation fault\n"
@@ -178,7 +178,7 @@ def test_an_unfit_node_of_a_job_that_cannot_be_requeued_is_the_error(
 
 def start(run: Path, code: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "harness.cluster.batch", *arguments],
+        [sys.executable, "-m", "harness.launch.batch", *arguments],
         env={**os.environ, "PYTHONPATH": str(code), "PYTHONSAFEPATH": "1", **environment},
         cwd=run,
         capture_output=True,

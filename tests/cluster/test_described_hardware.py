@@ -7,25 +7,25 @@ from pathlib import Path
 
 import pytest
 
-from harness.cluster.config import ClusterConfig
-from harness.cluster.hardware import HardwareConfig
-from harness.compose import compose_job
-from harness.config import leaves, with_value
-from harness.errors import ConfigError, UserError
-from harness.hardware import ACCELERATORS, find_accelerator
-from harness.job import Job
+from harness.compose.composer import compose_job
+from harness.compose.paths import using_folders
+from harness.config.cluster import ClusterConfig
+from harness.config.fields import leaves, with_value
+from harness.config.hardware import HardwareConfig
+from harness.config.job import Job
 from harness.metrics.mfu import peak_of
-from harness.paths import using_folders
-from harness.plan.achieved import achieved_by
-from harness.plan.calibrate import START, Measured, calibrate, predicted_rate
-from harness.plan.config import PlanJob
-from harness.plan.constants import Calibration, Constants
-from harness.plan.machine import device_of, machine_of
-from harness.plan.make import make_plan, planned
-from harness.plan.search import search
-from harness.plan.space import Space
-from harness.report.predict import machine_of as machine_of_row
-from harness.report.predict import predicted
+from harness.tools.plan.calibrate import START, Measured, calibrate, predicted_rate
+from harness.tools.plan.config import PlanJob
+from harness.tools.plan.constants import Calibration, Constants
+from harness.tools.plan.kernel_peaks import achieved_by
+from harness.tools.plan.machine import device_of, machine_of
+from harness.tools.plan.make import make_plan, planned
+from harness.tools.plan.search import search
+from harness.tools.plan.space import Space
+from harness.tools.report.predict import machine_of as machine_of_row
+from harness.tools.report.predict import predicted
+from harness.util.errors import ConfigError, UserError
+from harness.util.hardware import ACCELERATORS, find_accelerator
 
 H20 = """
 defaults: [slurm, _self_]

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from launching import LONG, TWO_RANKS, Launch
 from torch.distributed.flight_recorder.components.loader import read_dump
 
-from harness.errors import EXIT_MACHINE, EXIT_RESUMABLE
+from harness.util.errors import EXIT_MACHINE, EXIT_RESUMABLE
 
 ABSENT = """
 import os
 if os.environ.get("RANK") == "1":
     import time
-    import harness.loop.engine as engine
+    import harness.train.engine as engine
     original, calls = engine.Engine.gradients, []
     def gradients(self, *args, **kwargs):
         calls.append(0)

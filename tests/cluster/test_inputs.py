@@ -9,16 +9,16 @@ from unittest import mock
 
 import pytest
 
-from harness.cluster import inputs
-from harness.cluster.inputs import require_inputs, require_tokenized
-from harness.compose import compose_job
+from harness.compose.composer import compose_job
+from harness.config.job import Job
 from harness.data import sources
 from harness.data.cache import open_cache
 from harness.data.sources import source_of
 from harness.data.tokenizer import build_tokenizer
-from harness.errors import ConfigError
-from harness.job import Job
-from harness.tokenize.config import TokenizeJob
+from harness.launch import preflight as inputs
+from harness.launch.preflight import require_inputs, require_tokenized
+from harness.tools.tokenize.config import TokenizeJob
+from harness.util.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
@@ -89,9 +89,7 @@ def test_a_job_that_must_tokenize_too_much_is_refused_with_the_command(tmp_path:
         job = compose_job([*typed, limit, *where])
         with pytest.raises(ConfigError, match="GiB that are not tokenized") as refused:
             require_tokenized(job)
-    command = re.search(
-        "would work: python -m harness.tokenize (.*) and then data=tokens", str(refused.value)
-    )
+    command = re.search("would work: harness tokenize (.*) and then data=tokens", str(refused.value))
     assert command is not None
     printed = compose_job(shlex.split(command[1]), config_name="tokenize", schema=TokenizeJob)
     names = ("kind", "paths", "format", "text_field", "validation_fraction")
@@ -132,7 +130,7 @@ ALONE = ("data.attend_across_documents=false", "tokenizer=bytes")
         ),
         (
             ("data=chat", "data.paths=[{here}/a.jsonl]", "data.chat_template=plain", "tokenizer=bytes"),
-            "harness.tokenize does not read conversations; would work: null",
+            "harness tokenize does not read conversations; would work: null",
         ),
     ],
 )

@@ -10,7 +10,7 @@ import optuna
 from launching import PATIENCE, Launch, until
 from optuna.trial import TrialState
 
-from harness.errors import EXIT_OK
+from harness.util.errors import EXIT_OK
 
 
 def test_a_killed_study_resumes_its_run(launch: Callable[..., Launch], tmp_path: Path) -> None:

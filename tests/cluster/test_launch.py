@@ -16,7 +16,9 @@ import pytest
 from launching import LONG, TWO_RANKS, Launch, until
 from tiers import rest_is_thorough
 
-from harness.errors import (
+from harness.config.job import Job
+from harness.run.folder import RunFolder
+from harness.util.errors import (
     EXIT_BUG,
     EXIT_INTERRUPTED,
     EXIT_MACHINE,
@@ -25,8 +27,6 @@ from harness.errors import (
     EXIT_RESUMABLE,
     EXIT_USER,
 )
-from harness.job import Job
-from harness.run.folder import RunFolder
 
 Start = Callable[..., Launch]
 GONE_SECONDS = 6.0
@@ -38,7 +38,7 @@ def patch_rank(rank: int, body: str) -> str:
 import os
 if os.environ.get("RANK") == "{rank}":
     import sys, time
-    import harness.loop.engine as engine
+    import harness.train.engine as engine
     original, calls = engine.Engine.gradients, []
     def gradients(self, *args, **kwargs):
         calls.append(0)

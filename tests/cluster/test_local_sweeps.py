@@ -11,15 +11,15 @@ from pathlib import Path
 
 from launching import PATIENCE, Launch, until
 
-from harness.errors import EXIT_OK, EXIT_USER
+from harness.util.errors import EXIT_OK, EXIT_USER
 
 Start = Callable[..., Launch]
 
 
 def sweep(folder: Path, *arguments: str) -> str:
-    """Return the output of ``python -m harness.sweep``, stderr first."""
+    """Return the output of ``harness sweep``, stderr first."""
     done = subprocess.run(
-        [sys.executable, "-m", "harness.sweep", *arguments],
+        [sys.executable, "-m", "harness", "sweep", *arguments],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
         capture_output=True,
@@ -80,7 +80,7 @@ def test_a_sweep_whose_controller_is_killed_is_resumed(launch: Start, tmp_path: 
 
 def test_no_sweep_in_a_folder(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "harness.sweep", "status", str(tmp_path / "nothing")],
+        [sys.executable, "-m", "harness", "sweep", "status", str(tmp_path / "nothing")],
         capture_output=True,
         text=True,
     )

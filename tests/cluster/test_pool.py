@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from launching import until
 
-from harness.cluster.pool import RankFailed, RankPool
-from harness.compose import compose_job
-from harness.errors import UserError
-from harness.inference.ranks import run_on_ranks
-from harness.job import Job
+from harness.compose.composer import compose_job
+from harness.config.job import Job
+from harness.launch.pool import RankFailed, RankPool
+from harness.tools.inference.ranks import run_on_ranks
+from harness.util.errors import UserError
 
 
 def sum_of_ranks(offset: float) -> float:

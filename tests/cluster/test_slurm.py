@@ -12,20 +12,21 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from harness.cluster import attempt, queue
-from harness.cluster.attempt import srun_command
-from harness.cluster.config import minutes_of
-from harness.cluster.died import RankDied, dead_ranks
-from harness.cluster.queue import Queued, SlurmError
-from harness.cluster.ranks import rank_environment, rendezvous_store
-from harness.cluster.slurm import Submission, _environment_for_submitting, shape_of
-from harness.cluster.snapshot import snapshot_path, take_snapshot
-from harness.cluster.submit import confirm, cost_in_words
-from harness.compose import compose_job
-from harness.errors import ConfigError, UserError
-from harness.job import Job
+from harness.compose.composer import compose_job
+from harness.config.cluster import minutes_of
+from harness.config.job import Job
+from harness.launch import queue
+from harness.launch import slurm_attempt as attempt
+from harness.launch.dead_ranks import RankDied, dead_ranks
+from harness.launch.queue import Queued, SlurmError
+from harness.launch.ranks import rank_environment, rendezvous_store
+from harness.launch.slurm import Submission, _environment_for_submitting, shape_of
+from harness.launch.slurm_attempt import srun_command
+from harness.launch.slurm_record import JobLost, SlurmJobRecord
+from harness.launch.snapshot import snapshot_path, take_snapshot
+from harness.launch.submit import confirm, cost_in_words
 from harness.run.folder import RunFolder
-from harness.run.slurm_record import JobLost, SlurmJobRecord
+from harness.util.errors import ConfigError, UserError
 
 GOLDEN = """\
 #!/bin/bash
@@ -63,7 +64,7 @@ setup_failed() {
   trap - EXIT DEBUG
   [ "$1" = 143 ] && exit 143
   export PYTHONPATH=HOME/code/DIGEST${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1
-  exec PYTHON -u -m harness.cluster.batch HOME --code HOME/code/DIGEST \
+  exec PYTHON -u -m harness.launch.batch HOME --code HOME/code/DIGEST \
 --setup-failed "$1" --line="$(sed -n "$2p" "$0")"
 }
 trap 'setup_failed $? $setup_line' EXIT
@@ -78,7 +79,7 @@ export PYTHONPATH=HOME/code/DIGEST${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1
 
 # command
 export SUBMITIT_EXECUTOR=slurm
-exec PYTHON -u -m harness.cluster.batch HOME --code HOME/code/DIGEST
+exec PYTHON -u -m harness.launch.batch HOME --code HOME/code/DIGEST
 """
 
 
@@ -115,7 +116,7 @@ def test_points_of_one_shape_are_one_array(tmp_path: Path) -> None:
     assert len({shape_of(each) for each in jobs}) == 1
     script = Submission(jobs, [tmp_path] * 3, tmp_path, "many").script()
     assert "#SBATCH --array=0-2%2" in script
-    assert f"harness.cluster.batch --list {tmp_path}/slurm/many.runs" in script
+    assert f"harness.launch.batch --list {tmp_path}/slurm/many.runs" in script
     assert "%A_%a" in re.search("--output=(.*)", script)[1]  # type: ignore[index]
 
 
@@ -222,7 +223,7 @@ def test_one_task_a_rank_and_all_end_together(tmp_path: Path, monkeypatch: pytes
         assert option in command
     assert {"--kill-on-bad-exit=1", "--wait=0", "--export=ALL", "--cpu-bind=none"} < set(command)
     assert f"--output={tmp_path}/100%%/logs/rank%t.out" in command
-    assert command[-4:-1] == ["-u", "-m", "harness.rank"] and command[-5] == sys.executable
+    assert command[-4:-1] == ["-u", "-m", "harness.train.rank"] and command[-5] == sys.executable
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     variables = rank_environment(made, 12345, 1.0)
     assert (variables["WORLD_SIZE"], variables["LOCAL_WORLD_SIZE"]) == ("16", "8")

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from harness.cluster import node_check, queue
-from harness.cluster.attempt import srun_command
-from harness.cluster.slurm import Submission, shape_of
-from harness.cluster.submit import confirm, cost_in_words
-from harness.compose import compose_job
-from harness.config import with_value
-from harness.errors import ConfigError, UserError
-from harness.job import Job
-from harness.loop import setup
-from harness.loop.setup import pick_device
+from harness.compose.composer import compose_job
+from harness.config.fields import with_value
+from harness.config.job import Job
+from harness.launch import node_check, queue
+from harness.launch.slurm import Submission, shape_of
+from harness.launch.slurm_attempt import srun_command
+from harness.launch.submit import confirm, cost_in_words
 from harness.run.folder import RunFolder
+from harness.train import setup
+from harness.train.setup import pick_device
+from harness.util.errors import ConfigError, UserError
 
 
 def job(*overrides: str) -> Job:

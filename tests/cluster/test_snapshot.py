@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.cluster import snapshot
-from harness.cluster.snapshot import LARGEST_BYTES, snapshot_path, take_snapshot
-from harness.errors import MachineError, UserError
+from harness.launch import snapshot
+from harness.launch.snapshot import LARGEST_BYTES, snapshot_path, take_snapshot
+from harness.util.errors import MachineError, UserError
 
 
 @pytest.fixture

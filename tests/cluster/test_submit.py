@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from harness.cluster import follow, queue, slurm, submit
-from harness.cluster.queue import Jobs, Queued
-from harness.compose import compose_job
-from harness.errors import EXIT_MACHINE, EXIT_OK, UserError
-from harness.job import Job
-from harness.run import lost
+from harness.compose.composer import compose_job
+from harness.config.job import Job
+from harness.launch import close_lost as lost
+from harness.launch import follow, queue, slurm, submit
+from harness.launch.queue import Jobs, Queued
+from harness.launch.slurm_record import SlurmJobRecord
 from harness.run.folder import RunFolder
-from harness.run.slurm_record import SlurmJobRecord
+from harness.util.errors import EXIT_MACHINE, EXIT_OK, UserError
 
 
 @pytest.fixture

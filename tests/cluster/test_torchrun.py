@@ -15,11 +15,11 @@ from launching import LONG, TWO_RANKS, Launch, until
 from test_launch import GONE_SECONDS, patch_rank
 from tiers import rest_is_thorough
 
-from harness.cluster.torchrun import _rendezvous
-from harness.compose import compose_job
-from harness.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_USER, MachineError
-from harness.rank import Run, _end_failed_run
+from harness.compose.composer import compose_job
+from harness.launch.torchrun import _rendezvous
 from harness.run.folder import RunFolder
+from harness.train.rank import Run, _end_failed_run
+from harness.util.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_USER, MachineError
 
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "harness.train")
 

@@ -1,4 +1,4 @@
-"""harness.converge from its command to its report; runs are those of harness.train, in this process."""
+"""harness converge from its command to its report; runs are those of harness.train, in this process."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from typing import Any, ClassVar
 import pytest
 from jobs import TINY
 
-from harness.app import Result
-from harness.compose import Composed, compose_job
-from harness.converge import __main__ as verb
-from harness.converge import render
-from harness.converge.config import ConvergeJob
-from harness.converge.points import Technique, compose_techniques
-from harness.errors import EXIT_INTERRUPTED, EXIT_OK, UserError
-from harness.job import Job
-from harness.rank import run_rank
+from harness.compose.composer import Composed, compose_job
+from harness.compose.verb import Result
+from harness.config.job import Job
 from harness.run.folder import RunFolder
+from harness.tools.study.converge import render
+from harness.tools.study.converge import verb as verb
+from harness.tools.study.converge.config import ConvergeJob
+from harness.tools.study.converge.points import Technique, compose_techniques
+from harness.train.rank import run_rank
+from harness.util.errors import EXIT_INTERRUPTED, EXIT_OK, UserError
 
 JOB = (
     *(*TINY, "model.n_layers=1", "training.steps=12", "training.seq_len=32"),
@@ -36,7 +36,7 @@ OPTIONS = (
 
 
 class Sweep:
-    """Runs what is missing, like ``harness.sweep.run.sweep``; what a job wrote is kept for later tests."""
+    """Runs what is missing, like ``harness.launch.sweep.run.sweep``; what a job wrote is kept for later tests."""
 
     written: ClassVar[dict[str, dict[str, bytes]]] = {}
 
@@ -133,7 +133,7 @@ def test_command(
     folder = tmp_path / "c" / "converge"
     text = (folder / "tables.md").read_text()
     assert "![Curves](curves.png)" in text
-    assert "`python -m harness.converge model=llama3_tiny" in text
+    assert "`harness converge model=llama3_tiny" in text
     assert all((folder / name).stat().st_size > 10_000 for name in ("curves.png", "differences.png"))
     for name in ("draw_curves", "draw_differences"):
         monkeypatch.setattr(render, name, lambda *_: None)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.compose import compose_job
-from harness.converge.config import ConvergeJob
-from harness.converge.points import Technique, compose_techniques
-from harness.errors import ConfigError, UserError
+from harness.compose.composer import compose_job
+from harness.tools.study.converge.config import ConvergeJob
+from harness.tools.study.converge.points import Technique, compose_techniques
+from harness.util.errors import ConfigError, UserError
 
 DENSE = ("experiment=convergence/dense", "converge.seeds=[1,7]")
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from harness.converge.config import ConvergeConfig
-from harness.converge.judge import (
+from harness.tools.study.converge.config import ConvergeConfig
+from harness.tools.study.converge.judge import (
     BETTER,
     DIFFERENT,
     EQUAL,

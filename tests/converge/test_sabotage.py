@@ -11,12 +11,12 @@ import torch.distributed as dist
 from jobs import tiny
 from tiers import THOROUGH
 
-from harness.cluster.pool import RankPool
-from harness.config import with_value
-from harness.converge.config import ConvergeConfig
-from harness.converge.judge import BETTER, DIFFERENT, EQUAL, Curves, Verdict, judge
-from harness.job import Job
-from harness.parity import Trace, trace
+from harness.config.fields import with_value
+from harness.config.job import Job
+from harness.launch.pool import RankPool
+from harness.tools.parity.parity import Trace, trace
+from harness.tools.study.converge.config import ConvergeConfig
+from harness.tools.study.converge.judge import BETTER, DIFFERENT, EQUAL, Curves, Verdict, judge
 
 SEEDS, STEPS = (1, 2, 3), 40
 JOB = (
@@ -43,7 +43,7 @@ def missing_scale_on_one_rank(job_json: str, steps: int) -> Trace:
 
 def smaller_gradients_of_norms(job_json: str, steps: int) -> Trace:
     """Gradients of norms' weights are 3 % too small, as if a part of them were not reduced."""
-    from harness.loop.engine import Engine
+    from harness.train.engine import Engine
 
     original = Engine.__init__
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from harness.converge.significance import Estimate, holm, t_quantile, t_within
+from harness.tools.study.converge.significance import Estimate, holm, t_quantile, t_within
 
 # Upper quantiles of Student's t at 0.95, 0.975 and 0.995 (NIST/SEMATECH e-Handbook, section 1.3.6.7.2).
 TABLE = {

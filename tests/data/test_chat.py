@@ -13,14 +13,14 @@ import pytest
 from test_data_tokenizer import write_tiktoken
 from test_tokenizer_json import CHAT, write
 
-from harness.compose import compose_job
-from harness.data import DataConfig, TokenizerConfig
+from harness.compose.composer import compose_job
+from harness.config.data import DataConfig, TokenizerConfig
 from harness.data.chat import Conversations, ConversationTokenizer, open_conversations
 from harness.data.chat_template import TEMPLATES, template_of
 from harness.data.tokenizer import build_tokenizer
 from harness.data.tokenizer_base import Tokenizer
 from harness.data.vocabulary import require_vocabulary
-from harness.errors import ConfigError, DataError
+from harness.util.errors import ConfigError, DataError
 
 transformers = pytest.importorskip("transformers")
 

@@ -13,13 +13,13 @@ from families_table import CASES, close, random_model, set_fields, to_transforme
 from test_chat_packing import CONVERSATIONS
 from test_tokenizer_json import CHAT, write
 
-from harness.data import DataConfig, TokenizerConfig
+from harness.config.data import DataConfig, TokenizerConfig
 from harness.data.chat_template import TEMPLATES
 from harness.data.loader import IGNORE_INDEX, build_loader
 from harness.data.tokenizer import build_tokenizer
-from harness.exchange.pieces import fill, full_ranges
-from harness.exchange.tensor_names import our_tensors
 from harness.model.spec import tensor_shapes
+from harness.weights.pieces import fill, full_ranges
+from harness.weights.tensor_names import our_tensors
 
 transformers = pytest.importorskip("transformers")
 

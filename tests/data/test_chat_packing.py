@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.data import DataConfig, TokenizerConfig
+from harness.config.data import DataConfig, TokenizerConfig
 from harness.data.chat_packing import first_fit
 from harness.data.loader import IGNORE_INDEX, Loader, build_loader, merge_states
 from harness.data.samples import random_stream
 from harness.data.tokenizer import build_tokenizer
-from harness.errors import ConfigError, DataError
+from harness.util.errors import ConfigError, DataError
 
 BYTES = build_tokenizer(TokenizerConfig("bytes"))
 T, B = 96, 8

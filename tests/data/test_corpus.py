@@ -1,4 +1,4 @@
-"""Corpora of ``harness.tokenize``: the same documents whatever the shards and kills; checks when opened."""
+"""Corpora of ``harness tokenize``: the same documents whatever the shards and kills; checks when opened."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 from processes import ROOT
 
-from harness.compose import compose_job
-from harness.data import TokenizerConfig
+from harness.compose.composer import compose_job
+from harness.config.data import TokenizerConfig
 from harness.data.corpus import check_tokenizer, open_shards, read_manifest
 from harness.data.tokenizer import build_tokenizer
 from harness.data.tokenizing import is_held_out
-from harness.errors import ConfigError, DataError, UserError
-from harness.tokenize.__main__ import tokenize
-from harness.tokenize.config import TokenizeJob
+from harness.tools.tokenize.config import TokenizeJob
+from harness.tools.tokenize.verb import tokenize
+from harness.util.errors import ConfigError, DataError, UserError
 
 TEXTS = [f"document {number} " * (number % 7) for number in range(60)]
 TYPED = ("data=local_jsonl", "data.paths=[a.jsonl]", "data.validation_fraction=0.1", "tokenizer=bytes")
@@ -144,7 +144,7 @@ DAMAGES = {
     "shard-00001 is damaged: train.tokens: bytes 0": lambda: flip(Path("corpus/shard-00001/train.tokens")),
     "shard-00000 is damaged: train.starts: No such": lambda: Path("corpus/shard-00000/train.starts").unlink(),
     "shard-00000 is damaged: meta.json": lambda: Path("corpus/shard-00000/meta.json").write_text("{}"),
-    "corpus is not a complete corpus of harness.tokenize": lambda: Path("corpus/manifest.json").unlink(),
+    "corpus is not a complete corpus of harness tokenize": lambda: Path("corpus/manifest.json").unlink(),
     "manifest.json is damaged": lambda: Path("corpus/manifest.json").write_text("{"),
     "manifest.json is damaged: KeyError": lambda: Path("corpus/manifest.json").write_text('{"version": 1}'),
     "has format version 9; this": lambda: Path("corpus/manifest.json").write_text('{"version": 9}'),
@@ -204,7 +204,7 @@ def test_a_source_without_text() -> None:
 def test_the_command_is_killed_with_its_processes_and_continued() -> None:
     Path("a.jsonl").write_text("".join(json.dumps({"text": text * 50}) + "\n" for text in TEXTS * 10))
     typed = [*TYPED, "tokenize.target=corpus", "tokenize.workers=2", "tokenize.unit_mib=1e-3"]
-    command = [sys.executable, "-m", "harness.tokenize", *typed]
+    command = [sys.executable, "-m", "harness", "tokenize", *typed]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     killed = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE)
     units = Path("corpus/.unfinished/units")

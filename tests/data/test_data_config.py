@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from harness.config import check_rules, from_dict, leaves
-from harness.data import DataConfig, TokenizerConfig
-from harness.errors import ConfigError
-from harness.schemas import schema_node
+from harness.compose.schemas import schema_node
+from harness.config.data import DataConfig, TokenizerConfig
+from harness.config.fields import check_rules, from_dict, leaves
+from harness.util.errors import ConfigError
 
 CONF = Path(__file__).parents[2] / "conf"
 DATA_FILES = sorted((CONF / "data").glob("*.yaml"))

@@ -9,10 +9,10 @@ import pytest
 import torch
 from equal import assert_equal
 
-from harness.data import DataConfig, TokenizerConfig
+from harness.config.data import DataConfig, TokenizerConfig
 from harness.data.loader import IGNORE_INDEX, build_loader, merge_states
 from harness.data.tokenizer import build_tokenizer
-from harness.errors import ConfigError, DataError, UserError
+from harness.util.errors import ConfigError, DataError, UserError
 
 BYTES = build_tokenizer(TokenizerConfig("bytes"))
 T, B = 16, 8

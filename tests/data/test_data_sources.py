@@ -10,9 +10,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from harness.data import DataConfig
+from harness.config.data import DataConfig
 from harness.data.sources import LocalFiles, find_files, open_dataset, source_of
-from harness.errors import ConfigError, DataError
+from harness.util.errors import ConfigError, DataError
 
 
 @pytest.fixture(autouse=True)

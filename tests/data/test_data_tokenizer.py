@@ -12,10 +12,11 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "experiments"))
 
 import python_tokenizer
 
-from harness.data import TokenizerConfig, long_text
+from harness.config.data import TokenizerConfig
+from harness.data import long_text
 from harness.data.tokenizer import SentencePieceTokenizer, _cut_long_runs, build_tokenizer
 from harness.data.vocabulary import vocabulary_size
-from harness.errors import DataError
+from harness.util.errors import DataError
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
 SOURCES = ["ast.py", "this.py", "tokenize.py", "tarfile.py", "json/decoder.py"]

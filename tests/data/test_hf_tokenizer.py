@@ -16,10 +16,10 @@ import pytest
 from test_data_tokenizer import AWKWARD, write_tiktoken
 from tiers import THOROUGH, rest_is_thorough
 
-from harness.data import TokenizerConfig
+from harness.config.data import TokenizerConfig
 from harness.data.tokenizer import Tokenizer, _cut_long_runs, build_tokenizer
-from harness.errors import DataError
-from harness.exchange.tokenizer import export_tokenizer
+from harness.util.errors import DataError
+from harness.weights.tokenizer import export_tokenizer
 
 sentencepiece = pytest.importorskip("sentencepiece")
 transformers = pytest.importorskip("transformers")

@@ -15,11 +15,11 @@ import pytest
 import torch
 from equal import assert_equal
 
-from harness.data import DataConfig, TokenizerConfig
+from harness.config.data import DataConfig, TokenizerConfig
+from harness.config.sizes import Sizes
 from harness.data.loader import Batch, Loader, build_loader, merge_states
-from harness.data.sizes import Sizes
 from harness.data.tokenizer import build_tokenizer
-from harness.errors import ConfigError, DataError
+from harness.util.errors import ConfigError, DataError
 
 BYTES = build_tokenizer(TokenizerConfig("bytes"))
 T, B = 16, 8

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from harness.compose import compose_job
-from harness.config import check_rules, from_dict
-from harness.data import DataConfig
-from harness.data.mixture_config import errors_of_source
+from harness.compose.composer import compose_job
+from harness.config.data import DataConfig
+from harness.config.fields import check_rules, from_dict
+from harness.config.mixture import errors_of_source
 from harness.data.vocabulary import require_vocabulary
-from harness.errors import ConfigError, DataError, UserError
+from harness.util.errors import ConfigError, DataError, UserError
 
 SOURCES = {"a": {"kind": "synthetic"}, "b": {"kind": "local", "paths": ["web/*.txt"]}}
 MIXTURE = {"kind": "mixture", "sources": SOURCES, "weights": {"a": 1.0, "b": 1.0}}
@@ -117,7 +117,7 @@ def test_fields_of_sources_are_part_of_the_numerics() -> None:
 
 def test_errors_of_a_source_name_its_fields() -> None:
     """Shared fields, file names and commands stay."""
-    command = "python -m harness.tokenize data=local_text 'data.paths=[a b]' 'tokenize.target=corpus/NAME'"
+    command = "harness tokenize data=local_text 'data.paths=[a b]' 'tokenize.target=corpus/NAME'"
     with pytest.raises(ConfigError) as raised, errors_of_source(DataConfig(), "web"):
         works = f"{command} and then data=tokens 'data.paths=[corpus/NAME]', or data.cache_dir"
         raise ConfigError("data.prefetch", 0, "data.paths=[/x/data.jsonl, data.txt]", works)

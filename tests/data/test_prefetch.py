@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from harness.config import check_rules
-from harness.data import DataConfig
+from harness.config.data import DataConfig
+from harness.config.fields import check_rules
 from harness.data.loader import IGNORE_INDEX, Batch, Loader
 from harness.data.prefetch import DeviceBatch, Prefetcher, count_valid
-from harness.errors import ConfigError, DataError
+from harness.util.errors import ConfigError, DataError
 
 CPU = torch.device("cpu")
 

@@ -20,13 +20,13 @@ from test_data_tokenizer import write_tiktoken
 from test_tokenizer_json import CHAT
 from tiers import rest_is_thorough
 
-from harness.data import DataConfig, TokenizerConfig
+from harness.config.data import DataConfig, TokenizerConfig
 from harness.data.loader import build_loader
 from harness.data.prefetch import Prefetcher
 from harness.data.read_ahead import pickled
 from harness.data.stream_reader import RowReader
 from harness.data.tokenizer import build_tokenizer
-from harness.errors import DataError, MachineError
+from harness.util.errors import DataError, MachineError
 
 # The library starts them, which tests/uses.py does not see.
 pytestmark = pytest.mark.process

@@ -12,9 +12,9 @@ import pytest
 import torch
 from equal import assert_equal
 
-from harness.data import DataConfig, TokenizerConfig
+from harness.config.data import DataConfig, TokenizerConfig
+from harness.config.sizes import Sizes
 from harness.data.loader import IGNORE_INDEX, Loader, build_loader, merge_states
-from harness.data.sizes import Sizes
 from harness.data.tokenizer import build_tokenizer
 
 BYTES = build_tokenizer(TokenizerConfig("bytes"))

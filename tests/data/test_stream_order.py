@@ -18,12 +18,12 @@ import torch
 from datasets.distributed import split_dataset_by_node
 from tiers import THOROUGH, rest_is_thorough
 
-from harness.data import DataConfig, TokenizerConfig
+from harness.config.data import DataConfig, TokenizerConfig
 from harness.data.loader import build_loader, merge_states
 from harness.data.stream_reader import RowReader
 from harness.data.streaming import build_streams
 from harness.data.tokenizer import build_tokenizer
-from harness.errors import DataError
+from harness.util.errors import DataError
 
 BYTES = build_tokenizer(TokenizerConfig("bytes"))
 T, STEPS, BUFFER = 16, 60 if THOROUGH else 30, 7

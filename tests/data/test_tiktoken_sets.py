@@ -10,10 +10,10 @@ import tiktoken
 from test_data_tokenizer import write_tiktoken
 from test_hf_tokenizer import merges_of, sources
 
-from harness.data import TokenizerConfig
+from harness.config.data import TokenizerConfig
 from harness.data.tiktoken_sets import SETS
 from harness.data.tokenizer import build_tokenizer
-from harness.exchange.tokenizer import export_tokenizer
+from harness.weights.tokenizer import export_tokenizer
 
 # Number of byte pairs in the published file, total number of ids, and ids of some tokens.
 PUBLISHED = {

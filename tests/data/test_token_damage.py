@@ -30,11 +30,10 @@ from token_writers import (
     write_stream,
 )
 
-from harness.data import TokenizerConfig
-from harness.data.config import TOKEN_DTYPES
-from harness.data.token_formats import smallest_dtype
+from harness.config.data import TOKEN_DTYPES, TokenizerConfig
+from harness.contrib.formats.token_formats import smallest_dtype
 from harness.data.tokenizer import build_tokenizer
-from harness.errors import DataError
+from harness.util.errors import DataError
 
 
 @pytest.fixture(autouse=True)

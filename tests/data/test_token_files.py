@@ -29,17 +29,17 @@ from token_writers import (
     write_stream,
 )
 
-from harness.compose import compose_job
-from harness.data import DataConfig, TokenizerConfig
+from harness.compose.composer import compose_job
+from harness.config.data import DataConfig, TokenizerConfig
 from harness.data.cache import open_cache
 from harness.data.corpus import Counts, Manifest, describe_shard
 from harness.data.loader import IGNORE_INDEX, merge_states
+from harness.data.shards.manifest import write_manifest
 from harness.data.sources import LocalFiles
 from harness.data.tokenizer import build_tokenizer
-from harness.errors import ConfigError, DataError
-from harness.evaluate.tasks import Setting, open_task
-from harness.exchange.tokenizer import export_tokenizer
-from harness.shards.manifest import write_manifest
+from harness.tools.inference.evaluate.tasks import Setting, open_task
+from harness.util.errors import ConfigError, DataError
+from harness.weights.tokenizer import export_tokenizer
 
 
 @pytest.fixture(autouse=True)

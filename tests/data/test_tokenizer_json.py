@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from test_data_tokenizer import AWKWARD
 
-from harness.compose import compose_job
-from harness.data import TokenizerConfig
+from harness.compose.composer import compose_job
+from harness.config.data import TokenizerConfig
 from harness.data.tokenizer import build_tokenizer, with_bos_eos
 from harness.data.vocabulary import vocabulary_size
-from harness.errors import ConfigError, DataError
-from harness.exchange.tokenizer import export_tokenizer
+from harness.util.errors import ConfigError, DataError
+from harness.weights.tokenizer import export_tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")

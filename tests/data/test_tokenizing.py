@@ -23,14 +23,14 @@ from tiers import rest_is_thorough
 
 import harness.data.cache as cache
 import harness.data.sources as sources
-from harness.data import DataConfig, TokenizerConfig
+from harness.config.data import DataConfig, TokenizerConfig
 from harness.data.cache import open_cache
 from harness.data.documents import LongText, Span
 from harness.data.sources import LocalFiles
 from harness.data.tokenizer import build_tokenizer
 from harness.data.tokenizing import Progress, is_held_out
 from harness.data.units import Unit, units_of
-from harness.errors import DataError, MachineError
+from harness.util.errors import DataError, MachineError
 
 HELD_OUT = 0.2
 PYTHON = TokenizerConfig("sentencepiece", "asset:python_2k.model")

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from harness import train
-from harness.compose import compose_job, compose_points
+from harness.compose.composer import compose_job, compose_points
 from harness.data.vocabulary import require_vocabulary
-from harness.errors import ConfigError, UserError
+from harness.launch import train
+from harness.util.errors import ConfigError, UserError
 
 TEXT = ["data=python_stdlib", "model=llama3_tiny", "model.vocab_size=256"]
 REFUSED = r"model.vocab_size=256: the tokenizer has 258 tokens.*; would work: 258 and more, another tokenizer"
@@ -24,7 +24,7 @@ def test_a_job_that_reads_text() -> None:
 
 def test_points_of_a_sweep_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr("harness.sweep.run.sweep", seen.extend)
+    monkeypatch.setattr("harness.launch.sweep.run.sweep", seen.extend)
     train.train_sweep(compose_points([*TEXT, "tokenizer=bytes", "model.vocab_size=256,258"]))
     refused, legal = seen
     assert refused.job is None and "the tokenizer has 258 tokens" in refused.reason

@@ -1,4 +1,4 @@
-"""``harness.encode`` writes what training would encode, whatever the processes, stops and shards."""
+"""``harness encode`` writes what training would encode, whatever the processes, stops and shards."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ import torch
 sys.path.append(str(Path(__file__).parents[1] / "pictures"))
 from tiny_encoders import overrides, save_encoders
 
-from harness.compose import compose_job
-from harness.data.config import DataConfig
-from harness.data.sizes import Sizes
-from harness.encode.__main__ import encode
-from harness.encode.config import EncodeJob
-from harness.encode.writer import LatentWriter
-from harness.errors import ConfigError, DataError
-from harness.pictures.encoders import build_encoders
-from harness.pictures.latents import LatentSamples
-from harness.pictures.loader import CaptionDropout, EncodedLoader, EncodingLoader
-from harness.pictures.sources import RawSamples, open_pictures
+from harness.compose.composer import compose_job
+from harness.config.data import DataConfig
+from harness.config.sizes import Sizes
+from harness.contrib.flux.encode.config import EncodeJob
+from harness.contrib.flux.encode.verb import encode
+from harness.contrib.flux.encode.writer import LatentWriter
+from harness.contrib.flux.pictures.encoders import build_encoders
+from harness.contrib.flux.pictures.latents import LatentSamples
+from harness.contrib.flux.pictures.loader import CaptionDropout, EncodedLoader, EncodingLoader
+from harness.contrib.flux.pictures.sources import RawSamples, open_pictures
+from harness.util.errors import ConfigError, DataError
 
 CPU = torch.device("cpu")
 SHAPES = ("data=drawn_shapes", "data.images.size=16", "encode.samples=20", "encode.validation_samples=4")
@@ -103,7 +103,7 @@ def test_stopped_encoding_continues(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KeyboardInterrupt):
         run(*typed)
     assert not Path("stopped/manifest.json").exists() and written == ["train-00000", "train-00001"]
-    with pytest.raises(DataError, match=r"would work: harness.encode encode.target=stopped$"):
+    with pytest.raises(DataError, match=r"would work: harness encode encode.target=stopped$"):
         LatentSamples(Path("stopped"), "train", seed=0, shuffle=False)
     with pytest.raises(
         ConfigError, match=r"has an unfinished folder of latents with another value of data\.images"
@@ -179,7 +179,7 @@ def test_the_encoding_loader_resumes_and_does_not_read_ahead_of_its_state() -> N
 
 
 def test_damage_is_found() -> None:
-    from harness.pictures.latents import check_files, read_manifest
+    from harness.contrib.flux.pictures.latents import check_files, read_manifest
 
     run(*SHAPES, "encode.target=latents")
     folder, path = Path("latents"), Path("latents/train-00001.safetensors")

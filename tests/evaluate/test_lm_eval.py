@@ -10,13 +10,13 @@ import pytest
 import torch
 from families_table import random_model, set_fields, shipped, to_transformers
 
-from harness.cluster.pool import RankPool
-from harness.compose import compose_job
-from harness.errors import UserError
-from harness.evaluate.config import EvaluateJob
-from harness.evaluate.rank import evaluate
-from harness.exchange.found import find_source
-from harness.loop.setup import process_group
+from harness.compose.composer import compose_job
+from harness.launch.pool import RankPool
+from harness.tools.inference.evaluate.config import EvaluateJob
+from harness.tools.inference.evaluate.rank import evaluate
+from harness.train.setup import process_group
+from harness.util.errors import UserError
+from harness.weights.detect import find_source
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-evaluation-harness (extra eval) is not installed")
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from jobs import train
 
-from harness.evaluate.results import append, evaluations_markdown, newest
-from harness.report.of_runs import report_of
-from harness.report.rows import load
 from harness.run.status import EVALUATIONS
+from harness.tools.inference.evaluate.results import append, evaluations_markdown, newest
+from harness.tools.report.of_runs import report_of
+from harness.tools.report.rows import load
 
 
 def test_newest(tmp_path: Path) -> None:

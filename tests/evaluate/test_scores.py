@@ -11,15 +11,15 @@ import torch
 from families_table import CASES, random_model, to_transformers
 from tiers import rest_is_thorough
 
-from harness.cluster.pool import RankPool
-from harness.compose import compose_job
-from harness.config import with_value
-from harness.evaluate.config import EvaluateJob
-from harness.evaluate.scoring import Scorer
-from harness.evaluate.tasks import Row
-from harness.exchange.found import find_source
-from harness.inference.model import InferenceModel
-from harness.loop.setup import process_group
+from harness.compose.composer import compose_job
+from harness.config.fields import with_value
+from harness.launch.pool import RankPool
+from harness.tools.inference.evaluate.config import EvaluateJob
+from harness.tools.inference.evaluate.scoring import Scorer
+from harness.tools.inference.evaluate.tasks import Row
+from harness.tools.inference.model import InferenceModel
+from harness.train.setup import process_group
+from harness.weights.detect import find_source
 
 WINDOW = 48
 LAYOUTS = {

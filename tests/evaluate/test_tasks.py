@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from harness.compose import compose_job
-from harness.data.config import DataConfig
+from harness.compose.composer import compose_job
+from harness.config.data import DataConfig
 from harness.data.tokenizer import BytesTokenizer
-from harness.errors import UserError
-from harness.evaluate.__main__ import evaluate
-from harness.evaluate.config import EvaluateJob
-from harness.evaluate.rank import evaluate as on_rank
-from harness.evaluate.tasks import Setting, encode_pair, open_task, windows
+from harness.tools.inference.evaluate.config import EvaluateJob
+from harness.tools.inference.evaluate.rank import evaluate as on_rank
+from harness.tools.inference.evaluate.tasks import Setting, encode_pair, open_task, windows
+from harness.tools.inference.evaluate.verb import evaluate
+from harness.util.errors import UserError
 
 CHOICE = {"context": "one ", "choices": ["two", "three or four"], "answer": 1}
 
@@ -186,7 +186,7 @@ def test_an_incomplete_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """lm_eval is there, and a package that it needs is not."""
     (tmp_path / "lm_eval.py").write_text("import a_package_that_is_not_there")
     monkeypatch.syspath_prepend(tmp_path)
-    for module in ("lm_eval", "harness.evaluate.library"):
+    for module in ("lm_eval", "harness.tools.inference.evaluate.library"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     message = (
         r"^evaluate.tasks=lm_eval:x: .*No module named 'a_package_that_is_not_there'.*pip install 'harness"

@@ -1,4 +1,4 @@
-"""Evaluation while training gives the values of ``harness.evaluate`` on the checkpoint of that step."""
+"""Evaluation while training gives the values of ``harness evaluate`` on the checkpoint of that step."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import pytest
 import torch
 from tiers import rest_is_thorough
 
-from harness.cluster.pool import RankPool
-from harness.compose import compose_job
-from harness.evaluate.__main__ import evaluate
-from harness.evaluate.config import EvaluateJob
-from harness.evaluate.results import newest
-from harness.job import Job
-from harness.loop.engine import Engine
-from harness.loop.trainer import Trainer
+from harness.compose.composer import compose_job
+from harness.config.job import Job
+from harness.launch.pool import RankPool
 from harness.metrics.recorder import Recorder
 from harness.run.folder import RunFolder
+from harness.tools.inference.evaluate.config import EvaluateJob
+from harness.tools.inference.evaluate.results import newest
+from harness.tools.inference.evaluate.verb import evaluate
+from harness.train.engine import Engine
+from harness.train.trainer import Trainer
 
 LAYOUTS = {
     "single": [],

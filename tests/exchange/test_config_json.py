@@ -12,11 +12,11 @@ import torch
 from families_table import CASES, MODELS, PLAIN, RELEASED_CONFIGS, set_fields, shipped
 from test_families import as_stored
 
-from harness.errors import UserError
-from harness.exchange.config_json import check_hf_config, hf_config
-from harness.exchange.tensor_names import check_hf_tensors, hf_shapes
-from harness.model.config import FAMILIES, ModelConfig
+from harness.config.model import FAMILIES, ModelConfig
 from harness.model.rope import rope_table
+from harness.util.errors import UserError
+from harness.weights.config_json import check_hf_config, hf_config
+from harness.weights.tensor_names import check_hf_tensors, hf_shapes
 
 transformers = pytest.importorskip("transformers")
 

@@ -29,16 +29,16 @@ from tiers import rest_is_thorough
 from torch import Tensor
 
 from harness.checkpoint.catalog import open_checkpoint
-from harness.errors import ConfigError, UserError
-from harness.exchange.config_json import check_hf_config, hf_config, relevant
-from harness.exchange.dcp import DistributedSource
-from harness.exchange.huggingface import HuggingFaceSource, write_huggingface
-from harness.exchange.pieces import HuggingFaceNames, fill, full_ranges
-from harness.exchange.source import Cast
-from harness.exchange.tensor_names import our_tensors
-from harness.model.config import FAMILIES, ModelConfig
+from harness.config.model import FAMILIES, ModelConfig
 from harness.model.decoder import Decoder
 from harness.model.spec import is_buffer, parameter_shapes, tensor_shapes
+from harness.util.errors import ConfigError, UserError
+from harness.weights.config_json import check_hf_config, hf_config, relevant
+from harness.weights.dcp import DistributedSource
+from harness.weights.huggingface import HuggingFaceSource, write_huggingface
+from harness.weights.pieces import HuggingFaceNames, fill, full_ranges
+from harness.weights.source import Cast
+from harness.weights.tensor_names import our_tensors
 
 # transformers does not load the block of multi-token prediction.
 WITH_MTP = "deepseek_v3_mtp"

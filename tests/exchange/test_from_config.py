@@ -12,12 +12,12 @@ import pytest
 from families_table import CASES, MODELS, RELEASED_CONFIGS, shipped
 from tiers import rest_is_thorough
 
-from harness.compose import Composer, compose_job, compose_points
-from harness.convert import ConvertJob
-from harness.errors import ConfigError, UserError
-from harness.exchange.config_json import check_hf_config, hf_config, relevant
-from harness.exchange.from_config import model_from_config
-from harness.model.config import ModelConfig
+from harness.compose.composer import Composer, compose_job, compose_points
+from harness.config.model import ModelConfig
+from harness.tools.convert import ConvertJob
+from harness.util.errors import ConfigError, UserError
+from harness.weights.config_json import check_hf_config, hf_config, relevant
+from harness.weights.from_config import model_from_config
 
 # What config.json does not say: how initial values are drawn, and speeds of training.
 UNSAID = {"embedding_std", "moe.balance_coeff", "moe.force_balance", "mtp.loss_weight"}

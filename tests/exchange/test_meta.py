@@ -14,17 +14,11 @@ from families_table import CASES, LLAMAS, PLAIN, STRETCHED, close, set_fields
 from tiers import rest_is_thorough
 from torch import Tensor
 
-from harness.errors import UserError
-from harness.exchange.meta import (
-    LlamaSource,
-    is_vocabulary_parallel,
-    merge,
-    permute_rope,
-    shard_dim,
-)
-from harness.model.config import ModelConfig
+from harness.config.model import ModelConfig
+from harness.contrib.formats.meta import LlamaSource, is_vocabulary_parallel, merge, permute_rope, shard_dim
 from harness.model.decoder import Decoder
 from harness.model.spec import parameter_shapes
+from harness.util.errors import UserError
 
 CONFIGS = {
     "llama2": LLAMAS["llama"],

@@ -10,9 +10,9 @@ from families_table import PLAIN, batch, changed, close, random_model, set_field
 from held import Held
 from tiers import rest_is_thorough
 
-from harness.errors import ConfigError
-from harness.exchange.huggingface import HuggingFaceSource
-from harness.exchange.mup import folded, multipliers, unfolded
+from harness.util.errors import ConfigError
+from harness.weights.huggingface import HuggingFaceSource
+from harness.weights.mup import folded, multipliers, unfolded
 
 NARROW_HEADS = {"head_dim": 4}
 CASES = {

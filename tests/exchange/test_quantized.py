@@ -19,13 +19,13 @@ from test_families import from_theirs
 from torch import Tensor
 
 from harness.checkpoint.catalog import open_checkpoint
-from harness.errors import UserError
-from harness.exchange.dcp import DistributedSource
-from harness.exchange.huggingface import HuggingFaceSource, write_huggingface
-from harness.exchange.quantization import quantization_of
-from harness.model.config import ModelConfig
+from harness.config.model import ModelConfig
 from harness.model.decoder import Decoder
 from harness.model.spec import is_buffer
+from harness.util.errors import UserError
+from harness.weights.dcp import DistributedSource
+from harness.weights.huggingface import HuggingFaceSource, write_huggingface
+from harness.weights.quantization import quantization_of
 
 DEEPSEEK, GPT_OSS, LLAMA = CASES["deepseek_v3"], CASES["gpt_oss"], CASES["llama"]
 WITH_MTP = set_fields(DEEPSEEK, mtp__depth=1)

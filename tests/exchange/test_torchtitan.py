@@ -14,13 +14,13 @@ from held import Held
 from test_meta import CONFIGS, meta_logits, meta_weights
 from torch import Tensor
 
-from harness.config import with_value
-from harness.errors import ConfigError
-from harness.exchange.dcp import DistributedSource, write_plain
-from harness.exchange.torchtitan import Torchtitan, torchtitan_arguments
-from harness.model.attention_config import AttentionConfig
-from harness.model.config import ModelConfig
+from harness.config.attention import AttentionConfig
+from harness.config.fields import with_value
+from harness.config.model import ModelConfig
+from harness.contrib.formats.torchtitan import Torchtitan, torchtitan_arguments
 from harness.model.decoder import Decoder
+from harness.util.errors import ConfigError
+from harness.weights.dcp import DistributedSource, write_plain
 
 
 def loaded(folder: Path, source: Torchtitan) -> dict[str, Tensor]:

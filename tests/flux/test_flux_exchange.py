@@ -12,16 +12,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from harness.compose import compose_job
-from harness.errors import UserError
-from harness.exchange.found import find_source, open_source
-from harness.exchange.from_config import model_from_config
-from harness.exchange.huggingface import HuggingFaceSource, write_huggingface
-from harness.exchange.source import TensorFacts
-from harness.flux.model import Flux, pack, unpack
+from harness.compose.composer import compose_job
+from harness.config.model import ModelConfig
+from harness.contrib.flux.model import Flux, pack, unpack
 from harness.model.accounting import account
-from harness.model.config import ModelConfig
 from harness.model.spec import tensor_shapes
+from harness.util.errors import UserError
+from harness.weights.detect import find_source, open_source
+from harness.weights.from_config import model_from_config
+from harness.weights.huggingface import HuggingFaceSource, write_huggingface
+from harness.weights.source import TensorFacts
 
 diffusers = pytest.importorskip("diffusers")
 SMALL = (

@@ -9,8 +9,8 @@ import pytest
 from layouts import layout, require_parity
 from tiers import rest_is_thorough
 
-from harness.cluster.pool import RankPool
-from harness.compose import compose_job
+from harness.compose.composer import compose_job
+from harness.launch.pool import RankPool
 
 sys.path.append(str(Path(__file__).parents[1] / "checkpoint"))
 from resumable_runs import Outcome, train

@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.compose import compose_job
-from harness.coordcheck.config import CoordCheckJob
+from harness.compose.composer import compose_job
+from harness.contrib.flux.config import FlowConfig
+from harness.contrib.flux.model import unpack
+from harness.contrib.flux.objective import FlowLoss, shift_of, training_flow, validation_flow
 from harness.data.batch import ImageBatch
-from harness.errors import ConfigError, DataError
-from harness.evaluate.config import EvaluateJob
-from harness.flux.config import FlowConfig
-from harness.flux.model import unpack
-from harness.flux.objective import FlowLoss, shift_of, training_flow, validation_flow
-from harness.loop.batches import loader_of
-from harness.loop.engine import Engine
-from harness.loop.setup import process_group
 from harness.model.architecture import architecture_of
+from harness.tools.inference.evaluate.config import EvaluateJob
+from harness.tools.study.coordcheck.config import CoordCheckJob
+from harness.train.batches import loader_of
+from harness.train.engine import Engine
+from harness.train.setup import process_group
+from harness.util.errors import ConfigError, DataError
 
 GRID = 2, 2
 FIXED = FlowConfig(base_shift=0.0, max_shift=0.0)
@@ -170,7 +170,7 @@ def test_commands_for_text_refuse_pictures(schema: type) -> None:
 def test_flops_are_those_that_torch_counts() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
-    from harness.flux.model import Flux
+    from harness.contrib.flux.model import Flux
 
     job = compose_job(list(SMALL))
     model, tokens = job.model, job.training.seq_len

@@ -16,17 +16,17 @@ sys.path.append(str(Path(__file__).parents[2] / "experiments" / "flux_shapes"))
 from read_shapes import judge, read
 from tiny_encoders import overrides, save_encoders
 
-from harness.compose import compose_job
-from harness.errors import ConfigError
-from harness.exchange.found import WeightFolder
-from harness.generate.__main__ import generate
-from harness.generate.config import GenerateJob
-from harness.generate.picture_rank import trained_size
-from harness.pictures.encoders import Patches
-from harness.pictures.shapes import DrawnShapes
-from harness.pictures.sheet import write_sheet
-from harness.rank import run_rank
+from harness.compose.composer import compose_job
+from harness.contrib.flux.generate_rank import trained_size
+from harness.contrib.flux.pictures.encoders import Patches
+from harness.contrib.flux.pictures.shapes import DrawnShapes
+from harness.contrib.flux.pictures.sheet import write_sheet
 from harness.run.folder import RunFolder
+from harness.tools.inference.generate.config import GenerateJob
+from harness.tools.inference.generate.verb import generate
+from harness.train.rank import run_rank
+from harness.util.errors import ConfigError
+from harness.weights.detect import WeightFolder
 
 TINY = (
     *("experiment=flux_debug", "model.dim=32", "model.n_heads=2", "model.n_kv_heads=2", "model.n_layers=2"),
@@ -74,7 +74,7 @@ def test_a_run_its_sheets_and_its_pictures(tmp_path: Path, capfd: Any) -> None:
 
 
 def test_online_encoders_of_folders(tmp_path: Path) -> None:
-    """The encoders compute in the training loop, and harness.generate finds them in the checkpoint."""
+    """The encoders compute in the training loop, and harness generate finds them in the checkpoint."""
     typed = (
         *overrides(save_encoders(tmp_path / "flux")),
         *("model.flux.latent_channels=4", "model.flux.text_length=10", "model.flux.context_dim=16"),

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from tiers import rest_is_thorough
 
-from harness.compose import compose_job
-from harness.job import Job
+from harness.compose.composer import compose_job
+from harness.config.job import Job
 from harness.model.accounting import account
-from harness.plan.fake import cpu_version
-from harness.plan.fake_step import extrapolated, fake_steps, statistics_of
-from harness.plan.make import make_plan
-from harness.plan.memory import rank_memory
-from harness.plan.verify import verify
+from harness.tools.plan.fake import cpu_version
+from harness.tools.plan.fake_step import extrapolated, fake_steps, statistics_of
+from harness.tools.plan.make import make_plan
+from harness.tools.plan.memory import rank_memory
+from harness.tools.plan.verify import verify
 
 # Wide enough that activations, and not the batch, decide.
 WIDE = (

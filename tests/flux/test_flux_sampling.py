@@ -13,12 +13,12 @@ from torch import Tensor
 sys.path.append(str(Path(__file__).parent))
 from test_flux_exchange import ours, small, theirs
 
-from harness.cluster.pool import RankPool
-from harness.compose import compose_job
-from harness.flux.config import FlowConfig
-from harness.flux.sampling import Sampler, Sampling, noise_of, sampling_times, without_shift
-from harness.loop.engine import Engine
-from harness.pictures.encoder_base import Embeddings
+from harness.compose.composer import compose_job
+from harness.contrib.flux.config import FlowConfig
+from harness.contrib.flux.pictures.encoder_base import Embeddings
+from harness.contrib.flux.sampling import Sampler, Sampling, noise_of, sampling_times, without_shift
+from harness.launch.pool import RankPool
+from harness.train.engine import Engine
 
 diffusers = pytest.importorskip("diffusers")
 NOISE = (2, 4, 4, 16)  # not square
@@ -113,7 +113,7 @@ SMALL = (
 
 def sampled(job_json: str) -> list[list[float]]:
     """Sample on this rank with initial weights."""
-    from harness.job import Job
+    from harness.config.job import Job
 
     job = Job.from_json(job_json)
     engine = Engine(job, torch.device("cpu"))

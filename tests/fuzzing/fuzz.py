@@ -15,7 +15,7 @@ import time
 from fuzz_lines import Line, line, lines
 from fuzz_server import STARTED, Ended, Server
 
-from harness.errors import EXIT_MACHINE, EXIT_OK, EXIT_USER
+from harness.util.errors import EXIT_MACHINE, EXIT_OK, EXIT_USER
 
 LONGEST_LINE = 4000
 

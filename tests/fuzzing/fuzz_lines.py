@@ -10,8 +10,8 @@ from pathlib import Path
 import fuzz_values as values
 from declared import JOBS
 
-from harness.job import Job
-from harness.overrides import fields_of, groups, options_of
+from harness.compose.overrides import fields_of, groups, options_of
+from harness.config.job import Job
 
 SCHEMAS = {name: JOBS[name] for name in ("train", "plan", "parity", "convert", "bench", "download")}
 PARSED = ("sweep", "report")

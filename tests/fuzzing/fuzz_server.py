@@ -24,7 +24,7 @@ from typing import Any
 from declared import MAINS
 from fuzz_lines import Line, with_files
 
-from harness.errors import EXIT_OK
+from harness.util.errors import EXIT_OK
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU_SECONDS = 20
@@ -32,7 +32,7 @@ IDLE_SECONDS = 30.0
 """A command that sleeps for so long waits for something that does not come."""
 MEMORY_BYTES = 4 << 30
 FILE_BYTES = 64 << 20
-COMPUTES = ("torch", "harness.cluster.pool")
+COMPUTES = ("torch", "harness.launch.pool")
 STARTED = "would start"
 
 
@@ -121,7 +121,7 @@ def _environment() -> dict[str, str]:
 
 def serve() -> None:
     """Answers requests until there are no more."""
-    from harness.compose import compose_job
+    from harness.compose.composer import compose_job
     from harness.run.folder import _code
 
     compose_job(["model=llama3_tiny"])

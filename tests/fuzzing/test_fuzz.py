@@ -14,7 +14,7 @@ from fuzz import judged, shown
 from fuzz_lines import Line, lines
 from fuzz_server import ROOT, Ended, Server
 
-from harness.errors import EXIT_MACHINE, EXIT_OK, EXIT_USER
+from harness.util.errors import EXIT_MACHINE, EXIT_OK, EXIT_USER
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +201,7 @@ def test_settings_of_hydra_in_a_file_are_refused_as_on_the_command_line(server: 
 
 def shell(command: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs a line of shell in which $PLAN is the plan of a small job."""
-    plan = f"{sys.executable} -m harness.plan model=llama3_tiny"
+    plan = f"{sys.executable} -m harness plan model=llama3_tiny"
     return subprocess.run(
         ["bash", "-o", "pipefail", "-c", command.replace("$PLAN", plan)],
         capture_output=True,

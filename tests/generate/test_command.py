@@ -13,13 +13,13 @@ import torch
 from families_table import CASES, random_model, set_fields, to_transformers
 from processes import python
 
-from harness.app import guarded
-from harness.compose import compose_job
+from harness.compose.composer import compose_job
+from harness.compose.verb import guarded
 from harness.data.tokenizer import build_tokenizer
-from harness.errors import EXIT_MACHINE, UserError
-from harness.generate.__main__ import generate
-from harness.generate.config import GenerateJob
-from harness.generate.prompts import read_prompts
+from harness.tools.inference.generate.config import GenerateJob
+from harness.tools.inference.generate.prompts import read_prompts
+from harness.tools.inference.generate.verb import generate
+from harness.util.errors import EXIT_MACHINE, UserError
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_text_goes_to_stdout_and_rates_to_stderr(weights: Path, capfd: pytest.Ca
 @pytest.mark.parametrize("wanted", ["--json", "generate.json=true"])
 def test_json(wanted: str, weights: Path) -> None:
     done = python(
-        *("-m", "harness.generate", f"checkpoint={weights}", "cluster.device=cpu", "tokenizer=bytes"),
+        *("-m", "harness", "generate", f"checkpoint={weights}", "cluster.device=cpu", "tokenizer=bytes"),
         *("prompt=x", "generate.max_new_tokens=5", "generate.prompts=[a,bcd]", wanted),
     )
     assert done.returncode == 0, done.stderr
@@ -67,7 +67,7 @@ def test_out_of_memory_is_one_line(
     def load(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.\nGPU 0 has 1 GiB.")
 
-    monkeypatch.setattr("harness.inference.model.InferenceModel.load", load)
+    monkeypatch.setattr("harness.tools.inference.model.InferenceModel.load", load)
     assert guarded(lambda: len(run(weights, "prompt=x"))) == EXIT_MACHINE
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("error: out of memory: CUDA out of memory. Tried to allocate 2.50 GiB.\\nGPU 0")

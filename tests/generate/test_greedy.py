@@ -12,15 +12,15 @@ import torch
 from families_table import CASES, random_model, to_transformers
 from tiers import rest_is_thorough
 
-from harness.cluster.pool import RankPool
-from harness.compose import compose_job
-from harness.config import with_value
-from harness.exchange.found import find_source
-from harness.generate.config import GenerateJob
-from harness.generate.prompts import Prompt
-from harness.generate.rank import generate
-from harness.loop.setup import process_group
+from harness.compose.composer import compose_job
+from harness.config.fields import with_value
+from harness.launch.pool import RankPool
 from harness.model.cache import CachedPass
+from harness.tools.inference.generate.config import GenerateJob
+from harness.tools.inference.generate.prompts import Prompt
+from harness.tools.inference.generate.rank import generate
+from harness.train.setup import process_group
+from harness.weights.detect import find_source
 
 NEW = 40
 FEW = 8  # with transformers' own loop, which takes most of the time

@@ -12,14 +12,14 @@ import torch
 from jobs import train
 from test_greedy import LAYOUTS, NEW, greedy, on_rank
 
-from harness.cluster.pool import RankPool
-from harness.compose import compose_job
-from harness.config import with_value
+from harness.compose.composer import compose_job
+from harness.config.fields import with_value
 from harness.data.tokenizer import build_tokenizer
-from harness.generate.config import GenerateJob
-from harness.generate.prompts import Prompt, read_prompts
-from harness.inference.source import use_checkpoint
-from harness.loop.setup import process_group
+from harness.launch.pool import RankPool
+from harness.tools.inference.generate.config import GenerateJob
+from harness.tools.inference.generate.prompts import Prompt, read_prompts
+from harness.tools.inference.source import use_checkpoint
+from harness.train.setup import process_group
 
 TRAINED = (
     *("model.vocab_size=258", "data=python_stdlib", "data.validation_fraction=0", "checkpoint=sync"),

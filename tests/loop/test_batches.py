@@ -9,14 +9,14 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from harness.cluster.pool import RankPool
-from harness.compose import compose_job
+from harness.compose.composer import compose_job
+from harness.config.job import Job
 from harness.data.build_lock import only_builder
 from harness.data.cache import cache_folder
 from harness.data.sources import LocalFiles
 from harness.data.tokenizer import build_tokenizer
-from harness.job import Job
-from harness.loop.batches import _wait_for_all, loader_of
+from harness.launch.pool import RankPool
+from harness.train.batches import _wait_for_all, loader_of
 
 TIMEOUT_SECONDS, BUILDING_SECONDS = 0.5, 1.0
 

@@ -12,14 +12,14 @@ from jobs import tiny
 from tiers import rest_is_thorough
 from waits import waits
 
-from harness.cluster.pool import RankPool
+from harness.config.job import Job
 from harness.data.loader import IGNORE_INDEX, Batch
-from harness.job import Job
-from harness.loop.engine import Engine
-from harness.loop.outcome import StepOutcome
+from harness.launch.pool import RankPool
 from harness.model.spec import tensors
 from harness.optimizer.build import build_optimizer
 from harness.parallelism.clip import copy_async
+from harness.train.engine import Engine
+from harness.train.step_outcome import StepOutcome
 
 SMALL = ("training.steps=10", "training.seq_len=32", "training.global_batch_size=4")
 

@@ -9,14 +9,14 @@ import jobs
 import pytest
 import torch
 
-from harness.cluster.pool import RankFailed, RankPool
-from harness.compose import compose_points
-from harness.errors import EXIT_NON_FINITE, ConfigError, NonFiniteError
-from harness.job import Job
-from harness.loop.engine import Engine
-from harness.loop.trainer import Trainer
+from harness.compose.composer import compose_points
+from harness.config.job import Job
+from harness.launch.pool import RankFailed, RankPool
 from harness.model.decoder import Decoder
 from harness.run.folder import RunFolder
+from harness.train.engine import Engine
+from harness.train.trainer import Trainer
+from harness.util.errors import EXIT_NON_FINITE, ConfigError, NonFiniteError
 
 SMALL = [
     *("training.steps=4", "training.seq_len=16", "training.global_batch_size=4", "checkpoint=disabled"),
@@ -66,7 +66,12 @@ def test_a_poisoned_weight_is_named_inside_of_a_pipeline(pool: RankPool, tmp_pat
     job = jobs.tiny(*SMALL, "parallelism=pp", "parallelism.pp_schedule=ZBVZeroBubble", "debug=nan")
     with pytest.raises(RankFailed) as failed:
         pool.run(2, poisoned, job.to_json(), str(tmp_path), WEIGHT)
-    assert str(failed.value).strip().splitlines()[-1].startswith(f"harness.errors.NonFiniteError: {MESSAGE}")
+    assert (
+        str(failed.value)
+        .strip()
+        .splitlines()[-1]
+        .startswith(f"harness.util.errors.NonFiniteError: {MESSAGE}")
+    )
 
 
 def run(tmp_path: Path, *overrides: str) -> tuple[int, RunFolder]:

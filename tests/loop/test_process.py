@@ -12,10 +12,10 @@ import pytest
 import torch
 from jobs import tiny
 
-from harness.errors import ConfigError, UserError
-from harness.job import Job
-from harness.loop import process
-from harness.loop.setup import local_rank, process_group, set_up_process
+from harness.config.job import Job
+from harness.train import process
+from harness.train.setup import local_rank, process_group, set_up_process
+from harness.util.errors import ConfigError, UserError
 
 ROOT = Path(__file__).parents[2]
 OURS = {
@@ -87,7 +87,7 @@ def test_one_line_describes_the_settings_in_force(environment: dict[str, str]) -
 
 BLOCKS_TWICE = """
 import resource
-from harness.loop.process import keep_freed_memory
+from harness.train.process import keep_freed_memory
 done = keep_freed_memory()
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

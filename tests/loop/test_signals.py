@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from harness.cluster.local import launch
-from harness.compose import compose_job
-from harness.loop import signals
-from harness.loop.engine import Engine
-from harness.loop.signals import StopRequest, stop_signals_interrupt
+from harness.compose.composer import compose_job
+from harness.launch.local import launch
 from harness.run.folder import RunFolder
+from harness.train import signals
+from harness.train.engine import Engine
+from harness.train.signals import StopRequest, stop_signals_interrupt
 
 TINY = (
     *("model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "cluster.device=cpu", "metrics.console=none"),

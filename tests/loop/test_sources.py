@@ -14,17 +14,17 @@ from tiers import rest_is_thorough
 from waits import waits
 
 from harness.checkpoint.catalog import CheckpointFolder
-from harness.cluster.pool import RankPool
+from harness.config.job import Job
 from harness.data.loader import IGNORE_INDEX, Batch
 from harness.data.tokenizer import build_tokenizer
-from harness.errors import EXIT_OK, EXIT_USER
-from harness.job import Job
-from harness.loop.batches import loader_of
-from harness.loop.engine import Engine
-from harness.loop.sources import SourceLosses
+from harness.launch.pool import RankPool
 from harness.metrics.jsonl import read_metrics
 from harness.parallelism.loss import TokenLoss
 from harness.run.folder import RunFolder
+from harness.train.batches import loader_of
+from harness.train.engine import Engine
+from harness.train.mixture_loss import SourceLosses
+from harness.util.errors import EXIT_OK, EXIT_USER
 
 SMALL = ("training.seq_len=32", "training.global_batch_size=8")
 MIXTURE = (

@@ -11,12 +11,12 @@ from equal import assert_equal
 from jobs import tiny
 
 from harness.data.loader import Batch
-from harness.loop.engine import Engine
-from harness.loop.setup import process_group
 from harness.metrics.jsonl import read_metrics
 from harness.metrics.mfu import Peak
 from harness.metrics.rows import Efficiency
 from harness.model.accounting import account
+from harness.train.engine import Engine
+from harness.train.setup import process_group
 
 CPU = torch.device("cpu")
 FULL = ("training.seq_len=64", "training.global_batch_size=4", "training.local_batch_size=2")

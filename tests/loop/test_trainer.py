@@ -12,13 +12,13 @@ import jobs
 import pytest
 import torch
 
-from harness.cluster.local import launch
-from harness.errors import EXIT_NON_FINITE
-from harness.job import Job
-from harness.loop.engine import Engine
-from harness.loop.steps import LATE_STEPS
+from harness.config.job import Job
+from harness.launch.local import launch
 from harness.metrics.jsonl import read_metrics
 from harness.run.folder import RunFolder
+from harness.train.engine import Engine
+from harness.train.steps import LATE_STEPS
+from harness.util.errors import EXIT_NON_FINITE
 
 SMALL = ("training.steps=6", "training.seq_len=32", "training.global_batch_size=4")
 
@@ -94,9 +94,9 @@ def test_validation_is_the_weighted_mean_of_fixed_samples(tmp_path: Path) -> Non
 def plain_validation_loss(job: Job) -> float:
     """Sum of all token losses over all valid tokens, in one plain forward pass."""
     from harness.data.tokenizer import build_tokenizer
-    from harness.loop.batches import loader_of
     from harness.model.decoder import Decoder
     from harness.parallelism.materialize import materialize
+    from harness.train.batches import loader_of
 
     loader = loader_of(job, build_tokenizer(job.tokenizer), range(4), "validation")
     batches = [loader.next() for _ in range(3)]

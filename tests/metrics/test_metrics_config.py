@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from harness.config import check_rules, leaves
-from harness.errors import ConfigError
-from harness.metrics import MetricsConfig
-from harness.schemas import schema_node
+from harness.compose.schemas import schema_node
+from harness.config.fields import check_rules, leaves
+from harness.config.metrics import MetricsConfig
+from harness.util.errors import ConfigError
 
 CONF = Path(__file__).parents[2] / "conf" / "metrics"
 

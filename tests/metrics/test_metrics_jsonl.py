@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.errors import UserError
 from harness.metrics.jsonl import MetricsFile, read_metrics, read_rows
+from harness.util.errors import UserError
 
 
 @pytest.fixture

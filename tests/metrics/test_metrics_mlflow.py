@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from harness.compose import compose_job
-from harness.errors import UserError
-from harness.metrics.config import MetricsConfig, MlflowOptions
+from harness.compose.composer import compose_job
+from harness.config.metrics import MetricsConfig, MlflowOptions
 from harness.metrics.recorder import Recorder
+from harness.util.errors import UserError
 
 mlflow = pytest.importorskip("mlflow")
 

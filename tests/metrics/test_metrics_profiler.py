@@ -12,15 +12,15 @@ import jobs
 import pytest
 import torch
 
-from harness.cluster.pool import RankPool
-from harness.errors import ConfigError
-from harness.job import Job
-from harness.loop.engine import Engine
-from harness.loop.trainer import Trainer
-from harness.metrics import ProfilingConfig
+from harness.config.job import Job
+from harness.config.metrics import ProfilingConfig
+from harness.launch.pool import RankPool
 from harness.metrics.jsonl import read_metrics
 from harness.metrics.profiler import Profiler
 from harness.run.folder import RunFolder
+from harness.train.engine import Engine
+from harness.train.trainer import Trainer
+from harness.util.errors import ConfigError
 
 SMALL = [
     *("training.steps=12", "training.seq_len=16", "training.global_batch_size=4", "checkpoint=disabled"),

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from harness.config.metrics import MetricsConfig
 from harness.metrics import views
-from harness.metrics.config import MetricsConfig
 from harness.metrics.jsonl import read_metrics
 from harness.metrics.recorder import Recorder
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import harness
-from harness import files
 from harness.metrics.result import flatten, git_commit, versions, write_json_atomically, write_result
+from harness.util import files
 
 
 def git(folder: Path, *arguments: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from harness.metrics.config import MetricsConfig
+from harness.config.metrics import MetricsConfig
 from harness.metrics.views import ShownRun, TensorBoardView, WandbView, has_wandb_key, wandb_mode
 
 

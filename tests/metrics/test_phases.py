@@ -18,20 +18,20 @@ import torch
 import torch.distributed as dist
 from tiers import THOROUGH
 
-from harness.cluster.pool import RankPool
-from harness.errors import UserError
-from harness.job import Job
-from harness.loop.engine import Engine
-from harness.loop.trainer import Trainer
-from harness.metrics.annotation import annotated
+from harness.config.job import Job
+from harness.launch.pool import RankPool
 from harness.metrics.jsonl import read_metrics
 from harness.metrics.phases import Phases, Span
 from harness.metrics.slow import KINDS, SlowRanks, own_seconds
-from harness.plan.constants import Calibration
-from harness.plan.make import make_plan
-from harness.report import phases as of_phases
-from harness.report.__main__ import report
 from harness.run.folder import RunFolder
+from harness.tools.plan.constants import Calibration
+from harness.tools.plan.make import make_plan
+from harness.tools.report import phases as of_phases
+from harness.tools.report.verb import report
+from harness.train.engine import Engine
+from harness.train.trainer import Trainer
+from harness.util.annotation import annotated
+from harness.util.errors import UserError
 
 SMALL = (
     *("model.n_layers=2", "training.seq_len=16", "training.global_batch_size=8", "checkpoint=disabled"),

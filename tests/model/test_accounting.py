@@ -11,9 +11,9 @@ import torch
 import yaml
 from families_table import MODELS, shipped
 
-from harness.flux.model import Flux
+from harness.config.model import ModelConfig, of_one_model
+from harness.contrib.flux.model import Flux
 from harness.model.accounting import account, block_parameters
-from harness.model.config import ModelConfig, of_one_model
 from harness.model.decoder import Block, Decoder
 from harness.model.spec import parameter_shapes
 

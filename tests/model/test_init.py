@@ -10,7 +10,7 @@ import torch
 from equal import assert_equal
 from torch import Tensor
 
-from harness.model.config import ModelConfig
+from harness.config.model import ModelConfig
 from harness.model.decoder import Decoder
 from harness.model.init import draw
 from harness.model.spec import Init, tensors

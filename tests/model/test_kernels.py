@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from harness.config.attention import Span
 from harness.model import kernels
-from harness.model.attention_config import Span
 from harness.model.kernels import AttentionSpec, FlexKernel, Kernel, SdpaKernel, VarlenKernel
 
 # E: width of values

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from harness.compose import compose_job
-from harness.model.config import ModelConfig
+from harness.compose.composer import compose_job
+from harness.config.model import ModelConfig
 from harness.model.feed_forward import gated
 from harness.model.grouped import grouped_linear
 from harness.model.moe import MoE, Router, count_by_expert, inverse_of

@@ -13,20 +13,20 @@ from families_table import PLAIN, changed, set_fields
 from jobs import tiny
 from torch import Tensor
 
-from harness.config import with_value
-from harness.errors import ConfigError
-from harness.job import Job
-from harness.loop.batches import loader_of
-from harness.loop.engine import Engine
-from harness.loop.outcome import HOST
-from harness.loop.setup import process_group, set_up_process
-from harness.model.config import ModelConfig
+from harness.config.fields import with_value
+from harness.config.job import Job
+from harness.config.model import ModelConfig
+from harness.config.optimizer import LR_SCALES, OptimizerConfig
+from harness.config.optimizer_kinds import KINDS, lr_scale
 from harness.model.init import draw
 from harness.model.spec import Split, tensors
 from harness.optimizer import settings
-from harness.optimizer.config import LR_SCALES, OptimizerConfig
-from harness.optimizer.kinds import KINDS, lr_scale
 from harness.optimizer.settings import check_mup, tensor_settings
+from harness.train.batches import loader_of
+from harness.train.engine import Engine
+from harness.train.setup import process_group, set_up_process
+from harness.train.step_outcome import HOST
+from harness.util.errors import ConfigError
 
 BASE = set_fields(PLAIN, dim=32, n_heads=4, n_kv_heads=2, head_dim=8, ffn_hidden_dim=64, n_layers=2)
 

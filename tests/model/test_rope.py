@@ -10,8 +10,8 @@ from equal import assert_equal
 from families_table import STRETCHED
 from torch import Tensor
 
+from harness.config.rope import RopeConfig
 from harness.model.rope import rope_table, rotate, signed_table
-from harness.model.rope_config import RopeConfig
 
 B, T, H, D = 2, 16, 3, 8
 

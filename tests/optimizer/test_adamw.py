@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.model.config import ModelConfig
+from harness.config.model import ModelConfig
+from harness.config.optimizer import IMPLEMENTATIONS, OptimizerConfig
 from harness.model.decoder import Decoder
 from harness.model.spec import tensors
 from harness.optimizer.build import build_optimizer
-from harness.optimizer.config import IMPLEMENTATIONS, OptimizerConfig
 
 NORMS = {
     "norm.weight",

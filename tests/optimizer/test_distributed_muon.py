@@ -11,12 +11,12 @@ import torch.distributed as dist
 from layouts import EXPERT_MATRIX, MATRIX, layout, require_parity, verdict_of
 from tiers import rest_is_thorough
 
-from harness.cluster.pool import RankPool
-from harness.job import Job
+from harness.config.job import Job
+from harness.launch.pool import RankPool
 from harness.optimizer import assignment, muon
-from harness.parity import Trace, trace
-from harness.plan.parameters import parameters_of
-from harness.plan.update import planned_update
+from harness.tools.parity.parity import Trace, trace
+from harness.tools.plan.parameters import parameters_of
+from harness.tools.plan.update import planned_update
 
 # A learning rate at which updates matter, from the first step on.
 MUON = ("optimizer=muon", "schedule.warmup_steps=1", "optimizer.lr=0.01")

@@ -9,18 +9,18 @@ import torch
 from jobs import TINY, train
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from harness.cluster.pool import RankPool
-from harness.compose import compose_job
-from harness.convert import ConvertConfig, ConvertJob, convert
+from harness.compose.composer import compose_job
+from harness.config.job import Job
 from harness.data.tokenizer import build_tokenizer
-from harness.errors import ConfigError
-from harness.exchange.found import find_source, open_source
-from harness.job import Job
-from harness.loop.batches import loader_of
-from harness.loop.engine import Engine
+from harness.launch.pool import RankPool
 from harness.optimizer.ema import keep_average
 from harness.optimizer.lion import Lion
 from harness.run.folder import RunFolder
+from harness.tools.convert import ConvertConfig, ConvertJob, convert
+from harness.train.batches import loader_of
+from harness.train.engine import Engine
+from harness.util.errors import ConfigError
+from harness.weights.detect import find_source, open_source
 
 SMALL = (*TINY, "model.n_layers=1", "training.seq_len=16", "training.global_batch_size=4")
 DECAY = 0.7

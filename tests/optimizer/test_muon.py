@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from waits import waits
 
+from harness.config.optimizer import LR_SCALES, OptimizerConfig
+from harness.config.optimizer_kinds import lr_scale
 from harness.optimizer import assignment
 from harness.optimizer.assignment import Matrices
-from harness.optimizer.config import LR_SCALES, OptimizerConfig
-from harness.optimizer.kinds import lr_scale
 from harness.optimizer.muon import Muon
 from harness.optimizer.orthogonalize import orthogonalize
 

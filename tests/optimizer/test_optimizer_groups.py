@@ -12,12 +12,12 @@ from test_adamw import built_for, model
 from torch import Tensor
 from waits import waits
 
-from harness.errors import ConfigError
+from harness.config.optimizer import OptimizerConfig
 from harness.model.decoder import Decoder
 from harness.model.spec import tensors
-from harness.optimizer.config import OptimizerConfig
 from harness.optimizer.lion import Lion
 from harness.optimizer.settings import kinds_of, tensor_settings
+from harness.util.errors import ConfigError
 
 MOE = "model=qwen3_moe_debug"
 

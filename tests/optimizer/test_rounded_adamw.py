@@ -11,12 +11,12 @@ from test_adamw import NORMS, built_for, by_formula, model, train
 from torch import Tensor
 from waits import waits
 
-from harness.compose import compose_job
-from harness.errors import ConfigError
+from harness.compose.composer import compose_job
+from harness.config.optimizer import LARGEST_BFLOAT16_BETA, OptimizerConfig
 from harness.model.spec import tensors
 from harness.optimizer.adamw import RoundedAdamW
 from harness.optimizer.build import build_optimizer
-from harness.optimizer.config import LARGEST_BFLOAT16_BETA, OptimizerConfig
+from harness.util.errors import ConfigError
 
 SPECS = tensors(model().config)
 CONFIG = OptimizerConfig(lr=0.03, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.2, state_dtype="bfloat16")

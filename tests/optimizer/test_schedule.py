@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
-from harness.compose import compose_job
-from harness.errors import ConfigError
+from harness.compose.composer import compose_job
+from harness.config.optimizer import ScheduleConfig
 from harness.optimizer.build import build_schedule, lr_factor
-from harness.optimizer.config import ScheduleConfig
+from harness.util.errors import ConfigError
 
 
 def factors(steps: int, **fields: object) -> list[float]:

@@ -6,12 +6,12 @@ import pytest
 import torch
 from memory import Ledger
 
-from harness.compose import compose_job
-from harness.errors import ConfigError
-from harness.loop.setup import process_group
+from harness.compose.composer import compose_job
 from harness.model.decoder import Decoder
 from harness.parallelism.mesh import build_mesh
 from harness.parallelism.parallelize import build_model_parts
+from harness.train.setup import process_group
+from harness.util.errors import ConfigError
 
 CPU = torch.device("cpu")
 TINY = ("model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "training.seq_len=64", "model.n_layers=4")

@@ -18,16 +18,16 @@ import torch.distributed as dist
 from tiers import rest_is_thorough
 from torch.distributed.tensor import DTensor
 
-from harness.compose import compose_job
-from harness.job import Job
+from harness.compose.composer import compose_job
+from harness.config.job import Job
+from harness.config.parallelism import ParallelismConfig
 from harness.model.accounting import account
 from harness.model.decoder import Decoder
 from harness.model.spec import is_expert, parameter_shapes
-from harness.parallelism.config import ParallelismConfig
 from harness.parallelism.materialize import local_ranges
 from harness.parallelism.mesh import build_mesh
 from harness.parallelism.parallelize import build_on_meta
-from harness.plan.fake import fake_process_group
+from harness.tools.plan.fake import fake_process_group
 
 CPU = torch.device("cpu")
 SEQ_LEN = 2048

@@ -8,14 +8,14 @@ import jobs
 import pytest
 import torch
 
-from harness.cluster.pool import RankPool
-from harness.config import with_value
+from harness.config.fields import with_value
+from harness.config.job import Job
 from harness.data.loader import Batch
-from harness.errors import ConfigError
-from harness.job import Job
-from harness.loop.engine import Engine
-from harness.loop.setup import process_group
+from harness.launch.pool import RankPool
 from harness.parallelism.compile import CompileWatch
+from harness.train.engine import Engine
+from harness.train.setup import process_group
+from harness.util.errors import ConfigError
 
 CPU = torch.device("cpu")
 COMPILED = [

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.cluster.pool import RankPool
-from harness.model.attention_config import Span
+from harness.config.attention import Span
+from harness.config.parallelism import ParallelismConfig
+from harness.launch.pool import RankPool
 from harness.model.kernels import AttentionSpec, Kernel, SdpaKernel
-from harness.parallelism.config import ParallelismConfig
 from harness.parallelism.context import RingAttention, UlyssesAttention, local_positions
 from harness.parallelism.mesh import context_groups
 
@@ -101,8 +101,8 @@ def test_compiled_in_one_graph(pool: RankPool, name: str) -> None:
 
 def rounds(layout: ParallelismConfig) -> int:
     """Number of ring passes in forward and backward of a block with selective_op checkpointing."""
+    from harness.config.blocks import ActivationCheckpointConfig
     from harness.parallelism import activation_checkpoint, ring
-    from harness.parallelism.block_config import ActivationCheckpointConfig
 
     group, original, calls = dist.group.WORLD, ring._templated_ring_attention, []
     assert group is not None

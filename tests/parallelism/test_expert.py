@@ -11,14 +11,14 @@ import torch
 from layouts import EXPERT_MATRIX, layout, reference, require_parity, verdict_of
 from tiers import rest_is_thorough
 
-from harness.cluster.pool import RankPool
-from harness.compose import compose_job
-from harness.job import Job
+from harness.compose.composer import compose_job
+from harness.config.job import Job
+from harness.config.stages import split_modules
+from harness.launch.pool import RankPool
 from harness.model.decoder import Decoder
 from harness.model.kernels import SdpaKernel
 from harness.parallelism.activation_checkpoint import apply_activation_checkpoint
-from harness.parallelism.stages import split_modules
-from harness.parity import Trace, single_process, trace
+from harness.tools.parity.parity import Trace, single_process, trace
 
 DEEPSEEK = "model=deepseek_v3_debug"
 # DeepSeek V3 has every MoE feature except biases, and runs on all layouts. The others run on layouts that
@@ -127,8 +127,8 @@ def test_sabotage_is_detected(
 def loads(job_json: str) -> list[list[int]]:
     """Number of tokens routed to each expert in one step."""
     from harness.data.tokenizer import build_tokenizer
-    from harness.loop.batches import loader_of
-    from harness.loop.engine import Engine
+    from harness.train.batches import loader_of
+    from harness.train.engine import Engine
 
     job = Job.from_json(job_json)
     engine = Engine(job, torch.device("cpu"))
@@ -160,8 +160,8 @@ def count_waits(job_json: str) -> int:
     from waits import ON_HOST, waits
 
     from harness.data.tokenizer import build_tokenizer
-    from harness.loop.batches import loader_of
-    from harness.loop.engine import Engine
+    from harness.train.batches import loader_of
+    from harness.train.engine import Engine
 
     job = Job.from_json(job_json)
     engine = Engine(job, torch.device("cpu"))

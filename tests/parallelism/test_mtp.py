@@ -12,18 +12,18 @@ from layouts import layout, require_parity, verdict_of
 from tiers import rest_is_thorough
 from torch import Tensor
 
-from harness.cluster.pool import RankPool
-from harness.compose import compose_job
+from harness.compose.composer import compose_job
+from harness.config.job import Job
+from harness.config.model import ModelConfig
 from harness.data.loader import IGNORE_INDEX, Batch
-from harness.job import Job
-from harness.loop.engine import Engine
+from harness.launch.pool import RankPool
 from harness.model.accounting import account
-from harness.model.config import ModelConfig
 from harness.model.decoder import Decoder
 from harness.model.spec import parameter_shapes
 from harness.parallelism.execute import shift_by_one
-from harness.parity import Trace, trace
 from harness.precision.linears import sort_linears
+from harness.tools.parity.parity import Trace, trace
+from harness.train.engine import Engine
 
 CPU = torch.device("cpu")
 SMALL = [

@@ -6,8 +6,8 @@ import pytest
 from layouts import layout, require_parity
 from tiers import rest_is_thorough
 
-from harness import parity
-from harness.cluster.pool import RankPool
+from harness.launch.pool import RankPool
+from harness.tools.parity import parity
 
 # Heads of another width have another score scale, which ring attention applies in its own way.
 MUP = ("model.mup.base_dim=16", "model.mup.base_widths={head_dim:4}")

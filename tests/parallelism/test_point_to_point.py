@@ -16,11 +16,11 @@ import pytest
 import torch
 from tiers import rest_is_thorough
 
-from harness.cluster.pool import RankPool
-from harness.compose import compose_job
-from harness.errors import ConfigError
-from harness.job import Job
-from harness.parallelism.schedules import SCHEDULES, read_csv_schedule
+from harness.compose.composer import compose_job
+from harness.config.job import Job
+from harness.config.pipeline_schedules import SCHEDULES, read_csv_schedule
+from harness.launch.pool import RankPool
+from harness.util.errors import ConfigError
 
 Operation = tuple[str, int]
 """``send`` or ``receive``, and the other rank."""
@@ -60,8 +60,8 @@ def exchanged(job_json: str) -> list[list[list[Operation]]]:
     from torch.distributed.pipelining import schedules
 
     from harness.data.tokenizer import build_tokenizer
-    from harness.loop.batches import loader_of
-    from harness.loop.engine import Engine
+    from harness.train.batches import loader_of
+    from harness.train.engine import Engine
 
     job = Job.from_json(job_json)
     engine = Engine(job, torch.device("cpu"))

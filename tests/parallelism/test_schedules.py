@@ -12,9 +12,9 @@ import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-from harness.parallelism.config import ParallelismConfig
-from harness.parallelism.schedules import SCHEDULES, read_csv_schedule
-from harness.parallelism.stages import stages_of_rank
+from harness.config.parallelism import ParallelismConfig
+from harness.config.pipeline_schedules import SCHEDULES, read_csv_schedule
+from harness.config.stages import stages_of_rank
 
 
 def stages(layout: ParallelismConfig, per_rank: int, rank: int = 0) -> list[Any]:

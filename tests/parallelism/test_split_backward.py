@@ -9,13 +9,13 @@ import pytest
 from layouts import require_agreement
 from tiers import rest_is_thorough
 
-from harness.cluster.pool import RankFailed, RankPool
-from harness.compose import Composer
-from harness.errors import ConfigError
-from harness.job import Job
-from harness.parallelism.config import RESHARD
-from harness.parallelism.schedules import SCHEDULES
-from harness.parity import LayoutComparer, ParityConfig, ParityJob, Trace, trace
+from harness.compose.composer import Composer
+from harness.config.job import Job
+from harness.config.parallelism import RESHARD
+from harness.config.pipeline_schedules import SCHEDULES
+from harness.launch.pool import RankFailed, RankPool
+from harness.tools.parity.parity import LayoutComparer, ParityConfig, ParityJob, Trace, trace
+from harness.util.errors import ConfigError
 
 RECOMPUTED = ["none", "selective_layer", "selective_op", "full"]
 TABLE = [

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.errors import ConfigError
-from harness.parallelism.config import ParallelismConfig
-from harness.parallelism.schedules import SCHEDULES, read_csv_schedule
-from harness.parallelism.stages import (
+from harness.config.parallelism import ParallelismConfig
+from harness.config.pipeline_schedules import SCHEDULES, read_csv_schedule
+from harness.config.stages import (
     check_stages,
     fitting_layers_per_stage,
     num_stages,
@@ -18,6 +17,7 @@ from harness.parallelism.stages import (
     stages_of_rank,
     stages_per_rank,
 )
+from harness.util.errors import ConfigError
 
 
 def model(n_layers: int) -> list[str]:

@@ -14,10 +14,17 @@ import torch
 sys.path.append(str(Path(__file__).parent))
 from tiny_encoders import LENGTH, POOLED, WIDTH, save_encoders
 
-from harness.cluster.pool import RankPool
-from harness.data.picture_config import EncodersConfig
-from harness.errors import ConfigError
-from harness.pictures.encoders import Patches, Words, as_bytes, as_floats, build_encoders, fingerprint_of
+from harness.config.pictures import EncodersConfig
+from harness.contrib.flux.pictures.encoders import (
+    Patches,
+    Words,
+    as_bytes,
+    as_floats,
+    build_encoders,
+    fingerprint_of,
+)
+from harness.launch.pool import RankPool
+from harness.util.errors import ConfigError
 
 pytest.importorskip("diffusers")
 CAPTIONS = ["a red circle", "", "a blue square above a green circle a a a a a a a"]

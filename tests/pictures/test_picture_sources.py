@@ -12,11 +12,17 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from harness.data.config import DataConfig
-from harness.data.picture_config import ImagesConfig
-from harness.errors import DataError
-from harness.pictures.shapes import SHAPES, DrawnShapes, captions
-from harness.pictures.sources import PictureSource, RawSamples, UnreadablePicture, decode, open_pictures
+from harness.config.data import DataConfig
+from harness.config.pictures import ImagesConfig
+from harness.contrib.flux.pictures.shapes import SHAPES, DrawnShapes, captions
+from harness.contrib.flux.pictures.sources import (
+    PictureSource,
+    RawSamples,
+    UnreadablePicture,
+    decode,
+    open_pictures,
+)
+from harness.util.errors import DataError
 
 NUMBER = 12
 

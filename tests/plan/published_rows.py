@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from harness.compose import compose_points
-from harness.job import Job
-from harness.report.published import Published, find, read
+from harness.compose.composer import compose_points
+from harness.config.job import Job
+from harness.tools.report.published import Published, find, read
 
 FOLDER = Path(__file__).resolve().parents[2] / "experiments" / "llama3_h100"
 

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from published_rows import all_rows
 
-from harness.compose import compose_job
-from harness.errors import UserError
-from harness.job import Job
-from harness.plan.calibrate import START, Measured, fit, predicted_rate
-from harness.plan.constants import Calibration, Constants
-from harness.plan.cpu import measure_cpu
+from harness.compose.composer import compose_job
+from harness.config.job import Job
+from harness.tools.plan.calibrate import START, Measured, fit, predicted_rate
+from harness.tools.plan.constants import Calibration, Constants
+from harness.tools.plan.cpu import measure_cpu
+from harness.util.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["cluster=slurm_h100", "precision=bf16", "training.seq_len=4096", "model=llama3_8b"]
@@ -88,7 +88,7 @@ def test_a_wrong_value_of_a_calibration_is_named(tmp_path: Path, key: str, value
     with pytest.raises(UserError) as refused:
         Calibration.read(str(path))
     assert str(refused.value).startswith(f"calibration={path}: {error}")
-    assert str(refused.value).endswith("would work: a file that harness.plan calibrate=FOLDER wrote")
+    assert str(refused.value).endswith("would work: a file that harness plan calibrate=FOLDER wrote")
 
 
 def test_a_calibration_without_a_part_is_refused(tmp_path: Path) -> None:

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from harness.compose import compose_job
-from harness.metrics.encoding import dumps, loads
-from harness.plan.__main__ import plan
-from harness.plan.config import PlanJob
-from harness.plan.differences import changed_fields, cost_changes, render_differences, traffic_pairs
-from harness.plan.make import make_plan
-from harness.plan.plan import KINDS, PARTS, Plan, Speed, Traffic
+from harness.compose.composer import compose_job
+from harness.tools.plan.config import PlanJob
+from harness.tools.plan.differences import changed_fields, cost_changes, render_differences, traffic_pairs
+from harness.tools.plan.make import make_plan
+from harness.tools.plan.plan import KINDS, PARTS, Plan, Speed, Traffic
+from harness.tools.plan.verb import plan
+from harness.util.encoding import dumps, loads
 
 GIB = 2**30
 SMALL = [

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 from tiers import rest_is_thorough
 
-from harness.compose import compose_job
-from harness.parallelism.config import AXES
-from harness.plan import bands
-from harness.plan.constants import Calibration, Constants
-from harness.plan.evidence import Evidence
-from harness.plan.evidence_table import EVIDENCE, MEMORY, RESOLUTION
-from harness.plan.make import make_plan
-from harness.plan.render import as_dict, render
-from harness.plan.space import Point
+from harness.compose.composer import compose_job
+from harness.config.parallelism import AXES
+from harness.tools.plan import bands
+from harness.tools.plan.constants import Calibration, Constants
+from harness.tools.plan.evidence import Evidence
+from harness.tools.plan.evidence_table import EVIDENCE, MEMORY, RESOLUTION
+from harness.tools.plan.make import make_plan
+from harness.tools.plan.render import as_dict, render
+from harness.tools.plan.space import Point
 
 FOLDER = Path(__file__).parents[2] / "experiments" / "published"
 sys.path.insert(0, str(FOLDER))

@@ -19,18 +19,18 @@ import measure
 import plan_check
 from published_rows import all_rows
 
-from harness.compose import compose_job
-from harness.job import Job
+from harness.compose.composer import compose_job
+from harness.config.job import Job
 from harness.model.accounting import account
 from harness.model.decoder import Decoder
-from harness.plan.constants import Software
-from harness.plan.machine import device_of
-from harness.plan.memory import memory_limit, rank_memory
-from harness.plan.memory_activations import ActivationBytes
-from harness.plan.parameters import parameters_of, tensors_by_module
-from harness.plan.plan import KINDS
-from harness.rehearse.config import RehearseJob
-from harness.tables import GIB
+from harness.tools.plan.constants import Software
+from harness.tools.plan.machine import device_of
+from harness.tools.plan.memory import memory_limit, rank_memory
+from harness.tools.plan.memory_activations import ActivationBytes
+from harness.tools.plan.parameters import parameters_of, tensors_by_module
+from harness.tools.plan.plan import KINDS
+from harness.tools.rehearse.config import RehearseJob
+from harness.util.tables import GIB
 
 MIB = 2**20
 TINY = ("model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "checkpoint=disabled", "cluster.device=cpu")

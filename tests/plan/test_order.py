@@ -7,11 +7,11 @@ from itertools import product
 
 import pytest
 
-from harness.parallelism.config import ParallelismConfig
-from harness.parallelism.schedules import SCHEDULES
-from harness.parallelism.stages import num_stages, stages_of_rank
-from harness.plan.order import fullest, pipeline_order
-from harness.plan.plan import Action
+from harness.config.parallelism import ParallelismConfig
+from harness.config.pipeline_schedules import SCHEDULES
+from harness.config.stages import num_stages, stages_of_rank
+from harness.tools.plan.order import fullest, pipeline_order
+from harness.tools.plan.plan import Action
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from harness.compose import compose_job
+from harness.compose.composer import compose_job
 from harness.model.spec import tensors
-from harness.plan.memory import rank_memory
-from harness.plan.parameters import parameters_of_ranks
+from harness.tools.plan.memory import rank_memory
+from harness.tools.plan.parameters import parameters_of_ranks
 
 LAYOUT = [
     *("parallelism.pp=2", "parallelism.dp_shard=2", "parallelism.tp=2", "cluster.accelerator=H100 SXM"),

@@ -8,10 +8,10 @@ import matplotlib.figure
 import pytest
 from matplotlib.collections import PolyCollection
 
-from harness.compose import compose_job
+from harness.compose.composer import compose_job
 from harness.model.accounting import account
-from harness.plan.picture import draw
-from harness.plan.plan import KINDS, PARTS, Action, Plan, RankMemory, Speed
+from harness.tools.plan.picture import draw
+from harness.tools.plan.plan import KINDS, PARTS, Action, Plan, RankMemory, Speed
 
 GIB = 2**30
 

@@ -13,22 +13,22 @@ from typing import Any
 
 import pytest
 
-from harness.app import guarded
-from harness.compose import compose_job
-from harness.errors import EXIT_USER, ConfigError
-from harness.hardware import ACCELERATORS
-from harness.metrics.encoding import dumps, loads
+from harness.compose.composer import compose_job
+from harness.compose.verb import guarded
+from harness.config.parallelism import ParallelismConfig
 from harness.model.accounting import account
-from harness.parallelism.config import ParallelismConfig
-from harness.plan import bands
-from harness.plan.__main__ import VERB
-from harness.plan.config import PlanJob
-from harness.plan.evidence import Evidence
-from harness.plan.make import make_plan
-from harness.plan.order import _read, pipeline_order
-from harness.plan.plan import KINDS, PARTS, Action, Plan, RankMemory, Speed, Traffic
-from harness.plan.render import as_dict, render
-from harness.tables import counted, figure, gib, seconds
+from harness.tools.plan import bands
+from harness.tools.plan.config import PlanJob
+from harness.tools.plan.evidence import Evidence
+from harness.tools.plan.make import make_plan
+from harness.tools.plan.order import _read, pipeline_order
+from harness.tools.plan.plan import KINDS, PARTS, Action, Plan, RankMemory, Speed, Traffic
+from harness.tools.plan.render import as_dict, render
+from harness.tools.plan.verb import VERB
+from harness.util.encoding import dumps, loads
+from harness.util.errors import EXIT_USER, ConfigError
+from harness.util.hardware import ACCELERATORS
+from harness.util.tables import counted, figure, gib, seconds
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
@@ -252,7 +252,7 @@ def test_wrong_fields(overrides: list[str], message: str) -> None:
 def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     without = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     return subprocess.run(
-        [sys.executable, "-m", "harness.plan", *arguments],
+        [sys.executable, "-m", "harness", "plan", *arguments],
         cwd=ROOT,
         env={**without, "CUDA_VISIBLE_DEVICES": "", **environment},
         capture_output=True,
@@ -319,7 +319,7 @@ def test_not_under_torchrun() -> None:
 
 
 WITH_MODULES = (
-    "import sys; from harness.plan.__main__ import main\n"
+    "import sys; from harness.tools.plan.verb import main\n"
     "try: main()\n"
     "except SystemExit as end: print(end.code, 'torch' in sys.modules, file=sys.stderr)"
 )

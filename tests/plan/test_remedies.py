@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 
-from harness.cluster.config import ClusterConfig
-from harness.compose import compose_job
-from harness.errors import UserError
-from harness.metrics.encoding import dumps, loads
-from harness.plan import remedies as module
-from harness.plan.__main__ import plan
-from harness.plan.config import PlanJob
-from harness.plan.make import make_plan
-from harness.plan.nothing_fits import what_would_fit
-from harness.plan.plan import Plan
-from harness.plan.remedies import Remedy, grown, remedies, render_remedies
-from harness.plan.search import NothingFits, search
-from harness.plan.space import Space
+from harness.compose.composer import compose_job
+from harness.config.cluster import ClusterConfig
+from harness.tools.plan import remedies as module
+from harness.tools.plan.config import PlanJob
+from harness.tools.plan.make import make_plan
+from harness.tools.plan.nothing_fits import what_would_fit
+from harness.tools.plan.plan import Plan
+from harness.tools.plan.remedies import Remedy, grown, remedies, render_remedies
+from harness.tools.plan.search import NothingFits, search
+from harness.tools.plan.space import Space
+from harness.tools.plan.verb import plan
+from harness.util.encoding import dumps, loads
+from harness.util.errors import UserError
 
 GIB = 2**30
 JOB = [

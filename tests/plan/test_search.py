@@ -18,26 +18,26 @@ from pathlib import Path
 import pytest
 from tiers import THOROUGH
 
-from harness import job_rules
-from harness.compose import compose_job, compose_points
-from harness.errors import ConfigError, UserError
-from harness.job import Job, differing_numerics
-from harness.metrics.encoding import loads
-from harness.parallelism.config import AXES
-from harness.parallelism.stages import num_stages
-from harness.plan import found as found_module
-from harness.plan.__main__ import plan
-from harness.plan.config import PlanJob
-from harness.plan.constants import Calibration, Constants
-from harness.plan.evidence import Resolution
-from harness.plan.found import sweep_path
-from harness.plan.legality import Legality
-from harness.plan.machine import device_of, machine_of
-from harness.plan.make import make_plan
-from harness.plan.plan import Plan
-from harness.plan.prune import MemoryBounds, TimeBounds
-from harness.plan.search import NothingFits, search
-from harness.plan.space import SCHEDULES_TRIED, Point, Space
+from harness.compose import rules as job_rules
+from harness.compose.composer import compose_job, compose_points
+from harness.config.job import Job, differing_numerics
+from harness.config.parallelism import AXES
+from harness.config.stages import num_stages
+from harness.tools.plan import search_result as found_module
+from harness.tools.plan.config import PlanJob
+from harness.tools.plan.constants import Calibration, Constants
+from harness.tools.plan.evidence import Resolution
+from harness.tools.plan.legality import Legality
+from harness.tools.plan.machine import device_of, machine_of
+from harness.tools.plan.make import make_plan
+from harness.tools.plan.plan import Plan
+from harness.tools.plan.prune import MemoryBounds, TimeBounds
+from harness.tools.plan.search import NothingFits, search
+from harness.tools.plan.search_result import sweep_path
+from harness.tools.plan.space import SCHEDULES_TRIED, Point, Space
+from harness.tools.plan.verb import plan
+from harness.util.encoding import loads
+from harness.util.errors import ConfigError, UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = ["cluster=slurm_h100", "cluster.ranks=8", "training.global_batch_size=8"]
@@ -142,9 +142,9 @@ def test_the_best_are_those_of_brute_force(
     space, plans = planned(*BRUTE)
     limit = memory_gib * 2**30
     plans = {key: replace(plan, memory_limit=limit) for key, plan in plans.items()}
-    monkeypatch.setattr("harness.plan.search.plan_memory", lambda job, _: plans[key_of(job)])
-    monkeypatch.setattr("harness.plan.search.with_speed", lambda plan, _: plan)
-    monkeypatch.setattr("harness.plan.prune.memory_limit", lambda job, device: limit)
+    monkeypatch.setattr("harness.tools.plan.search.plan_memory", lambda job, _: plans[key_of(job)])
+    monkeypatch.setattr("harness.tools.plan.search.with_speed", lambda plan, _: plan)
+    monkeypatch.setattr("harness.tools.plan.prune.memory_limit", lambda job, device: limit)
     found = search(space, 10, headroom=headroom)
     fitting = [plan for plan in plans.values() if plan.peak <= (1 - headroom) * limit]
     assert len(fitting) == len(plans) if memory_gib == 80.0 else len(fitting) < len(plans)
@@ -196,7 +196,7 @@ def test_bounds_and_floors_are_below_the_plan(
 
 def shortfall(point: Point, space: Space, limit: float, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether the floors exclude a point for a device with this memory limit."""
-    monkeypatch.setattr("harness.plan.prune.memory_limit", lambda job, device: limit)
+    monkeypatch.setattr("harness.tools.plan.prune.memory_limit", lambda job, device: limit)
     floors = MemoryBounds(space.base, device_of(space.base))
     return floors.persistent_shortfall(point) > 0 or floors.shortfall(point) > 0
 
@@ -321,7 +321,7 @@ def test_unknown_hardware_cannot_be_ranked() -> None:
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "harness.plan", "search=true", *arguments],
+        [sys.executable, "-m", "harness", "plan", "search=true", *arguments],
         cwd=ROOT,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from harness.compose import compose_job
-from harness.config import with_value
-from harness.hardware import H100_96GB, H100_SXM
-from harness.job import Job
-from harness.plan.constants import Calibration, Constants, Software
-from harness.plan.machine import Group, expert_groups, group_of, machine_of
-from harness.plan.make import make_plan
-from harness.plan.plan import Speed, Traffic
-from harness.plan.render import render
-from harness.plan.speed import StepModel
-from harness.plan.work import Worker
+from harness.compose.composer import compose_job
+from harness.config.fields import with_value
+from harness.config.job import Job
+from harness.tools.plan.block_cost import Worker
+from harness.tools.plan.constants import Calibration, Constants, Software
+from harness.tools.plan.machine import Group, expert_groups, group_of, machine_of
+from harness.tools.plan.make import make_plan
+from harness.tools.plan.plan import Speed, Traffic
+from harness.tools.plan.render import render
+from harness.tools.plan.step_time import StepModel
+from harness.util.hardware import H100_96GB, H100_SXM
 
 H100 = ["cluster=slurm_h100", "precision=bf16", "data=synthetic", "tokenizer=bytes"]
 

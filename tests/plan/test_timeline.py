@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from harness.parallelism.config import ParallelismConfig
-from harness.plan.order import pipeline_order
-from harness.plan.plan import Action
-from harness.plan.timeline import sends_of_ranks, simulate
+from harness.config.parallelism import ParallelismConfig
+from harness.tools.plan.order import pipeline_order
+from harness.tools.plan.plan import Action
+from harness.tools.plan.timeline import sends_of_ranks, simulate
 
 FORWARD, BACKWARD = 1.0, 2.0
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from harness.compose import compose_job
-from harness.job import Job
-from harness.plan.constants import Calibration, Constants
-from harness.plan.machine import Group, Machine, group_of, machine_of, neighbours
-from harness.plan.make import make_plan
-from harness.plan.render import render
-from harness.plan.space import Space
+from harness.compose.composer import compose_job
+from harness.config.job import Job
+from harness.tools.plan.constants import Calibration, Constants
+from harness.tools.plan.machine import Group, Machine, group_of, machine_of, neighbours
+from harness.tools.plan.make import make_plan
+from harness.tools.plan.render import render
+from harness.tools.plan.space import Space
 
 BASE = ["model=llama3_8b", "data=synthetic", "tokenizer=bytes", "precision=bf16"]
 NVL72 = [*BASE, "cluster=slurm_gb200"]

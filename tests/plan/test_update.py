@@ -10,14 +10,14 @@ from jobs import tiny
 from test_verify import layout_of, plan_of
 from tiers import rest_is_thorough
 
-from harness.compose import compose_job
+from harness.compose.composer import compose_job
 from harness.model.spec import tensors
-from harness.plan import verify as module
-from harness.plan.machine import machine_of
-from harness.plan.parameters import parameters_of
-from harness.plan.speed import StepModel
-from harness.plan.update import planned_update
-from harness.plan.verify import verify
+from harness.tools.plan import verify as module
+from harness.tools.plan.machine import machine_of
+from harness.tools.plan.parameters import parameters_of
+from harness.tools.plan.step_time import StepModel
+from harness.tools.plan.update import planned_update
+from harness.tools.plan.verify import verify
 
 JOB = ("data=synthetic", "tokenizer=bytes", "training.global_batch_size=8", "optimizer=muon")
 LAYOUTS = [

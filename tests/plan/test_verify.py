@@ -17,25 +17,25 @@ from tiers import rest_is_thorough
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from harness.cluster.pool import RankPool
-from harness.compose import compose_job
+from harness.compose.composer import compose_job
+from harness.config.job import Job
+from harness.config.pipeline_schedules import SCHEDULES
 from harness.data.loader import Batch
-from harness.errors import UserError
-from harness.hardware import H100_SXM
-from harness.job import Job
+from harness.launch.pool import RankPool
 from harness.model.accounting import account
 from harness.model.decoder import Decoder
 from harness.model.spec import parameter_shapes
-from harness.parallelism.schedules import SCHEDULES
-from harness.plan import verify as module
-from harness.plan.constants import Calibration, Constants
-from harness.plan.fake import fake_process_group
-from harness.plan.fake_step import Cycle, cycle_of, extrapolated, fake_steps, statistics_of
-from harness.plan.machine import machine_of
-from harness.plan.memory import rank_memory
-from harness.plan.plan import Plan
-from harness.plan.speed import StepModel
-from harness.plan.verify import Verified, render_verified, verify
+from harness.tools.plan import verify as module
+from harness.tools.plan.constants import Calibration, Constants
+from harness.tools.plan.fake import fake_process_group
+from harness.tools.plan.fake_step import Cycle, cycle_of, extrapolated, fake_steps, statistics_of
+from harness.tools.plan.machine import machine_of
+from harness.tools.plan.memory import rank_memory
+from harness.tools.plan.plan import Plan
+from harness.tools.plan.step_time import StepModel
+from harness.tools.plan.verify import Verified, render_verified, verify
+from harness.util.errors import UserError
+from harness.util.hardware import H100_SXM
 
 module_lay_out = module.build_on_meta
 
@@ -302,7 +302,7 @@ def gathers_of(job_json: str) -> int:
     """Number of FSDP's all-gathers in a real step."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
-    from harness.loop.engine import Engine
+    from harness.train.engine import Engine
 
     job = Job.from_json(job_json)
     engine = Engine(job, torch.device("cpu"))

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from harness.checkpoint.state import model_state
-from harness.cluster.pool import RankPool
+from harness.config.job import Job
 from harness.data.tokenizer import build_tokenizer
-from harness.job import Job
-from harness.loop.batches import loader_of
-from harness.loop.engine import Engine
-from harness.loop.setup import set_up_process
-from harness.parity import Trace, trace
+from harness.launch.pool import RankPool
+from harness.tools.parity.parity import Trace, trace
+from harness.train.batches import loader_of
+from harness.train.engine import Engine
+from harness.train.setup import set_up_process
 
 
 @dataclasses.dataclass(frozen=True)

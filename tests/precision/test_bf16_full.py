@@ -11,9 +11,9 @@ from jobs import tiny
 from precision_runs import Outcome, most_gradients_in_memory, train
 from tiers import rest_is_thorough
 
-from harness.cluster.pool import RankPool
-from harness.errors import ConfigError
-from harness.job import Job
+from harness.config.job import Job
+from harness.launch.pool import RankPool
+from harness.util.errors import ConfigError
 
 SMALL = ("training.steps=10", "training.seq_len=64", "training.global_batch_size=4", "data.mask_fraction=0.3")
 STEPS = 4
@@ -38,7 +38,7 @@ def test_layouts_agree(pool: RankPool, layout: str) -> None:
     assert {weight.dtype for weight in alone.weights.values()} == {torch.bfloat16}
     assert alone.optimizer_dtypes == {torch.bfloat16}
     for each in outcomes(pool, "precision=bf16_full", *f"parallelism={layout}".split()):
-        # The tolerances of bfloat16 in harness.parity.
+        # The tolerances of bfloat16 in harness parity.
         assert each.losses == pytest.approx(alone.losses, rel=1e-3)
         assert each.norms == pytest.approx(alone.norms, rel=5e-2)
         assert each.optimizer_dtypes == {torch.bfloat16}

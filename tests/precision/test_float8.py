@@ -14,12 +14,12 @@ from rounding import E4M3, E5M2, difference, rounded, rounded_in_blocks
 from tiers import rest_is_thorough
 from torch import nn
 
-from harness.cluster.pool import RankPool
-from harness.errors import ConfigError
-from harness.job import Job
-from harness.parity import Trace, compare, trace
-from harness.precision.config import FLOAT8, PrecisionConfig
+from harness.config.job import Job
+from harness.config.precision import FLOAT8, PrecisionConfig
+from harness.launch.pool import RankPool
 from harness.precision.swap import swap_linears
+from harness.tools.parity.parity import Trace, compare, trace
+from harness.util.errors import ConfigError
 
 RECIPES = [*FLOAT8, "mxfp8"]
 SMALL = [

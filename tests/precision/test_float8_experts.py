@@ -13,18 +13,18 @@ from rounding import E4M3, difference, rounded, rounded_in_blocks
 from tiers import rest_is_thorough
 from torch import Tensor, nn
 
-from harness.cluster.pool import RankPool
-from harness.compose import compose_job
-from harness.errors import ConfigError, UserError
-from harness.job import Job
+from harness.compose.composer import compose_job
+from harness.config.job import Job
+from harness.config.precision import FLOAT8, GROUPED, PrecisionConfig
+from harness.launch.pool import RankPool
 from harness.model.grouped import grouped_product, pad, padded_positions, unpad
 from harness.model.moe import Experts
-from harness.parity import Trace, compare, trace
-from harness.precision.config import FLOAT8, GROUPED, PrecisionConfig
 from harness.precision.grouped import build_grouped_product
 from harness.precision.hardware import GROUPED_CAPABILITY
 from harness.precision.linears import sort_linears
 from harness.precision.swap import swap_linears
+from harness.tools.parity.parity import Trace, compare, trace
+from harness.util.errors import ConfigError, UserError
 
 CPU = torch.device("cpu")
 SMALL = [

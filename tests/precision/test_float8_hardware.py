@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from harness.compose import compose_job
-from harness.errors import ConfigError
-from harness.job import Job
-from harness.precision.config import PrecisionConfig
+from harness.compose.composer import compose_job
+from harness.config.job import Job
+from harness.config.precision import PrecisionConfig
 from harness.precision.hardware import require_device
+from harness.util.errors import ConfigError
 
 SLURM = ["cluster=slurm", "cluster.ranks_per_node=8"]
 
@@ -143,7 +143,7 @@ def test_a_rank_checks_its_device_for_experts(
 
 
 def test_mfu_of_float8_is_against_the_bfloat16_peak_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    from harness.loop.trainer import device_peak
+    from harness.train.trainer import device_peak
 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     device = torch.device("cuda", 0)

@@ -9,20 +9,15 @@ import torch
 from torch import nn
 from torchao.float8 import _auto_filter_for_recipe
 
-from harness.compose import compose_job
-from harness.errors import ConfigError
-from harness.job import Job
-from harness.model.config import ModelConfig
+from harness.compose.composer import compose_job
+from harness.config.job import Job
+from harness.config.model import ModelConfig
+from harness.config.precision import FLOAT8, PrecisionConfig
 from harness.model.decoder import Decoder
 from harness.model.moe import Experts
-from harness.plan.make import make_plan
-from harness.precision.config import FLOAT8, PrecisionConfig
-from harness.precision.linears import (
-    check_layout,
-    is_small,
-    linears_of,
-    sort_linears,
-)
+from harness.precision.linears import check_layout, is_small, linears_of, sort_linears
+from harness.tools.plan.make import make_plan
+from harness.util.errors import ConfigError
 
 TINY = ["model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "training.seq_len=64"]
 

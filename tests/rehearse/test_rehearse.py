@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 from processes import python
 
-from harness.compose import compose_job
-from harness.errors import ConfigError, UserError
-from harness.hardware import ACCELERATORS, CUDA_DEVICES, find_accelerator
-from harness.plan.make import make_plan
-from harness.rehearse import build, server
-from harness.rehearse.comparison import memory_lines, product_flops, traffic_lines
-from harness.rehearse.config import RehearseConfig, RehearseJob, ranks_to_rehearse
-from harness.rehearse.device import virtual_device
-from harness.rehearse.figures import OUT_OF_MEMORY, Collective, Failure, Product, RankFigures, Wait
-from harness.rehearse.gpu import place_in_code, read_calls
-from harness.rehearse.render import as_dict, render, short_name
-from harness.rehearse.substitutes import rows_by_rank
+from harness.compose.composer import compose_job
+from harness.tools.plan.make import make_plan
+from harness.tools.rehearse import build, server
+from harness.tools.rehearse.comparison import memory_lines, product_flops, traffic_lines
+from harness.tools.rehearse.config import RehearseConfig, RehearseJob, ranks_to_rehearse
+from harness.tools.rehearse.device import virtual_device
+from harness.tools.rehearse.figures import OUT_OF_MEMORY, Collective, Failure, Product, RankFigures, Wait
+from harness.tools.rehearse.gpu import place_in_code, read_calls
+from harness.tools.rehearse.render import as_dict, render, short_name
+from harness.tools.rehearse.substitutes import rows_by_rank
+from harness.util.errors import ConfigError, UserError
+from harness.util.hardware import ACCELERATORS, CUDA_DEVICES, find_accelerator
 
 BASE = ["model=llama3_debug", "data=synthetic", "tokenizer=bytes", "precision=bf16"]
 
@@ -191,7 +191,7 @@ def test_figures_survive_the_way_between_processes() -> None:
 def test_without_a_build_for_cuda_one_line_says_so() -> None:
     if build.cuda_version() is not None:
         pytest.skip("this build of torch has CUDA")
-    done = python("-m", "harness.rehearse", *BASE)
+    done = python("-m", "harness", "rehearse", *BASE)
     assert (done.returncode, done.stdout) == (UserError.exit_code, "")
     [line] = done.stderr.splitlines()
     assert line.startswith("error: rehearsals need a build of torch for CUDA") and "make rehearsal" in line
@@ -215,7 +215,7 @@ def test_a_machine_with_a_gpu_is_refused_unless_asked(
 
 
 def test_a_plan_takes_a_rehearsal_or_a_search() -> None:
-    from harness.plan.config import PlanJob
+    from harness.tools.plan.config import PlanJob
 
     with pytest.raises(ConfigError, match="rehearse=true: cannot be combined with search=true"):
         compose_job([*BASE, "rehearse=true", "search=true"], config_name="plan", schema=PlanJob)

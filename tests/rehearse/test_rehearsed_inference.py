@@ -1,4 +1,4 @@
-"""``harness.generate`` and ``harness.evaluate`` on virtual GPUs, where all logits are 0."""
+"""``harness generate`` and ``harness evaluate`` on virtual GPUs, where all logits are 0."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from test_rehearsed_training import run_folder, train
 
-from harness.rehearse.build import library
-from harness.rehearse.server import environment
+from harness.tools.rehearse.build import library
+from harness.tools.rehearse.server import environment
 
 pytestmark = pytest.mark.rehearsal
 

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from harness.compose import compose_job
-from harness.plan.make import make_plan
-from harness.plan.plan import Plan
-from harness.rehearse.comparison import Line, memory_lines, product_flops, traffic_lines
-from harness.rehearse.config import RehearseJob, ranks_to_rehearse
-from harness.rehearse.figures import OUT_OF_MEMORY, RankFigures
-from harness.rehearse.server import Rehearsals
+from harness.compose.composer import compose_job
+from harness.tools.plan.make import make_plan
+from harness.tools.plan.plan import Plan
+from harness.tools.rehearse.comparison import Line, memory_lines, product_flops, traffic_lines
+from harness.tools.rehearse.config import RehearseJob, ranks_to_rehearse
+from harness.tools.rehearse.figures import OUT_OF_MEMORY, RankFigures
+from harness.tools.rehearse.server import Rehearsals
 
 pytestmark = pytest.mark.rehearsal
 

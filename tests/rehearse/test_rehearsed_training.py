@@ -1,7 +1,7 @@
 """``harness.train`` on virtual GPUs: launcher, loop, checkpoints, traces and failures of a job for CUDA.
 
 Every rank is a process of its own, as on a node. NCCL's calls return without moving anything; losses are 0.
-The jobs are in float32, because the library has no cuDNN attention (harness/rehearse/substitutes.py).
+The jobs are in float32, because the library has no cuDNN attention (harness/tools/rehearse/substitutes.py).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from harness.checkpoint.catalog import CheckpointFolder
-from harness.errors import EXIT_USER
-from harness.rehearse.build import library
-from harness.rehearse.server import environment
+from harness.tools.rehearse.build import library
+from harness.tools.rehearse.server import environment
+from harness.util.errors import EXIT_USER
 
 pytestmark = pytest.mark.rehearsal
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from harness.compose import Composed, compose_points
-from harness.job import Job
+from harness.compose.composer import Composed, compose_points
+from harness.config.job import Job
+from harness.launch.sweep.registry import Point, Registry, Skipped
 from harness.metrics.result import write_result
 from harness.model.accounting import account
-from harness.sweep.registry import Point, Registry, Skipped
-from harness.tables import GIB
+from harness.util.tables import GIB
 
 DEVICE = "NVIDIA H100 80GB HBM3"
 SPACE = [

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from harness.report.experiment import workload
-from harness.report.predict import calibration_of, with_predictions
-from harness.report.rows import job_of, load
-from harness.report.statistics import spearman
+from harness.tools.report.experiment import workload
+from harness.tools.report.predict import calibration_of, with_predictions
+from harness.tools.report.rows import job_of, load
+from harness.tools.report.statistics import spearman
 
 FOLDER = Path(__file__).parents[2] / "experiments" / "cpu_layouts"
 RATE = "tokens_per_second_per_rank"

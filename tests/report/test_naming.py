@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from made import leave, rate_of, result
 
-from harness.compose import compose_job
-from harness.report import plots
-from harness.report.naming import in_short
-from harness.report.of_runs import report_of
-from harness.report.rows import load
+from harness.compose.composer import compose_job
+from harness.tools.report.naming import in_short
+from harness.tools.report.of_runs import report_of
+from harness.tools.report.rows import load
+from harness.util import plots
 
 COMMON = [
     *(

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from tiers import THOROUGH
 
-from harness.report.fit_plots import draw_isoflop
-from harness.report.isoflop import budgets, growth
-from harness.report.power_laws import CHINCHILLA, COMPUTE, HUBER, MANY, Estimate, Fit, fit
+from harness.tools.report.fit_plots import draw_isoflop
+from harness.tools.report.isoflop import budgets, growth
+from harness.tools.report.power_laws import CHINCHILLA, COMPUTE, HUBER, MANY, Estimate, Fit, fit
 
 # The refit of Chinchilla's data, arXiv:2404.10102, table 1.
 TRUTH = {"E": 1.8172, "A": 482.01, "B": 2085.43, "alpha": 0.3478, "beta": 0.3658}

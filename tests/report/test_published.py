@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from harness.compose import Composed, compose_points
-from harness.errors import UserError
-from harness.hardware import ACCELERATORS
-from harness.parallelism.stages import num_stages, split_modules
-from harness.report import experiment, published
-from harness.report.published import find, recipe_of
+from harness.compose.composer import Composed, compose_points
+from harness.config.stages import num_stages, split_modules
+from harness.tools.report import experiment, published
+from harness.tools.report.published import find, recipe_of
+from harness.util.errors import UserError
+from harness.util.hardware import ACCELERATORS
 
 FOLDER = Path(__file__).parents[2] / "experiments" / "llama3_h100"
 ROWS = published.read(FOLDER)

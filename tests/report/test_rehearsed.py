@@ -7,9 +7,9 @@ from types import TracebackType
 
 import pytest
 
-from harness.errors import UserError
-from harness.rehearse.figures import Failure, RankFigures
-from harness.report import rehearsed
+from harness.tools.rehearse.figures import Failure, RankFigures
+from harness.tools.report import rehearsed
+from harness.util.errors import UserError
 
 JOB = ["model=llama3_8b", "parallelism=fsdp_pp", "data=synthetic", "tokenizer=bytes", "precision=bf16"]
 GIB = 2**30

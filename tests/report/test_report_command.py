@@ -1,4 +1,4 @@
-"""``python -m harness.report``: reports of sweeps and experiments, and errors for a wrong folder."""
+"""``harness report``: reports of sweeps and experiments, and errors for a wrong folder."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ import pytest
 from gpu_rows import report_rows
 from made import DEVICE, leave, make_sweep, plan_of, rate_of, result
 
-from harness.compose import compose_points
-from harness.hardware import ACCELERATORS
-from harness.job import Job
+from harness.compose.composer import compose_points
+from harness.config.job import Job
 from harness.metrics.result import flatten
 from harness.metrics.window import THROUGHPUT
-from harness.plan.constants import Calibration, Constants
-from harness.report import experiment, published
-from harness.report.__main__ import main
-from harness.report.predict import CALIBRATION, calibration_of, with_predictions
-from harness.report.rows import KEPT, as_planned, keep
+from harness.tools.plan.constants import Calibration, Constants
+from harness.tools.report import experiment, published
+from harness.tools.report.predict import CALIBRATION, calibration_of, with_predictions
+from harness.tools.report.rows import KEPT, as_planned, keep
+from harness.tools.report.verb import main
+from harness.util.hardware import ACCELERATORS
 
 ROOT = Path(__file__).parents[2]
 LLAMA = ROOT / "experiments" / "llama3_h100"
@@ -34,7 +34,7 @@ Put = Callable[[Any], None]
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["harness-report", *map(str, arguments)])
+    monkeypatch.setattr(sys, "argv", ["harness report", *map(str, arguments)])
     with pytest.raises(SystemExit) as ended:
         main()
     assert isinstance(ended.value.code, int)
@@ -229,7 +229,7 @@ def test_published_tables_with_measurements(
     [
         (["nowhere"], "error: nowhere: no such folder; would work: a folder of runs/, or of experiments/"),
         (["."], "error: .: no rows of runs found; would work: a folder of runs/"),
-        ([".", "--runs", "x"], "error: --runs=x: is for experiments; would work: python -m harness.report x"),
+        ([".", "--runs", "x"], "error: --runs=x: is for experiments; would work: harness report x"),
     ],
 )
 def test_a_wrong_folder_is_one_line(

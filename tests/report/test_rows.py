@@ -13,19 +13,19 @@ import pytest
 from gpu_rows import report_rows
 from made import DEVICE, make_sweep, rate_of, result
 
-from harness.compose import compose_job
-from harness.errors import UserError
+from harness.compose.composer import compose_job
+from harness.launch.slurm_record import SlurmJobRecord
+from harness.launch.state import read_states
+from harness.launch.sweep.registry import Registry, command_of
+from harness.launch.sweep.table import rows_of, table_markdown, table_text
 from harness.metrics.result import write_result
 from harness.metrics.slow import SlowRank
 from harness.metrics.window import THROUGHPUT, Window
-from harness.report.document import markdown
-from harness.report.of_runs import report_of
-from harness.report.rows import KEPT, completed, job_of, keep, load, of_points, read_kept, shortened
-from harness.run.slurm_record import SlurmJobRecord
-from harness.run.state import read_states
-from harness.sweep.__main__ import collect, status
-from harness.sweep.registry import Registry, command_of
-from harness.sweep.table import rows_of, table_markdown, table_text
+from harness.tools.report.of_runs import report_of
+from harness.tools.report.rows import KEPT, completed, job_of, keep, load, of_points, read_kept, shortened
+from harness.tools.report.sweep import collect, status
+from harness.util.document import markdown
+from harness.util.errors import UserError
 
 RATE = "tokens_per_second_per_rank"
 

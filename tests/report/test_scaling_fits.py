@@ -1,4 +1,4 @@
-"""harness.report --fits: which law the runs determine, what it predicts, and what it says about the rest."""
+"""harness report --fits: which law the runs determine, what it predicts, and what it says about the rest."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.app import guarded
-from harness.compose import Composed, compose_points
-from harness.errors import EXIT_USER, UserError
+from harness.compose.composer import Composed, compose_points
+from harness.compose.size import count
+from harness.compose.verb import guarded
 from harness.model.accounting import account
-from harness.report.__main__ import VERB
-from harness.report.fits import fits_of
-from harness.report.power_laws import CHINCHILLA, COMPUTE
-from harness.report.rows import KEPT, as_planned, read_kept
-from harness.scale.size import count
+from harness.tools.report.fits import fits_of
+from harness.tools.report.power_laws import CHINCHILLA, COMPUTE
+from harness.tools.report.rows import KEPT, as_planned, read_kept
+from harness.tools.report.verb import VERB
+from harness.util.errors import EXIT_USER, UserError
 
 Row = dict[str, Any]
 JOB = ["model=llama3_8b", "data=synthetic", "tokenizer=none", "cluster.device=cpu", "training.seq_len=4096"]

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from harness.report.published import Recipe
-from harness.report.statistics import delta, effects, errors_of, spearman
+from harness.tools.report.published import Recipe
+from harness.tools.report.statistics import delta, effects, errors_of, spearman
 
 BASE = Recipe("llama3_8b", 8, 8, 1, 1, 1, 2, 8192, "full", False, "none", False, "")
 

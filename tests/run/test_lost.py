@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from harness.compose import compose_job
-from harness.errors import EXIT_MACHINE, EXIT_OK, EXIT_USER
+from harness.compose.composer import compose_job
+from harness.launch.slurm_record import SlurmJobRecord
+from harness.launch.sweep.registry import Point, Registry
+from harness.launch.sweep.run import _select, states_of
 from harness.run.folder import RunFolder
-from harness.run.slurm_record import SlurmJobRecord
-from harness.sweep.__main__ import main
-from harness.sweep.registry import Point, Registry
-from harness.sweep.run import _select, states_of
+from harness.tools.report.sweep import main
+from harness.util.errors import EXIT_MACHINE, EXIT_OK, EXIT_USER
 
 POINTS = 12
 Verb = Callable[..., tuple[str, str]]
@@ -53,7 +53,7 @@ def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    monkeypatch.setattr("harness.run.lost.LAST_WRITES_SECONDS", 0.0)
+    monkeypatch.setattr("harness.launch.close_lost.LAST_WRITES_SECONDS", 0.0)
     return FakeSlurm(folder)
 
 
@@ -73,7 +73,7 @@ def sweep(tmp_path: Path) -> Registry:
 
 @pytest.fixture
 def verb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Verb:
-    """Run a verb of ``python -m harness.sweep``; return stdout and stderr."""
+    """Run a verb of ``harness sweep``; return stdout and stderr."""
 
     def run(*arguments: object, code: int = EXIT_OK) -> tuple[str, str]:
         monkeypatch.setattr("sys.argv", ["sweep", *map(str, arguments)])
@@ -157,7 +157,7 @@ def test_cancel_fails_unless_the_job_has_ended(
     _, err = verb("cancel", sweep.path, code=EXIT_MACHINE)
     assert "7_1: Access/permission denied" in err
     (fake_slurm.folder / "scancel").write_text("#!/bin/sh\nexec sleep 60\n")
-    monkeypatch.setattr("harness.cluster.queue.COMMAND_SECONDS", 1)
+    monkeypatch.setattr("harness.launch.queue.COMMAND_SECONDS", 1)
     silent = ("", "error: scancel: no answer within 1 s\n")
     assert verb("cancel", sweep.path, code=EXIT_MACHINE) == silent
 

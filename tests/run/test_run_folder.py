@@ -15,7 +15,11 @@ from pathlib import Path
 import pytest
 from jobs import tiny
 
-from harness.errors import (
+from harness.config.job import Job
+from harness.metrics.jsonl import MetricsFile
+from harness.run.folder import RESERVE, RunFolder
+from harness.train.finish import finish_run
+from harness.util.errors import (
     EXIT_BUG,
     EXIT_INTERRUPTED,
     EXIT_MACHINE,
@@ -26,10 +30,6 @@ from harness.errors import (
     NonFiniteError,
     UserError,
 )
-from harness.job import Job
-from harness.metrics.jsonl import MetricsFile
-from harness.run.end import finish_run
-from harness.run.folder import RESERVE, RunFolder
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_the_lock_ends_with_its_holder_however_that_ends(folder: RunFolder, job:
     folder.path.mkdir()
     (folder.path / "job.json").write_text(job.to_json())
     code = (
-        "import os, sys; from pathlib import Path; from harness.job import Job;"
+        "import os, sys; from pathlib import Path; from harness.config.job import Job;"
         "from harness.run.folder import RunFolder;"
         "path = Path(sys.argv[1]); job = Job.from_json((path / 'job.json').read_text());"
         "folder = RunFolder(path); folder.begin(job, []); os.kill(os.getpid(), 9)"

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 from jobs import tiny
 
-from harness.compose import Composer, compose_job, compose_points
-from harness.errors import UserError
-from harness.job import Job
+from harness.compose.composer import Composer, compose_job, compose_points
+from harness.compose.size import count
+from harness.config.job import Job
+from harness.config.model import ModelConfig
 from harness.model.accounting import account
-from harness.model.config import ModelConfig
-from harness.scale.size import count
+from harness.util.errors import UserError
 
 FAMILIES = ("deepseek_v3_671b", "gpt_oss_20b", "llama4_maverick", "qwen3_0p6b", "llama3_8b", "mixtral_debug")
 BIG = ("data=synthetic", "tokenizer=none", "cluster.device=cpu")

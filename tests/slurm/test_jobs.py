@@ -27,7 +27,7 @@ from commands import (
 from dragged import Attempt
 from scheduler import Scheduler
 
-from harness.errors import EXIT_INTERRUPTED, EXIT_RESUMABLE
+from harness.util.errors import EXIT_INTERRUPTED, EXIT_RESUMABLE
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,7 +12,7 @@ from plugins import install
 from scheduler import Scheduler
 
 DECAY = """
-from harness.optimizer.config import Decay
+from harness.config.optimizer import Decay
 HALF = Decay(lambda progress: float(progress < 0.5))
 """
 

@@ -1,4 +1,4 @@
-"""Arrays of ``harness.tokenize`` and ``harness.encode`` write what one process writes."""
+"""Arrays of ``harness tokenize`` and ``harness encode`` write what one process writes."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from commands import (
 )
 from scheduler import Scheduler
 
-from harness.errors import EXIT_MACHINE, EXIT_RESUMABLE, EXIT_USER
+from harness.util.errors import EXIT_MACHINE, EXIT_RESUMABLE, EXIT_USER
 
 # Other tests take the other nodes down.
 NODE = "cluster.exclude='node[2-4]'"

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from harness.compose import compose_points
-from harness.config import with_value
-from harness.job import Job
+from harness.compose.composer import compose_points
+from harness.config.fields import with_value
+from harness.config.job import Job
+from harness.launch.slurm_record import SlurmJobRecord
+from harness.launch.state import RunState
+from harness.launch.sweep import run
+from harness.launch.sweep.arrays import Array, arrays_of
+from harness.launch.sweep.registry import Point, Registry
 from harness.run.folder import RunFolder
-from harness.run.slurm_record import SlurmJobRecord
-from harness.run.state import RunState
-from harness.sweep import run
-from harness.sweep.arrays import Array, arrays_of
-from harness.sweep.registry import Point, Registry
 
 SHAPES = "parallelism.dp_shard=1,2,4,8"
 

@@ -8,20 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from harness.cluster import submit as submit_module
-from harness.cluster.queue import Queued
-from harness.compose import Composed, compose_job, compose_points
-from harness.errors import UserError
-from harness.job import Job
-from harness.report.naming import names_of
-from harness.report.rows import of_sweep
+from harness.compose.composer import Composed, compose_job, compose_points
+from harness.config.job import Job
+from harness.launch import submit as submit_module
+from harness.launch.queue import Queued
+from harness.launch.slurm_record import SlurmJobRecord
+from harness.launch.sweep import run
+from harness.launch.sweep import study as study_module
+from harness.launch.sweep.distinct import OF_THE_COMMAND, run_dir_of, unique_points
+from harness.launch.sweep.registry import Point, Registry, Skipped, labels, typed_overrides
+from harness.launch.sweep.study_record import StudyRecord
 from harness.run.folder import RunFolder
-from harness.run.slurm_record import SlurmJobRecord
-from harness.sweep import run
-from harness.sweep import study as study_module
-from harness.sweep.distinct import OF_THE_COMMAND, run_dir_of, unique_points
-from harness.sweep.registry import Point, Registry, Skipped, labels, typed_overrides
-from harness.sweep.study_record import StudyRecord
+from harness.tools.report.naming import names_of
+from harness.tools.report.rows import of_sweep
+from harness.util.errors import UserError
 
 COMMON = ["name=n", "model=llama3_tiny", "data=synthetic", "tokenizer=none", "cluster.device=cpu"]
 
@@ -99,7 +99,7 @@ def test_points_of_one_label_run_apart(
         folder.write_result(folder.read_job(), "completed", 0, {"loss": 1.0})
         return 0
 
-    monkeypatch.setattr("harness.cluster.local.launch", launch)
+    monkeypatch.setattr("harness.launch.local.launch", launch)
     typed = [*COMMON, f"runs_dir={tmp_path}", "cluster.threads_per_rank=1,2", "parallelism.tp=1,3"]
     assert run.sweep(compose_points(typed)) == 0
     assert ran == [1, 2]

@@ -9,9 +9,9 @@ from unittest import mock
 import pytest
 from omegaconf import DictConfig
 
-from harness.compose import compose_job, compose_points
-from harness.errors import UserError
-from harness.paths import using_folders
+from harness.compose.composer import compose_job, compose_points
+from harness.compose.paths import using_folders
+from harness.util.errors import UserError
 
 SPACE = """# @package _global_
 # Some points.

@@ -15,13 +15,13 @@ import hydra
 import pytest
 from tiers import THOROUGH
 
-import harness.compose
-from harness.app import Verb
-from harness.compose import Composer, compose_job, compose_points, job_from_config
-from harness.errors import UserError
-from harness.job import Job
-from harness.overrides import groups, in_hydra_syntax, options_of
-from harness.parity import ParityJob
+import harness.compose.composer
+from harness.compose.composer import Composer, compose_job, compose_points, job_from_config
+from harness.compose.overrides import groups, in_hydra_syntax, options_of
+from harness.compose.verb import Verb
+from harness.config.job import Job
+from harness.tools.parity.parity import ParityJob
+from harness.util.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 ROWS = dict(re.findall(r"^\| `(\w+)` \| (\d+)", (ROOT / "sweeps" / "README.md").read_text(), re.MULTILINE))
@@ -113,7 +113,7 @@ def test_options_are_merged_as_hydra_does(primary: str, rest: tuple[str, ...]) -
 
 
 def test_hydra_composes_once_whatever_options_are_combined(monkeypatch: pytest.MonkeyPatch) -> None:
-    harness.compose._layers.cache_clear()
+    harness.compose.composer._layers.cache_clear()
     counted = mock.Mock(side_effect=hydra.compose)
     monkeypatch.setattr(hydra, "compose", counted)
     with Composer() as composer:

@@ -19,18 +19,18 @@ from hydra.plugins.launcher import Launcher
 from optuna.trial import TrialState
 from tiers import rest_is_thorough
 
-from harness import hydra_settings
-from harness.compose import compose_job
-from harness.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, MachineError, UserError
-from harness.job import Job
-from harness.multirun import chooses_points
+from harness.compose import hydra_settings
+from harness.compose.composer import compose_job
+from harness.compose.multirun import chooses_points
+from harness.config.job import Job
+from harness.launch.sweep import study as study_module
+from harness.launch.sweep.registry import Point
+from harness.launch.sweep.study_record import StudyRecord, check_directions, check_objective
+from harness.launch.sweep.sweepers import run_study
+from harness.launch.train import VERB
 from harness.run.folder import RunFolder
-from harness.sweep import study as study_module
-from harness.sweep.__main__ import collect, resume, status
-from harness.sweep.registry import Point
-from harness.sweep.study_record import StudyRecord, check_directions, check_objective
-from harness.sweep.sweepers import run_study
-from harness.train import VERB
+from harness.tools.report.sweep import collect, resume, status
+from harness.util.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, MachineError, UserError
 
 LOG_LR = "optimizer.lr=tag(log,interval(1e-5,1e-1))"
 # 3 does not divide the global batch of 4.

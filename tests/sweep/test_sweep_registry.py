@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.compose import compose_job
-from harness.errors import UserError
-from harness.job import Job
-from harness.sweep.registry import FILE, Point, Registry, Skipped, folder_of, labels
+from harness.compose.composer import compose_job
+from harness.config.job import Job
+from harness.launch.sweep.registry import FILE, Point, Registry, Skipped, folder_of, labels
+from harness.util.errors import UserError
 
 
 def point(folder: Path, name: str) -> Point:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from harness.exchange.families.core import (
+from harness.config.model import ModelConfig
+from harness.weights.families.core import (
     ATTENTION,
     NORMS,
     ConfigField,
@@ -13,7 +14,6 @@ from harness.exchange.families.core import (
     dividing_heads,
     head_width,
 )
-from harness.model.config import ModelConfig
 
 
 def _config_fields(model: ModelConfig) -> list[ConfigField]:

@@ -7,12 +7,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.app import guarded
-from harness.cluster.config import ClusterKind
-from harness.config import label
-from harness.errors import EXIT_OK
-from harness.job import Job
+from harness.compose.verb import guarded
+from harness.config.cluster import ClusterKind
+from harness.config.fields import label
+from harness.config.job import Job
 from harness.run.folder import RunFolder
+from harness.util.errors import EXIT_OK
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def start(job: Job, folder: RunFolder, overrides: list[str]) -> int:
 
 def main(path: str, *overrides: str) -> int:
     """Run the job of a run folder in this process; return the exit code."""
-    from harness.cluster import local
+    from harness.launch import local
 
     folder = RunFolder(Path(path))
     return local.start(folder.read_job(), folder, list(overrides))

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from harness.config import label
-from harness.metrics.config import ViewKind
+from harness.config.fields import label
+from harness.config.metrics import ViewKind
 from harness.metrics.views import ShownRun
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.errors import ConfigError
 from harness.model.kernels import AttentionSpec, Kernel, SdpaKernel
+from harness.util.errors import ConfigError
 
 
 class PlainKernel(Kernel):

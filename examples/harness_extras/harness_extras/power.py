@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from harness.config import numerics
-from harness.optimizer.config import Decay
+from harness.config.fields import numerics
+from harness.config.optimizer import Decay
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from harness.errors import ConfigError
-from harness.model.activations import PartActivations, SavedTensor
-from harness.model.config import ModelConfig
+from harness.config.model import ModelConfig
 from harness.model.pre_norm import PreNorm
 from harness.model.spec import ModuleSpec
+from harness.tools.plan.activations import PartActivations, SavedTensor
+from harness.util.errors import ConfigError
 
 if TYPE_CHECKING:
     from harness.model.decoder import Block

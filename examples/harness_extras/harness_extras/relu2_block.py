@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from harness.model.config import ModelConfig
+from harness.config.model import ModelConfig
 from harness.model.decoder import Block
 
 

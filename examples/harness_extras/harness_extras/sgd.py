@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from harness.config import numerics
-from harness.errors import ConfigError
-from harness.optimizer.config import OptimizerConfig
-from harness.optimizer.kinds import Kind
+from harness.config.fields import numerics
+from harness.config.optimizer import OptimizerConfig
+from harness.config.optimizer_kinds import Kind
+from harness.util.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from harness.config import numerics
-from harness.data.config import DataConfig
+from harness.config.data import DataConfig
+from harness.config.data_kinds import DataKind
+from harness.config.fields import numerics
 from harness.data.documents import Span, cut
-from harness.data.kinds import DataKind
 
 BYTES_OF_A_SUM = 12
 

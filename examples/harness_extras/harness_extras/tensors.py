@@ -5,8 +5,8 @@ python -m harness tensors model=arcee_debug
 
 from __future__ import annotations
 
-from harness.app import Result, Verb
-from harness.job import Job
+from harness.compose.verb import Result, Verb
+from harness.config.job import Job
 from harness.model.spec import tensor_shapes
 
 

@@ -50,7 +50,7 @@ FAULTS = {
 
 class Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name != "harness.loop.engine":
+        if name != "harness.train.engine":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -75,7 +75,7 @@ def slow_down(engine):
 
 
 def drag(engine):
-    from harness.metrics.annotation import annotated
+    from harness.util.annotation import annotated
 
     original = engine.gradients
 
@@ -144,7 +144,7 @@ PATCHES = {
     "hangs": on_rank_1(lambda: time.sleep(600)),
 }
 
-if os.environ.get("TEST_PATCH") in PATCHES and "harness.rank" in Path("/proc/self/cmdline").read_text():
+if os.environ.get("TEST_PATCH") in PATCHES and "harness.train.rank" in Path("/proc/self/cmdline").read_text():
     sys.meta_path.insert(0, Finder())
 
 if (

@@ -1,0 +1,133 @@
+"""Show a job instead of running it: ``--help``, ``--cfg``, ``--info``, ``-sc``."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Any
+
+from harness.compose.arguments import CommandLine, Parser
+from harness.compose.composer import Composer
+from harness.compose.errors import to_user_error
+from harness.compose.overrides import check_overrides, groups, in_hydra_syntax, options_of
+from harness.compose.search_path import overrides_for_hydra
+from harness.config.fields import leaf_fields, rules_of
+from harness.config.job import Job
+from harness.util.errors import EXIT_OK, UserError
+
+
+def show(line: CommandLine, parser: Parser, *, config_name: str, schema: type) -> int:
+    """Show a job as the flags of the command line say; return the exit code."""
+    if not line.shell_completion:
+        check_overrides(line.overrides, schema)
+    overrides = in_hydra_syntax(line.overrides, schema)
+    if line.help:
+        sys.stdout.write(help_text(overrides, parser, config_name=config_name, schema=schema))
+    elif line.cfg is not None:
+        sys.stdout.write(
+            shown_config(
+                overrides,
+                line.cfg,
+                package=line.package,
+                resolve=line.resolve,
+                config_name=config_name,
+                schema=schema,
+            )
+        )
+    else:
+        _show_by_hydra(line, overrides, config_name, schema)
+    return EXIT_OK
+
+
+def shown_config(
+    overrides: list[str],
+    kind: str,
+    *,
+    package: str | None = None,
+    resolve: bool = False,
+    config_name: str = "train",
+    schema: type = Job,
+) -> str:
+    """Return the composed configuration as YAML, before it becomes a job.
+
+    Args:
+        overrides: checked, and in Hydra's syntax.
+        kind: ``job``, ``hydra`` (Hydra's own part) or ``all``.
+        package: dotted name of the part to show.
+        resolve: whether to replace ``${...}`` by values.
+        config_name: the primary config.
+        schema: dataclass of the job.
+
+    Raises:
+        UserError: the configuration cannot be composed, or has no such part.
+    """
+    from omegaconf import OmegaConf
+
+    with Composer(config_name, schema) as composer:
+        config = composer.config(overrides)
+        hydra = None if kind == "job" else composer.config(overrides, with_hydra=True).hydra
+    try:
+        if resolve:
+            OmegaConf.to_container(config, resolve=True)  # its errors name the field, those of resolve do not
+        if hydra is not None:
+            parts: dict[str, Any] = {} if kind == "hydra" else {str(name): config[name] for name in config}
+            config = OmegaConf.create(parts | {"hydra": hydra})
+        if resolve:
+            OmegaConf.resolve(config)
+        shown = config if package in (None, "_global_") else OmegaConf.select(config, package)
+    except Exception as error:
+        raise to_user_error(error, schema) from error
+    if shown is None:
+        raise UserError(f"--package={package}: no such part; would work: {', '.join(map(str, config))}")
+    head = "" if package is None else f"# @package {package}\n"
+    return f"{head}{OmegaConf.to_yaml(shown)}" if OmegaConf.is_config(shown) else f"{shown}\n"
+
+
+def help_text(overrides: list[str], parser: Parser, *, config_name: str, schema: type) -> str:
+    """Return the text of ``--help``: all groups, fields and flags.
+
+    Hydra's own help searches the groups in 160 copies of its registry, which takes a second.
+    """
+    from omegaconf import OmegaConf
+
+    with Composer(config_name, schema) as composer:
+        fields = _with_rules(OmegaConf.to_yaml(composer.config(overrides)), schema)
+    options = {name: ", ".join(options_of(name)) for name in sorted(groups())}
+    parts = {
+        "Groups and their options (group=option)": "\n".join(map(": ".join, options.items())),
+        "Fields and their current values (field=value)": fields,
+        "Flags": parser.format_help().partition("options:\n")[2],
+    }
+    if not issubclass(schema, Job):
+        del parts["Groups and their options (group=option)"]
+    return "\n\n".join([str(parser.description), *(f"{head}:\n\n{text}" for head, text in parts.items())])
+
+
+def _with_rules(shown: str, schema: type) -> str:
+    """Add every field's rule to its line of YAML, as a comment."""
+    rules = {name: rules_of(field) for name, field, _ in leaf_fields(schema())}
+    lines: list[str] = []
+    path: list[str] = []
+    for line in shown.splitlines():
+        if match := re.match(r"( *)(\w+):", line):
+            path = [*path[: len(match[1]) // 2], match[2]]
+            rule = rules.get(".".join(path))
+            line += f"  # {rule}" if rule else ""
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _show_by_hydra(line: CommandLine, overrides: list[str], config_name: str, schema: type) -> None:
+    """Let Hydra show how it composes a job, or complete arguments for a shell."""
+    from hydra.core.global_hydra import GlobalHydra
+
+    with Composer(config_name, schema):
+        hydra = GlobalHydra.instance().hydra
+        assert hydra is not None
+        try:
+            if line.shell_completion:
+                hydra.shell_completion(config_name, overrides)
+            else:
+                hydra.show_info(str(line.info), config_name, overrides_for_hydra(overrides))
+        except Exception as error:
+            raise to_user_error(error, schema) from error

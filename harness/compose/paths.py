@@ -1,0 +1,148 @@
+"""Folders of configurations: ``conf/`` of the checkout or the wheel, and the folders of the search path."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from harness.config.registry import Registry
+from harness.util.errors import UserError
+
+SETTING = "hydra.searchpath"
+
+
+@functools.cache
+def conf_dir() -> str:
+    """Return the absolute path of ``conf/``: the checkout's, or the wheel's copy.
+
+    Raises:
+        UserError: this installation has none.
+    """
+    package = Path(__file__).resolve().parent
+    for candidate in (package.parent / "conf", package / "_conf"):
+        if os.path.isfile(candidate / "train.yaml"):
+            return str(candidate)
+    raise UserError(f"{package}: no conf/ found beside or in the package; would work: install it again")
+
+
+Stamp = tuple[tuple[str, int, int], ...]
+"""Path, size and mtime of files."""
+
+
+@dataclass(frozen=True)
+class ConfigFolders:
+    """Folders of configurations; a file in an earlier folder hides those of the same name in later ones.
+
+    Attributes:
+        paths: ``conf/``, the folders of the search path, and those of installed packages.
+        groups: groups and their folders.
+        primaries: the primary config to compose instead of a verb's own, by name.
+    """
+
+    paths: tuple[Path, ...]
+    groups: dict[str, tuple[Path, ...]] = field(compare=False)
+    primaries: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def added(self) -> tuple[Path, ...]:
+        """The folders of the search path."""
+        return tuple(path for path in self.paths[1:] if path not in folders_of_packages())
+
+    def find(self, name: str) -> Path | None:
+        """Return the file of a config, such as ``train`` or ``model/llama3_8b``; None if there is none."""
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            return None
+        files = (path / f"{name}.yaml" for path in self.paths)
+        return next((file for file in files if os.path.isfile(file)), None)
+
+    def primary_names(self) -> list[str]:
+        """Names of the primary configs."""
+        return sorted({file.stem for path in self.paths for file in path.glob("*.yaml")})
+
+    def stamp(self) -> Stamp:
+        """Return the order of the folders and the stamp of all files, to detect changes."""
+        inside = [
+            each for groups in self.groups.values() for group in groups for each, _, _ in os.walk(group)
+        ]
+        return tuple((str(path), 0, 0) for path in self.paths) + tuple(
+            (entry.path, entry.stat().st_size, entry.stat().st_mtime_ns)
+            for folder in (*map(str, self.paths), *sorted(inside))
+            for entry in sorted(os.scandir(folder), key=lambda entry: entry.name)
+            if entry.is_file()
+        )
+
+
+_used: ContextVar[ConfigFolders | None] = ContextVar("config_folders", default=None)
+
+
+def config_folders() -> ConfigFolders:
+    """Return the folders of configurations in use: without a search path, outside of ``using_folders``."""
+    return _used.get() or _only_conf(conf_dir())
+
+
+@contextmanager
+def using_folders(added: Sequence[Path], primaries: dict[str, str] | None = None) -> Iterator[None]:
+    """Use other folders after ``conf/``, and other primary configs."""
+    paths = (Path(conf_dir()), *added, *folders_of_packages())
+    before = _used.set(ConfigFolders(paths, _groups_in(paths), primaries or {}))
+    try:
+        yield
+    finally:
+        _used.reset(before)
+
+
+@functools.cache
+def _only_conf(conf: str) -> ConfigFolders:
+    paths = (Path(conf), *folders_of_packages())
+    return ConfigFolders(paths, _groups_in(paths))
+
+
+@functools.cache
+def folders_of_packages() -> tuple[Path, ...]:
+    """Return the folders of configurations of installed packages, which entry points of harness.conf name.
+
+    Raises:
+        UserError: a package has no such folder.
+    """
+    folders = []
+    for entry in Registry[str]("conf", {}, field=SETTING).plugins.values():
+        folder = folder_of_package(entry.value)
+        if folder is None:
+            package = f"the package {entry.dist.name} " if entry.dist else ""
+            raise UserError(
+                f"{package}names the folder {entry.value} in group harness.conf, which does not exist; "
+                "would work: package data of its wheel, or pip uninstall"
+            )
+        folders.append(folder)
+    return tuple(folders)
+
+
+def folder_of_package(name: str) -> Path | None:
+    """Return the folder of a package, or of data in one, without importing it where that is possible."""
+    top, *below = name.replace("/", ".").split(".")
+    try:
+        for module, rest in ((top, below), (".".join([top, *below]), [])):
+            spec = importlib.util.find_spec(module)
+            for location in (spec.submodule_search_locations if spec else None) or ():
+                if Path(location, *rest).is_dir():
+                    return Path(location, *rest).absolute()
+    except (ImportError, ValueError):
+        return None
+    return None
+
+
+def _groups_in(paths: Sequence[Path]) -> dict[str, tuple[Path, ...]]:
+    """Return the groups and their folders: all folders of ``conf/``, and folders elsewhere that hold YAML."""
+    conf, *added = paths
+    own = {path.name for path in conf.iterdir() if path.is_dir()}
+    new = {path.parent.name for folder in added for path in folder.glob("*/*.yaml")}
+    return {
+        name: tuple(folder / name for folder in paths if (folder / name).is_dir())
+        for name in sorted(own | {name for name in new if name.isidentifier()})
+    }

@@ -1,0 +1,284 @@
+"""Verbs: their declaration, their command line, errors on one line, exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn
+
+from harness.compose.arguments import JOB_FLAGS, JSON, VERSION, Argument, CommandLine, Parser
+from harness.compose.composer import Composed, compose_job, compose_points, spelled_out
+from harness.compose.multirun import chooses_points, require_one_point
+from harness.compose.overrides import in_hydra_syntax
+from harness.compose.paths import config_folders
+from harness.compose.process_io import prepare_process, typed_arguments
+from harness.compose.search_path import search_path, shadowed
+from harness.util.errors import (
+    EXIT_BUG,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    HarnessError,
+    MachineError,
+    UserError,
+    one_line,
+)
+
+BAR_WIDTH = 40
+
+# How long the other ranks wait, so that rank 0 reports an error that all ranks have.
+RANK_ZERO_SECONDS = 10.0
+
+ITEM = "\n  "
+"""Separator of list items in a message."""
+
+# Errors of paths that cannot be bugs of the harness, and who can fix them: the user or the machine.
+PATH_ERRORS: dict[int, type[HarnessError]] = {
+    **dict.fromkeys((errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EACCES), UserError),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG), MachineError),
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """Result of a verb, as data and as text.
+
+    Attributes:
+        data: the object that ``--json`` prints.
+        text: printed without ``--json``, after what the verb has printed during its work.
+        code: the exit code.
+        error: raised after printing: the result is complete, but a later part of the work failed.
+    """
+
+    data: dict[str, Any]
+    text: str = ""
+    code: int = EXIT_OK
+    error: HarnessError | OSError | None = None
+
+
+@dataclass(frozen=True)
+class Verb:
+    """Declaration of ``python -m harness.NAME``, or ``python -m harness NAME`` in another package.
+
+    Attributes:
+        name: its name; a verb with a job composes ``conf/NAME.yaml``.
+        run: its function; None if it has ``parts``. Gets the job and its overrides, if the verb takes a job,
+            and ``arguments`` by name. Returns the exit code or a ``Result``.
+        job: dataclass of the job that overrides compose; None for a verb that takes no job.
+        arguments: arguments and flags of its own.
+        has_json: whether ``run`` returns a ``Result``, so that ``--json`` can print it.
+        sweep: function of ``-m``; gets all points and returns what ``run`` does.
+        study: function of ``-m`` with a sweeper that chooses points by their results
+            (``hydra/sweeper=optuna``); gets the overrides and the name of the primary config.
+        parts: the verbs that it consists of, such as ``status`` of ``harness sweep``.
+    """
+
+    name: str
+    run: Callable[..., int | Result] | None = None
+    job: type | None = None
+    arguments: Sequence[Argument] = ()
+    has_json: bool = False
+    sweep: Callable[[list[Composed]], int | Result] | None = None
+    study: Callable[[list[str], str], int] | None = None
+    parts: Sequence[Verb] = ()
+
+    def parser(self) -> Parser:
+        """Return its parser, without overrides, which are the remaining arguments."""
+        parser = Parser(
+            prog=self.command,
+            description=self.documentation,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            add_help=self.job is None,
+        )
+        self._declare(parser, [VERSION] if self.job is None else JOB_FLAGS)
+        return parser
+
+    def _declare(self, parser: Parser, flags: Sequence[Argument] = ()) -> None:
+        parser.set_defaults(verb=self)
+        for each in (*flags, *self.arguments, *([JSON] if self.has_json else ())):
+            parser.add_argument(*each.names, **each.options)
+        if self.parts:
+            parts = parser.add_subparsers(required=True, metavar="|".join(part.name for part in self.parts))
+            for part in self.parts:
+                part._declare(
+                    parts.add_parser(part.name, help=part.description, description=part.description)
+                )
+
+    @property
+    def command(self) -> str:
+        """What the user types before the arguments."""
+        run = self.run or self.parts[0].run
+        is_ours = run is not None and run.__module__.startswith("harness.")
+        return f"python -m harness{'.' if is_ours else ' '}{self.name}"
+
+    @property
+    def documentation(self) -> str:
+        """The docstring of its module, with which its help begins."""
+        run = self.run or self.parts[0].run
+        return (sys.modules[run.__module__].__doc__ or "").strip().replace("``", "`")
+
+    @property
+    def description(self) -> str:
+        """What its function does, in one line."""
+        return (self.run.__doc__ or "").split("\n")[0]
+
+    def parse(self, arguments: Sequence[str]) -> CommandLine:
+        """Parse the arguments after its name.
+
+        Raises:
+            UserError: naming the argument.
+        """
+        line = self.parser().parse_line(arguments, takes_overrides=self.job is not None)
+        if self.job is not None:
+            line.validate_flags_of_job()
+        return line
+
+    def main(self) -> NoReturn:
+        """Run the command line of this process, and exit."""
+        prepare_process()
+        sys.exit(guarded(lambda: self.run_line(typed_arguments())))
+
+    def run_line(self, arguments: Sequence[str]) -> int:
+        """Run the arguments after its name; return the exit code."""
+        if VERSION.names[-1] in arguments:
+            from harness.metrics.result import versions
+
+            sys.stdout.write("".join(f"{name} {version}\n" for name, version in versions().items()))
+            return EXIT_OK
+        line = self.parse(arguments)
+        verb: Verb = line.verb
+        assert verb.run is not None
+        run = partial(verb.run, **{each.name: getattr(line, each.name) for each in verb.arguments})
+        if verb.job is None:
+            return _finished(run, as_json=line.json)
+        return self._run_job(line, verb.job, run)
+
+    def _run_job(self, line: CommandLine, schema: type, run: Callable[..., int | Result]) -> int:
+        files = line.naming_files()
+        name = (self.name if files.config_name is None else files.config_name).removesuffix(".yaml")
+        typed = spelled_out(files.overrides, schema)
+        with search_path(typed, name, folders=files.config_dir or (), primaries={self.name: name}) as found:
+            if files is line:
+                line.overrides = found
+                _warn_of_shadowed_files()
+            return self._run_composed(line, name, schema, run)
+
+    def _run_composed(
+        self, line: CommandLine, name: str, schema: type, run: Callable[..., int | Result]
+    ) -> int:
+        if line.shown:
+            from harness.compose.help import show
+
+            return show(line, self.parser(), config_name=name, schema=schema)
+        if line.multirun:
+            if self.sweep is None:
+                raise UserError("-m: this verb takes one job; would work: python -m harness.train -m")
+            if chooses_points(line.overrides, config_name=name, schema=schema):
+                if self.study is None:
+                    rule = "this verb takes all points of a grid at once"
+                    raise UserError(f"hydra/sweeper: {rule}; would work: python -m harness.train -m")
+                return self.study(line.overrides, name)
+            points = compose_points(line.overrides, config_name=name, schema=schema, show=_show_composing)
+            return _finished(partial(self.sweep, points), as_json=self.has_json and line.json)
+        job = compose_job(line.overrides, config_name=name, schema=schema)
+        require_one_point(line.overrides, name, schema, can_sweep=self.sweep is not None)
+        overrides = in_hydra_syntax(line.overrides, schema)
+        as_json = line.json or getattr(job, "wants_json", False)
+        return _finished(partial(run, job, overrides), as_json=as_json)
+
+
+def _finished(call: Callable[[], int | Result], *, as_json: bool) -> int:
+    """Call a verb's function, print its result, and return the exit code."""
+    with _stdout_to_stderr() if as_json else nullcontext():
+        result = call()
+    if isinstance(result, int):
+        return result
+    if as_json:
+        from harness.util.encoding import dumps
+
+        sys.stdout.write(f"{dumps(result.data, indent=2)}\n")
+    else:
+        sys.stdout.write(result.text)
+    if result.error is not None:
+        sys.stdout.flush()
+        raise result.error
+    return result.code
+
+
+def _warn_of_shadowed_files() -> None:
+    """Print which of the user's configurations are not used; once, if torchrun started several ranks."""
+    if config_folders().added and os.environ.get("RANK", "0") == "0":
+        for each in filter(None, shadowed().split("\n")):
+            sys.stderr.write(f"WARNING {each}\n")
+
+
+@contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """Send what this process and its children print to stderr."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _show_composing(done: int, points: int) -> None:
+    """Draw a progress bar of the composed points, if stderr is a terminal."""
+    if not sys.stderr.isatty():
+        return
+    filled = BAR_WIDTH * done // points
+    end = "\r\x1b[K" if done == points else ""
+    sys.stderr.write(f"\rcomposing [{'#' * filled:<{BAR_WIDTH}}] {done} of {points} points{end}")
+    sys.stderr.flush()
+
+
+def guarded(call: Callable[[], int]) -> int:
+    """Call ``call``; turn any exception into a message and an exit code."""
+    try:
+        code = call()
+        sys.stdout.flush()
+        return code
+    except (HarnessError, OSError) as error:
+        return _reported(error)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except RuntimeError as error:
+        # pathlib's error for a loop of links before Python 3.13.
+        if str(error).startswith("Symlink loop from "):
+            return _reported(UserError(str(error)))
+        traceback.print_exc()
+        return EXIT_BUG
+    except Exception:
+        traceback.print_exc()
+        return EXIT_BUG
+
+
+def _reported(error: HarnessError | OSError) -> int:
+    """Print an error; return its exit code."""
+    if isinstance(error, OSError):
+        known = PATH_ERRORS.get(error.errno or 0)
+        if known is None or not isinstance(error.filename, str | bytes):
+            traceback.print_exc()
+            return EXIT_BUG
+        error = known(f"{os.fsdecode(error.filename)}: {error.strerror}")
+    if os.environ.get("RANK", "0").lstrip("0").isdecimal():
+        # All ranks under torchrun have the same error, and the first to exit ends all: let rank 0 report it.
+        time.sleep(RANK_ZERO_SECONDS)
+    if error.exit_code == EXIT_BUG or os.environ.get("HYDRA_FULL_ERROR") == "1":
+        traceback.print_exc()
+    else:
+        # Points of a sweep are listed as indented lines.
+        lines = str(error).split(ITEM) if isinstance(error, UserError) else []
+        sys.stderr.write(f"error: {ITEM.join(map(one_line, lines)) or error}\n")
+    return error.exit_code

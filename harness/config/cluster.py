@@ -1,0 +1,392 @@
+"""Where a job runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import socket
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.config.fields import execution, label, part
+from harness.config.hardware import HardwareConfig, described
+from harness.config.registry import Registry, load_attribute, resolve_options
+from harness.config.sbatch_options import check_sbatch, check_srun
+from harness.util.errors import ConfigError
+from harness.util.hardware import Accelerator, find_accelerator
+
+if TYPE_CHECKING:
+    from harness.config.job import Job
+    from harness.run.folder import RunFolder
+
+
+@dataclass(frozen=True)
+class ClusterKind:
+    """A way to start the ranks of a job.
+
+    Attributes:
+        start: ``module:function`` that is called with a job, its ``RunFolder`` and its overrides, starts the
+            job, and returns the exit code.
+        is_here: whether the ranks run on this machine and use its GPUs; else on nodes of
+            ``cluster.ranks_per_node`` ranks.
+        options: dataclass of ``cluster.options``; None: there are none.
+    """
+
+    start: str
+    is_here: bool
+    options: type | None = None
+
+    def run(self, job: Job, folder: RunFolder, overrides: list[str]) -> int:
+        """Start a job; return the exit code."""
+        code: int = load_attribute(self.start)(job, folder, overrides)
+        return code
+
+
+CLUSTERS: Registry[ClusterKind] = Registry(
+    "cluster",
+    {
+        "local": ClusterKind("harness.launch.local:start", is_here=True),
+        "slurm": ClusterKind("harness.launch.submit:submit_one", is_here=False),
+    },
+    field="cluster.kind",
+    expects="harness.config.cluster:ClusterKind",
+)
+"""Ways to start the ranks of a job."""
+DEVICES = ("auto", "cpu", "cuda")
+NODE_CHECKS = ("off", "fail", "exclude")
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """Where a job runs: on this machine, or on nodes of a SLURM cluster."""
+
+    kind: str = label("local", choices=CLUSTERS)
+    """How ranks are started: ``local`` on this machine, ``slurm`` by a submitted job."""
+    options: dict[str, Any] = label(factory=dict)
+    """Options of a kind that another package has added."""
+    ranks: int | None = label(None, least=1)
+    """Total number of ranks; null means the product of the layout's degrees."""
+    nodes: int | None = label(None, least=1)
+    """Number of nodes, each full; null means as many as the ranks need."""
+    ranks_per_node: int | None = label(None, least=1)
+    """Ranks per node, one per GPU if the node has any; null (local only): as many as the layout needs."""
+    device: str = execution("auto", choices=DEVICES)
+    """Device of every rank: cpu, cuda, or auto (cuda on nodes with GPUs)."""
+    accelerator: str | None = label(None)
+    """Accelerator of the nodes: a name in harness/util/hardware.py (``H100 SXM``), or any name with the numbers of
+    ``hardware``; null means unknown."""
+    hardware: HardwareConfig = part(HardwareConfig)
+    """Numbers of an accelerator of the user's own."""
+    network_gbps: float | None = label(None, above=0)
+    """Bandwidth of a network adapter in Gbit/s; null means unknown."""
+    network_adapters: int | None = label(None, least=1)
+    """Network adapters of a node, which its ranks share evenly; null means one for each."""
+    link_nodes: int = label(1, least=1)
+    """Neighbouring nodes whose accelerators are joined like those of one node: 18 in a GB200 NVL72."""
+    leaf_nodes: int | None = label(None, least=1)
+    """Neighbouring nodes under the same leaf switches; null: the network is as fast between all nodes."""
+    oversubscription: float | None = label(None, least=1)
+    """Bandwidth of the nodes under a leaf switch divided by that of its links to other leaves; with
+    leaf_nodes."""
+    dollars_per_gpu_hour: float | None = label(None, above=0)
+    """Price, for the cost of plans and submissions; null shows none."""
+    pue: float | None = label(None, least=1)
+    """Power usage effectiveness: the site's energy divided by the energy of its computers, for the energy of
+    plans; null leaves it out."""
+    threads_per_rank: int | None = label(None, least=1)
+    """CPU threads per rank (OMP_NUM_THREADS); null divides the cores evenly among ranks."""
+    start_timeout_seconds: int = label(1800, least=1)
+    """Timeout of collectives until this process has finished its first step (compile, communicators)."""
+    step_timeout_seconds: int = label(600, least=1)
+    """Timeout of collectives after the first step."""
+    stop_timeout_seconds: int = label(300, least=1)
+    """Time that ranks have after ^C or SIGTERM to finish their step and save, before they are killed."""
+
+    partition: str | None = label(None)
+    """SLURM's --partition."""
+    account: str | None = label(None)
+    """SLURM's --account."""
+    qos: str | None = label(None)
+    """SLURM's --qos."""
+    constraint: str | None = label(None)
+    """SLURM's --constraint."""
+    exclude: str | None = label(None)
+    """SLURM's --exclude."""
+    time: str | None = label("1:00:00")
+    """SLURM's --time: minutes, h:m:s, d-h:m:s; a longer job is requeued. Null means the partition's limit."""
+    cpus_per_rank: int | None = label(None, least=1)
+    """SLURM's --cpus-per-task; null means one, or the partition's default."""
+    mem: str | None = label(None)
+    """SLURM's --mem per node, e.g. 500G; 0 means all memory, null the partition's default."""
+    gpu_type: str | None = label(None)
+    """Type in --gpus-per-node=TYPE:N, for nodes with several types; null means any."""
+    gres: bool = label(False)
+    """Request GPUs by --gres=gpu:TYPE:N instead of --gpus-per-node, for sites that support only --gres."""
+    gpu_bind: str | None = label(None)
+    """SLURM's --gpu-bind, e.g. closest or single:1; null lets each rank see all GPUs of its node."""
+    distribution: str | None = label("block:block")
+    """SLURM's --distribution. With block:block neighbouring ranks share a socket, as neighbouring GPUs do.
+    Null is SLURM's default, which assigns ranks to sockets round-robin."""
+    socket_ifname: str | None = label(None)
+    """Network interface for NCCL and gloo sockets (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME), e.g. bond0."""
+    ib_hca: str | None = label(None)
+    """InfiniBand adapters that NCCL uses (NCCL_IB_HCA), e.g. mlx5_0,mlx5_3; null means all."""
+    node_check: str = label("off", choices=NODE_CHECKS)
+    """Check of each node's GPUs, memory and run folder before ranks start. off: none; fail: a bad node ends
+    the job; exclude: the job is requeued without the bad node."""
+    exclude_slow: bool = label(False)
+    """Requeue the job without the nodes of ranks that profiling.phases found slow."""
+    exclusive: bool = label(False)
+    """SLURM's --exclusive: do not share nodes with other jobs."""
+    sbatch: dict[str, Any] = label(factory=dict)
+    """More sbatch options by their long names, e.g. {reservation: maintenance, mail-type: END}."""
+    srun_args: list[str] = label(factory=list)
+    """More options for the srun that starts the ranks."""
+    setup: list[str] = label(factory=list)
+    """Shell lines run on the first node before anything else, e.g. module load cuda. A line that fails ends
+    the job."""
+    env: dict[str, str] = label(factory=dict)
+    """Environment variables of the job, e.g. {NCCL_DEBUG: INFO}."""
+    container: str | None = label(None)
+    """Container for ranks: srun options (--container-image=...) or a command (apptainer exec --nv x.sif)."""
+    python: str | None = label(None)
+    """Python executable of the ranks, e.g. the container's; null means the submitting one."""
+    signal_seconds: int = label(120, least=1)
+    """Seconds before the time limit at which SLURM signals the job to save and requeue."""
+    max_requeues: int = label(100, least=0)
+    """How often a job is requeued automatically after a preemption or its time limit; 0 means never."""
+    max_running: int = label(16, least=1)
+    """Maximum number of a sweep's points that run on SLURM at once, over all arrays."""
+    snapshot: bool = label(True)
+    """Run a copy of the code made at submission, not the code as it is when the job starts."""
+    wait: bool = label(False)
+    """Follow the job to its end; ^C stops the following, not the job."""
+    dry_run: bool = label(False)
+    """Show what would be submitted and its maximum cost; submit nothing."""
+    parsable: bool = label(False)
+    """Print only the ids of submitted jobs on stdout, as sbatch --parsable does; the rest goes to stderr."""
+    confirm_gpu_hours: float = label(100.0)
+    """Ask before submitting jobs of more GPU-hours than this (ranks x time limit; on CPU rank-hours)."""
+
+    def resolve(self) -> ClusterConfig:
+        """Return the cluster with the defaults of its options."""
+        schema, owner = CLUSTERS[self.kind].options, f"cluster.kind={self.kind}"
+        return replace(self, options=resolve_options(self.options, schema, "cluster.options", owner))
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the ranks run on this machine."""
+        return CLUSTERS[self.kind].is_here
+
+    @property
+    def world_size(self) -> int | None:
+        """Total number of ranks, if the cluster fields alone determine it."""
+        if self.ranks is not None:
+            return self.ranks
+        if not self.is_here:
+            return None if self.nodes is None else self.nodes * self._ranks_per_node
+        return self.ranks_per_node
+
+    @property
+    def default_world_size(self) -> int | None:
+        """Ranks of a layout that does not determine them: one node's; None: this machine decides."""
+        return None if self.is_here else self._ranks_per_node
+
+    @property
+    def _ranks_per_node(self) -> int:
+        assert self.ranks_per_node is not None, "checked by validate"
+        return self.ranks_per_node
+
+    @property
+    def minutes(self) -> int | None:
+        """The time limit in minutes, rounded up; None if it is the partition's.
+
+        Raises:
+            ConfigError: ``time`` has none of SLURM's forms.
+        """
+        return None if self.time is None else minutes_of(self.time)
+
+    def validate(self) -> None:
+        """Raise ConfigError for fields that contradict each other or that SLURM would not accept."""
+        if self.ranks_per_node is None and not self.is_here:
+            rule = f"must be set with cluster.kind={self.kind}"
+            raise ConfigError("cluster.ranks_per_node", None, rule, "8, GPUs of a node")
+        self.hardware.validate(self.accelerator)
+        self._validate_network()
+        if self.kind == "slurm":
+            self._validate_slurm()
+        elif self.is_here and self.nodes not in (None, 1):
+            raise ConfigError("cluster.nodes", self.nodes, "this machine is one node", "1, or cluster=slurm")
+
+    def _validate_network(self) -> None:
+        if self.link_nodes > 1 and self.is_here:
+            raise ConfigError("cluster.link_nodes", self.link_nodes, "this machine is one node", "1")
+        if self.network_adapters is not None and self.network_gbps is None:
+            rule = "needs the bandwidth of an adapter, cluster.network_gbps"
+            raise ConfigError(
+                "cluster.network_adapters", self.network_adapters, rule, "cluster.network_gbps=400"
+            )
+        for name, other, works in (
+            ("leaf_nodes", "oversubscription", 2),
+            ("oversubscription", "leaf_nodes", 32),
+        ):
+            if getattr(self, name) is not None and getattr(self, other) is None:
+                rule = f"has no effect without cluster.{other}"
+                raise ConfigError(f"cluster.{name}", getattr(self, name), rule, f"cluster.{other}={works}")
+        if self.leaf_nodes is not None and self.leaf_nodes % self.link_nodes:
+            rule = f"must be a multiple of cluster.link_nodes={self.link_nodes}"
+            raise ConfigError("cluster.leaf_nodes", self.leaf_nodes, rule, f"{self.link_nodes}")
+
+    def _validate_slurm(self) -> None:
+        if self.minutes is not None and self.signal_seconds >= self.minutes * 60:
+            raise ConfigError(
+                "cluster.signal_seconds",
+                self.signal_seconds,
+                f"must be less than cluster.time={self.time}, or SLURM stops the job as it starts",
+                f"at most {self.minutes * 60 - 1}",
+            )
+        for name, (pattern, rule, works) in _FORMS.items():
+            value = getattr(self, name)
+            if value is not None and not re.fullmatch(pattern, value):
+                raise ConfigError(f"cluster.{name}", value, rule, works)
+        for name in self.env:
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+                raise ConfigError(
+                    f"cluster.env.{name}", self.env[name], "is not a valid variable name", "NCCL_DEBUG"
+                )
+        check_sbatch(self.sbatch, gres=self.gres)
+        check_srun(self.srun_args)
+        try:
+            shlex.split(self.container or "")
+        except ValueError as error:
+            raise ConfigError("cluster.container", self.container, f"cannot be parsed: {error}") from None
+
+    def nodes_for(self, world_size: int) -> tuple[int, int]:
+        """Return the number of nodes for ``world_size`` ranks, and the ranks on each.
+
+        Raises:
+            ConfigError: the ranks do not fill the nodes evenly.
+        """
+        if self.is_here:
+            return 1, world_size
+        per_node = self._ranks_per_node
+        if self.nodes is None and world_size <= per_node:
+            return 1, world_size
+        nodes = self.nodes or -(-world_size // per_node)
+        if world_size % nodes or world_size // nodes > per_node:
+            below = world_size // per_node * per_node
+            raise ConfigError(
+                "cluster.nodes" if self.nodes else "cluster.ranks_per_node",
+                self.nodes or per_node,
+                f"{world_size} ranks do not fill {nodes} nodes of {per_node} evenly",
+                f"degrees that multiply to {below or per_node} or {below + per_node}",
+            )
+        return nodes, world_size // nodes
+
+    def linked_ranks(self, world_size: int) -> int:
+        """Return the number of neighbouring ranks that the accelerators' own links join."""
+        return min(self.nodes_for(world_size)[1] * self.link_nodes, world_size)
+
+    def leaf_ranks(self, world_size: int) -> int | None:
+        """Return the number of neighbouring ranks under the same leaf switches; None if all are equal."""
+        return None if self.leaf_nodes is None else self.nodes_for(world_size)[1] * self.leaf_nodes
+
+    @property
+    def rank_gbps(self) -> float | None:
+        """Network bandwidth of a rank of a full node, in Gbit/s; None if unknown."""
+        if self.network_gbps is None or self.network_adapters is None or self.ranks_per_node is None:
+            return self.network_gbps
+        return self.network_gbps * self.network_adapters / self.ranks_per_node
+
+    @property
+    def gpu(self) -> Accelerator | None:
+        """The accelerator of the nodes; None if it is unknown."""
+        return None if self.accelerator is None else described(self.accelerator, self.hardware)
+
+    def with_device(self, device_name: str) -> ClusterConfig | None:
+        """Return the cluster with the accelerator that the driver reports; None if it is unknown.
+
+        Args:
+            device_name: the result of ``torch.cuda.get_device_name()``.
+        """
+        if self.gpu is not None and device_name.strip() == self.hardware.device_name:
+            return self
+        found = find_accelerator(device_name)
+        if found is None:
+            return None
+        if found.name == self.accelerator:
+            return self
+        return replace(self, accelerator=found.name, hardware=HardwareConfig())
+
+    def validate_gpus(self, gpus: int, ranks: int) -> None:
+        """Raise ConfigError if this machine has fewer GPUs than the ranks need, one each."""
+        if self.device == "cuda" and gpus == 0:
+            raise ConfigError("cluster.device", "cuda", f"{node_name()} has no NVIDIA GPU", ["cpu", "auto"])
+        if self.device != "cpu" and 0 < gpus < ranks:
+            raise ConfigError(
+                "cluster.device",
+                self.device,
+                f"the layout takes {ranks} ranks, one GPU each, and this machine has {gpus}",
+                f"cpu, or degrees of parallelism that multiply to at most {gpus}",
+            )
+
+
+def node_name() -> str:
+    """Return this machine's name; inside a job, SLURM's name for the node."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def count_gpus() -> int:
+    """Return the number of NVIDIA GPUs that this process may use. Imports no torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        # SLURM sets NoDevFiles for a job without GPUs.
+        return len([d for d in visible.split(",") if d.strip() not in ("", "-1", "NoDevFiles")])
+    return len([p for p in Path("/dev").glob("nvidia*") if p.name[len("nvidia") :].isdigit()])
+
+
+# Pattern, rule and examples of the fields that SLURM, NCCL and gloo parse.
+_FORMS = {
+    "distribution": (
+        r"block(:(block|cyclic|fcyclic|\*)){0,2}",
+        "must begin with block, because ranks of a node are neighbours in the layout",
+        "block:block, block:cyclic, null",
+    ),
+    "gpu_bind": (r"[\w:,.-]+", "must be a value of SLURM's --gpu-bind", "closest, single:1, null"),
+    "socket_ifname": (
+        r"[\w.-]+(,[\w.-]+)*",
+        "must be full interface names, as gloo requires; set NCCL's other forms by "
+        "cluster.env.NCCL_SOCKET_IFNAME",
+        "bond0, ib0,ib1",
+    ),
+    "ib_hca": (
+        r"[=^]{0,2}[\w.-]+(:\d+)?(,[\w.-]+(:\d+)?)*",
+        "must have the form of NCCL_IB_HCA",
+        "mlx5, mlx5_0,mlx5_3, '^mlx5_1'",
+    ),
+}
+
+_TIME = re.compile(
+    r"(?:(?P<days>\d+)-(?P<dh>\d+)(?::(?P<dm>\d+)(?::(?P<ds>\d+))?)?"
+    r"|(?:(?P<h>\d+):(?=\d+:))?(?P<m>\d+)(?::(?P<s>\d+))?)"
+)
+
+
+def minutes_of(time: str) -> int:
+    """Convert one of sbatch's time forms to minutes, rounded up (slurm.schedmd.com/sbatch.html, ``--time``).
+
+    Raises:
+        ConfigError: the time has none of the forms.
+    """
+    match = _TIME.fullmatch(time.strip())
+    parts = {name: int(value or 0) for name, value in match.groupdict().items()} if match else {}
+    hours, minutes = (parts.get(a, 0) + parts.get(b, 0) for a, b in (("dh", "h"), ("dm", "m")))
+    seconds = parts.get("ds", 0) + parts.get("s", 0)
+    total = (parts.get("days", 0) * 24 + hours) * 60 + minutes + -(-seconds // 60)
+    if total < 1:
+        raise ConfigError(
+            "cluster.time", time, "must be a time in one of sbatch's forms", "90, 1:30:00, 2-12:00:00"
+        )
+    return total

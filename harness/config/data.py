@@ -1,0 +1,383 @@
+"""Configuration of the data and the tokenizer: the `data` and `tokenizer` groups.
+
+Validation needs no torch and opens no file. The loader checks the files and raises DataError.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from harness.config.data_kinds import DATA_KINDS
+from harness.config.fields import execution, label, numerics, part
+from harness.config.kind_fields import FORMATS, FORMATS_OF, READ_ONLY_BY, READ_ONLY_BY_STREAMS, SYNTHETIC
+from harness.config.mixture import check_mixture, errors_of_source, require_validation_of_sources
+from harness.config.pictures import EncodersConfig, ImagesConfig, check_pictures
+from harness.config.registry import resolve_options
+from harness.data.tiktoken_sets import SETS
+from harness.util.errors import ConfigError
+
+TRAIN_ON = ("all", "last")
+LONG_CONVERSATIONS = ("drop", "cut")
+ENCODING_ERRORS = ("strict", "replace", "skip")
+TOKEN_DTYPES = ("uint16", "uint32", "int32", "int64")
+BOUNDARIES = ("auto", "eos", "bos", "none")
+TOKENIZER_KINDS = ("bytes", "sentencepiece", "tiktoken", "huggingface", "none")
+ASSET_PREFIX = "asset:"
+ASSETS = Path(__file__).parent / "assets"
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Source of the documents, held-out documents, and packing into samples."""
+
+    kind: str = numerics("local", choices=DATA_KINDS)
+    """`local` (text files), `tokens` (token files), `hub` (a dataset of the `datasets` library), `chat`
+    (files of conversations, for supervised fine-tuning), `synthetic` (random tokens) or `mixture` (several of
+    these). For models that make pictures: `pictures` (files with captions), `hub_pictures` (a dataset),
+    `drawn_shapes` (drawn by a rule), `latents` (a folder of harness encode), or `latents_synthetic` (random
+    latents and embeddings)."""
+
+    options: dict[str, Any] = numerics(factory=dict, id_omits_default=True)
+    """Options of a kind that another package has added."""
+
+    paths: list[str] = numerics(factory=list)
+    """local, chat, pictures: globs of the training files, relative to the working directory. `**` matches any
+    depth; `{stdlib}` stands for the folder of the running interpreter's standard library. tokens: also
+    folders and prefixes (PREFIX.bin with PREFIX.idx). latents: the folder of harness encode."""
+
+    exclude: list[str] = numerics(factory=list)
+    """local, chat, pictures: globs of files to leave out, written like `paths`; one with a leading `**/`
+    matches anywhere."""
+
+    format: str = numerics("auto", choices=FORMATS)
+    """local: `text` (one file is one document), `jsonl`, `parquet`, or `auto` (by extension: .jsonl
+    and .json are jsonl, .parquet is parquet, everything else is text). Text and jsonl may be compressed: .gz,
+    .bz2, .xz, .zst. chat: the same without `text`.
+    pictures: `files` (pictures with a .txt or .json file beside each), `webdataset` (.tar with the same
+    files), or `auto` (by extension).
+    tokens: `corpus` (a folder of harness tokenize), `megatron` (.bin and .idx), `memmap` (ids without a
+    header, or .npy), `llmc` (llm.c, modded-nanogpt), `datatrove` (.ds), `arrow` (also a dataset saved to
+    disk) and `parquet` (lists of ids), or `auto` (by name and first bytes)."""
+
+    encoding_errors: str = numerics("strict", choices=ENCODING_ERRORS)
+    """local, chat: handling of a text file or a line that is not UTF-8: `strict` ends the run with an error,
+    `replace` substitutes U+FFFD for each wrong byte, `skip` leaves the document out. result.json has the
+    number of such documents."""
+
+    text_field: str = numerics("text", nonempty=True)
+    """The field (jsonl) or column (parquet, hub) that holds a document's text."""
+
+    tokens_field: str = numerics("input_ids", nonempty=True, id_omits_default=True)
+    """tokens: the column of arrow and parquet files that holds a document's token ids."""
+
+    dtype: str | None = numerics(None, choices=TOKEN_DTYPES, id_omits_default=True)
+    """tokens: type of the ids in `memmap` and `datatrove` files that do not record it. Null: uint16 if the
+    tokenizer has at most 65,536 tokens, else uint32."""
+
+    boundaries: str = numerics("auto", choices=BOUNDARIES, id_omits_default=True)
+    """tokens: boundaries of documents: `eos` (each document ends with this token), `bos` (each begins with
+    it, or with eos if the tokenizer has no bos), `none` (unknown: no label is masked), or `auto`: the files'
+    index; without one `bos` for llmc, else `eos`."""
+
+    validation_paths: list[str] = numerics(factory=list)
+    """local, tokens, chat, pictures: globs of the validation files, written like `paths`."""
+
+    validation_fraction: float = numerics(0.0, least=0, below=1)
+    """Fraction of the documents held out for validation, in [0, 1), chosen by a hash of the index. tokens:
+    the last documents of each file; a corpus that has held-out documents needs 0. Pictures: by number."""
+
+    dataset: str | None = numerics(None)
+    """hub: name of the dataset, a folder, or a loader such as `json` together with `data_files`."""
+
+    subset: str | None = numerics(None)
+    """hub: name of the dataset's configuration, e.g. `en`."""
+
+    split: str = numerics("train")
+    """hub: the split to train on."""
+
+    validation_split: str | None = numerics(None)
+    """hub: the split to validate on."""
+
+    streaming: bool = numerics(False)
+    """hub: read over the network while training instead of downloading and tokenizing first. The shards of
+    the dataset are dealt to the rows of the global batch."""
+
+    workers: int = execution(1, least=0, id_omits_default=True)
+    """hub with streaming: processes of each rank that read and tokenize ahead, at most one for each of its
+    rows of the global batch; 0 reads in the rank itself. The samples are the same."""
+
+    shuffle_buffer: int = numerics(1000, least=1, id_omits_default=True)
+    """hub with streaming and shuffle: documents of a row that are shuffled together."""
+
+    data_files: list[str] = numerics(factory=list)
+    """hub: files passed to the loader named by `dataset`; they make up the split `train`."""
+
+    mask_fraction: float = numerics(0.0, least=0, most=0.5)
+    """synthetic: mean fraction of masked labels, in [0, 0.5]. The fraction of a sample is uniform between 0
+    and twice this, so samples have different numbers of valid labels; at least one label stays valid."""
+
+    messages_field: str = numerics("messages", nonempty=True, id_omits_default=True)
+    """chat: the field (jsonl) or column (parquet) with the list of messages, each `role` and `content`, or
+    ShareGPT's `from` and `value`. Tools are in the field `tools`."""
+
+    chat_template: str | None = numerics(None, id_omits_default=True)
+    """chat: `chatml`, `plain`, or the path of a Jinja template. Null takes the template of the tokenizer's
+    repository: chat_template.jinja or tokenizer_config.json."""
+
+    chat_template_options: dict[str, Any] = numerics(factory=dict, id_omits_default=True)
+    """chat: more variables for the template, such as `enable_thinking: false`."""
+
+    chat_date: str | None = numerics(None, id_omits_default=True)
+    """chat: today's date for templates that write it into the system prompt, such as 2026-01-31."""
+
+    train_on: str = numerics("all", choices=TRAIN_ON, id_omits_default=True)
+    """chat: the turns of the assistant whose tokens are labels: `all`, or the `last` of each conversation."""
+
+    long_conversations: str = numerics("drop", choices=LONG_CONVERSATIONS, id_omits_default=True)
+    """chat: handling of conversations longer than `training.seq_len`: `drop` leaves them out, `cut` keeps
+    their first tokens. The log has their number."""
+
+    sources: dict[str, DataConfig] = numerics(factory=dict, id_omits_default=True)
+    """mixture: the sources by name, each with the fields of `data`."""
+
+    weights: dict[str, float] = numerics(factory=dict, least=0, id_omits_default=True)
+    """mixture: share of each source in the samples, by name. Only the ratio of the weights counts, so they
+    can be numbers of tokens. A source that is not named has weight 0."""
+
+    epochs: dict[str, float] = numerics(factory=dict, above=0, id_omits_default=True)
+    """mixture, instead of `weights`: epochs of each source, by name. The weight of a source is this times its
+    samples per epoch, so only the ratio of the epochs counts."""
+
+    weight_changes: list[dict[str, float]] = numerics(factory=list, id_omits_default=True)
+    """mixture: weights from later steps on, such as `[{step: 9000, web: 1, math: 3}]`."""
+
+    images: ImagesConfig = part(ImagesConfig)
+    """Kinds with pictures: size and captions."""
+
+    encoders: EncodersConfig = part(EncodersConfig)
+    """Kinds with pictures: encoders of pictures and captions. latents: they decode samples of the model."""
+
+    mask_document_boundary: bool = numerics(True)
+    """Mask the label at a document's last token, which is the next document's first token."""
+
+    attend_across_documents: bool = numerics(True)
+    """Let tokens attend to earlier documents in the same sample; false masks them out of attention. chat
+    needs false."""
+
+    shuffle: bool = numerics(True)
+    """Read the packed samples in a random order, a different one in every epoch. In a stream, shuffle the
+    shards and `shuffle_buffer` documents at a time instead. Validation is never shuffled."""
+
+    prefetch: int = execution(2, least=0)
+    """Batches that are read, and copied to the device, ahead of the loop; 0 reads each when it is needed."""
+
+    cache_dir: str = label("~/.cache/harness", written="folder")
+    """Folder of the token caches; all ranks must see it."""
+
+    tokenize_workers: int | None = label(None, least=1)
+    """Processes that tokenize on the node of a job before it begins; null: one for each CPU that the node's
+    first rank may use, at most 32."""
+
+    tokenize_limit_gib: float | None = label(16.0, least=0)
+    """Refuse a job that would have to tokenize more than this before it begins, while all ranks wait;
+    `harness tokenize` prepares the data. In GiB of files, compressed or not; null: no limit."""
+
+    def resolve(self) -> DataConfig:
+        """Return the data with the defaults of its options, also those of a mixture's sources."""
+        schema, owner = DATA_KINDS[self.kind].options, f"data.kind={self.kind}"
+        options = resolve_options(self.options, schema, "data.options", owner)
+        sources = {}
+        for name, source in self.sources.items():
+            with errors_of_source(self, name):
+                sources[name] = source.resolve()
+        return replace(self, options=options, sources=sources)
+
+    def validate(self) -> None:
+        """Raise ConfigError for fields that contradict each other."""
+        self._refuse_settings_of_other_kinds()
+        check_pictures(self)
+        if self.kind == "mixture":
+            check_mixture(self)
+        elif self.kind in FORMATS_OF:
+            self._validate_files()
+        if self.kind == "chat":
+            self._validate_chat()
+        elif self.kind in ("hub", "hub_pictures"):
+            self._validate_hub()
+        elif self.kind in SYNTHETIC and self.validation_fraction > 0:
+            rule = "synthetic data has no documents to hold out; it generates separate validation samples"
+            raise ConfigError("data.validation_fraction", self.validation_fraction, rule, "0")
+        if self.kind in SYNTHETIC and not self.attend_across_documents:
+            rule = "synthetic data has no documents"
+            raise ConfigError("data.attend_across_documents", False, rule, "true")
+
+    def require_validation(self) -> None:
+        """Check that there are documents for validation.
+
+        Raises:
+            ConfigError: there are none.
+        """
+        if self.kind == "mixture":
+            return require_validation_of_sources(self)
+        if self.holds_out:
+            return
+        other = "data.validation_paths" if self.kind in FORMATS_OF else "data.validation_split"
+        works = other if self.streaming else f"data.validation_fraction=0.02, or {other}"
+        rule = "validation is enabled, but no documents are held out for it"
+        raise ConfigError("data.validation_fraction", self.validation_fraction, rule, works)
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether there are samples for validation."""
+        if self.kind == "mixture":
+            return any(source.holds_out for source in self.sources.values())
+        # Whether a corpus has held-out documents is known when it is opened.
+        may_be_corpus = self.kind == "tokens" and self.format in ("auto", "corpus")
+        held_out = self.validation_paths or self.validation_split or self.validation_fraction
+        holds = (*SYNTHETIC, "drawn_shapes", "latents")
+        return self.kind in holds or may_be_corpus or bool(held_out)
+
+    @property
+    def kinds(self) -> set[str]:
+        """The kind, and those of a mixture's sources."""
+        return {self.kind, *(source.kind for source in self.sources.values())}
+
+    @property
+    def source_names(self) -> list[str]:
+        """Names of a mixture's sources; the index of a source is its position here."""
+        return sorted(self.sources)
+
+    def _refuse_settings_of_other_kinds(self) -> None:
+        default = DataConfig()
+        for kinds, names in READ_ONLY_BY.items():
+            for name in names:
+                value = getattr(self, name)
+                if self.kind not in kinds and value != getattr(default, name):
+                    rule = f"is read only by data.kind={' or '.join(kinds)}, and data.kind is {self.kind}"
+                    raise ConfigError(f"data.{name}", value, rule, f"data.kind={kinds[0]}, or leave it out")
+        for name in READ_ONLY_BY_STREAMS:
+            value = getattr(self, name)
+            if not self.streaming and value != getattr(default, name):
+                rule, works = "is read only with data.streaming=true", "data.streaming=true, or leave it out"
+                raise ConfigError(f"data.{name}", value, rule, works)
+        if not self.shuffle and self.shuffle_buffer != default.shuffle_buffer:
+            rule, works = "is read only with data.shuffle=true", "data.shuffle=true, or leave it out"
+            raise ConfigError("data.shuffle_buffer", self.shuffle_buffer, rule, works)
+
+    def _validate_files(self) -> None:
+        formats, example = FORMATS_OF[self.kind]
+        if not self.paths:
+            rule = f"data.kind={self.kind} needs at least one file"
+            raise ConfigError("data.paths", "[]", rule, f"'data.paths=[{example}]'")
+        if self.format not in formats:
+            rule = f"is no format of data.kind={self.kind}"
+            raise ConfigError("data.format", self.format, rule, formats)
+        for name in ("paths", "exclude", "validation_paths"):
+            if not all(getattr(self, name)):
+                raise ConfigError(f"data.{name}", getattr(self, name), "an empty string is no glob")
+        if self.validation_paths and self.validation_fraction > 0:
+            rule = "validation comes either from data.validation_paths or from held-out documents, not both"
+            raise ConfigError("data.validation_fraction", self.validation_fraction, rule, "0")
+
+    def _validate_chat(self) -> None:
+        for name, needed, rule in (
+            ("attend_across_documents", False, "conversations do not attend to others in their sample"),
+            ("mask_document_boundary", True, "no token predicts the beginning of another conversation"),
+        ):
+            if getattr(self, name) != needed:
+                raise ConfigError(f"data.{name}", not needed, f"data.kind=chat: {rule}", str(needed).lower())
+        if self.chat_date is not None:
+            try:
+                date.fromisoformat(self.chat_date)
+            except ValueError:
+                rule = "must be a date, as year, month and day"
+                raise ConfigError("data.chat_date", self.chat_date, rule, "2026-01-31") from None
+
+    def _validate_hub(self) -> None:
+        if not self.dataset:
+            rule = f"data.kind={self.kind} needs a dataset"
+            raise ConfigError("data.dataset", self.dataset, rule, "allenai/c4")
+        if self.dataset == "pandas":
+            rule = "reads pickles, which can run any code"
+            raise ConfigError("data.dataset", self.dataset, rule, "parquet, json, csv")
+        if self.validation_split and self.validation_fraction > 0:
+            rule = "validation comes either from data.validation_split or from held-out documents, not both"
+            raise ConfigError("data.validation_fraction", self.validation_fraction, rule, "0")
+        if self.streaming and self.validation_fraction > 0:
+            rule = "documents of a stream cannot be held out"
+            raise ConfigError(
+                "data.validation_fraction", self.validation_fraction, rule, "0 with data.validation_split set"
+            )
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """How text becomes token ids."""
+
+    kind: str = numerics("bytes", choices=TOKENIZER_KINDS)
+    """`bytes` (UTF-8 bytes, needs no file), `sentencepiece`, `tiktoken`, `huggingface` (tokenizer.json), or
+    `none` (token files of which only the ids are known; it cannot encode or decode)."""
+
+    path: str | None = numerics(None)
+    """sentencepiece, tiktoken, huggingface: the tokenizer's file, relative to the working directory;
+    `asset:NAME` is a file that ships with the harness."""
+
+    special: str = numerics("")
+    """tiktoken: name of the set of special tokens and of the word-splitting pattern (`llama3`, `llama4`,
+    `o200k_harmony`)."""
+
+    bos: str | None = numerics(None)
+    """huggingface: the token put before every document. Null takes bos_token of tokenizer_config.json, or of
+    special_tokens_map.json, in the file's folder; '' puts none.
+    none: id of the token that begins documents."""
+
+    eos: str | None = numerics(None)
+    """huggingface: the token put after every document, likewise. In repositories of chat models it is the
+    token that ends a turn, which is seldom the one that ended documents in pretraining. none: id of the token
+    that ends documents."""
+
+    def validate(self) -> None:
+        """Raise ConfigError for fields that contradict each other; open no file."""
+        if not self.has_file and self.path:
+            raise ConfigError(
+                "tokenizer.path", self.path, f"tokenizer.kind={self.kind} reads no file", "null"
+            )
+        if self.has_file and not self.path:
+            works = f"the path of a {self.kind} file"
+            raise ConfigError(
+                "tokenizer.path", self.path, f"tokenizer.kind={self.kind} needs its file", works
+            )
+        if self.kind == "tiktoken" and self.special not in SETS:
+            raise ConfigError("tokenizer.special", self.special or "''", "no such choice", SETS)
+        if self.kind != "tiktoken" and self.special:
+            raise ConfigError(
+                "tokenizer.special", self.special, "is read only by tokenizer.kind=tiktoken", "''"
+            )
+        for name in ("bos", "eos"):
+            token = getattr(self, name)
+            if token is not None and self.kind not in ("huggingface", "none"):
+                rule = "is read only by tokenizer.kind=huggingface or none"
+                raise ConfigError(f"tokenizer.{name}", token or "''", rule, "null")
+            if token and self.kind == "none" and not token.isdecimal():
+                rule = "must be a token id, because tokenizer.kind=none has no names of tokens"
+                raise ConfigError(f"tokenizer.{name}", token, rule, "an id, such as 50256")
+        if self.path and self.path.startswith(ASSET_PREFIX) and not self.file.is_file():
+            shipped = sorted(f"{ASSET_PREFIX}{asset.name}" for asset in ASSETS.glob("*.model"))
+            raise ConfigError("tokenizer.path", self.path, "no such file ships with the harness", shipped)
+
+    @property
+    def has_file(self) -> bool:
+        """Whether the tokenizer is read from a file."""
+        return self.kind not in ("bytes", "none")
+
+    @property
+    def file(self) -> Path:
+        """The tokenizer's file, with `asset:` and `~` resolved."""
+        if self.path is None:
+            raise ValueError(f"tokenizer.kind={self.kind} has no file")
+        if self.path.startswith(ASSET_PREFIX):
+            return ASSETS / self.path.removeprefix(ASSET_PREFIX)
+        return Path(self.path).expanduser()

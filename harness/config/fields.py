@@ -1,0 +1,408 @@
+"""Fields of the typed job: each declares its rule, and whether it changes the numbers that a run computes.
+
+A rule is a range or a list of choices. Rules between fields are code, in the ``validate`` of a dataclass.
+Three roles (law 2 of docs/architecture.md):
+
+* ``numerics``: another value is another experiment (learning rate, model, data order).
+* ``execution``: another value computes the same in another way (degrees of parallelism, prefetch).
+* ``label``: names, paths and output; never part of a job's identity.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator
+from pathlib import Path
+from types import UnionType
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    TypedDict,
+    TypeVar,
+    Union,
+    Unpack,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+from harness.util.errors import ConfigError, as_typed
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Part = TypeVar("Part", bound="DataclassInstance")
+NUMERICS, EXECUTION, LABEL = "numerics", "execution", "label"
+LARGEST_INTEGER = 2**63 - 1
+LARGEST_NUMBER = 3.4e38
+"""Maximum of float32, in which a job's numbers are used."""
+LONGEST_NAME, LONGEST_PATH = 255, 4095
+"""Most bytes of a name and of a path in a file system of Linux."""
+
+
+class Rule(TypedDict, total=False):
+    """Values that a field may have, besides null if its type allows that. ``check_rules`` checks them."""
+
+    least: float
+    """Smallest value."""
+    most: float
+    """Largest value."""
+    above: float
+    """The value is larger than this."""
+    below: float
+    """The value is smaller than this."""
+    also: int
+    """A value that is allowed outside the range."""
+    choices: Iterable[object]
+    """The allowed values; of a list, the allowed elements."""
+    nonempty: bool
+    """An empty text is not allowed; the default would work."""
+    written: str
+    """The harness writes this path of the disk: a ``file``, a ``folder``, or a ``path`` of either kind."""
+    works: str
+    """What would work, for the error, if the rule does not say it."""
+    id_omits_default: bool
+    """For fields added since jobs were published: the default is not part of a job's id, which so stays."""
+
+
+def _field(role: str, default: Any, factory: Callable[[], Any] | None, rule: Rule) -> Any:
+    metadata = {"role": role, **rule}
+    if factory is not None:
+        return dataclasses.field(default_factory=factory, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def numerics(
+    default: Any = dataclasses.MISSING, *, factory: Callable[[], Any] | None = None, **rule: Unpack[Rule]
+) -> Any:
+    """A field that changes the results."""
+    return _field(NUMERICS, default, factory, rule)
+
+
+def execution(
+    default: Any = dataclasses.MISSING, *, factory: Callable[[], Any] | None = None, **rule: Unpack[Rule]
+) -> Any:
+    """A field that changes only how the results are computed."""
+    return _field(EXECUTION, default, factory, rule)
+
+
+def label(
+    default: Any = dataclasses.MISSING, *, factory: Callable[[], Any] | None = None, **rule: Unpack[Rule]
+) -> Any:
+    """A field that changes neither: names, paths, verbosity."""
+    return _field(LABEL, default, factory, rule)
+
+
+def part(kind: type) -> Any:
+    """A part of a job: a dataclass whose fields have roles."""
+    return dataclasses.field(default_factory=kind)
+
+
+def with_value(config: Part, name: str, value: Any) -> Part:
+    """Return a copy of a config dataclass in which the field with this dotted name has another value."""
+    first, _, rest = name.partition(".")
+    changed = with_value(getattr(config, first), rest, value) if rest else value
+    return dataclasses.replace(config, **{first: changed})
+
+
+def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, str, Any]]:
+    """Yield ``(dotted name, role, value)`` of every leaf field of a config dataclass, in order.
+
+    Raises:
+        TypeError: a leaf field has no role.
+    """
+    for name, field, value in leaf_fields(config, prefix):
+        if "role" not in field.metadata:
+            raise TypeError(f"config field {name} has no role (numerics, execution or label)")
+        yield name, field.metadata["role"], value
+
+
+def identity(config: Any, roles: Collection[str]) -> list[tuple[str, Any]]:
+    """Return ``(dotted name, value)`` of the leaf fields with these roles that a job's id covers."""
+    return [
+        (name, value)
+        for name, field, value in leaf_fields(config)
+        if field.metadata["role"] in roles
+        if not (field.metadata.get("id_omits_default") and value == default_of(field))
+    ]
+
+
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def leaf_fields(config: Any, prefix: str = "") -> list[tuple[str, dataclasses.Field[Any], Any]]:
+    """Return ``(dotted name, field, value)`` of every leaf field of a config dataclass, in order.
+
+    Dataclasses in a mapping come in the order of their names.
+    """
+    found: list[tuple[str, dataclasses.Field[Any], Any]] = []
+    owner: type = type(config)
+    for field in _fields_of(owner):
+        value, name = getattr(config, field.name), prefix + field.name
+        kind: type = type(value)
+        if _is_part(kind):
+            found += leaf_fields(value, name + ".")
+        elif isinstance(value, dict) and dataclasses.is_dataclass(_element_type(config, field.name)):
+            for key in sorted(value):
+                found += leaf_fields(value[key], f"{name}.{key}.")
+        else:
+            found.append((name, field, value))
+    return found
+
+
+# Cached: a search checks thousands of jobs.
+_fields_of = functools.cache(dataclasses.fields)
+_is_part = functools.cache(dataclasses.is_dataclass)
+
+
+def _element_type(config: Any, name: str) -> Any:
+    """Type of the values of a mapping field; None for other fields."""
+    owner: type = type(config)
+    hint = type_hints(owner)[name]
+    return get_args(hint)[1] if get_origin(hint) is dict else None
+
+
+def rules_of(field: dataclasses.Field[Any]) -> str:
+    """Return a field's rule in one line, such as "at least 1" or "one of sdpa, flex"; empty without one."""
+    rule = field.metadata
+    if "choices" in rule:
+        each = "each " if str(field.type).startswith("list") else ""
+        words = f"{each}one of {', '.join(map(str, rule['choices']))}"
+    else:
+        words = _range_in_words(rule)
+    return words and words + (", or null" if str(field.type).endswith("None") else "")
+
+
+def _range_in_words(rule: Any) -> str:
+    low = f"[{rule['least']}" if "least" in rule else f"({rule['above']}" if "above" in rule else ""
+    high = f"{rule['most']}]" if "most" in rule else f"{rule['below']})" if "below" in rule else ""
+    if low and high:
+        return f"in {low}, {high}"
+    words = {"least": "at least", "above": "above", "most": "at most", "below": "below", "also": "or"}
+    shown = [f"{word} {rule[name]}" for name, word in words.items() if name in rule]
+    if "written" in rule:
+        return f"a local {rule['written']}"
+    return ", ".join(["non-empty"] if rule.get("nonempty") else shown)
+
+
+def check_rules(config: Any, prefix: str = "") -> None:
+    """Check the declared rule of every field, and that every number fits into a tensor.
+
+    Args:
+        config: a config dataclass.
+        prefix: dotted name of its parent field, with a trailing dot.
+
+    Raises:
+        ConfigError: naming the field.
+    """
+    for name, field, value in leaf_fields(config, prefix):
+        if value is None or isinstance(value, bool):
+            continue
+        for number in _numbers(value):
+            _check_number(name, value, number)
+        rule = field.metadata
+        has_default = "nonempty" in rule or "written" in rule
+        works = rule.get("works", as_typed(field.default) if has_default else "")
+        if "written" in rule:
+            check_written(name, value, rule["written"], works)
+        for each in _elements(value):
+            if not _breaks(each, rule):
+                continue
+            shown = "''" if each == "" else each
+            if "choices" not in rule:
+                raise ConfigError(name, shown, f"must be {rules_of(field)}", works)
+            null = ["null"] if str(field.type).endswith("None") else []
+            raise ConfigError(name, shown, "no such choice", [*rule["choices"], *null])
+
+
+def check_written(name: str, value: str, kind: str, works: str) -> None:
+    """Check a path that will be written, as far as that is possible without writing.
+
+    Args:
+        name: of the field or flag.
+        value: the path.
+        kind: ``file``, ``folder``, or ``path`` for either.
+        works: what would work.
+
+    Raises:
+        ConfigError: it is empty, a URL or too long, or something of another kind is there.
+    """
+    path = Path(os.path.expanduser(value))
+    exists, is_folder, problem = os.path.exists, os.path.isdir, ""
+    if not value:
+        problem = "must be non-empty"
+    elif "://" in value:
+        problem = "is not a local path"
+    # Some files are written under a longer name first.
+    elif len(os.fsencode(path)) > LONGEST_PATH or any(
+        len(os.fsencode(part)) > LONGEST_NAME for part in (*path.parent.parts, f"{path.name}{'.' * 40}")
+    ):
+        problem = f"is too long: a name has at most {LONGEST_NAME - 40} bytes, a path {LONGEST_PATH}"
+    elif file := next((each for each in path.parents if exists(each) and not is_folder(each)), None):
+        problem = f"{file} is not a folder"
+    elif kind == "folder" and exists(path) and not is_folder(path):
+        problem = "is a file"
+    elif kind == "file" and is_folder(path):
+        problem = "is a folder"
+    if problem:
+        raise ConfigError(name, value or "''", problem, works)
+
+
+def _elements(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, list) else [value]
+
+
+def _breaks(value: Any, rule: Any) -> bool:
+    if "choices" in rule:
+        return value not in rule["choices"]
+    if isinstance(value, str):
+        return not value and "nonempty" in rule
+    if "also" in rule and value == rule["also"]:
+        return False
+    # NaN compares false.
+    return (
+        ("least" in rule and not value >= rule["least"])
+        or ("above" in rule and not value > rule["above"])
+        or ("most" in rule and not value <= rule["most"])
+        or ("below" in rule and not value < rule["below"])
+    )
+
+
+def _numbers(value: Any) -> list[int | float]:
+    """All numbers in a value."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        return [number for each in value for number in _numbers(each)]
+    return [value] if isinstance(value, int | float) and not isinstance(value, bool) else []
+
+
+def _check_number(name: str, value: Any, number: int | float) -> None:
+    if isinstance(number, int) and abs(number) > LARGEST_INTEGER:
+        raise ConfigError(name, value, f"must be an integer of 64 bits, at most {LARGEST_INTEGER}")
+    # NaN compares false.
+    if isinstance(number, float) and not abs(number) <= LARGEST_NUMBER:
+        rule = f"must be a finite number of float32, at most {LARGEST_NUMBER:g}"
+        raise ConfigError(name, value, rule)
+
+
+def from_dict(cls: type, plain: dict[str, Any], prefix: str = "") -> Any:
+    """Build a (nested) config dataclass from plain containers.
+
+    Args:
+        cls: the dataclass.
+        plain: its fields; missing ones get their defaults.
+        prefix: prefix of the fields' dotted names, for errors.
+
+    Raises:
+        ConfigError: an unknown key, a value of the wrong type, or a missing field without a default.
+    """
+    hints, inner_classes = type_hints(cls), _inner_classes(cls)
+    unknown = set(plain) - {field.name for field in dataclasses.fields(cls)}
+    if unknown:
+        name = sorted(unknown)[0]
+        rule = no_such_field(name, hints, prefix, whole=cls.__name__)
+        raise ConfigError(f"{prefix}{name}", plain[name], rule)
+    required = [field.name for field in dataclasses.fields(cls) if _has_no_default(field)]
+    if missing := [name for name in required if name not in plain]:
+        raise ConfigError(f"{prefix}{missing[0]}", None, "must be given")
+
+    def built(kind: Any, value: Any, name: str) -> Any:
+        return from_dict(kind, value, f"{prefix}{name}.") if isinstance(value, dict) else value
+
+    values = {}
+    for name, value in plain.items():
+        hint = hints[name]
+        if not _fits(value, hint):
+            key = f"{prefix}{name}"
+            raise ConfigError(key, value, f"must be {describe_type(hint, key)}")
+        inner = inner_classes[name]
+        if inner is not None and get_origin(hint) is dict:
+            value = {key: built(inner, each, f"{name}.{key}") for key, each in value.items()}
+        elif inner is not None:
+            value = built(inner, value, name)
+        values[name] = value
+    return cls(**values)
+
+
+def no_such_field(
+    name: str, known: Iterable[str], prefix: str, namesakes: Iterable[str] = (), whole: str = "the job"
+) -> str:
+    """Say which of the ``known`` fields below ``prefix``, or of its ``namesakes`` elsewhere, was meant."""
+    close = [prefix + each for each in difflib.get_close_matches(name, known, n=1)] or list(namesakes)
+    has = f"{prefix.rstrip('.') or whole} has: {', '.join(sorted(known))}"
+    works = f"did you mean {' or '.join(close)}?" if close else has
+    return f"no such field; {works}"
+
+
+def _has_no_default(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+@functools.cache
+def type_hints(cls: type) -> dict[str, Any]:
+    """Types of a dataclass's fields, cached because they are slow to compute."""
+    return get_type_hints(cls)
+
+
+@functools.cache
+def _inner_classes(cls: type) -> dict[str, Any]:
+    """The dataclass that a field's type is or contains, by field; None without one."""
+    found = {name: (hint, *get_args(hint)) for name, hint in type_hints(cls).items()}
+    return {name: next(filter(dataclasses.is_dataclass, kinds), None) for name, kinds in found.items()}
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value has the annotated type of its field."""
+    if hint is Any:
+        return True
+    if hint in (bool, int, str):
+        return isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
+    kind, arguments = get_origin(hint), get_args(hint)
+    if kind in (Union, UnionType):
+        return any(_fits(value, each) for each in arguments)
+    if kind is list:
+        return isinstance(value, list | tuple) and all(_fits(each, arguments[0]) for each in value)
+    if kind is dict:
+        return isinstance(value, dict) and all(_fits(each, arguments[1]) for each in value.values())
+    if dataclasses.is_dataclass(hint):
+        return isinstance(value, dict | cast("type", hint))
+    if hint is float:
+        # JSON has no number for infinity; harness/util/encoding.py writes it as a string.
+        hint = int | float | str if value in ("nan", "inf", "-inf") else int | float
+    return isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
+
+
+def describe_type(hint: Any, key: str) -> str:
+    """Describe the values of a field with type ``hint`` and dotted name ``key``."""
+    kinds = [t for t in get_args(hint) if t is not type(None)] if get_origin(hint) is UnionType else [hint]
+    words = " or ".join(_describe_kind(kind, key) for kind in kinds)
+    return words + (", or null" if type(None) in get_args(hint) else "")
+
+
+def _describe_kind(kind: Any, key: str) -> str:
+    if dataclasses.is_dataclass(kind):
+        return f"set by its fields, {', '.join(f'{key}.{field.name}' for field in dataclasses.fields(kind))}"
+    if get_origin(kind) is list:
+        inner = get_args(kind)[0]
+        examples = {
+            list: "a list of lists, like [[a,b],[c]]",
+            dict: "a list of mappings, like [{a:1,b:2}]",
+            int: "a list of integers, like [1,2]",
+            float: "a list of numbers, like [0.5,2]",
+            str: "a list of texts, like [a,b]",
+        }
+        return examples.get(get_origin(inner) or inner, "a list, like [a,b]")
+    if get_origin(kind) is dict and dataclasses.is_dataclass(get_args(kind)[1]):
+        return "a mapping of names to fields, like {a: {kind: b}}"
+    if get_origin(kind) is dict and get_args(kind)[1] is str:
+        return "a mapping of names to text, like {a: b}"
+    simple = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+    return simple.get(kind, "a mapping, like {a: b}")

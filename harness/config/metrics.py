@@ -1,0 +1,183 @@
+"""Configuration of the ``metrics`` and ``profiling`` groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from harness.config.fields import label
+from harness.config.registry import Registry, resolve_options
+from harness.util.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class MlflowOptions:
+    """Options of the view ``mlflow``."""
+
+    tracking_uri: str | None = label(None)
+    """Server or database, such as ``sqlite:///mlflow.db``; null: MLFLOW_TRACKING_URI, or MLflow's default."""
+    experiment: str | None = label(None)
+    """MLflow experiment of the run; null: MLFLOW_EXPERIMENT_NAME, or else ``harness``."""
+    tags: dict[str, str] = label(factory=dict)
+    """Tags of the MLflow run."""
+
+
+@dataclass(frozen=True)
+class ViewKind:
+    """A view of metrics.jsonl.
+
+    Attributes:
+        view: ``module:class`` of a ``harness.metrics.views.View``, which is called with a ``ShownRun``.
+        options: dataclass of ``metrics.views.NAME``; None: there are none.
+    """
+
+    view: str
+    options: type | None = None
+
+
+VIEWS: Registry[ViewKind] = Registry(
+    "metrics",
+    {
+        "wandb": ViewKind("harness.metrics.views:WandbView"),
+        "tensorboard": ViewKind("harness.metrics.views:TensorBoardView"),
+        "mlflow": ViewKind("harness.metrics.mlflow_view:MlflowView", MlflowOptions),
+    },
+    field="metrics.views",
+    expects="harness.config.metrics:ViewKind",
+)
+"""Views of metrics.jsonl."""
+CONSOLES = ("auto", "rich", "plain", "none")
+WANDB_MODES = ("online", "offline", "disabled")
+_SWITCHES = ("wandb", "tensorboard")
+"""Views with a field of their own that switches them on."""
+
+
+@dataclass(frozen=True)
+class MetricsConfig:
+    """Which metrics are written, how often, and where. Every field is a label: none changes the results."""
+
+    log_interval: int = label(1, least=1)
+    """Optimizer steps between two rows of metrics.jsonl (and of every view of it)."""
+
+    warmup_steps: int = label(3, least=0)
+    """First steps of this process that throughput excludes: they compile, allocate and connect."""
+
+    all_ranks: bool = label(False)
+    """Also write the own values of every rank (memory, times, loss) into ``metrics/rank<r>.jsonl``."""
+
+    console: str = label("auto", choices=CONSOLES)
+    """auto: a progress bar on a terminal and plain lines elsewhere; rich, plain or none choose one."""
+
+    wandb: bool = label(False)
+    """Also log to Weights & Biases; offline when there is no API key."""
+
+    wandb_project: str | None = label(None)
+    """W&B project; null: WANDB_PROJECT, or else ``harness``."""
+
+    wandb_entity: str | None = label(None)
+    """W&B team or user; null: WANDB_ENTITY, or else the default of the account."""
+
+    wandb_group: str | None = label(None)
+    """W&B group of this run, e.g. the name of a sweep; null: WANDB_RUN_GROUP."""
+
+    wandb_tags: list[str] = label(factory=list)
+    """W&B tags of the run; an empty list: WANDB_TAGS."""
+
+    wandb_mode: str | None = label(None, choices=WANDB_MODES)
+    """online, offline or disabled; null: online with an API key, else offline. WANDB_MODE wins over it."""
+
+    tensorboard: bool = label(False)
+    """Also write TensorBoard event files into the ``tensorboard`` folder of the run."""
+
+    views: dict[str, Any] = label(factory=dict)
+    """More views, each by its name with its options: {mlflow: {experiment: my_experiment}}. Packages can add
+    views."""
+
+    def resolve(self) -> MetricsConfig:
+        """Return the config with the defaults of the views' options.
+
+        Raises:
+            ConfigError: no such view, or no such option of it.
+        """
+        views = {}
+        for name, options in self.views.items():
+            field = f"metrics.views.{name}"
+            if name in _SWITCHES or name not in VIEWS:
+                works = [f"metrics.{name}=true"] if name in _SWITCHES else sorted({*VIEWS} - {*_SWITCHES})
+                raise ConfigError(field, options, "no such view", works)
+            if not isinstance(options, dict):
+                raise ConfigError(field, options, "must be a mapping of the view's options", f"{field}={{}}")
+            views[name] = resolve_options(options, VIEWS[name].options, field, f"the view {name}")
+        return replace(self, views=views)
+
+    @property
+    def shown(self) -> dict[str, dict[str, Any]]:
+        """The options of all views that are on, by name."""
+        return {**{name: {} for name in _SWITCHES if getattr(self, name)}, **self.views}
+
+
+@dataclass(frozen=True)
+class ProfilingConfig:
+    """Traces of complete steps by torch's profiler, and snapshots of GPU memory."""
+
+    enable: bool = label(False)
+    """Write traces."""
+
+    interval: int = label(100)
+    """Steps from one trace to the next; the first trace ends this many steps after the process starts."""
+
+    warmup: int = label(3, least=0)
+    """Steps before each trace in which the profiler already runs but records nothing."""
+
+    active: int = label(1, least=1)
+    """Steps per trace."""
+
+    with_stack: bool = label(False)
+    """Record the Python stack of every operation; makes steps slow and traces large."""
+
+    record_shapes: bool = label(True)
+    """Record the input shapes of every operation."""
+
+    ranks: list[int] = label(factory=lambda: [0])
+    """Ranks that write traces."""
+
+    phases: bool = label(False)
+    """Write the time of each phase of a step on each rank (``phases/``), and warn about slow ranks."""
+
+    memory_snapshot: bool = label(False)
+    """Also write snapshots of GPU memory by source line: with each trace, and when memory runs out."""
+
+    def validate(self, steps: int, world_size: int) -> None:
+        """Check the fields of traces.
+
+        Args:
+            steps: steps of the run.
+            world_size: ranks of the run.
+
+        Raises:
+            ConfigError: with this value no complete trace would be written.
+        """
+        if not self.enable:
+            return
+        traced = self.warmup + self.active
+        if self.interval < traced:
+            rule = f"must hold profiling.warmup + profiling.active = {traced} steps"
+            raise ConfigError("profiling.interval", self.interval, rule, f"{traced} or more")
+        if self.interval > steps:
+            rule = f"a run of training.steps={steps} would write no trace"
+            works = f"at most {steps}" if steps >= traced else f"training.steps={self.interval}"
+            raise ConfigError("profiling.interval", self.interval, rule, works)
+        unknown = [rank for rank in self.ranks if not 0 <= rank < world_size]
+        if unknown or not self.ranks:
+            rule = f"must be ranks of this job, which has {world_size}"
+            raise ConfigError("profiling.ranks", self.ranks, rule, f"[0] to [{world_size - 1}]")
+
+    def refuse_snapshots(self, why: str) -> None:
+        """Reject memory snapshots without a GPU, for the reason ``why``.
+
+        Raises:
+            ConfigError: ``profiling.memory_snapshot`` is set.
+        """
+        if self.enable and self.memory_snapshot:
+            rule = f"snapshots need a GPU, and {why}"
+            raise ConfigError("profiling.memory_snapshot", True, rule, "false, or cluster.device=cuda")

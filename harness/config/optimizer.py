@@ -1,0 +1,252 @@
+"""Configuration of the optimizer, and of the schedules of learning rate, batch size and sequence length."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from harness.config.fields import execution, numerics
+from harness.config.optimizer_kinds import KINDS
+from harness.config.registry import Registry, resolve_options
+from harness.util.errors import ConfigError
+
+IMPLEMENTATIONS = ("auto", "fused", "foreach", "for-loop")
+STATE_DTYPES = ("float32", "bfloat16")
+# A mean m shrinks by (1 - beta) m per step. The change is rounded away if it is less than half a bfloat16
+# step, which is at most 2**-8 m.
+LARGEST_BFLOAT16_BETA = 0.99
+BETA_RULE = "a running mean in bfloat16 (eight bits) would lose its updates to rounding"
+LR_SCALES = ("original", "match_rms_adamw")
+OF_MUON = ("momentum", "newton_schulz_steps", "newton_schulz_dtype", "lr_scale")
+"""Fields that only Muon reads."""
+
+
+@dataclass(frozen=True)
+class Decay:
+    """A shape of the learning rate's decay.
+
+    Attributes:
+        shape: from the progress of the decay, 0 to 1, to the rate, 1 to 0; the second argument are the
+            options, if there are any.
+        options: dataclass of schedule.options; None: it has none.
+    """
+
+    shape: Callable[..., float]
+    options: type | None = None
+
+    def __call__(self, progress: float, options: Mapping[str, Any]) -> float:
+        """Return the rate, as a fraction between the smallest (0) and the peak (1)."""
+        return self.shape(progress) if self.options is None else self.shape(progress, self.options(**options))
+
+
+DECAYS: Registry[Decay] = Registry(
+    "schedule",
+    {
+        "linear": Decay(lambda x: 1 - x),
+        "sqrt": Decay(lambda x: 1 - math.sqrt(x)),
+        "cosine": Decay(lambda x: 0.5 * (1 + math.cos(math.pi * x))),
+    },
+    field="schedule.decay_type",
+    expects="harness.config.optimizer:Decay",
+)
+"""Shapes of the decay."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW (arXiv:1711.05101), Adam (arXiv:1412.6980), Lion (arXiv:2302.06675), or Muon
+    (kellerjordan.github.io/posts/muon) for hidden matrices with AdamW for all other tensors."""
+
+    kind: str = numerics("adamw", choices=KINDS, id_omits_default=True)
+    """The update rule. Muon orthogonalizes the updates of hidden matrices; AdamW updates embeddings, the
+    output projection, routers, norms and other vectors."""
+    lr: float = numerics(8e-4, least=0)
+    """Peak learning rate, reached at the end of the warm-up."""
+    beta1: float = numerics(0.9, least=0, below=1)
+    """Decay of the running mean of gradients, per step; Lion: weight of that mean in the update."""
+    beta2: float = numerics(0.95, least=0, below=1)
+    """Decay of the running mean of squared gradients, per step; Lion: of the mean of gradients."""
+    eps: float = numerics(1e-8, above=0)
+    """Added to the root of the second moment (AdamW, Adam)."""
+    weight_decay: float = numerics(0.1, least=0)
+    """Weight decay per step, multiplied by the learning rate; Adam: added to the gradient, as the gradient of
+    an L2 penalty."""
+    decay_vectors: bool = numerics(False)
+    """Apply weight decay to one-dimensional parameters (norm weights, biases) too."""
+    decay_embeddings: bool = numerics(True)
+    """Apply weight decay to the embedding table."""
+    groups: list[dict[str, Any]] = numerics(factory=list, id_omits_default=True)
+    """Settings of the tensors whose name matches a regular expression:
+    [{match: 'layers\\..*\\.wq', lr_factor: 0.5, weight_decay: 0, betas: [0.9,0.98], kind: adamw}]."""
+    momentum: float = numerics(0.95, least=0, below=1, id_omits_default=True)
+    """Muon: decay of the running mean of gradients, per step (with Nesterov's momentum)."""
+    newton_schulz_steps: int = numerics(5, least=1, most=99, id_omits_default=True)
+    """Muon: iterations of Newton-Schulz that orthogonalize an update."""
+    newton_schulz_dtype: str | None = numerics(None, choices=STATE_DTYPES, id_omits_default=True)
+    """Muon: format of these iterations, float32 or bfloat16; null: precision.param_dtype."""
+    lr_scale: str = numerics("match_rms_adamw", choices=LR_SCALES, id_omits_default=True)
+    """Muon: factor of the learning rate for a matrix [outputs, inputs]. original:
+    sqrt(max(1, outputs / inputs)); match_rms_adamw: 0.2 sqrt(max(outputs, inputs)), with which AdamW's
+    learning rate and weight decay apply (arXiv:2502.16982, section 2.2)."""
+    ema_decay: float = numerics(0.0, least=0, below=1, id_omits_default=True)
+    """Decay per step of an exponential moving average of the weights, in float32; 0: none. It is saved with
+    the optimizer's state. ``ema=true`` makes harness generate and harness evaluate use it, and
+    ``convert.ema=true`` exports it."""
+    options: dict[str, Any] = numerics(factory=dict, id_omits_default=True)
+    """Options of a kind that another package has added."""
+    state_dtype: str | None = numerics(None, choices=STATE_DTYPES)
+    """Format of the running means, float32 or bfloat16; updates are computed in float32. null means that of
+    the parameters, precision.master_dtype."""
+    implementation: str = execution("auto", choices=IMPLEMENTATIONS)
+    """torch's implementation of the update: auto (fused), fused, foreach or for-loop. bfloat16 state or
+    parameters need auto, which uses our own loop: torch does not update them in float32. With foreach and
+    for-loop, debug.non_finite=skip makes the host wait for the norm in every step."""
+    in_backward: bool = execution(False)
+    """Update every parameter as soon as backward has computed its gradient, and free the gradient, so that
+    the gradients of the full model are never in memory. Needs training.max_norm=0, one pass per step, no
+    pipeline and debug.non_finite=stop."""
+
+    def resolve(self, master_dtype: str, param_dtype: str) -> OptimizerConfig:
+        """Return the options with the formats set."""
+        iterations = self.newton_schulz_dtype
+        if "muon" in self.kinds:
+            iterations = iterations or param_dtype
+        schema, owner = KINDS[self.kind].options, f"optimizer.kind={self.kind}"
+        return replace(
+            self,
+            state_dtype=self.state_dtype or master_dtype,
+            newton_schulz_dtype=iterations,
+            options=resolve_options(self.options, schema, "optimizer.options", owner),
+        )
+
+    def validate(self, master_dtype: str = "float32") -> None:
+        """Raise ConfigError for an option that has no effect, or that a format does not allow."""
+        unused = {} if "muon" in self.kinds else dict.fromkeys(OF_MUON, "optimizer=muon")
+        if not any(KINDS[kind].has_betas for kind in self.kinds):
+            unused |= dict.fromkeys(("beta1", "beta2"), "optimizer=adamw")
+        if not any(KINDS[kind].has_eps for kind in self.kinds):
+            unused |= {"eps": "optimizer=adamw"}
+        for name, other in unused.items():
+            self._refuse(name, other)
+        if self.implementation != "auto" and "bfloat16" in (master_dtype, self.state_dtype):
+            raise ConfigError(
+                "optimizer.implementation",
+                self.implementation,
+                "torch's AdamW does not update bfloat16 parameters or state in float32",
+                "auto, or optimizer.state_dtype=float32 and precision.master_dtype=float32",
+            )
+        if self.implementation != "auto" and not KINDS[self.kind].is_torchs and not KINDS[self.kind].others:
+            rule = f"torch has no {self.kind}"
+            raise ConfigError("optimizer.implementation", self.implementation, rule, "auto")
+        if self.state_dtype == "bfloat16":
+            self._validate_bfloat16_state()
+
+    @property
+    def kinds(self) -> set[str]:
+        """Every kind that may update a tensor; a group's kind that does not exist is left out."""
+        others = KINDS[self.kind].others
+        of_groups = {str(each) for group in self.groups if (each := group.get("kind")) in KINDS}
+        return {self.kind, *([] if others is None else [others]), *of_groups}
+
+    def _refuse(self, name: str, other: str) -> None:
+        value, default = getattr(self, name), getattr(OptimizerConfig, name)
+        if value != default:
+            works = f"{'null' if default is None else default}, or {other}"
+            raise ConfigError(
+                f"optimizer.{name}", value, f"has no effect with optimizer.kind={self.kind}", works
+            )
+
+    def _validate_bfloat16_state(self) -> None:
+        for name in ("beta1", "beta2", *(["momentum"] if "muon" in self.kinds else [])):
+            if getattr(self, name) > LARGEST_BFLOAT16_BETA:
+                raise ConfigError(
+                    f"optimizer.{name}",
+                    getattr(self, name),
+                    BETA_RULE,
+                    f"at most {LARGEST_BFLOAT16_BETA}, or optimizer.state_dtype=float32",
+                )
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """Learning rate by step: warm-up, a stable phase and a decay (WSD, arXiv:2404.06395); cosine has no
+    stable phase. Batch size and sequence length by step."""
+
+    warmup_steps: int = numerics(200, least=0)
+    """Steps of linear warm-up from 0 to optimizer.lr."""
+    decay_ratio: float | None = numerics(None, least=0, most=1)
+    """Fraction of the curve, at the end, in which the rate decays; null: all steps after the warm-up."""
+    decay_type: str = numerics("linear", choices=DECAYS)
+    """Shape of the decay: linear, sqrt (1 - sqrt) or cosine."""
+    options: dict[str, Any] = numerics(factory=dict, id_omits_default=True)
+    """Options of a shape that another package has added."""
+    min_lr_factor: float = numerics(0.0, least=0, most=1)
+    """Learning rate at the end of the decay, as a fraction of optimizer.lr."""
+    total_steps: int | None = numerics(None, least=1, id_omits_default=True)
+    """Steps of the learning-rate curve, if more than training.steps: a shorter run then has the learning
+    rates of a run of total_steps."""
+    batch_size: list[dict[str, int]] = numerics(factory=list, id_omits_default=True)
+    """Sequences per step before training.global_batch_size applies: [{until_step:100,sequences:8}]. At most
+    that many; each a multiple of the data-parallel ranks."""
+    seq_len: list[dict[str, int]] = numerics(factory=list, id_omits_default=True)
+    """Tokens per sequence before training.seq_len applies: [{until_step:100,tokens:512}]. Each length divides
+    training.seq_len."""
+
+    def resolve(self) -> ScheduleConfig:
+        """Return the schedule with the defaults of its options."""
+        schema, owner = DECAYS[self.decay_type].options, f"schedule.decay_type={self.decay_type}"
+        return replace(self, options=resolve_options(self.options, schema, "schedule.options", owner))
+
+    def curve_steps(self, steps: int) -> int:
+        """Steps of the learning-rate curve of a run of ``steps`` steps."""
+        return max(steps, self.total_steps or 0)
+
+    @property
+    def batch_sizes(self) -> list[tuple[int, int]]:
+        """``(last step, sequences)`` of each phase of batch_size."""
+        return [(phase["until_step"], phase["sequences"]) for phase in self.batch_size]
+
+    @property
+    def seq_lens(self) -> list[tuple[int, int]]:
+        """``(last step, tokens)`` of each phase of seq_len."""
+        return [(phase["until_step"], phase["tokens"]) for phase in self.seq_len]
+
+    def validate_phases(self) -> None:
+        """Raise ConfigError for phases that are not complete, or not in order."""
+        for name, unit in (("batch_size", "sequences"), ("seq_len", "tokens")):
+            field, phases = f"schedule.{name}", getattr(self, name)
+            works = f"[{{until_step:10,{unit}:8}},{{until_step:20,{unit}:16}}]"
+            for phase in phases:
+                if set(phase) != {"until_step", unit} or min(phase.values()) < 1:
+                    rule = f"each phase has until_step and {unit}, both at least 1"
+                    raise ConfigError(field, phases, rule, works)
+            if any(a["until_step"] >= b["until_step"] for a, b in pairwise(phases)):
+                raise ConfigError(field, phases, "until_step must rise from phase to phase", works)
+
+    def validate(self, steps: int) -> None:
+        """Raise ConfigError for phases that the curve of the learning rate is too short for."""
+        curve = self.curve_steps(steps)
+        name = "schedule.total_steps" if curve > steps else "training.steps"
+        for sizes in ("batch_size", "seq_len"):
+            last = max((phase["until_step"] for phase in getattr(self, sizes)), default=0)
+            if last >= curve:
+                rule = f"the size after step {last} is never reached: {name} is {curve}"
+                longer = f"training.steps={last + 1}, or, of a longer run, schedule.total_steps={last + 1}"
+                works = f"until_step at most {curve - 1}, {longer}"
+                raise ConfigError(f"schedule.{sizes}", getattr(self, sizes), rule, works)
+        decay_steps = 0 if self.decay_ratio is None else round(self.decay_ratio * curve)
+        if self.warmup_steps + decay_steps > curve:
+            works = f"at most {curve - decay_steps}"
+            if self.decay_ratio is None or self.decay_ratio < 1:
+                # The decay's number of steps is rounded, by half a step at most.
+                least = math.ceil((self.warmup_steps + 0.5) / (1 - (self.decay_ratio or 0)))
+                works += f", or training.steps={least}, or schedule.total_steps={least}"
+            raise ConfigError(
+                "schedule.warmup_steps",
+                self.warmup_steps,
+                f"warm-up and decay ({decay_steps} steps) must fit into {name}={curve}",
+                works,
+            )

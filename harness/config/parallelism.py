@@ -1,0 +1,335 @@
+"""Degrees of parallelism and options of each axis; no field changes the numerics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import lcm, prod
+
+from harness.config.fields import execution
+from harness.config.model import ModelConfig
+from harness.config.pipeline import check_pipeline
+from harness.config.pipeline_schedules import SCHEDULES, read_csv_schedule
+from harness.model.spec import KEPT_AFTER_FORWARD, TensorSpec
+from harness.util.errors import ConfigError, divisors
+from harness.util.tables import degrees_in_words
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""Mesh axes, outermost first: ranks of the last axis have the fastest links."""
+
+RESHARD = ("default", "always", "never")
+CP_METHODS = ("ring", "ulysses")
+CP_ROTATE_METHODS = ("allgather", "alltoall")
+
+
+@dataclass(frozen=True)
+class ParallelismConfig:
+    """A layout. The product of dp_replicate, dp_shard, cp, tp and pp is the world size."""
+
+    dp_replicate: int = execution(1, least=1)
+    """Replicas of the (sharded) model: DDP with dp_shard=1, HSDP otherwise."""
+    dp_shard: int = execution(1, least=1, also=-1)
+    """Ranks that parameters, gradients and optimizer state are sharded over (FSDP2); -1: all remaining."""
+    tp: int = execution(1, least=1)
+    """Ranks that every matrix multiplication is split over (tensor parallel)."""
+    pp: int = execution(1, least=1)
+    """Ranks that the layers are split over (pipeline parallel)."""
+    cp: int = execution(1, least=1)
+    """Ranks that the sequence is split over (context parallel)."""
+    ep: int = execution(1, least=1)
+    """Ranks that the experts are distributed over (expert parallel); divides dp_shard x cp, or with tp
+    dp_shard x cp x tp unless expert_tensor_parallel."""
+    expert_tensor_parallel: bool = execution(False)
+    """With tp: split every expert over the tensor-parallel ranks, like a dense feed-forward. Otherwise each
+    of these ranks routes its part of the sequence to unsplit experts."""
+    cp_method: str = execution("ring", choices=CP_METHODS)
+    """With cp: ``ring`` (keys and values rotate, arXiv:2310.01889) or ``ulysses`` (positions are exchanged
+    for heads, arXiv:2309.14509)."""
+    cp_rotate_method: str = execution("allgather", choices=CP_ROTATE_METHODS)
+    """With the ring: gather keys and values at once (``allgather``) or pass them on step by step
+    (``alltoall``)."""
+    cp_load_balance: bool = execution(True)
+    """With the ring: give each rank a chunk of the sequence's head and one of its tail, for equal work."""
+    sequence_parallel: bool = execution(True)
+    """With tp: split norms and residuals along the sequence (arXiv:2205.05198)."""
+    loss_parallel: bool = execution(True)
+    """With tp: compute the cross entropy on vocabulary shards; logits are never gathered."""
+    async_tp: bool = execution(False)
+    """With tp, sequence_parallel and compiled blocks: split matrix products and their collectives into
+    pieces that overlap (torch's micro-pipeline pass over symmetric memory); GPUs of one node only."""
+    reshard_after_forward: str = execution("default", choices=RESHARD)
+    """With dp_shard: free gathered parameters after forward: always, never, or default (only without a
+    pipeline)."""
+    cpu_offload: bool = execution(False)
+    """Keep parameters, gradients and optimizer state in host memory (FSDP2's CPUOffloadPolicy)."""
+    pp_schedule: str = execution("1F1B", choices=tuple(SCHEDULES))
+    """Name of torch's pipeline schedule."""
+    pp_schedule_csv: str | None = execution(None)
+    """A compute-only schedule in torch's CSV form (a row per rank, cells like 0F0); replaces pp_schedule."""
+    pp_schedule_csv_digest: str | None = execution(None)
+    """Digest of that file, set when the job is composed: another schedule is another job."""
+    pp_microbatch_size: int = execution(1, least=1)
+    """Sequences per microbatch."""
+    pp_layers_per_stage: int | None = execution(None, least=1)
+    """Layers per stage, counting embedding and head by their weights below; null makes as many stages as the
+    schedule needs."""
+    pp_first_stage_less_layers: int = execution(1, least=0)
+    """Weight of the embedding in the automatic split, in layers."""
+    pp_last_stage_less_layers: int = execution(1, least=0)
+    """Weight of the final norm and head in the automatic split, in layers."""
+    pp_modules_per_stage: list[list[str]] = execution(factory=list)
+    """Module names of every stage, e.g. [[tok_embeddings,layers.0],[layers.1,norm,output]]; empty means
+    automatic."""
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Degree of every mesh axis, outermost first."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks (after resolve)."""
+        return prod(self.degrees.values())
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of inputs and of weights may be taken in two passes (a CSV schedule may)."""
+        if self.pp == 1:
+            return False
+        return self.pp_schedule_csv is not None or SCHEDULES[self.pp_schedule].splits_backward
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks that get different samples."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def parameter_shards(self) -> int:
+        """Ranks that FSDP shards parameters over, including context-parallel ranks."""
+        return self.dp_shard * self.cp
+
+    @property
+    def reshards_after_forward(self) -> bool:
+        """Whether blocks free their gathered parameters after forward.
+
+        Not by default under a pipeline, which would gather them again for every microbatch.
+        """
+        if self.parameter_shards == 1:
+            return False
+        if self.reshard_after_forward == "default":
+            return self.pp == 1
+        return self.reshard_after_forward == "always"
+
+    def frees(self, group: str) -> bool:
+        """Whether FSDP frees the gathered parameters of a group (``fsdp_groups``) after forward."""
+        kept = group in KEPT_AFTER_FORWARD and self.reshard_after_forward != "always"
+        return self.reshards_after_forward and not kept
+
+    @property
+    def splits_experts(self) -> bool:
+        """Whether every expert is split over tensor-parallel ranks."""
+        return self.tp > 1 and self.expert_tensor_parallel
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks of a stage's replica that experts are distributed over; ranks that split one count once."""
+        return self.parameter_shards * (1 if self.splits_experts else self.tp)
+
+    @property
+    def expert_shards(self) -> int:
+        """Ranks that hold the same experts; FSDP shards their parameters."""
+        return self.expert_ranks // self.ep
+
+    def tp_of(self, tensor: TensorSpec) -> int:
+        """Tensor-parallel ranks that split a tensor of the model."""
+        split = tensor.split_dim is not None and (self.expert_tensor_parallel or not tensor.is_expert)
+        return self.tp if split else 1
+
+    def expert_shard_dim(self, num_experts: int) -> int:
+        """The dimension of experts' tensors that FSDP shards.
+
+        The first one (experts) if it divides evenly; else the next one, so that every rank has a part.
+        """
+        return 0 if (num_experts // self.ep) % self.expert_shards == 0 else 1
+
+    @property
+    def has_expert_mesh(self) -> bool:
+        """Whether experts, if any, are distributed differently from the other parameters."""
+        return self.ep > 1 or (self.tp > 1 and not self.splits_experts)
+
+    @property
+    def balances_context(self) -> bool:
+        """Whether context-parallel ranks have positions from both ends of the sequence."""
+        return self.cp_method == "ring" and self.cp_load_balance
+
+    @property
+    def uses_sequence_parallel(self) -> bool:
+        """Whether residuals are split along the sequence."""
+        return self.tp > 1 and self.sequence_parallel
+
+    def resolve(self, world_size: int | None, default_world: int | None) -> ParallelismConfig:
+        """Check the product of the degrees; return the layout with dp_shard and the schedule's digest set.
+
+        Args:
+            world_size: number of ranks, if determined outside the layout.
+            default_world: number of ranks that dp_shard=-1 fills otherwise; None means dp_shard=2.
+        """
+        if self.dp_shard == -1:
+            others = prod(degree for axis, degree in self.degrees.items() if axis != "dp_shard")
+            world = world_size or default_world or 2 * others
+            if world % others:
+                named = degrees_in_words(self.degrees, between="=", none="")
+                raise ConfigError(
+                    "parallelism.dp_shard",
+                    -1,
+                    f"{named} does not divide the world size {world}",
+                    f"a world size that is a multiple of {others}, or degrees that divide {world}",
+                )
+            return replace(self, dp_shard=world // others).resolve(world_size, default_world)
+        if world_size is not None and self.world_size != world_size:
+            named = degrees_in_words(self.degrees, between="=", none="")
+            others = self.world_size // self.dp_shard
+            rest = (
+                f"{world_size // others}, -1"
+                if world_size % others == 0
+                else f"degrees that divide {world_size}"
+            )
+            raise ConfigError(
+                "parallelism.dp_shard",
+                self.dp_shard,
+                f"the degrees multiply to {self.world_size}{f' ({named})' if named else ''}, "
+                f"but there are {world_size} ranks",
+                f"{rest}, or {self.world_size} ranks",
+            )
+        if self.pp == 1 or self.pp_schedule_csv is None:
+            return self
+        return replace(self, pp_schedule_csv_digest=read_csv_schedule(self.pp_schedule_csv, self.pp).digest)
+
+    def validate(self, model: ModelConfig, seq_len: int, local_batch_size: int, share: int) -> None:
+        """Check the layout against the model, the sequence and the batch.
+
+        Args:
+            model: the model, resolved.
+            seq_len: tokens per sequence.
+            local_batch_size: sequences per data-parallel rank and forward pass.
+            share: sequences per data-parallel rank and optimizer step.
+
+        Raises:
+            ConfigError: the layout does not fit them.
+        """
+        self._validate_tensor(model, seq_len)
+        self._validate_experts(model)
+        self._validate_context(model)
+        self._validate_sequence(seq_len)
+        check_pipeline(self, model, local_batch_size, share)
+
+    def _validate_tensor(self, model: ModelConfig, seq_len: int) -> None:
+        split = {"model.n_heads": model.n_heads, "model.n_kv_heads": model.n_kv_heads}
+        if len(model.expert_layers) < model.num_blocks:
+            split["model.ffn_hidden_dim"] = model.ffn_hidden_dim
+        if model.moe.enabled and model.moe.shared_hidden_dim:
+            split["model.moe.shared_hidden_dim"] = model.moe.shared_hidden_dim
+        if model.moe.enabled and self.expert_tensor_parallel:
+            split["model.moe.hidden_dim"] = model.moe.hidden_dim
+        works = [
+            degree
+            for degree in divisors(*split.values())
+            if seq_len % (degree * self.cp) == 0 or not self.sequence_parallel
+        ]
+        broken = [f"{name}={length}" for name, length in split.items() if length % self.tp]
+        if broken:
+            raise ConfigError("parallelism.tp", self.tp, f"must divide {', '.join(broken)}", works)
+
+    def _validate_experts(self, model: ModelConfig) -> None:
+        """Check that experts can be distributed, and sharded over the ranks that hold the same ones."""
+        if not model.moe.enabled:
+            if self.ep > 1:
+                rule = f"model={model.name} has no experts"
+                raise ConfigError("parallelism.ep", self.ep, rule, [1])
+            return
+        if self.tp > 1 and not self.expert_tensor_parallel and not self.sequence_parallel:
+            raise ConfigError(
+                "parallelism.expert_tensor_parallel",
+                False,
+                "each tensor-parallel rank would route its part of the sequence, which "
+                "parallelism.sequence_parallel=false does not split",
+                "true, or parallelism.sequence_parallel=true",
+            )
+        experts, ranks = model.moe.num_experts, self.expert_ranks
+        product = "dp_shard x cp" if self.tp == 1 or self.splits_experts else "dp_shard x cp x tp"
+        if experts % self.ep or ranks % self.ep:
+            raise ConfigError(
+                "parallelism.ep",
+                self.ep,
+                f"must divide model.moe.num_experts={experts} and {product} = {ranks}",
+                divisors(experts, ranks),
+            )
+        if not self._shards_experts(model, self.ep):
+            works = [ep for ep in divisors(experts, ranks) if self._shards_experts(model, ep)]
+            raise ConfigError(
+                "parallelism.ep",
+                self.ep,
+                f"{experts // self.ep} experts cannot be sharded over {self.expert_shards} ranks, which "
+                "divide neither their number nor their widths",
+                works,
+            )
+
+    def _shards_experts(self, model: ModelConfig, ep: int) -> bool:
+        """Whether the ranks that hold the same experts can shard their parameters evenly."""
+        shards = self.expert_ranks // ep
+        hidden = model.moe.hidden_dim // (self.tp if self.splits_experts else 1)
+        return (model.moe.num_experts // ep) % shards == 0 or not (hidden % shards or model.dim % shards)
+
+    def _validate_context(self, model: ModelConfig) -> None:
+        if self.cp == 1 or self.cp_method == "ring":
+            return
+        for name, default in (("cp_rotate_method", "allgather"), ("cp_load_balance", True)):
+            if getattr(self, name) != default:
+                raise ConfigError(
+                    f"parallelism.{name}",
+                    getattr(self, name),
+                    f"applies to the ring only, and parallelism.cp_method is {self.cp_method}",
+                    f"parallelism.cp_method=ring, or {str(default).lower()}",
+                )
+        heads = {f"model.{name}": getattr(model, name) // self.tp for name in ("n_heads", "n_kv_heads")}
+        broken = [name for name, share in heads.items() if share % self.cp]
+        if broken:
+            named = [f"{name}={getattr(model, name.removeprefix('model.'))}" for name in broken]
+            of_tp = f" / parallelism.tp={self.tp}" if self.tp > 1 else ""
+            works = ", ".join(map(str, divisors(*heads.values())))
+            raise ConfigError(
+                "parallelism.cp",
+                self.cp,
+                f"ulysses exchanges heads: it must divide {', '.join(n + of_tp for n in named)}",
+                f"{works}, or parallelism.cp_method=ring",
+            )
+
+    def _validate_sequence(self, seq_len: int) -> None:
+        """Check that context and sequence parallel can split the sequence evenly."""
+        unit = self.sequence_unit
+        if seq_len % unit == 0:
+            return
+        works = [f"{seq_len // unit * unit or unit}"]
+        if self.uses_sequence_parallel and seq_len % self._sequence_unit(self.balances_context, False) == 0:
+            works.append("parallelism.sequence_parallel=false")
+        if self.balances_context and seq_len % self._sequence_unit(False, self.sequence_parallel) == 0:
+            works.append("parallelism.cp_load_balance=false")
+        rule = f"sequence parallel needs a multiple of parallelism.tp={self.tp}"
+        if self.cp > 1:
+            pieces = "two pieces for each of" if self.balances_context else "a piece for each of"
+            of_tp = f", each split over parallelism.tp={self.tp}" if self.uses_sequence_parallel else ""
+            rule = f"must be a multiple of {unit}: {pieces} parallelism.cp={self.cp} ranks{of_tp}"
+        raise ConfigError("training.seq_len", seq_len, rule, ", or ".join(works))
+
+    def padded(self, length: int) -> int:
+        """The shortest sequence of at least ``length`` tokens that the layout can split evenly."""
+        return -(-length // self.sequence_unit) * self.sequence_unit
+
+    @property
+    def sequence_unit(self) -> int:
+        """Number that the sequence length must be a multiple of."""
+        return self._sequence_unit(self.balances_context, self.sequence_parallel)
+
+    def _sequence_unit(self, balanced: bool, sequence_parallel: bool) -> int:
+        """``sequence_unit`` with other options."""
+        split = self.tp if sequence_parallel else 1
+        return self.cp * (lcm(2, split) if balanced and self.cp > 1 else split)

@@ -1,0 +1,165 @@
+"""Tables of the names that a field may have. Other packages add names by entry points.
+
+A package adds ``sgd`` to ``optimizer.kind`` in its pyproject.toml (docs/howto/extend.md)::
+
+    [project.entry-points."harness.optimizer"]
+    sgd = "my_package.sgd:SGD"
+
+Values are imported when they are used, so a table may name modules that import torch and be read without it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+
+from harness.config.fields import check_rules, default_of, from_dict
+from harness.util.errors import ConfigError, UserError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+Value = TypeVar("Value")
+
+
+class MissingPackageError(ConfigError):
+    """No installed package adds the name that a job uses."""
+
+
+class Registry(Generic[Value]):
+    """The values of one kind by name: built-in ones, and those of installed packages.
+
+    It is a collection of names, so that it can be the ``choices`` of a field. Entry points are read when a
+    name is not built in, or when names are listed.
+
+    Args:
+        kind: entry points of the group ``harness.KIND`` add names.
+        builtins: values by name, or where they are: ``module:attribute``.
+        field: the field that chooses a name, for errors.
+        expects: where the class is (``module:attribute``) that a plugin's value is an instance or subclass
+            of; None: any value.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        builtins: Mapping[str, Value | str],
+        *,
+        field: str,
+        expects: str | None = None,
+    ) -> None:
+        self.kind, self.field = kind, field
+        self._builtins, self._expects = dict(builtins), expects
+        self._loaded: dict[str, Value] = {}
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and (name in self._builtins or name in self.plugins)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*self._builtins, *self.plugins])
+
+    def __getitem__(self, name: str) -> Value:
+        """Return the value of a name.
+
+        Raises:
+            MissingPackageError: no installed package adds the name.
+            UserError: two packages have the name, or the package that has it cannot be imported.
+        """
+        if name not in self._loaded:
+            self._loaded[name] = self._load(name)
+        return self._loaded[name]
+
+    def values(self) -> Iterator[Value]:
+        """The values of all names."""
+        return (self[name] for name in self)
+
+    @functools.cached_property
+    def plugins(self) -> dict[str, EntryPoint]:
+        """Names that other packages add, sorted.
+
+        Raises:
+            UserError: two packages have the same name.
+        """
+        # Takes 20 ms to import, which jobs of built-in names do not wait for.
+        from importlib.metadata import entry_points
+
+        found: dict[str, EntryPoint] = {}
+        for entry in sorted(entry_points(group=f"harness.{self.kind}"), key=_sort_key):
+            if entry.name in self._builtins or entry.name in found:
+                other = _package(found[entry.name]) if entry.name in found else "harness"
+                raise UserError(
+                    f"{self.field}={entry.name}: the packages {other} and {_package(entry)} both have this "
+                    f"name in group harness.{self.kind}; would work: uninstall {_package(entry, '')}"
+                )
+            found[entry.name] = entry
+        return found
+
+    def _load(self, name: str) -> Value:
+        if name in self._builtins:
+            value = self._builtins[name]
+            return load_attribute(value) if isinstance(value, str) else value
+        if name not in self.plugins:
+            rule = f"no installed package adds this name (entry points of group harness.{self.kind})"
+            raise MissingPackageError(self.field, name, rule, [*self, "or install the package that adds it"])
+        entry = self.plugins[name]
+        try:
+            loaded = entry.load()
+        except Exception as error:  # a package may raise anything when it is imported
+            raise self._broken(entry, f"cannot be imported: {type(error).__name__}: {error}") from error
+        if self._expects is not None:
+            kind = load_attribute(self._expects)
+            fits = issubclass(loaded, kind) if isinstance(loaded, type) else isinstance(loaded, kind)
+            if not fits:
+                expected = f"{kind.__module__}.{kind.__qualname__}"
+                raise self._broken(entry, f"has {entry.value}, which is no {expected}")
+        return cast("Value", loaded)
+
+    def _broken(self, entry: EntryPoint, problem: str) -> UserError:
+        return UserError(f"{self.field}={entry.name}: the package {_package(entry)} {problem}")
+
+
+def _sort_key(entry: EntryPoint) -> tuple[str, str]:
+    return entry.name, _package(entry)
+
+
+def _package(entry: EntryPoint, separator: str = " ") -> str:
+    """Name of the distribution of an entry point; with a separator, also its version."""
+    if entry.dist is None:
+        return entry.value
+    return f"{entry.dist.name}{separator}{entry.dist.version}" if separator else entry.dist.name
+
+
+def load_attribute(location: str) -> Any:
+    """Import and return ``module:attribute``."""
+    module, _, name = location.partition(":")
+    return functools.reduce(getattr, name.split("."), importlib.import_module(module))
+
+
+def resolve_options(options: dict[str, Any], schema: type | None, field: str, owner: str) -> dict[str, Any]:
+    """Check the options that a field has for one choice of another field, and add the defaults.
+
+    Args:
+        options: plain values by name.
+        schema: dataclass of the options, with rules beside its fields; None: the choice has no options. A
+            default is left out if its field says ``id_omits_default``.
+        field: the field that holds the options, such as ``optimizer.options``.
+        owner: the choice that they belong to, such as ``optimizer.kind=sgd``, for errors.
+
+    Raises:
+        ConfigError: naming the option.
+    """
+    if schema is None:
+        if options:
+            name = min(options)
+            raise ConfigError(f"{field}.{name}", options[name], f"{owner} has no options", "leave it out")
+        return {}
+    typed = from_dict(schema, options, f"{field}.")
+    check_rules(typed, f"{field}.")
+    return {
+        each.name: getattr(typed, each.name)
+        for each in dataclasses.fields(schema)
+        if not (each.metadata.get("id_omits_default") and getattr(typed, each.name) == default_of(each))
+    }

@@ -1,0 +1,1 @@
+"""Encode pictures and captions once, for any number of jobs: ``harness encode``."""

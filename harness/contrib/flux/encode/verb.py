@@ -1,0 +1,62 @@
+"""``harness encode``: encode pictures with captions, which training reads with ``data=latents``.
+
+    harness encode data=cc12m data.images.crop=center ... encode.target=latents/cc12m
+    harness encode data=drawn_shapes encode.samples=10000 encode.target=latents/shapes
+    harness encode ... cluster=slurm_h100 encode.shards=32      one task of an array for each shard
+
+The same command continues after a kill. The latents do not depend on the number of processes and tasks.
+"""
+
+from __future__ import annotations
+
+import os
+
+from harness.compose.verb import Result, Verb
+from harness.contrib.flux.encode.config import EncodeJob
+from harness.data.shards.here import write_here
+from harness.launch.ranks import openmp_environment
+from harness.train.process import importing_torch
+from harness.util.errors import ConfigError, UserError
+from harness.util.launcher_env import launched_ranks
+
+
+def encode(job: EncodeJob, overrides: list[str]) -> int | Result:
+    """Write a folder of latents, continue an unfinished one, or submit SLURM jobs that do."""
+    if launched_ranks() is not None:
+        raise UserError("harness encode starts its processes itself; start it without torchrun")
+    job.encode.validate(job.data)
+    os.environ.update(openmp_environment(job))
+    with importing_torch():
+        from harness.contrib.flux.encode.rank import writer_of
+        from harness.contrib.flux.pictures.latents import LatentManifest, read_manifest
+    writer = writer_of(job)
+
+    def result(manifest: LatentManifest, title: str, seconds: float = 0.0) -> Result:
+        counts = {split: manifest.count(split) for split in ("train", "validation")}
+        data = {"target": str(writer.target), **counts, "files": len(manifest.files), "seconds": seconds}
+        shown = "; ".join(f"{split} {count:,} pictures" for split, count in counts.items() if count)
+        command = f"next: python -m harness.train ... data=latents 'data.paths=[{writer.target}]'"
+        return Result(data, f"{title}\n{shown}; files: {len(manifest.files)}\n{command}\n")
+
+    if writer.is_complete:
+        manifest = read_manifest(writer.target)
+        if manifest.key != writer.key:
+            rule = f"has latents of {manifest.source}, with another source, encoder, size or seed"
+            raise ConfigError("encode.target", job.encode.target, rule, "another folder, or remove this one")
+        return result(manifest, f"{writer.target} is complete")
+    writer.check_target()
+    if job.cluster.kind == "slurm":
+        from harness.launch.shard_array import submit
+
+        return submit(job, writer, "harness.contrib.flux.encode.task", job.encode.workers or 1)
+    pictures = sum(unit.nbytes for shard in range(len(writer.shards)) for unit in writer.missing(shard))
+    seconds = write_here(writer, job.encode.workers)
+    rate = f"{pictures:,} pictures in {seconds:.1f} s, {pictures / seconds:.1f} a second"
+    return result(read_manifest(writer.target), f"{writer.target}: {rate}", seconds)
+
+
+VERB = Verb("encode", encode, job=EncodeJob, has_json=True)
+main = VERB.main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""Flux, as in diffusers' models/transformers/transformer_flux.py (FluxTransformer2DModel)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from harness.config.model import ModelConfig
+from harness.contrib.flux.config import PATCH
+from harness.model.spec import tensor_shapes
+from harness.util.errors import ConfigError
+from harness.weights.families.core import ConfigField, Family, Names, TensorMapping, TensorSlot
+
+MLP_RATIO = 4
+NORM_EPS = 1e-6
+PICTURE_TOKENS = 64**2  # of 1024 x 1024 pixels
+TEXT_LENGTHS = {False: 256, True: 512}
+"""Tokens of a caption, by whether the model has guidance: FLUX.1-schnell and FLUX.1-dev."""
+
+_OUTSIDE = {
+    "img_in": "x_embedder",
+    "txt_in": "context_embedder",
+    **{
+        f"{ours}.w{number}": f"time_text_embed.{theirs}.linear_{number}"
+        for ours, theirs in (
+            ("time_in", "timestep_embedder"),
+            ("vector_in", "text_embedder"),
+            ("guidance_in", "guidance_embedder"),
+        )
+        for number in (1, 2)
+    },
+    "final_mod": "norm_out.linear",
+    "output": "proj_out",
+}
+_DOUBLE: Names = {
+    "img_mod": "norm1.linear",
+    "img_attn.wq": "attn.to_q",
+    "img_attn.wk": "attn.to_k",
+    "img_attn.wv": "attn.to_v",
+    "img_attn.wo": "attn.to_out.0",
+    "img_attn.q_norm": "attn.norm_q",
+    "img_attn.k_norm": "attn.norm_k",
+    "img_mlp.w1": "ff.net.0.proj",
+    "img_mlp.w2": "ff.net.2",
+    "txt_mod": "norm1_context.linear",
+    "txt_attn.wq": "attn.add_q_proj",
+    "txt_attn.wk": "attn.add_k_proj",
+    "txt_attn.wv": "attn.add_v_proj",
+    "txt_attn.wo": "attn.to_add_out",
+    "txt_attn.q_norm": "attn.norm_added_q",
+    "txt_attn.k_norm": "attn.norm_added_k",
+    "txt_mlp.w1": "ff_context.net.0.proj",
+    "txt_mlp.w2": "ff_context.net.2",
+}
+_SINGLE: Names = {
+    "mod": "norm.linear",
+    "attn.wq": "attn.to_q",
+    "attn.wk": "attn.to_k",
+    "attn.wv": "attn.to_v",
+    "attn.q_norm": "attn.norm_q",
+    "attn.k_norm": "attn.norm_k",
+    "mlp.w1": "proj_mlp",
+}
+_JOINED = "proj_out"
+"""One linear of a single-stream block: our attn.wo, then our mlp.w2, along its inputs."""
+
+
+@dataclass(frozen=True)
+class FluxFamily(Family):
+    """The format of diffusers' Flux checkpoints."""
+
+    def pieces(self, model: ModelConfig) -> Iterator[TensorMapping]:
+        for name in tensor_shapes(model):
+            module, _, kind = name.rpartition(".")
+            if not name.startswith("layers."):
+                yield _mapping(name, f"{_OUTSIDE[module]}.{kind}")
+                continue
+            _, number, inner = module.split(".", 2)
+            single = int(number) - model.flux.double_layers
+            if single < 0:
+                yield _mapping(name, f"transformer_blocks.{number}.{_DOUBLE[inner]}.{kind}")
+                continue
+            prefix = f"single_transformer_blocks.{single}."
+            if inner in _SINGLE:
+                yield _mapping(name, f"{prefix}{_SINGLE[inner]}.{kind}")
+                continue
+            theirs = f"{prefix}{_JOINED}.{kind}"
+            if kind == "bias":
+                yield _mapping(name, theirs)
+                continue
+            first = 0 if inner == "attn.wo" else model.dim
+            within = first, model.dim + model.ffn_hidden_dim
+            yield TensorMapping(name, theirs, TensorSlot(theirs, within=within))
+
+
+def _mapping(ours: str, theirs: str) -> TensorMapping:
+    return TensorMapping(ours, theirs, TensorSlot(theirs))
+
+
+def _fields(model: ModelConfig) -> list[ConfigField]:
+    flux = model.flux
+    return [
+        ConfigField("patch_size", 1, default=1),
+        ConfigField(
+            "in_channels",
+            flux.token_width,
+            "flux.latent_channels",
+            shown=flux.latent_channels,
+            default=64,
+            to_ours=lambda value, _: _whole(value, PATCH**2),
+        ),
+        ConfigField("num_layers", flux.double_layers, "flux.double_layers", default=19),
+        ConfigField(
+            "num_single_layers",
+            model.n_layers - flux.double_layers,
+            "n_layers",
+            shown=model.n_layers,
+            default=38,
+            to_ours=lambda value, found: value + found.get("num_layers", 19),
+        ),
+        ConfigField("attention_head_dim", model.head_width, "head_dim", default=128),
+        ConfigField("num_attention_heads", model.n_heads, "n_heads", default=24),
+        ConfigField(
+            "num_attention_heads",
+            model.n_heads,
+            "dim",
+            shown=model.dim,
+            default=24,
+            to_ours=lambda value, found: value * found.get("attention_head_dim", 128),
+        ),
+        ConfigField("joint_attention_dim", flux.context_dim, "flux.context_dim", default=4096),
+        ConfigField("pooled_projection_dim", flux.pooled_dim, "flux.pooled_dim", default=768),
+        ConfigField("guidance_embeds", flux.guidance, "flux.guidance", default=False),
+        ConfigField("axes_dims_rope", flux.axes_dims, "flux.axes_dims", default=[16, 56, 56]),
+    ]
+
+
+def _whole(value: Any, divisor: int) -> int:
+    if value % divisor:
+        raise ValueError(f"{value} is no multiple of {divisor}")
+    return int(value) // divisor
+
+
+def _refuse(model: ModelConfig) -> None:
+    if model.ffn_hidden_dim != MLP_RATIO * model.dim:
+        rule = f"diffusers' Flux has {MLP_RATIO} x model.dim"
+        raise ConfigError("model.ffn_hidden_dim", model.ffn_hidden_dim, rule, [MLP_RATIO * model.dim])
+    if model.norm_eps != NORM_EPS:
+        raise ConfigError("model.norm_eps", model.norm_eps, f"diffusers' Flux has {NORM_EPS}", [NORM_EPS])
+    if model.rope.theta != FLUX.theta:
+        raise ConfigError("model.rope.theta", model.rope.theta, "diffusers' Flux has 10000", [10000])
+
+
+def _assumed(model: ModelConfig) -> dict[str, object]:
+    text = TEXT_LENGTHS[model.flux.guidance]
+    return {
+        "norm_eps": NORM_EPS,
+        "n_kv_heads": model.n_heads,
+        "ffn_hidden_dim": MLP_RATIO * model.dim,
+        "flux.text_length": text,
+        "max_seq_len": text + PICTURE_TOKENS,
+    }
+
+
+_REQUIRED: Mapping[str, object] = {"architecture": "flux"}
+
+FLUX = FluxFamily(
+    name="flux",
+    model_type="FluxTransformer2DModel",
+    architecture="FluxTransformer2DModel",
+    names=_DOUBLE,
+    config_fields=_fields,
+    requires=_REQUIRED,
+    # The first is not used by Flux; a picture's size and the length of captions are not the model's.
+    kept=(
+        *("vocab_size", "norm_eps", "n_kv_heads", "ffn_hidden_dim", "max_seq_len"),
+        *("flux.text_length", "flux.zero_init"),
+    ),
+    refuse=_refuse,
+    assumed=_assumed,
+    library="diffusers",
+    original="harness.contrib.flux.original:find_original",
+)

@@ -1,0 +1,334 @@
+"""The modules of Flux (github.com/black-forest-labs/flux, src/flux/model.py)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from harness.config.attention import Span
+from harness.config.model import ModelConfig
+from harness.contrib.flux.config import PATCH
+from harness.model.kernels import AttentionSpec, SdpaKernel
+from harness.model.part import ModelPart
+from harness.model.rope import rotate, signed_table
+
+# B: batch, T: sequence (of this rank, when it is split), L: its text tokens, I: its image tokens, C: residual
+# width, H: heads, D: head width, P: values of an image token
+
+TIME_FACTOR, LONGEST_PERIOD = 1000.0, 10000.0
+
+
+class Modulation(nn.Linear):
+    """Shifts, scales and gates [B, 1, C] of the residual stream, from one row per sample [B, C]."""
+
+    def forward(self, vec_BC: Tensor) -> Tensor:
+        return super().forward(F.silu(vec_BC)).unsqueeze(1)
+
+
+class StreamAttention(nn.Module):
+    """The projections of attention for one stream; the block computes attention itself."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        width = config.n_heads * config.head_width
+        self.head_width = config.head_width
+        self.wq, self.wk, self.wv = (nn.Linear(config.dim, width) for _ in range(3))
+        self.wo = nn.Linear(width, config.dim)
+        self.q_norm, self.k_norm = (nn.RMSNorm(config.head_width, eps=config.norm_eps) for _ in range(2))
+
+    def forward(self, x_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys (both normed) and values [B, T, H, D]."""
+        q, k, v = (
+            linear(x_BTC).unflatten(-1, (-1, self.head_width)) for linear in (self.wq, self.wk, self.wv)
+        )
+        return self.q_norm(q), self.k_norm(k), v
+
+
+class FeedForward(nn.Module):
+    """Two linears around GELU."""
+
+    def __init__(self, dim: int, hidden: int, *, output_bias: bool = True) -> None:
+        super().__init__()
+        self.w1, self.w2 = nn.Linear(dim, hidden), nn.Linear(hidden, dim, bias=output_bias)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        out: Tensor = self.w2(F.gelu(self.w1(x_BTC), approximate="tanh"))
+        return out
+
+
+class Block(nn.Module):
+    """A block of either kind; ``inner`` is the kernel of its attention."""
+
+    moe = None
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.inner = SdpaKernel(AttentionSpec(Span(), config.head_width**-0.5, causal=False))
+        self.norm_eps = config.norm_eps
+
+    def attend(self, qkv: Sequence[Tensor], rope_2TD: Tensor) -> Tensor:
+        """Rotate queries and keys, attend to all positions, and return [B, T, H * D]."""
+        q_BTHD, k_BTHD, v_BTHD = qkv
+        q_BTHD, k_BTHD = (rotate(x, rope_2TD, interleaved=True) for x in (q_BTHD, k_BTHD))
+        return self.inner(q_BTHD, k_BTHD, v_BTHD, None).flatten(2)  # type: ignore[no-any-return]
+
+
+class DoubleBlock(Block):
+    """Caption and picture have weights of their own, and attend to each other."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        dim, hidden = config.dim, config.ffn_hidden_dim
+        self.img_mod, self.txt_mod = Modulation(dim, 6 * dim), Modulation(dim, 6 * dim)
+        self.img_attn, self.txt_attn = StreamAttention(config), StreamAttention(config)
+        self.img_mlp, self.txt_mlp = FeedForward(dim, hidden), FeedForward(dim, hidden)
+
+    def forward(self, x_BTC: Tensor, vec_BC: Tensor, rope_2TD: Tensor, text: int) -> Tensor:
+        """Map the residual stream [B, T, C], first ``text`` tokens of the caption, to the next block's."""
+        txt_BLC, img_BIC = x_BTC[:, :text], x_BTC[:, text:]
+        img_shifts = self.img_mod(vec_BC).chunk(6, -1)
+        txt_shifts = self.txt_mod(vec_BC).chunk(6, -1)
+        txt_qkv = self.txt_attn(modulate(txt_BLC, txt_shifts[:2], self.norm_eps))
+        img_qkv = self.img_attn(modulate(img_BIC, img_shifts[:2], self.norm_eps))
+        joined = [torch.cat(pair, dim=1) for pair in zip(txt_qkv, img_qkv, strict=True)]
+        out_BTC = self.attend(joined, rope_2TD)
+        # The streams are gathered, if tensor parallel splits them.
+        length = txt_qkv[0].shape[1]
+        txt_BLC = txt_BLC + txt_shifts[2] * self.txt_attn.wo(out_BTC[:, :length])
+        img_BIC = img_BIC + img_shifts[2] * self.img_attn.wo(out_BTC[:, length:])
+        txt_BLC = txt_BLC + txt_shifts[5] * self.txt_mlp(modulate(txt_BLC, txt_shifts[3:5], self.norm_eps))
+        img_BIC = img_BIC + img_shifts[5] * self.img_mlp(modulate(img_BIC, img_shifts[3:5], self.norm_eps))
+        return torch.cat((txt_BLC, img_BIC), dim=1)
+
+
+class SingleBlock(Block):
+    """Attention and feed-forward of the joined stream, in parallel."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.mod = Modulation(config.dim, 3 * config.dim)
+        self.attn = StreamAttention(config)
+        self.mlp = FeedForward(config.dim, config.ffn_hidden_dim, output_bias=False)
+
+    def forward(self, x_BTC: Tensor, vec_BC: Tensor, rope_2TD: Tensor, text: int) -> Tensor:
+        """Map the residual stream to the next block's, as ``DoubleBlock.forward``."""
+        shift, scale, gate = self.mod(vec_BC).chunk(3, -1)
+        normed_BTC = modulate(x_BTC, (shift, scale), self.norm_eps)
+        out_BTC = self.attn.wo(self.attend(self.attn(normed_BTC), rope_2TD))
+        out: Tensor = x_BTC + gate * (out_BTC + self.mlp(normed_BTC))
+        return out
+
+
+class Embedder(nn.Module):
+    """Two linears around SiLU."""
+
+    def __init__(self, width: int, dim: int) -> None:
+        super().__init__()
+        self.w1, self.w2 = nn.Linear(width, dim), nn.Linear(dim, dim)
+
+    def forward(self, x_BP: Tensor) -> Tensor:
+        out: Tensor = self.w2(F.silu(self.w1(x_BP.to(self.w1.weight.dtype))))
+        return out
+
+
+class Flux(ModelPart):
+    """Flux, or a part of it. See ``ModelPart``."""
+
+    def __init__(self, config: ModelConfig, seq_len: int, modules: Collection[str] | None = None) -> None:
+        """Build the named modules on the current default device.
+
+        Args:
+            config: the model.
+            seq_len: tokens of a caption and a square picture.
+            modules: stage names as in ``harness.config.stages``: tok_embeddings (all before the blocks),
+                layers.<i>, norm and output (all after them); None means all.
+        """
+        super().__init__()
+        flux, dim = config.flux, config.dim
+        has = (lambda name: True) if modules is None else set(modules).__contains__
+        self.config, self.seq_len = config, seq_len
+        # The engine follows the length of batches (set_length); Flux refuses those of other lengths.
+        self.job_seq_len = seq_len
+        self._share: Tensor | None = None
+        first, last = has("tok_embeddings"), has("output")
+        self.img_in = nn.Linear(flux.token_width, dim) if first else None
+        self.txt_in = nn.Linear(flux.context_dim, dim) if first else None
+        self.time_in = Embedder(flux.time_dim, dim) if first else None
+        self.vector_in = Embedder(flux.pooled_dim, dim) if first else None
+        self.guidance_in = Embedder(flux.time_dim, dim) if first and flux.guidance else None
+        self.layers = nn.ModuleDict(
+            {
+                str(i): (DoubleBlock if i < flux.double_layers else SingleBlock)(config)
+                for i in range(config.n_layers)
+                if has(f"layers.{i}")
+            }
+        )
+        self.final_mod = Modulation(dim, 2 * dim) if last else None
+        self.output = nn.Linear(dim, flux.token_width) if last else None
+        side = math.isqrt(seq_len - flux.text_length)
+        self.grid = side, side
+        self.rope: Tensor
+        self._own_text: Tensor
+        self._own_image: Tensor
+        self.register_buffer("rope", self._table(torch.get_default_device()), persistent=False)
+
+    @property
+    def entries(self) -> list[nn.Module]:
+        return [each for each in (self.img_in, self.txt_in) if each is not None]
+
+    @property
+    def segments(self) -> tuple[int, ...]:
+        text = self.config.flux.text_length
+        return (text, self.seq_len - text)
+
+    def take_positions(self, positions_T: Tensor) -> None:
+        self._share = positions_T
+
+    def set_length(self, length: int, positions_T: Tensor | None) -> None:
+        side = math.isqrt(max(0, length - self.config.flux.text_length))
+        self.seq_len, self._share, self.grid = length, positions_T, (side, side)
+        self.materialize_buffers(self.rope.device)
+
+    def set_grid(self, rows: int, columns: int) -> None:
+        """Set the tokens of a picture in each direction; by default it is square."""
+        if self.grid != (rows, columns):
+            self.grid = rows, columns
+            self.materialize_buffers(self.rope.device)
+
+    def materialize_buffers(self, device: torch.device) -> None:
+        self.rope = self._table(device)
+        if self._share is not None:
+            text = self.config.flux.text_length
+            own = len(self._share) * text // self.seq_len
+            self._own_text = self._share[:own].to(device)
+            self._own_image = (self._share[own:] - text).to(device)
+
+    def _table(self, device: torch.device) -> Tensor:
+        """The rotation table [2, T, D] of this rank's positions; those of the caption are not rotated."""
+        table = rotation_table(self.config, self.grid, device)
+        return table if self._share is None else table[:, self._share.to(device)]
+
+    def own_tokens(self, text_BLD: Tensor, image_BIP: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's positions of the tokens of captions and pictures."""
+        if self._share is None:
+            return text_BLD, image_BIP
+        return text_BLD.index_select(1, self._own_text), image_BIP.index_select(1, self._own_image)
+
+    def forward(
+        self,
+        image_BIP: Tensor,
+        text_BLD: Tensor,
+        pooled_BP: Tensor,
+        times_B: Tensor,
+        guidance_B: Tensor | None = None,
+    ) -> Tensor:
+        """Predict noise - data.
+
+        Args:
+            image_BIP: tokens of noisy pictures (``latents.pack``), this rank's.
+            text_BLD: embeddings of the captions' tokens, this rank's.
+            pooled_BP: embeddings of the captions.
+            times_B: share of noise, 0 to 1, float32.
+            guidance_B: strength of guidance, for a model with ``flux.guidance``.
+
+        Returns:
+            [B, I, P], in the format of the parameters.
+        """
+        vec_BC = self.embed(pooled_BP, times_B, guidance_B)
+        return self.finish(self.run_blocks(self.enter(image_BIP, text_BLD), vec_BC), vec_BC)
+
+    def embed(self, pooled_BP: Tensor, times_B: Tensor, guidance_B: Tensor | None) -> Tensor:
+        """Embed what modulates all blocks: time, caption, and guidance."""
+        assert self.time_in is not None and self.vector_in is not None
+        width = self.config.flux.time_dim
+        vec_BC: Tensor = self.time_in(sinusoids(times_B, width))
+        if self.guidance_in is not None:
+            assert guidance_B is not None, "model.flux.guidance needs the strength of guidance"
+            vec_BC = vec_BC + self.guidance_in(sinusoids(guidance_B, width))
+        vec_BC = vec_BC + self.vector_in(pooled_BP)
+        return vec_BC
+
+    def enter(self, image_BIP: Tensor, text_BLD: Tensor) -> Tensor:
+        """Embed the tokens; return the residual stream."""
+        assert self.img_in is not None and self.txt_in is not None
+        dtype = self.img_in.weight.dtype
+        return torch.cat((self.txt_in(text_BLD.to(dtype)), self.img_in(image_BIP.to(dtype))), dim=1)
+
+    def run_blocks(self, x_BTC: Tensor, vec_BC: Tensor) -> Tensor:
+        """Run this part's blocks."""
+        text = self.num_text(x_BTC)
+        rope = self.rope, self._joined_rope(self.rope.shape[1] // x_BTC.shape[1])
+        for layer, block in self.blocks.items():
+            x_BTC = block(x_BTC, vec_BC, rope[layer >= self.config.flux.double_layers], text)
+        return x_BTC
+
+    def num_text(self, x_BTC: Tensor) -> int:
+        """Tokens of the caption in the residual stream, which tensor parallel may have split."""
+        return x_BTC.shape[1] * self.config.flux.text_length // self.seq_len
+
+    def _joined_rope(self, pieces: int) -> Tensor:
+        """The table in the order of a joined stream that ``pieces`` tensor-parallel ranks have gathered."""
+        if pieces == 1:
+            return self.rope
+        text = self.rope.shape[1] * self.config.flux.text_length // self.seq_len
+        parts = [part.unflatten(1, (pieces, -1)) for part in (self.rope[:, :text], self.rope[:, text:])]
+        return torch.cat(parts, dim=2).flatten(1, 2)
+
+    def finish(self, x_BTC: Tensor, vec_BC: Tensor) -> Tensor:
+        """Norm, modulate and project the picture's tokens."""
+        assert self.final_mod is not None and self.output is not None
+        scale, shift = self.final_mod(vec_BC).chunk(2, -1)
+        out: Tensor = self.output(
+            modulate(x_BTC[:, self.num_text(x_BTC) :], (shift, scale), self.config.norm_eps)
+        )
+        return out
+
+
+def modulate(x_BTC: Tensor, modulation: Sequence[Tensor], eps: float) -> Tensor:
+    """Norm the stream (LayerNorm without weights); ``modulation`` is the shift and the scale."""
+    shift_B1C, scale_B1C = modulation
+    return F.layer_norm(x_BTC, x_BTC.shape[-1:], eps=eps) * (1 + scale_B1C) + shift_B1C
+
+
+def sinusoids(values_B: Tensor, width: int) -> Tensor:
+    """Cosines and sines [B, width] of values in [0, 1], float32 (Flux's ``timestep_embedding``)."""
+    half = width // 2
+    exponents = torch.arange(half, dtype=torch.float32, device=values_B.device) / half
+    angles = TIME_FACTOR * values_B.float()[:, None] * (-math.log(LONGEST_PERIOD) * exponents).exp()
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+def rotation_table(config: ModelConfig, grid: tuple[int, int], device: torch.device) -> Tensor:
+    """The rotation table [2, L + I, D] for a picture of ``grid`` tokens (rows, columns).
+
+    A position has three numbers, each of which rotates its own part of a head: 0, row and column; all are 0
+    in a caption.
+    """
+    rows, columns = grid
+    index = torch.arange(rows * columns, device=device)
+    positions = torch.zeros(config.flux.text_length + len(index), 3, dtype=torch.float64, device=device)
+    positions[config.flux.text_length :, 1] = (index // columns).double()
+    positions[config.flux.text_length :, 2] = (index % columns).double()
+    angles = []
+    for axis, width in enumerate(config.flux.axes_dims):
+        exponents = torch.arange(0, width, 2, dtype=torch.float64, device=device) / width
+        angles.append(positions[:, axis, None] * config.rope.theta**-exponents)
+    joined = torch.cat(angles, dim=-1)
+    return signed_table(torch.stack((joined.cos(), joined.sin())).float())
+
+
+def pack(latents_BCHW: Tensor) -> Tensor:
+    """Make tokens [B, I, P] of latents: 2 x 2 neighbours are one token."""
+    B, C, H, W = latents_BCHW.shape
+    split = latents_BCHW.view(B, C, H // PATCH, PATCH, W // PATCH, PATCH)
+    return split.permute(0, 2, 4, 1, 3, 5).reshape(B, -1, C * PATCH**2)
+
+
+def unpack(tokens_BIP: Tensor, grid: tuple[int, int]) -> Tensor:
+    """Make latents [B, C, H, W] of tokens; ``grid`` has their rows and columns."""
+    split = tokens_BIP.unflatten(1, grid).unflatten(-1, (-1, PATCH, PATCH))
+    return split.permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3)

@@ -1,0 +1,1 @@
+"""File formats of other projects: tokens, and weights."""

@@ -1,0 +1,259 @@
+"""Meta's original checkpoints: params.json, and one consolidated.*.pth per model-parallel rank.
+
+Their parameters have our names. Two things differ: each file has one rank's shard of a parameter, and the
+rows of wq and wk are ordered for rotating interleaved pairs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.checkpoint.metadata import load_failure
+from harness.config.model import ModelConfig
+from harness.model.spec import parameter_shapes
+from harness.util.errors import UserError
+from harness.weights.config_json import read_object
+from harness.weights.source import EMBEDDING, HEAD, TensorFacts, refuse_untied
+from harness.weights.tensor_names import check_tensors
+
+PATTERN, PARAMS = "consolidated.*.pth", "params.json"
+
+# Defaults of ModelArgs in llama/model.py of meta-llama/llama and meta-llama/llama3.
+_DEFAULTS: dict[str, Any] = {
+    "dim": 4096,
+    "n_layers": 32,
+    "n_heads": 32,
+    "vocab_size": -1,
+    "multiple_of": 256,
+    "ffn_dim_multiplier": None,
+    "norm_eps": 1e-5,
+    "use_scaled_rope": False,
+}
+# rope_theta of Llama 2 (llama/model.py), whose files do not record it; those of Llama 3 do.
+_OLD_THETA = 10000.0
+
+# How the files are sharded: by fairscale's layers in the reference code of Llama 2 and 3 (llama/model.py in
+# meta-llama/llama and meta-llama/llama3). ColumnParallelLinear splits rows, RowParallelLinear columns.
+_COLUMN_PARALLEL = ("wq", "wk", "wv", "w1", "w3", "output")
+_ROW_PARALLEL = ("wo", "w2")
+_BUFFER = "rope.freqs"  # computed, so it is ignored
+
+# O: rows of a projection (heads x head width), I: its input width
+
+
+class LlamaSource:
+    """The weights in a folder in Meta's format.
+
+    Args:
+        folder: holds consolidated.*.pth and usually params.json.
+        model: the expected model.
+
+    Raises:
+        UserError: the folder holds another model, or is incomplete.
+    """
+
+    def __init__(self, folder: Path, model: ModelConfig) -> None:
+        if model.family != "llama":
+            raise UserError(f"{folder}: Meta's files are read for model.family=llama, not {model.family}")
+        self._folder, self._model = folder, model
+        self._files = sorted(folder.glob(PATTERN))
+        if (folder / PARAMS).exists():
+            check_params(model, folder / PARAMS)
+        shards = [_load(file) for file in self._files]
+        self._check_names(shards)
+        # On meta, to check shapes with the function that will merge the values.
+        merged = {
+            name: merge(name, [shard[name].to("meta") for shard in shards], model) for name in shards[0]
+        }
+        self._has_head = HEAD in merged
+        self.tensors: Mapping[str, TensorFacts] = {
+            name: TensorFacts(shape, merged[name].dtype) for name, shape in parameter_shapes(model).items()
+        }
+
+    def read(self, name: str) -> Tensor:
+        """Return one parameter, merged from all shards, with rotary pairs in our order.
+
+        Raises:
+            UserError: its file is damaged, or the model ties embeddings and the two tables differ.
+        """
+        tensor = self._read(name)
+        if name == EMBEDDING and self._model.tied_embeddings and self._has_head:
+            refuse_untied(tensor, self._read(HEAD), str(self._folder))
+        return tensor
+
+    def _read(self, name: str) -> Tensor:
+        # Map the files for every tensor: pages of a mapped file stay in memory while it is mapped.
+        shards = [_load(file)[name] for file in self._files]
+        merged = merge(name, shards, self._model)
+        return merged.clone() if merged.data_ptr() == shards[0].data_ptr() else merged
+
+    def _check_names(self, shards: list[dict[str, Tensor]]) -> None:
+        model = self._model
+        expected = parameter_shapes(model) | ({HEAD: _shape_of(HEAD, model)} if HEAD in shards[0] else {})
+        for file, shard in zip(self._files, shards, strict=True):
+            # Shapes are checked when the shards are merged.
+            check_tensors(str(file), model, {name: expected.get(name, ()) for name in shard}, expected)
+
+
+def _load(file: Path) -> dict[str, Tensor]:
+    """Map the parameters of a file without reading them; code in the file is not run."""
+    try:
+        content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except MemoryError:
+        raise
+    except Exception as error:  # damaged bytes make torch raise almost anything
+        raise UserError(f"{file}: {load_failure(error)}") from None
+    if not isinstance(content, dict) or not all(
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items()
+    ):
+        raise UserError(f"{file}: is not a dict of tensors by name")
+    return {name: tensor for name, tensor in content.items() if name != _BUFFER}
+
+
+def check_params(model: ModelConfig, file: Path) -> None:
+    """Check that params.json describes the model.
+
+    Raises:
+        UserError: naming every field that differs.
+    """
+    params = {**_DEFAULTS, **read_object(file)}
+    for name in ("dim", "n_layers", "n_heads", "vocab_size", "multiple_of", "ffn_dim_multiplier"):
+        wanted = (int, float, type(None)) if name == "ffn_dim_multiplier" else int
+        if not isinstance(params[name], wanted) or (name == "multiple_of" and params[name] < 1):
+            raise UserError(f"{file}: {name} {json.dumps(params[name])} is not a valid number")
+    theta = params.get("rope_theta", _OLD_THETA)
+    scaling = "llama3" if params["use_scaled_rope"] else "none"
+    pairs = {
+        "dim": (model.dim, params["dim"]),
+        "n_layers": (model.n_layers, params["n_layers"]),
+        "n_heads": (model.n_heads, params["n_heads"]),
+        "n_kv_heads": (model.n_kv_heads, params.get("n_kv_heads") or params["n_heads"]),
+        "ffn_hidden_dim": (model.ffn_hidden_dim, hidden_width(params)),
+        "norm_eps": (model.norm_eps, params["norm_eps"]),
+        "rope.theta": (model.rope.theta, theta),
+        "rope.scaling": (model.rope.scaling, scaling),
+    }
+    if params["vocab_size"] > 0:  # -1 in Llama 2's files: the tokenizer's
+        pairs["vocab_size"] = (model.vocab_size, params["vocab_size"])
+    differing = [
+        f"model.{name}={ours}: {PARAMS} has {theirs}"
+        for name, (ours, theirs) in pairs.items()
+        if ours != theirs
+    ]
+    if differing:
+        raise UserError(f"{file.parent}: {'; '.join(differing)}")
+
+
+def hidden_width(params: Mapping[str, Any]) -> int:
+    """Width of the feed-forward's hidden layer, computed as by FeedForward in Meta's llama/model.py."""
+    hidden = int(2 * 4 * params["dim"] / 3)
+    if params["ffn_dim_multiplier"] is not None:
+        hidden = int(params["ffn_dim_multiplier"] * hidden)
+    unit: int = params["multiple_of"]
+    return unit * ((hidden + unit - 1) // unit)
+
+
+# -- shards and rows ----
+
+
+def shard_dim(name: str, *, vocabulary_parallel: bool) -> int | None:
+    """The dimension along which the files split a parameter; None: each file has the full parameter.
+
+    Args:
+        name: name of the parameter.
+        vocabulary_parallel: whether the embedding is split by rows (fairscale's VocabParallelEmbedding, in
+            Llama 3) or by columns (ParallelEmbedding, in Llama 2).
+    """
+    module = name.split(".")[-2]
+    if module == "tok_embeddings":
+        return 0 if vocabulary_parallel else 1
+    if module in _COLUMN_PARALLEL:
+        return 0
+    return 1 if module in _ROW_PARALLEL else None
+
+
+def is_vocabulary_parallel(shape: Sequence[int], files: int, config: ModelConfig) -> bool:
+    """Whether the embedding is split by rows, from its shape in one of ``files`` files.
+
+    Raises:
+        UserError: neither rows nor columns add up to the table.
+    """
+    rows, columns = shape
+    if (rows * files, columns) == (config.vocab_size, config.dim):
+        return True
+    if (rows, columns * files) == (config.vocab_size, config.dim):
+        return False
+    raise _misfit("tok_embeddings.weight", [tuple(shape)] * files, config)
+
+
+def permute_rope(weight_OI: Tensor, n_heads: int) -> Tensor:
+    """Reorder rows of wq or wk from Meta's order to ours, [O, I].
+
+    In a head of width D, Meta rotates rows (2i, 2i + 1) together, and we rotate (i, i + D/2). It is
+    ``permute`` in transformers' models/llama/convert_llama_weights_to_hf.py.
+    """
+    rows, columns = weight_OI.shape
+    pairs = weight_OI.reshape(n_heads, rows // n_heads // 2, 2, columns)
+    return pairs.transpose(1, 2).reshape(rows, columns)
+
+
+def interleave_rope(weight_OI: Tensor, n_heads: int) -> Tensor:
+    """Reorder rows of wq or wk from our order to Meta's, [O, I]: the inverse of ``permute_rope``."""
+    rows, columns = weight_OI.shape
+    halves = weight_OI.reshape(n_heads, 2, rows // n_heads // 2, columns)
+    return halves.transpose(1, 2).reshape(rows, columns)
+
+
+def rotated_heads(name: str, config: ModelConfig) -> int | None:
+    """The number of heads of wq or wk; None for other parameters."""
+    return {"wq.weight": config.n_heads, "wk.weight": config.n_kv_heads}.get(name.rpartition("attention.")[2])
+
+
+def merge(name: str, shards: Sequence[Tensor], config: ModelConfig) -> Tensor:
+    """Merge the shards of one parameter, in our row order.
+
+    Args:
+        name: name of the parameter.
+        shards: its tensors in the order of the files, at least one.
+        config: the model.
+
+    Raises:
+        UserError: the shards do not add up to the model's parameter.
+    """
+    whole = _join(name, shards, config)
+    if tuple(whole.shape) != _shape_of(name, config):
+        raise _misfit(name, [tuple(shard.shape) for shard in shards], config)
+    heads = rotated_heads(name, config)
+    return whole if heads is None else permute_rope(whole, heads)
+
+
+def _join(name: str, shards: Sequence[Tensor], config: ModelConfig) -> Tensor:
+    if len(shards) == 1:
+        return shards[0]
+    by_rows = name == "tok_embeddings.weight" and is_vocabulary_parallel(shards[0].shape, len(shards), config)
+    dim = shard_dim(name, vocabulary_parallel=by_rows)
+    if dim is None:
+        return shards[0]
+    widths = {shard.shape[:dim] + shard.shape[dim + 1 :] for shard in shards}
+    if len(widths) > 1:
+        raise _misfit(name, [tuple(shard.shape) for shard in shards], config)
+    return torch.cat(list(shards), dim=dim)
+
+
+def _shape_of(name: str, config: ModelConfig) -> tuple[int, ...]:
+    # Files of a tied model may have the output projection.
+    return (config.vocab_size, config.dim) if name == HEAD else parameter_shapes(config)[name]
+
+
+def _misfit(name: str, shapes: Sequence[tuple[int, ...]], config: ModelConfig) -> UserError:
+    have = ", ".join(str(list(shape)) for shape in shapes)
+    want = list(_shape_of(name, config))
+    return UserError(
+        f"{name}: shapes {have} of {len(shapes)} file(s) do not make up {want} of model={config.name}"
+    )

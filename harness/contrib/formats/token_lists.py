@@ -1,0 +1,191 @@
+"""Columns of token lists: Arrow files are read in place, Parquet files through the token cache.
+
+A row is a document. Values of a list column are one array in an Arrow file, which is used as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness.config.data import DataConfig
+from harness.contrib.formats.token_formats import smallest_dtype
+from harness.data.cache import TokenizedSplit
+from harness.data.documents import Span
+from harness.data.parquet_files import read_columns
+from harness.data.sources import LocalFiles, file_stats
+from harness.data.tokenizer_base import Tokenizer
+from harness.data.tokens import Limit
+from harness.util.encoding import read_object
+from harness.util.errors import DataError
+from harness.util.files import is_file_name
+
+_FILE_MAGIC = b"ARROW1"
+_SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"
+
+
+def saved_files(folder: Path) -> list[Path]:
+    """Return the Arrow files of a folder that ``save_to_disk`` of `datasets` wrote; empty for other folders.
+
+    Raises:
+        DataError: the folder has several splits, or is damaged.
+    """
+    try:
+        if (folder / _SAVED_SPLITS).is_file():
+            splits = read_object(folder / _SAVED_SPLITS, DataError)["splits"]
+            raise DataError(
+                f"{folder} has the splits {', '.join(splits)}; would work: the folder of one, "
+                f"{folder / splits[0]}"
+            )
+        if not (folder / _SAVED).is_file():
+            return []
+        names = [file["filename"] for file in read_object(folder / _SAVED, DataError)["_data_files"]]
+        if others := [name for name in names if not is_file_name(name)]:
+            raise ValueError(f"{others[0]!r} is no name of a file in it")
+        return [folder / name for name in names]
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise DataError(f"{folder}: its {_SAVED} or {_SAVED_SPLITS} is damaged: {error!r}") from error
+
+
+def open_arrow(file: Path, field: str) -> list[TokenizedSplit]:
+    """Open an Arrow file, stream or feather file: a part for each record batch.
+
+    Raises:
+        DataError: it is damaged or compressed, or its column ``field`` does not hold lists of integers.
+    """
+    import pyarrow
+
+    try:
+        with pyarrow.memory_map(str(file)) as content:
+            mapped = content.read_buffer()
+        reader = _reader_of(mapped)
+        index = reader.schema.names.index(_field_of(reader.schema, field, file))
+        parts = [_part_of(file, field, batch, index) for batch in _batches_of(reader)]
+    except (OSError, ValueError, pyarrow.ArrowException) as error:  # ValueError: names that are not UTF-8
+        raise DataError(f"{file}: is no readable Arrow file ({_one_line(error)})") from error
+    first, last = mapped.address, mapped.address + mapped.size
+    for part in parts:
+        if len(part.tokens) and not first <= part.tokens.ctypes.data < last:
+            rule = "is compressed, so it cannot be read in place"
+            raise DataError(f"{file}: {rule}; would work: a Parquet file, or Arrow without compression")
+    return parts
+
+
+def _reader_of(mapped: Any) -> Any:
+    """Return pyarrow's reader of a file or a stream (as `datasets` writes)."""
+    from pyarrow import ipc
+
+    is_file = bytes(mapped[: len(_FILE_MAGIC)]) == _FILE_MAGIC
+    return ipc.open_file(mapped) if is_file else ipc.open_stream(mapped)
+
+
+def _batches_of(reader: Any) -> Iterator[Any]:
+    if hasattr(reader, "num_record_batches"):
+        for number in range(reader.num_record_batches):
+            yield reader.get_batch(number)
+    else:
+        yield from reader
+
+
+def _part_of(file: Path, field: str, batch: Any, index: int) -> TokenizedSplit:
+    """Return the lists in a column of a record batch: their values, and the offset of each list."""
+    import pyarrow
+
+    batch.validate()  # its buffers may be shorter than it says
+    column = batch.column(index)
+    column.validate(full=True)  # reads the offsets of its lists: 4 or 8 bytes of each, and no value
+    values = _values_of(column, field, file)
+    if pyarrow.types.is_fixed_size_list(column.type):
+        starts = np.arange(0, len(values), column.type.list_size)
+    elif column.null_count:
+        lengths = column.value_lengths().fill_null(0).to_numpy()
+        starts = np.cumsum(lengths) - lengths
+    else:
+        offsets = column.offsets.to_numpy()
+        starts = offsets[:-1] - offsets[0] if len(offsets) and offsets[0] else offsets[:-1]
+    return TokenizedSplit(values, starts, str(file))
+
+
+def _is_tokens(kind: Any) -> bool:
+    from pyarrow import types
+
+    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    return is_list and types.is_integer(kind.value_type)
+
+
+class TokenLists(LocalFiles):
+    """Rows of Parquet files, as documents of token ids for the token cache."""
+
+    def __init__(self, config: DataConfig, files: list[Path], name: str, limit: Limit) -> None:
+        # Without a limit of size: nothing is tokenized.
+        super().__init__(replace(config, format="parquet", tokenize_limit_gib=None), "paths")
+        self.files, self.name, self._limit = files, name, limit
+
+    @property
+    def identity(self) -> Any:
+        return [*self.reading, file_stats(self.files)]
+
+    @property
+    def reading(self) -> list[Any]:
+        return ["tokens", self.config.tokens_field]
+
+    def read_parquet(self, file: Path, span: Span) -> Iterator[Any]:
+        """Yield the token ids of each row; none for a null row."""
+        field = self.config.tokens_field
+        for number, row in enumerate(read_columns(file, span, field, setting="data.tokens_field")):
+            ids = np.asarray(row[field] or [0])
+            if ids.dtype.kind not in "iu" or ids.ndim != 1:
+                raise DataError(f"{file}: row {number} of column {field!r} is no list of token ids")
+            self._limit.check(ids, f"{file}, row {number}", 0)
+            yield row[field] or []
+
+
+class Ids(Tokenizer):
+    """Passes documents through that are lists of ids already, for the token cache."""
+
+    bos_id = eos_id = None
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.fingerprint = f"ids/{smallest_dtype(vocab_size)}"
+
+    def encode(self, text: Any) -> list[int]:
+        return text
+
+    def encode_batch(self, texts: Sequence[Any]) -> list[list[int]]:
+        return list(texts)
+
+    def encode_in_pieces(self, parts: Iterable[Any]) -> Iterator[Sequence[int]]:
+        yield from parts
+
+    def decode(self, ids: Sequence[int]) -> str:
+        raise TypeError(f"{len(ids)} ids have no text")
+
+
+def _field_of(schema: Any, field: str, file: Path) -> str:
+    """Return ``field`` if it is a column of token lists."""
+    if field not in schema.names:
+        columns = ", ".join(sorted(schema.names)) or "none"
+        raise DataError(f"{file}: no column {field!r} among {columns}; set data.tokens_field")
+    kind = schema.field(field).type
+    if not _is_tokens(kind):
+        raise DataError(
+            f"{file}: column {field!r} has values of type {kind}; token ids are lists of integers"
+        )
+    return field
+
+
+def _values_of(column: Any, field: str, file: Path) -> np.ndarray:
+    """Return the token ids of a column's lists, without those of null rows."""
+    values = column.flatten()
+    if values.null_count:
+        raise DataError(f"{file}: column {field!r} has null among its token ids")
+    return values.to_numpy()
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())

@@ -1,1 +1,0 @@
-"""Encode pictures and captions once, for any number of jobs: ``harness.encode``."""

@@ -1,0 +1,1 @@
+"""Start runs and sweeps, here or on SLURM, and tell their states."""

@@ -1,0 +1,195 @@
+"""Start a job's ranks on this machine, supervise them, and record how the run ended."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from harness.config.job import Job
+from harness.launch.dead_ranks import RankDied, count_memory_kills, record_dead, record_left
+from harness.launch.ranks import openmp_environment, rank_environment, rendezvous_store
+from harness.run.folder import RunFolder
+from harness.train.finish import finish_run
+from harness.train.process import importing_torch
+from harness.train.rank import CONTROLLER, run_rank
+from harness.train.signals import (
+    StopRequest,
+    ignore_stop_signals,
+    stop_signals_ignored,
+    stop_signals_interrupt,
+)
+from harness.util.errors import EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_OK, EXIT_RESUMABLE, STOPPED, ConfigError
+
+if TYPE_CHECKING:
+    from subprocess import Popen
+
+    from torch.distributed.elastic.multiprocessing import LogsSpecs, SubprocessContext
+
+POLL_SECONDS = 0.05
+# Time that ranks have after one has failed, to notice it and to record their progress. A rank that hangs in a
+# collective never notices.
+LEAVING_SECONDS = 2.0
+
+
+def start(job: Job, folder: RunFolder, overrides: list[str]) -> int:
+    """Run a job as the work of this process; return the exit code.
+
+    Raises:
+        ConfigError: the job is only to be shown.
+    """
+    if job.cluster.dry_run:
+        rule = "shows a job for SLURM, and cluster.kind is local"
+        raise ConfigError("cluster.dry_run", True, rule, "cluster=slurm, or false with --cfg job")
+    folder.begin(job, overrides, adopt=True)
+    return launch(job, folder, ends_process=True)
+
+
+def launch(job: Job, folder: RunFolder, *, apart: bool = False, ends_process: bool = False) -> int:
+    """Run the job to its end, record how it ended, and return the exit code.
+
+    A single rank runs in this process, where a debugger can attach. Several ranks run as children that end
+    together, and with this process.
+
+    Args:
+        job: the resolved job.
+        folder: its run folder, begun.
+        apart: run a single rank as a child too, so that this process keeps no state of it.
+        ends_process: this process ends with the run's exit code, so ignore stop signals once the ranks have
+            ended.
+    """
+    started = time.monotonic()
+    try:
+        if job.world_size == 1 and not apart:
+            code = _run_here(job, folder, started)
+        else:
+            code = _run_ranks(job, folder, started)
+    except BaseException as error:
+        # An error of launching; ranks record their own errors.
+        code = folder.record_error(None, error)["exit_code"]
+    if ends_process:
+        ignore_stop_signals()
+    try:
+        with stop_signals_ignored():
+            return finish_run(job, folder, code)
+    finally:
+        folder.release()
+
+
+def _run_here(job: Job, folder: RunFolder, started: float) -> int:
+    """Run the only rank in this process; return its exit code."""
+    os.environ.update(openmp_environment(job))
+    with stop_signals_interrupt():
+        return run_rank(job, folder, started=started)
+
+
+def _run_ranks(job: Job, folder: RunFolder, started: float) -> int:
+    """Start the ranks, wait, record those that ended without recording an error; return the exit code."""
+    kills_before = count_memory_kills()
+    with StopRequest(raises=False) as stop, rendezvous_store() as port:
+        environment = {CONTROLLER: str(os.getpid()), **rank_environment(job, port, started)}
+        with _started(job.world_size, folder.path, environment) as processes:
+            ended = _supervise(job, processes, stop)
+    asked = stop.signal is not None
+    # Until its loop begins, a stop signal kills a rank.
+    obeyed = (-signal.SIGTERM, -signal.SIGINT) if asked else ()
+    failed = {rank: code for rank, code in ended.items() if code not in (EXIT_OK, *STOPPED, *obeyed)}
+    kills, logs = count_memory_kills() - kills_before, folder.path / "logs"
+    record_dead(folder, [(rank, RankDied.by_code(rank, code, kills, logs)) for rank, code in failed.items()])
+    if EXIT_RESUMABLE in ended.values():
+        return EXIT_RESUMABLE  # all ranks have saved, or none has
+    if asked or EXIT_INTERRUPTED in ended.values():
+        return EXIT_INTERRUPTED
+    left = record_left(folder, [rank for rank, code in ended.items() if code == EXIT_OK])
+    return next(
+        (code if code > 0 else EXIT_MACHINE for code in ended.values() if code),
+        EXIT_MACHINE if left else EXIT_OK,
+    )
+
+
+def _supervise(job: Job, processes: Mapping[int, Popen], stop: StopRequest) -> dict[int, int]:
+    """Wait until all ranks have ended, or one has failed and the time for the others to end is over.
+
+    Returns:
+        exit codes (negative: the signal) of the ranks that ended by themselves.
+    """
+    deadline, asked = float("inf"), False
+    while True:
+        codes = {rank: process.poll() for rank, process in processes.items()}
+        ended = {rank: code for rank, code in codes.items() if code is not None}
+        if len(ended) == job.world_size:
+            return ended
+        now = time.monotonic()
+        if stop.signal is not None and not asked:
+            asked, deadline = True, min(deadline, now + job.cluster.stop_timeout_seconds)
+            for process in processes.values():
+                process.send_signal(signal.SIGTERM)  # not to workers in its process group, which it needs
+        if any(code not in (EXIT_OK, *STOPPED) for code in ended.values()):
+            deadline = min(deadline, now + LEAVING_SECONDS)
+        if stop.insists or now >= deadline:
+            return ended
+        time.sleep(POLL_SECONDS)
+
+
+@contextlib.contextmanager
+def _started(world_size: int, run_dir: Path, environment: dict[str, str]) -> Iterator[dict[int, Popen]]:
+    """Start the ranks by torch elastic; yield their processes, and kill the remaining ones at the end.
+
+    Not by ``elastic_launch``: its agent gives the other ranks of a failed one 30 seconds to end, sends them
+    the signal that asks for an orderly stop, and requires that the host name resolves.
+    """
+    with importing_torch():
+        from torch.distributed.elastic.multiprocessing import start_processes
+
+    # The run folder's error files describe failures better than elastic's log.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    ranks = range(world_size)
+    start = functools.partial(
+        start_processes,
+        name="rank",
+        entrypoint=sys.executable,
+        args=dict.fromkeys(ranks, ("-u", "-m", "harness.train.rank", str(run_dir))),
+        envs={rank: {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in ranks},
+        logs_specs=_logs_specs(run_dir / "logs"),
+    )
+    # In a thread: in the main thread elastic would replace our signal handlers with its own.
+    with ThreadPoolExecutor(1) as thread:
+        context = cast("SubprocessContext", thread.submit(start).result())
+    processes = {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}
+    try:
+        yield processes
+    finally:
+        for process in processes.values():
+            # Also for a rank that has ended: workers it started may remain in its process group.
+            with contextlib.suppress(OSError):
+                os.killpg(process.pid, signal.SIGKILL)
+        context.close(signal.SIGKILL)
+
+
+def _logs_specs(folder: Path) -> LogsSpecs:
+    """Send rank 0's output to the terminal and that of the other ranks to files in a folder."""
+    from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
+
+    class InOneFolder(LogsSpecs):
+        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+            def files(suffix: str) -> dict[int, str]:
+                return {rank: str(folder / f"rank{rank}.{suffix}") if rank else "" for rank in envs}
+
+            return LogsDest(
+                stdouts=files("out"), stderrs=files("err"), error_files=dict.fromkeys(envs, os.devnull)
+            )
+
+        @property
+        def root_log_dir(self) -> str:
+            return str(folder)
+
+    folder.mkdir(parents=True, exist_ok=True)
+    return InOneFolder()

@@ -1,0 +1,137 @@
+"""Check before a job starts that its input files exist, so that a missing file costs no time in the queue.
+
+The submitting machine may not mount every disk of a node. Paths whose folder does not exist here, and paths
+in folders for temporary files, are checked by the ranks only.
+"""
+
+from __future__ import annotations
+
+import functools
+import glob
+import os
+import tempfile
+from pathlib import Path
+
+from harness.checkpoint.catalog import is_url
+from harness.config.data import ASSET_PREFIX, DataConfig
+from harness.config.job import Job
+from harness.config.kind_fields import FORMATS_OF
+from harness.config.mixture import sources_of
+from harness.config.pictures import PATCHES
+from harness.data.size_limit import is_small, too_large
+from harness.data.sources import expand, source_of
+from harness.util.errors import ConfigError, DataError
+from harness.util.files import matching
+
+_NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/local", "/scratch/local")
+
+
+def require_inputs(job: Job) -> None:
+    """Check that a job's data, tokenizer and initial weights exist, as far as this machine can tell.
+
+    Raises:
+        ConfigError: one of them is missing.
+    """
+    for data, errors in sources_of(job.data):
+        with errors:
+            _require_files(data)
+    tokenizer = job.tokenizer.path
+    if tokenizer and not tokenizer.startswith(ASSET_PREFIX) and _is_missing(str(job.tokenizer.file)):
+        raise ConfigError("tokenizer.path", tokenizer, "there is no such file", "a tokenizer file")
+    initial = job.checkpoint.initial_load_path
+    if initial and not is_url(initial) and _is_missing(initial.removeprefix("file://")):
+        works = "a checkpoint, a run folder, or safetensors with checkpoint.initial_load_in_hf=true"
+        raise ConfigError("checkpoint.initial_load_path", initial, "there is no such folder", works)
+
+
+def _require_files(data: DataConfig) -> None:
+    encoders = data.encoders
+    autoencoder = None if encoders.autoencoder == PATCHES else encoders.autoencoder
+    for name, folder in (("autoencoder", autoencoder), ("t5", encoders.t5), ("clip", encoders.clip)):
+        if folder and _is_missing(os.path.expanduser(folder)):
+            raise ConfigError(
+                f"data.encoders.{name}", folder, "there is no such folder", "the model's folder"
+            )
+    if data.kind not in FORMATS_OF:
+        return
+    for name in ("paths", "validation_paths"):
+        patterns = tuple(getattr(data, name))
+        indices = tuple(f"{prefix}.idx" for prefix in patterns) if data.kind == "tokens" else ()
+        if patterns and not _matches_any((*patterns, *indices)):
+            rule = f"no file matches, seen from {os.getcwd()}"
+            raise ConfigError(f"data.{name}", f"[{','.join(patterns)}]", rule, "files that exist")
+
+
+def require_tokenized(job: Job, passed: set[str] | None = None) -> None:
+    """Check that a job need not tokenize more than data.tokenize_limit_gib, as far as this machine can tell.
+
+    Datasets of the hub are checked by the ranks, when their size is known.
+
+    Args:
+        job: the job.
+        passed: sources that other points of the sweep have checked; those of this job are added.
+
+    Raises:
+        ConfigError: it would have to.
+    """
+    if not job.cluster.is_here and not _is_visible(os.path.expanduser(job.data.cache_dir)):
+        return
+    for data, errors in sources_of(job.data):
+        source = repr((data, job.tokenizer, job.validation.interval > 0))
+        if data.kind in ("local", "chat") and source not in (passed or ()):
+            with errors:
+                _require_tokenized(data, job)
+        if passed is not None:
+            passed.add(source)
+
+
+def _require_tokenized(data: DataConfig, job: Job) -> None:
+    is_chat = data.kind == "chat"
+    if is_chat:
+        from harness.data.chat import ConversationTokenizer, conversations_of, template_of
+    for split in ("train", *(("validation",) if data.validation_paths and job.validation.interval else ())):
+        source, held_out = conversations_of(data, split) if is_chat else source_of(data, split)
+        try:
+            if is_small(source):
+                continue
+            from harness.data.cache import cache_folder
+            from harness.data.tokenizer import build_tokenizer
+
+            tokenizer = build_tokenizer(job.tokenizer)
+            if is_chat:
+                tokenizer = ConversationTokenizer(tokenizer, template_of(data, tokenizer))
+            folder = cache_folder(source, tokenizer, held_out, data.cache_dir)
+        except DataError:  # the ranks may see other files
+            continue
+        if not folder.exists():
+            raise too_large(source, job.tokenizer)
+
+
+@functools.cache
+def _matches_any(patterns: tuple[str, ...]) -> bool:
+    """Whether a pattern matches a path here, or may match one that is not visible here."""
+    return any(
+        next(matching(path), None) is not None or not _is_visible(_without_wildcards(path))
+        for path in map(expand, patterns)
+    )
+
+
+def _without_wildcards(pattern: str) -> str:
+    """Return the leading part of a path that has no wildcard."""
+    parts = Path(pattern).parts
+    fixed = next((index for index, part in enumerate(parts) if glob.has_magic(part)), len(parts))
+    return str(Path(*parts[:fixed])) if fixed else "."
+
+
+@functools.cache
+def _is_missing(path: str) -> bool:
+    return not os.path.exists(path) and _is_visible(path)
+
+
+def _is_visible(path: str) -> bool:
+    """Whether a path would be the same on a node: its folder exists here and is not for temporary files."""
+    absolute = os.path.abspath(path)
+    node_local = (*_NODE_LOCAL, tempfile.gettempdir())
+    return os.path.isdir(os.path.dirname(absolute)) and not any(
+        absolute == folder or absolute.startswith(f"{folder}/") for folder in node_local
+    )

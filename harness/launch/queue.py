@@ -1,0 +1,408 @@
+"""SLURM's commands: submit, list, requeue and cancel jobs, and read their states. Imports no torch.
+
+A job id here is as ``squeue`` prints it: ``123``, or ``123_4`` for a task of an array.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import getpass
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from harness.config.cluster import minutes_of
+from harness.util.errors import EXIT_USER, MachineError, UserError
+
+COMMAND_SECONDS = 60
+# sbatch tries for a minute to reach a scheduler that does not answer.
+ANSWER_SECONDS = 5
+ATTEMPTS = 5
+LONGEST_COMMAND = 200  # characters of a command that an error message shows
+_SEPARATOR = "|"
+# The last line of SLURM's commands on a machine that is not part of a cluster.
+_NO_CONFIGURATION = "Could not establish a configuration source"
+# States of a job that was running and is in the queue again, or will be when its processes have ended.
+REQUEUED = {"PENDING", "REQUEUED", "COMPLETING"}
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Queued:
+    """A job as squeue lists it.
+
+    Attributes:
+        id: its id.
+        name: its name.
+        state: SLURM's long state name, e.g. PENDING, RUNNING, COMPLETING.
+        reason: why it waits; the string ``None`` if it does not.
+    """
+
+    id: str
+    name: str
+    state: str
+    reason: str
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it has no nodes (yet, or again)."""
+        return self.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")
+
+    @property
+    def never_starts(self) -> bool:
+        """Whether no node can ever meet its request, or what it depends on can never come."""
+        return self.is_waiting and (self.reason in _NEVER or self.reason.endswith("PerJobLimit"))
+
+
+# Reasons for which a job stays in the queue until it is changed (slurm.schedmd.com/job_reason_codes.html).
+_NEVER = (
+    *("AccountNotAllowed", "BadConstraints", "DependencyNeverSatisfied", "InvalidAccount", "InvalidQOS"),
+    *("PartitionConfig", "PartitionNodeLimit", "PartitionTimeLimit", "QOSNotAllowed"),
+)
+
+# States of a job that has ended (slurm.schedmd.com/squeue.html, JOB STATE CODES).
+ENDED = (
+    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"),
+    *("PREEMPTED", "REVOKED", "TIMEOUT"),
+)
+
+
+def is_live(state: str | None) -> bool:
+    """Whether a job in this state has not ended; False if SLURM has forgotten it."""
+    return state is not None and state not in ENDED
+
+
+class Jobs:
+    """Jobs listed by one call of squeue, including those that ended within the last minutes.
+
+    Attributes:
+        states: states by id and name. An id alone does not identify a job: SLURM gives it to another one when
+            its counter starts again.
+
+    Args:
+        listed: the jobs; each array task counts as a job.
+    """
+
+    def __init__(self, listed: Iterable[Queued]) -> None:
+        self.states: dict[tuple[str, str], str] = {}
+        self._by_id: dict[tuple[str, str], Queued] = {}
+        self._by_name: dict[str, list[Queued]] = defaultdict(list)
+        for job in listed:
+            self.states[job.id, job.name] = job.state
+            if job.state not in ENDED:
+                self._by_id[job.id, job.name] = job
+                self._by_name[job.name].append(job)
+
+    def find(self, job_id: str | None, name: str, index: int | None) -> Queued | None:
+        """Return the job that has not ended and has this name and id; without an id, this array index."""
+        if job_id is not None:
+            return self._by_id.get((job_id, name))
+        # An array task has its index after an underscore; the id of a single job has no underscore.
+        task = "" if index is None else str(index)
+        return next((job for job in self._by_name[name] if job.id.partition("_")[2] == task), None)
+
+
+class SlurmError(MachineError):
+    """A command of SLURM failed.
+
+    Attributes:
+        lines: what the command printed.
+    """
+
+    def __init__(self, message: str, lines: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.lines = lines
+
+
+class NoSlurm(SlurmError):
+    """A command of SLURM is missing, or finds no configuration."""
+
+    kind = "user"
+    exit_code = EXIT_USER
+
+    def __init__(self, command: str, why: str) -> None:
+        super().__init__(
+            f"this machine has no SLURM: {command} {why}; would work: a login node of the cluster, "
+            "SLURM_CONF=FILE, or cluster=local"
+        )
+
+
+def require_slurm() -> None:
+    """Raise UserError if SLURM's commands are missing."""
+    _require_configuration()
+    if shutil.which("sbatch") is None or shutil.which("srun") is None:
+        raise UserError(
+            "cluster.kind=slurm: there is no sbatch here; would work: a login node of the cluster, "
+            "cluster.dry_run=true, which only shows what would be submitted, or cluster=local"
+        )
+
+
+def _require_configuration() -> None:
+    """Raise UserError if the configuration is missing; SLURM's commands would wait a minute for it."""
+    path = os.environ.get("SLURM_CONF")
+    if path and not os.access(path, os.R_OK):
+        raise UserError(f"SLURM_CONF={path}: this file cannot be read")
+
+
+def submit_script(script: Path) -> str:
+    """Submit a script by sbatch; return the job's number.
+
+    Raises:
+        UserError: SLURM refuses the job, or sbatch cannot read SLURM's configuration.
+        SlurmError: the scheduler does not answer.
+    """
+    command = ["sbatch", "--parsable", str(script)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        out, err = process.communicate(timeout=ANSWER_SECONDS)
+    except subprocess.TimeoutExpired:
+        where = os.environ.get("SLURM_CONF")
+        source = f" (SLURM_CONF={where})" if where else ""
+        sys.stderr.write(f"waiting for sbatch, which has not reached the scheduler yet{source}\n")
+        out, err = process.communicate()
+    number, _, _ = out.strip().partition(";")  # the name of the cluster may follow
+    if process.returncode != 0 or not number.isdigit():
+        message = " ".join((err or out).split()) or f"exit code {process.returncode}"
+        if _NO_CONFIGURATION in message:
+            raise NoSlurm("sbatch", "finds no configuration")
+        if "Unable to contact slurm controller" in message or "Socket timed out" in message:
+            raise SlurmError(f"sbatch: {message}")
+        raise UserError(f"sbatch refuses the job: {message}")
+    return number
+
+
+def jobs() -> Jobs:
+    """List this user's jobs.
+
+    Raises:
+        SlurmError: the scheduler does not answer.
+    """
+    _require_configuration()
+    return Jobs(_listed(f"--user={getpass.getuser()}"))
+
+
+def _listed(which: str) -> list[Queued]:
+    form = _SEPARATOR.join(("%i", "%j", "%T", "%r"))
+    lines = _run("squeue", "--noheader", "--array", "--states=all", which, f"--format={form}")
+    # A name may contain the separator, so the other fields are split off first.
+    found = []
+    for line in lines.splitlines():
+        ident, _, rest = line.strip().partition(_SEPARATOR)
+        name, state, reason = rest.rsplit(_SEPARATOR, 2)
+        found.append(Queued(ident, name, state, reason))
+    return found
+
+
+def describe(job_id: str) -> dict[str, str]:
+    """Return the fields of ``scontrol show job``; empty if SLURM has forgotten the job.
+
+    Raises:
+        SlurmError: the scheduler does not answer.
+    """
+    try:
+        text = _run("scontrol", "show", "job", "--oneliner", job_id)
+    except SlurmError as error:
+        # The second message is for array tasks.
+        if "Invalid job id" in str(error) or f"Job {job_id} not found" in str(error):
+            return {}
+        raise
+    return _facts(text)
+
+
+def last_states(wanted: Sequence[tuple[str, str]]) -> dict[tuple[str, str], str]:
+    """Return the states of any users' jobs by id and name, running or ended, if SLURM remembers them.
+
+    Queries the controller first, then the accounting database if there is one, with one call each.
+
+    Args:
+        wanted: id and name of each job.
+
+    Raises:
+        SlurmError: the scheduler does not answer.
+    """
+    if not wanted:
+        return {}
+    try:
+        states = Jobs(_listed(f"--jobs={','.join(job_id for job_id, _ in wanted)}")).states
+    except SlurmError as error:
+        if "Invalid job id" not in str(error):  # squeue's message if it knows none of them
+            raise
+        states = {}
+    unknown = [job_id for job_id, name in wanted if (job_id, name) not in states]
+    return {**_accounted(unknown), **states}
+
+
+def _accounted(job_ids: Sequence[str]) -> dict[tuple[str, str], str]:
+    """Return the states of jobs in the accounting database by id and name; empty if there is none."""
+    if not job_ids or shutil.which("sacct") is None:
+        return {}
+    try:
+        form = "--format=JobID,State,JobName"
+        lines = _run("sacct", "--noheader", "--parsable2", "-X", form, "-j", ",".join(job_ids))
+    except SlurmError:
+        return {}  # sacct is installed, but accounting is not configured
+    rows = (line.split(_SEPARATOR, 2) for line in lines.splitlines() if line.count(_SEPARATOR) >= 2)
+    return {(job_id, name): state.split()[0] for job_id, state, name in rows if state}  # CANCELLED by 1000
+
+
+# The limit that SLURM uses for UNLIMITED.
+UNLIMITED_MINUTES = 365 * 24 * 60
+
+
+@functools.cache
+def partition_minutes(partition: str | None) -> int:
+    """Return the time limit in minutes of a job without one: the partition's default, or else its maximum.
+
+    Args:
+        partition: one, or several separated by commas, whose longest limit counts; None is the default one.
+
+    Raises:
+        SlurmError: the scheduler does not answer.
+    """
+    wanted, limits = (partition or "").split(","), []
+    for line in _run("scontrol", "show", "partition", "--oneliner").splitlines():
+        facts = _facts(line)
+        if facts["PartitionName"] in wanted or (partition is None and facts.get("Default") == "YES"):
+            limit = facts.get("DefaultTime", "NONE")
+            limits.append(facts.get("MaxTime", "UNLIMITED") if limit == "NONE" else limit)
+    return max(map(_minutes, limits), default=UNLIMITED_MINUTES)
+
+
+def _minutes(limit: str) -> int:
+    return UNLIMITED_MINUTES if limit == "UNLIMITED" else minutes_of(limit)
+
+
+def _facts(line: str) -> dict[str, str]:
+    """Parse a line of ``scontrol show --oneliner``."""
+    return dict(part.split("=", 1) for part in line.split() if "=" in part)
+
+
+def requeue(job_id: str) -> None:
+    """Requeue a running job under its id; SLURM ends its processes.
+
+    Raises:
+        SlurmError: the job cannot be requeued.
+    """
+    try:
+        _run("scontrol", "requeue", job_id)
+    except SlurmError:
+        # SLURM's signal to the job's processes may have ended scontrol after it was obeyed.
+        if not is_requeued(job_id):
+            raise
+
+
+def is_requeued(job_id: str) -> bool:
+    """Return whether SLURM has put a job that ran back into its queue.
+
+    Raises:
+        SlurmError: the scheduler does not answer.
+    """
+    return _retried(lambda: describe(job_id)).get("JobState") in REQUEUED
+
+
+def own_nodes() -> list[str]:
+    """Return the nodes of the allocation that this process runs in.
+
+    Raises:
+        SlurmError: the scheduler does not answer.
+    """
+    return _run("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split()
+
+
+def requeue_without(job_id: str, nodes: Sequence[str]) -> None:
+    """Requeue the job that this process belongs to, and exclude nodes from it.
+
+    SLURM does not start the job again before its processes have ended.
+
+    Raises:
+        SlurmError: the job cannot be requeued, or the nodes cannot be excluded.
+    """
+    # Read first: SLURM's signal to the job's processes may end a later scontrol.
+    excluded = _excluded_with(job_id, nodes)
+    requeue(job_id)
+    _exclude(job_id, excluded)
+
+
+def exclude(job_id: str, nodes: Sequence[str]) -> None:
+    """Exclude nodes from a job that waits; SLURM refuses it for others.
+
+    Raises:
+        SlurmError: the nodes cannot be excluded.
+    """
+    _exclude(job_id, _excluded_with(job_id, nodes))
+
+
+def _excluded_with(job_id: str, nodes: Sequence[str]) -> str:
+    before = describe(job_id).get("ExcNodeList", "(null)")
+    return ",".join([*nodes] if before == "(null)" else [before, *nodes])
+
+
+def _exclude(job_id: str, nodes: str) -> None:
+    _retried(lambda: _run("scontrol", "update", f"jobid={job_id}", f"excnodelist={nodes}"))
+
+
+def _retried(call: Callable[[], T]) -> T:
+    """Call again if a command failed: SLURM's signal to the job's processes ends commands too."""
+    for _ in range(ATTEMPTS - 1):
+        with contextlib.suppress(SlurmError):
+            return call()
+        time.sleep(1.0)
+    return call()
+
+
+def cancel(job_ids: Sequence[str]) -> None:
+    """Cancel waiting and running jobs by one call of scancel; ignore jobs that have already ended.
+
+    Raises:
+        SlurmError: a job cannot be cancelled.
+    """
+    if not job_ids:
+        return
+    try:
+        _run("scancel", *_as_arrays(job_ids))
+    except SlurmError as error:
+        if not error.lines:  # scancel is missing, or does not answer
+            raise
+        complaints = [line for line in error.lines if "Invalid job id" not in line]
+        if complaints:
+            raise SlurmError(f"scancel: {complaints[0]}", complaints) from None
+
+
+def _as_arrays(job_ids: Sequence[str]) -> list[str]:
+    """Merge the tasks of each array into one id, ``5_[0,1,7]``, which scancel cancels by one message."""
+    tasks: dict[str, list[str]] = defaultdict(list)
+    for job_id in job_ids:
+        array, _, task = job_id.partition("_")
+        tasks[array].append(task)
+    return [
+        array if numbers == [""] else f"{array}_[{','.join(numbers)}]" for array, numbers in tasks.items()
+    ]
+
+
+def _run(*command: str) -> str:
+    # The user's settings for squeue could hide jobs.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=COMMAND_SECONDS
+        )
+    except FileNotFoundError:
+        raise NoSlurm(command[0], "is not there") from None
+    except subprocess.TimeoutExpired:
+        raise SlurmError(f"{command[0]}: no answer within {COMMAND_SECONDS} s") from None
+    if done.returncode != 0:
+        # scontrol reports unknown array tasks on stdout.
+        lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
+        message = " ".join(" ".join(lines).split()) or f"exit code {done.returncode}"
+        if _NO_CONFIGURATION in message:
+            raise NoSlurm(command[0], "finds no configuration")
+        raise SlurmError(f"{command[0]} {' '.join(command[1:])[:LONGEST_COMMAND]}: {message}", lines)
+    return done.stdout

@@ -1,0 +1,332 @@
+"""SLURM jobs: derive resources from the layout, write one sbatch script with submitit, and submit it.
+
+The script runs ``harness.launch.batch``: one process on the first node, which starts the ranks by ``srun``,
+one task each. Everything that the script reads is written before it is submitted, so it can be submitted
+again by hand: ``sbatch RUN_DIR/slurm/job.sh``.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from harness.config.cluster import ClusterConfig
+from harness.config.job import Job
+from harness.launch.queue import NoSlurm, partition_minutes, require_slurm, submit_script
+from harness.launch.slurm_record import SlurmJobRecord
+from harness.launch.snapshot import snapshot_path, take_snapshot
+from harness.util.errors import ConfigError
+from harness.util.files import write_atomically
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The resources that a job requests; jobs of equal shape form one array.
+
+    Attributes:
+        nodes: number of nodes.
+        ranks_per_node: ranks per node.
+        options: sbatch options, sorted.
+        exports: shell lines that set the job's environment.
+        setup: the user's shell lines before the job.
+        snapshot: whether the job runs a copy of the code.
+    """
+
+    nodes: int
+    ranks_per_node: int
+    options: tuple[tuple[str, Any], ...]
+    exports: tuple[str, ...]
+    setup: tuple[str, ...]
+    snapshot: bool
+
+    def describe(self) -> str:
+        """Return the shape as text, e.g. ``2 nodes x 8 ranks``."""
+        return f"{_count(self.nodes, 'node')} x {_count(self.ranks_per_node, 'rank')}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def shape_of(job: Job) -> Shape:
+    """Return the resources of a resolved job."""
+    config = job.cluster
+    nodes, ranks_per_node = config.nodes_for(job.world_size)
+    options: dict[str, Any] = {
+        "nodes": nodes,
+        # srun starts the tasks, but sbatch must reserve their CPUs.
+        "ntasks-per-node": ranks_per_node,
+        "cpus-per-task": config.cpus_per_rank,
+        "partition": config.partition,
+        "account": config.account,
+        "qos": config.qos,
+        "constraint": config.constraint,
+        "exclude": config.exclude,
+        "mem": config.mem,
+        "time": config.minutes,
+        "exclusive": config.exclusive or None,
+        "signal": f"USR2@{config.signal_seconds}",
+    }
+    if config.device == "cuda":
+        gpus = f"{config.gpu_type}:{ranks_per_node}" if config.gpu_type else str(ranks_per_node)
+        options |= {"gres": f"gpu:{gpus}"} if config.gres else {"gpus-per-node": gpus}
+    options["requeue" if config.max_requeues else "no-requeue"] = True
+    options.update(config.sbatch)
+    return Shape(
+        nodes,
+        ranks_per_node,
+        tuple(sorted((name, value) for name, value in options.items() if value is not None)),
+        tuple(f"export {name}={shlex.quote(str(value))}" for name, value in _environment(config).items()),
+        tuple(config.setup),
+        config.snapshot,
+    )
+
+
+def _environment(config: ClusterConfig) -> dict[str, Any]:
+    """Return a job's environment variables; ``cluster.env`` overrides those derived from other fields."""
+    network = {} if config.ib_hca is None else {"NCCL_IB_HCA": config.ib_hca}
+    if config.socket_ifname is not None:
+        # Without the equals sign NCCL treats a name as a prefix; gloo does not.
+        network["NCCL_SOCKET_IFNAME"] = f"={config.socket_ifname}"
+        network["GLOO_SOCKET_IFNAME"] = config.socket_ifname
+    return {**network, **config.env}
+
+
+def device_hours(job: Job) -> float | None:
+    """Return the maximum cost of a job until its time limit: of its ranks, or of its nodes if exclusive.
+
+    Returns:
+        device-hours; None if the time limit is the partition's and there is no SLURM here to read it from.
+
+    Raises:
+        SlurmError: the scheduler does not answer.
+    """
+    config = job.cluster
+    nodes, ranks_per_node = config.nodes_for(job.world_size)
+    if config.exclusive and config.ranks_per_node is not None:
+        ranks_per_node = config.ranks_per_node
+    minutes = config.minutes
+    if minutes is None and shutil.which("scontrol") is not None:
+        with suppress(NoSlurm):
+            minutes = partition_minutes(config.partition or os.environ.get("SBATCH_PARTITION"))
+    return None if minutes is None else nodes * ranks_per_node * minutes / 60
+
+
+class Submission:
+    """Jobs of one shape, submitted together: several form a job array.
+
+    Attributes:
+        module: run by the script, with the run folder, or ``--list`` and the file of an array's run folders.
+
+    Args:
+        jobs: the resolved jobs.
+        run_dirs: their run folders, begun with the state ``submitted`` when ``submit`` is called.
+        home: the folder of the run or the sweep, for SLURM's logs and the copy of the code.
+        name: SLURM's job name; it identifies the job if this process dies before it has stored the job id.
+        at_once: maximum number of jobs that run at once; None means ``cluster.max_running``.
+        after: ids of jobs that must end first, successfully or not.
+    """
+
+    module = "harness.launch.batch"
+
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        run_dirs: Sequence[Path],
+        home: Path,
+        name: str,
+        *,
+        at_once: int | None = None,
+        after: Sequence[str] = (),
+    ) -> None:
+        shapes = {shape_of(job) for job in jobs}
+        assert len(shapes) == 1, "jobs of one array have one shape"
+        self.jobs, self.run_dirs = jobs, [path.absolute() for path in run_dirs]
+        self.home, self.name, self.shape = home.absolute(), name, shapes.pop()
+        self.at_once = min(job.cluster.max_running for job in jobs) if at_once is None else at_once
+        self.after = after
+        # Not one folder per job: SLURM opens the log before submitit could create the folder.
+        self.folder = self.home / "slurm"
+        # Whether sbatch was started: then the job may be in the queue even if this process fails.
+        self.is_sent = False
+        # A sweep's folder holds several scripts.
+        self._stem = "job" if self.run_dirs == [self.home] else Path(name).name
+
+    def script(self, *, planned: bool = False) -> str:
+        """Return the sbatch script.
+
+        Args:
+            planned: the run folder does not exist yet, so SLURM's log goes into the working folder. SLURM
+                opens the log before it starts the script; if it cannot, the job fails silently.
+        """
+        from submitit.slurm.slurm import _make_sbatch_string
+
+        several = len(self.jobs) > 1
+        log = "%A_%a_0_log.out" if several else "%j_0_log.out"  # submitit's names
+        folder = str(self.folder).replace("%", "%%")
+        parameters = self._parameters()
+        parameters["additional_parameters"]["output"] = f"slurm-{log}" if planned else f"{folder}/{log}"
+        count: dict[str, Any] = {"map_count": len(self.jobs)} if several else {}
+        text: str = _make_sbatch_string(
+            command=f"exec {self._command()}", folder=self.folder, **count, **parameters
+        )
+        return text
+
+    @property
+    def script_path(self) -> Path:
+        """Path where ``submit`` writes the script."""
+        return self.folder / f"{self._stem}.sh"
+
+    @property
+    def _list_path(self) -> Path:
+        """Path where ``submit`` writes the run folders of an array, one per line."""
+        return self.folder / f"{self._stem}.runs"
+
+    def _command(self) -> str:
+        """Return the command that runs the job."""
+        several = len(self.jobs) > 1
+        command = [sys.executable, "-u", "-m", self.module]
+        command += ["--list", str(self._list_path)] if several else [str(self.run_dirs[0])]
+        if self.shape.snapshot:
+            command += ["--code", str(snapshot_path(self.home))]
+        return shlex.join(command)
+
+    def submit(self) -> list[str]:
+        """Submit the jobs; return their ids, in the order of the jobs.
+
+        Raises:
+            UserError: there is no SLURM here, or it refuses the job.
+            SlurmError: SLURM does not answer.
+        """
+        require_slurm()
+        check_shell(self.shape.setup)
+        if self.shape.snapshot:
+            take_snapshot(self.home)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        several = len(self.jobs) > 1
+        job_records = [
+            SlurmJobRecord(self.name, i if several else None, logs=str(self.folder))
+            for i in range(len(self.jobs))
+        ]
+        for run_dir, job_record in zip(self.run_dirs, job_records, strict=True):
+            job_record.write(run_dir)
+        # Write everything that the job reads before submitting it: this process may die at any moment.
+        if several:
+            write_atomically(self._list_path, "".join(f"{path}\n" for path in self.run_dirs).encode())
+        write_atomically(self.script_path, self.script().encode())
+        self.is_sent = True
+        number = self._sbatch()
+        ids = [f"{number}_{job_record.index}" if several else number for job_record in job_records]
+        for run_dir, job_record, ident in zip(self.run_dirs, job_records, ids, strict=True):
+            # The job may have started meanwhile and written a newer record.
+            if (SlurmJobRecord.read(run_dir) or job_record).job_id is None:
+                replace(job_record, job_id=ident).write(run_dir)
+        return ids
+
+    def _sbatch(self) -> str:
+        """Submit the script; return the job's number."""
+        with _environment_for_submitting(self.shape):
+            return submit_script(self.script_path)
+
+    def _parameters(self) -> dict[str, Any]:
+        return {
+            "job_name": self.name,
+            "use_srun": False,
+            "stderr_to_stdout": True,
+            "array_parallelism": self.at_once,
+            "setup": self._setup(),
+            # submitit's defaults are a time limit of five minutes, and a wckey, which clusters without
+            # accounting by wckey refuse.
+            "time": None,
+            "wckey": None,
+            "additional_parameters": self._options(),
+        }
+
+    def _options(self) -> dict[str, Any]:
+        options = dict(self.shape.options)
+        if self.after:
+            own = [options["dependency"]] if "dependency" in options else []
+            options["dependency"] = ",".join([*own, f"afterany:{':'.join(self.after)}"])
+        return options
+
+    def _setup(self) -> list[str]:
+        """Return the script's lines before its command."""
+        several = len(self.jobs) > 1
+        needed = self._list_path if several else self.run_dirs[0] / "job.json"
+        missing = f"error: {needed} is missing: submit the job with the harness, and without cluster.dry_run"
+        lines = [
+            # These signals would end bash before it execs the job's process, which handles them.
+            "trap : TERM USR2",
+            f"[ -f {shlex.quote(str(needed))} ] || {{ echo {shlex.quote(missing)} >&2; exit 2; }}",
+            *self.shape.exports,
+        ]
+        code = ""
+        if self.shape.snapshot:
+            path = shlex.quote(str(snapshot_path(self.home)))
+            # Without PYTHONSAFEPATH `python -m` would import from the working folder first.
+            code = f"export PYTHONPATH={path}${{PYTHONPATH:+:$PYTHONPATH}} PYTHONSAFEPATH=1"
+        if self.shape.setup:
+            lines += [*_BEFORE_SETUP.format(code=code or ":", command=self._command()).splitlines()]
+            lines += [*self.shape.setup, *_AFTER_SETUP.splitlines()]
+        return [*lines, code] if code else lines
+
+
+# A line that fails ends the job, and the harness records the line. The DEBUG trap runs before each line, but
+# not for lines of functions and sourced files; the EXIT trap itself counts as line 1. A cancelled job has no
+# failed line.
+_BEFORE_SETUP = """\
+setup_failed() {{
+  trap - EXIT DEBUG
+  [ "$1" = 143 ] && exit 143
+  {code}
+  exec {command} --setup-failed "$1" --line="$(sed -n "$2p" "$0")"
+}}
+trap 'setup_failed $? $setup_line' EXIT
+trap '[ "$LINENO" = 1 ] || setup_line=$LINENO' DEBUG
+set -e
+# cluster.setup"""
+_AFTER_SETUP = """\
+# end of cluster.setup
+set +e
+trap - EXIT DEBUG"""
+
+
+def check_shell(lines: Sequence[str]) -> None:
+    """Raise ConfigError for lines of ``cluster.setup`` that bash cannot parse."""
+    bash = shutil.which("bash")
+    if not lines or bash is None:
+        return
+    done = subprocess.run([bash, "-n"], input="\n".join(lines) + "\n", capture_output=True, text=True)
+    if done.returncode != 0:
+        message = done.stderr.strip().splitlines()[0].partition(": ")[2]
+        raise ConfigError("cluster.setup", list(lines), f"bash cannot read it: {message}")
+
+
+# The user's defaults for sbatch, used for options that the job does not set.
+_DEFAULTS = {
+    f"SBATCH_{name.upper()}": name for name in ("account", "partition", "qos", "constraint", "reservation")
+}
+
+
+@contextmanager
+def _environment_for_submitting(shape: Shape) -> Iterator[None]:
+    """Remove variables of a surrounding allocation, and those that would override the script's options."""
+    from submitit.helpers import clean_env
+
+    options = dict(shape.options)
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name == "SLURM_CONF" or _DEFAULTS.get(name, "") not in ("", *options)
+    }
+    with clean_env():
+        os.environ.update(kept)
+        yield

@@ -1,0 +1,403 @@
+"""One attempt at a SLURM job, on its first node: start the ranks, wait for them, complete ``result.json``.
+
+This process does for a SLURM job what the controller does for a local job. It holds the run folder's lock and
+the rendezvous store, waits for ``srun``, records ranks that ended without recording an error, and completes
+the run's row in ``result.json``. When SLURM asked the ranks to stop and they have saved, it requeues the job
+under the same id.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+import traceback
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from harness.checkpoint.resume import is_finished, show_finished
+from harness.config.failures import VICTIMS, kind_of_text
+from harness.config.job import Job
+from harness.launch import queue
+from harness.launch.dead_ranks import dead_ranks, only_victims, record_dead, record_left, unnamed_ranks
+from harness.launch.node_check import UnfitNodes, check_nodes
+from harness.launch.ranks import rank_environment, rendezvous_store
+from harness.launch.slurm_record import SlurmJobRecord
+from harness.metrics.slow import slow_ranks
+from harness.run.errors import last_lines
+from harness.run.folder import RunFolder
+from harness.train.finish import finish_run
+from harness.train.rank import leave
+from harness.util.errors import (
+    EXIT_BUG,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_RESUMABLE,
+    STOPPED,
+    MachineError,
+    UserError,
+)
+
+if TYPE_CHECKING:
+    from harness.launch.batch import Received
+
+POLL_SECONDS = 0.2
+# A lost node keeps its file locks until its lease ends: 90 s with NFS.
+HOLD_SECONDS = 180.0
+# How long to retry when SLURM's controller is too busy to return a job's state.
+ANSWER_SECONDS, RETRY_SECONDS = 60.0, 5.0
+# SLURM may send the signal before the time limit up to this much earlier than requested.
+LIMIT_SECONDS = 60.0
+SRUN_LOG = "srun.err"
+
+# slurmstepd: error: *** JOB 7 ON node1 CANCELLED AT 2026-11-22T12:00:00 DUE TO JOB REQUEUE ***
+_CANCELLED = re.compile(r"\*\*\* JOB \d+ ON \S+ CANCELLED AT \S+ (?:DUE TO )?(.*)\*\*\*")
+_BY_SLURM = ("TIME LIMIT", "PREEMPTION", "NODE FAILURE", "JOB REQUEUE")
+
+SUPERSEDED = "SUPERSEDED"
+# In these states the job has its nodes until this process ends, or it is not known whether it has.
+_KEPT = ("RUNNING", "TIMEOUT", "UNKNOWN")
+# In these states SLURM takes the nodes away; exit codes of the processes then mean nothing.
+_TAKEN = {*queue.REQUEUED, "PREEMPTED", "TIMEOUT", "NODE_FAIL", "CANCELLED", SUPERSEDED}
+
+
+def run_and_leave(run_dir: Path, received: Received) -> NoReturn:
+    """Run the job of a run folder and end the process with its exit code."""
+    try:
+        code = run(RunFolder(run_dir), Allocation.here(), received)
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        code = error.exit_code
+    except Exception:
+        traceback.print_exc()
+        code = EXIT_BUG
+    leave(code)
+
+
+class Allocation:
+    """The SLURM allocation of this job.
+
+    Attributes:
+        job_id: the id as ``squeue`` prints it.
+        restarts: number of earlier starts of the job.
+    """
+
+    def __init__(self, job_id: str, restarts: int) -> None:
+        self.job_id, self.restarts = job_id, restarts
+
+    @classmethod
+    def here(cls) -> Allocation:
+        """Return the allocation that this process runs in."""
+        array = os.environ.get("SLURM_ARRAY_JOB_ID")
+        ident = (
+            os.environ["SLURM_JOB_ID"] if array is None else f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+        )
+        return cls(ident, int(os.environ.get("SLURM_RESTART_COUNT", "0")))
+
+    def state(self) -> str:
+        """Return the job's state in SLURM's terms; SUPERSEDED when SLURM has restarted the job elsewhere.
+
+        Returns UNKNOWN when SLURM does not answer, as may happen during a mass preemption.
+        """
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while True:
+            try:
+                fields = queue.describe(self.job_id)
+            except queue.SlurmError as error:
+                if time.monotonic() < deadline:
+                    time.sleep(RETRY_SECONDS)
+                    continue
+                sys.stderr.write(f"WARNING cannot read the state of this job: {error}\n")
+                return "UNKNOWN"
+            if int(fields.get("Restarts", "0")) > self.restarts:
+                return SUPERSEDED
+            return fields.get("JobState", "UNKNOWN")
+
+
+def run(folder: RunFolder, allocation: Allocation, received: Received) -> int:
+    """Run the job of a run folder; return its exit code."""
+    started = time.monotonic()
+    job = folder.read_job()
+    if is_finished(job, folder.path):  # the script was submitted again by hand
+        return show_finished(job, folder.path)
+    _begin(job, folder, allocation)
+    sys.stdout.write(f"run folder {folder.path}\noutput of rank 0 {folder.path}/logs/rank0.out\n")
+    sys.stdout.flush()
+    try:
+        if job.cluster.node_check != "off":
+            check_nodes(job, folder.path)
+        code = _run_ranks(job, folder, allocation, started, received)
+    except UnfitNodes as error:
+        if job.cluster.node_check == "exclude" and allocation.restarts < job.cluster.max_requeues:
+            return _requeue_without(error, job, folder, allocation)
+        code = folder.record_error(None, error)["exit_code"]
+    except Exception as error:
+        code = folder.record_error(None, error)["exit_code"]
+    if code in STOPPED:
+        _exclude_slow_nodes(job, folder, allocation)
+    state = allocation.state()
+    if state == SUPERSEDED:
+        return code  # the run folder now belongs to another attempt
+    _end(folder, is_taken=state not in _KEPT)
+    code = finish_run(job, folder, code)
+    if code not in STOPPED or state not in _KEPT or allocation.state() not in _KEPT:
+        return code  # SLURM is taking the nodes, and decides whether to requeue the job
+    if not _has_progress(folder):
+        folder.record_error(None, NoProgress())
+        return finish_run(job, folder, NoProgress.exit_code)
+    return _requeue(job, folder, allocation, time.monotonic() - started)
+
+
+def _has_progress(folder: RunFolder) -> bool:
+    """Whether this attempt or the one before finished a step; True for the first attempt."""
+    earlier = folder.earlier_attempt
+    if earlier is None:
+        return True
+    rows = (folder.row, RunFolder(earlier).row)
+    return any((row.get("step") or 0) > (row.get("start_step") or 0) for row in rows)
+
+
+def _begin(job: Job, folder: RunFolder, allocation: Allocation) -> None:
+    """Lock the run folder for this attempt; wait for the submitting process to release it."""
+    deadline = time.monotonic() + HOLD_SECONDS
+    while True:
+        try:
+            folder.begin_again(job)
+            break
+        except UserError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(POLL_SECONDS)
+    task = os.environ.get("SLURM_ARRAY_TASK_ID")
+    # The record in the folder is another job's if the script was submitted again by hand.
+    name, index = os.environ["SLURM_JOB_NAME"], None if task is None else int(task)
+    job_record = SlurmJobRecord.read(folder.path) or SlurmJobRecord(name)
+    ident, restarts = allocation.job_id, allocation.restarts
+    job_record = replace(job_record, name=name, index=index, job_id=ident, restarts=restarts)
+    replace(job_record, cancelled=False, begun=True).write(folder.path)
+
+
+def _end(folder: RunFolder, *, is_taken: bool = False) -> None:
+    """Note in the job's record that this attempt ends by itself, and whether the job was cancelled.
+
+    Args:
+        folder: the run folder.
+        is_taken: whether SLURM is taking the nodes.
+    """
+    record = SlurmJobRecord.read(folder.path)
+    if record is None:
+        return  # somebody has removed it
+    # Until this process has ended, SLURM's state is COMPLETING whatever the cause. Its log has the reason.
+    said = ""
+    if is_taken and record.log is not None and record.log.is_file():
+        said = record.log.read_text(errors="replace")
+    reasons = _CANCELLED.findall(said)
+    cancelled = bool(reasons) and not reasons[-1].startswith(_BY_SLURM)
+    replace(record, begun=False, cancelled=cancelled or record.cancelled).write(folder.path)
+
+
+def _run_ranks(
+    job: Job, folder: RunFolder, allocation: Allocation, started: float, received: Received
+) -> int:
+    """Start the ranks, wait, record those that ended without recording an error; return an exit code."""
+    logs = folder.path / "logs"
+    with rendezvous_store() as port, (logs / SRUN_LOG).open("ab") as log:
+        if "OMP_NUM_THREADS" not in job.cluster.env:
+            os.environ.pop("OMP_NUM_THREADS", None)  # of the submitting shell, passed on by sbatch
+        environment = {**os.environ, **rank_environment(job, port, started)}  # srun sets each task's rank
+        if received.last is not None:
+            return EXIT_INTERRUPTED  # the signal would kill srun before it can handle it
+        srun = subprocess.Popen(srun_command(job, folder.path), env=environment, stderr=log)
+        received.forward_to(srun.pid)
+        returned = srun.wait()
+        received.process = None
+    return _verdict(folder, allocation, returned, job.world_size)
+
+
+def _verdict(folder: RunFolder, allocation: Allocation, returned: int, ranks: int) -> int:
+    """Determine why the ranks ended, and record a rank that could not record its error itself.
+
+    An error that is not a consequence of another rank's failure comes first, then a rank that was killed. If
+    srun ended rank 0 because another rank was killed, rank 0's error is a consequence. So is a failed
+    collective. If all recorded errors say that a peer is gone, the rank that recorded none is the cause.
+
+    Args:
+        folder: the run folder.
+        allocation: the job's allocation.
+        returned: exit code of srun, negative for a signal.
+        ranks: number of ranks.
+
+    Returns:
+        an exit code.
+    """
+    error, code = folder.first_error(), folder.row.get("exit_code")
+    if error is not None and error["kind"] not in VICTIMS:
+        return int(error["exit_code"])
+    if code in (EXIT_OK, EXIT_RESUMABLE):  # all ranks have agreed to end there
+        return int(code)
+    if allocation.state() in _TAKEN:
+        return EXIT_INTERRUPTED  # SLURM ended the ranks; the errors they recorded are not the cause
+    logs = folder.path / "logs"
+    if returned < 0:  # srun was killed, and its end has ended the ranks
+        return int(folder.record_error(None, StepFailed(returned, logs))["exit_code"])
+    said = (logs / SRUN_LOG).read_text(errors="replace")
+    dead = record_dead(folder, dead_ranks(said, logs))
+    if not dead and only_victims(folder):
+        dead = record_dead(folder, dead_ranks(said, logs, late=True))
+    if not dead and (error is not None or returned == 0):
+        dead = record_left(folder, unnamed_ranks(said, ranks))
+    if dead:
+        return dead[0].exit_code
+    if code == EXIT_INTERRUPTED:
+        return EXIT_INTERRUPTED
+    if error is not None and error["kind"] != "interrupted":
+        return int(error["exit_code"])
+    return int(folder.record_error(None, StepFailed(returned, logs))["exit_code"])
+
+
+class NoProgress(MachineError):
+    """The time limit or a preemption ended the job before its first step was done, twice in a row."""
+
+    kind = "preempted"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "stopped by SLURM before its first step was done, twice in a row; would work: a longer "
+            "cluster.time, a smaller cluster.signal_seconds"
+        )
+
+
+class StepFailed(MachineError):
+    """srun failed or was killed, and no rank recorded a reason."""
+
+    def __init__(self, code: int, logs: Path) -> None:
+        tail = last_lines(logs / SRUN_LOG)
+        self.kind = "machine" if code < 0 else kind_of_text(tail) or "unknown"
+        how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        super().__init__(f"srun {how}{tail}")
+
+
+def _requeue(job: Job, folder: RunFolder, allocation: Allocation, seconds: float) -> int:
+    """Requeue a job that stopped after saving, at most ``cluster.max_requeues`` times.
+
+    Args:
+        job: the resolved job.
+        folder: its run folder.
+        allocation: the job's allocation.
+        seconds: how long the job has run.
+
+    Returns:
+        EXIT_RESUMABLE in any case.
+    """
+    if allocation.restarts >= job.cluster.max_requeues:
+        reason = _why_not_requeued(job, seconds)
+        folder.set_status("interrupted", exit_code=EXIT_RESUMABLE, reason=reason)
+        sys.stderr.write(f"{reason}\n")
+        return EXIT_RESUMABLE
+    slow = _slow_nodes(job, folder)
+    folder.set_status("requeued", restarts=allocation.restarts + 1, **({"excluded": slow} if slow else {}))
+    folder.release()
+    try:
+        if slow:
+            queue.requeue_without(allocation.job_id, slow)
+        else:
+            queue.requeue(allocation.job_id)
+    except queue.SlurmError as error:
+        folder.set_status("interrupted", exit_code=EXIT_RESUMABLE)
+        sys.stderr.write(f"WARNING cannot requeue this job: {error}\n")
+    return EXIT_RESUMABLE
+
+
+def _slow_nodes(job: Job, folder: RunFolder) -> list[str]:
+    """Return the nodes to exclude: those of ranks that were slow when the attempt ended."""
+    if not job.cluster.exclude_slow:
+        return []
+    return sorted({each.host for each in slow_ranks(folder.path) if each.until is None})
+
+
+def _exclude_slow_nodes(job: Job, folder: RunFolder, allocation: Allocation) -> None:
+    """Exclude nodes with slow ranks from a job that SLURM has put back into its queue.
+
+    A job that waits can be changed, and one that was started again cannot.
+    """
+    slow = _slow_nodes(job, folder)
+    if not slow:
+        return
+    try:
+        if queue.is_requeued(allocation.job_id):
+            queue.exclude(allocation.job_id, slow)
+            sys.stderr.write(f"excluded {', '.join(slow)}, where ranks are slow\n")
+    except queue.SlurmError as error:
+        sys.stderr.write(f"WARNING cannot exclude {', '.join(slow)} from this job: {error}\n")
+
+
+def _requeue_without(unfit: UnfitNodes, job: Job, folder: RunFolder, allocation: Allocation) -> int:
+    """Requeue the job without the nodes that failed the check; fail if that is not possible."""
+    sys.stderr.write(f"WARNING requeueing without {', '.join(unfit.nodes)}: {unfit}\n")
+    folder.set_status("requeued", restarts=allocation.restarts + 1, excluded=unfit.nodes)
+    _end(folder)
+    folder.release()
+    try:
+        queue.requeue_without(allocation.job_id, unfit.nodes)
+    except queue.SlurmError as error:
+        sys.stderr.write(f"WARNING cannot requeue this job without these nodes: {error}\n")
+        if allocation.state() in _TAKEN:
+            return EXIT_RESUMABLE  # it is in the queue, and may get these nodes again
+        return finish_run(job, folder, folder.record_error(None, unfit)["exit_code"])
+    return EXIT_RESUMABLE
+
+
+def _why_not_requeued(job: Job, seconds: float) -> str:
+    config = job.cluster
+    if config.minutes is None:  # the partition's limit
+        why = "the time limit was reached, or SLURM stopped the job"
+    elif seconds > 60 * config.minutes - config.signal_seconds - LIMIT_SECONDS:
+        why = f"the time limit was reached (cluster.time={config.time})"
+    else:
+        why = "SLURM stopped the job"
+    return (
+        f"{why}, and cluster.max_requeues={config.max_requeues} allows no further requeue; the same command "
+        "continues from its last checkpoint"
+    )
+
+
+def srun_command(job: Job, run_dir: Path) -> list[str]:
+    """Return the srun command that starts a job's ranks: one task each, ended together."""
+    config = job.cluster
+    nodes, local = config.nodes_for(job.world_size)
+    logs = str(run_dir / "logs").replace("%", "%%")
+    command = [
+        "srun",
+        f"--nodes={nodes}",
+        f"--ntasks={job.world_size}",
+        f"--ntasks-per-node={local}",
+        # Not every version takes it from sbatch; data loaders would then share one core.
+        *([f"--cpus-per-task={config.cpus_per_rank}"] if config.cpus_per_rank else []),
+        "--kill-on-bad-exit=1",
+        # Rank 0 may still be writing when the other ranks have ended.
+        "--wait=0",
+        # The user's sbatch may export nothing.
+        "--export=ALL",
+        *([f"--distribution={config.distribution}"] if config.distribution else []),
+        *([f"--gpu-bind={config.gpu_bind}"] if config.gpu_bind else []),
+        "--mpi=none",
+        "--unbuffered",
+        "--open-mode=append",
+        f"--output={logs}/rank%t.out",
+        f"--error={logs}/rank%t.err",
+        *config.srun_args,
+    ]
+    container = shlex.split(config.container or "")
+    return [
+        *command,
+        *container,  # options of srun, or a command around Python
+        config.python or sys.executable,
+        "-u",
+        "-m",
+        "harness.train.rank",
+        str(run_dir),
+    ]

@@ -1,0 +1,184 @@
+"""Submit jobs to SLURM: show them, ask for confirmation, never submit a job twice."""
+
+from __future__ import annotations
+
+import math
+import sys
+
+from harness.config.job import Job
+from harness.launch.close_lost import close_run
+from harness.launch.follow import follow, queued
+from harness.launch.preflight import require_inputs
+from harness.launch.queue import Jobs, Queued, describe, is_live, jobs, last_states, require_slurm
+from harness.launch.slurm import Submission, device_hours, shape_of
+from harness.launch.slurm_record import SlurmJobRecord
+from harness.launch.state import read_state
+from harness.run.folder import RunFolder
+from harness.util.errors import EXIT_OK, ConfigError, UserError
+from harness.util.tables import dollars, summed
+
+
+def submit_one(job: Job, folder: RunFolder, overrides: list[str]) -> int:
+    """Submit one job, or show what would be submitted; return the exit code.
+
+    Raises:
+        UserError: there is no SLURM here, it refuses the job, or its cost was not confirmed.
+    """
+    submission = Submission([job], [folder.path], folder.path, f"{job.name}.{job.id}")
+    if job.cluster.dry_run:
+        script = submission.script(planned=True)
+        sys.stdout.write(f"{script}\n# {submission.shape.describe()}, {cost_in_words([job])}\n")
+        return EXIT_OK
+    require_slurm()
+    found = _queued_unless_failed(folder, submission)
+    if found is None:
+        confirm([job])
+        folder.hold()
+        # Another controller may have submitted the job meanwhile.
+        found = _queued_unless_failed(folder, submission)
+        if found is None:
+            _close_lost(job, folder)
+            [ident] = submit(submission, [folder], [overrides], adopt=True)
+        folder.release()
+    there = job if found is None else folder.read_job()
+    how = "submitted" if found is None else f"already submitted ({found.state})"
+    if found is not None:
+        ident = found.id  # if another controller submitted the job, it may have died before it wrote the id
+    words = (
+        f"{job.name}: {how} as job {ident}, {shape_of(there).describe()}, {cost_in_words([there])}"
+        f"{_kept_in_words(there, job)}\nrun folder {folder.path}\n"
+    )
+    if job.cluster.parsable:
+        sys.stderr.write(words)
+        words = f"{ident}\n"
+    sys.stdout.write(words)
+    sys.stdout.flush()
+    return follow(job, folder) if job.cluster.wait else EXIT_OK
+
+
+def _kept_in_words(submitted: Job, typed: Job) -> str:
+    """Return the sbatch options in which a queued job differs from the one typed now; empty if none do."""
+    before, now = dict(shape_of(submitted).options), dict(shape_of(typed).options)
+    kept = [name for name in sorted({**before, **now}) if before.get(name) != now.get(name)]
+    words = ", ".join(f"{name}={before[name]}" if name in before else f"no {name}" for name in kept)
+    return f"; it keeps {words}, scancel it first to change that" if kept else ""
+
+
+def _queued_unless_failed(folder: RunFolder, submission: Submission) -> Queued | None:
+    """Return the job in the queue; None if it has failed and SLURM is only cleaning up.
+
+    Raises:
+        UserError: the job is queued but its run folder was removed, so it would fail when it starts.
+    """
+    if SlurmJobRecord.read(folder.path) is None:
+        found = SlurmJobRecord(submission.name).find(jobs())
+        # A job of that name may have another runs_dir. SLURM cuts StdOut at a space.
+        output = "" if found is None else describe(found.id).get("StdOut", "")
+        if found is not None and output and f"{submission.folder}/".startswith(output.rpartition("/")[0]):
+            raise UserError(
+                f"{folder.path}: SLURM job {found.id} ({found.state}) belongs to this run, but its run "
+                f"folder was removed; would work: scancel {found.id}, then the same command"
+            )
+        return None
+    return None if folder.state == "failed" else queued(folder.path)
+
+
+def _close_lost(job: Job, folder: RunFolder) -> None:
+    """If the run's earlier job ended without a row, write the row and show how the job ended."""
+    earlier = read_state(folder.path, Jobs([]))
+    record = earlier.job_record
+    if earlier.state == "lost" and record is not None and record.job_id is not None:
+        state = last_states([record.key]).get(record.key)
+        if not is_live(state):
+            close_run(job, folder, record, state)
+
+
+def submit(
+    submission: Submission, folders: list[RunFolder], overrides: list[list[str]], *, adopt: bool = False
+) -> list[str]:
+    """Prepare the run folders, submit, and release the folders; return the job ids.
+
+    Raises:
+        UserError: an input file is missing, a folder is in use or cannot be written, there is no SLURM here,
+            or it refuses the job.
+        SlurmError: SLURM does not answer.
+    """
+    for job in submission.jobs:
+        require_inputs(job)
+    try:
+        for job, folder, own in zip(submission.jobs, folders, overrides, strict=True):
+            folder.begin(job, own, adopt=adopt, state="submitted")
+        return submission.submit()
+    except BaseException as error:
+        # After ^C the job may be in the queue; it is found by its name.
+        if isinstance(error, Exception) or not submission.is_sent:
+            _reset_to_planned(folders)
+        if isinstance(error, OSError):
+            raise UserError(
+                f"{submission.home}: cannot write the job's files, so it was not submitted: {error}"
+            ) from error
+        raise
+    finally:
+        for folder in folders:
+            folder.release()
+
+
+def _reset_to_planned(folders: list[RunFolder]) -> None:
+    """Reset the status of runs whose job was not submitted."""
+    for folder in folders:
+        try:
+            if folder.state == "submitted":
+                folder.set_status("planned")
+        except OSError as error:
+            sys.stderr.write(f"WARNING {folder.path}: status.json cannot be written: {error}\n")
+
+
+def cost_in_words(jobs: list[Job]) -> str:
+    """Describe the maximum cost of jobs until their time limit: ``at most 16 GPU-hours (H100 SXM), $40.00``.
+
+    There is no price if one job has none, or if the ranks are on CPUs.
+    """
+    unit = "rank-hours" if jobs[0].cluster.device == "cpu" else "GPU-hours"
+    kinds = sorted({job.cluster.accelerator for job in jobs if job.cluster.accelerator})
+    of = f" ({', '.join(kinds)})" if kinds else ""
+    hours = _hours(jobs)
+    if hours is None:
+        return f"{unit} up to the partition's time limit, which is not known here{of}"
+    price = None if unit == "rank-hours" else summed(map(_dollars, jobs))
+    return f"at most {hours:.4g} {unit}{of}{'' if price is None else f', {dollars(price)}'}"
+
+
+def _hours(jobs: list[Job]) -> float | None:
+    """Return the maximum device-hours of jobs; None if a time limit is unknown."""
+    return summed(map(device_hours, jobs))
+
+
+def _dollars(job: Job) -> float | None:
+    """Return the maximum price of a job; None if it or the time limit is unknown."""
+    price = job.cluster.dollars_per_gpu_hour
+    hours = None if price is None else device_hours(job)
+    return None if price is None or hours is None else price * hours
+
+
+def confirm(jobs: list[Job]) -> None:
+    """Ask for confirmation if jobs may cost more than ``cluster.confirm_gpu_hours``.
+
+    Raises:
+        UserError: the answer is no, or stdin is not a terminal.
+    """
+    limit, hours = min(job.cluster.confirm_gpu_hours for job in jobs), _hours(jobs)
+    if hours is None:
+        raise ConfigError(
+            "cluster.time", None, "there is no scontrol here to read the partition's limit from", "4:00:00"
+        )
+    if hours <= limit:
+        return
+    if not sys.stdin.isatty():
+        raise UserError(
+            f"cluster.confirm_gpu_hours={limit:g}: this may cost {cost_in_words(jobs)}, and stdin is not a "
+            f"terminal; would work: cluster.confirm_gpu_hours={math.ceil(hours)}, a shorter cluster.time"
+        )
+    sys.stderr.write(f"this may cost {cost_in_words(jobs)}; submit? [y/N] ")
+    sys.stderr.flush()
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise UserError("nothing was submitted")

@@ -1,0 +1,297 @@
+"""``sweep.jsonl``: the points of a sweep, and its skipped points. The file is only appended to."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import shlex
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.config.fields import LABEL, leaves
+from harness.config.job import Job
+from harness.metrics.jsonl import repair_tail
+from harness.util.encoding import parse_object
+from harness.util.errors import UserError
+from harness.util.files import sync_file
+from harness.util.locks import LockedError, lock
+
+FILE = "sweep.jsonl"
+LOCK = ".sweep.lock"
+LONGEST_NAME = 120
+
+
+@dataclass(frozen=True)
+class Point:
+    """One job of a sweep.
+
+    Attributes:
+        id: the job's id.
+        run_dir: its run folder.
+        overrides: the overrides it was composed from.
+    """
+
+    id: str
+    run_dir: Path
+    overrides: list[str]
+
+    @property
+    def job(self) -> Job:
+        """The resolved job, read from its run folder.
+
+        Raises:
+            UserError: the folder is gone, or its ``job.json`` is damaged.
+        """
+        try:
+            return Job.read(self.run_dir / "job.json")
+        except FileNotFoundError:
+            command = " ".join(self.overrides)
+            raise UserError(f"{self.run_dir}: the run folder is gone; it was created by: {command}") from None
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A point that is not a valid job.
+
+    Attributes:
+        overrides: its overrides.
+        reason: the violated rule, in one line.
+        swept: its overrides of labels that are axes of the sweep.
+    """
+
+    overrides: list[str]
+    reason: str
+    swept: tuple[str, ...] = ()
+
+
+class Registry:
+    """The folder of a sweep.
+
+    Args:
+        path: ``runs_dir/<name>``. It has the points' run folders; those of other names are next to it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def open(cls, path: Path) -> Registry:
+        """Return the registry of an existing sweep.
+
+        Raises:
+            UserError: there is no sweep in this folder.
+        """
+        registry = cls(path)
+        if not registry.exists:
+            raise UserError(f"{path}: no sweep was started in this folder{registry.neighbours()}")
+        return registry
+
+    @property
+    def exists(self) -> bool:
+        """Whether a sweep was started in the folder."""
+        return (self.path / FILE).is_file()
+
+    def neighbours(self) -> str:
+        """Return the sweeps next to this folder, formatted to end an error message; empty without any."""
+        known = sorted(str(each.parent) for each in self.path.parent.glob(f"*/{FILE}"))
+        return f"; would work: {', '.join(known)}" if known else ""
+
+    @property
+    def name(self) -> str:
+        """The name of the sweep."""
+        return self.path.name
+
+    @contextmanager
+    def controlled(self) -> Iterator[None]:
+        """Hold the sweep's lock, which is released when the process ends.
+
+        Raises:
+            UserError: another process holds the lock, or the folder cannot be written.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            held = lock(self.path / LOCK, create=True)
+        except LockedError:
+            raise UserError(
+                f"{self.path}: another process is starting the jobs of this sweep; wait for it"
+            ) from None
+        except OSError as error:
+            raise UserError(f"{self.path}: cannot write the folder of the sweep: {error}") from error
+        try:
+            yield
+        finally:
+            if held is not None:
+                held.close()
+
+    def add(self, points: Sequence[Point], skipped: Sequence[Skipped]) -> None:
+        """Append the points that are not in the file yet."""
+        there = {self._relative(point) for point in self.points()}
+        known = {_identity(each) for each in self.skipped()}
+        rows: list[dict[str, Any]] = [
+            {
+                "point": point.id,
+                "run_dir": self._relative(point),
+                "overrides": point.overrides,
+            }
+            for point in points
+            if self._relative(point) not in there
+        ]
+        rows += [
+            {
+                "skipped": each.reason,
+                "overrides": each.overrides,
+                **({"swept": each.swept} if each.swept else {}),
+            }
+            for each in skipped
+            if _identity(each) not in known
+        ]
+        if rows:
+            self._append(rows)
+
+    def points(self) -> list[Point]:
+        """All points, in the order in which they were added."""
+        found = {
+            row["run_dir"]: Point(row["point"], self.path / row["run_dir"], row["overrides"])
+            for row in self._rows()
+            if "point" in row
+        }
+        return list(found.values())
+
+    def skipped(self) -> list[Skipped]:
+        """All skipped points, without duplicates."""
+        found = [
+            Skipped(row["overrides"], row["skipped"], tuple(row.get("swept", ())))
+            for row in self._rows()
+            if "skipped" in row
+        ]
+        return list({_identity(each): each for each in reversed(found)}.values())[::-1]
+
+    def _relative(self, point: Point) -> str:
+        """Return the run folder relative to the sweep, so that the folder of all runs can be moved."""
+        return os.path.relpath(point.run_dir, self.path)
+
+    def _rows(self) -> list[dict[str, Any]]:
+        """All rows, without a last one that a killed writer left incomplete.
+
+        Raises:
+            UserError: a line is damaged.
+        """
+        path, rows = self.path / FILE, []
+        try:
+            lines = path.read_bytes().split(b"\n")
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+        for number, line in enumerate(lines, start=1):
+            try:
+                rows.append(_checked(parse_object(line)))
+            except ValueError as error:
+                if number < len(lines):
+                    works = "would work: the file without this line, and without its point"
+                    raise UserError(f"{path}: line {number} is damaged: {error}; {works}") from None
+        return rows
+
+    def _append(self, rows: list[dict[str, Any]]) -> None:
+        path = self.path / FILE
+        now = time.time()
+        repair_tail(path)
+        with path.open("ab") as file:
+            file.write("".join(json.dumps({**row, "time": now}) + "\n" for row in rows).encode())
+            sync_file(file)
+
+
+def _checked(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row of the file; raise ValueError if it is none."""
+    texts = [row.get("point"), row.get("run_dir")] if "point" in row else [row.get("skipped")]
+    for each in (row.get("overrides"), row.get("swept", [])):
+        texts += each if isinstance(each, list) else [None]
+    if not all(isinstance(text, str) for text in texts) or not row.get("run_dir", "").isprintable():
+        raise ValueError("it is no point, and none that was skipped")
+    return row
+
+
+def folder_of(jobs: Sequence[Job]) -> Path:
+    """Return the sweep folder of these jobs: the jobs' name, or all names joined if they differ."""
+    names = sorted({job.name for job in jobs})
+    name = "+".join(names)
+    if len(name) > LONGEST_NAME:
+        name = f"{names[0]}+{len(names) - 1}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    return Path(jobs[0].runs_dir) / name
+
+
+def points_in(folder: Path) -> list[Point]:
+    """Return the points of a sweep folder, the run of a run folder, or all runs of one name.
+
+    Raises:
+        UserError: the folder has neither a sweep nor a run.
+    """
+    registry = Registry(folder)
+    if registry.exists:
+        return registry.points()
+    runs = (
+        [folder] if (folder / "job.json").is_file() else sorted(p.parent for p in folder.glob("*/job.json"))
+    )
+    if not runs:
+        raise UserError(f"{folder}: neither a sweep folder nor a run folder{registry.neighbours()}")
+    return [Point(run.name, run, typed_overrides(run)) for run in runs]
+
+
+def typed_overrides(run_dir: Path) -> list[str]:
+    """Return the overrides that a run was last started with; empty if they are not recorded."""
+    path = run_dir / "overrides.txt"
+    return path.read_text().splitlines() if path.is_file() else []
+
+
+def command_of(overrides: Iterable[str]) -> str:
+    """Return the command that repeats a run."""
+    return shlex.join(["python", "-m", "harness.train", *overrides])
+
+
+def labels(overrides: Sequence[Sequence[str]], others: Sequence[Sequence[str]] = ()) -> list[str]:
+    """Name points by the overrides that not all of them, and ``others``, share.
+
+    A label field with a single value is left out, if the names differ without it.
+    """
+    constant = constant_labels((*overrides, *others))
+    shared = set.intersection(*(set(each) for each in (*overrides, *others))) if overrides else set()
+    named = [" ".join(o for o in each if o not in shared | constant) for each in overrides]
+    if len(set(named)) < len(named):
+        named = [" ".join(o for o in each if o not in shared) for each in overrides]
+    return [name or "the only point" for name in named]
+
+
+def constant_labels(overrides: Sequence[Sequence[str]]) -> set[str]:
+    """Return the overrides of labels that have one value in all points that set them."""
+    everywhere = {each for point in overrides for each in point}
+    keys = Counter(override_key(each) for each in everywhere)
+    return {each for each in everywhere if sets_label(each) and keys[override_key(each)] == 1}
+
+
+def sets_label(override: str) -> bool:
+    """Whether an override sets a label field, or a key of one, and so does not change the job's id."""
+    key = override_key(override)
+    return any(key == name or key.startswith(f"{name}.") for name in _label_fields())
+
+
+def override_key(override: str) -> str:
+    """Return the field or group that an override sets."""
+    return override.lstrip("+~").partition("=")[0]
+
+
+@functools.cache
+def _label_fields() -> frozenset[str]:
+    return frozenset(name for name, role, _ in leaves(Job()) if role == LABEL)
+
+
+def _identity(skipped: Skipped) -> tuple[tuple[str, ...], str]:
+    """Return a key that is equal for points that differ only in labels that are no axes."""
+    own = [each for each in skipped.overrides if each in skipped.swept or not sets_label(each)]
+    return tuple(own), skipped.reason

@@ -1,0 +1,199 @@
+"""``study.json``: the objective of a sweep whose points are chosen by their results, and its best points."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from harness.config.fields import from_dict
+from harness.launch.sweep.registry import Point
+from harness.metrics.columns import RESULT
+from harness.metrics.result import write_json_atomically
+from harness.run.folder import RunFolder
+from harness.util.encoding import read_object
+from harness.util.errors import ConfigError, UserError
+
+FILE = "study.json"
+OBJECTIVE = "hydra.launcher.objective"
+MINIMIZE, MAXIMIZE = "minimize", "maximize"
+DIRECTIONS = (MINIMIZE, MAXIMIZE)
+# Units of columns that are no numbers to optimize.
+_NO_NUMBERS = ("text", "hash", "path", "bool", "list", "field", "number")
+_MORE_IS_BETTER = ("tokens_per_second", "tflops", "mfu")
+# Metrics of tasks: accuracy, but also perplexity.
+_EITHER = "evaluation."
+
+
+class PointFailedError(UserError):
+    """A point has no value: it failed, is no valid job, or its result has no number there."""
+
+
+@dataclass(frozen=True)
+class StudyRecord:
+    """What a study optimizes, and what all of its points share.
+
+    Attributes:
+        sweeper: name of Hydra's sweeper, ``optuna`` or ``ax``.
+        objective: columns of ``result.json``.
+        direction: ``minimize`` or ``maximize``, for each column.
+        shared: overrides of all points, without labels.
+        command: the overrides that the study was last started with.
+    """
+
+    sweeper: str
+    objective: list[str]
+    direction: list[str]
+    shared: list[str]
+    command: list[str]
+
+    @classmethod
+    def read(cls, folder: Path) -> StudyRecord | None:
+        """Read the record of a sweep's folder; None if it is no study.
+
+        Raises:
+            UserError: the file is damaged.
+        """
+        path = folder / FILE
+        if not path.is_file():
+            return None
+        try:
+            record: StudyRecord = from_dict(cls, read_object(path))
+            if not 0 < len(record.objective) == len(record.direction):
+                raise ConfigError("direction", record.direction, "must have one for each of objective")
+            check_directions(record.direction, record.objective, "direction")
+        except ConfigError as error:
+            raise UserError(f"{path}: damaged, or another version wrote it: {error}") from None
+        return record
+
+    def is_same(self, other: StudyRecord) -> bool:
+        """Whether values of both are comparable."""
+        return replace(self, command=other.command) == other
+
+    def write(self, folder: Path) -> None:
+        """Write the record into a sweep's folder."""
+        write_json_atomically(folder / FILE, asdict(self))
+
+    def value(self, row: dict[str, Any]) -> float | list[float]:
+        """Return what a sweeper gets for a completed run: a number, or a list for several columns.
+
+        Raises:
+            PointFailedError: a column has no finite number.
+        """
+        values = []
+        for name in self.objective:
+            value = _number(row.get(name))
+            if value is None:
+                raise PointFailedError(f"{name} of its result is {row.get(name)}, no finite number")
+            values.append(value)
+        return values if len(values) > 1 else values[0]
+
+    def best(self, rows: Sequence[dict[str, Any]]) -> list[int]:
+        """Return the indices of the best completed runs; for several columns, those that no run beats in all.
+
+        Args:
+            rows: rows of ``result.json``, empty where there is none.
+        """
+        costs = self._costs(rows)
+        if len(self.objective) == 1:
+            return [min(costs, key=lambda index: costs[index])] if costs else []
+        return [
+            index
+            for index, cost in costs.items()
+            if not any(_dominates(other, cost) for other in costs.values())
+        ]
+
+    def ranked(self, rows: Sequence[dict[str, Any]]) -> list[int]:
+        """Return the indices of completed runs: the best, then the others by the first column."""
+        costs, best = self._costs(rows), self.best(rows)
+        return sorted(costs, key=lambda index: (index not in best, costs[index]))
+
+    def _costs(self, rows: Sequence[dict[str, Any]]) -> dict[int, list[float]]:
+        """Return the values of completed runs by index, with the sign that makes less better."""
+        signs = [-1.0 if each == MAXIMIZE else 1.0 for each in self.direction]
+        costs = {}
+        for index, row in enumerate(rows):
+            values = [value for name in self.objective if (value := _number(row.get(name))) is not None]
+            if row.get("exit_reason") == "completed" and len(values) == len(signs):
+                costs[index] = [sign * value for sign, value in zip(signs, values, strict=True)]
+        return costs
+
+    def best_of(self, points: Sequence[Point]) -> list[Point]:
+        """Return the best completed points; none if no point completed."""
+        return [points[index] for index in self.best([RunFolder(each.run_dir).row for each in points])]
+
+    def format(self, value: float | list[float] | None) -> str:
+        """Format a value: ``loss=3.214``."""
+        values = value if isinstance(value, list) else [value]
+        return ", ".join(f"{name}={each:.6g}" for name, each in zip(self.objective, values, strict=True))
+
+    def describe(self) -> str:
+        """Return the objective in words: ``minimize loss``."""
+        pairs = zip(self.direction, self.objective, strict=True)
+        return ", ".join(f"{direction} {name}" for direction, name in pairs)
+
+
+def _dominates(first: list[float], second: list[float]) -> bool:
+    """Whether costs are nowhere higher than others, and somewhere lower."""
+    return first != second and all(a <= b for a, b in zip(first, second, strict=True))
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def check_objective(value: Any) -> list[str]:
+    """Return the columns that ``hydra.launcher.objective`` names.
+
+    Raises:
+        ConfigError: one is not a number of ``result.json``.
+    """
+    names = [str(each) for each in value] if isinstance(value, list) else [str(value)]
+    known = {column.name for column in RESULT if column.unit not in _NO_NUMBERS}
+    for name in names:
+        prefixes = [f"{name[:end]}.*" for end, letter in enumerate(name) if letter == "."]
+        if name not in known and not any(each in known or each == f"{_EITHER}*" for each in prefixes):
+            rule = "must be a column of result.json with a number, or a list of columns"
+            close = [each for each in sorted(known) if name in each]
+            raise ConfigError(OBJECTIVE, name, rule, close or sorted(known))
+    if not names or len(set(names)) < len(names):
+        raise ConfigError(OBJECTIVE, names, "must name each column once", "loss")
+    return names
+
+
+def natural_direction(name: str) -> str | None:
+    """Return in which direction a column improves; None if its name does not tell."""
+    if name.startswith(_EITHER):
+        return None
+    return MAXIMIZE if any(word in name for word in _MORE_IS_BETTER) else MINIMIZE
+
+
+def check_directions(given: Any, objective: Sequence[str], field: str) -> list[str]:
+    """Return the direction of each column: the given ones, or without any those in which they improve.
+
+    Args:
+        given: a direction, a list of them, or None.
+        objective: columns.
+        field: the setting, for errors.
+
+    Raises:
+        ConfigError: a direction is unknown, missing, or cannot be derived.
+    """
+    if given is None:
+        found = [natural_direction(name) for name in objective]
+        for name, direction in zip(objective, found, strict=True):
+            if direction is None:
+                rule = f"must be given, because {name} may improve in either direction"
+                raise ConfigError(field, None, rule, DIRECTIONS)
+        return [each for each in found if each is not None]
+    # Hydra's plugin has an enumeration.
+    listed = given if isinstance(given, list) else [given]
+    names = [str(getattr(each, "name", each)) for each in listed]
+    if len(names) != len(objective) or any(name not in DIRECTIONS for name in names):
+        each = f" for each of {', '.join(objective)}" if len(objective) > 1 else ""
+        raise ConfigError(field, ",".join(names), f"must be a direction{each}", DIRECTIONS)
+    return names

@@ -1,0 +1,81 @@
+"""``python -m harness.train``: train the job that the overrides describe.
+
+Without a launcher it is the controller: it checks the job, makes the run folder, and starts the ranks or
+submits them to SLURM. Under torchrun it is one rank, and all ranks compose the same job. With ``-m`` it is
+the controller of a sweep.
+
+    python -m harness.train model=llama3_8b parallelism=fsdp_tp parallelism.tp=4
+    python -m harness.train experiment=NAME training.steps=100
+    python -m harness.train --cfg job                 print the composed job and run nothing
+    eval "$(harness-train -sc install=bash)"          <TAB> completes arguments of harness-train
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from harness.checkpoint.resume import is_finished, show_finished
+from harness.compose.composer import Composed
+from harness.compose.verb import Verb
+from harness.config.cluster import CLUSTERS
+from harness.config.job import Job
+from harness.data.vocabulary import require_vocabulary
+from harness.launch.preflight import require_tokenized
+from harness.run.folder import RunFolder
+from harness.util.errors import UserError
+from harness.util.launcher_env import launched_ranks
+
+
+def train(job: Job, overrides: list[str]) -> int:
+    """Train a job, as its controller or as one of its ranks; return the exit code."""
+    folder = RunFolder(job.run_dir)
+    if launched_ranks() is not None:
+        from harness.launch.torchrun import run_launched_rank
+
+        run_launched_rank(job, folder, overrides)
+    if is_finished(job, folder.path):
+        return show_finished(job, folder.path)
+    require_vocabulary(job)
+    require_tokenized(job)
+    return CLUSTERS[job.cluster.kind].run(job, folder, overrides)
+
+
+def train_sweep(points: list[Composed]) -> int:
+    """Train the points of a multirun; return the exit code."""
+    from harness.launch.sweep.run import sweep
+
+    _refuse_torchrun()
+    passed: set[str] = set()
+    return sweep([_checked(point, passed) for point in points])
+
+
+def train_study(overrides: list[str], config_name: str) -> int:
+    """Train the points that a sweeper of Hydra chooses by their results; return the exit code."""
+    from harness.launch.sweep.sweepers import run_study
+
+    _refuse_torchrun()
+    return run_study(overrides, config_name=config_name, check=partial(_checked, passed=set()))
+
+
+def _refuse_torchrun() -> None:
+    if launched_ranks() is not None:
+        raise UserError("torchrun starts the ranks of one job; start a multirun (-m) without it")
+
+
+def _checked(point: Composed, passed: set[str]) -> Composed:
+    """Return the point, without its job if its data cannot be used as it is."""
+    try:
+        if point.job is not None:
+            require_vocabulary(point.job)
+            require_tokenized(point.job, passed)
+    except UserError as error:
+        return replace(point, job=None, reason=str(error))
+    return point
+
+
+VERB = Verb("train", train, job=Job, sweep=train_sweep, study=train_study)
+main = VERB.main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Tools that look at jobs and runs; nothing that trains imports them."""

@@ -1,0 +1,226 @@
+"""``harness convert``: convert weights between our checkpoints and other formats.
+
+The source's format is detected, the target's is ``convert.format``. A checkpoint of the harness records its
+model and tokenizer; for other sources, name them with ``model=`` and ``tokenizer=``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.checkpoint.catalog import DamagedCheckpoint, reading
+from harness.compose.verb import Verb
+from harness.config.checkpoint import EXPORT_DTYPES
+from harness.config.data import TokenizerConfig
+from harness.config.fields import label, part
+from harness.config.job import Job
+from harness.config.model import FAMILIES, ModelConfig
+from harness.util.errors import EXIT_OK, ConfigError, UserError
+from harness.weights.detect import WeightFolder, choose_model, choose_tokenizer, find_source, open_source
+
+if TYPE_CHECKING:
+    from harness.weights.source import Source
+
+FORMATS = ("dcp", "hf", "torch", "torchtitan")
+# Files of conf/experiment and conf/sweep may set any group.
+_SETS_ANY_GROUP = ("experiment", "sweep")
+
+
+@dataclass(frozen=True)
+class ConvertConfig:
+    """Source, target and format of a conversion."""
+
+    source: str | None = label(None)
+    """A folder with Hugging Face safetensors (in FP8 or MXFP4 too), Meta's consolidated.*.pth, or a DCP
+    checkpoint (ours or torchtitan's); or a run folder, whose newest complete checkpoint is used. A DCP
+    checkpoint may also be an fsspec URL."""
+
+    target: str | None = label(None, written="path", works="a path that does not exist")
+    """Folder to write, or file with format=torch. Must not exist yet."""
+
+    format: str = label("dcp", choices=FORMATS)
+    """``dcp``, to start training from (checkpoint.initial_load_path); ``hf``, for transformers; ``torch``, a
+    state dict in one file; or ``torchtitan``, DCP with the rows of wq and wk in torchtitan's order."""
+
+    dtype: str | None = label(None, choices=EXPORT_DTYPES)
+    """dtype of the weights, float32, bfloat16 or float16; null keeps the source's, bfloat16 for quantized
+    weights."""
+
+    ema: bool = label(False)
+    """Convert the moving average of the weights (optimizer.ema_decay) in place of the weights."""
+
+    max_shard_gb: float = label(5.0, above=0)
+    """With format=hf: most GB (10^9 bytes) per file of weights."""
+
+    def validate(self) -> None:
+        """Check every field, and that the target does not exist.
+
+        Raises:
+            ConfigError: a value is not allowed.
+        """
+        if not self.source:
+            raise ConfigError("convert.source", self.source, "must be given", "a folder with weights")
+        if not self.target:
+            raise ConfigError("convert.target", self.target, "must be given", "a path that does not exist")
+        self._validate_target(self.target)
+
+    def _validate_target(self, target: str) -> None:
+        path = Path(target)
+        if path.is_dir() and self.format == "torch":
+            raise ConfigError(
+                "convert.target", target, "is a folder; format=torch writes a file", f"{target}/model.pt"
+            )
+        is_new = not os.path.lexists(path) or (path.is_dir() and not any(path.iterdir()))
+        if path.is_symlink() or not is_new:
+            raise ConfigError("convert.target", target, "already exists", "a path that does not exist")
+
+
+@dataclass(frozen=True)
+class ConvertJob(Job):
+    """A job plus the options of a conversion."""
+
+    feeds_model = False
+
+    convert: ConvertConfig = part(ConvertConfig)
+    """Source, target and format."""
+
+
+def convert(job: ConvertJob, overrides: list[str]) -> int:
+    """Convert the weights and print a summary; return the exit code."""
+    config = job.convert
+    config.validate()
+    assert config.source is not None and config.target is not None
+    found = None
+    try:
+        found = find_source(config.source, "convert.source")
+        found = found.averaged("convert.ema") if config.ema else found
+        model = choose_model(job, overrides, found)
+        tokenizer = choose_tokenizer(job, overrides, found)
+        with reading(found.path) if found.manifest else nullcontext():
+            _convert(config, found, model, tokenizer, Path(config.target))
+    except DamagedCheckpoint as error:
+        raise UserError(f"{found.path if found else config.source}: {error}") from error
+    return EXIT_OK
+
+
+def _convert(
+    config: ConvertConfig,
+    found: WeightFolder,
+    model: ModelConfig,
+    tokenizer: TokenizerConfig | None,
+    target: Path,
+) -> None:
+    import torch
+
+    from harness.checkpoint.progress import progress
+    from harness.train.process import keep_freed_memory
+    from harness.weights.source import Cast, FiniteCheckSource, ProgressSource, atomic_target, total_bytes
+
+    keep_freed_memory()
+    started = time.monotonic()
+    for note in _notes(config, found, model, tokenizer):
+        _print(f"note: {note}")
+    # Cast rounds float32 values once.
+    checked = FiniteCheckSource(open_source(found, model, "float32" if config.dtype else "bfloat16"))
+    source = Cast(checked, getattr(torch, config.dtype) if config.dtype else None)
+    nbytes = total_bytes(source)
+    with atomic_target(target, nbytes) as temporary, progress(nbytes) as advance:
+        _write(config, found, model, tokenizer, ProgressSource(source, advance), temporary)
+    seconds = time.monotonic() - started
+    _print(
+        f"{len(source.tensors)} tensors, {nbytes / 1e9:.3f} GB in {seconds:.1f} s "
+        f"({nbytes / 1e9 / seconds:.2f} GB/s): {target}"
+    )
+    if warning := checked.warning():
+        _print(warning)
+    if config.format == "torchtitan":
+        from harness.contrib.formats.torchtitan import torchtitan_arguments
+
+        _print(f"note: torchtitan's model needs {torchtitan_arguments(model)}")
+
+
+def _notes(
+    config: ConvertConfig, found: WeightFolder, model: ModelConfig, tokenizer: TokenizerConfig | None
+) -> list[str]:
+    """Notes to print before the conversion."""
+    notes = list(found.notes)
+    if found.kind == "dcp" and not found.manifest:
+        notes.append(
+            f"{found.path} has no manifest, so its content cannot be verified; it is read as torchtitan's"
+        )
+    if config.format == "hf" and tokenizer is None and not FAMILIES[model.family].is_diffusers:
+        notes.append("no tokenizer is written: the source does not record one; would work: tokenizer=NAME")
+    return notes
+
+
+def _write(
+    config: ConvertConfig,
+    found: WeightFolder,
+    model: ModelConfig,
+    tokenizer: TokenizerConfig | None,
+    source: Source,
+    target: Path,
+) -> None:
+    if config.format == "hf":
+        from harness.weights.huggingface import write_huggingface
+
+        write_huggingface(source, model, tokenizer, target, config.max_shard_gb)
+    elif config.format == "torch":
+        from harness.weights.mup import folded
+        from harness.weights.torch_file import write_torch
+
+        write_torch(folded(source, model), target, tied=model.tied_embeddings)
+    elif config.format == "torchtitan":
+        from harness.contrib.formats.torchtitan import Torchtitan
+        from harness.weights.dcp import write_plain
+        from harness.weights.mup import folded
+
+        write_plain(Torchtitan(folded(source, model), model), target)
+    else:
+        from harness.weights.dcp import write_distributed
+
+        write_distributed(source, target, model_manifest(found, model, tokenizer))
+
+
+def model_manifest(
+    found: WeightFolder, model: ModelConfig, tokenizer: TokenizerConfig | None
+) -> dict[str, Any]:
+    """Manifest of a converted checkpoint; ``tokenizer`` is null if unknown."""
+    return {
+        "step": found.manifest.get("step", 0),
+        "holds": "model",
+        "world_size": 1,
+        "model": dataclasses.asdict(model),
+        "tokenizer": tokenizer and dataclasses.asdict(tokenizer),
+        "job": found.manifest.get("job"),
+        "state": {},
+        "options": {},
+        "created": time.time(),
+    }
+
+
+def _print(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+VERB = Verb("convert", convert, job=ConvertJob)
+
+
+def main() -> None:
+    """Entry point of ``harness convert`` and of the console script."""
+    # Also remove partly written files when a scheduler ends the process.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    VERB.main()
+
+
+if __name__ == "__main__":
+    main()

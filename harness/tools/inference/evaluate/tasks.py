@@ -1,0 +1,296 @@
+"""Tasks of an evaluation: rows of tokens to score, and metrics of the scores. Imports no torch.
+
+A JSONL file has one example per line, all of one kind:
+
+    {"context": "...", "choices": ["...", "..."], "answer": 0}
+    {"context": "...", "continuation": "..."}
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from harness.config.data import DataConfig
+from harness.config.evaluation import DATA
+from harness.config.kind_fields import WITHOUT_TEXT
+from harness.data.sources import Source, source_of
+from harness.data.tokenizer import Tokenizer, with_bos, with_bos_eos
+from harness.data.tokenizing import is_held_out
+from harness.data.vocabulary import check_vocab_size
+from harness.tools.inference.lines import numbered_lines, parse_json
+from harness.util.errors import ConfigError, UserError
+
+EXAMPLES = (
+    '{"context": "...", "choices": ["...", "..."], "answer": 0} or {"context": "...", "continuation": "..."}'
+)
+
+
+class Row(NamedTuple):
+    """Tokens of one pass. Those from ``start`` on are scored; ``start`` is at least 1."""
+
+    tokens: np.ndarray
+    start: int
+
+
+class Task(Protocol):
+    """Rows to score, and metrics of their scores."""
+
+    name: str
+    """As typed in the list of tasks."""
+    rows: list[Row]
+
+    def metrics(self, scores: np.ndarray) -> dict[str, Any]:
+        """Metrics by name.
+
+        Args:
+            scores: of each row the log-probability (nats) of its scored tokens, and how many of them are not
+                the most probable token; float64 [rows, 2].
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Inputs of every task.
+
+    Attributes:
+        tokenizer: the tokenizer of the weights.
+        vocab_size: of the model.
+        data: documents of the task ``data``.
+        split: which of them, one of SPLITS.
+        window: most tokens of a pass.
+        window_field: the field with the window, for messages.
+        stride: tokens that each window of a document scores; None: the window.
+        limit: number of examples or documents; None: all.
+        special_tokens: whether the text of a special token in a question is that token.
+    """
+
+    tokenizer: Tokenizer
+    vocab_size: int
+    data: DataConfig
+    split: str
+    window: int
+    window_field: str
+    stride: int | None = None
+    limit: int | None = None
+    special_tokens: bool = True
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a question's text, after the token that begins a document, if there is one."""
+        of = self.tokenizer
+        return with_bos((of.encode_prompt if self.special_tokens else of.encode)(text) if text else [], of)
+
+    @property
+    def prefix(self) -> list[int]:
+        """The token before a text: the one that begins a document, else the one that ends one."""
+        of = self.tokenizer
+        return [each for each in (of.bos_id, of.eos_id) if each is not None][:1]
+
+
+def open_task(name: str, setting: Setting) -> Task:
+    """Read and tokenize a task; not one of lm-evaluation-harness.
+
+    Raises:
+        ConfigError: the data has no documents, or the tokenizer does not fit the model.
+        UserError: a file is missing, empty or malformed, or an example is too long.
+    """
+    check_vocab_size(setting.tokenizer.vocab_size, setting.vocab_size)
+    if name == DATA:
+        return Documents(setting)
+    examples = list(_examples(name, setting.limit))
+    has_choices = "choices" in examples[0][1]
+    for where, example in examples:
+        if ("choices" in example) != has_choices:
+            raise UserError(f"{where}: all examples of a file must be of one kind; would work: {EXAMPLES}")
+    return (Choices if has_choices else Continuations)(name, examples, setting)
+
+
+class Documents:
+    """Loss on documents: each token is scored once, in windows of one document."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.name = DATA
+        self.rows: list[Row] = []
+        self.documents = self.tokens = self.bytes = 0
+        source, kept = _source(setting)
+        self.source, self.split = source.name, setting.split
+        for index, text in enumerate(source.documents()):
+            if not text or not kept(index):
+                continue
+            if self.documents == setting.limit:
+                break
+            tokens = with_bos_eos(setting.tokenizer.encode(text), setting.tokenizer)
+            prefix = setting.prefix if setting.tokenizer.bos_id is None else []
+            self.rows += windows([*prefix, *tokens], setting.window, setting.stride)
+            self.documents += 1
+            self.bytes += len(text.encode("utf-8"))
+        if not self.rows:
+            raise UserError(f"{source.name}: has no documents to evaluate in split {setting.split}")
+        self.tokens = sum(len(row.tokens) - row.start for row in self.rows)
+
+    def metrics(self, scores: np.ndarray) -> dict[str, Any]:
+        nats = -float(scores[:, 0].sum())
+        loss = nats / self.tokens
+        return {
+            "loss": loss,
+            "perplexity": _exp(loss),
+            "bits_per_byte": nats / math.log(2) / self.bytes,
+            "documents": self.documents,
+            "tokens": self.tokens,
+            "bytes": self.bytes,
+            "source": self.source,
+            "split": self.split,
+        }
+
+
+def windows(tokens: Sequence[int], window: int, stride: int | None = None) -> Iterator[Row]:
+    """Cut a document into rows of at most ``window`` inputs that score each token but the first once.
+
+    The first row scores up to ``window`` tokens. Each later row ends ``stride`` tokens further and has
+    ``window`` inputs, as in lm-evaluation-harness with a context of window - stride + 1.
+    """
+    end = min(window, len(tokens) - 1)
+    if end < 1:
+        return
+    yield Row(np.asarray(tokens[: end + 1]), 1)
+    while end < len(tokens) - 1:
+        before, end = end, min(end + (stride or window), len(tokens) - 1)
+        first = end - window
+        yield Row(np.asarray(tokens[first : end + 1]), before + 1 - first)
+
+
+class Continuations:
+    """Log-likelihood of one continuation after each context."""
+
+    def __init__(self, name: str, examples: Sequence[tuple[str, dict[str, Any]]], setting: Setting) -> None:
+        self.name = name
+        self.rows = [
+            pair_row(each["context"], each["continuation"], setting, where) for where, each in examples
+        ]
+
+    def metrics(self, scores: np.ndarray) -> dict[str, Any]:
+        mean = float(scores[:, 0].mean())
+        return {
+            "acc": float((scores[:, 1] == 0).mean()),
+            "log_likelihood": mean,
+            "perplexity": _exp(-mean),
+            "examples": len(scores),
+        }
+
+
+class Choices:
+    """Multiple choice: the answer should be the most probable continuation."""
+
+    def __init__(self, name: str, examples: Sequence[tuple[str, dict[str, Any]]], setting: Setting) -> None:
+        self.name, self.rows = name, []
+        self.examples = [example for _, example in examples]
+        for where, each in examples:
+            self.rows += [pair_row(each["context"], choice, setting, where) for choice in each["choices"]]
+
+    def metrics(self, scores: np.ndarray) -> dict[str, Any]:
+        right: dict[str, list[bool]] = {"acc": [], "acc_norm": [], "acc_bytes": []}
+        first = 0
+        for each in self.examples:
+            choices = each["choices"]
+            sums = scores[first : first + len(choices), 0]
+            first += len(choices)
+            for name, lengths in (
+                ("acc", [1 for _ in choices]),
+                ("acc_norm", [len(choice) for choice in choices]),
+                ("acc_bytes", [len(choice.encode("utf-8")) for choice in choices]),
+            ):
+                right[name].append(int(np.argmax(sums / np.asarray(lengths))) == each["answer"])
+        count = len(self.examples)
+        share = {name: sum(each) / count for name, each in right.items()}
+        # Standard error of a mean, from the variance of the sample.
+        errors = {
+            f"{name}_stderr": math.sqrt(p * (1 - p) / (count - 1)) if count > 1 else None
+            for name, p in share.items()
+        }
+        return {**share, **errors, "examples": count}
+
+
+def pair_row(context: str, continuation: str, setting: Setting, where: str) -> Row:
+    """Tokens of a context and its continuation, which is scored.
+
+    Raises:
+        UserError: there is no token before the continuation or none in it, or they exceed the window.
+    """
+    row = encode_pair(context, continuation, setting, where)
+    inputs = len(row.tokens) - 1
+    if inputs > setting.window:
+        raise UserError(
+            f"{where}: has {inputs} tokens, and {setting.window_field}={setting.window}; would work: "
+            f"{setting.window_field}={inputs}, or shorter examples"
+        )
+    return row
+
+
+def encode_pair(context: str, continuation: str, setting: Setting, where: str) -> Row:
+    """Like ``pair_row``, of any length.
+
+    Both are encoded together, and spaces at the end of the context belong to the continuation, as in
+    lm-evaluation-harness (``TemplateLM._encode_pair``).
+    """
+    ids, before = setting.encode(context + continuation), setting.encode(context.rstrip())
+    if not before:
+        before = setting.prefix
+        ids = ids if ids[:1] == before else [*before, *ids]
+    row = Row(np.asarray(ids), len(before))
+    if row.start == 0:
+        raise UserError(f"{where}: the context is empty, and the tokenizer has no token to begin with")
+    if row.start >= len(ids):
+        raise UserError(f"{where}: the continuation {continuation!r} has no token of its own")
+    return row
+
+
+def _examples(name: str, limit: int | None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each example of a file, with its position for messages."""
+    for where, line in numbered_lines(name, name, f"lines such as {EXAMPLES}")[:limit]:
+        yield where, _parsed(line, where)
+
+
+def _parsed(line: str, where: str) -> dict[str, Any]:
+    row = parse_json(line, where)
+    if not isinstance(row, dict) or not isinstance(row.get("context"), str):
+        raise UserError(f'{where}: has no text in "context"; would work: {EXAMPLES}')
+    if ("choices" in row) == ("continuation" in row):
+        raise UserError(f'{where}: must have either "choices" or "continuation"; would work: {EXAMPLES}')
+    if "continuation" in row:
+        if not isinstance(row["continuation"], str) or not row["continuation"]:
+            raise UserError(f'{where}: has no text in "continuation"; would work: {EXAMPLES}')
+        return row
+    choices, answer = row["choices"], row.get("answer")
+    texts = [each for each in choices if each and isinstance(each, str)] if isinstance(choices, list) else []
+    if len(texts) < 2 or len(texts) < len(choices):
+        raise UserError(f'{where}: "choices" must be a list of at least two texts')
+    if isinstance(answer, bool) or not isinstance(answer, int) or not 0 <= answer < len(choices):
+        raise UserError(f'{where}: "answer" must be the index of a choice, 0 to {len(choices) - 1}')
+    return row
+
+
+def _source(setting: Setting) -> tuple[Source, Any]:
+    """The documents of a split: their source, and whether the one at an index belongs to it."""
+    data, split = setting.data, setting.split
+    rules = dict.fromkeys(WITHOUT_TEXT, "has no text to evaluate")
+    rules["mixture"] = "has several sources, and one is evaluated"
+    if data.kind in rules:
+        works = "data=local_text 'data.paths=[FILES]'"
+        raise ConfigError("data.kind", data.kind, rules[data.kind], works)
+    if split == "all":
+        return source_of(data, "train")[0], lambda index: True
+    try:
+        source, fraction = source_of(data, split)
+    except ConfigError as error:
+        rule, works = "no documents are held out", "evaluate.split=all, or data.validation_paths"
+        raise ConfigError("evaluate.split", split, rule, works) from error
+    return source, lambda index: fraction == 0 or is_held_out(index, fraction) == (split == "validation")
+
+
+def _exp(value: float) -> float:
+    return math.exp(value) if value < 700 else math.inf

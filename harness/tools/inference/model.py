@@ -1,0 +1,101 @@
+"""A checkpoint's model on this rank of any layout, without an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from harness.checkpoint.catalog import DamagedCheckpoint, open_checkpoint
+from harness.checkpoint.load import opened
+from harness.checkpoint.rank_group import RankGroup
+from harness.checkpoint.state import model_state
+from harness.compose.rules import check_device
+from harness.config.job import Job
+from harness.data.loader import Batch
+from harness.data.prefetch import place
+from harness.model.architecture import architecture_of
+from harness.parallelism.execute import Executor
+from harness.parallelism.materialize import allocate, local_ranges
+from harness.parallelism.mesh import build_mesh
+from harness.parallelism.parallelize import build_on_meta
+from harness.util.errors import UserError
+from harness.weights import on_ranks
+from harness.weights.dcp import average_of
+from harness.weights.detect import WeightFolder, open_source
+
+
+class InferenceModel:
+    """A model with weights of a checkpoint; all ranks construct it together.
+
+    Args:
+        job: the resolved job.
+        device: where this rank computes.
+
+    Raises:
+        ConfigError: the device does not support training.attention.
+    """
+
+    def __init__(self, job: Job, device: torch.device) -> None:
+        check_device(job, on_cpu=device.type == "cpu")
+        self.job, self.device = job, device
+        self.mesh = build_mesh(job.parallelism, device, has_experts=job.model.moe.enabled)
+        self.ranks = RankGroup(job.cluster.start_timeout_seconds)
+        self.parts = build_on_meta(job, self.mesh, device)
+        for part in self.parts:
+            allocate(part, device, torch.device("cpu") if job.parallelism.cpu_offload else device)
+            part.requires_grad_(False)
+
+    @property
+    def part(self) -> Any:
+        """The model part of a layout without pipeline."""
+        [part] = self.parts
+        return part
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters (or shards) that this rank holds."""
+        return (named for part in self.parts for named in part.named_parameters())
+
+    @cached_property
+    def _executor(self) -> Executor:
+        architecture = architecture_of(self.job.model)
+        loss = architecture.build_loss(self.job, self.mesh, self.parts)
+        return architecture.build_executor(self.job, self.mesh, self.parts, loss, self.device)
+
+    def score(self, batch: Batch) -> Tensor:
+        """Score each row of a batch of ``local_batch_size`` rows in host memory, as ``Executor.score``."""
+        return self._executor.score(place(batch, self.device))
+
+    def load(self, found: WeightFolder) -> None:
+        """Load weights; each rank reads what it holds.
+
+        Raises:
+            UserError: on all ranks, if any found a damaged file, or the files hold another model.
+        """
+        try:
+            self._load(found)
+        except DamagedCheckpoint as error:
+            raise UserError(f"{found.path}: {error}") from error
+
+    def _load(self, found: WeightFolder) -> None:
+        state = model_state(self)
+        if found.kind == "hf":
+            on_ranks.load(found.path, self.job.model, state, self.ranks)
+        elif found.kind == "dcp" and found.manifest:
+            with opened(open_checkpoint(found.path), self.ranks) as reader:
+                named = {average_of(name): t for name, t in state.items()} if found.ema else dict(state)
+                dcp.load(named, storage_reader=reader, process_group=self.ranks.group)
+        else:
+            self.ranks.everywhere(lambda: self._read(found, state))
+
+    def _read(self, found: WeightFolder, state: Mapping[str, Tensor]) -> None:
+        source = open_source(found, self.job.model)
+        for name, tensor in state.items():
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            full = source.read(name)
+            local.copy_(full[tuple(slice(r.start, r.stop) for r in local_ranges(tensor))])

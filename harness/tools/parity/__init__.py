@@ -1,0 +1,1 @@
+"""Check that every layout computes the same as one process."""

@@ -1,0 +1,410 @@
+"""``harness parity``: check on CPU ranks that every layout computes the same as one process.
+
+The same job is trained from the same seed with each layout and in one process. Losses, gradient norms and
+gradients, before clipping, are compared. The gradients are the most sensitive: clipping and Adam hide an
+error of scale from the loss.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from harness.compose.composer import Composer
+from harness.compose.verb import Result, Verb
+from harness.config.fields import NUMERICS, label, leaves, part, with_value
+from harness.config.job import Job, differing_numerics
+from harness.data.vocabulary import require_vocabulary
+from harness.model.spec import BALANCE_BIAS, block_prefix
+from harness.tools.parity.random_jobs import random_job
+from harness.util.errors import EXIT_OK, ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from harness.launch.pool import RankPool
+
+EXIT_DIFFERS = 1
+KEPT_REFERENCES = 8
+TOLERANCES = {"float32": (1e-5, 1e-4), "bfloat16": (1e-3, 5e-2), "float8": (1e-3, 2e-1)}
+
+
+@dataclass(frozen=True)
+class ParityConfig:
+    """Layouts to compare, and tolerances."""
+
+    matrix: dict[str, str] = label(factory=dict)
+    """Known layouts: name -> overrides, separated by spaces."""
+    expert_matrix: dict[str, str] = label(factory=dict)
+    """Additional layouts for models with experts."""
+    layouts: list[str] = label(factory=list)
+    """Names in the matrix to run; empty runs all."""
+    world_size: int = label(8, least=1)
+    """Ranks to start; layouts that need more are reported as skipped."""
+    random: int = label(0, least=0)
+    """Number of random jobs to compare with one process, instead of the matrix."""
+    seed: int = label(0)
+    """Seed of the first random job; each further one adds 1."""
+    steps: int = label(10, least=1)
+    """Optimizer steps of every run."""
+    loss_tolerance: float | None = label(None, least=0)
+    """Largest relative difference of a step's loss; null: 1e-5 in float32, 1e-3 in bfloat16 and float8."""
+    gradient_tolerance: float | None = label(None, least=0)
+    """Largest relative difference of a gradient (2-norm, per parameter) or of the gradient norm; null: 1e-4
+    in float32, 5e-2 in bfloat16, 0.2 in float8."""
+
+    def validate(self, training_steps: int) -> None:
+        """Raise ConfigError for combinations that are not allowed."""
+        if self.steps > training_steps:
+            raise ConfigError("parity.steps", self.steps, f"must be at most training.steps={training_steps}")
+        if self.random and self.layouts:
+            rule = f"selects from the matrix, which parity.random={self.random} does not compare"
+            raise ConfigError("parity.layouts", self.layouts, rule, "parity.random=0, or no parity.layouts")
+
+
+@dataclass(frozen=True)
+class ParityJob(Job):
+    """A job plus the options of the comparison."""
+
+    parity: ParityConfig = part(ParityConfig)
+    """Layouts to compare, and tolerances."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Losses, norms and gradients of one run on one rank."""
+
+    losses: list[float]
+    """Loss of every step; with multi-token prediction, each is followed by that loss."""
+    norms: list[float]
+    """Gradient norm of every step, before clipping."""
+    valid_tokens: list[int]
+    """Number of tokens in the loss of every step."""
+    gradients: list[dict[str, Tensor]]
+    """Full gradients of the first and the last step, for this rank's parameters."""
+    biases: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    """Balancing biases of this rank's experts, after the last step."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Largest relative differences between one layout and one process."""
+
+    layout: str
+    ranks: int
+    loss: float
+    gradient: float
+    worst_parameter: str
+    norm: float
+    passed: bool
+
+
+def trace(job_json: str, steps: int) -> Trace:
+    """Train on this rank of a process group and record losses, norms and full gradients."""
+    import torch
+
+    from harness.data.tokenizer import build_tokenizer
+    from harness.train.batches import loader_of
+    from harness.train.engine import Engine
+    from harness.train.setup import set_up_process
+
+    job = Job.from_json(job_json)
+    set_up_process(job)
+    engine = Engine(job, torch.device("cpu"))
+    loader = loader_of(job, build_tokenizer(job.tokenizer), engine.rows)
+    losses, norms, tokens, gradients = [], [], [], []
+    for step in range(steps):
+        outcome = engine.gradients(loader.next())
+        losses += [outcome.loss, *([] if outcome.mtp_loss is None else [outcome.mtp_loss])]
+        norms.append(outcome.grad_norm)
+        tokens.append(outcome.valid_tokens)
+        if step in (0, steps - 1):
+            gradients.append(full_gradients(engine))
+        engine.update(outcome.norm)
+    biases = {
+        block_prefix(job.model, layer) + BALANCE_BIAS: moe.balance_bias
+        for part in engine.parts
+        for layer, moe in part.mixtures.items()
+        if moe.balance_bias is not None
+    }
+    return Trace(losses, norms, tokens, gradients, biases)
+
+
+def full_gradients(engine: Any) -> dict[str, Tensor]:
+    """Full gradients of this rank's parameters, all-gathered over their shards; call on all ranks."""
+    from torch.distributed.tensor import DTensor
+
+    full = {}
+    for name, parameter in engine.named_parameters():
+        gradient = parameter.grad
+        assert gradient is not None, f"{name} has no gradient"
+        # full_tensor would reduce a partial gradient, and hide that training does not.
+        assert getattr(gradient, "placements", None) == getattr(parameter, "placements", None), name
+        full[name] = (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).clone()
+    return full
+
+
+def compare(
+    layout: str, ranks: int, reference: Trace, traces: list[Trace], tolerances: tuple[float, float]
+) -> Verdict:
+    """Compare the traces of all ranks of a layout with the trace of a single process.
+
+    Every rank counts: a different loss on one rank, or a gradient that no rank has, fails the comparison.
+    """
+    loss = _largest(reference.losses, [t.losses for t in traces])
+    norm = _largest(reference.norms, [t.norms for t in traces])
+    worst, worst_parameter = 0.0, ""
+    for index, expected in enumerate(reference.gradients):
+        found: set[str] = set()
+        for each in traces:
+            for name, gradient in each.gradients[index].items():
+                found.add(name)
+                apart = (gradient - expected[name]).double().norm()
+                # Gradients that are 0 in both, as behind modulations that start at 0, are equal.
+                difference = float(apart / expected[name].double().norm()) if apart else 0.0
+                if difference > worst or math.isnan(difference):
+                    worst, worst_parameter = difference, name
+                if math.isnan(worst):
+                    return Verdict(layout, ranks, loss, worst, worst_parameter, norm, passed=False)
+        missing = expected.keys() - found
+        if missing:
+            worst, worst_parameter = float("inf"), min(missing)
+    biases = [(name, bias) for trace in traces for name, bias in trace.biases.items()]
+    # Bitwise, because biases are computed from integer counts.
+    different = [name for name, bias in biases if not bias.equal(reference.biases[name])]
+    different += reference.biases.keys() - dict(biases).keys()
+    worst_parameter = min(different, default=worst_parameter)
+    same = not different and all(t.valid_tokens == reference.valid_tokens for t in traces)
+    # NaN fails, because every comparison with it is false.
+    passed = same and loss <= tolerances[0] and worst <= tolerances[1] and norm <= tolerances[1]
+    return Verdict(layout, ranks, loss, worst, worst_parameter, norm, passed)
+
+
+@dataclass
+class LayoutComparer:
+    """Compares layouts with one process; the process runs once for all layouts with the same reference job.
+
+    Args:
+        pool: runs the ranks.
+        config: number of steps, and tolerances.
+    """
+
+    pool: RankPool
+    config: ParityConfig
+    references: dict[str, Trace] = dataclasses.field(default_factory=dict)
+    """Traces of one process by job id; only of the last few jobs, because gradients take memory."""
+
+    def verdict(self, name: str, job: Job) -> Verdict:
+        """Compare one layout; with several ``comparisons``, return the worst result.
+
+        Raises:
+            RankFailed: a rank failed.
+        """
+        verdicts = [self._compare(name, each) for each in comparisons(job)]
+        return min(verdicts, key=lambda verdict: (verdict.passed, -verdict.gradient))
+
+    def _compare(self, name: str, job: Job) -> Verdict:
+        traces = self.pool.run(job.world_size, trace, job.to_json(), self.config.steps)
+
+        def against(expected: Trace) -> Verdict:
+            return compare(name, job.world_size, expected, traces, tolerances_of(job, self.config))
+
+        alone = single_process(job)
+        verdict = against(self._reference(alone))
+        if verdict.passed or lowest_format(job) == "float32":
+            return verdict
+        # One process sums all rows of a batch in low precision, and can be less exact than several ranks: an
+        # embedding's gradient in bfloat16 was 5 % from float32, that of eight ranks 0.6 %.
+        return against(self._reference(in_float32(alone)))
+
+    def _reference(self, alone: Job) -> Trace:
+        if alone.id not in self.references:
+            for oldest in list(self.references)[: 1 - KEPT_REFERENCES]:
+                del self.references[oldest]
+            [self.references[alone.id]] = self.pool.run(1, trace, alone.to_json(), self.config.steps)
+        return self.references[alone.id]
+
+
+def formats_of(job: Job) -> dict[str, Any]:
+    """Formats in which a job computes, by field; those of data and checkpoints are not among them."""
+    return {n: value for n, role, value in leaves(job) if role == NUMERICS and n.endswith("_dtype")}
+
+
+def lowest_format(job: Job) -> str:
+    """The least exact format in which a job computes, also where only its optimizer or reductions do."""
+    if job.precision.linear != "none":
+        return job.precision.linear
+    return "bfloat16" if "bfloat16" in formats_of(job).values() else "float32"
+
+
+def in_float32(job: Job) -> Job:
+    """Return a copy of a job that computes in float32.
+
+    The job is resolved, so its fields have formats that came from its precision; these are derived again.
+    """
+    job = dataclasses.replace(job, precision=type(job.precision)())
+    for name, default in formats_of(Job()).items():
+        job = with_value(job, name, default)
+    return job.resolve(gpus=0)
+
+
+def tolerances_of(job: Job, config: ParityConfig) -> tuple[float, float]:
+    """Tolerances (loss, gradient) of a job: configured, or the default of its lowest format."""
+    loss, gradient = TOLERANCES.get(lowest_format(job), TOLERANCES["float8"])
+    return (
+        loss if config.loss_tolerance is None else config.loss_tolerance,
+        gradient if config.gradient_tolerance is None else config.gradient_tolerance,
+    )
+
+
+def comparisons(job: Job) -> list[Job]:
+    """Return the jobs to compare for a layout: usually the job itself.
+
+    A job of low precision is compared twice: in float32, whose tolerance is small, and in its precision. Low
+    precision changes router scores, so that some tokens go to other experts, and gradients differ more than
+    by an error in the layout. So experts are compared with their own routing in float32 only, and with
+    ``model.moe.force_balance`` in their precision.
+    """
+    if lowest_format(job) == "float32":
+        return [job]
+    balanced = with_value(job, "model.moe.force_balance", True) if job.model.moe.enabled else job
+    return [in_float32(job), balanced.resolve(gpus=0)]
+
+
+def parity(job: ParityJob, overrides: list[str]) -> Result:
+    """Compare the chosen layouts with one process, and print a row for each."""
+    from harness.launch.pool import RankFailed, RankPool
+
+    config = job.parity
+    config.validate(job.steps)
+    rows = random_rows(config, overrides) if config.random else matrix_rows(job, overrides)
+    out = sys.stdout
+    compared: list[dict[str, Any]] = []
+    skipped: list[str] = []
+    with RankPool(config.world_size) as pool:
+        judge = LayoutComparer(pool, config)
+        out.write(HEADER)
+        for row in rows:
+            ranks = row.job.world_size
+            if ranks > config.world_size:
+                out.write(f"{row.name:<28} {ranks:>5}  skipped: parity.world_size={config.world_size}\n")
+                skipped.append(row.name)
+                continue
+            try:
+                verdict = judge.verdict(row.name, row.job)
+                found, text = dataclasses.asdict(verdict), line(verdict)
+            except RankFailed as error:
+                found = {"layout": row.name, "ranks": ranks, "passed": False, "error": str(error)}
+                text = f"{row.name:<28} {ranks:>5}  FAILED\n{error}\n"
+            out.write(text + (f"    {row.overrides}\n" if row.overrides else ""))
+            out.flush()
+            compared.append(found | {"overrides": row.overrides})
+    agree = sum(each["passed"] for each in compared)
+    return Result(
+        {"compared": compared, "agree": agree, "skipped": skipped, "steps": config.steps},
+        _summary(config, job, agree, len(compared)),
+        EXIT_OK if agree == len(compared) > 0 else EXIT_DIFFERS,
+    )
+
+
+def _summary(config: ParityConfig, job: ParityJob, agree: int, compared: int) -> str:
+    what = "compositions" if config.random else "layouts"
+    agreed = f"{agree} of {compared} {what} agree with one process over {config.steps} steps"
+    if config.random:
+        return f"{agreed} (seeds {config.seed} to {config.seed + config.random - 1})\n"
+    loss, gradient = tolerances_of(job, config)
+    return f"{agreed} ({lowest_format(job)}; tolerance {loss:g} loss, {gradient:g} gradients)\n"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the table: a job to compare."""
+
+    name: str
+    job: Job
+    overrides: str = ""
+    """Overrides that compose the job, if the name does not identify them."""
+
+
+def matrix_rows(job: ParityJob, overrides: list[str]) -> list[Row]:
+    """Compose the chosen layouts of the matrix."""
+    require_vocabulary(job)
+    layouts = compose_layouts(job.parity, overrides, has_experts=job.model.moe.enabled)
+    return [Row(name, each) for name, (_, each) in layouts.items()]
+
+
+def random_rows(config: ParityConfig, overrides: list[str]) -> Iterator[Row]:
+    """Compose random jobs one after another; overrides on the command line apply to all of them."""
+    fixed = [override for override in overrides if not override.startswith("parity.")]
+    with Composer("parity", ParityJob) as composer:
+        for seed in range(config.seed, config.seed + config.random):
+            composed, job = random_job(composer, seed, config.world_size, fixed)
+            yield Row(f"parity.seed={seed}", job.plain, " ".join(composed))
+
+
+HEADER = f"{'layout':<28} {'ranks':>5} {'loss':>9} {'gradient':>9} {'norm':>9}  verdict  worst parameter\n"
+
+
+def line(verdict: Verdict) -> str:
+    """One row of the table."""
+    return (
+        f"{verdict.layout:<28} {verdict.ranks:>5} "
+        f"{verdict.loss:>9.1e} {verdict.gradient:>9.1e} {verdict.norm:>9.1e}  "
+        f"{'ok     ' if verdict.passed else 'DIFFERS'}  {verdict.worst_parameter}\n"
+    )
+
+
+def compose_layouts(
+    config: ParityConfig, overrides: list[str], *, has_experts: bool = False
+) -> dict[str, tuple[int, Job]]:
+    """Compose the chosen layouts as jobs with the same numerics: name -> (ranks, job).
+
+    Raises:
+        ConfigError: a name is not in the matrix, or a layout changes the numerics.
+    """
+    matrix = config.matrix | (config.expert_matrix if has_experts else {})
+    for name in config.layouts:
+        if name not in matrix:
+            raise ConfigError("parity.layouts", name, "no such layout", sorted(matrix))
+    jobs: dict[str, tuple[int, Job]] = {}
+    with Composer("parity", ParityJob) as composer:
+        for name in config.layouts or matrix:
+            job = composer.job([*overrides, *matrix[name].split()]).plain
+            first = next(iter(jobs.values()), (0, job))[1]
+            differing = differing_numerics(first, job)
+            if differing:
+                raise ConfigError("parity.matrix", name, f"changes the numerics: {', '.join(differing)}")
+            jobs[name] = (job.world_size, job)
+    return jobs
+
+
+def single_process(job: Job) -> Job:
+    """The same job on one rank: eager, without activation checkpointing and loss chunks.
+
+    A float8 scale is the maximum over all rows that a linear processes at once. So for float8 the one rank
+    processes as many rows at once as each rank of the layout.
+    """
+    rows = None
+    if job.precision.linear != "none":
+        rows = job.microbatch_size
+    training = dataclasses.replace(job.training, local_batch_size=rows, loss_chunks=1)
+    plain = {name: type(getattr(job, name))() for name in ("parallelism", "activation_checkpoint", "compile")}
+    return dataclasses.replace(job, training=training, **plain).resolve(gpus=0)
+
+
+def _largest(expected: list[float], found: list[list[float]]) -> float:
+    """Largest relative difference over steps and ranks; NaN if any value is NaN."""
+    differences = [abs(a - b) / abs(b) for each in found for a, b in zip(each, expected, strict=True)]
+    return math.nan if any(math.isnan(d) for d in differences) else max(differences)
+
+
+VERB = Verb("parity", parity, job=ParityJob, has_json=True)
+main = VERB.main
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,317 @@
+"""The activations that each part of a decoder saves for its backward pass, per token (no torch).
+
+Every tensor is declared with its width, format, and how the layout splits it. This is the method of
+Korthikanti et al. (arXiv:2205.05198, section 4), applied to what this code saves: grouped queries, gated
+feed-forwards, norms without a mean, no dropout. Tests compare the declarations of eager blocks with what
+autograd saves for a real block.
+
+A tensor that two operations save is declared once. Parameters and the rotation table are not activations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from harness.config.model import ModelConfig
+from harness.model.blocks import block_of
+from harness.model.spec import Split, block_tensors
+
+LSE = "log-sum-exp"
+
+
+class ActivationSplit(StrEnum):
+    """How tensor parallelism splits an activation. The batch and context parallel split all of them."""
+
+    STREAM = "stream"
+    """On the residual stream: split when the sequence is."""
+    WHOLE = "whole"
+    """Gathered for a region's linears: every rank has the full tensor."""
+    PARTIAL = "partial"
+    """Full size; the ranks' partial results are summed into the stream."""
+    INNER = "inner"
+    """Heads or hidden features: split."""
+    ROUTED = "routed"
+    """Tokens that a rank routes, or their rows: split unless experts are."""
+    ROUTED_INNER = "routed inner"
+    """Hidden features of experts: split either way, by rows or by features."""
+
+
+class SavedBy(StrEnum):
+    """Which implementations save a tensor."""
+
+    ALL = "all"
+    EAGER = "eager"
+    """Eager blocks; compiled ones recompute it in the kernel that needs it."""
+    COMPOSITE_NORM = "composite norm"
+    """Eager blocks on CPUs, where RMSNorm consists of single operations; CUDA has one kernel for it."""
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor that is saved for backward."""
+
+    name: str
+    width: float
+    """Values per token."""
+    cut: ActivationSplit
+    dtype: str = "compute"
+    """``compute`` (precision.param_dtype), ``float32``, ``int64``; ``widened``: a float32 copy, if the
+    original is not float32; ``norm``: float32 where a norm consists of single operations."""
+    by: SavedBy = SavedBy.ALL
+
+
+@dataclass(frozen=True)
+class PartActivations:
+    """Activations of a block or another part."""
+
+    kept: tuple[SavedTensor, ...]
+    """Saved for backward, without recomputation."""
+    products: tuple[SavedTensor, ...] = ()
+    """Results of matrix products in the order of computation; selective recomputation may save some."""
+    always_saved: tuple[SavedTensor, ...] = ()
+    """Results that selective recomputation always saves: those of attention."""
+    choices: tuple[SavedTensor, ...] = ()
+    """Results that are saved under any recomputation: the choice of experts."""
+    forward: tuple[SavedTensor, ...] = ()
+    """Alive at the peak of forward when nothing is saved."""
+    backward: tuple[SavedTensor, ...] = ()
+    """Gradients alive at the peak of backward, beside everything saved."""
+    late_backward: tuple[SavedTensor, ...] = field(default=())
+    """Alive while backward is in attention, past the feed-forward: saved tensors and gradients."""
+
+
+def block_activations(config: ModelConfig, layer: int, *, on_cpu: bool) -> PartActivations:
+    """Activations of one block, its input included.
+
+    Args:
+        config: the model.
+        layer: number of the block.
+        on_cpu: whether kernels are those of CPUs.
+    """
+    return block_of(config).activations(config, layer, on_cpu=on_cpu)
+
+
+def pre_norm_activations(config: ModelConfig, layer: int, *, on_cpu: bool) -> PartActivations:
+    """Activations of one pre-norm block, its input included."""
+    dim = config.dim
+    attention = _latent(config, layer, on_cpu) if config.attention.is_latent else _attention(config, layer)
+    mixed = config.has_experts(layer)
+    inner = _mixture(config) if mixed else _feed_forward(config.ffn_hidden_dim, dim, "feed_forward")
+    norm_1, norm_2 = norm_activations("attention_norm", dim), norm_activations("ffn_norm", dim)
+    # A mixture copies rows and saves its router's input; only shared experts save the input itself.
+    needs_whole = not mixed or config.moe.shared_hidden_dim > 0
+    gathered = (
+        SavedTensor("ffn_norm.out", dim, ActivationSplit.WHOLE)
+        if needs_whole
+        else SavedTensor("router.in", dim, ActivationSplit.ROUTED, "float32")
+    )
+    first = (*norm_1, SavedTensor("attention_norm.out", dim, ActivationSplit.WHOLE), *attention.kept)
+    stream = SavedTensor("grad", dim, ActivationSplit.STREAM)
+    whole = SavedTensor("grad of the region's input", dim, ActivationSplit.WHOLE)
+    return PartActivations(
+        kept=(*first, *norm_2, gathered, *inner.kept),
+        products=(*attention.products, *inner.products),
+        always_saved=(*attention.always_saved, *inner.always_saved),
+        choices=inner.choices,
+        forward=(SavedTensor("stream", dim, ActivationSplit.STREAM), gathered, *inner.forward),
+        backward=(stream, *inner.backward),
+        late_backward=(*first, *attention.backward, stream, stream, whole),
+    )
+
+
+def head_activations(config: ModelConfig) -> PartActivations:
+    """The final norm and the output projection's input; logits are counted separately."""
+    out = SavedTensor("norm.out", config.dim, ActivationSplit.WHOLE)
+    return PartActivations(
+        (*norm_activations("norm", config.dim), out),
+        backward=(SavedTensor("grad of norm.out", config.dim, ActivationSplit.WHOLE),),
+    )
+
+
+def prediction_activations(config: ModelConfig) -> PartActivations:
+    """Multi-token prediction without its block: norms of both streams, concatenated and projected."""
+    dim = config.dim
+    return PartActivations(
+        kept=(
+            SavedTensor("embedded", dim, ActivationSplit.STREAM),
+            *norm_activations("mtp.embedding_norm", dim),
+            *norm_activations("mtp.hidden_norm", dim),
+            SavedTensor("mtp.both", 2 * dim, ActivationSplit.STREAM),
+            *norm_activations("mtp.norm", dim),
+            SavedTensor("mtp.out", dim, ActivationSplit.STREAM),
+        )
+    )
+
+
+def norm_activations(
+    name: str, width: int, cut: ActivationSplit = ActivationSplit.STREAM, heads: float = 1
+) -> tuple[SavedTensor, ...]:
+    """RMSNorm: its input and the reciprocal root mean squares; its output is counted with its consumer.
+
+    With single operations, the input and the normalized input before the weight are saved as float32.
+    """
+    return (
+        SavedTensor(f"{name}.in", heads * width, cut, "norm"),
+        SavedTensor(f"{name}.rstd", heads, cut, "float32"),
+        SavedTensor(f"{name}.normed", heads * width, cut, "float32", by=SavedBy.COMPOSITE_NORM),
+    )
+
+
+def _attention(config: ModelConfig, layer: int) -> PartActivations:
+    of, heads, groups = config.attention, config.n_heads, config.n_kv_heads
+    width = config.head_width
+    q, k = heads * width, groups * width
+    extra: tuple[SavedTensor, ...] = ()
+    is_rotated = of.is_rotated(layer)
+    if of.qk_norm == "learned":
+        extra += norm_activations("q_norm", width, ActivationSplit.INNER, heads) + norm_activations(
+            "k_norm", width, ActivationSplit.INNER, groups
+        )
+    elif of.qk_norm == "l2" and is_rotated:
+        extra += _bare_norm("q_l2", width, heads) + _bare_norm("k_l2", width, groups)
+    if of.sinks:
+        # kernels.py, _with_sink: one more feature and one more key, padded to a multiple of eight.
+        joined = heads * (width + 8), groups * (width + 8), groups * (width + 8)
+        tensors = [
+            SavedTensor(n, w, ActivationSplit.INNER) for n, w in zip(("q", "k", "v"), joined, strict=True)
+        ]
+        out = (
+            SavedTensor("attended", heads * (width + 8), ActivationSplit.INNER),
+            SavedTensor(LSE, heads, ActivationSplit.INNER, "float32"),
+        )
+        extra += (SavedTensor("wo.in", q, ActivationSplit.INNER),)
+    else:
+        tensors = [
+            SavedTensor("q", q, ActivationSplit.INNER),
+            SavedTensor("k", k, ActivationSplit.INNER),
+            SavedTensor("v", k, ActivationSplit.INNER),
+        ]
+        out = (
+            SavedTensor("attended", q, ActivationSplit.INNER),
+            SavedTensor(LSE, heads, ActivationSplit.INNER, "float32"),
+        )
+    return PartActivations(
+        kept=(*extra, *tensors, *out),
+        products=_attention_products(config, layer),
+        always_saved=out,
+        backward=(
+            SavedTensor("grad of attended", q, ActivationSplit.INNER),
+            SavedTensor("grads of q, k, v", q + 2 * k, ActivationSplit.INNER),
+        ),
+    )
+
+
+def _bare_norm(name: str, width: int, heads: int) -> tuple[SavedTensor, ...]:
+    """A norm without a weight; its output is counted with attention."""
+    return (
+        SavedTensor(f"{name}.in", heads * width, ActivationSplit.INNER, "norm"),
+        SavedTensor(f"{name}.rstd", heads, ActivationSplit.INNER, "float32"),
+    )
+
+
+def _attention_products(config: ModelConfig, layer: int) -> tuple[SavedTensor, ...]:
+    """Results of attention's linears."""
+    cuts = {
+        Split.COLUMN: ActivationSplit.INNER,
+        Split.ROW: ActivationSplit.PARTIAL,
+        Split.WHOLE: ActivationSplit.WHOLE,
+    }
+    linears = [t for t in block_tensors(config, layer) if t.is_matrix and ".attention." in t.name]
+    # Without a sink's padding, attention saves the result of wv itself.
+    names = {} if config.attention.sinks else {"wv": "v"}
+    leaves = [(linear.module.rpartition(".")[2], linear) for linear in linears]
+    return tuple(
+        SavedTensor(names.get(leaf, leaf), linear.outputs, cuts[linear.split]) for leaf, linear in leaves
+    )
+
+
+def _latent(config: ModelConfig, layer: int, on_cpu: bool) -> PartActivations:
+    of, heads = config.attention, config.n_heads
+    wide, value, rank = heads * config.head_width, heads * of.v_head_dim, of.kv_lora_rank
+    up = heads * (of.qk_nope_head_dim + of.v_head_dim)
+    down = rank + of.qk_rope_head_dim
+    kept: tuple[SavedTensor, ...] = ()
+    if of.q_lora_rank is not None:
+        kept += (
+            *norm_activations("q_norm", of.q_lora_rank, ActivationSplit.WHOLE),
+            SavedTensor("q_norm.out", of.q_lora_rank, ActivationSplit.WHOLE),
+        )
+    # The norm's input is a view of the latents and the rotated key together.
+    kept += (
+        SavedTensor("latents", down, ActivationSplit.WHOLE),
+        *norm_activations("kv_norm", rank, ActivationSplit.WHOLE)[1:],
+        SavedTensor("kv_norm.out", rank, ActivationSplit.WHOLE),
+        SavedTensor("q", wide, ActivationSplit.INNER),
+        SavedTensor("k", wide, ActivationSplit.INNER),
+    )
+    padded = on_cpu and value != wide
+    out = (
+        SavedTensor("attended", wide if padded else value, ActivationSplit.INNER),
+        SavedTensor(LSE, heads, ActivationSplit.INNER, "float32"),
+    )
+    # Values are a view of the result of wkv_b, unless a CPU's kernel needs them padded to the width of keys.
+    kept += (SavedTensor("v", wide if padded else up, ActivationSplit.INNER), *out)
+    kept += (SavedTensor("wo.in", value, ActivationSplit.INNER),) if padded else ()
+    backward = (
+        SavedTensor("grad of attended", value, ActivationSplit.INNER),
+        SavedTensor("grads of q, k, v", 2 * wide + up, ActivationSplit.INNER),
+    )
+    return PartActivations(kept, _attention_products(config, layer), always_saved=out, backward=backward)
+
+
+def _feed_forward(hidden: int, dim: int, name: str) -> PartActivations:
+    def inner(what: str, times: float = 1, by: SavedBy = SavedBy.ALL) -> SavedTensor:
+        return SavedTensor(f"{name}.{what}", times * hidden, ActivationSplit.INNER, by=by)
+
+    return PartActivations(
+        kept=(inner("gate"), inner("up"), inner("silu", by=SavedBy.EAGER), inner("product")),
+        products=(inner("gate"), inner("up"), SavedTensor(f"{name}.w2", dim, ActivationSplit.PARTIAL)),
+        forward=(inner("gate, up, silu, product", 4),),
+        # Backward multiplies the product's gradient by both factors; the product itself is freed by then.
+        backward=(inner("grads", 2),),
+    )
+
+
+def _mixture(config: ModelConfig) -> PartActivations:
+    of, dim = config.moe, config.dim
+    top_k, experts = of.top_k, of.num_experts
+    rows, hidden = top_k * dim, top_k * of.hidden_dim
+
+    def routed(name: str, width: float, dtype: str = "compute", by: SavedBy = SavedBy.ALL) -> SavedTensor:
+        return SavedTensor(f"moe.{name}", width, ActivationSplit.ROUTED, dtype, by)
+
+    def inner(name: str, width: float, by: SavedBy = SavedBy.ALL) -> SavedTensor:
+        return SavedTensor(f"moe.{name}", width, ActivationSplit.ROUTED_INNER, by=by)
+
+    kept: tuple[SavedTensor, ...] = (
+        routed("scores", experts, "float32"),
+        routed("chosen", top_k, "int64"),
+        routed("weights", 2 * top_k, "float32"),
+        routed("places", 2 * top_k, "int64"),
+        routed("rows", rows),
+        routed("scaled rows" if of.score_before_experts else "outputs", rows),
+    )
+    kept += (routed("normalized", 1, "float32"),) if of.normalize_scores else ()
+    plain = config.activation == "swiglu"
+    # The clamped gate saves its clamped factors and their products; a bias is added out of place.
+    kept += (
+        (inner("gate", hidden), inner("up", hidden), inner("silu", hidden, SavedBy.EAGER))
+        if plain
+        else (inner("gate, up", 3 * hidden), inner("factors", 3 * hidden, SavedBy.EAGER))
+    )
+    kept += (inner("product", hidden),)
+    products: tuple[SavedTensor, ...] = (
+        routed("router", experts, "float32"),
+        inner("gate", hidden),
+        inner("up", hidden),
+        routed("outputs", rows),
+    )
+    forward: tuple[SavedTensor, ...] = (routed("rows", rows), inner("gate, up, silu, product", 4 * hidden))
+    backward: tuple[SavedTensor, ...] = (inner("grads", 2 * hidden), routed("grads of rows", rows))
+    if of.shared_hidden_dim:
+        shared = _feed_forward(of.shared_hidden_dim, dim, "moe.shared_experts")
+        kept, products = kept + shared.kept, products + shared.products
+        kept += (routed("router.in", dim, "widened", SavedBy.EAGER),)
+    choices = (routed("top scores", top_k, "float32"), routed("top experts", top_k, "int64"))
+    return PartActivations(kept, products, choices=choices, forward=forward, backward=backward)

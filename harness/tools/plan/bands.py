@@ -1,0 +1,68 @@
+"""Bands around a plan's throughput and memory, from its errors on published rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from harness.tools.plan.evidence import Evidence, class_of, kind_of
+from harness.tools.plan.evidence_table import EVIDENCE, MEMORY
+from harness.tools.plan.plan import Plan
+from harness.util.tables import figure, gib
+
+
+def throughput_band(plan: Plan) -> str | None:
+    """The 10th to 90th percentile of the throughput; None on CPUs and without a throughput."""
+    if plan.accelerator is None or plan.speed is None:
+        return None
+    name, found = _throughput(plan)
+    if found is None:
+        why = f"no published rows of {name or 'this device'}"
+        return f"no evidence: {'the constants were fitted to other runs' if plan.is_calibrated else why}"
+    rate = plan.speed.tokens_per_second_per_rank
+    low, high = figure(rate * found.low), figure(rate * found.high)
+    return f"10 to 90 %: {low} to {high} tokens/s a GPU, {_by(name or '', found)}"
+
+
+def memory_band(plan: Plan) -> str | None:
+    """The 10th to 90th percentile of the peak memory, and whether the limit is between them; None on CPUs."""
+    if plan.accelerator is None:
+        return None
+    name, found = _memory(plan)
+    if found is None:
+        return f"no evidence: no published memory of {name}"
+    low, high = plan.peak * found.low, plan.peak * found.high
+    doubt = ""
+    if plan.memory_limit is not None and low <= plan.memory_limit < high:
+        doubt = f"; it may {'not fit' if plan.fits else 'fit'}"
+    return f"10 to 90 %: {gib(low)} to {gib(high)} GiB, {_by(name, found)}{doubt}"
+
+
+def as_dict(plan: Plan) -> dict[str, Any]:
+    """Bands of the throughput (tokens/s and device) and the memory (bytes); None without published rows."""
+    rate = None if plan.speed is None else plan.speed.tokens_per_second_per_rank
+    figures = {"throughput": (rate, *_throughput(plan)), "memory": (plan.peak, *_memory(plan))}
+    return {
+        kind: None
+        if found is None or value is None
+        else dataclasses.asdict(found) | {"class": name, "low": value * found.low, "high": value * found.high}
+        for kind, (value, name, found) in figures.items()
+    }
+
+
+def _throughput(plan: Plan) -> tuple[str | None, Evidence | None]:
+    """The class of the job, and its published rows."""
+    name = None if plan.accelerator is None else class_of(plan.job, plan.accelerator.name)
+    return name, None if plan.is_calibrated else EVIDENCE.get(name or "")
+
+
+def _memory(plan: Plan) -> tuple[str, Evidence | None]:
+    name = kind_of(plan.job)
+    return name, None if plan.accelerator is None else MEMORY.get(name)
+
+
+def _by(name: str, found: Evidence) -> str:
+    sources = f"{found.sources} source{'s' * (found.sources > 1)}"
+    if found.pooled:
+        return f"by all published rows ({name} have {found.rows}, of {sources})"
+    return f"by {found.rows} published rows of {name} ({sources})"

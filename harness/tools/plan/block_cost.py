@@ -1,0 +1,386 @@
+"""Time and traffic of one block, and of the head, for one microbatch on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from harness.config.job import Job
+from harness.model.architecture import architecture_of
+from harness.model.spec import Split, TensorSpec
+from harness.precision.linears import sort_linears
+from harness.tools.plan import elementwise as moved
+from harness.tools.plan.context import ContextParallel
+from harness.tools.plan.elementwise import (
+    ALONG_SEQUENCE,
+    CASTS,
+    COMPILED_LOGIT,
+    EAGER_LOGIT,
+    Casts,
+    ElementWise,
+)
+from harness.tools.plan.machine import DTYPE_BYTES, Machine, expert_groups, group_of
+from harness.tools.plan.operations import Operations
+from harness.tools.plan.traffic import Collective, Pass
+
+COUNT_BYTES = 8
+# Triton's kernels pad heads to a power of two: QK_HEAD_DIM_ROUNDED in a log in which backward has 250 TFLOP/s
+# on an H100, at widths of 192 and 128 (github.com/pytorch/torchtitan/pull/1437).
+PADDED_KERNELS = ("flex",)
+HIGH_PRECISION = "float8_rowwise_hp"
+ROWWISE = ("float8_rowwise", HIGH_PRECISION)
+
+
+def power_of_two(width: int) -> int:
+    """The smallest power of two that is at least ``width``."""
+    return 1 << (width - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class Block:
+    """The passes of one block."""
+
+    forward: Pass
+    recompute: Pass
+    """Recomputation by activation checkpointing, at the start of backward."""
+    inputs: Pass
+    """Gradients of the inputs."""
+    weights: Pass
+    """Gradients of the weights, and their accumulation."""
+
+
+@dataclass
+class Worker:
+    """Predicts the time and collectives of a job's passes on a machine."""
+
+    job: Job
+    machine: Machine
+    converted: frozenset[str] = field(default_factory=frozenset)
+
+    def __post_init__(self) -> None:
+        job, layout = self.job, self.job.parallelism
+        self.architecture = architecture_of(job.model)
+        if job.precision.linear != "none" and not self.converted:
+            self.converted = frozenset(sort_linears(job.model, job.precision).converted)
+        self.rows = job.microbatch_size * job.training.seq_len // layout.cp
+        self.stream_rows = self.rows // layout.tp if layout.uses_sequence_parallel else self.rows
+        self.value_bytes = DTYPE_BYTES[job.precision.param_dtype]
+        self.dtype = job.precision.param_dtype
+        self.costs = self._costs(compiled=job.compile.blocks)
+        narrow = "mxfp8" if job.precision.linear == "mxfp8" else "float8"
+        has_tf32 = job.training.matmul_precision != "highest" and "tf32" in self.machine.device.peak_flops
+        self.router_dtype = "tf32" if has_tf32 else "float32"
+        # Emulated products are computed in float32.
+        self.narrow = "float32" if job.precision.emulate else narrow
+        self.casts = CASTS.get(job.precision.linear, Casts(0, 0, 0, 0, 0))
+        of, ep = job.model.moe, layout.ep
+        self.busiest = 1.0 if of.force_balance else self.machine.busiest(ep, of.num_experts // ep)
+        # With one scale a tensor, inputs are cast before they are gathered (harness/precision/tensor.py).
+        self.casts_stream = job.precision.linear == "float8_tensorwise" and layout.uses_sequence_parallel
+
+    def block(self, layer: int) -> Block:
+        """The passes of one block of the model."""
+        operations = self.architecture.block_operations(self.job.model, layer, self.job.training.seq_len)
+        forward = self._forward(operations)
+        collectives = self._tensor(operations, recompute=False)
+        context = self._context(operations)
+        experts = self._experts(operations)
+        products = [self._product(product) for product in operations.products]
+        weights = [self._product(product, of_weights=True) for product in operations.products]
+        passes, attention = self._passes(operations), self._attention_seconds(operations)
+        adding = self._gradient_sums(operations)
+        host = self._host_seconds(operations)
+        for_weights = sum(weights) + adding
+        for_inputs = (
+            sum(products)
+            + self._cast_gradients(operations)
+            + 2 * passes
+            + 2.5 * attention
+            + self._bias_gradients(operations)
+            + context.adding_seconds()
+        )
+        return Block(
+            forward=Pass(max(forward, host), (*collectives, *context.forward(), *experts)),
+            recompute=self.recompute(layer),
+            inputs=Pass(
+                max(for_inputs, 2 * host - for_weights),
+                (*collectives, *context.backward(), *self._rows_to_experts(operations)),
+            ),
+            weights=Pass(for_weights),
+        )
+
+    def table(self) -> tuple[Pass, Pass]:
+        """Forward and backward of the embedding: its collectives; the look-up is negligible."""
+        rows = self.rows * (1 + self.job.model.mtp.depth)
+        whole = rows * self.job.model.dim * self.value_bytes
+        return Pass(collectives=self._tensor_of(whole, 0, 1)), Pass(collectives=self._tensor_of(whole, 1, 0))
+
+    def head(self) -> tuple[Pass, Pass]:
+        """Forward and backward of the head with the loss."""
+        job, layout = self.job, self.job.parallelism
+        vocabulary = self.architecture.outputs(job.model) / (layout.tp if layout.loss_parallel else 1)
+        times = 1 + job.model.mtp.depth
+        float8 = "output" in self.converted
+        product = self.machine.product_seconds(
+            self.rows, job.model.dim, int(vocabulary), self.narrow if float8 else self.dtype,
+            1 if float8 else self.value_bytes,
+        )  # fmt: skip
+        per_logit = COMPILED_LOGIT if job.compile.loss else EAGER_LOGIT
+        loss = self.machine.pass_seconds(self.rows * vocabulary * per_logit * self.value_bytes / 2)
+        both = self._tensor_of(self.rows * job.model.dim * self.value_bytes, 1, 0)
+        back = self._tensor_of(self.rows * job.model.dim * self.value_bytes, 0, 1)
+        forward = Pass(product + loss / 2, both).times(times)
+        return forward, Pass(2 * product + loss / 2, back).times(times)
+
+    # -- computing ----
+
+    def _forward(self, operations: Operations) -> float:
+        products = sum(self._product(product) for product in operations.products)
+        attention = self._attention_seconds(operations)
+        others = self._passes(operations) + self._cast_inputs(operations) + self._cast_weights(operations)
+        return products + attention + self._context(operations).merging_seconds() + others
+
+    def recompute(self, layer: int) -> Pass:
+        """What backward of a block recomputes, by the mode of activation checkpointing."""
+        ac = self.job.activation_checkpoint
+        if ac.mode == "none":
+            return Pass()
+        operations = self.architecture.block_operations(self.job.model, layer, self.job.training.seq_len)
+        whole = max(self._forward(operations), self._host_seconds(operations))
+        collectives = self._tensor(operations, recompute=True)
+        others = (*self._context(operations).forward(), *self._experts(operations))
+        if ac.mode == "full":
+            return Pass(whole, (*collectives, *others))
+        if ac.mode == "selective_layer":
+            return Pass(whole, (*collectives, *others)) if layer % ac.every_nth_layer == 0 else Pass()
+        if ac.mode == "memory_budget":
+            return Pass(whole * (1 - ac.memory_budget), ())
+        kept = 1 / ac.save_every_nth_matmul if ac.save_every_nth_matmul else 0.0
+        products = sum(self._product(product) for product in operations.products)
+        products += self._cast_weights(operations)
+        again = self._passes(operations) + self._cast_inputs(operations)
+        gathers = tuple(each for each in collectives if each.collective == "all_gather")
+        return Pass(products * (1 - kept) + again, gathers)
+
+    def _product(self, product: TensorSpec, *, of_weights: bool = False) -> float:
+        """Seconds of one product in forward, which are those of the inputs' gradient, or of the weights'."""
+        job, layout, constants = self.job, self.job.parallelism, self.machine.constants
+        float8 = self._is_float8(product) and not (of_weights and self.job.precision.linear == HIGH_PRECISION)
+        dtype, width = (self.narrow, 1) if float8 else (self.dtype, self.value_bytes)
+        share = constants.rowwise if float8 and self.job.precision.linear in ROWWISE else 1.0
+        inputs, outputs = product.inputs, product.outputs
+        if product.split is Split.ROW:
+            inputs //= layout.tp_of(product)
+        else:
+            outputs //= layout.tp_of(product)
+        if product.split is Split.ROUTER:
+            dtype, width = self.router_dtype, DTYPE_BYTES["float32"]
+        if not product.is_expert:
+            share_of_rows = self.architecture.row_share(job.model, product, job.training.seq_len)
+            rows = self.stream_rows if product.split is Split.ROUTER else self.rows
+            rows = max(1, round(rows * share_of_rows))
+            return self.machine.product_seconds(rows, inputs, outputs, dtype, width, share=share)
+        local = product.experts // layout.ep
+        rows = max(self._expert_rows(product.top_k) // local, 1)
+        share *= constants.grouped
+        return self.machine.product_seconds(rows, inputs, outputs, dtype, width, groups=local, share=share)
+
+    def _sorted_rows(self, copies: int) -> int:
+        """Rows that a rank sends to experts; a token has ``copies`` rows."""
+        rows = self.rows if self.job.parallelism.splits_experts else self.stream_rows
+        return rows * copies
+
+    def _expert_rows(self, copies: int) -> int:
+        """Rows of the experts of the busiest rank, for which the others wait."""
+        return round(self._sorted_rows(copies) * self.busiest)
+
+    def _attention_seconds(self, operations: Operations) -> float:
+        """Seconds of attention's forward; for a ring without load balance, on its last rank."""
+        layout = self.job.parallelism
+        flops = self.rows * operations.attention.flops / layout.tp
+        if self.machine.software.attention in PADDED_KERNELS:
+            widths = operations.attention.score_width, operations.attention.value_width
+            flops *= sum(map(power_of_two, widths)) / sum(widths)
+        if layout.cp > 1 and layout.cp_method == "ring" and not layout.cp_load_balance:
+            # Rank r of n attends to r full pieces and half of its own, n / 2 in the mean.
+            flops *= (2 * layout.cp - 1) / layout.cp
+        return self.machine.attention_seconds(flops, self.dtype)
+
+    def _bias_gradients(self, operations: Operations) -> float:
+        """Seconds of adding up the rows' gradients of the experts' biases."""
+        if not self.job.model.moe.expert_bias:
+            return 0.0
+        values = self._expert_rows(1) * self._biased_width(operations)
+        return self.machine.pass_seconds(values * self.costs.bias_gradient * self.value_bytes / 2)
+
+    def _biased_width(self, operations: Operations) -> float:
+        """Outputs of a token's experts to which biases are added."""
+        experts = self.job.parallelism.tp if self.job.parallelism.splits_experts else 1
+        return 2 * operations.expert_gate_width / experts + operations.expert_width
+
+    def _passes(self, operations: Operations) -> float:
+        """Seconds of element-wise operations in forward."""
+        layout, costs = self.job.parallelism, self.costs
+        exchanged = costs.exchanged if layout.ep > 1 else 0.0
+        experts = layout.tp if layout.splits_experts else 1
+        gate = costs.gate + (costs.clamped if self.job.model.activation == "swiglu_clamped" else 0.0)
+        traffic = (
+            self.stream_rows * operations.norm_width * (costs.norm + costs.residual)
+            + self.rows * operations.rotated_width / layout.tp * costs.rotation
+            + self.rows * operations.gate_width / layout.tp * gate
+            + self._expert_rows(1) * operations.expert_gate_width / experts * gate
+            + self._sorted_rows(1) * operations.expert_width * costs.sort
+            + self._expert_rows(1) * operations.expert_width * exchanged
+        )
+        if operations.expert_width:
+            traffic += self.stream_rows * self.job.model.dim * costs.router
+        if self.job.model.moe.expert_bias:
+            traffic += self._expert_rows(1) * self._biased_width(operations) * costs.bias
+        launches = self.machine.constants.launch * self._kernels(operations)
+        return self.machine.pass_seconds(traffic * self.value_bytes / 2) + launches
+
+    def _costs(self, *, compiled: bool) -> ElementWise:
+        if self.machine.shares_cores:
+            return moved.COMPILED_ON_CPU if compiled else moved.EAGER_ON_CPU
+        if compiled:
+            return moved.COMPILED
+        return moved.EAGER if self.machine.software.fused_norm else moved.UNFUSED
+
+    def _kernels(self, operations: Operations) -> int:
+        """Kernels of a block in forward other than products."""
+        return self.costs.kernels + (self.costs.expert_kernels if operations.expert_width else 0)
+
+    def _host_seconds(self, operations: Operations) -> float:
+        """Seconds in which the host starts a block's forward; the device waits for it if it is faster."""
+        if self.machine.shares_cores:
+            return 0.0
+        return self.machine.constants.host * (self._kernels(operations) + len(operations.products) + 1)
+
+    # -- float8 ----
+
+    def _is_float8(self, product: TensorSpec) -> bool:
+        return product.module in self.converted
+
+    def _cast_inputs(self, operations: Operations) -> float:
+        return self._cast(operations, self.casts.forward, of_inputs=True)
+
+    def _cast_gradients(self, operations: Operations) -> float:
+        """Seconds of backward's casts: of gradients, and of inputs and weights along the other dimension."""
+        gradients = self._cast(operations, self.casts.gradient, of_inputs=False)
+        inputs = self._cast(operations, self.casts.input_backward, of_inputs=True)
+        return gradients + inputs + self._cast_weights(operations, backward=True)
+
+    def _cast_weights(self, operations: Operations, *, backward: bool = False) -> float:
+        """Seconds of casting weights; FSDP that gathers them in 8 bits has cast its shard of them before."""
+        if self.job.precision.enable_fsdp_float8_all_gather:
+            return 0.0
+        per_value = self.casts.weight_backward if backward else self.casts.weight
+        return self.machine.pass_seconds(self._held(operations, self._is_float8) * per_value)
+
+    def _cast(self, operations: Operations, per_value: float, *, of_inputs: bool) -> float:
+        """Seconds of casting operands of float8 products. Products with the same input share its cast."""
+        tp, seen, values = self.job.parallelism.tp, set(), 0.0
+        for product in operations.products:
+            if not self._is_float8(product):
+                continue
+            width = product.inputs if of_inputs else product.outputs
+            splits = product.split is (Split.ROW if of_inputs else Split.COLUMN)
+            if product.is_expert:
+                rows = float(self._expert_rows(product.top_k))
+                splits = splits and self.job.parallelism.splits_experts
+            else:
+                early = of_inputs and not splits and self.casts_stream
+                rows = self.stream_rows if early else self.rows
+            source = (product.module.rpartition(".")[0], width)
+            if of_inputs and source in seen:
+                continue
+            seen.add(source)
+            values += rows * width / (tp if splits else 1)
+        return self.machine.pass_seconds(values * per_value)
+
+    # -- collectives inside of a block ----
+
+    def _tensor(self, operations: Operations, *, recompute: bool) -> tuple[Collective, ...]:
+        """Collectives of tensor parallel: before and after attention, and before and after the feed-forward.
+
+        Experts that are not split take rows of the split sequence, so of a mixture only shared experts count.
+        Recomputation ends before the last reduction, because backward needs nothing after it.
+        """
+        regions = 2 if operations.gate_width or self.job.parallelism.splits_experts else 1
+        whole = self.rows * self.job.model.dim * self.value_bytes
+        return self._tensor_of(whole, regions, regions - 1 if recompute else regions)
+
+    def _tensor_of(self, whole: float, gathers: int, reductions: int) -> tuple[Collective, ...]:
+        job, layout = self.job, self.job.parallelism
+        if layout.tp == 1:
+            return ()
+        group = group_of(job, self.machine.ranks_per_node, "tp")
+        hidden = self.machine.constants.async_tp if layout.async_tp else 0.0
+        if not layout.uses_sequence_parallel:
+            kinds = [("all_reduce", whole, reductions)]
+        else:
+            kinds = [
+                ("all_gather", whole / (self.value_bytes if self.casts_stream else 1), gathers),
+                ("reduce_scatter", whole, reductions),
+            ]
+        collectives = []
+        for collective, size, count in kinds:
+            seconds = self.machine.collective_seconds(collective, size, group)
+            if layout.uses_sequence_parallel:
+                seconds += self.machine.pass_seconds(size * ALONG_SEQUENCE)
+            collectives += [
+                Collective("tp", collective, group, size, seconds, seconds * (1 - hidden))
+            ] * count
+        return tuple(collectives)
+
+    def _context(self, operations: Operations) -> ContextParallel:
+        return ContextParallel(
+            self.job.parallelism,
+            self.machine,
+            group_of(self.job, self.machine.ranks_per_node, "cp"),
+            operations.attention,
+            self.rows,
+            self.value_bytes,
+            self._attention_seconds(operations),
+        )
+
+    def _experts(self, operations: Operations) -> tuple[Collective, ...]:
+        """Collectives of expert parallel in forward: counts of rows, then rows to the experts and back."""
+        counts = self.job.model.moe.num_experts * COUNT_BYTES
+        return (*self._over_experts(operations, counts, times=1), *self._rows_to_experts(operations))
+
+    def _rows_to_experts(self, operations: Operations) -> tuple[Collective, ...]:
+        """Rows travel to the experts and back; their gradients do so in backward."""
+        size = self._expert_rows(1) * operations.expert_width * self.value_bytes
+        return self._over_experts(operations, size, times=2)
+
+    def _over_experts(self, operations: Operations, size: float, *, times: int) -> tuple[Collective, ...]:
+        job, layout = self.job, self.job.parallelism
+        if layout.ep == 1 or not operations.expert_width:
+            return ()
+        group = expert_groups(job, self.machine.ranks_per_node)[0]
+        seconds = self.machine.collective_seconds("all_to_all", size, group)
+        return (Collective("ep", "all_to_all", group, size, seconds, seconds),) * times
+
+    # -- gradients ----
+
+    def _gradient_sums(self, operations: Operations) -> float:
+        """Seconds of casting a microbatch's gradients and adding them up.
+
+        FSDP casts gradients to the dtype in which they are reduced (read 2 bytes, write 4). If several passes
+        share one reduction, it adds them to the sum instead (read 2 and 4, write 4; FSDPParam's
+        ``accumulate_unsharded_grad_if_needed``).
+        """
+        layout, reduce = self.job.parallelism, DTYPE_BYTES[self.job.precision.reduce_dtype]
+        held = self._held(operations, lambda product: True)
+        per_value = self.value_bytes + reduce * (2 if layout.pp > 1 else 1)
+        return self.machine.pass_seconds(held * per_value)
+
+    def _held(self, operations: Operations, counts: Callable[[TensorSpec], bool]) -> float:
+        """Values of a rank's gathered matrices that are counted."""
+        layout = self.job.parallelism
+        return sum(
+            product.size / layout.tp_of(product) / (layout.ep if product.is_expert else 1)
+            for product in operations.products
+            if counts(product)
+        )

@@ -1,0 +1,184 @@
+"""Fit the plan's constants to measured steps."""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from harness.config.cluster import ClusterConfig
+from harness.config.job import Job
+from harness.tools.plan.constants import Calibration, Constants
+from harness.tools.plan.cpu import measure_cpu
+from harness.tools.plan.machine import machine_of
+from harness.tools.plan.step_time import StepModel
+from harness.util.errors import UserError
+from harness.util.tables import degrees_in_words
+
+# Constants that a fit changes, and the start of the fit of the defaults. The other constants come from data
+# sheets and papers: rows of one cluster seldom determine them.
+FITTED: tuple[str, ...] = ("matmul", "float8")
+START = replace(Constants(), matmul=0.78, float8=0.78)
+# Ranks on a CPU share its cores, wait for Python at every operation, and send through its memory.
+CPU_FITTED: tuple[str, ...] = ("matmul", "attention", "memory", "launch", "latency", "link")
+CPU_START = Constants(
+    matmul=0.8, attention=0.3, memory=0.5, link=0.2, latency=500e-6, launch=30e-6, grouped=1.0
+)
+# Expected deviation of constants from their start, and of predictions from rows, as standard deviations of
+# the logarithm. A constant on which no row depends keeps its start.
+PRIOR, NOISE = 0.25, 0.02
+CPU_PRIOR, CPU_NOISE = 1.0, 0.05
+# Upper limits: these constants are fractions.
+MOST = {"matmul": 1.0, "float8": 1.0, "attention": 1.0, "memory": 1.0}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A job and its measured speed."""
+
+    job: Job
+    tokens_per_second_per_rank: float
+    device: str = ""
+    """Name that the driver reports."""
+
+
+def predicted_rate(job: Job, calibration: Calibration) -> float:
+    """Tokens per second per rank that the plan predicts for a job."""
+    machine = machine_of(job, calibration)
+    assert machine is not None, "rows of unknown hardware are left out before"
+    return StepModel(job, machine).speed()[0].tokens_per_second_per_rank
+
+
+def fit(
+    rows: Sequence[Measured],
+    start: Calibration,
+    names: Sequence[str] = FITTED,
+    prior: float = PRIOR,
+    noise: float = NOISE,
+) -> Calibration:
+    """Fit constants to measured rows.
+
+    Minimizes the sum over rows of (log(predicted / measured) / ``noise``)^2 plus the sum over constants of
+    (log(constant / start) / ``prior``)^2, a maximum a posteriori estimate.
+
+    Args:
+        rows: measured jobs.
+        start: initial constants; those that are not in ``names`` keep their values.
+        names: the constants to fit.
+        prior: expected deviation of constants from ``start`` (standard deviation of the logarithm).
+        noise: expected deviation of predictions from measurements (standard deviation of the logarithm).
+    """
+
+    def cost_of(logs: dict[str, float]) -> float:
+        calibration = moved(start, logs)
+        misses = sum(
+            math.log(predicted_rate(row.job, calibration) / row.tokens_per_second_per_rank) ** 2
+            for row in rows
+        )
+        return misses / noise**2 + sum(log**2 for log in logs.values()) / prior**2
+
+    return moved(start, descend(cost_of, names))
+
+
+def descend(cost_of: Callable[[dict[str, float]], float], names: Sequence[str]) -> dict[str, float]:
+    """Minimize a cost by coordinate descent from zero. The step is halved when no coordinate improves.
+
+    Args:
+        cost_of: the cost of logarithms of constants, relative to their start.
+        names: names of the coordinates.
+    """
+    logs = dict.fromkeys(names, 0.0)
+    cost = cost_of(logs)
+    step = 0.2
+    while step > 0.002:
+        improved = False
+        for name in names:
+            for direction in (step, -step):
+                tried = {**logs, name: logs[name] + direction}
+                new = cost_of(tried)
+                if new < cost:
+                    logs, cost, improved = tried, new, True
+                    break
+        if not improved:
+            step /= 2
+    return logs
+
+
+def moved(start: Calibration, logs: dict[str, float]) -> Calibration:
+    """Multiply constants by the exponentials of ``logs``, up to their limits."""
+    values = {
+        name: min(getattr(start.constants, name) * math.exp(log), MOST.get(name, math.inf))
+        for name, log in logs.items()
+    }
+    return replace(start, constants=replace(start.constants, **values))
+
+
+def render_fit(calibration: Calibration, rows: Sequence[Measured]) -> str:
+    """Format the constants, and the prediction error of each run."""
+    lines = [f"constants of {calibration.source}"]
+    for field in fields(calibration.constants):
+        value = getattr(calibration.constants, field.name)
+        if value is not None:
+            lines.append(f"  {field.name:<10} {value:.3g}")
+    errors = []
+    lines += ["", f"  {'measured':>10} {'planned':>10} {'error':>7}  tokens/s a rank"]
+    for row in rows:
+        planned = predicted_rate(row.job, calibration)
+        errors.append(planned / row.tokens_per_second_per_rank - 1)
+        axes = degrees_in_words(row.job.parallelism.degrees, none="single")
+        words = f"{axes}, {row.job.parallelism.pp_schedule}" if row.job.parallelism.pp > 1 else axes
+        measured = row.tokens_per_second_per_rank
+        lines.append(f"  {measured:>10,.1f} {planned:>10,.1f} {errors[-1]:>+7.1%}  {words}")
+    amounts = [abs(error) for error in errors]
+    lines.append(f"median error {statistics.median(amounts):.1%}, worst {max(amounts):.1%}")
+    return "\n".join(lines)
+
+
+def calibrate(
+    measured: Sequence[Measured], folder: Path, cluster: ClusterConfig | None = None
+) -> tuple[Calibration, list[Measured]]:
+    """Fit constants to measured runs.
+
+    For runs on CPUs the cores of this machine are measured first (``cpu.py``), so it must be the machine of
+    the runs.
+
+    Args:
+        measured: the runs.
+        folder: where they come from.
+        cluster: may describe their accelerator; else their own clusters do, or harness/util/hardware.py.
+
+    Returns:
+        The constants and their hardware; the runs, on nodes with this hardware.
+
+    Raises:
+        UserError: there is no run, runs are from several devices, or their device is unknown.
+    """
+    devices = {one.device for one in measured}
+    if not measured:
+        raise UserError(f"calibrate={folder}: no completed run with a throughput")
+    if len(devices) > 1:
+        raise UserError(f"calibrate={folder}: runs are from several devices: {', '.join(sorted(devices))}")
+    [device] = devices
+    source = f"{len(measured)} runs of {folder}, {device}"
+    described = None if cluster is None else cluster.with_device(device)
+    known = [described or one.job.cluster.with_device(device) for one in measured]
+    if None not in known:
+        measured = [
+            replace(one, job=one.job.on_accelerator_of(own))
+            for one, own in zip(measured, known, strict=True)
+            if own is not None
+        ]
+        start, names, expected = Calibration(START, source=source), FITTED, (PRIOR, NOISE)
+    elif "CPU" in device:
+        on_cores = replace(CPU_START, cores=len(os.sched_getaffinity(0)))
+        start, names = Calibration(on_cores, measure_cpu(), source=source), CPU_FITTED
+        expected = (CPU_PRIOR, CPU_NOISE)
+    else:
+        raise UserError(
+            f"calibrate={folder}: runs are from {device}, which is unknown hardware; would work: a cluster "
+            f"with its numbers and cluster.hardware.device_name='{device}'"
+        )
+    return fit(measured, start, names, *expected), list(measured)

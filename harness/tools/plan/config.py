@@ -1,0 +1,117 @@
+"""Configuration of ``harness plan``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from harness.compose.overrides import with_quoted_text
+from harness.config.fields import check_rules, label
+from harness.config.job import Job
+from harness.util.errors import ConfigError
+from harness.util.hardware import CUDA_DEVICES
+
+DEFAULT = "H100 SXM"
+"""Accelerator of rehearsed jobs that do not name one."""
+GPUS = 8
+"""GPUs per node of rehearsed jobs that do not say."""
+AnyJob = TypeVar("AnyJob", bound=Job)
+
+
+@dataclass(frozen=True)
+class PlanJob(Job):
+    """A job plus planner options."""
+
+    search: bool = label(False)
+    """Rank every legal layout of the job's ranks, with microbatch, activation checkpointing and pipeline
+    schedule, by predicted speed; fields typed on the command line stay as they are."""
+    top: int = label(10, least=1)
+    """With search: number of layouts to show and to write into the sweep file."""
+    headroom: float = label(0.0, least=0, below=1)
+    """With search: fraction of the usable memory that a layout must leave free."""
+    sweep_file: str | None = label(None)
+    """With search: file of the sweep that measures the best; null: sweeps/search/<name>.yaml,
+    or sweep/<name>-search.yaml in the current folder if the former cannot be written."""
+    verify: bool = label(False)
+    """Build the job on a fake process group, in this process, and compare its tensors with the plan."""
+    verify_step: bool = label(False)
+    """With verify: also run one step of every stage on fake tensors."""
+    rehearse: bool = label(False)
+    """Also rehearse the job on virtual GPUs (``harness rehearse``), and show its memory next to the plan."""
+    calibration: str | None = label(None)
+    """File with the constants of the machine, written by ``calibrate``; null: constants fitted to published
+    runs."""
+    calibrate: str | None = label(None)
+    """Folder of measured runs: fit the constants to them, and write the constants to ``calibration``; null:
+    to calibration.json in that folder."""
+    against: str | None = label(None)
+    """Overrides, separated by spaces, of a second job to compare with line by line: this job with them."""
+    picture: str | None = label(None)
+    """PNG file to draw: memory by stage, and the pipeline's timeline; with search, of the best layout."""
+
+    @classmethod
+    def spelled_out(cls, overrides: Iterable[str]) -> list[str]:
+        """Return overrides with quotes around the overrides of ``against``."""
+        return [with_quoted_text(each, "against") for each in overrides]
+
+    def resolve(self, *, launched_ranks: int | None = None, gpus: int | None = None) -> PlanJob:
+        """Resolve the job; with search or calibrate only check the options."""
+        check_rules(self)
+        self._validate_plan()
+        if self.search or self.calibrate is not None:
+            self.cluster.validate()
+            return self.scaled()
+        job = self
+        if self.rehearse:
+            job, gpus = put_on_virtual_gpus(self)
+        return Job.resolve(job, launched_ranks=launched_ranks, gpus=gpus)
+
+    def _validate_plan(self) -> None:
+        if self.search and self.verify:
+            rule = "checks one job, and search=true has many"
+            raise ConfigError(
+                "verify", True, rule, "verify=false, then verify=true for the layout you choose"
+            )
+        if self.rehearse and (self.search or self.verify):
+            other = "search" if self.search else "verify"
+            raise ConfigError("rehearse", True, f"cannot be combined with {other}=true", f"{other}=false")
+        for name in ("search", "verify", "picture", "rehearse"):
+            if self.calibrate is not None and getattr(self, name):
+                rule = "fits constants to runs and plans no job"
+                raise ConfigError("calibrate", self.calibrate, rule, f"calibrate alone, then {name} without")
+        for name in ("search", "verify", "rehearse", "calibrate", "picture"):
+            if self.against is not None and getattr(self, name):
+                rule = f"compares the plans of two jobs, and {name} works on one"
+                raise ConfigError("against", self.against or "''", rule, f"against without {name}")
+        if self.headroom and not self.search:
+            raise ConfigError("headroom", self.headroom, "is read by a search only", "search=true")
+        if self.verify_step and not self.verify:
+            raise ConfigError("verify_step", True, "needs verify=true", "verify=true verify_step=true")
+        if self.sweep_file is not None and not self.search:
+            raise ConfigError("sweep_file", self.sweep_file, "is written by a search only", "search=true")
+        written = [("picture", ".png"), ("sweep_file", ".yaml")]
+        for name, suffix in (*written, *([("calibration", ".json")] if self.calibrate is not None else [])):
+            path = getattr(self, name)
+            if path is None:
+                continue
+            if Path(path).suffix != suffix:
+                raise ConfigError(name, path or "''", f"must end in {suffix}", f"plan{suffix}")
+            if not Path(path).parent.is_dir():
+                raise ConfigError(name, path, f"there is no folder {Path(path).parent}", f"plan{suffix}")
+
+
+def put_on_virtual_gpus(job: AnyJob) -> tuple[AnyJob, int]:
+    """Return an unresolved job with virtual GPUs as its device, and how many of them a local job finds.
+
+    Raises:
+        ConfigError: the job is for a CPU, or there is no virtual GPU of its kind.
+    """
+    if job.cluster.device == "cpu":
+        raise ConfigError("cluster.device", "cpu", "rehearsals are for jobs on GPUs", ["cuda", "auto"])
+    kind = job.cluster.accelerator or DEFAULT
+    if kind not in CUDA_DEVICES:
+        raise ConfigError("cluster.accelerator", kind, "there is no virtual GPU of this kind", CUDA_DEVICES)
+    cluster = replace(job.cluster, device="cuda", accelerator=kind)
+    return replace(job, cluster=cluster), cluster.ranks or GPUS

@@ -1,0 +1,331 @@
+"""Hardware model of the plan: peaks, links, and which ranks share a node."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from math import ceil, gcd, prod
+from statistics import NormalDist
+from typing import Any
+
+from harness.config.fields import with_value
+from harness.config.job import Job
+from harness.config.parallelism import AXES
+from harness.tools.plan.constants import Calibration, Constants, Software
+from harness.tools.plan.kernel_peaks import MEASURED, Achieved, achieved_by
+from harness.util.hardware import Accelerator
+
+DIRECTLY_WIRED = ("A100 SXM 40GB", "A100 SXM 80GB", "H100 SXM", "H100 96GB", "H200 SXM")
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+# Tile size that cuBLAS and CUTLASS choose on Hopper for large matrices, and smaller ones with their speed;
+# assumed, 0.8 to 0.95 and 0.6 to 0.8.
+TILE = (128, 256)
+TILES = {TILE: 1.0, (128, 128): 0.9, (64, 128): 0.7}
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks of one axis (or of several) that take part in a collective."""
+
+    ranks: int
+    per_node: int
+    """Ranks of the group on one node, or on the neighbouring nodes that the accelerators' links join."""
+    per_leaf: int | None = None
+    """Ranks of the group under one leaf switch; None if the network is as fast between all nodes."""
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes of the group."""
+        return ceil(self.ranks / self.per_node)
+
+    @property
+    def has_leaves(self) -> bool:
+        """Whether the group extends over several leaf switches."""
+        return self.per_leaf is not None and self.per_leaf < self.ranks
+
+    @property
+    def pair(self) -> Group:
+        """Two neighbours of the group."""
+        return Group(2, min(2, self.per_node), None if self.per_leaf is None else min(2, self.per_leaf))
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A device, its efficiency constants, and the links between devices."""
+
+    device: Accelerator
+    constants: Constants
+    network_bandwidth: float
+    """Bytes per second between nodes per device."""
+    ranks_per_node: int
+    """Neighbouring ranks that the accelerators' links join: those of a node, or of several."""
+    ranks: int
+    """Devices of the job."""
+    board: int = 8
+    """Devices of a node, whether the job has them or not."""
+    software: Software = field(default_factory=Software)
+    oversubscription: float = 1.0
+    """Bandwidth under a leaf switch divided by that of its links to other leaves."""
+
+    @property
+    def shares_cores(self) -> bool:
+        """Whether ranks compute on the same cores."""
+        return self.constants.cores is not None
+
+    @cached_property
+    def achieved(self) -> Achieved:
+        """What the device's best kernels achieve; of a CPU the peaks are measured."""
+        if self.shares_cores:
+            return MEASURED
+        shares: Any = self.device.achieved
+        return replace(achieved_by(self.device.name), **shares)
+
+    def product_seconds(
+        self,
+        rows: int,
+        inputs: int,
+        outputs: int,
+        dtype: str,
+        value_bytes: float,
+        *,
+        groups: int = 1,
+        share: float = 1.0,
+    ) -> float:
+        """Seconds of a product [rows, inputs] x [inputs, outputs], or of ``groups`` such in one kernel.
+
+        Limited by arithmetic, with an incomplete last wave of tiles, or by memory traffic (the roofline
+        model, doi:10.1145/1498765.1498785). The kernel has ``share`` of the usual speed.
+        """
+        if min(rows, inputs, outputs) <= 0:
+            return 0.0
+        achieved = self.achieved
+        if dtype in ("float8", "mxfp8"):
+            share *= self.constants.float8 * achieved.float8
+        else:
+            share *= self.constants.matmul * achieved.half
+        flops = 2.0 * rows * inputs * outputs * groups
+        filled = 1.0 if self.shares_cores else _filled(rows, outputs, groups, self.device.units)
+        arithmetic = flops / (self.device.peak_flops[dtype] * share * filled)
+        moved = (value_bytes * (rows * inputs + inputs * outputs) + 2 * rows * outputs) * groups
+        return max(arithmetic * self.pace, self.pass_seconds(moved)) + self.constants.launch
+
+    @cached_property
+    def pace(self) -> float:
+        """Time of computing on the slowest device, as a multiple of torch's kernels on a mean one."""
+        return self.slowest / self.software.speed
+
+    @cached_property
+    def slowest(self) -> float:
+        """Expected time of the slowest device, as a multiple of their mean."""
+        return 1.0 if self.shares_cores else 1.0 + self.constants.spread * largest_of(self.ranks)
+
+    def busiest(self, ranks: int, experts: int) -> float:
+        """Expected rows of the busiest of ``ranks`` with ``experts`` each, as a multiple of their mean."""
+        if self.shares_cores:
+            return 1.0
+        return 1.0 + self.constants.imbalance / max(1, experts) ** 0.5 * largest_of(ranks)
+
+    @cached_property
+    def contention(self) -> float:
+        """Fraction of computing that is lost while a collective runs beside it."""
+        return self.constants.contention + self.constants.second_wave * self.achieved.persistent
+
+    def pass_seconds(self, moved: float) -> float:
+        """Seconds to read or write ``moved`` bytes of memory."""
+        return moved / (self.device.memory_bandwidth * self.constants.memory) * self.pace
+
+    def attention_seconds(self, flops: float, dtype: str) -> float:
+        """Seconds of fused attention's arithmetic."""
+        kernel = self.software.attention
+        achieved = self.achieved.others[kernel] if kernel else self.achieved.attention
+        share = self.constants.attention * achieved
+        return flops / (self.device.peak_flops[dtype] * share) * self.pace + self.constants.launch
+
+    def link_of(self, group: Group) -> str:
+        """Name of the slowest link between the ranks of a group."""
+        if self.shares_cores:
+            return "host"
+        if group.nodes == 1:
+            return self.device.link
+        return "spine" if group.has_leaves and self.oversubscription > 1 else "network"
+
+    def collective_seconds(self, collective: str, moved: float, group: Group) -> float:
+        """Seconds of one collective.
+
+        NCCL's rings and trees send each rank's data once over every link (nccl-tests, doc/PERFORMANCE.md).
+        Between nodes every device uses its own network adapter, so the group's ranks on a node share the
+        traffic.
+
+        Args:
+            collective: name as in ``Traffic.collective``.
+            moved: bytes of the full tensor: the output of an all-gather, the input of a reduce-scatter, input
+                or output of an all-reduce, the data a rank sends in an all-to-all or to the next stage.
+            group: the ranks.
+        """
+        if group.ranks == 1 or moved == 0:
+            return 0.0
+        there_and_back = 2.0 if collective == "all_reduce" else 1.0
+        share = 1.0 if collective == "send" else (group.ranks - 1) / group.ranks
+        rate = self.device.link_bandwidth * self.constants.link * self._wired(group)
+        if group.nodes > 1 and not self.shares_cores:
+            if collective == "all_to_all":
+                # Pieces for ranks of this node and of others are sent at the same time.
+                outside = (group.ranks - group.per_node) / group.ranks
+                inside = (share - outside) * moved / rate
+                between = outside * moved / self.network_rate
+                return max(inside, between, self._spine_seconds(moved, group)) + self.constants.latency
+            adapters = 1 if collective == "send" else group.per_node
+            rate = min(rate, self.network_rate * adapters * self._spine_share(group))
+        return there_and_back * share * moved / rate + self.constants.latency
+
+    def _spine_share(self, group: Group) -> float:
+        """Fraction of the adapters' bandwidth that a ring has between leaf switches.
+
+        A ring visits the nodes in their order, so it leaves each leaf switch once, however many of its nodes
+        are there; these share the links to other leaves with the rings of the other groups.
+        """
+        if group.per_leaf is None or not group.has_leaves:
+            return 1.0
+        return min(1.0, max(1.0, group.per_leaf / group.per_node) / self.oversubscription)
+
+    def _spine_seconds(self, moved: float, group: Group) -> float:
+        """Seconds of an all-to-all's pieces for ranks under other leaf switches."""
+        if group.per_leaf is None or not group.has_leaves:
+            return 0.0
+        away = (group.ranks - group.per_leaf) / group.ranks
+        return away * moved * self.oversubscription / self.network_rate
+
+    def _wired(self, group: Group) -> float:
+        """Fraction of a device's links that lead to the group's ranks on its node.
+
+        Boards of up to four Ampere or Hopper devices have no switch: their links are divided among the other
+        devices (docs.nvidia.com, vGPU, NVSwitch: only boards of eight are listed).
+        """
+        if self.device.name not in DIRECTLY_WIRED or not 2 < self.board <= 4 or group.per_node == 1:
+            return 1.0
+        return (group.per_node - 1) / (self.board - 1)
+
+    @property
+    def network_rate(self) -> float:
+        """Achieved bytes per second and device between nodes."""
+        return self.network_bandwidth * self.constants.network
+
+
+@lru_cache(maxsize=4096)
+def largest_of(number: int) -> float:
+    """Expected largest of standard normal values: at the quantile (n - 0.375) / (n + 0.25) (Blom, 1958)."""
+    return NormalDist().inv_cdf((number - 0.375) / (number + 0.25)) if number > 1 else 0.0
+
+
+@lru_cache(maxsize=4096)
+def _filled(rows: int, outputs: int, groups: int, units: int) -> float:
+    """Fraction of the multiprocessors' speed that the tiles of a product use, over all waves.
+
+    cuBLAS chooses the tile of a single product, so that values beyond its edge cost little; of many in one
+    kernel, they cost as much as others.
+    """
+
+    def waves(tiles: int) -> float:
+        return tiles / (ceil(tiles / units) * units)
+
+    if groups > 1:
+        down, across = ceil(rows / TILE[0]), ceil(outputs / TILE[1])
+        used = rows * outputs / (down * TILE[0] * across * TILE[1])
+        return used * waves(groups * down * across)
+    return max(
+        share * waves(ceil(rows / height) * ceil(outputs / width)) for (height, width), share in TILES.items()
+    )
+
+
+def device_of(job: Job, calibration: Calibration | None = None) -> Accelerator | None:
+    """Return the device that a job runs on; None if it is unknown."""
+    measured = None if calibration is None else calibration.accelerator
+    return measured or job.cluster.gpu
+
+
+def on_hardware_of(job: Job, calibration: Calibration | None) -> Job:
+    """Return the job on the GPU that a calibration has; without one, the job itself."""
+    if calibration is None or not calibration.has_gpu or job.cluster.device != "auto":
+        return job
+    return with_value(job, "cluster.device", "cuda")
+
+
+def machine_of(job: Job, calibration: Calibration | None = None) -> Machine | None:
+    """Return the hardware of a job; None if the device, or the network that its ranks need, is unknown."""
+    device, cluster = device_of(job, calibration), job.cluster
+    linked, gbps = cluster.linked_ranks(job.world_size), cluster.rank_gbps
+    if device is None or (gbps is None and job.world_size > linked):
+        return None
+    known = calibration or Calibration(Constants())
+    return Machine(
+        device,
+        known.constants,
+        (gbps or 0.0) * 1e9 / 8,
+        linked,
+        job.world_size,
+        board=cluster.ranks_per_node or linked,
+        software=known.software,
+        oversubscription=cluster.oversubscription or 1.0,
+    )
+
+
+def expert_groups(job: Job, ranks_per_node: int) -> tuple[Group, Group]:
+    """Return the groups of an expert's mesh (``parallelism/mesh.py``): of ``ep``, and of the expert's
+    shards."""
+    layout, world = job.parallelism, job.world_size
+    leaf = job.cluster.leaf_ranks(world)
+    stride = layout.tp if layout.splits_experts else 1
+    groups = []
+    for ranks in (layout.ep, layout.expert_shards):
+        per_leaf = None if leaf is None else neighbours(ranks, stride, leaf, world)
+        groups.append(Group(ranks, neighbours(ranks, stride, ranks_per_node, world), per_leaf))
+        stride *= ranks
+    return groups[0], groups[1]
+
+
+def group_of(job: Job, ranks_per_node: int, *axes: str) -> Group:
+    """Return the group over neighbouring mesh axes, e.g. dp_shard and cp."""
+    leaf = job.cluster.leaf_ranks(job.world_size)
+    return _group(tuple(job.parallelism.degrees.items()), ranks_per_node, leaf, axes)
+
+
+@lru_cache(maxsize=4096)
+def _group(
+    degrees: tuple[tuple[str, int], ...], ranks_per_node: int, leaf: int | None, axes: tuple[str, ...]
+) -> Group:
+    ranks = prod(degree for axis, degree in degrees if axis in axes)
+    per_leaf = None if leaf is None else _inside(degrees, leaf, axes)
+    return Group(ranks, _inside(degrees, ranks_per_node, axes), per_leaf)
+
+
+def _inside(degrees: tuple[tuple[str, int], ...], size: int, axes: tuple[str, ...]) -> int:
+    """Ranks of the group over ``axes`` that are among ``size`` neighbouring ranks."""
+    world = prod(degree for _, degree in degrees)
+    inside = stride = 1
+    for axis, degree in reversed(degrees):
+        if axis in axes:
+            inside *= neighbours(degree, stride, size, world)
+        stride *= degree
+    return inside
+
+
+@lru_cache(maxsize=4096)
+def neighbours(degree: int, stride: int, size: int, world: int) -> int:
+    """Return how many of ``degree`` ranks, ``stride`` apart, are on the same ``size`` neighbouring ranks.
+
+    Groups may divide a node unevenly, e.g. groups of 12 on nodes of 8. The result is the smallest share,
+    which is the slowest part of a collective.
+    """
+    extent, least = degree * stride, size
+    if world <= size or size % extent == 0:
+        return degree
+    # Later groups are placed like earlier ones.
+    for number in range(min(world // extent, size // gcd(extent, size))):
+        start, end = number * extent, (number + 1) * extent
+        if start // size == (end - 1) // size:
+            continue  # all of them are neighbours
+        least = min(least, -start % size or size, end % size or size)
+    return max(1, least // stride)
+
+
+assert AXES[-1] == "tp", "_group assumes that ranks of the last axis are next to each other"

@@ -1,0 +1,212 @@
+"""Activation bytes of the parts of a model per microbatch, given layout, recomputation and compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+
+from harness.config.job import Job
+from harness.model.architecture import architecture_of
+from harness.precision.linears import sort_linears
+from harness.tools.plan.activations import (
+    ActivationSplit,
+    PartActivations,
+    SavedBy,
+    SavedTensor,
+    prediction_activations,
+)
+from harness.tools.plan.operations import block_kinds
+from harness.tools.plan.parameters import BYTES
+
+FLOAT32 = 4
+
+
+def on_cpu(job: Job) -> bool:
+    """Whether the planned ranks compute on a CPU.
+
+    ``auto`` means GPUs if the cluster's accelerator is set, otherwise this machine's CPU.
+    """
+    device = job.cluster.device
+    return device == "cpu" or (device == "auto" and job.cluster.accelerator is None)
+
+
+@dataclass(frozen=True)
+class PartBytes:
+    """Bytes of activations of one part and one microbatch."""
+
+    kept: float
+    """Saved from forward to backward."""
+    forward: float
+    """Peak of its forward, including saved tensors."""
+    backward: float
+    """Peak of its backward, including recomputed tensors."""
+    late_backward: float
+    """Peak of the second half of its backward: for a block, attention."""
+
+
+class ActivationBytes:
+    """Converts declared activations into bytes for a job.
+
+    Args:
+        job: the resolved job.
+        repeats_keys: that of ``Software``.
+    """
+
+    def __init__(self, job: Job, *, repeats_keys: bool = False) -> None:
+        self.job, self.cpu, layout = job, on_cpu(job), job.parallelism
+        self.repeats_keys = repeats_keys
+        self.tokens = job.microbatch_size * job.training.seq_len // layout.cp
+        """Tokens of one microbatch on a rank, before tensor parallel shards them."""
+        stream = layout.tp if layout.uses_sequence_parallel else 1
+        routed = 1 if layout.splits_experts else stream
+        self.degree = {
+            ActivationSplit.STREAM: stream,
+            ActivationSplit.WHOLE: 1,
+            ActivationSplit.PARTIAL: 1,
+            ActivationSplit.INNER: layout.tp,
+            ActivationSplit.ROUTED: routed,
+            ActivationSplit.ROUTED_INNER: layout.tp if layout.splits_experts else routed,
+        }
+        self.architecture = architecture_of(job.model)
+        self.blocks: dict[tuple[Hashable, bool], PartBytes] = {}
+        precision = job.precision
+        converted = (
+            sort_linears(job.model, precision).converted if precision.enable_fsdp_float8_all_gather else ()
+        )
+        self.gathered_in_float8 = frozenset(converted)
+        """Names of the linears whose weights FSDP gathers in float8."""
+
+    def total(self, tensors: Iterable[SavedTensor], *, compiled: bool = False) -> float:
+        """Bytes of those tensors that are saved, per microbatch."""
+        return sum(self.bytes_of(each) for each in tensors if self._keeps(each, compiled))
+
+    def bytes_of(self, tensor: SavedTensor) -> float:
+        """Bytes of a tensor on a rank, per microbatch."""
+        return self.tokens * tensor.width * self._size(tensor) / self.degree[tensor.cut]
+
+    def _size(self, tensor: SavedTensor) -> int:
+        compute = BYTES[self.job.precision.param_dtype]
+        if tensor.dtype == "norm":
+            return 4 if self.cpu else compute
+        if tensor.dtype == "widened":
+            return 0 if compute == 4 else 4
+        return {"compute": compute, "float32": 4, "int64": 8}[tensor.dtype]
+
+    def _keeps(self, tensor: SavedTensor, compiled: bool) -> bool:
+        if tensor.by is SavedBy.ALL:
+            return True
+        return not compiled and (tensor.by is SavedBy.EAGER or self.cpu)
+
+    def block(self, layer: int) -> PartBytes:
+        """Bytes of a decoder block, under the job's recomputation and compiler."""
+        key = block_kinds(self.job.model)[layer], self._is_recomputed(layer)
+        if key not in self.blocks:
+            self.blocks[key] = self._block(layer)
+        return self.blocks[key]
+
+    def _is_recomputed(self, layer: int) -> bool:
+        how = self.job.activation_checkpoint
+        return how.mode != "none" and not (how.mode == "selective_layer" and layer % how.every_nth_layer)
+
+    def _block(self, layer: int) -> PartBytes:
+        job = self.job
+        declared = self.architecture.block_activations(
+            job.model, layer, job.training.seq_len, on_cpu=self.cpu
+        )
+        # Blocks with experts on other ranks are compiled in pieces (compile.py), which save the same tensors.
+        compiled = self.job.compile.blocks and self.job.compile.backend != "eager"
+        everything = self.total(declared.kept, compiled=compiled)
+        recomputed = self._recomputed(declared, layer, compiled=compiled)
+        stream = self.bytes_of(SavedTensor("stream", self.job.model.dim, ActivationSplit.STREAM))
+        partial = self.bytes_of(SavedTensor("summand", self.job.model.dim, ActivationSplit.PARTIAL))
+        gradients = self.total(declared.backward, compiled=compiled)
+        late = self.total(declared.late_backward, compiled=compiled) + self._ring()
+        if recomputed is None:
+            return PartBytes(everything, everything + stream + partial, everything + gradients, late)
+        kept, extra = recomputed
+        forward = self.total(declared.forward, compiled=compiled)
+        return PartBytes(kept, kept + forward, everything + extra + gradients, late + extra)
+
+    def _ring(self) -> float:
+        """Bytes of a ring's own tensors in backward (torch, _templated_ring_attention_backward).
+
+        Keys and values that are sent, and those of all ranks or of the last two; gradients of the step
+        before; in float32 their sums, those of keys and values also as sent and as received.
+        """
+        layout, model = self.job.parallelism, self.job.model
+        if layout.cp == 1 or layout.cp_method != "ring":
+            return 0.0
+        of, width = model.attention, model.head_width
+        queries = model.n_heads * width
+        declared = model.n_heads * (width + of.v_head_dim) if of.is_latent else 2 * model.n_kv_heads * width
+        both = 2 * queries if self.repeats_keys else declared
+        copies = layout.cp if layout.cp_rotate_method == "allgather" else 2
+        compute = BYTES[self.job.precision.param_dtype]
+        each = compute * (queries + (copies + 2) * both) + FLOAT32 * (queries + 3 * both)
+        each += 2 * compute * (both - declared)  # they and their gradients
+        return self.tokens * each / self.degree[ActivationSplit.INNER]
+
+    def _recomputed(
+        self, declared: PartActivations, layer: int, *, compiled: bool
+    ) -> tuple[float, float] | None:
+        """Bytes that a recomputed block saves, and how many of these come in addition to recomputed tensors.
+
+        None if the block is not recomputed.
+        """
+        how = self.job.activation_checkpoint
+        if not self._is_recomputed(layer):
+            return None
+        entering = self.bytes_of(SavedTensor("stream", self.job.model.dim, ActivationSplit.STREAM))
+        choices = 0.0 if self.job.parallelism.splits_backward else self.total(declared.choices)
+        if how.mode == "memory_budget":
+            # torch's partitioner fills a budget: a fraction between the minimum it has to save and what it
+            # saves without recomputation (torch/_functorch/partitioners.py, choose_saved_values_set).
+            everything = self.total(declared.kept, compiled=True)
+            return entering + how.memory_budget * (everything - entering), 0.0
+        if how.mode != "selective_op":
+            return entering + choices, 0.0
+        saved = [*declared.always_saved, *self._collectives(), *self._products(declared, compiled=compiled)]
+        recomputed = {tensor.name for tensor in declared.kept}
+        extra = sum(self.bytes_of(tensor) for tensor in saved if tensor.name not in recomputed)
+        return entering + self.total(declared.choices) + self.total(saved), extra
+
+    def _products(self, declared: PartActivations, *, compiled: bool) -> list[SavedTensor]:
+        """The matrix products that selective recomputation saves."""
+        nth = self.job.activation_checkpoint.save_every_nth_matmul
+        kept = [tensor for i, tensor in enumerate(declared.products, 1) if nth and i % nth == 0]
+        if compiled and self.job.parallelism.tp > 1:
+            # The compiler drops a summand whose sum is saved.
+            kept = [tensor for tensor in kept if tensor.cut is not ActivationSplit.PARTIAL]
+        return kept
+
+    def _collectives(self) -> list[SavedTensor]:
+        """The results of collectives that it saves: sums and exchanges, but not gathers."""
+        model, layout = self.job.model, self.job.parallelism
+        sums = (
+            [SavedTensor(f"sum {i}", model.dim, ActivationSplit.STREAM) for i in range(2)]
+            if layout.tp > 1
+            else []
+        )
+        if layout.ep > 1:
+            rows = model.moe.top_k * model.dim
+            sums += [SavedTensor(f"exchange {i}", rows, ActivationSplit.ROUTED) for i in range(2)]
+        return sums
+
+    def embedding(self) -> PartBytes:
+        """Bytes of the modules before the blocks; their output is the first block's input."""
+        stream = self.bytes_of(SavedTensor("stream", self.job.model.dim, ActivationSplit.STREAM))
+        summand = self.bytes_of(SavedTensor("summand", self.job.model.dim, ActivationSplit.PARTIAL))
+        declared = self.architecture.entry_activations(self.job.model, self.job.training.seq_len)
+        kept = self.total(declared.kept)
+        return PartBytes(kept, kept + stream + summand, kept + summand, 0.0)
+
+    def head(self) -> PartBytes:
+        """Bytes of the final norm and the output projection's input, without logits."""
+        declared = self.architecture.head_activations(self.job.model, self.job.training.seq_len)
+        kept = self.total(declared.kept) * (1 + self.job.model.mtp.depth)
+        return PartBytes(kept, kept, kept + self.total(declared.backward), kept)
+
+    def prediction(self) -> PartBytes:
+        """Bytes of multi-token prediction, without its block."""
+        kept = self.total(prediction_activations(self.job.model).kept)
+        return PartBytes(kept, kept, kept, kept)

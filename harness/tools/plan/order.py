@@ -1,0 +1,241 @@
+"""The passes of every pipeline rank, in order, from torch's own schedule objects.
+
+Importing torch's pipelines takes two to three seconds, more than the rest of a plan. So orders are cached in
+``~/.cache/harness`` (or under ``XDG_CACHE_HOME``), by torch's version, and only the first plan of a schedule
+imports torch. An order is a text with one line per rank, like ``0F0 0F1 0B0``; a search of layouts reads the
+beginning of two lines of most orders.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import uuid
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import version
+from operator import ge, le
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import xxhash
+
+from harness.config.parallelism import ParallelismConfig
+from harness.config.pipeline_schedules import SCHEDULES, read_csv_schedule
+from harness.config.stages import num_stages
+from harness.tools.plan.plan import Action
+
+_version = lru_cache(version)
+# Version of the format of cached files.
+_FORMAT = 2
+_KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
+_CELL = re.compile(r"(\d+)([FBIW])(\d+)")
+_Pass = tuple[int, str, int]
+"""Stage, kind and microbatch."""
+
+
+def pipeline_order(layout: ParallelismConfig, n_layers: int, microbatches: int) -> list[list[Action]]:
+    """Return the forward and backward passes of every pipeline rank, in order, without times.
+
+    Args:
+        layout: the layout, validated.
+        n_layers: layers of the model.
+        microbatches: microbatches of one pass over a local batch.
+    """
+    if layout.pp > 1 and layout.pp_schedule_csv is None:
+        stages = num_stages(layout, n_layers)
+        return [list(row) for row in _actions_of_torch(layout.pp_schedule, layout.pp, stages, microbatches)]
+    return [list(passes_of_rank(layout, n_layers, microbatches, rank)) for rank in range(layout.pp)]
+
+
+def passes_of_rank(
+    layout: ParallelismConfig, n_layers: int, microbatches: int, rank: int
+) -> Iterator[Action]:
+    """Yield the passes of one pipeline rank, in order; arguments as of ``pipeline_order``."""
+    if layout.pp == 1:
+        return (Action(0, kind, i) for i in range(microbatches) for kind in ("F", "B"))
+    if layout.pp_schedule_csv is not None:
+        rows = read_csv_schedule(layout.pp_schedule_csv, layout.pp).passes_of_rank
+        return (Action(stage, kind, microbatch) for stage, kind, microbatch in rows[rank])
+    lines = _of_torch(layout.pp_schedule, layout.pp, num_stages(layout, n_layers), microbatches)
+    return _actions(lines[rank])
+
+
+def _actions(line: str) -> Iterator[Action]:
+    cells = (_CELL.fullmatch(cell) for cell in line.split())
+    return (Action(int(cell[1]), cell[2], int(cell[3])) for cell in cells if cell is not None)
+
+
+@lru_cache(maxsize=16)  # the parts of a plan, and many layouts of a search, ask for the same one
+def _actions_of_torch(name: str, pp: int, stages: int, microbatches: int) -> list[list[Action]]:
+    return [list(_actions(line)) for line in _of_torch(name, pp, stages, microbatches)]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A pass of a rank, and the state of the rank without the microbatch of the pass."""
+
+    stage: int
+    kind: str
+    again: bool
+    """Whether its stage has gradients of earlier microbatches."""
+    counts: dict[tuple[str, int], int]
+    """By name and first equal stage: stages that ``ran``, stages with ``gradients``, microbatches after ``F``
+    and after ``I``, microbatches whose outputs are ``left``."""
+
+
+def fullest(
+    actions: Iterable[Action], equal: Mapping[int, int], *, keeps_outputs: bool = False
+) -> list[Moment]:
+    """Return the passes of a rank at which its memory can be the largest, in order.
+
+    A pass is left out if another one of its kind has at least as large counts.
+
+    Args:
+        actions: the passes.
+        equal: the first stage that is equal to each stage of the rank; moments name only these.
+        keeps_outputs: that of ``Software``.
+    """
+    counted = ("ran", "gradients", "F", "I", *(("left",) if keeps_outputs else ()))
+    counts = {(what, stage): 0 for stage in equal.values() for what in counted}
+    found: dict[tuple[int, str, bool], dict[tuple[int, ...], tuple[int, Moment]]] = {}
+    ran, again = set[int](), set[int]()
+    for number, action in enumerate(actions):
+        stage, kind = equal[action.stage], action.kind
+        if action.stage not in ran:
+            ran.add(action.stage)
+            counts["ran", stage] += 1
+        if kind != "F":
+            counts["I" if kind == "W" else "F", stage] -= 1
+        largest = found.setdefault((stage, kind, action.stage in again), {})
+        now = tuple(counts.values())
+        if now not in largest and not any(all(map(ge, other, now)) for other in largest):
+            for less in [other for other in largest if all(map(le, other, now))]:
+                del largest[less]
+            largest[now] = number, Moment(stage, kind, action.stage in again, dict(counts))
+        if kind in "FI":
+            counts[kind, stage] += 1
+            continue
+        if keeps_outputs:
+            counts["left", stage] += 1
+        if action.stage not in again:
+            again.add(action.stage)
+            counts["gradients", stage] += 1
+    numbered = dict(each for largest in found.values() for each in largest.values())
+    return [numbered[number] for number in sorted(numbered)]
+
+
+def gathering_passes(actions: Sequence[Action]) -> set[Action]:
+    """Return the passes of a pipeline rank that gather parameters, if forward passes free them.
+
+    A backward pass, and either half of a split one, leaves parameters gathered for the next pass.
+    """
+    gathered: set[int] = set()
+    found = set()
+    for action in actions:
+        if action.stage not in gathered:
+            found.add(action)
+        (gathered.discard if action.kind == "F" else gathered.add)(action.stage)
+    return found
+
+
+@lru_cache(maxsize=512)
+def _of_torch(name: str, pp: int, stages: int, microbatches: int) -> list[str]:
+    """Return the lines of one of torch's schedules, from the cache if it is there."""
+    path = _folder() / f"{name}-{pp}-{stages}-{microbatches}"
+    text = _read(path)
+    if text is None:
+        ranks = _made_by_torch(name, pp, stages, microbatches)
+        text = "".join(" ".join(f"{s}{kind}{i}" for s, kind, i in passes) + "\n" for passes in ranks)
+        _write(path, text)
+    return text.splitlines()
+
+
+def _folder() -> Path:
+    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(caches) / "harness" / f"pipeline_orders-{_FORMAT}" / f"torch-{_version('torch')}"
+
+
+def _read(path: Path) -> str | None:
+    """Read the text of an order; None if there is no file, or it is damaged."""
+    try:
+        checksum, _, text = path.read_bytes().partition(b"\n")
+    except OSError:
+        return None
+    return text.decode() if xxhash.xxh3_64_hexdigest(text).encode() == checksum else None
+
+
+def _write(path: Path, text: str) -> None:
+    """Write an order to the cache; ignore errors, because the cache is optional."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(f"{xxhash.xxh3_64_hexdigest(text.encode())}\n{text}")
+        temporary.replace(path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()
+
+
+def _made_by_torch(name: str, pp: int, stages: int, microbatches: int) -> list[list[_Pass]]:
+    from torch.distributed.pipelining import schedules
+
+    # torch logs the arguments of every schedule.
+    logging.getLogger(schedules.__name__).setLevel(logging.WARNING)
+    per_rank = stages // pp
+    ours = [_Stage(index * pp, stages, pp) for index in range(per_rank)]
+    of_one = SCHEDULES[name].stages_per_rank == "one"
+    # Skip inserting sends and gathers, which takes torch ten times as long as the passes and is not needed.
+    bare = type("Bare", (schedules.get_schedule_class(name),), {"_prepare_schedule_with_comms": _nothing})
+    schedule: Any = bare(ours[0] if of_one else ours, n_microbatches=microbatches)
+    order = schedule._get_pipeline_order() if of_one else schedule.pipeline_order
+    ranks = [[each for step in order[rank] for each in _passes(step)] for rank in range(pp)]
+    return [_numbered(passes) for passes in ranks] if of_one else ranks
+
+
+def _nothing(schedule: Any, order: Any, *more: Any, **others: Any) -> None: ...
+
+
+def _numbered(passes: list[_Pass]) -> list[_Pass]:
+    """Number microbatches in the order in which the schedule runs them.
+
+    The order that torch 2.13 gives for 1F1B starts with microbatch 1 on the last rank, and has no number 0.
+    """
+    seen: Counter[str] = Counter()
+    numbered = []
+    for stage, kind, _ in passes:
+        numbered.append((stage, kind, seen[kind]))
+        seen[kind] += 1
+    return numbered
+
+
+class _Stage(SimpleNamespace):
+    """The attributes of a stage that a schedule's constructor reads."""
+
+    def __init__(self, index: int, stages: int, pp: int) -> None:
+        super().__init__(
+            stage_index=index,
+            num_stages=stages,
+            group_size=pp,
+            group_rank=0,
+            is_first=index == 0,
+            is_last=index == stages - 1,
+            has_backward=False,
+            submod=None,
+        )
+
+
+def _passes(step: Any) -> list[_Pass]:
+    """The passes in one entry of a schedule: none, one, or the two of an overlapped pair."""
+    if step is None:
+        return []
+    if step.sub_actions is not None:
+        return [each for part in step.sub_actions for each in _passes(part)]
+    # A search calls this a million times; the descriptor ``name`` takes ten times as long.
+    kind = _KINDS.get(step.computation_type._name_)
+    return [] if kind is None else [(step.stage_index, kind, step.microbatch_index)]

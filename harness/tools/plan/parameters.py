@@ -1,0 +1,296 @@
+"""Parameter shards of each pipeline rank, and FSDP groups (no torch).
+
+Every tensor of ``model/spec.py`` is split by tensor and expert parallel first (``parallelism/tensor.py``,
+``expert.py``), then by FSDP (``fsdp.py``), each time as torch.chunk does: pieces of length
+``ceil(length / ranks)``, then a shorter one, then empty ones. So the first rank of every axis has the most,
+and this module computes its shards. FSDP2 pads the other ranks' shards to the same length in memory and in
+collectives.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import prod
+from typing import Any, TypeVar
+
+from harness.config.job import Job
+from harness.config.model import ModelConfig, of_one_model
+from harness.config.optimizer import OptimizerConfig
+from harness.config.optimizer_kinds import KINDS
+from harness.config.parallelism import ParallelismConfig
+from harness.config.precision import PrecisionConfig
+from harness.config.stages import split_modules, stages_of_rank
+from harness.model.architecture import architecture_of
+from harness.model.spec import TensorSpec, fsdp_groups, tensors
+from harness.optimizer.settings import kind_of
+from harness.tools.plan.operations import block_kinds
+
+BYTES = {"float32": 4, "bfloat16": 2, "float8": 1}
+"""Bytes per value of each format."""
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True)
+class HeldTensor:
+    """A parameter, or a saved buffer, on the fullest rank."""
+
+    spec: TensorSpec
+    group: str
+    """The FSDP group (``fsdp_groups``): ``layers.7``, ``layers.7.experts``, ``head`` ..."""
+    gathered: tuple[int, ...]
+    """Shape during computation: split by tensor and expert parallel only."""
+    sharded: tuple[int, ...]
+    """Shape of the shard between steps."""
+    shard_dim: int
+    """Dimension that FSDP shards."""
+
+    @property
+    def name(self) -> str:
+        """Name in the full model."""
+        return self.spec.name
+
+    @cached_property
+    def held_elements(self) -> int:
+        """Number of values in the shard."""
+        return prod(self.sharded)
+
+    @cached_property
+    def gathered_elements(self) -> int:
+        """Number of values during computation."""
+        return prod(self.gathered)
+
+    @property
+    def is_buffer(self) -> bool:
+        """Whether no optimizer updates it."""
+        return self.spec.is_buffer
+
+
+@dataclass(frozen=True, eq=False)
+class HeldModule:
+    """The parameters and buffers of a module on the fullest rank; equal blocks share it, with the first
+    one's names."""
+
+    name: str
+    tensors: tuple[HeldTensor, ...]
+    optimizer: OptimizerConfig
+    _known: dict[Hashable, Any] = field(default_factory=dict)
+
+    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """Compute something from the tensors once for each key: the options of a job that it depends on."""
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]  # type: ignore[no-any-return]
+
+    @cached_property
+    def held(self) -> int:
+        """Number of parameters in its shards, without buffers."""
+        return sum(tensor.held_elements for tensor in self.tensors if not tensor.is_buffer)
+
+    @cached_property
+    def largest(self) -> int:
+        """Number of values in its largest shard."""
+        return max(tensor.held_elements for tensor in self.tensors)
+
+    @cached_property
+    def buffer_bytes(self) -> int:
+        """Bytes of the balancing biases of experts: float32, replicated."""
+        return sum(4 * tensor.held_elements for tensor in self.tensors if tensor.is_buffer)
+
+    @cached_property
+    def optimizer_bytes(self) -> int:
+        """Bytes of the optimizer's state: tensors like the parameter, and the float32 step of some kinds."""
+        total, state_bytes = 0, BYTES[self.optimizer.state_dtype or "float32"]
+        for tensor in self.tensors:
+            if not tensor.is_buffer:
+                kind = KINDS[kind_of(self.optimizer, tensor.spec)]
+                total += len(kind.state) * tensor.held_elements * state_bytes + 4 * kind.counts_steps
+                total += 4 * tensor.held_elements * (self.optimizer.ema_decay > 0)
+        return total
+
+    @cached_property
+    def groups(self) -> dict[str, list[HeldTensor]]:
+        """The parameters by FSDP group."""
+        groups: dict[str, list[HeldTensor]] = {}
+        for tensor in self.tensors:
+            if not tensor.is_buffer:
+                groups.setdefault(tensor.group, []).append(tensor)
+        return groups
+
+
+@dataclass(frozen=True)
+class RankParameters:
+    """Parameters, gradients and optimizer state of the fullest rank of a pipeline rank."""
+
+    pp_rank: int
+    modules: dict[int, dict[str, HeldModule]]
+    """The modules of each of its stages by name, in the model's order."""
+    master_bytes: int
+    """Bytes per value of a parameter, and of its gradient."""
+    specs: Mapping[str, list[TensorSpec]]
+    """The model's tensors by module."""
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Its stages."""
+        return tuple(self.modules)
+
+    @cached_property
+    def held_modules(self) -> list[HeldModule]:
+        """The modules of all its stages, with the names of the first of equal blocks."""
+        return [module for modules in self.modules.values() for module in modules.values()]
+
+    @cached_property
+    def tensors(self) -> tuple[HeldTensor, ...]:
+        """Parameters and buffers of all its stages, in the model's order."""
+        named = [pair for modules in self.modules.values() for pair in modules.items()]
+        return tuple(
+            replace(tensor, spec=spec, group=_renamed(tensor.group, module.name, name))
+            for name, module in named
+            for tensor, spec in zip(module.tensors, self.specs[name], strict=True)
+        )
+
+    @cached_property
+    def held(self) -> int:
+        """Number of parameters in its shards, without buffers."""
+        return sum(module.held for module in self.held_modules)
+
+    @cached_property
+    def largest(self) -> int:
+        """Number of values in its largest shard."""
+        return max(module.largest for module in self.held_modules)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of the parameters."""
+        return self.held * self.master_bytes
+
+    @cached_property
+    def buffer_bytes(self) -> int:
+        """Bytes of the balancing biases of experts: float32, replicated."""
+        return sum(module.buffer_bytes for module in self.held_modules)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of all gradients, which have the dtype and sharding of the parameters."""
+        return self.parameter_bytes
+
+    @cached_property
+    def optimizer_bytes(self) -> int:
+        """Bytes of the optimizer's state."""
+        return sum(module.optimizer_bytes for module in self.held_modules)
+
+    def groups(self, stage: int) -> dict[str, list[HeldTensor]]:
+        """The parameters of a stage by FSDP group, in the order of forward; equal blocks share a list."""
+        groups: dict[str, list[HeldTensor]] = {}
+        for name, module in self.modules[stage].items():
+            for group, held in module.groups.items():
+                own = _renamed(group, module.name, name)
+                groups[own] = [*groups[own], *held] if own in groups else held
+        return groups
+
+
+def _renamed(group: str, old: str, new: str) -> str:
+    """The FSDP group of a block's tensors, by that of an equal block."""
+    return group if old == new else new + group.removeprefix(old)
+
+
+@of_one_model
+def tensors_by_module(model: ModelConfig) -> dict[str, list[TensorSpec]]:
+    """Tensors by the modules that pipeline stages consist of (``layers.7`` ...), and ``mtp``."""
+    modules: dict[str, list[TensorSpec]] = {}
+    architecture = architecture_of(model)
+    for tensor in tensors(model).values():
+        first, rest = tensor.name.split(".", 1)
+        inside = first == "layers"
+        module = f"{first}.{rest.split('.', 1)[0]}" if inside else architecture.stage_module(first)
+        modules.setdefault(module, []).append(tensor)
+    return modules
+
+
+class HeldModules:
+    """The modules of a model on the fullest rank of any layout, computed once for each way to shard them."""
+
+    def __init__(self, model: ModelConfig, precision: PrecisionConfig, optimizer: OptimizerConfig) -> None:
+        self.specs = tensors_by_module(model)
+        self._model, self._known = model, dict[tuple[object, ...], HeldModule]()
+        self._optimizer = optimizer.resolve(precision.master_dtype, precision.param_dtype)
+        self._first: dict[str, str] = {}
+        kinds: dict[object, str] = {}
+        # Options that select tensors by their names.
+        parts = precision.filter_fqns if precision.enable_fsdp_float8_all_gather else ()
+        patterns = [re.compile(group["match"]) for group in optimizer.groups]
+        for layer, kind in enumerate(block_kinds(model)):
+            name = f"layers.{layer}"
+            named = tuple(
+                (*(part in spec.module for part in parts), *(bool(p.search(spec.name)) for p in patterns))
+                for spec in self.specs.get(name, ())
+            )
+            self._first[name] = kinds.setdefault((kind, named), name)
+
+    def of(self, name: str, layout: ParallelismConfig) -> HeldModule:
+        """The shards of a module."""
+        first = self._first.get(name, name)
+        key = (first, layout.parameter_shards, layout.tp, layout.ep, layout.expert_tensor_parallel)
+        if key not in self._known:
+            groups = fsdp_groups(self._model, experts_apart=layout.has_expert_mesh)
+            tensors = [_held(spec, _group_of(spec.name, groups), layout) for spec in self.specs[first]]
+            self._known[key] = HeldModule(first, tuple(tensors), self._optimizer)
+        return self._known[key]
+
+
+_held_modules = of_one_model(HeldModules)
+
+
+def held_modules(job: Job) -> HeldModules:
+    """The modules of a job, which jobs share that differ in their layouts and batches."""
+    return _held_modules(job.model, job.precision, job.optimizer)
+
+
+def parameters_of_ranks(job: Job) -> list[RankParameters]:
+    """The shards of the fullest rank of every pipeline rank."""
+    return [parameters_of(job, rank) for rank in range(job.parallelism.pp)]
+
+
+def parameters_of(job: Job, pp_rank: int) -> RankParameters:
+    """The shards of the fullest rank of a pipeline rank.
+
+    Args:
+        job: the resolved job.
+        pp_rank: the pipeline rank.
+    """
+    model, layout = job.model, job.parallelism
+    known = held_modules(job)
+    names = split_modules(layout, model.n_layers)
+    whole = ("mtp",) if len(names) == 1 else ()
+    held = {
+        stage: {name: known.of(name, layout) for name in (*names[stage], *whole) if name in known.specs}
+        for stage in stages_of_rank(layout, model.n_layers, pp_rank)
+    }
+    return RankParameters(pp_rank, held, BYTES[job.precision.master_dtype], known.specs)
+
+
+def _held(spec: TensorSpec, group: str, layout: ParallelismConfig) -> HeldTensor:
+    if spec.is_buffer:
+        return HeldTensor(spec, group, spec.shape, spec.shape, 0)
+    shards, dim, local = layout.parameter_shards, 0, spec.shape
+    if spec.is_expert:
+        shards, dim = layout.expert_shards, layout.expert_shard_dim(spec.experts)
+        local = _cut(local, 0, layout.ep)
+    if spec.split_dim is not None:
+        local = _cut(local, spec.split_dim, layout.tp_of(spec))
+    return HeldTensor(spec, group, local, _cut(local, dim, shards), dim)
+
+
+def _group_of(name: str, groups: Mapping[str, str]) -> str:
+    """The FSDP group of a tensor: that of the innermost wrapped module around it."""
+    while name not in groups:
+        name = name.rpartition(".")[0]
+    return groups[name]
+
+
+def _cut(shape: tuple[int, ...], dim: int, ranks: int) -> tuple[int, ...]:
+    """The first, longest piece of a dimension split over ranks."""
+    return (*shape[:dim], -(-shape[dim] // ranks), *shape[dim + 1 :])

@@ -1,0 +1,200 @@
+"""Draw a plan: memory by pipeline rank, and below it a timeline of passes."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.tools.plan.plan import KINDS, Action, Plan, Speed
+from harness.tools.plan.render import devices, mesh_of, schedule_of
+from harness.util.files import write_atomically
+from harness.util.tables import GIB, seconds
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Kinds of memory: persistent ones in blue, those of a pass in warm colors, the others in muted colors.
+_KIND_COLORS = {
+    "parameters": "#1f4e79",
+    "gradients": "#3f7fb5",
+    "optimizer": "#8fbbdc",
+    "activations": "#e07b39",
+    "logits": "#f2b36f",
+    "gathered": "#5d9e75",
+    "communication": "#9a8fbf",
+    "runtime": "#a6a6a6",
+}
+_PASSES = {
+    "F": ("forward", "#3f7fb5"),
+    "B": ("backward", "#5d9e75"),
+    "I": ("backward, inputs", "#e0a13c"),
+    "W": ("backward, weights", "#c05a4f"),
+}
+_INK = "#333333"
+# Passes of a rank's first stage have the full color; those of later stages are mixed with white up to this.
+_PALEST = 0.6
+_FEWEST_POINTS_FOR_A_NUMBER = 11.0
+_INCHES, _DPI = 12.0, 150
+
+
+def draw(path: Path, plan: Plan) -> None:
+    """Draw the plan into a PNG.
+
+    Args:
+        path: the file.
+        plan: the plan; without a timeline only its memory is drawn.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    timeline = plan.speed.timeline if plan.speed is not None else []
+    ranks = len(plan.memory)
+    heights = [3.6, *([max(1.8, 0.36 * ranks + 1.1)] if timeline else [])]
+    layout = ConstrainedLayoutEngine(hspace=0.08, h_pad=0.08)
+    width = _INCHES if timeline or ranks > 4 else _INCHES * 0.6
+    figure = Figure(figsize=(width, sum(heights) + 0.9), layout=layout)
+    axes = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
+    title = f"{plan.job.name} on {devices(plan, plan.job.world_size)}: {mesh_of(plan.job.parallelism)}"
+    figure.suptitle(title, fontsize=12.5, x=0.01, ha="left", color=_INK)
+    _draw_memory(axes[0], plan)
+    if timeline and plan.speed is not None:
+        _draw_timeline(axes[1], plan.speed, f"{schedule_of(plan.job)}, one step")
+    image = io.BytesIO()
+    figure.savefig(image, format="png", dpi=_DPI)
+    write_atomically(path, image.getvalue())
+
+
+def _draw_memory(axis: Axes, plan: Plan) -> None:
+    """Draw stacked bars, one per pipeline rank, and the memory limit as a line."""
+    places, bottoms = range(len(plan.memory)), [0.0] * len(plan.memory)
+    for kind in KINDS:
+        sizes = [rank.kinds.get(kind, 0.0) / GIB for rank in plan.memory]
+        if not any(sizes):
+            continue
+        axis.bar(places, sizes, bottom=bottoms, width=0.62, color=_KIND_COLORS[kind], label=kind, linewidth=0)
+        bottoms = [bottom + size for bottom, size in zip(bottoms, sizes, strict=True)]
+    for place, top in zip(places, bottoms, strict=True):
+        axis.text(
+            place,
+            top,
+            f"{top:.1f}" if top >= 10 else f"{top:.2g}",
+            ha="center",
+            va="bottom",
+            fontsize=8.5,
+            color=_INK,
+        )
+    highest = max(bottoms)
+    if plan.memory_limit is not None:
+        limit = plan.memory_limit / GIB
+        color = _INK if plan.fits else "#b02a2a"
+        axis.axhline(limit, color=color, linewidth=1.3, linestyle=(0, (5, 3)))
+        words = f"limit {limit:.3g} GiB"
+        axis.annotate(
+            words,
+            (1, limit),
+            (-4, 5),
+            xycoords=axis.get_yaxis_transform(),
+            textcoords="offset points",
+            ha="right",
+            fontsize=8.5,
+            color=color,
+            bbox={"boxstyle": "square,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.8},
+        )
+        # Always show the limit, also if it is far above the bars.
+        highest = max(highest, limit)
+    axis.set_ylim(0, highest * 1.12)
+    # Keep a single bar narrow.
+    axis.set_xlim(-0.6 - max(0, 3 - len(places)), len(places) - 0.4 + max(0, 3 - len(places)))
+    axis.set_xticks(places, [_name(plan, place) for place in places], fontsize=8.5)
+    _finish(axis, "memory at its peak, by pipeline rank" if len(places) > 1 else "memory at its peak")
+    axis.set_ylabel("GiB on each rank", fontsize=9, color=_INK)
+    handles, labels = axis.get_legend_handles_labels()
+    _legend(axis, handles[::-1], labels[::-1])
+
+
+def _name(plan: Plan, place: int) -> str:
+    if len(plan.memory) == 1:
+        return "every rank"
+    rank = plan.memory[place]
+    stages = ", ".join(map(str, rank.stages)) if len(rank.stages) <= 4 else f"{len(rank.stages)}"
+    return f"pp {rank.pp_rank}\n{'stage' if len(rank.stages) == 1 else 'stages'} {stages}"
+
+
+def _draw_timeline(axis: Axes, speed: Speed, title: str) -> None:
+    """Draw a Gantt chart: one row per pipeline rank, the first on top, one bar per pass."""
+    from matplotlib.colors import to_hex
+    from matplotlib.patches import Patch
+
+    rows = speed.timeline
+    last = max((action.end for row in rows for action in row), default=0.0)
+    scale, unit = (1.0, "s") if last >= 1 else (1e3, "ms") if last >= 1e-3 else (1e6, "us")
+    end = max(last, speed.step_seconds) * scale
+    axis.set_xlim(0, end)
+    axis.set_ylim(len(rows) - 0.5, -0.5)
+    points_wide = _INCHES * 72 * 0.8 / end
+    shades = {place: min(place * 0.25, _PALEST) for place in range(64)}
+    # Edges separate neighbours of one color, and must not hide narrow bars.
+    widths = sorted(action.end - action.start for row in rows for action in row)
+    edge = min(0.5, 0.08 * widths[len(widths) // 2] * scale * points_wide)
+    for place, row in enumerate(rows):
+        held = sorted({action.stage for action in row})
+        bars = [(action.start * scale, (action.end - action.start) * scale) for action in row]
+        colors = [
+            to_hex(_paler(_PASSES[action.kind][1], shades[min(held.index(action.stage), 63)]))
+            for action in row
+        ]
+        axis.broken_barh(bars, (place - 0.39, 0.78), facecolors=colors, edgecolor="white", linewidth=edge)
+        _number(axis, row, place, scale, points_wide)
+    axis.set_yticks(range(len(rows)), [f"pp {rank}" for rank in range(len(rows))], fontsize=8.5)
+    axis.set_xlabel(unit, fontsize=9, color=_INK)
+    idle = 1 - sum(a.end - a.start for row in rows for a in row) / (len(rows) * last) if last else 0.0
+    _finish(
+        axis, f"{title}: {seconds(speed.step_seconds)}; pipeline ranks idle {idle:.1%} of the passes' time"
+    )
+    kinds = [kind for kind in _PASSES if any(action.kind == kind for row in rows for action in row)]
+    chunks = max(len({action.stage for action in row}) for row in rows)
+    handles: list[Any] = [Patch(color=_PASSES[kind][1], label=_PASSES[kind][0]) for kind in kinds]
+    if chunks > 1:
+        words = "second stage of the rank" if chunks == 2 else "later stages of the rank: paler"
+        handles.append(Patch(color=to_hex(_paler(_PASSES["F"][1], shades[1])), label=words))
+    _legend(axis, handles, [handle.get_label() for handle in handles])
+
+
+def _number(axis: Axes, row: Sequence[Action], place: int, scale: float, points_wide: float) -> None:
+    """Write the microbatch's number into bars that are wide enough."""
+    for action in row:
+        width = (action.end - action.start) * scale * points_wide
+        if width >= _FEWEST_POINTS_FOR_A_NUMBER:
+            middle = (action.start + action.end) / 2 * scale
+            axis.text(
+                middle, place, f"{action.microbatch}", ha="center", va="center", fontsize=6.5, color="white"
+            )
+
+
+def _paler(color: str, share: float) -> tuple[float, float, float]:
+    from matplotlib.colors import to_rgb
+
+    red, green, blue = (part + (1 - part) * share for part in to_rgb(color))
+    return red, green, blue
+
+
+def _finish(axis: Axes, title: str) -> None:
+    axis.set_title(title, fontsize=10, loc="left", color=_INK)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.tick_params(labelsize=8.5, colors=_INK, length=3)
+
+
+def _legend(axis: Axes, handles: Sequence[Any], labels: Sequence[str]) -> None:
+    axis.legend(
+        handles,
+        labels,
+        loc="upper left",
+        bbox_to_anchor=(1.005, 1),
+        frameon=False,
+        fontsize=8.5,
+        handlelength=1.1,
+        handleheight=1.1,
+        labelcolor=_INK,
+    )

@@ -1,0 +1,307 @@
+"""What would make a job fit: single changes of it, each composed and planned as if it had been typed."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from math import gcd
+from typing import Any
+
+from harness.compose.composer import Composer
+from harness.config.cluster import ClusterConfig
+from harness.config.job import Job, differing_numerics
+from harness.tools.plan.config import GPUS, PlanJob
+from harness.tools.plan.constants import Calibration
+from harness.tools.plan.make import make_plan, planned
+from harness.tools.plan.plan import Plan
+from harness.tools.plan.space import MODES
+from harness.util.errors import ConfigError, divisors
+from harness.util.tables import aligned, figure, gib
+
+Change = tuple[str, ...]
+"""Overrides that are added to those of the job."""
+FACTORS = (2, 4, 8)
+"""By how much a degree of parallelism, the number of chunks or the number of devices is multiplied."""
+LEAST_CONTEXT = 4096
+"""Tokens that context parallelism leaves a rank at least. It is for long sequences: Llama 3 has 8,192 tokens
+on a rank (arXiv:2407.21783, table 4)."""
+CLOSEST = 3
+"""Changes that are shown although they are not enough."""
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A changed job, and its plan."""
+
+    changes: tuple[Change, ...]
+    """One change, or two."""
+    plan: Plan
+    changes_numbers: bool
+    """Whether it computes other numbers."""
+    takes_more: bool
+    """Whether it takes more devices."""
+
+    @property
+    def overrides(self) -> list[str]:
+        """The overrides of all changes; of a field that two set, the last."""
+        return list({each.partition("=")[0]: each for change in self.changes for each in change}.values())
+
+    @property
+    def typed(self) -> str:
+        """The overrides as typed."""
+        return " ".join(self.overrides)
+
+    @property
+    def rate(self) -> float | None:
+        """Predicted tokens per second of a device; None if unknown."""
+        speed = self.plan.speed
+        return None if speed is None or self.offloads else speed.tokens_per_second_per_rank
+
+    @property
+    def offloads(self) -> bool:
+        """Whether it keeps parameters on the host, so that its time is unknown: copies are not planned."""
+        return self.plan.job.parallelism.cpu_offload
+
+    @property
+    def order(self) -> tuple[float, ...]:
+        """Sort key: cheapest first."""
+        if not self.plan.fits:
+            return (True, self.plan.peak)
+        return (False, self.changes_numbers, self.takes_more, self.rate is None, -(self.rate or 0.0))
+
+
+def kinds_of_change(job: Job) -> Iterator[list[Change]]:
+    """Yield the changes of each kind, the smallest first; some may not be legal."""
+    layout, mode = job.parallelism, job.activation_checkpoint.mode
+    stronger = MODES[MODES.index(mode) + 1 :] if mode in MODES else MODES[-1:]
+    yield [(f"activation_checkpoint.mode={each}",) for each in stronger]
+    *smaller, _ = divisors(job.microbatch_size)
+    if layout.pp > 1:
+        yield [(f"parallelism.pp_microbatch_size={size}",) for size in reversed(smaller)]
+    else:
+        yield [_batch(job, layout.data_parallel, size) for size in reversed(smaller)]
+    for axis in ("dp_shard", "tp", "cp", "pp"):
+        yield [change for factor in FACTORS if (change := _moved(job, axis, factor))]
+    if job.model.moe.enabled:
+        yield [(f"parallelism.ep={layout.ep * factor}",) for factor in FACTORS]
+    yield [change for factor in FACTORS if (change := _on_more_devices(job, factor))]
+    yield from kinds_not_searched(job)
+
+
+def kinds_not_searched(job: Job) -> Iterator[list[Change]]:
+    """Yield those of ``kinds_of_change`` that a search does not try."""
+    yield [(f"training.loss_chunks={job.training.loss_chunks * factor}",) for factor in FACTORS]
+    yield [("parallelism.reshard_after_forward=always",)]
+    yield [("parallelism.cpu_offload=true",)]
+    yield [("precision.param_dtype=bfloat16",)]
+    yield [("precision.reduce_dtype=bfloat16",)]
+    yield [("optimizer.state_dtype=bfloat16",)]
+    yield [("precision.param_dtype=bfloat16", "precision.master_dtype=bfloat16")]
+
+
+def grown(cluster: ClusterConfig, world: int, factor: int) -> Change | None:
+    """Return the overrides for ``factor`` times as many ranks; None if one machine would not have them."""
+    ranks = world * factor
+    if cluster.is_here:
+        return (f"cluster.ranks={ranks}",) if ranks <= GPUS else None
+    nodes, per_node = cluster.nodes_for(world)
+    if cluster.ranks is None and per_node == cluster.ranks_per_node:
+        return (f"cluster.nodes={nodes * factor}",)
+    more = () if cluster.nodes is None else (f"cluster.nodes={nodes * factor}",)
+    return (f"cluster.ranks={ranks}", *more)
+
+
+def _batch(job: Job, replicas: int, local: int | None = None) -> Change:
+    """The global batch as before, in passes of at most ``local`` sequences; a pipeline gets all in one."""
+    share = job.global_batch_size // replicas
+    size = share if local is None else gcd(local, share)
+    return (f"training.global_batch_size={job.global_batch_size}", f"training.local_batch_size={size}")
+
+
+def _moved(job: Job, axis: str, factor: int) -> Change | None:
+    """Multiply the degree of an axis, and divide that of a data-parallel axis; the ranks stay the same."""
+    degrees = job.parallelism.degrees
+    givers = [each for each in ("dp_shard", "dp_replicate") if each != axis and degrees[each] % factor == 0]
+    more = degrees[axis] * factor
+    if not givers or (axis == "tp" and job.cluster.nodes_for(job.world_size)[1] % more):
+        return None
+    if axis == "cp" and job.training.seq_len < more * LEAST_CONTEXT:
+        return None
+    after = degrees | {axis: more, givers[0]: degrees[givers[0]] // factor}
+    changed = [f"parallelism.{name}={degree}" for name, degree in after.items() if degree != degrees[name]]
+    local = None if after["pp"] > 1 else job.local_batch_size
+    return (*changed, *_batch(job, after["dp_replicate"] * after["dp_shard"], local))
+
+
+def _on_more_devices(job: Job, factor: int) -> Change | None:
+    """Multiply dp_shard and the number of devices."""
+    layout, more = job.parallelism, grown(job.cluster, job.world_size, factor)
+    if more is None or job.global_batch_size % (layout.data_parallel * factor):
+        return None
+    local = None if layout.pp > 1 else job.local_batch_size
+    batch = _batch(job, layout.data_parallel * factor, local)
+    return (f"parallelism.dp_shard={layout.dp_shard * factor}", *more, *batch)
+
+
+def remedies(
+    plan: Plan,
+    overrides: Sequence[str],
+    kinds: Callable[[Job], Iterable[list[Change]]] = kinds_of_change,
+    headroom: float = 0.0,
+) -> list[Remedy]:
+    """Plan changes of a job that does not fit: of each kind the smallest that is enough, else the largest.
+
+    If each that is enough has other numbers, more devices or an unknown time, a second change is added to
+    the one of the others that takes the least memory.
+
+    Args:
+        plan: the plan of the job.
+        overrides: the overrides that compose it.
+        kinds: the changes to try.
+        headroom: fraction of the usable memory that must stay free.
+
+    Returns:
+        Those that fit, cheapest first: by device time for a token, then those with unknown time, on more
+        devices, with other numbers. Then those that do not fit but take less memory, the smallest first.
+    """
+    with Composer("plan", PlanJob) as composer:
+        found = _ChangedJobs(composer, plan, overrides, headroom).smallest_of_each_kind(kinds)
+        plain = [each for each in found if not (each.changes_numbers or each.takes_more or each.offloads)]
+        if plain and not any(each.plan.fits for each in plain):
+            first = min(plain, key=lambda each: each.plan.peak)
+            typed = [*overrides, *first.overrides]
+            seconds = _ChangedJobs(composer, first.plan, typed, headroom).smallest_of_each_kind(kinds)
+            found += [
+                replace(each, changes=(*first.changes, *each.changes))
+                for each in seconds
+                if each.plan.fits and not (each.takes_more or each.offloads)
+            ]
+    return sorted(found, key=lambda each: each.order)
+
+
+class _ChangedJobs:
+    """Composes and plans changes of a job."""
+
+    def __init__(self, composer: Composer, plan: Plan, overrides: Sequence[str], headroom: float) -> None:
+        self._composer, self._plan, self._overrides = composer, plan, overrides
+        self._headroom = headroom
+        self._composed, self._planned = cache(self._compose), cache(self._make_plan)
+
+    def smallest_of_each_kind(self, kinds: Callable[[Job], Iterable[list[Change]]]) -> list[Remedy]:
+        """Plan the changes of each kind that is legal and takes less memory."""
+        found = [self._smallest(changes) for changes in kinds(self._plan.job)]
+        return [each for each in found if each is not None]
+
+    def _smallest(self, changes: Sequence[Change]) -> Remedy | None:
+        """Plan the smallest change that fits, or else the best; None if none is legal or takes less memory.
+
+        A larger change of a kind mostly takes less memory than a smaller one. More pipeline ranks may take
+        more, so the smallest is tried, too.
+        """
+        legal = [change for change in changes if self._composed(change) is not None]
+        if not legal:
+            return None
+        best = self._planned(legal[-1])
+        if not best.plan.fits and len(legal) > 1:
+            best = min(best, self._planned(legal[0]), key=lambda each: each.plan.peak)
+        elif best.plan.fits:
+            index = bisect_left(legal[:-1], True, key=lambda change: self._planned(change).plan.fits is True)
+            best = self._planned(legal[index])
+        if best.plan.peak >= self._plan.peak:
+            return None
+        return replace(best, changes=(self._needed(best.changes[0]),))
+
+    def _compose(self, change: Change) -> tuple[Job, Calibration | None] | None:
+        """The changed job; None if it is illegal or the same."""
+        try:
+            found = planned(self._composer.job([*self._overrides, *change]))
+        except ConfigError:
+            return None
+        return None if found[0] == self._plan.job else found
+
+    def _make_plan(self, change: Change) -> Remedy:
+        composed = self._composed(change)
+        assert composed is not None, "only legal changes are planned"
+        before, job = self._plan.job, composed[0]
+        more, numerics = job.world_size > before.world_size, differing_numerics(before, job)
+        return Remedy((change,), with_headroom(make_plan(*composed), self._headroom), bool(numerics), more)
+
+    def _needed(self, change: Change) -> Change:
+        """The overrides of a change without those that the job would have anyway."""
+        for each in change:
+            fewer = tuple(other for other in change if other != each)
+            if self._placed(fewer) == self._placed(change):
+                change = fewer
+        return change
+
+    def _placed(self, change: Change) -> tuple[Job, tuple[int, int]] | None:
+        """The changed job and its nodes, however they are given."""
+        composed = self._composed(change)
+        if composed is None:
+            return None
+        job = composed[0]
+        return replace(job, cluster=self._plan.job.cluster), job.cluster.nodes_for(job.world_size)
+
+
+def with_headroom(plan: Plan, headroom: float) -> Plan:
+    """Return a plan whose memory limit leaves a fraction of it free."""
+    limit = plan.memory_limit
+    return plan if limit is None or not headroom else replace(plan, memory_limit=(1 - headroom) * limit)
+
+
+def render_remedies(plan: Plan, found: Sequence[Remedy]) -> str:
+    """Format what makes a job fit, and what comes closest."""
+    unit = "GPU" if plan.accelerator is not None else "rank"
+    enough = [each for each in found if each.plan.fits]
+    others = [each for each in found if not each.plan.fits]
+    closest = others[:CLOSEST]
+    if not enough:
+        rows = aligned([_row(plan, each, unit) for each in closest], _LEFT) if closest else ""
+        title = "no change makes it fit" + ("; the closest are\n" if closest else "\n")
+        return f"{title}{rows}search=true tries every layout of these ranks\n"
+    alone = any(len(each.changes) == 1 for each in enough)
+    title = (
+        "each of these makes it fit" if alone else "no single change makes it fit, but each of these pairs"
+    )
+    text = f"{title}; cheapest first\n" + aligned([_row(plan, each, unit) for each in enough], _LEFT)
+    if closest:
+        named = ", ".join(f"{each.typed} ({gib(each.plan.peak)} GiB)" for each in closest)
+        more = f", and {len(others) - len(closest)} others" if len(others) > len(closest) else ""
+        text += f"not enough alone: {named}{more}\n"
+    return text
+
+
+_LEFT = {"change", "besides"}
+
+
+def _row(plan: Plan, remedy: Remedy, unit: str) -> dict[str, str]:
+    rate, before = remedy.rate, plan.speed
+    ranks = remedy.plan.job.world_size
+    besides = [f"{ranks} {unit}s"] if ranks != plan.job.world_size else []
+    besides += ["changes the numbers"] if remedy.changes_numbers else []
+    change = "" if rate is None or before is None else f"{rate / before.tokens_per_second_per_rank - 1:+.1%}"
+    return {
+        "change": remedy.typed,
+        "GiB": gib(remedy.plan.peak),
+        f"tokens/s a {unit}": "unknown" if rate is None else figure(rate),
+        "speed": change,
+        "besides": ", ".join(besides),
+    }
+
+
+def remedies_as_dict(found: Sequence[Remedy]) -> list[dict[str, Any]]:
+    """The changes as plain containers for JSON."""
+    return [
+        {
+            "overrides": each.overrides,
+            "fits": each.plan.fits,
+            "memory_peak": each.plan.peak,
+            "memory_limit": each.plan.memory_limit,
+            "tokens_per_second_per_rank": each.rate,
+            "world_size": each.plan.job.world_size,
+            "changes_numbers": each.changes_numbers,
+        }
+        for each in found
+    ]

@@ -1,0 +1,327 @@
+"""Time of a step: passes of blocks, FSDP's collectives, the pipeline's schedule, the update."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from harness.config.job import Job
+from harness.config.model import ModelConfig, of_one_model
+from harness.config.optimizer import OptimizerConfig
+from harness.config.optimizer_kinds import KINDS
+from harness.config.stages import split_modules, stages_of_rank
+from harness.metrics.mfu import mfu
+from harness.model.accounting import account
+from harness.model.spec import tensors
+from harness.optimizer.settings import exchanges, kinds_of
+from harness.tools.plan.block_cost import Block, Worker
+from harness.tools.plan.fsdp_cost import Sharer, Sharing
+from harness.tools.plan.machine import DTYPE_BYTES, Group, Machine, group_of
+from harness.tools.plan.operations import block_kinds
+from harness.tools.plan.order import gathering_passes, pipeline_order
+from harness.tools.plan.parameters import parameters_of
+from harness.tools.plan.plan import PARTS, Action, Speed, Traffic
+from harness.tools.plan.timeline import sends_of_ranks, simulate
+from harness.tools.plan.traffic import Collective, Pass, added
+from harness.tools.plan.update import planned_update
+
+# Memory traffic of norm and clipping per 32-bit parameter, in bytes: the norm reads the gradient, clipping
+# reads and writes it.
+CLIP_BYTES = 12
+
+Made = TypeVar("Made")
+
+
+@of_one_model
+def moved_by_update(model: ModelConfig, optimizer: OptimizerConfig) -> float:
+    """Bytes that the optimizer's update moves per 32-bit parameter, the mean over the model."""
+    found = kinds_of(optimizer, tensors(model).values())
+    sizes = {kind: sum(tensor.size for tensor in own) for kind, own in found.items()}
+    return sum(KINDS[kind].moved_bytes * size for kind, size in sizes.items()) / sum(sizes.values())
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pipeline stage, or the full model: its passes of a microbatch, and FSDP's work around them."""
+
+    passes: dict[str, Pass]
+    """By kind of action: ``F``, ``B``, ``I``, ``W``."""
+    gathers: dict[str, Pass]
+    """What FSDP adds to a pass that finds the parameters freed by the forward pass before, by kind."""
+    sharing: tuple[Sharing, ...]
+    once: Pass
+    """What FSDP exposes, and copies, once a step (or once a pass over a local batch)."""
+
+
+class StepModel:
+    """A step of a job on a machine, in parts."""
+
+    def __init__(self, job: Job, machine: Machine) -> None:
+        self.job, self.machine, self.layout = job, machine, job.parallelism
+        self.worker, self.sharer = Worker(job, machine), Sharer(job, machine)
+        self._exchanges = exchanges(job.optimizer, tensors(job.model).values())
+        of = job.activation_checkpoint
+        thinned = of.mode == "selective_layer"
+        kinds = enumerate(block_kinds(job.model))
+        self.keys = [(*kind, thinned and layer % of.every_nth_layer == 0) for layer, kind in kinds]
+        self.blocks: list[Block] = self._of_each_block(self.worker.block)
+        self.sharing: list[Sharing] = self._of_each_block(self.sharer.block)
+        self.order = pipeline_order(self.layout, job.model.n_layers, job.microbatches)
+        self.sends = sends_of_ranks(self.order)
+        frees = self.layout.pp > 1 and self.layout.reshards_after_forward
+        self.gathering = {each for row in self.order for each in gathering_passes(row)} if frees else set()
+        modules = split_modules(self.layout, job.model.n_layers)
+        self.stages = [self._stage(names) for names in modules]
+
+    def _of_each_block(self, make: Callable[[int], Made]) -> list[Made]:
+        """Call ``make`` for every block; equal blocks share the result."""
+        made: dict[object, Made] = {}
+        for layer, key in enumerate(self.keys):
+            if key not in made:
+                made[key] = make(layer)
+        return [made[key] for key in self.keys]
+
+    def _stage(self, names: list[str]) -> Stage:
+        model = self.job.model
+        layers = [int(name.removeprefix("layers.")) for name in names if name.startswith("layers.")]
+        if "output" in names:
+            layers += range(model.n_layers, model.num_blocks)  # multi-token prediction's
+        blocks, sharing = [self.blocks[i] for i in layers], [self.sharing[i] for i in layers]
+        forward = [block.forward for block in blocks]
+        inputs = [block.recompute + block.inputs for block in blocks]
+        weights = [block.weights for block in blocks]
+        tables = {"tok_embeddings": self.worker.table, "output": self.worker.head}
+        held = [tables[name]() for name in tables if name in names]
+        if held:
+            named = [name for name in tables if name in names]
+            sharing += [self.sharer.table(name) for name in named[: 1 if model.tied_embeddings else None]]
+        forward += [table_forward for table_forward, _ in held]
+        inputs += [table_backward for _, table_backward in held]
+        always, gathers, once = self._around(blocks, sharing, has_head="output" in names)
+        forward.append(always[0])
+        inputs.append(always[1])
+        passes = {"F": added(forward), "I": added(inputs), "W": added(weights)}
+        return Stage(passes | {"B": passes["I"] + passes["W"]}, gathers, tuple(sharing), once)
+
+    # -- FSDP ----
+
+    def _around(
+        self, blocks: list[Block], sharing: list[Sharing], *, has_head: bool
+    ) -> tuple[tuple[Pass, Pass], dict[str, Pass], Pass]:
+        """What FSDP adds to forward and backward, to passes that find freed parameters, and once a step.
+
+        A block's parameters are gathered while the block before computes, its gradients reduced while the
+        next one does (FSDP2's implicit prefetch): what takes longer than that is waited for, and so are the
+        first gather and the last reduction. Before either half of a split backward the whole stage is
+        gathered (parallelism/pipeline.py). The head comes last in ``sharing``.
+        """
+        layout, groups = self.layout, len(sharing)
+        again = layout.reshards_after_forward
+        freed = groups - (has_head and not layout.frees("head"))
+        forward = self._behind(blocks, sharing, lambda b: b.forward.seconds, gathers=groups, reduces=False)
+        backward = self._behind(
+            blocks,
+            sharing,
+            lambda b: b.recompute.seconds + b.inputs.seconds + b.weights.seconds,
+            gathers=freed if again else 0,
+            reduces=True,
+        )
+        if self.layout.pp == 1:
+            return (forward, backward), {}, Pass()
+        if not again:
+            return (Pass(), Pass()), {}, forward + backward
+        reduction = self._behind(blocks, sharing, lambda b: 0.0, gathers=0, reduces=True)
+        in_backward = self._behind(
+            blocks, sharing, lambda b: b.recompute.seconds + b.inputs.seconds, gathers=groups, reduces=False
+        )
+        before = self._behind(blocks, sharing, lambda b: 0.0, gathers=groups, reduces=False)
+        return (Pass(), Pass()), {"F": forward, "B": in_backward, "I": before, "W": before}, reduction
+
+    def _behind(
+        self,
+        blocks: list[Block],
+        sharing: list[Sharing],
+        computing: Callable[[Block], float],
+        *,
+        gathers: int,
+        reduces: bool,
+    ) -> Pass:
+        """Collectives of one pass, with the seconds that computation does not hide.
+
+        Args:
+            gathers: how many of ``sharing``, from the first, are gathered.
+        """
+        collectives: list[Collective] = []
+        copying = 0.0
+        for i, shared in enumerate(sharing):
+            mine = (*(shared.gather if i < gathers else ()), *(shared.reduce if reduces else ()))
+            taken = sum(m.seconds for m in mine)
+            # The first one, and tables, have nothing beside them.
+            room = computing(blocks[i - 1]) if 0 < i <= len(blocks) else 0.0
+            if self.machine.shares_cores:
+                room = 0.0
+            hidden = min(taken, room)
+            exposed = 1 - hidden * (1 - self.machine.contention) / taken if taken else 0.0
+            collectives += [
+                Collective(m.axis, m.collective, m.group, m.bytes, m.seconds, m.seconds * exposed)
+                for m in mine
+            ]
+            copying += shared.copying if i < gathers else 0.0
+        return Pass(copying, tuple(collectives))
+
+    # -- a step ----
+
+    @property
+    def passes(self) -> int:
+        """Number of passes over a local batch in a step."""
+        return self.job.accumulation_steps
+
+    def update_seconds(self, stages: Iterable[Stage]) -> float:
+        """Seconds of the norm, clipping and the optimizer on a rank with these stages."""
+        held = sum(shared.held for stage in stages for shared in stage.sharing)
+        width = DTYPE_BYTES[self.job.precision.master_dtype] / 4
+        moved = CLIP_BYTES + moved_by_update(self.job.model, self.job.optimizer)
+        return self.machine.pass_seconds(held * moved * width)
+
+    def _orthogonalization(self, rank: int) -> Pass:
+        """Muon's iterations and exchanges on a pipeline rank. Exchanges overlap the iterations of other
+        rounds, except for the first one and the last one."""
+        update = planned_update(self.job, parameters_of(self.job, rank)) if self._exchanges else None
+        if update is None:
+            return Pass()
+        dtype = self.job.optimizer.newton_schulz_dtype or self.job.precision.param_dtype
+        product = partial(self.machine.product_seconds, dtype=dtype, value_bytes=DTYPE_BYTES[dtype])
+        computing = self.job.optimizer.newton_schulz_steps * sum(
+            count * (product(short, long, short) + product(short, short, short) + product(short, short, long))
+            for (short, long), count in update.shapes.items()
+        )
+        group = group_of(self.job, self.machine.ranks_per_node, "dp_replicate", "dp_shard", "cp", "tp")
+        if not update.exchanges:
+            return Pass(computing)
+        size = update.sent / update.exchanges * group.ranks / (group.ranks - 1)
+        seconds = self.machine.collective_seconds("all_to_all", size, group)
+        between = (update.exchanges - 2) * seconds
+        hidden = 0.0 if self.machine.shares_cores else min(between, computing)
+        exposed = seconds - hidden / update.exchanges
+        one = Collective("optimizer", "all_to_all", group, size, seconds, exposed)
+        return Pass(computing, (one,) * update.exchanges)
+
+    def timeline(self) -> list[list[Action]]:
+        """The passes of every pipeline rank with their times, in one pass over a local batch."""
+        sending = 0.0 if self.layout.pp == 1 else self._send.seconds
+        equal = {which for row in self.order for which in map(self._which, row)}
+        seconds = {which: self._pass(*which).seconds for which in equal}
+        return simulate(self.order, lambda action: seconds[self._which(action)], sending)
+
+    def _which(self, action: Action) -> tuple[int, str, bool]:
+        """Stage and kind of a pass, and whether it gathers parameters: what its time depends on."""
+        return action.stage, action.kind, bool(self.gathering) and action in self.gathering
+
+    def _pass(self, stage: int, kind: str, gathers: bool) -> Pass:
+        of = self.stages[stage]
+        return of.passes[kind] + of.gathers[kind] if gathers else of.passes[kind]
+
+    @property
+    def _send(self) -> Collective:
+        size = self.worker.stream_rows * self.job.model.dim * self.worker.value_bytes
+        neighbours = group_of(self.job, self.machine.ranks_per_node, "pp").pair
+        seconds = self.machine.collective_seconds("send", size, neighbours)
+        return Collective("pp", "send", neighbours, size, seconds, 0.0)
+
+    def speed(self) -> tuple[Speed, list[Traffic]]:
+        """The step's time and its parts, and the traffic of the slowest rank."""
+        timeline = self.timeline()
+        makespan = max(actions[-1].end for actions in timeline)
+        ranks = [self._rank(rank, makespan) for rank in range(len(timeline))]
+        slowest = max(ranks, key=lambda rank: sum(rank[0].values()) - rank[0]["bubble"])
+        parts = slowest[0]
+        if self.machine.shares_cores:
+            parts = self._on_shared_cores([rank[0] for rank in ranks], parts)
+        step = sum(parts.values())
+        job = self.job
+        rate = job.global_batch_size * job.training.seq_len / step / job.world_size
+        peak = self.machine.device.peak_flops.get(job.precision.param_dtype)
+        share = None
+        if not self.machine.shares_cores:
+            share = mfu(rate, account(job.model, job.training.seq_len).flops_per_token_full, peak)
+        speed = Speed(step, parts, rate, share, timeline if self.layout.pp > 1 else [])
+        return speed, self._traffic(slowest[1])
+
+    def traffic(self, rank: int) -> list[Traffic]:
+        """Collectives of a step on one pipeline rank."""
+        return self._traffic(self._rank(rank, 0.0)[1])
+
+    def _rank(self, rank: int, makespan: float) -> tuple[dict[str, float], list[tuple[Collective, int]]]:
+        """Parts of the step time of one pipeline rank, and its collectives with their counts."""
+        stages = [self.stages[i] for i in stages_of_rank(self.layout, self.job.model.n_layers, rank)]
+        parts = dict.fromkeys(PARTS, 0.0)
+        collectives: list[tuple[Collective, int]] = []
+
+        def add(one: Pass, times: int) -> None:
+            parts["compute"] += one.compute * times
+            for item in one.collectives:
+                parts[item.axis] += item.exposed * times
+                collectives.append((item, times))
+
+        for which, count in Counter(map(self._which, self.order[rank])).items():
+            add(self._pass(*which), count * self.passes)
+        busy = sum(parts.values())
+        parts["bubble"] = makespan * self.passes - busy
+        for stage in stages:
+            add(stage.once, self.passes)
+        orthogonalization = self._orthogonalization(rank)
+        parts["optimizer"] = self.update_seconds(stages) + orthogonalization.seconds
+        collectives += [(item, 1) for item in orthogonalization.collectives]
+        if self.layout.pp > 1:
+            sends = self.sends[rank] * self.passes
+            collectives.append((self._send, sends))
+            if self.machine.shares_cores:
+                parts["pp"] += self._send.seconds * sends
+        return parts, collectives
+
+    def _on_shared_cores(self, ranks: list[dict[str, float]], slowest: dict[str, float]) -> dict[str, float]:
+        """Parts of the step if ranks share cores, so that others work while one waits.
+
+        The step takes as long as all ranks' work on all cores, or as the longest chain of one rank if that
+        leaves cores idle.
+        """
+        assert self.machine.constants.cores is not None
+        cores, world = self.machine.constants.cores, self.job.world_size
+        threads = max(1, cores // world)
+        busy = {name: sum(rank[name] for rank in ranks) / len(ranks) for name in PARTS}
+        busy["bubble"] = 0.0
+        total = {name: seconds * world / cores for name, seconds in busy.items()}
+        chain = {name: seconds / threads for name, seconds in slowest.items()}
+        return total if sum(total.values()) >= sum(chain.values()) else chain
+
+    def _traffic(self, collectives: list[tuple[Collective, int]]) -> list[Traffic]:
+        """Add up equal collectives of the same axis and group."""
+        sums: dict[tuple[str, str, Group], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0, 0.0])
+        for item, times in collectives:
+            total = sums[item.axis, item.collective, item.group]
+            for i, value in enumerate((1, item.bytes, item.seconds, item.exposed)):
+                total[i] += value * times
+        order = {axis: i for i, axis in enumerate(PARTS)}
+        return [
+            Traffic(
+                axis,
+                collective,
+                group.ranks,
+                int(n),
+                size * _sent(collective, group.ranks),
+                self.machine.link_of(group),
+                seconds,
+                exposed,
+            )
+            for (axis, collective, group), (n, size, seconds, exposed) in sorted(
+                sums.items(), key=lambda item: (order[item[0][0]], item[0][1])
+            )
+        ]
+
+
+def _sent(collective: str, ranks: int) -> float:
+    """Bytes that a rank sends, as a multiple of the full tensor."""
+    return {"send": 1.0, "all_reduce": 2 * (ranks - 1) / ranks}.get(collective, (ranks - 1) / ranks)

@@ -1,0 +1,161 @@
+"""``harness plan``: predict memory, traffic and speed of a job in seconds, without a GPU.
+
+An illegal job is refused with the error of ``harness.train``.
+
+    harness plan model=llama3_8b parallelism=fsdp_tp cluster=slurm_h100
+    harness plan ... --json                        the plan as JSON
+    harness plan -m parallelism.tp=1,2,4 ...       one table of several jobs
+    harness plan ... against="parallelism.tp=8"    line by line beside the job with these
+    harness plan ... picture=plan.png              memory by stage, and the pipeline's timeline
+    harness plan ... search=true cluster.nodes=32  the fastest layouts on 32 nodes
+    harness plan ... verify=true                   compared with the job on a fake process group
+    harness plan ... rehearse=true                 compared with a run on virtual GPUs
+    harness plan calibrate=runs/NAME               fit the plan's constants to measured runs
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from dataclasses import replace
+from pathlib import Path
+
+from harness.compose.composer import Composed
+from harness.compose.verb import Result, Verb
+from harness.config.cluster import ClusterConfig
+from harness.tools.plan.config import PlanJob
+from harness.tools.plan.plan import Plan
+from harness.util.errors import HarnessError, UserError
+from harness.util.launcher_env import launched_ranks
+
+
+def plan(job: PlanJob, overrides: list[str]) -> Result:
+    """Plan a job, or search for the best layouts for it."""
+    if launched_ranks() is not None:
+        raise UserError("harness plan is one process; start it without torchrun")
+    if job.calibrate is not None:
+        return _calibrate(Path(job.calibrate), job.calibration, job.cluster)
+    if job.search:
+        return _search(job, overrides)
+    from harness.tools.plan.make import make_plan, planned
+    from harness.tools.plan.render import as_dict, render
+
+    made = make_plan(*planned(job))
+    if job.against is not None:
+        from harness.tools.plan.differences import differences_as_dict, job_against, render_differences
+
+        other = make_plan(*planned(job_against(job, overrides)))
+        return Result(differences_as_dict(made, other), render_differences(made, other))
+    if job.picture is not None:
+        from harness.tools.plan.picture import draw
+
+        draw(Path(job.picture), made)
+    if job.verify:
+        return _verify(made, step=job.verify_step)
+    if job.rehearse:
+        return _rehearse(made)
+    return _with_remedies(Result(as_dict(made), render(made)), made, overrides)
+
+
+def _with_remedies(result: Result, made: Plan, overrides: list[str]) -> Result:
+    """Add the changes that make a job fit, if it does not."""
+    if made.fits is not False:
+        return replace(result, data=result.data | {"remedies": []})
+    from harness.tools.plan.remedies import remedies, remedies_as_dict, render_remedies
+
+    found = remedies(made, overrides)
+    text = f"{result.text}\n{render_remedies(made, found)}"
+    return replace(result, data=result.data | {"remedies": remedies_as_dict(found)}, text=text)
+
+
+def _search(job: PlanJob, overrides: list[str]) -> Result:
+    """Find the best layouts, and write the sweep that measures them."""
+    from harness.tools.plan.make import planned
+    from harness.tools.plan.search import NothingFits, search
+    from harness.tools.plan.search_result import found_as_dict, render_found, sweep_path, write_sweep
+    from harness.tools.plan.space import Space
+
+    plain, calibration = planned(job)
+    try:
+        found = search(Space.of(plain, overrides), job.top, calibration, job.headroom)
+    except NothingFits as failed:
+        from harness.tools.plan.nothing_fits import what_would_fit
+
+        return what_would_fit(failed, job, overrides)
+    path = sweep_path(job.name, job.sweep_file)
+    if job.picture is not None:
+        from harness.tools.plan.picture import draw
+
+        draw(Path(job.picture), found.best[0].plan)
+    data, text = found_as_dict(found) | {"sweep_file": path}, f"{render_found(found)}\n"
+    try:
+        command = write_sweep(found, path, overrides)
+    except (HarnessError, OSError) as error:
+        return Result(data, text, error=error)
+    return Result(data, f"{text}to measure the {len(found.best)}: {path}\n  {command}\n")
+
+
+def compare_points(points: list[Composed]) -> Result:
+    """Plan the points of a multirun, in one table."""
+    from harness.tools.plan.compare import compare
+
+    return compare(points)
+
+
+def _calibrate(folder: Path, target: str | None, cluster: ClusterConfig) -> Result:
+    """Fit constants to measured runs, and write the constants."""
+    from harness.tools.plan.calibrate import Measured, calibrate, render_fit
+    from harness.tools.report.rows import job_of, load
+
+    rows = load(folder)
+    found = [(job_of(row), row.get("measured.tokens_per_second_per_rank"), row) for row in rows]
+    measured = [Measured(job, rate, row["device"]) for job, rate, row in found if job and rate is not None]
+    calibration, runs = calibrate(measured, folder, cluster)
+    path = target or str(folder / "calibration.json")
+    calibration.write(path)
+    left_out = f"{len(rows) - len(runs)} rows without a throughput left out"
+    return Result(
+        dataclasses.asdict(calibration) | {"written": path},
+        f"{render_fit(calibration, runs)}\n{left_out}\nwritten: {path}\n",
+    )
+
+
+def _verify(made: Plan, *, step: bool) -> Result:
+    """Build the job on a fake process group, and compare it with the plan."""
+    from harness.tools.plan.verify import render_verified, verify
+
+    gc.enable()
+    verified = verify(made, step=step)
+    return Result(dataclasses.asdict(verified), "\n".join(render_verified(verified, made)) + "\n")
+
+
+def _rehearse(made: Plan) -> Result:
+    """Rehearse one rank of each kind."""
+    from harness.tools.plan.render import as_dict, render
+    from harness.tools.rehearse.config import RehearseConfig
+    from harness.tools.rehearse.render import as_dict as rehearsed_as_dict
+    from harness.tools.rehearse.render import render as render_rehearsed
+    from harness.tools.rehearse.verb import exit_code, rehearse_ranks
+
+    gc.enable()
+    ranks = rehearse_ranks(made, RehearseConfig())
+    return Result(
+        as_dict(made) | {"rehearsed": rehearsed_as_dict(made, ranks)["ranks"]},
+        f"{render(made)}\n{render_rehearsed(made, ranks)}",
+        exit_code(ranks),
+    )
+
+
+VERB = Verb("plan", plan, job=PlanJob, has_json=True, sweep=compare_points)
+
+
+def main() -> None:
+    """Entry point of ``harness plan`` and of the console script."""
+    # Garbage collection takes a quarter of the time of importing torch, and a third of a search, and finds
+    # little.
+    gc.disable()
+    VERB.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""Python side of the stand-in library: configure the device, and read the calls that were recorded."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from harness.tools.rehearse.build import GPU_LIBRARY
+from harness.tools.rehearse.device import VirtualDevice
+
+_OBSERVER = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
+_PACKAGE = str(Path(__file__).parent.parent)
+_OWN = str(Path(__file__).parent)
+
+
+@dataclass
+class Calls:
+    """Calls of CUDA's libraries that were recorded."""
+
+    kernels: Counter[str] = field(default_factory=Counter)
+    """Launches by the kernel's name."""
+    products: dict[tuple[str, ...], tuple[int, float]] = field(default_factory=dict)
+    """Number and FLOPs of cuBLAS's by formats of both sides, batch, rows, inner length and columns."""
+    collectives: dict[tuple[str, str], tuple[int, float]] = field(default_factory=dict)
+    """Number and input bytes, by kind and communicator."""
+    sends: dict[tuple[str, str], tuple[int, float]] = field(default_factory=dict)
+    """Number and bytes of single sends and receives (``send``, ``receive``), by kind and communicator."""
+    communicators: list[str] = field(default_factory=list)
+    """Communicators that were created."""
+    copies: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """Number and bytes by direction."""
+    unknown: list[str] = field(default_factory=list)
+    """Functions that the library does not implement; the calls failed."""
+    waits: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Waits of the host for the device, by the call and the place in the code."""
+
+
+class VirtualGpu:
+    """The stand-in library of this process.
+
+    Args:
+        device: the device to present.
+    """
+
+    def __init__(self, device: VirtualDevice) -> None:
+        self._library = ctypes.CDLL(GPU_LIBRARY)
+        for name in ("bytes", "multiprocessors"):
+            assert getattr(device, name) > 0
+        self._library.virtual_gpu_become(
+            device.name.encode(),
+            device.major,
+            device.minor,
+            ctypes.c_size_t(device.bytes),
+            device.multiprocessors,
+            device.shared_kib,
+            device.count,
+        )
+        self._library.virtual_gpu_take(ctypes.c_size_t(device.context_bytes))
+        self._library.virtual_gpu_communicators_take(ctypes.c_size_t(device.communicator_bytes))
+        self._waits: Counter[tuple[str, str]] = Counter()
+        # Keep a reference: the library holds only the address.
+        self._observer = _OBSERVER(self._observe)
+        self._library.virtual_gpu_observe(self._observer)
+
+    def clear(self) -> None:
+        """Delete the recorded calls."""
+        self._waits.clear()
+        self._library.virtual_gpu_clear()
+
+    def launch(self, kernel: str) -> None:
+        """Record a kernel that a Python function replaces."""
+        self._library.virtual_gpu_kernel(kernel.encode())
+
+    def calls(self) -> Calls:
+        """Return the calls since the last ``clear``."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "calls"
+            if self._library.virtual_gpu_write(os.fsencode(path)):
+                raise OSError(f"{path} cannot be written")
+            return read_calls(path.read_text(), self._waits)
+
+    def _observe(self, how: bytes) -> None:
+        """Record a wait; the library calls this on the thread that waits."""
+        self._waits[how.decode(), place_in_code(_caller())] += 1
+
+
+def read_calls(text: str, waits: Counter[tuple[str, str]]) -> Calls:
+    """Parse the output of ``virtual_gpu_write``."""
+    calls = Calls()
+    readers: dict[str, Callable[[int, float, list[str]], None]] = {
+        "kernel": lambda count, _, name: calls.kernels.update({name[0]: count}),
+        "product": lambda count, flops, said: calls.products.__setitem__(tuple(said), (count, flops)),
+        "collective": lambda count, size, said: calls.collectives.__setitem__(
+            (said[0], said[1]), (count, size)
+        ),
+        "communicator": lambda count, _, name: calls.communicators.append(name[0]),
+        "copy": lambda count, size, how: calls.copies.__setitem__(how[0], (count, size)),
+        "unknown": lambda count, _, name: calls.unknown.append(name[0]),
+        "point to point": lambda count, size, said: calls.sends.__setitem__(
+            (said[0], said[1]), (count, size)
+        ),
+    }
+    for line in text.splitlines():
+        count, amount, kind, *said = line.split("\t")
+        if kind in readers:
+            readers[kind](int(count), float(amount), said)
+    calls.waits = Counter(waits)
+    return calls
+
+
+def _caller() -> FrameType | None:
+    """Return the innermost Python frame outside of this file; None on a thread without Python code."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    return frame
+
+
+def place_in_code(frame: FrameType | None) -> str:
+    """Return file and line of the innermost frame in harness/, else of the innermost frame."""
+    innermost = frame
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.startswith(_PACKAGE) and not path.startswith(_OWN):
+            return f"{os.path.relpath(path, _PACKAGE)}:{frame.f_lineno}"
+        frame = frame.f_back
+    if innermost is None:
+        return "no Python code"
+    path = innermost.f_code.co_filename
+    return f"{path.split('site-packages/')[-1]}:{innermost.f_lineno}"

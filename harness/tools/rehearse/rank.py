@@ -1,0 +1,291 @@
+"""Ranks of rehearsals: ``python -m harness.tools.rehearse.rank``, started with the stand-in library loaded.
+
+The process imports torch once and then takes requests, a line of JSON each, from standard input. Every rank
+is a process of its own, forked from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.config.failures import chain_of
+from harness.config.job import Job
+from harness.tools.rehearse.device import virtual_device
+from harness.tools.rehearse.figures import (
+    OUT_OF_MEMORY,
+    Collective,
+    Copy,
+    Failure,
+    Product,
+    RankFigures,
+    Wait,
+)
+from harness.train.process import set_environment
+from harness.util.lifeline import end_with_parent
+
+CONTROLLER = "HARNESS_REHEARSAL"
+"""Environment variable with the parent's process id; ranks end when the parent does."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One rank to rehearse."""
+
+    job: str
+    """The resolved job as JSON."""
+    rank: int
+    steps: int
+    skew: float
+    result: str
+    """File for the figures."""
+    log: str
+    """File for the output of the process."""
+
+
+def main() -> None:
+    """Serve requests until standard input ends; answer each with the process id and the exit code."""
+    end_with_parent(int(os.environ[CONTROLLER]))
+    requests = (Request(**json.loads(line)) for line in sys.stdin)
+    first = next(requests, None)
+    if first is None:
+        return
+    # torch reads some of it when it is imported; that part is the same for all jobs.
+    set_environment(Job.from_json(first.job), Path(first.result).parent)
+
+    serve(first)
+    for request in requests:
+        serve(request)
+
+
+def serve(request: Request) -> None:
+    """Fork a process for a rank and wait for it."""
+    process = os.fork()
+    if process == 0:
+        _be_rank(request)
+    sys.stdout.write(f"{process}\n")
+    sys.stdout.flush()
+    _, status = os.waitpid(process, 0)
+    sys.stdout.write(f"{os.waitstatus_to_exitcode(status)}\n")
+    sys.stdout.flush()
+
+
+def _be_rank(request: Request) -> None:
+    """Rehearse in the forked process, and end it."""
+    code = 1
+    try:
+        log = os.open(request.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        figures = rehearse(Job.from_json(request.job), request.rank, request.steps, request.skew)
+        Path(request.result).write_text(json.dumps(dataclasses.asdict(figures)))
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Skip the destructors of communicators.
+        os._exit(code)
+
+
+def rehearse(job: Job, rank: int, steps: int, skew: float) -> RankFigures:
+    """Build a rank of the job and run its steps in this process."""
+    from harness.tools.rehearse.gpu import VirtualGpu
+
+    device = virtual_device(job)
+    gpu = VirtualGpu(device)
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(job.world_size),
+        LOCAL_RANK=str(rank % device.count),
+        LOCAL_WORLD_SIZE=str(device.count),
+    )
+    figures = RankFigures(rank, rank // (job.world_size // job.parallelism.pp), device.name)
+    rehearsal = Rehearsal(job, gpu, figures, steps)
+    try:
+        rehearsal.run(skew)
+    except Exception as error:
+        traceback.print_exc()
+        figures.failure = _failure(error, rehearsal.step)
+    return figures
+
+
+class Rehearsal:
+    """Runs one rank's steps and fills in its figures."""
+
+    def __init__(self, job: Job, gpu: Any, figures: RankFigures, steps: int) -> None:
+        self.job, self.gpu, self.figures, self.steps = job, gpu, figures, steps
+        self.step: int | None = None
+
+    def run(self, skew: float) -> None:
+        """Set up, build and train as ``harness.train.rank`` does."""
+        import torch
+
+        from harness.parallelism.compile import CompileWatch
+        from harness.tools.rehearse.substitutes import LoneStore, substitutes
+        from harness.train.engine import Engine
+        from harness.train.setup import pick_device, process_group, set_up_process
+
+        job, figures = self.job, self.figures
+        store = None if job.world_size == 1 else LoneStore()
+        device = pick_device(job)
+        set_up_process(job)
+        with substitutes(job, self.gpu, skew), process_group(job, device, store):
+            try:
+                began, watch = time.perf_counter(), CompileWatch()
+                engine = Engine(job, device)
+                figures.build_seconds = time.perf_counter() - began
+                self._train(engine, device, watch, store)
+            finally:
+                statistics = torch.cuda.memory_stats()
+                figures.memory["allocated"] = statistics["allocated_bytes.all.peak"]
+                figures.memory["reserved"] = statistics["reserved_bytes.all.peak"]
+                figures.allocation_retries = statistics["num_alloc_retries"]
+
+    def _train(self, engine: Any, device: Any, watch: Any, store: Any) -> None:
+        from harness.data.prefetch import Prefetcher
+        from harness.tools.rehearse.substitutes import Zeros
+
+        figures, memory = self.figures, self.figures.memory
+        memory["parameters"] = _bytes_on_device(
+            tensor for part in engine.parts for tensor in (*part.parameters(), *part.buffers())
+        )
+        loader = Prefetcher(Zeros(self.job, len(engine.rows)), self.job.data.prefetch, device)
+        for step in range(self.steps):
+            self.step = step
+            batch = loader.next()
+            self.gpu.clear()
+            began, processor = time.perf_counter(), time.process_time()
+            outcome = engine.gradients(batch)
+            passed, passed_processor = time.perf_counter(), time.process_time()
+            memory["gradients"] = _bytes_on_device(p.grad for p in engine.parameters if p.grad is not None)
+            updating, updating_processor = time.perf_counter(), time.process_time()
+            engine.update(outcome.norm)
+            calls = self.gpu.calls() if step == self.steps - 1 else None
+            figures.host_seconds = passed - began + time.perf_counter() - updating
+            figures.cpu_seconds = passed_processor - processor + time.process_time() - updating_processor
+            if step == 0:
+                figures.first_step_seconds = figures.host_seconds
+                watch.mark_expected()
+            if calls is not None:
+                self._count(calls, engine, store)
+            figures.steps = step + 1
+        loader.close()
+        memory["optimizer"] = _bytes_on_device(
+            value for state in engine.optimizer.state.values() for value in state.values()
+        )
+        figures.graphs, figures.compile_seconds = watch.graphs, watch.seconds
+        figures.recompilations = watch.unexpected
+
+    def _count(self, calls: Any, engine: Any, store: Any) -> None:
+        figures, groups = self.figures, _Groups(engine.mesh, store)
+        figures.kernels = dict(calls.kernels.most_common())
+        for (left, right, *shape), (count, flops) in calls.products.items():
+            formats = left if left == right else f"{left} x {right}"
+            batch, rows, inner, columns = map(int, shape)
+            figures.products.append(Product(count, batch, rows, inner, columns, formats, flops))
+        figures.products.sort(key=lambda product: -product.flops)
+        found = [*calls.collectives.items(), *calls.sends.items()]
+        for (kind, communicator), (count, size) in found:
+            axis, ranks = groups.of(communicator)
+            # A group of sends is an exchange; in a pipeline each send counts by itself.
+            if kind == "receive" or kind == ("exchange" if axis == "pp" else "send"):
+                continue
+            if kind in ("exchange", "all_to_all") and axis not in ("pp", "tp", "cp", "ep"):
+                # Experts' group may be FSDP's, and the optimizer's that of FSDP or of the world.
+                axis = "ep" if axis == "dp" and engine.job.parallelism.ep > 1 else "optimizer"
+            figures.collectives.append(Collective(axis, kind, ranks, count, size * sent_by(kind, ranks)))
+        figures.collectives.sort(key=lambda each: (each.axis, each.kind))
+        figures.communicators = [" of ".join(map(str, groups.of(name))) for name in calls.communicators]
+        figures.waits = [Wait(where, what, count) for (what, where), count in calls.waits.most_common()]
+        figures.copies = [Copy(how, *found) for how, found in sorted(calls.copies.items())]
+        figures.unknown = calls.unknown
+
+
+class _Groups:
+    """Maps NCCL communicators to axes of the mesh."""
+
+    def __init__(self, mesh: Any, store: Any) -> None:
+        import torch.distributed as dist
+        from torch.distributed.distributed_c10d import _process_group_color
+
+        from harness.tools.plan.meter import axes_of_groups
+
+        self._store, self._ranks, self._axes = store, dict[str, int](), axes_of_groups(mesh)
+        self._colours: dict[int, str] = {}
+        for group in list(dist.distributed_c10d._world.pg_map):
+            ranks = dist.get_process_group_ranks(group)
+            self._ranks[group.group_name] = len(ranks)
+            # Several groups may have the same ranks; prefer one that is an axis.
+            colour = _process_group_color(ranks)
+            if colour not in self._colours or group.group_name in self._axes:
+                self._colours[colour] = group.group_name
+
+    def of(self, communicator: str) -> tuple[str, int]:
+        """Return the axis of a communicator (else the name of its group) and the number of its ranks."""
+        kind, _, colour = communicator.partition(" ")
+        if kind == "split":
+            name = self._colours.get(int(colour))
+            return (communicator, 0) if name is None else (self._axes.get(name, name), self._ranks[name])
+        # Each group has a store inside of its parent's, under its name: 0//11//cuda//0; ids of pairs are 2:3.
+        *stores, which = self._store.group_of(communicator).split("/")
+        for name in reversed(stores):
+            if name in self._ranks:
+                return self._axes.get(name, name), 2 if ":" in which else self._ranks[name]
+        return communicator, 0
+
+
+def sent_by(kind: str, ranks: int) -> float:
+    """Return the bytes that a rank sends per input byte, as the plan assumes."""
+    from harness.tools.plan.meter import sent_by as planned
+
+    if kind in ("exchange", "send", "broadcast", "reduce") or ranks == 0:
+        return 1.0
+    return planned(kind, ranks)
+
+
+def _bytes_on_device(tensors: Any) -> float:
+    """Return the bytes of the storages that are on the device; a shared storage counts once."""
+    from torch import Tensor
+
+    from harness.precision.swap import plain
+
+    storages = {}
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            continue
+        values = plain(tensor)
+        local = getattr(values, "_local_tensor", values)
+        if local.is_cuda:
+            storages[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
+    return float(sum(storages.values()))
+
+
+def _failure(error: BaseException, step: int | None) -> Failure:
+    import torch
+
+    # torch's pipelines raise their own error from the original one.
+    chain = chain_of(error, suppressed=True)
+    error = next((each for each in chain if isinstance(each, torch.OutOfMemoryError)), error)
+    package, own = str(Path(__file__).parent.parent), str(Path(__file__).parent)
+    # Tracebacks of the chained errors lead down to the place of the first one.
+    lines = [
+        f"{os.path.relpath(frame.filename, package)}:{frame.lineno}"
+        for each in chain
+        for frame in traceback.extract_tb(each.__traceback__)
+        if frame.filename.startswith(package) and not frame.filename.startswith(own)
+    ]
+    kind = OUT_OF_MEMORY if isinstance(error, torch.OutOfMemoryError) else type(error).__name__
+    return Failure(kind, str(error), lines[-1] if lines else "torch", step)
+
+
+if __name__ == "__main__":
+    main()

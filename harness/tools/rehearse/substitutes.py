@@ -1,0 +1,231 @@
+"""Substitutes for what a rehearsal does not have: other ranks, values, and cuDNN's attention.
+
+* **Other ranks.** Between GPUs NCCL's calls send nothing (library/nccl.cpp). In host memory torch's fake
+  process group leaves every tensor as it is. ``LoneStore`` answers for the missing ranks.
+* **Values.** All of the device's memory is zeros. Code that depends on a number from the
+  device still reads it, but then gets a plausible one from this file: rows are routed to experts
+  evenly (or skewed by ``rehearse.skew``), a sequence has four documents, stages agree that shapes are known.
+* **cuDNN's attention**, whose plans the library cannot give: tensors of the same shapes, no workspace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import torch.testing._internal.distributed.fake_pg  # makes the backend known
+from torch import Tensor
+from torch._meta_registrations import alloc_with_matching_layout
+from torch.distributed.pipelining.stage import PipelineStage
+
+from harness.config.job import Job
+from harness.data.batch import AnyBatch, Batch, ImageBatch, Loader
+from harness.model.architecture import architecture_of
+from harness.model.kernels import VarlenKernel
+from harness.parallelism.expert import ExpertExchange
+from harness.tools.rehearse.gpu import VirtualGpu
+from harness.train import setup
+
+NCCL_ID_BYTES = 128
+DOCUMENTS = 4
+"""Documents in a sequence, for jobs that do not attend across documents."""
+
+
+@contextmanager
+def substitutes(job: Job, gpu: VirtualGpu, skew: float) -> Iterator[None]:
+    """Put the substitutes in place while a rank is rehearsed."""
+    with ExitStack() as undo:
+        if job.world_size > 1:
+            undo.enter_context(patch.object(setup, "backend_of", lambda _: "cpu:fake,cuda:nccl"))
+            undo.enter_context(patch.object(dist, "init_process_group", _without_device))
+        undo.enter_context(patch.object(ExpertExchange, "_lengths", _lengths(skew)))
+        undo.enter_context(patch.object(VarlenKernel, "mask", _mask))
+        if hasattr(PipelineStage, "_warmup_backward_result"):
+            undo.enter_context(patch.object(PipelineStage, "_warmup_backward_result", _shapes_are_known))
+        kernels = _cudnn_attention(gpu)
+        yield
+        kernels._destroy()
+
+
+class LoneStore(dist.Store):
+    """A store in which every key exists, as if other ranks had just set it.
+
+    The value of a missing key is made from the key, so the id of an NCCL communicator names its group. For
+    symmetric memory the other ranks' values are this rank's own.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._values: dict[str, bytes] = {}
+        self._timeout = dist.default_pg_timeout
+
+    def group_of(self, communicator: str) -> str:
+        """Return the key that holds a communicator's id."""
+        for key, value in self._values.items():
+            if value.rstrip(b"\0") == communicator.encode():
+                return key
+        return communicator
+
+    def set(self, key: str, value: Any) -> None:
+        self._values[key] = value.encode() if isinstance(value, str) else bytes(value)
+
+    def get(self, key: str) -> bytes:
+        if key not in self._values and (mine := self._under_own_number(key)) is not None:
+            return mine
+        if key not in self._values:
+            # The ends of keys differ, and an id has room for 128 bytes.
+            self._values[key] = key.encode()[-NCCL_ID_BYTES + 1 :].ljust(NCCL_ID_BYTES, b"\0")
+        return self._values[key]
+
+    def _under_own_number(self, key: str) -> bytes | None:
+        """Another rank's entry for symmetric memory: this rank's own, renumbered; None for other keys."""
+        head, _, number = key.rpartition("/")
+        own = next((value for k, value in self._values.items() if k.rpartition("/")[0] == head), None)
+        if "SymmetricMemory" not in head or own is None:
+            return None
+        # It begins with the number of the device, and two ranks of one device are refused
+        # (CUDASymmetricMemory.cu, RendezvousRequest).
+        return int(number).to_bytes(4, "little") + own[4:]
+
+    def add(self, key: str, amount: int) -> int:
+        total = int(self._values.get(key, b"0")) + amount
+        self._values[key] = str(total).encode()
+        return total
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        if self._values.get(key, b"") in (b"", expected.encode()):
+            self.set(key, desired)
+        return self._values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._values for key in keys)
+
+    def wait(self, keys: list[str], timeout: Any = None) -> None:
+        return None
+
+    def delete_key(self, key: str) -> bool:
+        return self._values.pop(key, None) is not None
+
+    def num_keys(self) -> int:
+        return len(self._values)
+
+    def set_timeout(self, timeout: Any) -> None:
+        self._timeout = timeout
+
+    def clone(self) -> LoneStore:
+        return self
+
+
+class Zeros(Loader):
+    """Batches of the job's shape. All values are 0, because nothing is computed."""
+
+    samples_per_epoch = None
+
+    def __init__(self, job: Job, rows: int) -> None:
+        self._job, self._rows = job, rows
+
+    def next(self) -> AnyBatch:
+        batch = architecture_of(self._job.model).fake_batch(self._job, self._rows)
+        if isinstance(batch, ImageBatch):
+            return batch
+        (rows, length), documents = batch.shape, None
+        if not self._job.data.attend_across_documents:
+            documents = (torch.arange(length) * DOCUMENTS // length).expand(rows, length).contiguous()
+        return Batch(batch.inputs_BT, batch.labels_BT, documents)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        return
+
+    def reset(self) -> None:
+        return
+
+
+_init_process_group = dist.init_process_group
+
+
+def _without_device(*args: Any, device_id: Any = None, **kwargs: Any) -> None:
+    """Initialize without ``device_id``, with which torch would split all groups from the world's.
+
+    The fake process group cannot be split. Now each group makes its own NCCL communicator at first use.
+    """
+    _init_process_group(*args, **kwargs)
+
+
+def rows_by_rank(rows: int, ranks: int, skew: float) -> list[int]:
+    """Return how many of a rank's rows go to each rank of a group; the first one gets more by ``skew``."""
+    first = round(rows / ranks * (1 + skew)) if ranks > 1 else rows
+    left, others = rows - first, max(1, ranks - 1)
+    return [first, *(left // others + (place < left % others) for place in range(ranks - 1))]
+
+
+def _lengths(skew: float) -> Any:
+    asked = ExpertExchange._lengths
+
+    def lengths(
+        exchange: ExpertExchange, given: Tensor, got: Tensor, rows: int
+    ) -> tuple[list[int], list[int]]:
+        asked(exchange, given, got, rows)  # as in training, with with the same waits for the device
+        sent = rows_by_rank(rows, exchange.ranks, skew)
+        return sent, [sent[exchange.group.rank()]] * exchange.ranks
+
+    return lengths
+
+
+_asked_mask = VarlenKernel.mask
+
+
+def _mask(
+    kernel: VarlenKernel, documents_BT: Tensor | None, batch: int, length: int, device: torch.device
+) -> Tensor | None:
+    """Return offsets of documents (or chunks): as many as in training, but all zero."""
+    if _asked_mask(kernel, documents_BT, batch, length, device) is None:
+        return None
+    pieces = DOCUMENTS if documents_BT is not None else 1
+    if kernel.spec.span.chunk is not None:
+        pieces = max(pieces, -(-length // kernel.spec.span.chunk))
+    return F.pad(torch.empty(batch * pieces, dtype=torch.int64, device=device), (0, 1)).int()
+
+
+_vote = getattr(PipelineStage, "_warmup_backward_result", None)
+
+
+def _shapes_are_known(stage: Any, received_result: Tensor | None = None) -> Tensor:
+    """Vote 1, "all stages know their shapes" (harness/parallelism/pipeline.py)."""
+    assert _vote is not None
+    _vote(stage, received_result=received_result)
+    return torch.ones(1, dtype=torch.int32)
+
+
+def _cudnn_attention(gpu: VirtualGpu) -> Any:
+    """Replace torch's two operators of cuDNN's attention."""
+
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, lse: bool, p: float = 0.0,
+        causal: bool = False, debug: bool = False, *, scale: float | None = None,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        gpu.launch("cuDNN attention, forward")
+        B, H, T, _ = q.shape
+        out_BHTE = alloc_with_matching_layout(q, (B, H, T, v.shape[-1]))
+        lse_BHT1 = q.new_empty(B, H, T, 1, dtype=torch.float32)
+        seed, offset = (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))
+        return out_BHTE, lse_BHT1, None, None, T, k.shape[2], seed, offset, q.new_empty(0)
+
+    def backward(
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_rest: Any, scale: float | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        gpu.launch("cuDNN attention, backward")
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+    operators = torch.library.Library("aten", "IMPL")
+    name = "_scaled_dot_product_cudnn_attention"
+    operators.impl(name, forward, "CUDA", allow_override=True)
+    operators.impl(f"{name}_backward", backward, "CUDA", allow_override=True)
+    return operators

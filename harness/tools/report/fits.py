@@ -1,0 +1,253 @@
+"""Fits of scaling laws to the runs of a ladder or of IsoFLOP sweeps: what they determine, and predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from harness.compose.size import count
+from harness.config.fields import NUMERICS, leaves
+from harness.config.job import Job
+from harness.model.accounting import account
+from harness.tools.report.isoflop import Growth, growth
+from harness.tools.report.power_laws import CHINCHILLA, COMPUTE, LEVEL, Estimate, Fit, Law, fit, interval
+from harness.tools.report.rows import job_of
+from harness.util.errors import UserError
+from harness.util.tables import counted as in_units
+
+Row = dict[str, Any]
+
+COLLINEAR = 2.0
+"""Tokens per parameter must span at least this factor to separate the effects of model size and tokens."""
+SPARE = 2
+"""Different points that a fit needs beyond the number of its parameters."""
+SURE, SURE_OF_COEFFICIENT = 2.0, 10.0
+"""An offset or exponent is determined if its interval spans at most a factor SURE; a coefficient, whose unit
+depends on the exponent, SURE_OF_COEFFICIENT."""
+VALIDATION = "validation_loss"
+SAME_DATA = ("data.", "tokenizer.", "training.seq_len")
+"""Fields that are the same in all runs, or their losses cannot be compared."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as a point of a scaling law."""
+
+    name: str
+    parameters: int
+    tokens: int
+    flops: float
+    """FLOPs per token with full attention, as MFU counts them, times tokens."""
+    loss: float | None
+    """None: it has not completed."""
+
+    def variables(self, law: Law) -> list[float]:
+        """Values of a law's variables."""
+        known = {"N": self.parameters, "D": self.tokens, "C": self.flops}
+        return [known[name] for name in law.variables]
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A run that is not part of the fit: its predicted loss, and the measured one if it has completed."""
+
+    run: Run
+    predicted: Estimate
+
+    @property
+    def error(self) -> float | None:
+        """Measured loss divided by the prediction, minus 1."""
+        return None if self.run.loss is None else self.run.loss / self.predicted.value - 1
+
+
+@dataclass(frozen=True)
+class Fits:
+    """Everything that was fitted.
+
+    Attributes:
+        runs: the completed runs that were fitted.
+        loss: which loss: ``validation_loss``, or the last step's ``loss``.
+        law: the fitted law; None with a reason in ``words``.
+        by_parameters: IsoFLOP parabolas over model size.
+        by_tokens: the same over tokens.
+        forecasts: runs that were held out, or have not completed.
+        words: findings, one sentence each.
+    """
+
+    runs: list[Run]
+    loss: str
+    law: Fit | None = None
+    by_parameters: Growth | None = None
+    by_tokens: Growth | None = None
+    forecasts: list[Forecast] = field(default_factory=list)
+    words: list[str] = field(default_factory=list)
+
+
+def fits_of(rows: Sequence[Row], *, counted: str = "non_embedding", hold_out: int = 0) -> Fits:
+    """Fit the laws that the runs can determine.
+
+    Args:
+        rows: rows of runs; those that have not completed are predicted.
+        counted: which parameters count, as in ``scale.counted``.
+        hold_out: leave out the runs of this many of the largest computes, and predict them.
+
+    Raises:
+        UserError: no run has completed, or losses cannot be compared.
+    """
+    validated = all(_is_positive(row.get(VALIDATION)) for row in rows if _is_done(row))
+    loss = VALIDATION if validated else "loss"
+    runs = [_run(row, loss, counted) for row in rows if row["state"] != "skipped"]
+    _require_comparable(rows)
+    done = sorted((run for run in runs if run.loss is not None), key=lambda run: run.flops)
+    fitted = _without_largest(done, hold_out)
+    words = [f"{len(fitted)} runs are fitted, with their {loss.replace('_', ' ')}."]
+    if not validated:
+        words.append("It is the loss of one batch, and noisy; `validation.interval` measures a better one.")
+    law, more = _law(fitted)
+    words += more
+    by_parameters, by_tokens = _growths(fitted)
+    words += _growth_in_words(by_parameters, by_tokens)
+    others = [run for run in runs if run not in fitted]
+    forecasts = []
+    if law is not None and others:
+        predicted = law.predict([run.variables(law.law) for run in others], noise=True)
+        forecasts = [Forecast(run, each) for run, each in zip(others, predicted, strict=True)]
+        words += [_forecast_in_words(each, fitted) for each in forecasts]
+    return Fits(fitted, loss, law, by_parameters, by_tokens, forecasts, words)
+
+
+def _without_largest(runs: Sequence[Run], hold_out: int) -> list[Run]:
+    """Return the runs, sorted by compute, without those of the ``hold_out`` largest computes."""
+    computes = sorted({run.flops for run in runs})
+    if hold_out >= len(computes):
+        most = f"--hold-out {len(computes) - 1}" if len(computes) > 1 else "runs of several sizes"
+        raise UserError(
+            f"--hold-out={hold_out}: the completed runs have {len(computes)} different computes, and a fit "
+            f"needs some; would work: {most}"
+        )
+    return [run for run in runs if run.flops <= computes[len(computes) - 1 - hold_out]]
+
+
+def _is_done(row: Row) -> bool:
+    return bool(row["state"] == "completed")
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and value > 0
+
+
+def _run(row: Row, loss: str, counted: str) -> Run:
+    job = job_of(row)
+    assert job is not None, "only skipped points have no job"
+    tokens = row["tokens"] if _is_done(row) else job.sizes.tokens(job.steps)
+    each = account(job.model, job.training.seq_len).flops_per_token_full
+    measured = float(row[loss]) if _is_done(row) and _is_positive(row.get(loss)) else None
+    return Run(row["point"], count(job.model, counted), tokens, each * tokens, measured)
+
+
+def _require_comparable(rows: Sequence[Row]) -> None:
+    """Check that losses are of the same data."""
+    done = [row for row in rows if _is_done(row)]
+    if not done:
+        raise UserError("no run has completed, so there is no loss to fit; would work: the same after a run")
+    names = [name for name, role, _ in leaves(Job()) if role == NUMERICS and name.startswith(SAME_DATA)]
+    for name in names:
+        first = done[0].get(f"job.{name}")
+        for row in done[1:]:
+            if row.get(f"job.{name}") != first:
+                pair = f"{first} in {done[0]['point']} and {row.get(f'job.{name}')} in {row['point']}"
+                raise UserError(
+                    f"{name}: is {pair}, and losses on different data cannot be compared; "
+                    "would work: a folder with runs on the same data"
+                )
+
+
+def _law(runs: Sequence[Run]) -> tuple[Fit | None, list[str]]:
+    """Fit the law that the runs can determine."""
+    ratios = [run.tokens / run.parameters for run in runs]
+    words, law = [], CHINCHILLA
+    if max(ratios) < COLLINEAR * min(ratios):
+        law = COMPUTE
+        words.append(
+            f"Tokens per parameter are {min(ratios):.3g} to {max(ratios):.3g}, so the effects of model size "
+            "and tokens cannot be separated: the loss is fitted to compute alone. Chinchilla's law needs "
+            "runs of other `scale.tokens_per_parameter`, such as those of `sweep=isoflop`."
+        )
+    least = len(law.parameters) + SPARE
+    different = len({tuple(run.variables(law)) for run in runs})
+    if different < least:
+        words.append(f"No fit: a {law.name} needs {least} different runs, and there are {different}.")
+        return None, words
+    made = fit(law, [run.variables(law) for run in runs], [run.loss or 0.0 for run in runs])
+    return made, [*words, *_law_in_words(made)]
+
+
+def _law_in_words(made: Fit) -> list[str]:
+    estimates = {name: made.estimate(name) for name in made.law.parameters}
+    values = ", ".join(f"{name} = {in_words(each)}" for name, each in estimates.items())
+    words = [f"`{formula(made.law)}`: {values}; residuals {made.rms:.2%} (root mean square)."]
+    unsure = [
+        name
+        for name, each in estimates.items()
+        if not each.is_within(SURE_OF_COEFFICIENT if name in made.law.coefficients else SURE)
+    ]
+    if unsure:
+        words.append(
+            f"The data do not determine {', '.join(unsure)}: the {LEVEL:.0%} interval spans more than a "
+            f"factor {SURE:g} (coefficients: {SURE_OF_COEFFICIENT:g}). More runs, or larger ones, narrow it."
+        )
+    if made.law is CHINCHILLA:
+        alpha, beta = (made.replicates[:, made.law.parameters.index(name)] for name in made.law.exponents)
+        value = made.values["beta"] / (made.values["alpha"] + made.values["beta"])
+        best = Estimate(value, *interval(beta / (alpha + beta)))
+        words.append(f"The compute-optimal size grows as C^a, a = beta / (alpha + beta) = {in_words(best)}.")
+    return words
+
+
+def formula(law: Law) -> str:
+    """Format a law: ``L = E + K / C^gamma``."""
+    terms = zip(law.coefficients, law.variables, law.exponents, strict=True)
+    return " + ".join(["L = E", *(f"{k} / {x}^{g}" for k, x, g in terms)])
+
+
+def in_words(estimate: Estimate, form: str = ".4g") -> str:
+    """Format a value with its interval."""
+    return f"{estimate.value:{form}} ({estimate.low:{form}} to {estimate.high:{form}})"
+
+
+def _growths(runs: Sequence[Run]) -> tuple[Growth | None, Growth | None]:
+    flops, losses = [run.flops for run in runs], [run.loss or 0.0 for run in runs]
+    by_parameters = growth(flops, [float(run.parameters) for run in runs], losses)
+    return by_parameters, by_parameters and growth(flops, [float(run.tokens) for run in runs], losses)
+
+
+def _growth_in_words(by_parameters: Growth | None, by_tokens: Growth | None) -> list[str]:
+    words = []
+    for name, found in (("N", by_parameters), ("D", by_tokens)):
+        if found is None:
+            continue
+        words += [
+            f"IsoFLOP at {each.flops:.3g} FLOPs: no best {name}, because {each.why_not}."
+            for each in found.valleys
+            if each.best is None
+        ]
+        if found.exponent is None:
+            words.append(f"IsoFLOP: the growth of the best {name} is not determined: {found.why_not}.")
+        else:
+            words.append(f"IsoFLOP: the best {name} grows as C^{in_words(found.exponent)}.")
+            if not found.exponent.is_within(SURE):
+                words.append(f"The data do not determine this exponent of {name}: its interval is too wide.")
+    return words
+
+
+def _forecast_in_words(each: Forecast, fitted: Sequence[Run]) -> str:
+    times = each.run.flops / max(run.flops for run in fitted)
+    words = (
+        f"`{each.run.name}` ({in_units(each.run.parameters)} parameters, {times:.2g} times the largest "
+        f"fitted compute): predicted {in_words(each.predicted, '.4f')}"
+    )
+    if each.run.loss is None:
+        return f"{words}; not measured yet."
+    inside = "inside" if each.run.loss in each.predicted else "OUTSIDE"
+    return f"{words}, measured {each.run.loss:.4f} ({each.error:+.2%}), {inside} the {LEVEL:.0%} interval."

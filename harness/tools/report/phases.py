@@ -1,0 +1,286 @@
+"""Where the time of a run's steps went, beside the plan's times, and a picture of one step on all ranks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from harness.config.job import Job
+from harness.metrics.jsonl import read_metrics
+from harness.metrics.slow import own_seconds, slow_ranks
+from harness.metrics.window import EXCLUDED
+from harness.run.folder import RunFolder
+from harness.tools.plan.constants import Calibration
+from harness.tools.plan.make import make_plan
+from harness.tools.report.words import layout_and_schedule
+from harness.util.document import Column, Report, Section, Table
+from harness.util.errors import UserError
+
+Row = dict[str, Any]
+FOLDER, PICTURE = "phases", "phases.png"
+PARTS = {
+    "compute": ("compute",),
+    "dp": ("dp",),
+    "tp": ("tp",),
+    "cp": ("cp",),
+    "ep": ("ep",),
+    "pp": ("pp", "bubble"),
+    "optimizer": ("optimizer",),
+    "sums": (),
+    "data": (),
+    "host": (),
+}
+"""Parts of a measured step, and the parts of the plan that they are compared with."""
+_PART_OF = {"forward": "compute", "backward": "compute", "gradient_norm": "optimizer"}
+_COLORS = {
+    "forward": "#3f7fb5",
+    "backward": "#5d9e75",
+    "dp": "#e0a13c",
+    "tp": "#c05a4f",
+    "cp": "#9a8fbf",
+    "ep": "#b0699a",
+    "pp": "#d9d9d9",
+    "optimizer": "#1f4e79",
+    "sums": "#8c8c8c",
+    "data": "#7a5230",
+    "host": "#f2f2f2",
+}
+_WAITS = ("dp", "tp", "cp", "ep", "pp", "sums")
+_MOST_RANKS = 64
+_OF_PARTS = (
+    Column("part", "part"),
+    Column("seconds", "measured s", ".4f"),
+    Column("share", "share", ".1%"),
+    Column("planned", "plan s", ".4f"),
+    Column("ratio", "measured / plan", ".2f"),
+)
+_MEAN = Column("seconds", "mean s", ".4f")
+_RANGE = (Column("least", "least s", ".4f"), Column("most", "most s", ".4f"), Column("rank", "on rank"))
+_OF_PHASES = (
+    Column("phase", "phase"),
+    Column("part", "part"),
+    _MEAN,
+    Column("share", "share", ".1%"),
+    *_RANGE,
+)
+_OF_STAGES = (Column("stage", "stage"), Column("phase", "phase"), _MEAN, *_RANGE)
+_OF_RANKS = (
+    Column("rank", "rank"),
+    Column("stage", "stage"),
+    Column("host", "host"),
+    Column("device", "device"),
+    Column("own", "computes s", ".4f"),
+    Column("queued", "waits for a core s", ".4f"),
+    Column("waits", "waits for ranks s", ".4f"),
+    Column("excess", "over the stage's median", "+.1%"),
+)
+
+
+def part_of(phase: str) -> str:
+    """Return the one of ``PARTS`` that a phase belongs to."""
+    first = phase.split(".")[0]
+    part = _PART_OF.get(first, first)
+    return part if part in PARTS else "host"
+
+
+def report_of(folder: Path, out: Path, calibration: Calibration | None) -> Report:
+    """Return the report on the phases of a run; writes its picture into ``out``.
+
+    Raises:
+        UserError: the run has no phases.
+    """
+    by_rank = _read(folder)
+    out.mkdir(parents=True, exist_ok=True)
+    job = RunFolder(folder).read_job()
+    means = {rank: _mean(rows) for rank, rows in by_rank.items()}
+    step = sum(sum(seconds.values()) for seconds in means.values()) / len(means)
+    parts = _rows_of_parts(job, means, step, calibration)
+    slow = slow_ranks(folder)
+    ranks = _rows_of_ranks(by_rank, means)
+    staged = _rows_of_stages(by_rank) if job.parallelism.pp > 1 else []
+    steps = sum(row["steps"] for row in next(iter(by_rank.values())))
+    summary = [
+        f"{layout_and_schedule(job)}: {step:.4f} s a step, mean of {steps} steps on {len(means)} ranks"
+    ]
+    summary += [f"slow: {each}" for each in slow] or ["no rank was found slow"]
+    drawn = draw(out / PICTURE, by_rank, job)
+    text = [
+        "Means over all ranks. A collective counts while computation waits for it; `pp` includes the bubble."
+    ]
+    sections = [
+        Section("Measured and planned", text, Table(_OF_PARTS, parts)),
+        *([Section("One step on all ranks", picture=PICTURE)] if drawn else []),
+        Section("Phases", (), Table(_OF_PHASES, _rows_of_phases(means, step))),
+        *([Section("Passes of each stage", (), Table(_OF_STAGES, staged))] if staged else []),
+        Section("Ranks", (), Table(_OF_RANKS, ranks)),
+    ]
+    return Report(f"Phases of {job.name}", sections, summary, parts)
+
+
+def _read(folder: Path) -> dict[int, list[Row]]:
+    """Return the rows of each rank.
+
+    Raises:
+        UserError: there are none.
+    """
+    files = {int(path.stem.removeprefix("rank")): path for path in (folder / FOLDER).glob("rank*.jsonl")}
+    found = {rank: rows for rank, path in sorted(files.items()) if (rows := read_metrics(path))}
+    if not found:
+        raise UserError(
+            f"{folder}: has no phases; would work: the folder of a run with profiling.phases=true, "
+            "and more steps than metrics.warmup_steps"
+        )
+    return found
+
+
+def _mean(rows: Sequence[Row]) -> dict[str, float]:
+    """Return the seconds of each phase in a mean step of one rank."""
+    phases = _weighted([(row["phases"], row["steps"]) for row in rows])
+    return {phase: seconds for phase, seconds in phases.items() if phase not in EXCLUDED}
+
+
+def _weighted(rows: Sequence[tuple[dict[str, float], int]]) -> dict[str, float]:
+    """Return the mean of each phase over rows of several steps each."""
+    total: dict[str, float] = defaultdict(float)
+    for phases, steps in rows:
+        for phase, seconds in phases.items():
+            total[phase] += seconds * steps
+    count = sum(steps for _, steps in rows)
+    return {phase: seconds / count for phase, seconds in total.items()}
+
+
+def _rows_of_parts(
+    job: Job, means: dict[int, dict[str, float]], step: float, calibration: Calibration | None
+) -> list[Row]:
+    measured: dict[str, float] = defaultdict(float)
+    for seconds in means.values():
+        for phase, each in seconds.items():
+            measured[part_of(phase)] += each / len(means)
+    speed = make_plan(job, calibration).speed
+    rows = []
+    for part, names in PARTS.items():
+        planned = sum(speed.parts[name] for name in names) if speed is not None and names else None
+        if measured[part] or planned:
+            rows.append(_row_of_part(part, measured[part], step, planned))
+    total = None if speed is None else speed.step_seconds
+    return [*rows, _row_of_part("step", step, step, total)]
+
+
+def _row_of_part(part: str, seconds: float, step: float, planned: float | None) -> Row:
+    ratio = seconds / planned if planned else None
+    return {"part": part, "seconds": seconds, "share": seconds / step, "planned": planned, "ratio": ratio}
+
+
+def _rows_of_phases(means: dict[int, dict[str, float]], step: float) -> list[Row]:
+    names = sorted({phase for seconds in means.values() for phase in seconds})
+    rows = []
+    for name in sorted(names, key=_turn):
+        found = {rank: each[name] for rank, each in means.items() if name in each}
+        seconds = sum(found.values()) / len(means)
+        share = seconds / step
+        rows.append(
+            {"phase": name, "part": part_of(name), "seconds": seconds, "share": share, **_range(found)}
+        )
+    return rows
+
+
+def _rows_of_stages(by_rank: dict[int, list[Row]]) -> list[Row]:
+    """Return the rows of forward and backward phases of each pipeline stage."""
+    found: dict[int, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+    for rank, rows in by_rank.items():
+        # Only ranks with several stages write them; JSON's keys are text.
+        stages = rows[0].get("stages") or {str(rows[0]["stage"]): rows[0]["phases"]}
+        for stage in stages:
+            passes = [(row.get("stages", {stage: row["phases"]})[stage], row["steps"]) for row in rows]
+            for phase, seconds in _weighted(passes).items():
+                if phase.startswith(("forward.", "backward.")):
+                    found[int(stage)][phase][rank] = seconds
+    return [
+        {"stage": str(stage), "phase": phase, "seconds": mean(ranks.values()), **_range(ranks)}
+        for stage, phases in sorted(found.items())
+        for phase, ranks in sorted(phases.items(), key=lambda each: _turn(each[0]))
+    ]
+
+
+def _turn(phase: str) -> tuple[int, str]:
+    """Order phases by part, then by name."""
+    return list(PARTS).index(part_of(phase)), phase
+
+
+def _range(of_ranks: dict[int, float]) -> Row:
+    """Return the least and the most seconds of ranks, and the rank with the most."""
+    most = max(of_ranks, key=lambda rank: of_ranks[rank])
+    return {"least": min(of_ranks.values()), "most": of_ranks[most], "rank": str(most)}
+
+
+def _rows_of_ranks(by_rank: dict[int, list[Row]], means: dict[int, dict[str, float]]) -> list[Row]:
+    queued = {rank: _queued(rows) for rank, rows in by_rank.items()}
+    own = {rank: sum(own_seconds(seconds)) - (queued[rank] or 0.0) for rank, seconds in means.items()}
+    of_stage = defaultdict(list)
+    for rank, rows in by_rank.items():
+        of_stage[rows[-1]["stage"]].append(own[rank])
+    made = []
+    for rank, rows in by_rank.items():
+        where = {key: rows[-1][key] for key in ("rank", "stage", "host", "device")}
+        waits = sum(s for phase, s in means[rank].items() if part_of(phase) in _WAITS)
+        excess = own[rank] / median(of_stage[where["stage"]]) - 1
+        made.append(where | {"own": own[rank], "queued": queued[rank], "waits": waits, "excess": excess})
+    return made
+
+
+def _queued(rows: Sequence[Row]) -> float | None:
+    """Return the mean seconds of a step in which a rank had no core to compute on; None if unknown."""
+    known = [({"queued": row["queued"]}, row["steps"]) for row in rows if "queued" in row]
+    return _weighted(known)["queued"] if known else None
+
+
+def draw(path: Path, by_rank: dict[int, list[Row]], job: Job) -> bool:
+    """Draw the newest step whose spans all ranks have, one bar per rank, ordered by pipeline stage.
+
+    Clocks of ranks differ, so ranks are aligned where the sum of the gradients' norm ends.
+
+    Returns:
+        whether there was a step to draw.
+    """
+    from matplotlib.patches import Patch
+
+    from harness.util.plots import new_figure, save
+
+    with_spans = [{row["step"]: row for row in rows if "spans" in row} for rows in by_rank.values()]
+    common = set.intersection(*map(set, with_spans))
+    if not common:
+        return False
+    step = max(common)
+    rows = sorted((found[step] for found in with_spans), key=lambda row: (row["stage"], row["rank"]))
+    rows = rows[:: -(-len(rows) // _MOST_RANKS)]
+    origin = min(-row["aligned_at"] for row in rows)
+    figure = new_figure(13, max(2.4, 1.3 + 0.32 * len(rows)))
+    axis = figure.subplots()
+    used: set[str] = set()
+    for height, row in enumerate(rows):
+        by_color = defaultdict(list)
+        for start, end, phase, _stage in row["spans"]:
+            left = 1000 * (start - row["aligned_at"] - origin)
+            by_color[_color_of(phase)].append((left, 1000 * (end - start)))
+        used |= by_color.keys()
+        for name, bars in by_color.items():
+            axis.broken_barh(bars, (height - 0.42, 0.84), facecolors=_COLORS[name], linewidth=0)
+    staged = job.parallelism.pp > 1
+    names = [f"stage {row['stage']}, rank {row['rank']}" if staged else f"rank {row['rank']}" for row in rows]
+    axis.set_yticks(range(len(rows)), names, fontsize=8)
+    axis.invert_yaxis()
+    axis.set_xlabel("ms")
+    axis.margins(x=0.005)
+    handles = [Patch(facecolor=color, label=name) for name, color in _COLORS.items() if name in used]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=8)
+    figure.suptitle(f"{job.name}, {layout_and_schedule(job)}: step {step}", fontsize=11)
+    save(figure, path)
+    return True
+
+
+def _color_of(phase: str) -> str:
+    first = phase.split(".")[0]
+    return first if first in _COLORS else part_of(phase)

@@ -1,0 +1,246 @@
+"""Load rows of runs, the input of tables, plots and notebooks. Imports no torch.
+
+A row has the flat fields of ``result.json``, and:
+
+* ``point``: its name among the other rows; ``overrides`` and ``command`` that started it;
+* ``state``: ``completed``, ``failed``, ``cancelled``, ``stopped``, ``running``, ``pending``, ``planned``,
+  ``lost``, or ``skipped`` (not a valid job); ``kind`` (class of the failure) and ``reason``;
+* ``measured.*``, for completed runs: ``tokens_per_second_per_rank`` (see ``harness/metrics/window.py``),
+  ``low`` and ``high`` (10th and 90th percentile of the rates of single steps), ``spread`` (their difference
+  divided by the rate), ``step_seconds`` (median), ``memory_gib``, ``mfu``;
+* ``torchtitan.tokens_per_second_per_rank``, if it was measured in turn with the run;
+* ``slow``: the ranks that the run found slow, if any (``SlowRank``, as text).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from harness.config.fields import LABEL, leaves
+from harness.config.job import Job, from_dict
+from harness.launch.queue import SlurmError
+from harness.launch.state import RunState, read_states, states_in_folders
+from harness.launch.sweep.registry import FILE as SWEEP
+from harness.launch.sweep.registry import Point, Registry, command_of, labels, typed_overrides
+from harness.metrics.mfu import mfu
+from harness.metrics.result import flatten
+from harness.run.folder import RunFolder
+from harness.tools.inference.evaluate.results import newest
+from harness.tools.report.naming import names_of
+from harness.util.encoding import parse_object
+from harness.util.errors import UserError
+
+Row = dict[str, Any]
+
+KEPT = "results.jsonl"
+"""Rows that are kept after the runs are deleted: one JSON object per line."""
+# Names of machines and folders mean nothing elsewhere; lists of checkpoints are no results.
+_NOT_KEPT = ("host.name", "run_dir", "resumed_from", "saved", "slow")
+_PATH = re.compile(r"(?:\w+\.)+(?=\w+=)")
+
+
+def load(folder: Path) -> list[Row]:
+    """Load all rows of a folder with a sweep, runs, one run, or ``results.jsonl``.
+
+    Raises:
+        UserError: the folder has no rows.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder; would work: a folder of runs/, or of experiments/")
+    if (folder / SWEEP).is_file():
+        return of_sweep(Registry(folder))
+    if (folder / KEPT).is_file():
+        return read_kept(folder)
+    runs = _run_folders(folder)
+    if not runs:
+        raise UserError(
+            f"{folder}: no rows of runs found; would work: a folder of runs/ (runs/NAME, or one run's), "
+            "or of experiments/"
+        )
+    points = [Point(path.name, path, typed_overrides(path)) for path in runs]
+    return of_points(points, names_of(points))
+
+
+def _run_folders(folder: Path, levels: int = 4) -> list[Path]:
+    """Return the folder itself if it has a job, else the run folders below it. Run folders are not nested."""
+    if (folder / "job.json").is_file():
+        return [folder]
+    if not levels:
+        return []
+    inside = sorted(path for path in folder.iterdir() if path.is_dir())
+    return [run for path in inside for run in _run_folders(path, levels - 1)]
+
+
+def of_sweep(registry: Registry) -> list[Row]:
+    """Return rows of all points of a sweep, including skipped ones."""
+    points, skipped = registry.points(), registry.skipped()
+    names = labels([each.overrides for each in skipped], [point.overrides for point in points])
+    rows = [
+        {"point": shortened(name), "state": "skipped", "reason": each.reason, **_typed(each.overrides)}
+        for name, each in zip(names, skipped, strict=True)
+    ]
+    return [*of_points(points), *rows]
+
+
+def of_points(points: Sequence[Point], names: Sequence[str] | None = None) -> list[Row]:
+    """Return rows of points that have a job, in order; named by their overrides unless names are given."""
+    names = labels([point.overrides for point in points]) if names is None else names
+    run_dirs = [point.run_dir for point in points]
+    try:
+        seen = read_states(run_dirs)
+    except SlurmError as error:
+        seen = states_in_folders(run_dirs, error)
+    return [
+        _of_seen(shortened(name), point, each) for name, point, each in zip(names, points, seen, strict=True)
+    ]
+
+
+def _of_seen(name: str, point: Point, seen: RunState) -> Row:
+    row = {
+        # The overrides of the last start; the sweep has those of the first.
+        **as_planned(name, point.job, typed_overrides(point.run_dir) or point.overrides),
+        **RunFolder(point.run_dir).row,
+        **newest(point.run_dir),
+        "state": seen.state,
+        "kind": seen.kind,
+        "reason": seen.reason,
+        "run_dir": str(point.run_dir),
+        **({"slow": "; ".join(map(str, seen.slow))} if seen.slow else {}),
+    }
+    return completed(row)
+
+
+def as_planned(name: str, job: Job, overrides: list[str]) -> Row:
+    """Return the row of a job that was not run."""
+    return {
+        "point": name,
+        "state": "planned",
+        "kind": None,
+        "reason": "",
+        "id": job.id,
+        "numerics_id": job.numerics_id,
+        "name": job.name,
+        "world_size": job.world_size,
+        **_typed(overrides),
+        **flatten({"job": job.to_dict()}),
+    }
+
+
+def _typed(overrides: Sequence[str]) -> Row:
+    """Return overrides and command without ``runs_dir``, which is specific to a machine."""
+    own = [each for each in overrides if not each.startswith("runs_dir=")]
+    return {"overrides": own, "command": command_of(own)}
+
+
+def completed(row: Row) -> Row:
+    """Add ``measured.*`` to the row of a completed run that has a throughput."""
+    total = row.get("window.tokens_per_second")
+    if row["state"] != "completed" or total is None:
+        return row
+    rate = total / row["world_size"]
+    low, high = _range_of_steps(row)
+    measured = {
+        "tokens_per_second_per_rank": rate,
+        "low": low,
+        "high": high,
+        "spread": None if low is None or high is None else (high - low) / rate,
+        "step_seconds": row.get("window.step_seconds_median"),
+        "memory_gib": row.get("memory_gib"),
+        "mfu": mfu(rate, row.get("flops_per_token_full"), row.get("peak_flops")),
+    }
+    return {**row, **{f"measured.{name}": value for name, value in measured.items()}}
+
+
+def fastest_first(rows: Iterable[Row]) -> list[Row]:
+    """Sort rows by measured throughput per rank, fastest first; rows without one come last."""
+    return sorted(rows, key=lambda row: -(row.get("measured.tokens_per_second_per_rank") or 0.0))
+
+
+def _range_of_steps(row: Row) -> tuple[float | None, float | None]:
+    """Return the 10th and 90th percentile of steps' tokens/s/rank; for older rows, from step seconds."""
+    low, high = row.get("window.tokens_per_second_p10"), row.get("window.tokens_per_second_p90")
+    fast, slow = row.get("window.step_seconds_p10"), row.get("window.step_seconds_p90")
+    if low is None and fast and slow:
+        tokens = row["window.window_tokens"] / row["window.window_steps"]
+        low, high = tokens / slow, tokens / fast
+    if low is None or high is None:
+        return None, None
+    return low / row["world_size"], high / row["world_size"]
+
+
+def job_of(row: Row) -> Job | None:
+    """Return the job of a row; None for a skipped point.
+
+    Raises:
+        ConfigError: the row is of a version whose jobs had other fields.
+    """
+    plain: dict[str, Any] = {}
+    for key, value in row.items():
+        part, _, name = key.partition(".")
+        if part == "job":
+            *path, leaf = name.split(".")
+            inner = plain
+            for step in path:
+                inner = inner.setdefault(step, {})
+            inner[leaf] = value
+    return from_dict(Job, plain) if plain else None
+
+
+def shortened(label: str) -> str:
+    """Remove the parts of the job from a label's field names: ``parallelism.tp=2`` becomes ``tp=2``."""
+    return _PATH.sub("", label)
+
+
+def read_kept(folder: Path) -> list[Row]:
+    """Read the rows of ``results.jsonl``; empty if there is no such file.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    path = folder / KEPT
+    if not path.is_file():
+        return []
+    rows = []
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        try:
+            row = parse_object(line)
+        except ValueError as error:
+            raise UserError(f"{path}: line {number} is not a JSON object: {error}") from error
+        if missing := [name for name in ("point", "state") if name not in row]:
+            raise UserError(f"{path}: line {number} is not a row of a run: {missing[0]} is missing")
+        rows.append(completed(row))
+    return rows
+
+
+def keep(folder: Path, rows: Iterable[Row]) -> Path:
+    """Write ``results.jsonl`` without fields that are specific to a machine; return its path."""
+    path = folder / KEPT
+    labels = _labels()
+    text = "".join(json.dumps(_kept(row, labels)) + "\n" for row in rows)
+    path.write_text(text)
+    return path
+
+
+def _kept(row: Row, labels: frozenset[str]) -> Row:
+    dropped = ("predicted.", "expected.", "published.", "delta.", "checkpoint.")
+    return {
+        key: value
+        for key, value in row.items()
+        # Keep None for job fields: it is a value, and may differ from the default.
+        if (value is not None or key.startswith("job.")) and not key.startswith(dropped)
+        if key not in _NOT_KEPT and key not in labels
+    }
+
+
+def _labels() -> frozenset[str]:
+    """Return the job fields to drop: labels, except names and where the job ran."""
+    names = (name for name, role, _ in leaves(Job()) if role == LABEL)
+    return frozenset(
+        f"job.{name}"
+        for name in names
+        if not name.startswith("cluster.") and name not in ("name", "model.name")
+    )

@@ -1,0 +1,191 @@
+"""``harness sweep VERB FOLDER``: show, resume, tabulate or cancel a sweep, or single runs."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from harness.compose.arguments import Argument
+from harness.compose.verb import Result, Verb
+from harness.launch.queue import SlurmError
+from harness.launch.queue import cancel as cancel_jobs
+from harness.launch.state import HELD, RunState, read_states, states_in_folders
+from harness.launch.sweep.registry import Point, Registry, labels, points_in
+from harness.launch.sweep.run import log_table, states_of
+from harness.launch.sweep.run import resume as resume_points
+from harness.launch.sweep.study_record import StudyRecord
+from harness.launch.sweep.table import best_in_words, counted, rows_of, table_markdown, table_text, write_csv
+from harness.run.folder import RunFolder
+from harness.tools.inference.evaluate.results import evaluations_markdown, newest
+from harness.tools.verify import verify_all
+from harness.util.errors import EXIT_OK, UserError
+from harness.util.tables import without_html
+
+
+def status(folder: Path, *, verify: bool = False) -> Result:
+    """Show every point: state, step, speed, memory, reason of failure."""
+    points = points_in(folder)
+    code = EXIT_OK
+    try:
+        seen = states_of(points)
+    except SlurmError as error:
+        seen, code = states_in_folders([point.run_dir for point in points], error), error.exit_code
+    skipped = Registry(folder).skipped()
+    study = StudyRecord.read(folder)
+    table = table_text(rows_of(points, seen, study.objective if study else ())) + counted(seen, skipped)
+    table += best_in_words(study, points) if study else ""
+    data: dict[str, Any] = {
+        "points": [_as_dict(point, each) for point, each in zip(points, seen, strict=True)],
+        "skipped": [{"overrides": each.overrides, "reason": each.reason} for each in skipped],
+    }
+    if study is not None:
+        data["study"] = {"objective": study.objective, "direction": study.direction}
+        data["study"]["best"] = [point.overrides for point in study.best_of(points)]
+    if not verify:
+        return Result(data, table, code)
+    sys.stdout.write(table)
+    checkpoints, verified = _verify(seen)
+    return Result(data | {"checkpoints": checkpoints}, code=verified or code)
+
+
+def _as_dict(point: Point, each: RunState) -> dict[str, Any]:
+    """A point as one flat row."""
+    return {
+        "run_dir": each.run_dir,
+        "overrides": point.overrides,
+        "state": each.state,
+        "step": each.step,
+        "steps": each.steps,
+        "kind": each.kind,
+        "reason": each.reason,
+        **({"slow": [asdict(slow) for slow in each.slow]} if each.slow else {}),
+        **(each.facts or {}),
+    }
+
+
+def _verify(seen: Sequence[RunState]) -> tuple[list[dict[str, Any]], int]:
+    """Verify the newest checkpoint of each completed point; return the verdicts and the exit code."""
+    verdicts, code = [], EXIT_OK
+    for each in seen:
+        if each.state == "completed":
+            try:
+                verified = verify_all([str(each.run_dir)], newest=True)
+            except UserError as error:  # the point was configured to save nothing
+                sys.stdout.write(f"{error}\n")
+                continue
+            verdicts += verified.data["checkpoints"]
+            code = max(code, verified.code)
+    return verdicts, code
+
+
+def resume(folder: Path, *, out_of_memory: bool) -> int:
+    """Start the points that are not complete."""
+    study = StudyRecord.read(folder)
+    if study is not None:
+        works = shlex.join(["python", "-m", "harness.train", "-m", *study.command])
+        raise UserError(f"{folder}: {study.sweeper} chooses its points; would work: {works}")
+    return resume_points(Registry.open(folder), out_of_memory=out_of_memory)
+
+
+def collect(folder: Path) -> int:
+    """Write table.csv, table.md and plot.png into the folder."""
+    registry = Registry.open(folder)
+    points = registry.points()
+    seen = states_of(points)
+    study = StudyRecord.read(folder)
+    rows = rows_of(points, seen, study.objective if study else (), full_reasons=True)
+    best = f"\n```text\n{best_in_words(study, points)}```\n" if study else ""
+    results = [{**RunFolder(each.run_dir).row, **newest(each.run_dir)} for each in seen]
+    write_csv(registry.path / "table.csv", points, seen, results)
+    evaluated = evaluations_markdown([row["point"] for row in rows], results)
+    text = f"# {registry.name}\n\n{table_markdown(rows)}{best}{evaluated}{_skipped_in_words(registry)}"
+    (registry.path / "table.md").write_text(without_html(text))
+    written = ["table.csv", "table.md", *(["plot.png"] if _draw(registry) else [])]
+    log_table(registry, [(point, point.job) for point in points], seen)
+    for name in written:
+        sys.stdout.write(f"{registry.path / name}\n")
+    return EXIT_OK
+
+
+def _draw(registry: Registry) -> bool:
+    """Plot throughput and memory of the points, the fastest on top; return whether any has completed."""
+    from harness.tools.report.rows import fastest_first, of_points
+    from harness.util.plots import bars
+
+    rows = fastest_first(of_points(registry.points()))
+    return bars(registry.path / "plot.png", registry.name, [row["point"] for row in rows], rows)
+
+
+def _skipped_in_words(registry: Registry) -> str:
+    skipped = registry.skipped()
+    names = labels([each.overrides for each in skipped], [point.overrides for point in registry.points()])
+    lines = [f"- {name}: {each.reason}\n" for name, each in zip(names, skipped, strict=True)]
+    return "\nSkipped, because they are not valid jobs:\n\n" + "".join(lines) if lines else ""
+
+
+def cancel(folder: Path) -> int:
+    """Cancel waiting and running SLURM jobs; their checkpoints are kept."""
+    points = points_in(folder)
+    seen = read_states([point.run_dir for point in points])
+    busy = [each for each in seen if each.state in HELD]
+    ids = []
+    for each in busy:
+        if each.job_record is not None and each.job_id is not None:
+            replace(each.job_record, job_id=each.job_id, cancelled=True).write(each.run_dir)
+            ids.append(each.job_id)
+    cancel_jobs(ids)
+    sys.stdout.write(f"cancelled {len(ids)} of {len(points)} points\n")
+    here = sum(each.job_record is None for each in busy)
+    if here:
+        sys.stdout.write(f"{here} run on this machine: ^C in their controller's terminal ends them\n")
+    elsewhere = len(busy) - len(ids) - here
+    if elsewhere:
+        raise UserError(
+            f"{elsewhere} points were submitted to SLURM, and there is no squeue here; would work: a login "
+            "node of the cluster"
+        )
+    for each in seen:
+        if each.is_damaged:
+            raise UserError(each.reason)
+    return EXIT_OK
+
+
+def _folder(also: str = "") -> Argument:
+    return Argument("folder", type=Path, help=f"folder of a sweep{also}, e.g. runs/llama3_8b-layouts_8")
+
+
+VERB = Verb(
+    "sweep",
+    parts=(
+        Verb(
+            "status",
+            status,
+            arguments=(
+                _folder(", or of a run"),
+                Argument(
+                    "--verify",
+                    help="also compare the newest checkpoint of each completed point with its checksums",
+                ),
+            ),
+            has_json=True,
+        ),
+        Verb(
+            "resume",
+            resume,
+            arguments=(
+                _folder(),
+                Argument("--out-of-memory", help="also start points that ran out of memory"),
+            ),
+        ),
+        Verb("collect", collect, arguments=(_folder(),)),
+        Verb("cancel", cancel, arguments=(_folder(", or of a run"),)),
+    ),
+)
+main = VERB.main
+
+if __name__ == "__main__":
+    main()

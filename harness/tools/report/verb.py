@@ -1,0 +1,200 @@
+"""``harness report FOLDER``: tables, plots and an HTML page of runs, a sweep or an experiment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from harness.compose.arguments import Argument, report_folder
+from harness.compose.size import COUNTED
+from harness.compose.verb import Result, Verb
+from harness.launch.sweep.registry import FILE as SWEEP
+from harness.launch.sweep.study_record import StudyRecord
+from harness.tools.plan.constants import Calibration
+from harness.tools.report import experiment, of_fits, of_runs, of_tables, phases, rehearsed
+from harness.tools.report.fits import fits_of
+from harness.tools.report.predict import CALIBRATION, calibration_of, with_predictions
+from harness.tools.report.rows import KEPT, Row, keep, load
+from harness.util.document import Report, as_csv, markdown, table_markdown
+from harness.util.errors import UserError
+from harness.util.files import write_atomically
+from harness.util.page import page
+
+TABLES, CSV, PAGE = "tables.md", "table.csv", "index.html"
+OF_PHASES = ("phases.md", "phases.csv", "phases.html")
+OF_FITS = ("fits.md", "fits.csv", "fits.html")
+
+
+def report(
+    folder: Path,
+    *,
+    what: str | None = None,
+    out: Path | None = None,
+    runs: Path | None = None,
+    calibration: Path | None = None,
+    rehearse: bool = False,
+    fits: bool = False,
+    hold_out: int | None = None,
+    counted: str | None = None,
+) -> Result:
+    """Compare published, predicted and measured results, or fit scaling laws: Markdown, CSV, PNG, HTML.
+
+    Raises:
+        UserError: there is nothing to report on in the folder, a flag cannot be combined with another, or a
+            rehearsal failed.
+    """
+    if what is not None:
+        others: dict[str, object] = {"--runs": runs, "--rehearse": rehearse, "--fits": fits}
+        others |= {"--hold-out": hold_out, "--counted": counted}
+        return _phases(folder, out, calibration, others)
+    if fits:
+        if calibration is not None or rehearse:
+            name = "--rehearse" if rehearse else "--calibration"
+            raise UserError(f"{name}: predicts speed and memory, and --fits losses; would work: one of them")
+        return _fits(folder, out, runs, hold_out or 0, counted or COUNTED[0])
+    for name, value in (("--hold-out", hold_out), ("--counted", counted)):
+        if value is not None:
+            raise UserError(f"{name}={value}: is for fits; would work: --fits {name} {value}")
+    if experiment.is_experiment(folder):
+        out = out or folder
+        constants = calibration_of(folder, calibration)
+        tables = experiment.tables_of(folder, runs, constants, rehearse=rehearse)
+        made = _of_experiment(folder, tables, out, constants)
+    else:
+        if rehearse:
+            raise UserError(
+                f"--rehearse: {folder} has no published rows; would work: experiments/llama3_h100"
+            )
+        if runs is not None:
+            raise UserError(f"--runs={runs}: is for experiments; would work: harness report {runs}")
+        source = _source_of(folder)
+        constants = calibration_of(folder, calibration)
+        rows = with_predictions(load(source), constants)
+        out = out or (folder if source != folder else folder / "report")
+        out.mkdir(parents=True, exist_ok=True)
+        made = of_runs.report_of(folder.resolve().name, rows, out, constants, StudyRecord.read(source))
+    return _written(made, out, (TABLES, CSV, PAGE))
+
+
+def _phases(folder: Path, out: Path | None, calibration: Path | None, others: dict[str, object]) -> Result:
+    """Report on the phases of one run."""
+    for name, value in others.items():
+        if value:
+            raise UserError(f"{name}: cannot be combined with phases; would work: one of them")
+    out = out or folder / "report"
+    constants = calibration_of(folder, calibration)
+    made = phases.report_of(folder, out, constants)
+    written = _written(made, out, OF_PHASES)
+    shown = made.sections[0].table
+    assert shown is not None
+    return Result(written.data, f"{table_markdown(shown)}\n\n{written.text}")
+
+
+def _written(made: Report, out: Path, names: tuple[str, str, str]) -> Result:
+    """Write the report as Markdown, CSV and HTML."""
+    for name, text in zip(names, (markdown(made), as_csv(made), page(made, out)), strict=True):
+        write_atomically(out / name, text.encode())
+    summary = [line.removeprefix("- ") for line in made.summary]
+    pictures = [section.picture for section in made.sections if section.picture is not None]
+    files = [str(out / name) for name in (*names, *pictures)]
+    return Result(
+        {"title": made.title, "summary": summary, "files": files, "rows": list(made.rows)},
+        "".join(f"{line}\n" for line in [*summary, *files]),
+    )
+
+
+def _fits(folder: Path, out: Path | None, runs: Path | None, hold_out: int, counted: str) -> Result:
+    """Fit scaling laws to the runs of a folder; those of an experiment are kept in it."""
+    if hold_out < 0:
+        raise UserError(f"--hold-out={hold_out}: must be at least 0; would work: --hold-out 1")
+    is_experiment = experiment.is_experiment(folder)
+    rows = _rows_of_experiment(folder, runs) if is_experiment else load(_source_of(folder))
+    made = fits_of(rows, counted=counted, hold_out=hold_out)
+    out = out or (folder if is_experiment else folder / "report")
+    out.mkdir(parents=True, exist_ok=True)
+    if is_experiment:
+        keep(out, [row for row in rows if row["state"] in ("completed", "failed")])
+    return _written(of_fits.report_of(folder.resolve().name, made, rows, counted, out), out, OF_FITS)
+
+
+def _rows_of_experiment(folder: Path, runs: Path | None) -> list[Row]:
+    """Return the rows of the experiment's sweeps in the folder of runs; without them, the kept ones."""
+    spaces = [Path(runs or "runs") / name for name in experiment.names_of(folder)]
+    found = [row for space in spaces if (space / SWEEP).is_file() for row in load(space)]
+    return found or load(folder)
+
+
+def _source_of(folder: Path) -> Path:
+    """Return the folder with the rows; for an experiment that is a program, its folder in runs/."""
+    left = Path("runs") / folder.resolve().name
+    is_program = experiment.option_of(folder) is not None and not (folder / KEPT).is_file()
+    return left if is_program and left.is_dir() else folder
+
+
+def _of_experiment(
+    folder: Path, tables: list[experiment.Table], out: Path, calibration: Calibration | None
+) -> Report:
+    out.mkdir(parents=True, exist_ok=True)
+    measured = experiment.measured_rows(tables)
+    if measured:
+        keep(out, measured)
+    title = folder.resolve().name
+    if any(table.source for table in tables):
+        return of_tables.report_of(title, tables, out, calibration)
+    return of_runs.report_of(title, [row for table in tables for row in table.rows], out, calibration)
+
+
+VERB = Verb(
+    "report",
+    report,
+    arguments=(
+        Argument(
+            "folder",
+            type=Path,
+            help="an experiment (experiments/llama3_h100), or runs (runs/NAME of a sweep or of single runs)",
+        ),
+        Argument(
+            "what",
+            nargs="?",
+            choices=("phases",),
+            help="of the folder of one run with `profiling.phases=true`: where the time of its steps went",
+        ),
+        Argument(
+            "--out",
+            type=report_folder,
+            help="output folder; default: the experiment's folder, or report/ in a folder of runs",
+        ),
+        Argument("--runs", type=Path, help="folder of an experiment's runs; default: runs/"),
+        Argument(
+            "--calibration",
+            type=Path,
+            help="calibration file of the measured machine, written by harness plan calibrate=FOLDER; "
+            f"default: {CALIBRATION} in the folder. Machines of published tables are predicted without it",
+        ),
+        Argument(
+            "--rehearse",
+            help=f"of published rows: rehearse the jobs that {rehearsed.FILE} does not have, on a machine "
+            "without a GPU (`make rehearsal`)",
+        ),
+        Argument(
+            "--fits",
+            help="fit scaling laws to the losses of runs of several sizes (`sweep=ladder`, `sweep=isoflop`), "
+            "and predict runs that have not completed",
+        ),
+        Argument(
+            "--hold-out",
+            type=int,
+            metavar="COUNT",
+            help="with `--fits`: leave the runs of this many of the largest computes out, and predict them",
+        ),
+        Argument(
+            "--counted",
+            choices=COUNTED,
+            help="with `--fits`: parameters that count, as in `scale.counted`; default: non_embedding",
+        ),
+    ),
+    has_json=True,
+)
+main = VERB.main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Experiments on the harness's own numbers: converge, coordcheck, bench."""

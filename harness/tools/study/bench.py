@@ -1,0 +1,301 @@
+"""``harness bench``: measure the speed of a job on this machine, alone or against variants.
+
+Every round runs each job once, from a cold start, as ``harness.train`` would start it. The order alternates
+between rounds, so that a drift of the machine's speed affects all jobs. Compare jobs by their ratio within a
+round. The first steps of a run do not count (``metrics.warmup_steps``).
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from harness.compose.composer import compose_job
+from harness.compose.verb import Result, Verb
+from harness.config.fields import label, part
+from harness.config.job import Job
+from harness.metrics.jsonl import MetricsFile
+from harness.metrics.result import flatten
+from harness.run.folder import RunFolder
+from harness.util.errors import EXIT_INTERRUPTED, EXIT_OK, STOPPED, ConfigError, UserError
+from harness.util.launcher_env import launched_ranks
+
+EXIT_FAILED = 1
+BASE = "base"
+Row = dict[str, Any]
+Name = TypeVar("Name")
+
+RATE = "tokens_per_second"
+# Measured quantities: label on the screen, name in the file, field of a run's row, number format.
+QUANTITIES = (
+    ("tokens/s", RATE, "window.tokens_per_second", ",.1f"),
+    ("tokens/s per rank", "tokens_per_second_per_rank", "tokens_per_second_per_rank", ",.1f"),
+    ("step seconds", "step_seconds", "window.step_seconds_median", ".4g"),
+    ("seconds to the first step", "first_step_seconds", "first_step_seconds", ".1f"),
+    ("peak memory, GiB", "memory_gib", "memory_gib", ".2f"),
+    ("MFU", "mfu", "mfu", ".1%"),
+    ("MFU, causal half", "mfu_causal", "mfu_causal", ".1%"),
+)
+# Fields that a row of bench.jsonl copies from the row of a run.
+FACTS = (
+    *("id", "numerics_id", "name", "exit_reason", "world_size", "device", "parameters"),
+    *("flops_per_token_full", "flops_per_token_causal", "peak_flops", "peak_origin"),
+)
+GROUPS_OF_FACTS = ("error.", "job.", "code.", "host.")
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """Number of rounds, variants and output file of a measurement."""
+
+    rounds: int = label(3, least=1)
+    """Number of runs of every job."""
+    variants: dict[str, str] = label(factory=dict)
+    """Variants to compare with the job: name -> additional overrides, separated by spaces."""
+    out: str = label("runs/bench.jsonl", written="file")
+    """File to append a row per job to."""
+
+    def validate(self) -> None:
+        """Raise ConfigError for a variant named like the job itself."""
+        if BASE in self.variants:
+            rule = "this is the name of the job itself"
+            raise ConfigError(f"bench.variants.{BASE}", self.variants[BASE], rule, "another name")
+
+
+@dataclass(frozen=True)
+class BenchJob(Job):
+    """A job plus the options of the measurement."""
+
+    bench: BenchConfig = part(BenchConfig)
+    """Rounds, variants and output file."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A job to measure, and the overrides that compose it."""
+
+    job: Job
+    overrides: list[str]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and range of one quantity over the rounds."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float | None]) -> Spread | None:
+        """Median and range of the values that are not None; None if there are none."""
+        known = [value for value in values if value is not None]
+        return cls(statistics.median(known), min(known), max(known)) if known else None
+
+    def shown(self, form: str) -> tuple[str, str]:
+        """The median and the range, formatted."""
+        return format(self.median, form), f"{self.low:{form}} to {self.high:{form}}"
+
+
+def bench(job: BenchJob, overrides: list[str]) -> int | Result:
+    """Measure a job and its variants; append a row for each to ``bench.out``."""
+    if launched_ranks() is not None:
+        raise UserError("harness bench starts the ranks itself; start it without torchrun")
+    config = job.bench
+    config.validate()
+    variants = compose_variants(config, overrides)
+    out = Path(config.out)
+    sys.stderr.write(
+        f"{job.name}: {config.rounds} rounds of {', '.join(variants)}; "
+        f"the first {job.metrics.warmup_steps} of {job.steps} steps do not count\n"
+    )
+    began, rows = time.time(), measure(variants, config.rounds)
+    if rows is None:
+        return EXIT_INTERRUPTED
+    summaries = [
+        {"time": began, **summary(name, rows, variant.overrides)} for name, variant in variants.items()
+    ]
+    file = MetricsFile(out)
+    for each in summaries:
+        file.write(each)
+    file.close()
+    return Result(
+        {"rows": summaries, "out": out},
+        f"{report(rows)}rows appended to {out}\n",
+        EXIT_FAILED if any(failure_of(each) for each in rows.values()) else EXIT_OK,
+    )
+
+
+def compose_variants(config: BenchConfig, overrides: list[str]) -> dict[str, Variant]:
+    """Compose the job and then its variants, each with a run folder of its own.
+
+    Raises:
+        UserError: naming a variant that is invalid or cannot be measured.
+    """
+    variants, common = {}, [each for each in overrides if not each.lstrip("+").startswith("bench.")]
+    for name, additional in {BASE: "", **config.variants}.items():
+        own = [*common, *additional.split()]
+        try:
+            composed = compose_job(own, config_name="bench", schema=BenchJob)
+            check_measurable(composed)
+        except UserError as error:
+            raise error if name == BASE else UserError(f"bench.variants.{name}: {error}") from error
+        runs_dir = str(Path(composed.runs_dir) / "bench")
+        variants[name] = Variant(replace(composed.plain, runs_dir=runs_dir), own)
+    return variants
+
+
+def check_measurable(job: Job) -> None:
+    """Raise ConfigError for jobs that run elsewhere, resume from an earlier round, or have too few steps."""
+    if job.cluster.kind != "local":
+        rule = "bench measures the machine that it runs on, also inside a SLURM allocation"
+        raise ConfigError("cluster.kind", job.cluster.kind, rule, "cluster=local, in an allocation")
+    if job.checkpoint.enable:
+        rule = "a round would resume from the checkpoint of the round before"
+        raise ConfigError("checkpoint.enable", True, rule, "false")
+    if job.steps <= job.metrics.warmup_steps:
+        raise ConfigError(
+            "training.steps",
+            job.steps,
+            f"the first metrics.warmup_steps={job.metrics.warmup_steps} do not count",
+            f"at least {job.metrics.warmup_steps + 1}",
+        )
+
+
+def order_of(names: Sequence[Name], number: int) -> list[Name]:
+    """The order of jobs in a round: as given in even rounds, reversed in odd ones."""
+    return list(names) if number % 2 == 0 else list(reversed(names))
+
+
+def measure(variants: Mapping[str, Variant], rounds: int) -> dict[str, dict[int, Row]] | None:
+    """Run all jobs round by round; a job that fails is left out of further rounds.
+
+    Returns:
+        The rows of the runs by name and round; None if the user interrupted.
+    """
+    rows: dict[str, dict[int, Row]] = {name: {} for name in variants}
+    for number in range(rounds):
+        for name in order_of(list(variants), number):
+            if failure_of(rows[name]):
+                continue
+            code, row = run_once(variants[name])
+            if code in STOPPED:
+                return None
+            rows[name][number] = row
+            failure = failure_of(rows[name])
+            result = failure or f"{row[FIELDS[RATE]]:,.1f} tokens/s"
+            sys.stderr.write(f"round {number + 1} of {rounds}: {name}: {result}\n")
+    return rows
+
+
+def run_once(variant: Variant) -> tuple[int, Row]:
+    """Run a job from a cold start, in new processes; return its exit code and its row."""
+    from harness.launch.local import launch
+
+    folder = RunFolder(variant.job.run_dir)
+    folder.begin(variant.job, variant.overrides)
+    code = launch(variant.job, folder, apart=True)
+    return code, folder.row
+
+
+FIELDS = {name: field for _, name, field, _ in QUANTITIES}
+
+
+def failure_of(rows: Mapping[int, Row]) -> str:
+    """Error of a job's last run in one line; empty if it completed."""
+    row = rows[max(rows)] if rows else {}
+    if row.get("exit_reason", "completed") == "completed":
+        return ""
+    message = str(row.get("error.message", "")).strip()
+    return f"FAILED ({row.get('error.kind', 'unknown')}): {message.splitlines()[0] if message else ''}"
+
+
+def completed(rows: Mapping[int, Row]) -> dict[int, Row]:
+    """The rows of completed runs, by round."""
+    return {number: row for number, row in rows.items() if row.get("exit_reason") == "completed"}
+
+
+def ratios(rows: Mapping[int, Row], base: Mapping[int, Row]) -> list[float]:
+    """Tokens per second relative to the base, for every round that both completed."""
+    ours, theirs = ({n: row[FIELDS[RATE]] for n, row in completed(each).items()} for each in (rows, base))
+    return ratios_by_round(ours, theirs)
+
+
+def ratios_by_round(ours: Mapping[int, float], theirs: Mapping[int, float]) -> list[float]:
+    """Ratio of one quantity, for every round that has both."""
+    return [ours[number] / theirs[number] for number in ours if number in theirs]
+
+
+def summary(name: str, rows: Mapping[str, Mapping[int, Row]], overrides: list[str]) -> Row:
+    """The flat row of one job: measurements over the rounds, the job, versions and hardware."""
+    own = rows[name]
+    done, last = completed(own), own[max(own)]
+    measured: Row = {}
+    for _, quantity, field, _ in QUANTITIES:
+        values = [row.get(field) for row in done.values()]
+        spread = Spread.of(values)
+        measured[quantity] = {
+            "median": spread and spread.median,
+            "min": spread and spread.low,
+            "max": spread and spread.high,
+            "rounds": values,
+        }
+    if name != BASE:
+        found = ratios(own, rows[BASE])
+        spread = Spread.of(found)
+        measured["ratio"] = {
+            "to": BASE,
+            "median": spread and spread.median,
+            "min": spread and spread.low,
+            "max": spread and spread.high,
+            "rounds": found,
+        }
+    facts = {key: last.get(key) for key in FACTS}
+    facts |= {key: value for key, value in last.items() if key.startswith(GROUPS_OF_FACTS)}
+    return flatten({"variant": name, "overrides": overrides, "rounds": len(done), **measured, **facts})
+
+
+def report(rows: Mapping[str, Mapping[int, Row]]) -> str:
+    """The printed report: a block for every job, then the ratios."""
+    blocks = [_block(name, own) for name, own in rows.items()]
+    others = [name for name in rows if name != BASE]
+    if others:
+        lines = [f"tokens/s over {BASE}'s, round by round"]
+        for name in others:
+            spread = Spread.of(ratios(rows[name], rows[BASE]))
+            median, between = spread.shown(".3f") if spread else ("-", "no round that both completed")
+            lines.append(f"  {name:<26} {median:>12}   {between}")
+        blocks.append("\n".join(lines) + "\n")
+    return "".join(blocks)
+
+
+def _block(name: str, rows: Mapping[int, Row]) -> str:
+    """Median and range of each quantity of one job, or its error."""
+    last = rows[max(rows)]
+    size = last.get("world_size")
+    ranks = f"{size} rank{'' if size == 1 else 's'}"
+    failure = failure_of(rows)
+    if failure:
+        return f"{name} ({ranks})\n  {failure}\n"
+    lines = [f"{name} ({ranks} on {last.get('device')})"]
+    for shown, _, field, form in QUANTITIES:
+        spread = Spread.of([row.get(field) for row in rows.values()])
+        if spread is not None:
+            median, between = spread.shown(form)
+            lines.append(f"  {shown:<26} {median:>12}   {between}")
+        elif field == "mfu":
+            lines.append(f"  {shown:<26} {'-':>12}   {last.get('peak_origin')}")
+    return "\n".join(lines) + "\n"
+
+
+VERB = Verb("bench", bench, job=BenchJob, has_json=True)
+main = VERB.main
+
+
+if __name__ == "__main__":
+    main()

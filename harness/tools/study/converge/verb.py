@@ -1,0 +1,90 @@
+"""``harness converge``: show that techniques train as well as a control.
+
+The same job is trained under techniques (layouts, precisions, schedules, recomputation, compilation) and
+without them, each with several seeds, as a sweep: the same command again starts the runs that are not
+complete. Loss curves are compared in pairs of equal seed, and every technique gets a verdict.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from harness.compose.verb import Result, Verb
+from harness.launch.sweep.run import sweep
+from harness.tools.study.converge.config import CONTROL, TWIN, ConvergeJob
+from harness.tools.study.converge.curves import read_curves
+from harness.tools.study.converge.judge import EQUAL, judge
+from harness.tools.study.converge.points import Technique, compose_techniques
+from harness.tools.study.converge.render import SHORT, SKIPPED, Compared, report_of
+from harness.util.document import as_csv, markdown
+from harness.util.errors import EXIT_OK, STOPPED, UserError
+from harness.util.files import write_atomically
+from harness.util.launcher_env import launched_ranks
+from harness.util.page import page
+from harness.util.tables import aligned
+
+EXIT_DIFFERS = 1
+
+
+def converge(job: ConvergeJob, overrides: list[str]) -> int | Result:
+    """Run what is missing, compare the curves and write the report."""
+    if launched_ranks() is not None:
+        raise UserError("harness converge starts the ranks itself; start it without torchrun")
+    job.converge.validate(job)
+    techniques = compose_techniques(job, overrides)
+    code = sweep([run for technique in techniques for run in technique.runs.values()])
+    if code in STOPPED or job.cluster.dry_run:
+        return code
+    compared = compare(techniques, job)
+    if not compared:
+        sys.stderr.write("no run of the control has ended; the same command again compares the curves\n")
+        return Result({"rows": [], "summary": [], "report": None}, code=code)
+    out = Path(job.converge.out or Path(job.runs_dir) / job.name / "converge")
+    out.mkdir(parents=True, exist_ok=True)
+    command = shlex.join(["python", "-m", "harness", "converge", *overrides])
+    made = report_of(job.name, compared, job.converge, out, command)
+    texts = {"tables.md": markdown(made), "table.csv": as_csv(made), "index.html": page(made, out)}
+    for name, text in texts.items():
+        write_atomically(out / name, text.encode())
+    cells = [{column.heading: column.cell(row) for column in SHORT} for row in made.rows]
+    lines = "".join(f"{line}\n" for line in (*made.summary, out / "tables.md"))
+    words = {each.word for each in compared} - {SKIPPED}
+    return Result(
+        {"rows": made.rows, "summary": made.summary, "report": str(out / "tables.md")},
+        aligned(cells, left=("technique", "verdict", "reason"), indent="") + lines,
+        code=EXIT_OK if words == {CONTROL, EQUAL} else EXIT_DIFFERS,
+    )
+
+
+def compare(techniques: Sequence[Technique], job: ConvergeJob) -> list[Compared]:
+    """Read the curves of all techniques and compare them with those of the first, the control.
+
+    Returns:
+        The techniques in their order; empty if no run of the control has ended.
+
+    Raises:
+        UserError: the control has failed with every seed that has ended.
+    """
+    control = read_curves(techniques[0])
+    if not control.curves.losses:
+        if control.has_failed:
+            raise UserError(f"the control failed: {next(iter(control.missing.values()))}")
+        return []
+    found = {each.name: read_curves(each, control.curves) for each in techniques[1:] if not each.skipped}
+    curves = {name: each.curves for name, each in found.items() if each.curves.losses}
+    twin = found[TWIN].curves if TWIN in found else None
+    verdicts = judge(control.curves, twin, curves, job.converge)
+    return [
+        Compared(techniques[0], control),
+        *(Compared(each, found.get(each.name), verdicts.get(each.name)) for each in techniques[1:]),
+    ]
+
+
+VERB = Verb("converge", converge, job=ConvergeJob, has_json=True)
+main = VERB.main
+
+if __name__ == "__main__":
+    main()

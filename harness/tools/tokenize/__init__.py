@@ -1,0 +1,1 @@
+"""Tokenize a source once, for any number of jobs: ``harness tokenize``."""

@@ -1,0 +1,1 @@
+"""The training loop on one rank."""

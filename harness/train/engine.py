@@ -1,0 +1,357 @@
+"""The model, its optimizer and one optimizer step, on one rank of any layout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from operator import itemgetter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from harness.config.fields import with_value
+from harness.config.job import Job
+from harness.data.batch import AnyBatch, Batch
+from harness.data.prefetch import count_valid, place
+from harness.metrics.phases import SUMS
+from harness.model.architecture import architecture_of
+from harness.model.part import ModelPart
+from harness.model.spec import tensors
+from harness.optimizer.base import drops_on_device, parts_of
+from harness.optimizer.build import build_optimizer, build_schedule
+from harness.optimizer.in_backward import UpdateInBackward
+from harness.optimizer.settings import exchanges
+from harness.parallelism.balance import Balance
+from harness.parallelism.clip import clip_gradients, local_squares, reduce_partial_gradients
+from harness.parallelism.execute import Executor, computes_loss, set_length
+from harness.parallelism.fsdp import reshard
+from harness.parallelism.mesh import Mesh, build_mesh, stage_group
+from harness.parallelism.parallelize import build_model_parts
+from harness.precision.swap import precompute_scales
+from harness.train.mixture_loss import LossSum, SourceLosses
+from harness.train.step_outcome import HOST, StepOutcome
+from harness.util.annotation import annotated
+from harness.util.errors import LostGradientError
+
+
+class Engine:
+    """Model parts, optimizer and schedule of this rank.
+
+    All ranks construct it and call its methods together. The values it returns are sums over the world, so
+    that every rank decides the same.
+
+    Args:
+        job: the resolved job.
+        device: device of this rank.
+        built: its mesh and model parts, if they exist already.
+    """
+
+    def __init__(
+        self, job: Job, device: torch.device, built: tuple[Mesh, list[ModelPart]] | None = None
+    ) -> None:
+        self.job, self.device = job, device
+        if built is None:
+            mesh = build_mesh(job.parallelism, device, has_experts=job.model.moe.enabled)
+            built = mesh, build_model_parts(job, mesh, device)
+        self.mesh, self.parts = built
+        self.architecture = architecture_of(job.model)
+        self.loss = self.architecture.build_loss(job, self.mesh, self.parts)
+        self.sources = SourceLosses(job, self.loss)
+        self.balance = Balance(job, self.parts, device)
+        self.length = job.training.seq_len
+        self.executor = self._build_executor(job)
+        self._executors = {self.length: self.executor}
+        self._parameters = [list(part.parameters()) for part in self.parts]
+        self.parameters: list[Tensor] = [
+            parameter for parameters in self._parameters for parameter in parameters
+        ]
+        specs = tensors(job.model)
+        group = stage_group(self.mesh) if exchanges(job.optimizer, specs.values()) else None
+        self.optimizer = build_optimizer(job.optimizer, self.named_parameters(), specs, group)
+        in_backward = job.optimizer.in_backward
+        self.updater = (
+            UpdateInBackward(self.optimizer, self.parameters, self.mesh, device) if in_backward else None
+        )
+        self.schedule = build_schedule(job.schedule, self.optimizer, job.schedule.curve_steps(job.steps))
+        self.weights_changed = True
+        self._gradients_checked = False
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters (or shards) that this rank holds, under their names in the full model.
+
+        Call it between steps: while FSDP has gathered a module, its parameters are temporary copies in
+        ``precision.param_dtype``.
+        """
+        for part, parameters in zip(self.parts, self._parameters, strict=True):
+            for (name, found), parameter in zip(part.named_parameters(), parameters, strict=True):
+                assert found is parameter, f"{name} is gathered"
+                yield name, parameter
+
+    @property
+    def rows(self) -> range:
+        """Rows of the global batch that this rank processes."""
+        share = self.job.global_batch_size // self.job.parallelism.data_parallel
+        return range(self.mesh.data_rank * share, (self.mesh.data_rank + 1) * share)
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether this rank counts the tokens of its rows: true on one rank per data-parallel group."""
+        return self.has_loss and self.mesh.rank("cp") == 0
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether this rank contributes the loss of its positions to the global sum.
+
+        With a pipeline it is the rank with the output projection, which is the first one in V-shaped
+        schedules.
+        """
+        return computes_loss(self.mesh, self.parts)
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next update, before the factors of parameter groups."""
+        return self.job.optimizer.lr * self.schedule.lr_lambdas[0](self.schedule.last_epoch)
+
+    def set_schedule(self, steps: int) -> None:
+        """Move the schedule to its state after ``steps`` updates, with the learning rates of this job."""
+        self.schedule.last_epoch = steps
+        factors = zip(self.schedule.base_lrs, self.schedule.lr_lambdas, strict=True)
+        rates = [base * factor(steps) for base, factor in factors]
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        self.schedule._last_lr = rates
+
+    def gradients(
+        self, batch: AnyBatch, *, stop_requested: bool = False, beside: Sequence[float] = ()
+    ) -> StepOutcome:
+        """Compute the gradients of one global batch; with optimizer.in_backward, also update.
+
+        Args:
+            batch: this rank's rows of it, in host memory; their number and length follow the schedule.
+            stop_requested: whether this rank was asked to stop; summed together with the token counts.
+            beside: more values to sum over the world; their sums are the outcome's.
+        """
+        self._scale_weights()
+        num_rows, length = batch.shape
+        self._set_length(length)
+        self.balance.set_size(num_rows * self.job.parallelism.data_parallel, length)
+        local_tokens = count_valid(batch)
+        # Summed in host memory: on the device this would wait for the previous step.
+        counted = [local_tokens, *self.sources.tokens(batch)]
+        tokens = counted if self.counts_tokens else [0] * len(counted)
+        summed = self.world_sum([float(stop_requested), *tokens, *beside], HOST)
+        (stops, valid_tokens, *source_tokens), beside = summed[: 1 + len(tokens)], summed[1 + len(tokens) :]
+        # The loss of a batch without valid tokens is 0, not 0/0.
+        self.loss.denominator = max(1.0, valid_tokens)
+        with annotated("forward_backward"):
+            batch = place(batch, self.device)
+            pieces = split_batch(batch, self.job.local_batch_size)
+            losses = torch.zeros(1 + self.job.model.mtp.depth, device=self.device)
+            with self.sources.recorded(batch) as row_losses:
+                for i, piece in enumerate(pieces):
+                    losses = losses + self.executor.forward_backward(piece, last=i + 1 == len(pieces))
+            # With multi-token prediction every other loss is that of the token after the next.
+            all_losses = [*losses, *self.sources.losses(batch, row_losses[:: len(losses)])]
+        if not self._gradients_checked:
+            self._check_gradients()
+        with annotated("gradient_norm"):
+            squares = self._squares()
+            own = all_losses if self.has_loss else [0.0] * len(all_losses)
+            sums = self.world_total([squares.sum(), *own])
+        reports_loss = self.counts_tokens and local_tokens > 0
+        return StepOutcome(
+            sums,
+            self._loss_of_sequences(losses[0]),
+            squares,
+            valid_tokens=int(valid_tokens),
+            source_tokens=list(map(int, source_tokens)),
+            local_weight=self.loss.denominator / local_tokens if reports_loss else None,
+            stop_requested=stops > 0,
+            beside=beside,
+        )
+
+    def _build_executor(self, job: Job) -> Executor:
+        return self.architecture.build_executor(job, self.mesh, self.parts, self.loss, self.device)
+
+    def _set_length(self, length: int) -> None:
+        """Make the parts compute sequences of another length, and choose the executor for it."""
+        if length == self.length:
+            return
+        self.length = length
+        set_length(self.parts, self.job.parallelism, self.mesh, length)
+        if length not in self._executors:
+            # The executor for full length, which validation uses, stays; a pipeline's has buffers.
+            longest = self.job.training.seq_len
+            job = with_value(self.job, "training.seq_len", length)
+            self._executors = {
+                longest: self._executors[longest],
+                length: self._build_executor(job),
+            }
+        self.executor = self._executors[length]
+
+    @property
+    def skips_on_device(self) -> bool:
+        """Whether the device drops an update that is not finite, without the host."""
+        if self.job.parallelism.cpu_offload:
+            return False
+        return drops_on_device(self.optimizer, self.device)
+
+    @property
+    def asks_for_norm(self) -> bool:
+        """Whether the host needs the norm before the update, and so waits for it.
+
+        Yes on a CPU (no wait there), with offloaded parameters (updated on the host), and with
+        ``debug.non_finite=skip`` for optimizers that cannot drop an update on the device.
+        """
+        if self.skips_on_device:
+            return False
+        on_host = self.device.type == "cpu" or self.job.parallelism.cpu_offload
+        return on_host or self.job.debug.non_finite == "skip"
+
+    def update(self, norm: Tensor | float) -> None:
+        """Clip, update the parameters (unless backward did) and advance the schedule.
+
+        If the norm is not finite, only the schedule advances, so that the learning rate follows the step.
+        (A run that then stops may have updated nevertheless: see ``asks_for_norm``.)
+
+        Args:
+            norm: gradient norm; a tensor on the device avoids a wait.
+        """
+        self.weights_changed = True
+        self.balance.update_biases()
+        if self.updater is not None:
+            return self._end_step()
+        if self.skips_on_device:
+            norm = torch.full((), norm, device=self.device) if isinstance(norm, float) else norm
+            found_inf = (~norm.isfinite()).float()
+            for part in parts_of(self.optimizer):
+                # Attribute of fused optimizers: if it is 1, the kernel changes nothing.
+                part.found_inf = found_inf  # type: ignore[attr-defined]
+        elif self.asks_for_norm:
+            norm = float(norm)
+            if not math.isfinite(norm):
+                return self._skip_update()
+        with annotated("optimizer"):
+            clip_gradients(self.parameters, norm, self.job.training.max_norm)
+            self.optimizer.step()
+            self._end_step()
+
+    def _skip_update(self) -> None:
+        # torch warns if a scheduler steps before its optimizer; here that is intended.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        self._end_step()
+
+    def _end_step(self) -> None:
+        self.schedule.step()
+        self.optimizer.zero_grad()
+
+    def evaluate(self, batch: AnyBatch) -> list[LossSum]:
+        """Return the loss of one global batch, and of a mixture that of each source; no gradients."""
+        self._scale_weights()
+        self._set_length(batch.shape[1])
+        self.loss.denominator = 1.0
+        loss = torch.zeros((), device=self.device)
+        batch = place(batch, self.device)
+        with self.sources.recorded(batch) as row_losses:
+            for piece in split_batch(batch, self.job.local_batch_size):
+                loss = loss + self.executor.forward(piece)
+        for part in self.parts:
+            reshard(part)  # without a backward pass FSDP leaves some modules gathered
+        losses = [loss, *self.sources.losses(batch, row_losses)]
+        tokens = [count_valid(batch), *self.sources.tokens(batch)]
+        own = [*(losses if self.has_loss else [0.0] * len(losses))]
+        own += tokens if self.counts_tokens else [0] * len(tokens)
+        total = self.world_sum(own)
+        return [LossSum(*each) for each in zip(total[: len(tokens)], total[len(tokens) :], strict=True)]
+
+    def score(self, batch: Batch) -> Tensor:
+        """Score each row of a batch of ``local_batch_size`` rows in host memory, as ``Executor.score``."""
+        self._scale_weights()
+        self._set_length(self.job.training.seq_len)
+        scores = self.executor.score(place(batch, self.device))
+        for part in self.parts:
+            reshard(part)
+        return scores
+
+    def world_sum(self, values: Sequence[Tensor | float], device: torch.device | None = None) -> list[float]:
+        """Sum each value over all ranks, in float64, on ``device`` (default: the compute device)."""
+        if self.job.world_size == 1 and device is HOST:
+            return list(map(float, values))
+        return self.world_total(values, device).tolist()
+
+    def world_total(self, values: Sequence[Tensor | float], device: torch.device | None = None) -> Tensor:
+        """Like ``world_sum``, but leave the result on the device, so that the host does not wait."""
+        return self._reduce(values, dist.ReduceOp.SUM, device or self.device)
+
+    def world_max(self, values: Sequence[Tensor | float]) -> list[float]:
+        """Maximum of each value over all ranks."""
+        if self.job.world_size == 1:
+            return list(map(float, values))
+        return self._reduce(values, dist.ReduceOp.MAX, HOST).tolist()
+
+    def _reduce(
+        self, values: Sequence[Tensor | float], operation: dist.ReduceOp.RedOpType, device: torch.device
+    ) -> Tensor:
+        with annotated(SUMS):
+            packed = torch.stack([_scalar(value, device) for value in values])
+            if self.job.world_size > 1:
+                dist.all_reduce(packed, op=operation)
+        return packed
+
+    def _squares(self) -> Tensor:
+        """Return this rank's share of each gradient's squared norm."""
+        if self.updater is not None:
+            return self.updater.take_squares()
+        reduce_partial_gradients(self.parameters)
+        return local_squares(self.parameters, self.mesh, self.device)
+
+    def _check_gradients(self) -> None:
+        """Check, after the first backward pass of the process, that every parameter has a gradient.
+
+        Raises:
+            LostGradientError: a parameter has none.
+        """
+        lost = [
+            name
+            for index, (name, parameter) in enumerate(self.named_parameters())
+            if parameter.requires_grad
+            and (parameter.grad is None if self.updater is None else index not in self.updater.updated)
+        ]
+        if lost:
+            raise LostGradientError(lost)
+        self._gradients_checked = True
+
+    def _loss_of_sequences(self, loss: Tensor) -> Tensor:
+        """Loss of complete sequences: the sum over context-parallel ranks."""
+        if self.job.parallelism.cp == 1 or not self.has_loss:
+            return loss
+        loss = loss.double()
+        with annotated("cp.all_reduce"):
+            dist.all_reduce(loss, group=self.mesh.group("cp"))
+        return loss
+
+    def _scale_weights(self) -> None:
+        """Compute the scales of weights that are gathered in float8, once after each change.
+
+        Otherwise FSDP takes the maximum over its shards at every gather. With tensor parallel these cover
+        only part of the weight, and each part would get a scale of its own.
+        """
+        precision = self.job.precision
+        wanted = precision.precompute_float8_dynamic_scale_for_fsdp or self.job.parallelism.tp > 1
+        if precision.enable_fsdp_float8_all_gather and wanted and self.weights_changed:
+            precompute_scales(self.parts)
+        self.weights_changed = False
+
+
+def _scalar(value: Tensor | float, device: torch.device) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.to(device, torch.float64)
+    # Filled on the device: copying a number there makes the host wait.
+    return torch.full((), value, dtype=torch.float64, device=device)
+
+
+def split_batch(batch: AnyBatch, rows: int) -> list[Any]:
+    """Split a batch into pieces of ``rows`` rows."""
+    return [batch.each(itemgetter(slice(i, i + rows))) for i in range(0, batch.shape[0], rows)]

@@ -1,0 +1,86 @@
+"""How a run ended: find the cause of a failure, choose the exit code, and complete the row."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from typing import Any
+
+from harness.checkpoint.resume import can_resume
+from harness.config.failures import VICTIMS
+from harness.config.job import Job
+from harness.run.folder import RunFolder
+from harness.train.missing_ranks import absent_ranks
+from harness.train.process import FLIGHT_RECORDER
+from harness.util.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RESUMABLE, STOPPED
+
+
+def finish_run(
+    job: Job, folder: RunFolder, code: int, *, quiet: bool = False, row_seconds: float = 0.0
+) -> int:
+    """Find and show the cause of a failure, complete the run's row, and return the exit code.
+
+    Args:
+        job: the resolved job.
+        folder: its run folder.
+        code: exit code of the ranks.
+        quiet: print nothing.
+        row_seconds: how long to wait for the row of rank 0, which has more fields.
+    """
+    error = folder.first_error() if code != EXIT_OK else None
+    if code in STOPPED and error is not None and error["kind"] in VICTIMS:
+        # Ranks that stop or are killed at different moments cause errors in each other, not failures.
+        error = None
+    if error is not None and error["kind"] == "collective_timeout":
+        error = _name_absent(folder, error)
+    if error is not None:
+        code = error["exit_code"]
+        if not quiet:
+            sys.stderr.write(format_failure(error, job.world_size, folder))
+            sys.stderr.flush()
+    if code in STOPPED and folder.is_cancelled:
+        code = EXIT_INTERRUPTED
+    elif code == EXIT_INTERRUPTED and can_resume(job, folder.path):
+        code = EXIT_RESUMABLE  # from an earlier checkpoint, not from where it was stopped
+    reason = "completed" if code == EXIT_OK else "interrupted" if code in STOPPED else "failed"
+    folder.wait_for_result(row_seconds)
+    try:
+        folder.ensure_result(job, reason, code)
+    except Exception:
+        # The cause has been shown; failing to write it is secondary.
+        traceback.print_exc()
+    return code
+
+
+def _name_absent(folder: RunFolder, error: dict[str, Any]) -> dict[str, Any]:
+    """Add the ranks that did not reach the collective to the error of the rank that waited for them."""
+    absent = absent_ranks(folder.path, error)
+    if not absent or "absent_ranks" in error:
+        return error
+    who = f"rank {absent[0]}" if len(absent) == 1 else f"ranks {', '.join(map(str, absent))}"
+    message = f"{who} did not reach the collective that rank {error['rank']} waited in: {error['message']}"
+    error = {**error, "message": message, "absent_ranks": absent}
+    folder.rewrite_error(error)
+    return error
+
+
+def format_failure(error: dict[str, Any], world_size: int, folder: RunFolder) -> str:
+    """Format a failure for the user.
+
+    A user error and non-finite numbers take one line. A bug includes its traceback, a machine failure the
+    rank, the step and the operation.
+    """
+    if error["kind"] in ("user", "non_finite"):
+        return f"error: {error['message']}\n"
+    rank = error["rank"]
+    who = "the controller" if rank is None else f"rank {rank} of {world_size}"
+    step = f" after step {error['step']}" if error.get("step") else ""
+    text = f"error: {who}{step}: {error['type']} ({error['kind']}): {error['message']}\n"
+    if error["kind"] == "bug":
+        text = error["traceback"] + text
+    elif error.get("where"):
+        text += f"  in {error['where']}\n"
+    stacks = folder.path / FLIGHT_RECORDER
+    if error["kind"] == "collective_timeout" and stacks.is_dir():
+        text += f"  the collective and each rank's position: {stacks}\n"
+    return f"{text}  errors and logs of all ranks: {folder.path}\n"

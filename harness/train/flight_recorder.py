@@ -1,0 +1,166 @@
+"""Record where each rank is when a collective is about to time out.
+
+    flight_recorder/stacks-rank<r>.txt   the step, the last collective and the stacks of all threads
+    flight_recorder/place-rank<r>.json   input of ``harness.train.missing_ranks``, which finds the missing rank
+    flight_recorder/gloo_<r>             collectives of gloo, for ``torchfrtrace --prefix gloo_``; no sends
+    flight_recorder/rank_<r>             collectives of NCCL, written by its own watchdog (``--prefix rank_``)
+
+A rank that waits in a collective gets a timeout. The rank that never reaches it gets none, so every rank
+checks its own clock.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import pickle
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch._C._distributed_c10d as c10d
+import torch.distributed as dist
+
+from harness.train.process import FLIGHT_RECORDER
+
+# Fraction of the timeout after which ranks write, so that a rank that waits in a collective is still in it.
+_SHARE = 0.9
+_POLL_SECONDS = 1.0
+
+
+class StepWatch:
+    """Write this rank's last collective and stacks when a step takes nearly as long as the timeout.
+
+    Args:
+        run_dir: the run folder.
+        rank: this rank.
+        enabled: False if there is no other rank to wait for, or nothing to record.
+    """
+
+    def __init__(self, run_dir: Path, rank: int, *, enabled: bool) -> None:
+        self._folder, self._rank = run_dir / FLIGHT_RECORDER, rank
+        self._deadline = float("inf")
+        self._step = 0
+        self._written: int | None = None
+        self._lock, self._closed = threading.Lock(), threading.Event()
+        self._thread: threading.Thread | None = None
+        if enabled:
+            self._thread = threading.Thread(target=self._run, name="step watch", daemon=True)
+            self._thread.start()
+
+    def begin(self, step: int, limit_seconds: float) -> None:
+        """Start the clock of a step whose collectives time out after ``limit_seconds``."""
+        self._step, self._deadline = step, time.monotonic() + _SHARE * limit_seconds
+
+    def end(self) -> None:
+        """Stop the clock of the step."""
+        self._deadline = float("inf")
+
+    def timed_out(self) -> None:
+        """Write the files of this step, if not done yet, because a collective has timed out."""
+        if self._thread is not None:
+            self._write("a collective has timed out")
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closed.wait(min(_POLL_SECONDS, max(0.0, self._deadline - time.monotonic()))):
+            if time.monotonic() >= self._deadline:
+                self._deadline = float("inf")
+                self._write("a collective of this step is about to time out, on this rank or another")
+
+    def _write(self, why: str) -> None:
+        with self._lock:
+            if self._written == self._step:
+                return
+            self._written = self._step
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                place = {"rank": self._rank, "step": self._step, "time": time.time(), **_place()}
+                (self._folder / f"place-rank{self._rank}.json").write_text(json.dumps(place) + "\n")
+                with (self._folder / f"stacks-rank{self._rank}.txt").open("w") as file:
+                    file.write(f"rank {self._rank}, step {self._step}: {why}\n{last_collective()}\n\n")
+                    file.flush()
+                    faulthandler.dump_traceback(file, all_threads=True)
+                (self._folder / f"gloo_{self._rank}").write_bytes(pickle.dumps(readable_trace(self._rank)))
+            except OSError as error:
+                sys.stderr.write(f"WARNING {self._folder}: cannot write: {error}\n")
+
+
+def _gloo_trace() -> dict[str, Any]:
+    """Read gloo's entries from torch's flight recorder."""
+    return pickle.loads(c10d._dump_fr_trace())  # type: ignore[attr-defined,no-any-return]
+
+
+def readable_trace(rank: int) -> dict[str, Any]:
+    """Return the trace in a form that torch's analysis (``torchfrtrace``) can read.
+
+    torch does not record gloo's groups, which its analysis looks up for every entry, so they are added here.
+    Sends and receives are removed: gloo does not record the peer, without which the analysis fails.
+    """
+    trace = _gloo_trace()
+    entries = [entry for entry in trace.get("entries", []) if _is_collective(entry)]
+    groups = {
+        name: (group.group_desc, dist.get_process_group_ranks(group)) for group, name in _named_groups()
+    }
+    for name, description in (entry["process_group"] for entry in entries):
+        groups.setdefault(name, (description, [rank]))  # a destroyed group
+    return {
+        **trace,
+        "entries": entries,
+        "pg_config": {
+            name: {"name": name, "desc": description, "ranks": str(ranks)}
+            for name, (description, ranks) in groups.items()
+        },
+    }
+
+
+def _named_groups() -> list[tuple[Any, str]]:
+    return list(dist.distributed_c10d._world.pg_names.items())
+
+
+def _is_collective(entry: dict[str, Any]) -> bool:
+    return not entry["profiling_name"].startswith(("gloo:send", "gloo:recv"))
+
+
+def _entries() -> list[dict[str, Any]]:
+    entries: list[dict[str, Any]] = _gloo_trace().get("entries", [])
+    return entries
+
+
+def _place() -> dict[str, Any]:
+    """Return the last collective that this rank began, and how many it began in each group.
+
+    Point-to-point messages (pipeline, ring) do not count: their sender does not wait.
+    """
+    begun: dict[str, int] = {}
+    last = None
+    for last in (entry for entry in _entries() if not entry["is_p2p"]):
+        begun[last["process_group"][0]] = last["collective_seq_id"]
+    group = None if last is None else last["process_group"][0]
+    members = [
+        rank
+        for each in dist.distributed_c10d._world.pg_map
+        if each.group_name == group
+        for rank in dist.get_process_group_ranks(each)
+    ]
+    return {"group": group, "number": begun.get(group or "", 0), "members": members, "begun": begun}
+
+
+def last_collective() -> str:
+    """Describe the last collective that this rank began, from gloo's recorder."""
+    entries = _entries()
+    if not entries:
+        return "no collective of gloo recorded"
+    last = entries[-1]
+    group, number = last["process_group"], last["collective_seq_id"] or last["p2p_seq_id"]
+    return (
+        f"last collective begun: {last['profiling_name']}, number {number} of group {group[0]} ({group[1]}), "
+        f"sizes {last['input_sizes']}, {', '.join(last['input_dtypes'])}"
+    )

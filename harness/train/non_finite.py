@@ -1,0 +1,83 @@
+"""Stop or skip when a step is not finite, and save its batch and gradient norms."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from harness.config.training import DebugConfig
+from harness.train.engine import Engine
+from harness.train.steps import Step
+from harness.util.errors import NonFiniteError
+
+
+class NonFinitePolicy:
+    """What ``debug.non_finite`` does with a step whose loss or gradients are not finite: stop or skip.
+
+    Every rank has the same sums and does the same. The evidence is saved in the run folder.
+    """
+
+    def __init__(self, debug: DebugConfig, folder: Path, engine: Engine) -> None:
+        self._debug, self._folder, self._engine = debug, folder / "evidence", engine
+        self._in_a_row = 0
+
+    def check(self, step: Step) -> str | None:
+        """Return None if the step is finite; else save the evidence and describe the skipped update.
+
+        The update was not applied (see ``Engine.update``).
+
+        Raises:
+            NonFiniteError: the policy is to stop, or too many updates in a row were skipped.
+        """
+        if step.outcome.is_finite:
+            self._in_a_row = 0
+            return None
+        self._in_a_row += 1
+        saved = save_evidence(self._folder, step, [name for name, _ in self._engine.named_parameters()])
+        loss, norm = step.outcome.loss, step.outcome.grad_norm
+        text = f"step {step.number}: loss {loss}, gradient norm {norm}; {saved}"
+        if self._debug.non_finite == "stop":
+            raise NonFiniteError(text)
+        if self._in_a_row > self._debug.max_skipped_steps:
+            raise NonFiniteError(f"{text}; {self._in_a_row} updates in a row skipped")
+        return f"skipped the update of {text}"
+
+
+def save_evidence(folder: Path, step: Step, names: list[str]) -> str:
+    """Write ``step<step>-rank<rank>.pt`` (this rank's rows) and ``.json`` (gradients that are not finite).
+
+    The gradients themselves may be freed by now; this rank's share of each norm is still known.
+
+    Returns:
+        A message: where the files are, or why they could not be written. A full disk must not hide that the
+        numbers were not finite.
+    """
+    rank, outcome, batch = dist.get_rank() if dist.is_initialized() else 0, step.outcome, step.batch
+    wrong = [
+        {"parameter": name, "norm": str(square**0.5)}
+        for name, square in zip(names, outcome.squares.tolist(), strict=True)
+        if not math.isfinite(square)
+    ]
+    stem = folder / f"step{step.number}-rank{rank}"
+    row = {
+        "step": step.number,
+        "rank": rank,
+        "loss": str(outcome.loss),
+        "grad_norm": str(outcome.grad_norm),
+        "gradients": wrong,
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        stem.with_suffix(".json").write_text(json.dumps(row, indent=2) + "\n")
+        tensors = {name.rpartition("_")[0]: tensor for name, tensor in batch._asdict().items()}
+        torch.save(
+            {name: tensor.cpu() for name, tensor in tensors.items() if tensor is not None},
+            stem.with_suffix(".pt"),
+        )
+    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as a RuntimeError
+        return f"evidence could not be saved: {error}"
+    return f"evidence in {folder}"

@@ -1,0 +1,242 @@
+"""One rank of a job: ``python -m harness.train.rank RUN_DIR``, started by the controller or by srun.
+
+A rank reads the resolved ``job.json`` and does not import Hydra.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from harness.config.job import Job
+from harness.model.accounting import account
+from harness.run.folder import RunFolder
+from harness.train import process
+from harness.train.finish import finish_run
+from harness.train.signals import ignore_stop_signals, stop_signals_ignored, stop_signals_interrupt
+from harness.util.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_RESUMABLE,
+    EXIT_USER,
+    STOPPED,
+    MachineError,
+    UserError,
+)
+from harness.util.lifeline import end_with_parent
+from harness.util.tables import degrees_in_words
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from harness.metrics.recorder import Recorder
+    from harness.train.trainer import Trainer
+
+CONTROLLER = "HARNESS_CONTROLLER"
+STARTED = "HARNESS_STARTED"
+ROW_SECONDS = 2.0
+
+
+def main() -> None:
+    """Entry point of a rank."""
+    if len(sys.argv) != 2 or not {CONTROLLER, "SLURM_PROCID"} & set(os.environ) or STARTED not in os.environ:
+        sys.stderr.write("error: the harness starts its ranks itself; would work: python -m harness.train\n")
+        sys.exit(EXIT_USER)
+    folder = RunFolder(Path(sys.argv[1]))
+    try:
+        job = folder.read_job()
+    except UserError as error:
+        folder.record_error(int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))), error)
+        leave(error.exit_code)
+    if CONTROLLER not in os.environ:
+        _run_srun_task(job, folder)
+    # Until the loop handles signals there is nothing to save; Python's SIGINT handler prints a traceback.
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    end_with_launcher(job, folder, int(os.environ[CONTROLLER]))
+    leave(run_rank(job, folder, started=float(os.environ[STARTED])))
+
+
+def _run_srun_task(job: Job, folder: RunFolder) -> NoReturn:
+    """Run a rank that srun started as a task; srun sets its rank and ends it with the others."""
+    os.environ["RANK"], os.environ["LOCAL_RANK"] = os.environ["SLURM_PROCID"], os.environ["SLURM_LOCALID"]
+    with stop_signals_interrupt():
+        code = run_rank(job, folder, started=float(os.environ[STARTED]))
+    # srun treats other exit codes as failures, and would kill rank 0 while it writes the run's row.
+    leave(EXIT_OK if code in STOPPED else code)
+
+
+def end_with_launcher(job: Job, folder: RunFolder, launcher: int) -> None:
+    """End this rank when the process that started it is gone; rank 0 writes the run's row first."""
+
+    def write_row() -> None:
+        if not folder.has_result:
+            gone = LauncherGone(f"the process that started the ranks (pid {launcher}) is gone")
+            finish_run(job, folder, folder.record_error(None, gone)["exit_code"], quiet=True)
+
+    # Otherwise rank 0 would see a peer disappear and record that as the cause.
+    wait_for_row = functools.partial(folder.wait_for_result, ROW_SECONDS)
+    end_with_parent(launcher, write_row if os.environ["RANK"] == "0" else wait_for_row)
+
+
+class LauncherGone(MachineError):
+    """Recorded when the launcher was killed, which ends its ranks too."""
+
+
+class Run:
+    """The trainer and recorder, once created; used to write the row of a failed run.
+
+    Attributes:
+        trainer: the trainer, once created.
+        recorder: the metrics recorder, on rank 0, once created.
+    """
+
+    trainer: Trainer | None = None
+    recorder: Recorder | None = None
+
+    @property
+    def step(self) -> int | None:
+        """The last finished step; None if there is no trainer yet."""
+        return None if self.trainer is None else self.trainer.progress.step
+
+    def facts(self) -> dict[str, Any]:
+        """Return the trainer's results so far; empty if there are none."""
+        try:
+            return {} if self.trainer is None else self.trainer.result()
+        except Exception:
+            traceback.print_exc()
+            return {}
+
+
+def run_rank(job: Job, folder: RunFolder, *, started: float, store: dist.Store | None = None) -> int:
+    """Train as one rank, record how the run ended, and return the exit code.
+
+    Args:
+        job: the resolved job.
+        folder: its run folder, begun.
+        started: time.monotonic() of this machine at which the job was started.
+        store: the rendezvous store; None means the one that torchrun's variables name.
+    """
+    rank, run = int(os.environ.get("RANK", "0")), Run()
+    try:
+        return _train(job, folder, rank, run, started, store)
+    except BaseException as error:
+        if "RANK" in os.environ:
+            ignore_stop_signals()
+        with stop_signals_ignored():
+            return _end_failed_rank(job, folder, rank, run, error)
+
+
+def _end_failed_rank(job: Job, folder: RunFolder, rank: int, run: Run, error: BaseException) -> int:
+    """Record the error, and on rank 0 the run's row; return the exit code."""
+    # Record the cause first: the next calls can fail or take long.
+    failure = folder.record_error(rank, error, step=run.step)
+    if run.trainer is not None and failure["kind"] == "collective_timeout":
+        run.trainer.watch.timed_out()
+    if rank == 0:
+        _end_failed_run(job, folder, run, failure["exit_code"])
+    return int(failure["exit_code"])
+
+
+def _train(job: Job, folder: RunFolder, rank: int, run: Run, started: float, store: dist.Store | None) -> int:
+    """Set up the process, train, and tear it down; return the exit code."""
+    process.set_environment(job, folder.path)
+    with process.importing_torch():
+        from harness.metrics.rows import shown_summary
+        from harness.train.engine import Engine
+        from harness.train.setup import pick_device, process_group, set_up_process
+        from harness.train.trainer import Trainer
+
+    device = pick_device(job)
+    set_up_process(job)
+    kept = device.type == "cpu" and process.keep_freed_memory()
+    if device.type == "cuda" and job.world_size > 1:
+        # NCCL's flight recorder writes its file there from C++, and does not create the folder.
+        (folder.path / process.FLIGHT_RECORDER).mkdir(exist_ok=True)
+    with process_group(job, device, store):
+        if rank == 0:
+            folder.set_status("running")
+            run.recorder = _open_recorder(job, folder)
+            run.recorder.message(describe(job, folder, device))
+            run.recorder.message(process.describe(job, device.type, keeps_memory=kept))
+        run.trainer = Trainer(job, folder, Engine(job, device), run.recorder, started)
+        reason = run.trainer.train()
+        if "RANK" in os.environ:
+            ignore_stop_signals()
+        stopped = EXIT_RESUMABLE if run.trainer.is_resumable else EXIT_INTERRUPTED
+        code = EXIT_OK if reason == "completed" else stopped
+        if run.recorder is not None:
+            with stop_signals_ignored():
+                row = run.trainer.result()
+                folder.write_result(job, reason, code, row)
+                stopped_by = {} if code == EXIT_OK else {"exit_reason": reason}
+                run.recorder.close({**shown_summary(row), **stopped_by, "run folder": str(folder.path)})
+        return code
+
+
+def _open_recorder(job: Job, folder: RunFolder) -> Recorder:
+    from harness.metrics.recorder import Recorder
+
+    return Recorder(
+        job.metrics,
+        folder.path,
+        run_id=folder.path.name,
+        name=job.name,
+        job=job.to_dict(),
+        total_steps=job.steps,
+    )
+
+
+def _end_failed_run(job: Job, folder: RunFolder, run: Run, code: int) -> None:
+    """Write the row of a failed or interrupted run with its results so far, and close the metrics.
+
+    The error is already recorded; errors raised here must not replace it.
+    """
+    try:
+        # torchrun stops the peers of a failed rank: their interruption is a consequence, not the cause.
+        error = folder.first_error()
+        code = code if error is None else error["exit_code"]
+        folder.write_result(job, "interrupted" if code == EXIT_INTERRUPTED else "failed", code, run.facts())
+    except Exception:
+        traceback.print_exc()
+    if run.recorder is not None:
+        with contextlib.suppress(Exception):
+            run.recorder.close({"exit_code": code})
+
+
+def describe(job: Job, folder: RunFolder, device: Any) -> str:
+    """Return the first lines of a run's output: its model, layout, batch and run folder."""
+    degrees = degrees_in_words(job.parallelism.degrees)
+    counted = account(job.model, job.training.seq_len)
+    phases = job.sizes.phases
+    sizes = [f"{phase.batch_size} x {phase.seq_len}" for phase in (phases[0], phases[-1])]
+    return (
+        f"{job.name}: {counted.parameters:,} parameters, {degrees} on {device.type}, "
+        f"{' to '.join(dict.fromkeys(sizes))} tokens a step, {job.steps} steps\n"
+        f"run folder {folder.path}"
+    )
+
+
+def leave(code: int) -> NoReturn:
+    """End a rank's process by ``os._exit``, without the interpreter's shutdown.
+
+    All files are written and closed. At interpreter exit, destructors of communication threads whose peers
+    are gone abort ("terminate called without an active exception") or hang.
+    """
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        # The reader of the stream may be gone.
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

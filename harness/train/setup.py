@@ -1,0 +1,217 @@
+"""Set up a rank's process before anything is built: device, determinism, process group."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import socket
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from harness.config.cluster import count_gpus, node_name
+from harness.config.job import Job
+from harness.util.errors import ConfigError, UserError
+
+
+def local_rank() -> int:
+    """Rank of this process on its node; 0 without a launcher."""
+    return _from_launcher("LOCAL_RANK", 0)
+
+
+def _from_launcher(name: str, default: int) -> int:
+    """Read an integer variable set by a launcher; the default without one."""
+    return int(os.environ.get(name, default)) if "RANK" in os.environ else default
+
+
+def pick_device(job: Job) -> torch.device:
+    """Return the device of this rank, and make a GPU current.
+
+    Raises:
+        ConfigError: CUDA was requested and is not available, or has fewer devices than ranks; or the node has
+            GPUs that torch cannot use.
+    """
+    wanted = job.cluster.device
+    if wanted == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        rule, driver = f"torch sees no CUDA device on {node_name()}", _driver() if count_gpus() else None
+        if driver is not None:
+            raise ConfigError("cluster.device", wanted, *_unusable(rule, driver))
+        if wanted == "cuda":
+            raise ConfigError("cluster.device", wanted, rule, ["cpu", "auto"])
+        return torch.device("cpu")
+    index, count = local_rank(), torch.cuda.device_count()
+    if job.cluster.gpu_bind is not None:
+        index %= count  # SLURM shows the rank only the GPUs that it is bound to
+    if index >= count:
+        rule = f"local rank {index} has no GPU: {node_name()} has {count}"
+        raise ConfigError("cluster.device", wanted, rule, ["cpu"])
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device
+
+
+DRIVER = Path("/proc/driver/nvidia/version")
+DRIVERS = {580: "13.0", 525: "12.6"}
+"""Lowest driver for the versions of CUDA that torch 2.11 to 2.13 are built for (docs.nvidia.com/deploy, "CUDA
+Compatibility")."""
+
+
+def _driver() -> str | None:
+    """Version of the NVIDIA driver; None without one."""
+    with suppress(OSError):
+        if found := re.search(r"\s(\d+\.[\d.]+)\s", DRIVER.read_text()):
+            return found[1]
+    return None
+
+
+def _unusable(rule: str, driver: str) -> tuple[str, str]:
+    """Say why torch cannot use GPUs that have a driver, and what would work."""
+    built, major = torch.version.cuda, int(driver.partition(".")[0])
+    newest = next((cuda for lowest, cuda in DRIVERS.items() if major >= lowest), None)
+    works = f"a build of torch for CUDA {newest}" if newest else f"a driver of at least {min(DRIVERS)}"
+    if newest and built and int(built.partition(".")[0]) <= int(newest.partition(".")[0]):
+        works = "GPUs that nvidia-smi shows without errors"
+    rule += f", which has GPUs with driver {driver}: torch {torch.__version__} is built "
+    return rule + (f"for CUDA {built}" if built else "without CUDA"), f"{works}, or cpu"
+
+
+def set_up_process(job: Job) -> None:
+    """Set torch's global state: threads, determinism, float32 precision and warning filters."""
+    if job.cluster.threads_per_rank is not None:
+        # torchrun sets OMP_NUM_THREADS=1 by default; the job's value wins.
+        torch.set_num_threads(job.cluster.threads_per_rank)
+    if job.debug.deterministic:
+        # cuBLAS reads this when its handle is made (docs.pytorch.org, "Reproducibility").
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(job.debug.deterministic)
+    torch.autograd.set_detect_anomaly(job.debug.anomaly)
+    torch.set_float32_matmul_precision(job.training.matmul_precision)
+    silence_known_noise()
+
+
+def silence_known_noise() -> None:
+    """Silence warnings of torch and torchao that do not concern a job, and no others.
+
+    * FSDP2 warns that a block returns a view, because an in-place operation on it would lose the hook that
+      gathers its parameters. No block works in place on another's output.
+    * DTensor warns that a gradient norm over two mesh axes takes two all-reduces. This is intended: each axis
+      has its own process group, and a group over both would have no other use.
+    * The compiler warns that selectively recomputed code must not work in place. It does not.
+    * torchao logs each compiled kernel that it cannot load on this build of torch or this device; code that
+      needs one raises. It also registers enums in a way that torch has deprecated.
+    """
+    warnings.filterwarnings(
+        "ignore", message=r"FSDP2-wrapped module \(.*\) returned a view tensor", category=UserWarning
+    )
+    for name in (
+        *("torch.distributed.tensor._redistribute", "torch._higher_order_ops.wrap"),
+        *("torchao", "torch.utils._pytree"),
+    ):
+        logging.getLogger(name).addFilter(_is_not_known_noise)
+
+
+def _is_not_known_noise(record: logging.LogRecord) -> bool:
+    text = str(record.msg).strip()
+    begins = ("While redistributing from", "Detected that context_fn", "Failed to load /")
+    return not (text.startswith(begins) or "is now natively supported by torch.compile as an opaque" in text)
+
+
+CHECKPOINT_GROUP = "checkpoint"
+
+
+@contextmanager
+def process_group(job: Job, device: torch.device, store: dist.Store | None = None) -> Iterator[None]:
+    """Create the default process group, and destroy it at the end.
+
+    Args:
+        job: the resolved job.
+        device: device of this rank.
+        store: rendezvous store; None: the one of torchrun's variables.
+    """
+    _check_interface()
+    alone = job.world_size == 1
+    with loopback_if_all_ranks_are_here(job):
+        if alone:
+            dist.init_process_group(backend_of(device), store=dist.HashStore(), rank=0, world_size=1)
+        else:
+            dist.init_process_group(
+                backend_of(device),
+                timeout=timedelta(seconds=job.cluster.start_timeout_seconds),
+                store=store,
+                # Only with a store; without one they also come from the variables.
+                rank=-1 if store is None else int(os.environ["RANK"]),
+                world_size=-1 if store is None else job.world_size,
+                device_id=device if device.type == "cuda" else None,
+            )
+        try:
+            yield
+        except BaseException:
+            # While peers are in a collective, destroying a group can hang or abort. The process is about to
+            # end, and while its connections are open the peers do not fail before it has reported its error.
+            if alone:
+                dist.destroy_process_group()
+            raise
+        dist.destroy_process_group()
+
+
+def _check_interface() -> None:
+    """Raise UserError if GLOO_SOCKET_IFNAME names a network interface that this host does not have."""
+    wanted = os.environ.get("GLOO_SOCKET_IFNAME")
+    names = [name for _, name in socket.if_nameindex()]
+    missing = [name for name in (wanted or "").split(",") if name and name not in names]
+    if missing:
+        raise UserError(
+            f"GLOO_SOCKET_IFNAME={wanted}: {socket.gethostname()} has no network interface {missing[0]}; "
+            f"would work: {', '.join(names)}"
+        )
+
+
+def set_timeouts(seconds: int) -> None:
+    """Set the timeout of collectives: longer for a step that compiles and connects than for the others.
+
+    Applies to the default group and to the groups of all mesh axes, but not to that of checkpoints, which has
+    its own timeout. Ranks need not call it at the same time.
+    """
+    limit = timedelta(seconds=seconds)
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group.group_desc == CHECKPOINT_GROUP:
+            continue
+        dist.distributed_c10d._set_pg_timeout(limit, group)
+
+
+@contextmanager
+def loopback_if_all_ranks_are_here(job: Job) -> Iterator[None]:
+    """Make gloo connect over the loopback interface if all ranks are on this machine.
+
+    By default gloo binds to the address that the host's name resolves to. On laptops and in containers there
+    is often none, or its network is down.
+    """
+    ranks_here = _from_launcher("LOCAL_WORLD_SIZE", 1)
+    interface = loopback_interface()
+    if ranks_here < job.world_size or interface is None or "GLOO_SOCKET_IFNAME" in os.environ:
+        yield
+        return
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
+    try:
+        yield
+    finally:
+        os.environ.pop("GLOO_SOCKET_IFNAME", None)
+
+
+def loopback_interface() -> str | None:
+    """Name of the loopback interface: ``lo`` on Linux, ``lo0`` on macOS; None without either."""
+    names = {name for _, name in socket.if_nameindex()}
+    return next((name for name in ("lo", "lo0") if name in names), None)
+
+
+def backend_of(device: torch.device) -> str:
+    """Backend of the process group: gloo on CPUs; on GPUs NCCL, and gloo for tensors in host memory."""
+    return "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"

@@ -1,0 +1,1 @@
+"""What stands below every other room: text, files, locks, hardware facts. Imports nothing of the harness."""

@@ -1,0 +1,108 @@
+"""Files: atomic writes, writes that survive a power failure, names and kinds of strangers' files, globs."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import glob
+import os
+import shutil
+import stat
+import uuid
+from collections.abc import Iterator
+from io import IOBase
+from pathlib import Path
+from typing import IO
+
+from harness.util.errors import MachineError
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a new file beside ``path`` and rename it into place: a crash leaves the old one or the new one.
+
+    Raises:
+        OSError: the folder is missing, full or not writable; ``path`` is unchanged.
+    """
+    # Not tempfile.mkstemp: only the owner could read the file, and run folders are often shared by a group.
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with temporary.open("xb") as file:
+            file.write(data)
+            sync_file(file)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_file(file: IOBase | IO[bytes]) -> None:
+    """Make the content of a file survive a power failure."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder survive a power failure."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def require_space(target: Path, nbytes: int) -> None:
+    """Check that the disk of ``target`` has room for it; its folder exists.
+
+    Raises:
+        MachineError: there is less free space than ``nbytes``.
+    """
+    free = shutil.disk_usage(target.parent).free
+    if free < nbytes:
+        raise MachineError(
+            f"{target}: needs {nbytes / 1e9:.3f} GB, and the disk has {free / 1e9:.3f} GB left"
+        )
+
+
+def require_regular(path: Path) -> int:
+    """Return the size of a file; others, such as pipes and devices, may have no end.
+
+    Raises:
+        OSError: there is none, or it is no regular file.
+    """
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return found.st_size
+
+
+def is_file_name(name: object) -> bool:
+    """Whether a value in a stranger's file names a file or folder beside it."""
+    return isinstance(name, str) and name.isprintable() and name not in ("", "..") and Path(name).name == name
+
+
+def matching(pattern: str) -> Iterator[str]:
+    """Yield what matches a glob, some of it twice; ``**`` enters no link to a folder that is on its path."""
+    parts = pattern.split("/")
+    if "**" not in parts:
+        yield from glob.iglob(pattern)
+        return
+    at = parts.index("**")
+    for root in glob.iglob("/".join([*parts[:at], ""]) or "./"):
+        for folder in _folders(root, frozenset()):
+            yield from matching("/".join([glob.escape(folder.rstrip("/")), *(parts[at + 1 :] or ["*"])]))
+
+
+def _folders(folder: str, above: frozenset[tuple[int, int]]) -> Iterator[str]:
+    """Yield a folder and those below it, without hidden ones."""
+    inner: list[str] = []
+    with contextlib.suppress(OSError):
+        found = os.stat(folder)
+        if (found.st_dev, found.st_ino) in above:
+            return
+        above |= {(found.st_dev, found.st_ino)}
+        with os.scandir(folder) as entries:
+            inner = [each.path for each in entries if each.is_dir() and not each.name.startswith(".")]
+    yield folder
+    for each in inner:
+        yield from _folders(each, above)

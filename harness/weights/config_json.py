@@ -1,0 +1,336 @@
+"""Hugging Face's config.json: write it for a model, and check one that exists (no torch)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.config.fields import NUMERICS, leaves
+from harness.config.model import FAMILIES, ModelConfig
+from harness.model.architecture import architecture_of
+from harness.util import encoding
+from harness.util.errors import ConfigError, UserError
+from harness.weights.families.core import NEEDED, ConfigField, Family
+from harness.weights.quantization import quantization_of
+
+CONFIG = "config.json"
+_SHOWN_ITEMS = 8  # of a list
+
+# The fields of RopeConfig that each scaling reads, with config.json's names and defaults.
+STRETCHING: dict[str, dict[str, tuple[str, object]]] = {
+    "none": {},
+    "linear": {"factor": ("factor", None)},
+    "llama3": {
+        "factor": ("factor", None),
+        "low_freq_factor": ("low_freq_factor", None),
+        "high_freq_factor": ("high_freq_factor", None),
+        "original_max_position": ("original_max_position_embeddings", None),
+    },
+    "yarn": {
+        "factor": ("factor", None),
+        "original_max_position": ("original_max_position_embeddings", None),
+        "beta_fast": ("beta_fast", 32.0),
+        "beta_slow": ("beta_slow", 1.0),
+        "truncate": ("truncate", True),
+        "mscale": ("mscale", None),
+        "mscale_all_dim": ("mscale_all_dim", None),
+    },
+}
+
+# Fields that only affect training.
+_TRAINING = ("embedding_std", "moe.aux_loss_coeff", "mtp.loss_weight")
+_MUP = ("mup.base_dim", "mup.base_widths")
+"""A part of the weights in files (``harness.weights.mup``)."""
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """Read the object in a JSON file that must exist.
+
+    Raises:
+        UserError: the file is missing, cannot be read, or contains no JSON object.
+    """
+    try:
+        return encoding.read_object(file)
+    except FileNotFoundError:
+        raise UserError(f"{file}: is missing") from None
+
+
+def family_of(model: ModelConfig) -> Family:
+    """The family of a model's checkpoints.
+
+    Raises:
+        ConfigError: the family's files cannot represent the model.
+    """
+    family = _checked_family(model)
+    if family.refuse is not None:
+        family.refuse(model)
+    return family
+
+
+def _checked_family(model: ModelConfig) -> Family:
+    """Return the model's family after checking each field by itself."""
+    family = FAMILIES[model.family]
+    if family.is_mixture and not model.moe.enabled:
+        rule = f"checkpoints of model.family={family.name} have experts"
+        raise ConfigError("model.moe.num_experts", 0, rule, "at least 1")
+    in_config = _fields_in_config(family, model)
+    for name, value in relevant(model):
+        if not _has_field(family, in_config, name, value):
+            raise _has_no_field(family, model, name, value)
+    return family
+
+
+def relevant(model: ModelConfig) -> Iterator[tuple[str, object]]:
+    """The fields of a model that affect its output, with their values."""
+    attention, of, rope = model.attention, model.moe, model.rope
+    unread = {*_TRAINING, *_MUP, *(f"rope.{name}" for name in STRETCHING["llama3"] | STRETCHING["yarn"])}
+    unread -= {f"rope.{name}" for name in STRETCHING[rope.scaling]}
+    if attention.is_latent:
+        unread |= {"n_kv_heads", "head_dim"}
+    if attention.nope_every_nth_layer is None:
+        unread.add("attention.nope_temperature")
+    if attention.nope_every_nth_layer is None or not attention.nope_temperature:
+        unread.add("attention.nope_temperature_floor")
+    if of.num_groups == 1:
+        unread |= {"moe.top_groups", "moe.group_score"}
+    if len(model.expert_layers) == model.num_blocks:
+        unread.add("ffn_hidden_dim")
+    for name, role, value in leaves(model):
+        without = name.startswith("moe.") and not of.enabled and name != "moe.num_experts"
+        without |= name.startswith("flux.") and not architecture_of(model).takes_pictures
+        if role == NUMERICS and name not in unread and not without:
+            yield name, value
+
+
+def _has_no_field(family: Family, model: ModelConfig, name: str, value: object) -> ConfigError:
+    able = [
+        f"model.family={each.name}"
+        for each in FAMILIES.values()
+        if _has_field(each, _fields_in_config(each, model), name, value)
+    ]
+    lacks = "cannot store it"
+    if name == "moe.balance_coeff":
+        lacks = f"have no place for layers.{model.expert_layers[0]}.moe.balance_bias"
+    rule = f"checkpoints of model.family={family.name} {lacks}"
+    return ConfigError(f"model.{name}", value, rule, [_typed(_required(family, name)), *able])
+
+
+def _fields_in_config(family: Family, model: ModelConfig) -> set[str | None]:
+    """Our fields that are in config.json of a family."""
+    return {field.ours for field in family.config_fields(model)}
+
+
+def _has_field(family: Family, in_config: set[str | None], name: str, value: object) -> bool:
+    is_rope = name.startswith("rope.") and name != "rope.interleaved"
+    free = is_rope or name in in_config or name in family.kept
+    return free or value == _required(family, name)
+
+
+def _required(family: Family, name: str) -> object:
+    """The only value that a family supports for a field that is not in its config.json."""
+    return family.requires.get(name, _DEFAULTS[name])
+
+
+_DEFAULTS = {name: value for name, _, value in leaves(ModelConfig())}
+
+
+def hf_config(model: ModelConfig, *, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
+    """The content of a config.json from which transformers (or diffusers) builds the same model.
+
+    Rotation and dtype are written twice: transformers 4.x reads ``rope_theta``, ``rope_scaling`` and
+    ``torch_dtype``, and 5.x writes ``rope_parameters`` and ``dtype``.
+
+    Args:
+        model: the model.
+        dtype: torch's name of the stored weights' dtype, e.g. ``bfloat16``.
+        bos_id: id of the token that begins a document, if any.
+        eos_id: id of the token that ends a document, if any.
+
+    Raises:
+        ConfigError: the family's files cannot represent the model, or transformers cannot build it.
+    """
+    family = family_of(model)
+    if family.unbuildable is not None:
+        family.unbuildable(model)
+    fields = {field.theirs: field.value for field in family.config_fields(model)}
+    if family.is_diffusers:
+        return {family.type_key: family.model_type, **fields}
+    theta = float(model.rope.theta)
+    scaling = rope_scaling_of(model)
+    return {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        **fields,
+        **(family.written(model) if family.written else {}),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "rope_parameters": {**(scaling or {"rope_type": "default"}), "rope_theta": theta},
+        "attention_dropout": 0.0,
+        "bos_token_id": bos_id,
+        "eos_token_id": eos_id,
+        "torch_dtype": dtype,
+        "dtype": dtype,
+    }
+
+
+@dataclass(frozen=True)
+class _Fact:
+    """A comparison: our field and value, their field and value."""
+
+    field: str
+    value: object
+    hf_field: str
+    hf_value: object
+    works: object = None
+
+    def __str__(self) -> str:
+        text = f"{self.field}={_typed(self.value)}: config.json has {self.hf_field} {_typed(self.hf_value)}"
+        return text if self.works is None else f"{text}, which is {self.field}={_typed(self.works)}"
+
+
+def _typed(value: object) -> str:
+    """The value as in YAML and JSON; long lists are truncated."""
+    if isinstance(value, list) and len(value) > _SHOWN_ITEMS:
+        return f"{json.dumps(value[:_SHOWN_ITEMS])[:-1]}, ...]"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def check_hf_config(model: ModelConfig, found: Mapping[str, Any]) -> None:
+    """Check that a config.json describes ``model``.
+
+    It may be written by transformers 4.x (``rope_theta``, ``rope_scaling``) or 5.x (``rope_parameters``);
+    missing fields have transformers' defaults.
+
+    Raises:
+        UserError: one line with every field that differs, or a value that the decoder does not support.
+    """
+    family = _checked_family(model)
+    found = decoder_part(family, found)
+    quantization_of(found)
+    facts: list[_Fact] = []
+    for field in family.config_fields(model):
+        theirs = field.found(found)
+        if theirs == field.value:
+            continue
+        if field.ours is None:
+            only = f"the decoder only knows {field.theirs} {_typed(field.value)}"
+            raise UserError(f"config.json has {field.theirs} {_typed(theirs)}: {only}")
+        facts.append(_Fact(f"model.{field.ours}", _shown(field), field.theirs, theirs, _works(field, found)))
+    facts += [fact for fact in _rope_facts(family, model, found) if fact.value != fact.hf_value]
+    if facts:
+        raise UserError(
+            f"{'; '.join(map(str, facts))}; would work: model=from_config, which takes all of them"
+        )
+    family_of(model)
+
+
+def _shown(field: ConfigField) -> object:
+    return field.value if field.shown is NEEDED else field.shown
+
+
+def _works(field: ConfigField, found: Mapping[str, Any]) -> object:
+    """The value for our field, if it has another unit than theirs; else None."""
+    try:
+        value = field.our_value(found) if field.to_ours else None
+    except ValueError:
+        return None
+    return value if isinstance(value, str | int | float) and value != _shown(field) else None
+
+
+def decoder_part(family: Family, found: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of the decoder, which may be nested in that of a larger model."""
+    model_type, nested = found.get(family.type_key), family.nested
+    if nested is not None and model_type == nested.model_type and isinstance(found.get(nested.key), dict):
+        quantized = {name: found[name] for name in ("quantization_config",) if name in found}
+        return {**found[nested.key], **quantized}
+    if model_type == family.model_type:
+        return found
+    has = f"{family.type_key} {model_type}" if model_type else f"no {family.type_key}"
+    read = f"with {family.type_key} {family.model_type} are read, model.family being {family.name}"
+    raise UserError(f"config.json has {has}: only checkpoints {read}")
+
+
+def _rope_facts(family: Family, model: ModelConfig, found: Mapping[str, Any]) -> list[_Fact]:
+    rope, read = model.rope, found_rope(family, found)
+    facts = [
+        _Fact("model.rope.theta", rope.theta, "rope_theta", read.theta),
+        _Fact("model.rope.scaling", rope.scaling, "rope_type", read.scaling),
+    ]
+    if rope.scaling == read.scaling:
+        facts += [
+            _Fact(f"model.rope.{name}", getattr(rope, name), theirs, value)
+            for name, (theirs, value) in read.values().items()
+        ]
+        # It would replace the factor that follows from mscale.
+        given = read.fields.get("attention_factor") if read.scaling == "yarn" else None
+        if given is not None:
+            facts.append(_Fact("model.rope.mscale", rope.mscale, "attention_factor", given))
+    return facts
+
+
+# -- the rotation, as transformers 4 and 5 write it ----
+
+
+def rope_scaling_of(model: ModelConfig) -> dict[str, Any] | None:
+    """The content of ``rope_scaling``."""
+    rope = model.rope
+    if rope.scaling == "none":
+        return None
+    content: dict[str, Any] = {"rope_type": rope.scaling}
+    for name, (theirs, _) in STRETCHING[rope.scaling].items():
+        value = getattr(rope, name)
+        if value is not None:
+            # Floats, because transformers warns about integer factors.
+            exact = name in ("truncate", "original_max_position")
+            content[theirs] = value if exact else float(value)
+    return content
+
+
+@dataclass(frozen=True)
+class FoundRope:
+    """The rotation in a config.json.
+
+    Attributes:
+        theta: base of the wavelengths.
+        scaling: our name of the scaling, or theirs if we do not have it.
+        fields: fields of the scaling, by their names.
+    """
+
+    theta: object
+    scaling: object
+    fields: Mapping[str, Any]
+
+    def values(self) -> dict[str, tuple[str, object]]:
+        """Their name and value for each field of RopeConfig that the scaling reads."""
+        return {
+            name: (theirs, self.fields.get(theirs, default))
+            for name, (theirs, default) in STRETCHING[str(self.scaling)].items()
+        }
+
+
+def found_rope(family: Family, found: Mapping[str, Any]) -> FoundRope:
+    """Read the rotation from a config.json of transformers 4 or 5.
+
+    Raises:
+        UserError: it is invalid, or has a scaling that training does not support.
+    """
+    # In this order, because transformers 5 prefers rope_scaling where a file has both.
+    name = "rope_scaling" if found.get("rope_scaling") else "rope_parameters"
+    parameters = found.get(name) or {}
+    if not isinstance(parameters, dict):
+        raise UserError(f"config.json has {name} {json.dumps(parameters)}: must be an object or null")
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind == "dynamic":
+        raise UserError(
+            "config.json has rope_type dynamic: at inference it stretches each sequence that is longer than "
+            "max_position_embeddings by its own length, and shorter ones not at all; "
+            "would work: rope_scaling null"
+        )
+    return FoundRope(
+        theta=parameters.get("rope_theta", found.get("rope_theta", family.theta)),
+        scaling="none" if kind == "default" else kind,
+        fields={"original_max_position_embeddings": found.get("max_position_embeddings", 2048), **parameters},
+    )

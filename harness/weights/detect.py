@@ -1,0 +1,227 @@
+"""Find weights at a path: their format, and the model and tokenizer that they record. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.checkpoint.catalog import (
+    MANIFEST,
+    Checkpoint,
+    CheckpointFolder,
+    DamagedCheckpoint,
+    is_foreign,
+    is_url,
+    open_checkpoint,
+)
+from harness.config.data import DataConfig, TokenizerConfig
+from harness.config.fields import LABEL, leaves
+from harness.config.job import Job, from_dict
+from harness.config.model import FAMILIES, ModelConfig
+from harness.config.registry import load_attribute
+from harness.util.errors import ConfigError, UserError
+from harness.weights.from_config import model_node
+
+if TYPE_CHECKING:
+    from harness.weights.source import Source
+
+# Files of conf/experiment and conf/sweep may set any group.
+_SETS_ANY_GROUP = ("experiment", "sweep")
+
+
+@dataclass(frozen=True)
+class WeightFolder:
+    """The detected source.
+
+    Attributes:
+        kind: ``hf``, ``llama`` or ``dcp``.
+        path: folder of the weights, a path or an fsspec URL.
+        manifest: the checkpoint's manifest; empty if the harness did not write it.
+        notes: lines for the user about checkpoints that were skipped.
+        ema: whether the moving average of the weights is meant, and not the weights.
+    """
+
+    kind: str
+    path: str
+    manifest: dict[str, Any]
+    notes: tuple[str, ...] = ()
+    ema: bool = False
+
+    def averaged(self, field: str) -> WeightFolder:
+        """Return the moving average of the weights (``optimizer.ema_decay``) in place of the weights.
+
+        Raises:
+            ConfigError: it is not saved here; ``field`` asked for it.
+        """
+        recorded = (self.manifest.get("job") or {}).get("optimizer") or {}
+        if not recorded.get("ema_decay") or self.manifest.get("holds") == "model":
+            rule = f"{self.path} has no moving average of the weights"
+            works = "false, or a complete checkpoint of a run with optimizer.ema_decay"
+            raise ConfigError(field, True, rule, works)
+        return dataclasses.replace(self, ema=True)
+
+
+def find_source(source: str, field: str = "convert.source") -> WeightFolder:
+    """Detect the format of the weights at a path.
+
+    Args:
+        source: a folder with weights, or a run folder, whose newest complete checkpoint is used.
+        field: the field of the job that has the path, for messages.
+
+    Raises:
+        UserError: there are no weights in a known format.
+        DamagedCheckpoint: the checkpoint is incomplete.
+    """
+    for folder in (CheckpointFolder(f"{source}/checkpoints"), CheckpointFolder(source)):
+        if folder.steps():
+            checkpoint, notes = _newest(folder)
+            return dataclasses.replace(_of_checkpoint(checkpoint, field), notes=notes)
+    if is_url(source):
+        return (
+            WeightFolder("dcp", source, {})
+            if is_foreign(source)
+            else _of_checkpoint(open_checkpoint(source), field)
+        )
+    path = Path(source)
+    if not path.exists():
+        raise ConfigError(field, source, "no such folder")
+    if path.is_file():
+        raise ConfigError(field, source, "is a file, must be a folder", str(path.parent))
+    if (path / MANIFEST).exists():
+        return _of_checkpoint(open_checkpoint(source), field)
+    if any(path.glob("*.safetensors")):
+        return WeightFolder("hf", source, {})
+    if any(path.glob("consolidated.*.pth")):
+        return WeightFolder("llama", source, {})
+    if is_foreign(source):
+        return WeightFolder("dcp", source, {})
+    if any(path.glob("*.distcp")):
+        raise DamagedCheckpoint("it was not finished: there is no .metadata")
+    works = "a folder with *.safetensors, consolidated.*.pth, a DCP checkpoint, or a run's folder"
+    raise ConfigError(field, source, "holds no weights", works)
+
+
+def _newest(folder: CheckpointFolder) -> tuple[Checkpoint, tuple[str, ...]]:
+    """The newest complete checkpoint, and notes about those that are not."""
+    complete, wrong = folder.complete()
+    if not complete:
+        path, reason = next(iter(wrong.items()))
+        raise UserError(f"{folder.path}: none of its {len(wrong)} checkpoints is complete; {path}: {reason}")
+    return complete[0], tuple(f"{path} is skipped: {reason}" for path, reason in wrong.items())
+
+
+def _of_checkpoint(checkpoint: Checkpoint, field: str) -> WeightFolder:
+    if checkpoint.holds == "hf" and is_url(checkpoint.path):
+        rule = "holds Hugging Face's safetensors, which are read from local folders only"
+        raise ConfigError(field, checkpoint.path, rule, "a local copy")
+    return WeightFolder("hf" if checkpoint.holds == "hf" else "dcp", checkpoint.path, checkpoint.manifest)
+
+
+def choose_model(job: Job, overrides: list[str], found: WeightFolder) -> ModelConfig:
+    """The model of the source: the manifest's, or the one in the overrides.
+
+    Raises:
+        ConfigError: the overrides contradict the manifest.
+        UserError: neither names a model.
+    """
+    typed = _typed(overrides, "model")
+    if not found.manifest.get("model"):
+        if not typed:
+            works = "model=NAME, an option of conf/model"
+            raise UserError(f"{found.path}: does not record its model; would work: {works}")
+        return job.model
+    stored: ModelConfig = from_dict(ModelConfig, found.manifest["model"])
+    theirs = {name: value for name, role, value in leaves(stored) if role != LABEL}
+    for name, role, value in leaves(job.model):
+        if role != LABEL and _covers(typed, name) and value != theirs[name]:
+            rule = f"the checkpoint says model.{name}={theirs[name]} (model={stored.name})"
+            raise ConfigError(f"model.{name}", value, rule, "no model= at all")
+    return stored
+
+
+def choose_tokenizer(job: Job, overrides: list[str], found: WeightFolder) -> TokenizerConfig | None:
+    """The tokenizer of the source: the manifest's with the overrides applied; None if neither names one.
+
+    A manifest's ``tokenizer.kind=none`` names none.
+    """
+    chosen: TokenizerConfig | None = _chosen(
+        "tokenizer", job.tokenizer, overrides, found.manifest.get("tokenizer")
+    )
+    return None if chosen is not None and chosen.kind == "none" else chosen
+
+
+def choose_data(job: Job, overrides: list[str], found: WeightFolder) -> DataConfig | None:
+    """The data that the source was trained with, with the overrides applied; None if neither names any."""
+    recorded = found.manifest.get("job") or {}
+    chosen: DataConfig | None = _chosen("data", job.data, overrides, recorded.get("data"))
+    return chosen
+
+
+def _chosen(group: str, composed: Any, overrides: list[str], stored: dict[str, Any] | None) -> Any:
+    """The stored config of a group, with the fields of the overrides."""
+    typed = _typed(overrides, group)
+    if not stored:
+        return composed if typed else None
+    names = [field.name for field in dataclasses.fields(composed) if _covers(typed, field.name)]
+    chosen = from_dict(type(composed), stored)
+    return dataclasses.replace(chosen, **{name: getattr(composed, name) for name in names})
+
+
+def _typed(overrides: list[str], group: str) -> list[str]:
+    """Names of the fields of a group in the overrides; an empty name means the complete group."""
+    keys = [override.split("=")[0].lstrip("+~") for override in overrides]
+    fields = [key.removeprefix(f"{group}.") for key in keys if key.startswith(f"{group}.")]
+    return [*fields, *("" for key in keys if key in (group, *_SETS_ANY_GROUP))]
+
+
+def _covers(typed: list[str], name: str) -> bool:
+    return any(field in ("", name) or name.startswith(f"{field}.") for field in typed)
+
+
+def open_source(found: WeightFolder, model: ModelConfig, dequantized: str = "bfloat16") -> Source:
+    """Open weights; quantized ones are read as ``dequantized``."""
+    original = FAMILIES[model.family].original if found.kind == "hf" else None
+    if original is not None:
+        source: Source | None = load_attribute(original)(Path(found.path), model)
+        if source is not None:
+            return source
+    if found.kind == "hf":
+        import torch
+
+        from harness.weights.huggingface import HuggingFaceSource
+
+        return HuggingFaceSource(Path(found.path), model, getattr(torch, dequantized))
+    if found.kind == "llama":
+        from harness.contrib.formats.meta import LlamaSource
+        from harness.weights.mup import unfolded
+
+        return unfolded(LlamaSource(Path(found.path), model), model)
+    from harness.weights.dcp import DistributedSource
+
+    source = DistributedSource(found.path, found.manifest, model, ema=found.ema)
+    if found.manifest:
+        return source
+    from harness.weights.mup import unfolded
+
+    return unfolded(source, model)
+
+
+def recorded_model(source: str, field: str) -> dict[str, Any]:
+    """The model that weights record, as an option of the config group ``model``.
+
+    Raises:
+        UserError: there are no weights, they are not complete, or they do not record their model.
+    """
+    try:
+        found = find_source(source, field)
+    except DamagedCheckpoint as error:
+        raise ConfigError(field, source, str(error)) from error
+    if found.manifest.get("model"):
+        return {**found.manifest["model"], "path": source}
+    if found.kind == "hf":
+        return {**model_node(found.path), "path": source}
+    raise UserError(
+        f"{found.path}: does not record its model; would work: model=NAME, an option of conf/model"
+    )

@@ -1,0 +1,391 @@
+"""Common parts of families: how tensors correspond, and the fields of config.json (no torch)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from harness.config.model import ModelConfig
+from harness.model.spec import tensor_shapes
+from harness.util.errors import ConfigError, divisors
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TensorSlot:
+    """The location of our values in one of their tensors.
+
+    Attributes:
+        name: name of the tensor in a block; with ``{expert}`` in it, each expert has a tensor.
+        half: which half of the last dimension; None: all of it.
+        interleaved: whether the halves alternate; else they are concatenated.
+        transposed: whether the last two dimensions are swapped.
+        within: our values are only a part of its last dimension: their first index, and its length.
+    """
+
+    name: str
+    half: int | None = None
+    interleaved: bool = False
+    transposed: bool = False
+    within: tuple[int, int] | None = None
+
+
+Names = dict[str, str | TensorSlot]
+
+# From our names of modules in a block, or outside of all blocks, to theirs. Families add more.
+OUTSIDE: Names = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
+NORMS: Names = {"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+ATTENTION: Names = {
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+}
+PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+DENSE: Names = {f"feed_forward.{ours}": f"mlp.{theirs}" for ours, theirs in PROJECTIONS.items()}
+
+_IN_BLOCK = re.compile(r"(?:layers\.(\d+)|mtp(?:\.block)?)\.(.+)")
+_SUFFIX = re.compile(r"(.+)(\.weight|\.bias)")
+
+
+@dataclass(frozen=True)
+class TensorMapping:
+    """Maps one of our tensors, or an expert's slice of it, to one of their tensors.
+
+    Attributes:
+        ours: our name.
+        theirs: their name.
+        slot: location of the values in their tensor.
+        expert: index in our first dimension; None: all of our tensor.
+        is_copy: whether this is an additional copy, which is written and not read.
+    """
+
+    ours: str
+    theirs: str
+    slot: TensorSlot
+    expert: int | None = None
+    is_copy: bool = False
+
+    @property
+    def is_same(self) -> bool:
+        """Whether both tensors are the same."""
+        slot = self.slot
+        return self.expert is None and slot.half is None and slot.within is None and not slot.transposed
+
+    def width(self, shape: Shape) -> int:
+        """Length of the values along their last dimension, for our tensor's shape."""
+        return shape[-2] if self.slot.transposed else shape[-1]
+
+    def their_shape(self, shape: Shape) -> Shape:
+        """Shape of their tensor, for our tensor's shape."""
+        shape = shape if self.expert is None else shape[1:]
+        if self.slot.transposed:
+            shape = (*shape[:-2], shape[-1], shape[-2])
+        if self.slot.within is not None:
+            return (*shape[:-1], self.slot.within[1])
+        return shape if self.slot.half is None else (*shape[:-1], 2 * shape[-1])
+
+
+def per_expert(prefix: str) -> Names:
+    """Names of experts with one tensor per projection and expert."""
+    return {
+        f"moe.experts.{ours}": TensorSlot(f"{prefix}.{{expert}}.{theirs}.weight")
+        for ours, theirs in PROJECTIONS.items()
+    }
+
+
+_NOT_SAID = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError)
+_MOST_LAYERS = 10_000
+
+NEEDED = object()
+"""Default of a required field."""
+
+
+@dataclass(frozen=True)
+class ConfigField:
+    """One field of config.json.
+
+    Attributes:
+        theirs: its name.
+        value: the value that it must have for this model.
+        ours: our field, without ``model.``; None: the decoder supports ``value`` only.
+        shown: value of our field, if different from ``value``.
+        default: its value when it is missing, or a function of the other fields.
+        nullable: whether null is a value; else null means missing.
+        read: applied to a value before it is compared.
+        alias: another name of it.
+        to_ours: maps their value and all of config.json to our value, if different; returns None if this
+            field does not determine ours.
+    """
+
+    theirs: str
+    value: object
+    ours: str | None = None
+    shown: object = NEEDED
+    default: object = NEEDED
+    nullable: bool = False
+    read: Callable[[Any], object] | None = None
+    alias: str | None = None
+    to_ours: Callable[[Any, Mapping[str, Any]], object] | None = None
+
+    def found(self, content: Mapping[str, Any]) -> object:
+        """The value in a config.json, or the default."""
+        for name in (self.theirs, self.alias or self.theirs):
+            if name in content and (self.nullable or content[name] is not None):
+                return self._read(content[name])
+        if self.default is NEEDED:
+            return None
+        if not callable(self.default):
+            return self.default
+        try:
+            return self.default(content)
+        except _NOT_SAID:
+            return None  # a field that the default depends on is missing or invalid, and reported itself
+
+    def _read(self, value: Any) -> object:
+        try:
+            return self.read(value) if self.read else value
+        except _NOT_SAID:
+            return value  # of another type, so it will differ
+
+    def our_value(self, content: Mapping[str, Any]) -> object:
+        """The value for our field; None if config.json does not determine it.
+
+        Raises:
+            ValueError: no value of our field corresponds to theirs.
+        """
+        theirs = self.found(content)
+        if self.to_ours is None:
+            return theirs
+        try:
+            return self.to_ours(theirs, content)
+        except _NOT_SAID as error:
+            raise ValueError(f"{self.theirs} {theirs!r}") from error
+
+
+@dataclass(frozen=True)
+class Family:
+    """The format of one family's checkpoints at Hugging Face.
+
+    Attributes:
+        name: value of model.family.
+        model_type: value of model_type in config.json.
+        architecture: transformers' class.
+        names: from our modules in a block to theirs, and our tensors that are not a module's weight or bias.
+        config_fields: the fields of config.json for a model.
+        requires: our fields that the family fixes to another value than the default.
+        is_mixture: whether it has experts.
+        kept: our fields that may have any value although config.json does not contain them.
+        refuse: raises ConfigError for other models that its files cannot represent.
+        unbuildable: raises ConfigError for models that its files can represent and transformers cannot build.
+        written: further fields to write to config.json, which are not read.
+        theta: default of rope_theta.
+        assumed: values of fields in ``kept`` for a model that is read from config.json alone.
+        trained: from fields of config.json that only affect training to ours.
+        nested: a larger model whose files can be read too.
+        ignored: prefixes of names of tensors that are not the decoder's.
+        mtp: like ``names``, of multi-token prediction's modules; theirs are in block n_layers.
+        mtp_copies: our tensors of which that block has copies, and their names there.
+        library: the library of its checkpoints, transformers or diffusers.
+        original: function that finds weights in the format of the model's authors (``module:function``); it
+            maps a folder and the model to a ``Source``, or None if the folder has no such weights.
+    """
+
+    name: str
+    model_type: str
+    architecture: str
+    names: Mapping[str, str | TensorSlot]
+    config_fields: Callable[[ModelConfig], list[ConfigField]]
+    requires: Mapping[str, object] = field(default_factory=dict)
+    is_mixture: bool = False
+    kept: tuple[str, ...] = ()
+    refuse: Callable[[ModelConfig], None] | None = None
+    unbuildable: Callable[[ModelConfig], None] | None = None
+    written: Callable[[ModelConfig], dict[str, Any]] | None = None
+    theta: float = 10000.0
+    assumed: Callable[[ModelConfig], dict[str, object]] | None = None
+    trained: Mapping[str, str] = field(default_factory=dict)
+    nested: Nested | None = None
+    ignored: Callable[[ModelConfig], tuple[str, ...]] | None = None
+    mtp: Names = field(default_factory=dict)
+    mtp_copies: Mapping[str, str] = field(default_factory=dict)
+    library: str = "transformers"
+    original: str | None = None
+
+    @property
+    def is_diffusers(self) -> bool:
+        """Whether config.json and the names of files are those of diffusers."""
+        return self.library == "diffusers"
+
+    @property
+    def type_key(self) -> str:
+        """The field of config.json that has ``model_type``."""
+        return "_class_name" if self.is_diffusers else "model_type"
+
+    @property
+    def stem(self) -> str:
+        """The beginning of the names of the files of weights."""
+        return "diffusion_pytorch_model" if self.is_diffusers else "model"
+
+    def pieces(self, model: ModelConfig) -> Iterator[TensorMapping]:
+        """The mapping of all tensors, in our order.
+
+        Raises:
+            ConfigError: the family cannot store one of them.
+        """
+        shapes = tensor_shapes(model)
+        for name, shape in shapes.items():
+            try:
+                yield from self.mappings_of(name, shape, model.n_layers)
+            except ValueError:
+                rule = f"checkpoints of this family have no place for {name}"
+                raise ConfigError("model.family", self.name, rule) from None
+        for name, theirs in self.mtp_copies.items() if model.mtp.depth else ():
+            slot = TensorSlot(f"model.layers.{model.n_layers}.{theirs}")
+            # A tied output projection is the table.
+            yield TensorMapping(
+                name if name in shapes else "tok_embeddings.weight", slot.name, slot, is_copy=True
+            )
+
+    def mappings_of(self, name: str, shape: Shape, n_layers: int | None = None) -> Iterator[TensorMapping]:
+        """The mapping of one of our tensors.
+
+        Args:
+            name: our name.
+            shape: our shape.
+            n_layers: number of layers of the model, for tensors of multi-token prediction.
+
+        Raises:
+            ValueError: the family has no such tensor.
+        """
+        block = _IN_BLOCK.fullmatch(name)
+        known: Mapping[str, str | TensorSlot] = {**self.names, **self.mtp} if block else OUTSIDE
+        prefix, inner = (f"model.layers.{block[1] or n_layers}.", block[2]) if block else ("", name)
+        module = _SUFFIX.fullmatch(inner)
+        slot = known.get(inner)
+        if module is not None:
+            parent, suffix = module.groups()
+            place = known.get(parent)
+            slot = TensorSlot(f"{place}{suffix}") if isinstance(place, str) else None
+        if not isinstance(slot, TensorSlot):
+            raise ValueError(f"no parameter of a decoder of family {self.name} is called {name!r}")
+        if "{expert}" not in slot.name:
+            yield TensorMapping(name, prefix + slot.name, slot)
+            return
+        for expert in range(shape[0]):
+            yield TensorMapping(name, prefix + slot.name.format(expert=expert), slot, expert)
+
+
+@dataclass(frozen=True)
+class Nested:
+    """A larger model that contains a family's decoder.
+
+    Attributes:
+        model_type: its model_type.
+        key: key of the decoder's config in its config.json.
+        prefix: prefix of the decoder's tensors.
+        others: prefixes of all other tensors.
+    """
+
+    model_type: str
+    key: str
+    prefix: str
+    others: tuple[str, ...]
+
+
+def common(model: ModelConfig, *, head_dim: object = NEEDED, **defaults: object) -> list[ConfigField]:
+    """Fields of config.json that every family has.
+
+    Args:
+        model: the model.
+        head_dim: default of head_dim.
+        defaults: defaults of other fields, by name.
+    """
+
+    def of(theirs: str, value: object, ours: str, default: object = NEEDED) -> ConfigField:
+        return ConfigField(theirs, value, ours, default=defaults.get(theirs, default))
+
+    fields = [
+        of("vocab_size", model.vocab_size, "vocab_size"),
+        of("hidden_size", model.dim, "dim"),
+        of("num_hidden_layers", model.n_layers, "n_layers"),
+        of("num_attention_heads", model.n_heads, "n_heads"),
+        of("num_key_value_heads", model.n_kv_heads, "n_kv_heads", _heads(defaults)),
+        of("rms_norm_eps", model.norm_eps, "norm_eps"),
+        of("tie_word_embeddings", model.tied_embeddings, "tied_embeddings", False),
+        of("max_position_embeddings", model.max_seq_len, "max_seq_len"),
+        ConfigField("hidden_act", "silu", default="silu"),
+    ]
+    if not model.attention.is_latent:
+        fields.insert(2, ConfigField("head_dim", model.head_width, "head_dim", default=head_dim))
+    return fields
+
+
+def _heads(defaults: Mapping[str, object]) -> Callable[[Mapping[str, Any]], object]:
+    return lambda found: found.get("num_attention_heads", defaults.get("num_attention_heads"))
+
+
+def layers_in(found: Mapping[str, Any]) -> range:
+    """The numbers of the blocks in a config.json.
+
+    Raises:
+        ValueError: num_hidden_layers is missing or out of range.
+    """
+    layers = found["num_hidden_layers"]
+    if not isinstance(layers, int) or not 0 < layers <= _MOST_LAYERS:
+        raise ValueError(f"num_hidden_layers {layers!r}")
+    return range(layers)
+
+
+def every_nth(marked: Sequence[bool]) -> int | None:
+    """The n such that exactly every n-th layer (n - 1, 2n - 1, ...) is marked; None if no layer is.
+
+    Raises:
+        ValueError: there is no such n.
+    """
+    if not any(marked):
+        return None
+    every = list(marked).index(True) + 1
+    if [(layer + 1) % every == 0 for layer in range(len(marked))] != list(marked):
+        raise ValueError("not every n-th layer")
+    return every
+
+
+def head_width(found: Mapping[str, Any]) -> int:
+    """Default width of a head."""
+    return int(found["hidden_size"]) // int(found["num_attention_heads"])
+
+
+def attention_biases(model: ModelConfig) -> list[ConfigField]:
+    """The field that gives all four projections of attention biases."""
+    of = model.attention
+    return [
+        ConfigField("attention_bias", of.qkv_bias, "attention.qkv_bias", default=False),
+        ConfigField("attention_bias", of.output_bias, "attention.output_bias", default=False),
+    ]
+
+
+def both_biases(model: ModelConfig) -> None:
+    """Check that all of attention's projections have biases, or none.
+
+    Raises:
+        ConfigError: only one of the two fields is set.
+    """
+    of = model.attention
+    if of.qkv_bias != of.output_bias:
+        rule = "checkpoints of this family have biases in all of attention's projections or in none"
+        raise ConfigError("model.attention.output_bias", of.output_bias, rule, [str(of.qkv_bias).lower()])
+
+
+def dividing_heads(model: ModelConfig) -> None:
+    """Check that the number of heads divides the width.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if model.dim % model.n_heads:
+        rule = f"transformers wants it to divide model.dim={model.dim} here, whatever model.head_dim is"
+        raise ConfigError("model.n_heads", model.n_heads, rule, divisors(model.dim))

@@ -1,0 +1,96 @@
+"""GPT-OSS; fields and tensors as in transformers' models/gpt_oss and config.json at openai.
+
+Released weights of experts are in MXFP4, which ``harness.weights.stored`` dequantizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from harness.config.model import ModelConfig
+from harness.weights.families.core import (
+    ATTENTION,
+    NORMS,
+    ConfigField,
+    Family,
+    TensorSlot,
+    common,
+    every_nth,
+    layers_in,
+)
+
+_ALPHA, _LIMIT = 1.702, 7.0  # as in harness.model.feed_forward
+
+_EXPERTS = {
+    "w1": TensorSlot("mlp.experts.gate_up_proj", half=0, interleaved=True, transposed=True),
+    "w3": TensorSlot("mlp.experts.gate_up_proj", half=1, interleaved=True, transposed=True),
+    "w2": TensorSlot("mlp.experts.down_proj", transposed=True),
+    "b1": TensorSlot("mlp.experts.gate_up_proj_bias", half=0, interleaved=True),
+    "b3": TensorSlot("mlp.experts.gate_up_proj_bias", half=1, interleaved=True),
+    "b2": TensorSlot("mlp.experts.down_proj_bias"),
+}
+
+
+def _config_fields(model: ModelConfig) -> list[ConfigField]:
+    attention, of = model.attention, model.moe
+    return [
+        *common(model, head_dim=64),
+        ConfigField("intermediate_size", of.hidden_dim, "moe.hidden_dim"),
+        ConfigField("num_local_experts", of.num_experts, "moe.num_experts", alias="num_experts"),
+        ConfigField("num_experts_per_tok", of.top_k, "moe.top_k", alias="experts_per_token"),
+        ConfigField("sliding_window", attention.window, "attention.window", default=128, nullable=True),
+        ConfigField(
+            "layer_types",
+            _layer_types(model),
+            "attention.global_every_nth_layer",
+            shown=attention.global_every_nth_layer,
+            default=_alternating,
+            to_ours=_global_layers,
+        ),
+        ConfigField("attention_bias", True, default=True),
+        ConfigField("swiglu_alpha", _ALPHA, default=_ALPHA),
+        ConfigField("swiglu_limit", _LIMIT, default=_LIMIT),
+    ]
+
+
+def _global_layers(types: Any, found: Mapping[str, Any]) -> int | None:
+    return (
+        None if found.get("sliding_window", 0) is None else every_nth([t == "full_attention" for t in types])
+    )
+
+
+def _layer_types(model: ModelConfig) -> list[str]:
+    wholes = (model.span(layer).is_whole for layer in range(model.n_layers))
+    return ["full_attention" if whole else "sliding_attention" for whole in wholes]
+
+
+def _alternating(found: Mapping[str, Any]) -> list[str]:
+    return [("sliding_attention", "full_attention")[i % 2] for i in layers_in(found)]
+
+
+GPT_OSS = Family(
+    name="gpt_oss",
+    model_type="gpt_oss",
+    architecture="GptOssForCausalLM",
+    names=NORMS
+    | ATTENTION
+    | {"attention.sinks": TensorSlot("self_attn.sinks"), "moe.router": "mlp.router"}
+    | {f"moe.experts.{name}": slot for name, slot in _EXPERTS.items()},
+    config_fields=_config_fields,
+    requires={
+        "activation": "swiglu_clamped",
+        "attention.qkv_bias": True,
+        "attention.output_bias": True,
+        "attention.sinks": True,
+        "moe.normalize_scores": True,
+        "moe.router_bias": True,
+        "moe.expert_bias": True,
+    },
+    is_mixture=True,
+    kept=("ffn_hidden_dim",),  # all blocks have experts
+    assumed=lambda model: {"ffn_hidden_dim": model.moe.hidden_dim},
+    trained={"router_aux_loss_coef": "moe.aux_loss_coeff"},
+    written=lambda model: {"router_aux_loss_coef": model.moe.aux_loss_coeff},
+    theta=150000.0,
+)

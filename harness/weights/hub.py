@@ -1,0 +1,319 @@
+"""Download a repository's files from the Hugging Face hub with ``huggingface_hub.snapshot_download``.
+
+The library finds the token and the hub (HF_TOKEN or a login; HF_ENDPOINT), transfers files in parallel and
+resumes broken connections. Added here: other files are not overwritten, every file is compared with the hub's
+checksum, and errors are one line.
+
+``download.json`` records the downloaded files; a file that matches its record is not read again.
+"""
+
+from __future__ import annotations
+
+import errno
+import glob
+import hashlib
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from harness.util.encoding import parse_object
+from harness.util.errors import DISK_FULL, ConfigError, MachineError, UserError
+
+RECORD, CACHE = "download.json", ".cache"  # huggingface_hub keeps its own records in .cache/huggingface
+_WORKERS = 4  # files at once; more would share the same bandwidth
+_ABANDONED_SECONDS = 600.0  # since the last write to a partial file
+_AGAIN = "the same command downloads the missing files"
+
+_Record = dict[str, dict[str, Any]]
+"""Checksum, size and modification time of each downloaded file."""
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file of a repository.
+
+    Attributes:
+        name: path in the repository.
+        size: bytes.
+        checksum: ``sha256:...`` of the content, or ``git:...``, git's hash of the blob (SHA-1).
+    """
+
+    name: str
+    size: int
+    checksum: str
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A repository at one commit, named by its full hash, with all files."""
+
+    name: str
+    commit: str
+    files: tuple[RemoteFile, ...]
+
+
+def look_up(repo: str, revision: str) -> Repository:
+    """Ask the hub for the files of a repository.
+
+    Raises:
+        UserError: the repository or revision does not exist, or the token has no access.
+        MachineError: the hub cannot be reached.
+    """
+    from huggingface_hub import HfApi
+
+    with _hub_errors(repo, revision):
+        info = HfApi().model_info(repo, revision=revision, files_metadata=True)
+    files = []
+    for each in info.siblings or []:
+        checksum = f"sha256:{each.lfs.sha256}" if each.lfs else f"git:{each.blob_id}"
+        if each.size is None or checksum == "git:None":
+            raise MachineError(f"{_endpoint()} does not give the size or the checksum of {each.rfilename}")
+        files.append(RemoteFile(each.rfilename, each.size, checksum))
+    return Repository(repo, cast(str, info.sha), tuple(files))
+
+
+def fetch(repository: Repository, files: list[RemoteFile], target: Path) -> list[RemoteFile]:
+    """Download files into a folder, under their names in the repository; skip files that exist.
+
+    Returns:
+        The files that were downloaded.
+
+    Raises:
+        UserError: no access, or another file has the same path.
+        MachineError: the hub cannot be reached, a file is damaged, or the disk is full.
+    """
+    with _disk_errors(target):
+        (target / CACHE).mkdir(parents=True, exist_ok=True)
+        record = _read_record(target, repository.name)
+        missing = [file for file in files if not _is_there(target, file, record)]
+        _require_space(target, missing)
+        _write_record(target, repository, record)
+        if missing:
+            _download(repository, missing, target)
+            _check(missing, target)
+            record |= {file.name: _facts(target / file.name, file.checksum) for file in missing}
+            _write_record(target, repository, record)
+    return missing
+
+
+def _download(repository: Repository, files: list[RemoteFile], target: Path) -> None:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import tqdm
+
+    bars: list[Any] = []
+
+    class Bar(tqdm):
+        """A progress bar that is removed at the end; snapshot_download leaves some of its bars open."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{**kwargs, "disable": not sys.stderr.isatty(), "leave": False})
+            bars.append(self)
+
+    # A process that was killed leaves the files that it was writing; their random names are not used again.
+    for partial in (target / CACHE).rglob("*.????????.incomplete"):
+        if time.time() - partial.stat().st_mtime > _ABANDONED_SECONDS:
+            partial.unlink(missing_ok=True)
+    try:
+        with _hub_errors(repository.name, repository.commit):
+            snapshot_download(
+                repository.name,
+                revision=repository.commit,
+                local_dir=target,
+                allow_patterns=[glob.escape(file.name) for file in files],
+                max_workers=_WORKERS,
+                tqdm_class=Bar,
+            )
+    finally:
+        for bar in reversed(bars):
+            bar.close()
+
+
+def _check(files: list[RemoteFile], target: Path) -> None:
+    """Compare downloaded files with the hub's checksums; remove those that differ."""
+    # If the hub stops answering, snapshot_download only warns when the folder is not empty.
+    for file in files:
+        if not (target / file.name).is_file():
+            raise MachineError(f"{_endpoint()} did not send {file.name}; {_AGAIN}")
+    with ThreadPoolExecutor(_WORKERS) as pool:
+        intact = list(pool.map(lambda file: _matches(target / file.name, file), files))
+    damaged = [file.name for file, right in zip(files, intact, strict=True) if not right]
+    for name in damaged:
+        (target / name).unlink()
+    if damaged:
+        rule = "the download does not have the hub's checksum"
+        raise MachineError(f"{', '.join(damaged)}: {rule}; the same command downloads it again")
+
+
+# -- files on disk ----
+
+
+def _is_there(target: Path, file: RemoteFile, record: _Record) -> bool:
+    """Whether a file exists with the hub's content; an unchanged older download may be replaced.
+
+    Raises:
+        UserError: another file has the same path.
+    """
+    path = target / file.name
+    if not path.exists():
+        return False
+    known = record.get(file.name)
+    if known is not None and known == _facts(path, known.get("checksum")):
+        return known["checksum"] == file.checksum
+    if path.is_file() and _matches(path, file):
+        record[file.name] = _facts(path, file.checksum)
+        return True
+    raise UserError(
+        f"{path}: already exists and differs from the hub's; "
+        "would work: another folder in to=, or removing the file"
+    )
+
+
+def _facts(path: Path, checksum: Any) -> dict[str, Any]:
+    """A file's entry in ``download.json``."""
+    found = path.stat()
+    return {"checksum": checksum, "size": found.st_size, "mtime_ns": found.st_mtime_ns}
+
+
+def _matches(path: Path, file: RemoteFile) -> bool:
+    """Whether a file has the hub's size and checksum."""
+    if path.stat().st_size != file.size:
+        return False
+    kind, _, expected = file.checksum.partition(":")
+    # git hashes a blob's length and content (git-scm.com/book, "Git Objects").
+    digest = hashlib.sha256() if kind == "sha256" else hashlib.sha1(b"blob %d\0" % file.size)
+    with path.open("rb") as stream:
+        hashlib.file_digest(stream, lambda: digest)
+    return digest.hexdigest() == expected
+
+
+def _read_record(target: Path, repo: str) -> _Record:
+    path = target / RECORD
+    if not path.exists():
+        return {}
+    try:
+        content = parse_object(path.read_bytes())
+        owner, files = content["repo"], {name: dict(facts) for name, facts in content["files"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: cannot be read; would work: removing it") from error
+    if owner != repo:
+        raise ConfigError("to", target, f"holds files of {owner}", "another folder")
+    return files
+
+
+def _write_record(target: Path, repository: Repository, record: _Record) -> None:
+    content = {"repo": repository.name, "commit": repository.commit, "files": dict(sorted(record.items()))}
+    written = target / CACHE / RECORD
+    written.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    os.replace(written, target / RECORD)
+
+
+def _require_space(target: Path, files: list[RemoteFile]) -> None:
+    needed, free = sum(file.size for file in files), shutil.disk_usage(target).free
+    if free < needed:
+        raise MachineError(
+            f"{target}: needs {needed / 1e9:.3f} GB, and the disk has {free / 1e9:.3f} GB left"
+        )
+
+
+# -- errors ----
+
+
+def _endpoint() -> str:
+    from huggingface_hub import constants
+
+    return constants.ENDPOINT
+
+
+@contextmanager
+def _disk_errors(target: Path) -> Iterator[None]:
+    """Turn errors of the file system into one-line errors."""
+    try:
+        yield
+    except OSError as error:
+        path = error.filename or target
+        if error.errno in DISK_FULL:
+            raise MachineError(
+                f"{path}: the disk is full, or a quota is; with more space {_AGAIN}"
+            ) from error
+        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+@contextmanager
+def _hub_errors(repo: str, revision: str) -> Iterator[None]:
+    """Turn errors of the hub and the network into one-line errors."""
+    from huggingface_hub import errors
+
+    # The HTTP library's base error: requests.HTTPError in huggingface_hub 0.x (requests' other errors are
+    # OSErrors), and httpx.HTTPError, the base of all httpx errors, in later versions.
+    library_error = cast("type[Exception]", errors.HfHubHTTPError.__mro__[1])
+    try:
+        yield
+    except (library_error, OSError, ValueError, RuntimeError) as error:
+        if isinstance(error, OSError) and (error.errno in DISK_FULL or error.filename):
+            raise  # an error of the file system
+        raise _hub_error(error, repo, revision) from error
+
+
+def _hub_error(error: BaseException, repo: str, revision: str) -> Exception:
+    """The one-line error for an error of huggingface_hub."""
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ is not None:
+        return _hub_error(error.__cause__, repo, revision)  # the hub stopped answering after the listing
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return UserError(
+            "HF_HUB_OFFLINE=1 forbids access to the hub; would work: HF_HUB_OFFLINE=0, "
+            "or copying the files from a machine with access"
+        )
+    if isinstance(error, errors.HFValidationError):
+        return ConfigError("repo", repo, "not a valid name", "owner/name")
+    if isinstance(error, errors.HfHubHTTPError) and error.response is not None:
+        return _refusal(repo, revision, error)
+    reason = " ".join(str(error).split()) or type(error).__name__
+    if os.strerror(errno.ENOSPC) in reason:  # hf_xet's errors have no errno
+        return OSError(errno.ENOSPC, reason)
+    return MachineError(
+        f"no complete answer from {_endpoint()}: {reason}; once there is a connection {_AGAIN}"
+    )
+
+
+def _refusal(repo: str, revision: str, error: Any) -> Exception:
+    """The one-line error for an HTTP error of the hub."""
+    from huggingface_hub import errors, get_token
+
+    page, tokens = f"{_endpoint()}/{repo}", f"{_endpoint()}/settings/tokens"
+    has_token = get_token() is not None
+    status = error.response.status_code
+    login = f"export HF_TOKEN=hf_... with a token of {tokens}, or hf auth login"
+    if isinstance(error, errors.GatedRepoError):
+        if has_token:
+            rule = "is gated, and the account of your token (HF_TOKEN, or your login) has no access"
+            return ConfigError("repo", repo, rule, f"ask for it at {page} and wait for the answer")
+        rule = "is gated, and there is no token"
+        return ConfigError("repo", repo, rule, f"ask for access at {page}, then {login}")
+    if isinstance(error, errors.DisabledRepoError):
+        return ConfigError("repo", repo, "is disabled by the hub")
+    if isinstance(error, errors.RevisionNotFoundError):
+        return ConfigError(
+            "revision", revision, f"{repo} has no such branch, tag or commit", f"one of {page}/commits"
+        )
+    if isinstance(error, errors.RepositoryNotFoundError):
+        rule = "no such repository, or a private one" + (" that your token may not read" if has_token else "")
+        works = f"a name from {_endpoint()}/models" + ("" if has_token else f"; for a private one, {login}")
+        return ConfigError("repo", repo, rule, works)
+    message = " ".join((error.server_message or "").split())
+    answer = f"HTTP {status}" + (f" ({message})" if message else "")
+    if status == 401:
+        rule = f"the hub rejects your token (HF_TOKEN, or your login): {answer}"
+        return UserError(f"{rule}; would work: a token of {tokens}, or none")
+    if status == 403:
+        return ConfigError("repo", repo, f"your token may not read it: {answer}", f"one of {tokens} that may")
+    return MachineError(f"{_endpoint()}: {answer}; {_AGAIN}")

@@ -1,0 +1,237 @@
+"""Weights in Hugging Face's format: sharded safetensors, an index, config.json, a tokenizer.
+
+The safetensors format (github.com/huggingface/safetensors, "Format"): eight bytes with the length of the
+header, little-endian; the header, JSON with each tensor's dtype, shape and offsets; the values without gaps.
+It is written here because the library's writers need two copies of a shard in memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.config.data import TokenizerConfig
+from harness.config.model import FAMILIES, ModelConfig
+from harness.data.tokenizer import build_tokenizer
+from harness.model.spec import is_buffer, tensor_shapes
+from harness.util.errors import ConfigError, UserError
+from harness.util.files import sync_file, sync_folder
+from harness.weights.config_json import CONFIG, check_hf_config, decoder_part, hf_config, read_object
+from harness.weights.mup import multipliers
+from harness.weights.pieces import HuggingFaceNames, fill, full_ranges
+from harness.weights.quantization import quantization_of
+from harness.weights.source import EMBEDDING, Source, TensorFacts, bytes_view, refuse_untied, total_bytes
+from harness.weights.stored import DTYPES, INDEX_ENDING, StoredTensors
+from harness.weights.tensor_names import HF_HEAD, check_hf_tensors, copied_tensors, our_tensors
+from harness.weights.tokenizer import export_tokenizer
+
+MAX_SHARD_GB = 5.0  # transformers' own default
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_HEADER_UNIT = 8  # bytes; keeps the values aligned for every dtype
+
+
+class HuggingFaceSource:
+    """The weights in a folder in transformers' format.
+
+    Args:
+        folder: holds config.json and one or more safetensors files, with or without an index.
+        model: the expected model.
+        dequantized: dtype of quantized weights in ``tensors``; ``fill`` rounds their float32 values once.
+
+    Raises:
+        UserError: the folder holds another model, or is incomplete.
+    """
+
+    def __init__(self, folder: Path, model: ModelConfig, dequantized: torch.dtype = torch.bfloat16) -> None:
+        self._folder, self._tied = folder, model.tied_embeddings
+        config = read_object(folder / CONFIG)
+        check_hf_config(model, config)
+        decoder = decoder_part(FAMILIES[model.family], config)
+        self._pieces, self._copies = our_tensors(model), copied_tensors(model)
+        self._multipliers = multipliers(model)
+        self._stored = StoredTensors(folder, model, quantization_of(decoder), dequantized)
+        found = self._stored.tensors
+        check_hf_tensors(model, {name: facts.shape for name, facts in found.items()}, str(folder))
+        self.tensors: Mapping[str, TensorFacts] = {
+            name: TensorFacts(
+                shape, torch.float32 if is_buffer(name) else found[self._pieces[name][0].theirs].dtype
+            )
+            for name, shape in tensor_shapes(model).items()
+        }
+
+    def read(self, name: str) -> Tensor:
+        """Return one tensor; tied or copied tensors are compared with it.
+
+        Raises:
+            UserError: its file is damaged, or a tied or copied tensor differs.
+        """
+        facts, [first, *_] = self.tensors[name], self._pieces[name]
+        if first.is_same:
+            tensor = self._stored.read(first.theirs).to(facts.dtype)
+            tensor = tensor / self._multipliers[name] if name in self._multipliers else tensor
+        else:
+            tensor = torch.empty(facts.shape, dtype=facts.dtype)
+            self.fill(name, tensor, full_ranges(facts.shape))
+        if name == EMBEDDING and self._tied and HF_HEAD in self._stored.tensors:
+            refuse_untied(tensor, self._stored.read(HF_HEAD), str(self._folder))
+        for copy in self._copies.get(name, ()):
+            if copy.theirs in self._stored.tensors and not torch.equal(
+                tensor, self._stored.read(copy.theirs).to(facts.dtype)
+            ):
+                raise UserError(
+                    f"{self._folder}: {copy.theirs} differs from {first.theirs}, and multi-token prediction "
+                    "must share that table; would work: model.mtp.depth=0"
+                )
+        return tensor
+
+    def fill(self, name: str, out: Tensor, ranges: Sequence[range]) -> None:
+        """Fill a slice of one tensor, reading only that slice where the file's layout allows.
+
+        Args:
+            name: our name of the tensor.
+            out: the slice, with any dtype and on any device.
+            ranges: the indices of the slice in each dimension.
+
+        Raises:
+            UserError: a file is damaged.
+        """
+        fill(out, self._pieces[name], self.tensors[name].shape, ranges, self._stored.read_slice)
+        if name in self._multipliers:
+            out.div_(self._multipliers[name])
+
+
+def write_huggingface(
+    source: Source,
+    model: ModelConfig,
+    tokenizer: TokenizerConfig | None,
+    folder: Path,
+    max_shard_gb: float = MAX_SHARD_GB,
+    *,
+    share: tuple[int, int] = (0, 1),
+    finish: bool = True,
+) -> None:
+    """Write a folder for ``from_pretrained(folder)`` of transformers; few tensors are in memory at once.
+
+    Several processes can share the work. All compute the same shards from the source and the arguments;
+    process r of n writes shards r, r + n, ...
+
+    Args:
+        source: the weights.
+        model: the model they belong to.
+        tokenizer: the tokenizer to export; None for none.
+        folder: created if missing; existing files are overwritten.
+        max_shard_gb: most GB (10^9 bytes) of values per file; a larger tensor gets a file of its own.
+        share: (number of this process, number of processes).
+        finish: whether this process also calls ``finish_huggingface``.
+
+    Raises:
+        ConfigError: transformers has no such model, or the tokenizer has more ids than the model.
+        DataError: the tokenizer cannot be exported.
+        OSError: the folder cannot be written to.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if finish:  # first, because the user's errors show here
+        finish_huggingface(source, model, tokenizer, folder, max_shard_gb)
+    rank, ranks = share
+    renamed = HuggingFaceNames(source, model)
+    shards = plan_shards(renamed, max_shard_gb, FAMILIES[model.family].stem)
+    for file, names in list(shards.items())[rank::ranks]:
+        _write_safetensors(renamed, names, folder / file)
+    sync_folder(folder)
+
+
+def finish_huggingface(
+    source: Source,
+    model: ModelConfig,
+    tokenizer: TokenizerConfig | None,
+    folder: Path,
+    max_shard_gb: float = MAX_SHARD_GB,
+) -> None:
+    """Write everything except the weights: the index, config.json, the tokenizer's files.
+
+    Arguments and errors as for ``write_huggingface``.
+    """
+    # config.json has one dtype; if the source mixes several, it is the embedding table's, the first tensor.
+    first, family = next(iter(tensor_shapes(model))), FAMILIES[model.family]
+    name = str(source.tensors[first].dtype).removeprefix("torch.")
+    tokenizer = None if family.is_diffusers else tokenizer
+    bos, eos = _special_ids(model, tokenizer)
+    _write_json(folder / CONFIG, hf_config(model, dtype=name, bos_id=bos, eos_id=eos))
+    renamed = HuggingFaceNames(source, model)
+    shards = plan_shards(renamed, max_shard_gb, family.stem)
+    if len(shards) > 1:
+        weight_map = {name: file for file, names in shards.items() for name in names}
+        _write_json(
+            folder / f"{family.stem}.{INDEX_ENDING}",
+            {"metadata": {"total_size": total_bytes(renamed)}, "weight_map": weight_map},
+        )
+    if tokenizer is not None:
+        export_tokenizer(tokenizer, folder)
+
+
+def _special_ids(model: ModelConfig, tokenizer: TokenizerConfig | None) -> tuple[int | None, int | None]:
+    if tokenizer is None:
+        return None, None
+    built = build_tokenizer(tokenizer)
+    if built.vocab_size > model.vocab_size:
+        rule = f"has {built.vocab_size} ids, more than model.vocab_size={model.vocab_size}"
+        raise ConfigError(
+            "tokenizer.path", tokenizer.path, rule, "the tokenizer that the model was trained with"
+        )
+    return built.bos_id, built.eos_id
+
+
+def plan_shards(source: Source, max_shard_gb: float, stem: str = "model") -> dict[str, list[str]]:
+    """Assign tensors to files, filling one file after another as transformers does.
+
+    Args:
+        source: the tensors under their final names.
+        max_shard_gb: most GB of values per file.
+        stem: the beginning of the files' names.
+
+    Returns:
+        The tensors' names by file name, in order.
+    """
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, facts in source.tensors.items():
+        if shards[-1] and filled + facts.nbytes > max_shard_gb * 1e9:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += facts.nbytes
+    if len(shards) == 1:
+        return {f"{stem}.safetensors": shards[0]}
+    return {
+        f"{stem}-{number:05}-of-{len(shards):05}.safetensors": names
+        for number, names in enumerate(shards, start=1)
+    }
+
+
+def _write_safetensors(source: Source, names: list[str], file: Path) -> None:
+    # transformers requires the framework in the metadata.
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in names:
+        facts = source.tensors[name]
+        start, end = end, end + facts.nbytes
+        entry = {"dtype": _NAMES[facts.dtype], "shape": list(facts.shape), "data_offsets": [start, end]}
+        header[name] = entry
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % _HEADER_UNIT)
+    with file.open("wb") as stream:
+        stream.write(len(encoded).to_bytes(8, "little") + encoded)
+        for name in names:
+            stream.write(bytes_view(source.read(name)))
+        sync_file(stream)
+
+
+def _write_json(file: Path, content: Mapping[str, Any]) -> None:
+    with file.open("wb") as stream:
+        stream.write(json.dumps(content, indent=2).encode() + b"\n")
+        sync_file(stream)

@@ -1,0 +1,194 @@
+"""Quantized weights in safetensors: which methods are read, and which tensors make a weight (no torch).
+
+FP8: ``NAME`` has float8_e4m3fn values [O, I], and ``NAME_scale_inv`` or ``NAME_scale`` the factors of its
+blocks; blocks at the edges may be partial. As in DeepSeek's inference/kernel.py (``weight_dequant``),
+transformers' integrations/fbgemm_fp8.py and compressed-tensors' ``float-quantized``.
+MXFP4: ``NAME_blocks`` [E, O, I/32, 16] has two e2m1 values a byte, and ``NAME_scales`` [E, O, I/32] the
+exponents of 32 values each, for a weight [E, I, O]. As in transformers' integrations/mxfp4.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from harness.util.errors import UserError, one_line
+from harness.weights.families.core import Shape
+
+GROUP = 32
+"""Values of MXFP4 that share a scale."""
+
+_FP8, _SCALES_OF_FP8 = "F8_E4M3", ("F32", "F16", "BF16", "F8_E8M0")
+_ACTIVATION_SCALES = ("activation_scale", "input_scale")  # beside a weight; not needed for its values
+_BLOCKS, _SCALES = "_blocks", "_scales"
+
+Stored = Mapping[str, tuple[Shape, str]]
+"""Shape and safetensors' dtype of tensors by name."""
+
+Block = tuple[int | None, int | None]
+"""Rows and columns that share a scale; None: all of them."""
+
+
+@dataclass(frozen=True)
+class QuantizedTensor:
+    """A quantized weight.
+
+    Attributes:
+        values: name of the stored values.
+        scales: name of the stored scales.
+        shape: shape of the weight.
+        block: rows and columns of the values that share a scale; None for MXFP4.
+    """
+
+    values: str
+    scales: str
+    shape: Shape
+    block: tuple[int, int] | None = None
+
+
+Find = Callable[[Stored], dict[str, QuantizedTensor]]
+"""Finds the quantized weights among stored tensors; raises UserError with a tensor's name."""
+
+
+def quantization_of(content: Mapping[str, Any]) -> Find | None:
+    """How the weights beside a config.json are quantized; None if it has no quantization_config.
+
+    Raises:
+        UserError: the method is not read.
+    """
+    found = content.get("quantization_config")
+    if not found:
+        return None
+    method = found.get("quant_method") if isinstance(found, dict) else None
+    parse = _METHODS.get(method) if isinstance(method, str) else None
+    if parse is None:
+        raise _refusal("quant_method", method, f"{', '.join(_METHODS)}, or the same weights in bfloat16")
+    return parse(found)
+
+
+def part_names(stored: Stored, quantized: Mapping[str, QuantizedTensor]) -> set[str]:
+    """Names of the values and scales of quantized weights, and of the scales of activations beside them."""
+    parts = {part for of in quantized.values() for part in (of.values, of.scales)}
+    modules = [name.removesuffix("weight") for name in quantized if name.endswith(".weight")]
+    return parts | {module + each for module in modules for each in _ACTIVATION_SCALES} & stored.keys()
+
+
+def _refusal(field: str, value: object, works: str) -> UserError:
+    shown = one_line(value if isinstance(value, str) else json.dumps(value))
+    return UserError(f"config.json has quantization_config: {field} {shown} is not read; would work: {works}")
+
+
+# -- methods ----
+
+
+def _fp8(found: Mapping[str, Any]) -> Find:
+    block = found.get("weight_block_size", [128, 128])
+    return _fp8_finder("_scale_inv", (None, None) if block is None else _block("weight_block_size", block))
+
+
+def _compressed(found: Mapping[str, Any]) -> Find:
+    """The strategies of compressed-tensors' ``float-quantized``, in the same way for all layers."""
+    if found.get("format") != "float-quantized":
+        raise _refusal("format", found.get("format"), "float-quantized")
+    groups = found.get("config_groups")
+    listed = list(groups.values()) if isinstance(groups, dict) else []
+    scheme = listed[0].get("weights") if len(listed) == 1 and isinstance(listed[0], dict) else None
+    if not isinstance(scheme, dict):
+        raise _refusal("config_groups", f"({len(listed)} groups)", "one group, with weights")
+    for name, value in {"num_bits": 8, "type": "float", "symmetric": True}.items():
+        if scheme.get(name, True) != value:
+            raise _refusal(f"weights.{name}", scheme.get(name), json.dumps(value))
+    return _fp8_finder("_scale", _block_of_strategy(scheme))
+
+
+def _block_of_strategy(scheme: Mapping[str, Any]) -> Block:
+    strategy, size = scheme.get("strategy"), scheme.get("group_size")
+    if strategy == "tensor":
+        return None, None
+    if strategy == "channel":
+        return 1, None
+    if strategy == "group" and type(size) is int and size > 0:
+        return 1, size
+    if strategy == "group":
+        raise _refusal("weights.group_size", size, "128")
+    if strategy == "block":
+        return _block("weights.block_structure", scheme.get("block_structure"))
+    raise _refusal("weights.strategy", strategy, "tensor, channel, group, block")
+
+
+_METHODS: dict[str, Callable[[Mapping[str, Any]], Find]] = {
+    "fp8": _fp8,
+    "fbgemm_fp8": lambda _: _fp8_finder("_scale", (1, None)),
+    "compressed-tensors": _compressed,
+    "mxfp4": lambda _: _mxfp4_tensors,
+}
+
+
+def _block(field: str, value: object) -> Block:
+    if isinstance(value, list) and len(value) == 2 and all(type(each) is int and each > 0 for each in value):
+        return value[0], value[1]
+    raise _refusal(field, value, "[128, 128]")
+
+
+# -- tensors ----
+
+
+def _fp8_finder(suffix: str, block: Block) -> Find:
+    """Find weights in FP8 whose scales have a name with this suffix."""
+    return lambda stored: _fp8_tensors(stored, suffix, block)
+
+
+def _fp8_tensors(stored: Stored, suffix: str, block: Block) -> dict[str, QuantizedTensor]:
+    found = {}
+    for name, (shape, dtype) in stored.items():
+        if name.endswith(f".weight{suffix}"):
+            of = name.removesuffix(suffix)
+            if stored.get(of, (shape, ""))[1] != _FP8:
+                has = f"is {stored[of][1]}" if of in stored else "is missing"
+                raise UserError(f"{name} has scales of {of}, which {has}")
+        if dtype != _FP8:
+            continue
+        if len(shape) != 2:
+            raise UserError(f"{name} has {_FP8} values and is {list(shape)}, only matrices are read")
+        if name + suffix not in stored:
+            raise UserError(f"{name} has {_FP8} values, and its scales {name}{suffix} are missing")
+        sizes = block[0] or shape[0], block[1] or shape[1]
+        scales, of_scales = stored[name + suffix]
+        grid = tuple(-(-length // size) for length, size in zip(shape, sizes, strict=True))
+        if _long(scales) != _long(grid):  # dimensions of one may not be stored
+            rule = f"one for each {sizes[0]} x {sizes[1]} of the {shape[0]} x {shape[1]} values"
+            raise UserError(f"{name}{suffix} is {list(scales)} and not {list(grid)}, {rule}")
+        if of_scales not in _SCALES_OF_FP8:
+            raise UserError(f"{name}{suffix} is {of_scales}; would work: {', '.join(_SCALES_OF_FP8)}")
+        found[name] = QuantizedTensor(name, name + suffix, shape, sizes)
+    return found
+
+
+def _long(shape: Shape) -> list[int]:
+    return [each for each in shape if each > 1]
+
+
+def _mxfp4_tensors(stored: Stored) -> dict[str, QuantizedTensor]:
+    found = {}
+    for name in stored:
+        base = name.removesuffix(_BLOCKS).removesuffix(_SCALES)
+        if base == name or base in found:
+            continue
+        for suffix in (_BLOCKS, _SCALES):
+            if base + suffix not in stored:
+                raise UserError(f"{base}{suffix} is missing, and {name} needs it")
+            if stored[base + suffix][1] != "U8":
+                raise UserError(f"{base}{suffix} is {stored[base + suffix][1]}; would work: U8")
+        if base in stored:
+            raise UserError(f"{base} is stored twice, also as {name}")
+        blocks, scales = stored[base + _BLOCKS][0], stored[base + _SCALES][0]
+        if len(scales) != 3 or blocks != (*scales, GROUP // 2):
+            rule = f"must be [experts, outputs, inputs / {GROUP}, {GROUP // 2}] and the same without the last"
+            raise UserError(
+                f"{base}{_BLOCKS} is {list(blocks)} and {base}{_SCALES} is {list(scales)}, {rule}"
+            )
+        experts, outputs, groups = scales
+        found[base] = QuantizedTensor(base + _BLOCKS, base + _SCALES, (experts, groups * GROUP, outputs))
+    return found
