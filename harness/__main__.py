@@ -1,9 +1,9 @@
-"""``python -m harness NAME``: run a verb of the harness, or of a package that extends it.
+"""``harness VERB``: run a verb of the harness, or of a package that extends it.
 
-    python -m harness train model=llama3_8b
-    python -m harness --help                          list all verbs
+    harness train model=llama3_8b
+    harness --help                          list all verbs
 
-A verb of the harness is also ``python -m harness.NAME``.
+``python -m harness`` is the same command.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _run(arguments: list[str]) -> int:
         close = difflib.get_close_matches(name, list(VERBS), n=1)
         works = f"did you mean {close[0]}?" if close else f"would work: {', '.join(VERBS)}"
         raise UserError(f"{name}: no such verb; {works}")
-    return VERBS[name].run_line(arguments[1:])
+    return VERBS[name].run_line(arguments[1:], own_process=True)
 
 
 def _table() -> str:

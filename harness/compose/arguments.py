@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import itertools
-import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,14 +14,15 @@ from harness.util.errors import UserError
 
 CFG = ("job", "hydra", "all")
 INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
-SHELLS = ("bash", "fish", "zsh")
-SHOWS = ("help", "cfg", "info", "shell_completion")
+SHOWS = ("help", "cfg", "info")
 _CONF = "--config-dir FOLDER, which adds your files to those of conf/"
 # Hydra's flags that are not supported, and what to type instead.
 REFUSED = {
     "--config-path": _CONF,
     "-cp": _CONF,
     "--hydra-help": "--help",
+    "--shell-completion": "--help, which lists groups, options and fields",
+    "-sc": "--help, which lists groups, options and fields",
     "--run": "the command without it",
     "-r": "the command without it",
     "--experimental-rerun": "the overrides of overrides.txt in the run's folder",
@@ -74,7 +73,6 @@ JOB_FLAGS = (
         help=f"print how Hydra composes the job: {', '.join(f'`{each}`' for each in INFO)}",
     ),
     Argument("-m", "--multirun", help="run one job for each combination of values (`harness.train` only)"),
-    Argument("-sc", "--shell-completion", help="print the completion script of a shell: `-sc install=bash`"),
     Argument(
         "-cn", "--config-name", metavar="NAME", help="compose another primary file, of `conf/` or your own"
     ),
@@ -92,7 +90,7 @@ class CommandLine(argparse.Namespace):
     """The parsed arguments after the name of a verb: its own arguments, JOB_FLAGS and ``--json`` by name."""
 
     overrides: list[str]
-    """Arguments that are not flags, in order; with ``--shell-completion``, its action."""
+    """Arguments that are not flags, in order."""
     info: str | None = None
     json: bool = False
 
@@ -120,34 +118,6 @@ class CommandLine(argparse.Namespace):
         for name in ("--package", "--resolve"):
             if name in given and self.cfg is None:
                 raise UserError(f"{name}: needs --cfg; would work: --cfg job {name}")
-        if self.shell_completion:
-            self._validate_completion()
-
-    def naming_files(self) -> CommandLine:
-        """Return the line that names the job's files: itself, or the line that the shell completes."""
-        if not self.shell_completion:
-            return self
-        *words, _incomplete = os.environ.get("COMP_LINE", "").split(" ")
-        values: dict[str, list[str]] = {}
-        for flag, value in itertools.pairwise(words):
-            values.setdefault({"-cd": "--config-dir", "-cn": "--config-name"}.get(flag, flag), []).append(
-                value
-            )
-        return CommandLine(
-            overrides=words,
-            config_dir=[each for each in values.get("--config-dir", ()) if os.path.isdir(each)],
-            config_name=next(iter(values.get("--config-name", ())), None),
-        )
-
-    def _validate_completion(self) -> None:
-        works = ", ".join(f"-sc install={shell}" for shell in SHELLS)
-        action, _, shell = self.overrides[0].partition("=") if self.overrides else ("", "", "")
-        known = action in ("install", "uninstall", "query") and shell in SHELLS
-        if len(self.overrides) != 1 or not known:
-            typed = " ".join(["-sc", *self.overrides])
-            raise UserError(f"{typed}: takes one action and a shell; would work: {works}")
-        if action == "query" and "COMP_LINE" not in os.environ:
-            raise UserError(f"-sc query={shell}: is for the shell, which sets COMP_LINE; would work: {works}")
 
 
 class Parser(argparse.ArgumentParser):

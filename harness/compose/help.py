@@ -1,4 +1,4 @@
-"""Show a job instead of running it: ``--help``, ``--cfg``, ``--info``, ``-sc``."""
+"""Show a job instead of running it: ``--help``, ``--cfg``, ``--info``."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from harness.util.errors import EXIT_OK, UserError
 
 def show(line: CommandLine, parser: Parser, *, config_name: str, schema: type) -> int:
     """Show a job as the flags of the command line say; return the exit code."""
-    if not line.shell_completion:
-        check_overrides(line.overrides, schema)
+    check_overrides(line.overrides, schema)
     overrides = in_hydra_syntax(line.overrides, schema)
     if line.help:
         sys.stdout.write(help_text(overrides, parser, config_name=config_name, schema=schema))
@@ -118,16 +117,13 @@ def _with_rules(shown: str, schema: type) -> str:
 
 
 def _show_by_hydra(line: CommandLine, overrides: list[str], config_name: str, schema: type) -> None:
-    """Let Hydra show how it composes a job, or complete arguments for a shell."""
+    """Let Hydra show how it composes a job."""
     from hydra.core.global_hydra import GlobalHydra
 
     with Composer(config_name, schema):
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None
         try:
-            if line.shell_completion:
-                hydra.shell_completion(config_name, overrides)
-            else:
-                hydra.show_info(str(line.info), config_name, overrides_for_hydra(overrides))
+            hydra.show_info(str(line.info), config_name, overrides_for_hydra(overrides))
         except Exception as error:
             raise to_user_error(error, schema) from error

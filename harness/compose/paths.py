@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness.config.registry import Registry
+from harness.util import PACKAGE
 from harness.util.errors import UserError
 
 SETTING = "hydra.searchpath"
@@ -24,11 +25,10 @@ def conf_dir() -> str:
     Raises:
         UserError: this installation has none.
     """
-    package = Path(__file__).resolve().parent
-    for candidate in (package.parent / "conf", package / "_conf"):
+    for candidate in (PACKAGE.parent / "conf", PACKAGE / "_conf"):
         if os.path.isfile(candidate / "train.yaml"):
             return str(candidate)
-    raise UserError(f"{package}: no conf/ found beside or in the package; would work: install it again")
+    raise UserError(f"{PACKAGE}: no conf/ found beside or in the package; would work: install it again")
 
 
 Stamp = tuple[tuple[str, int, int], ...]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, get_origin
 
 from harness.compose.overrides import FROM_CONFIG, typed_value
 from harness.config.job import Job
+from harness.util import PACKAGE
 from harness.util.errors import UserError
 from harness.weights.detect import recorded_model
 from harness.weights.from_config import model_node
@@ -68,7 +68,7 @@ def find_launcher() -> None:
         import hydra_plugins
     except ImportError:
         return  # a copy of the package alone; only sweepers need the launcher
-    folder = str(Path(__file__).parents[1] / "hydra_plugins")
+    folder = str(PACKAGE.parent / "hydra_plugins")
     if folder not in hydra_plugins.__path__:
         hydra_plugins.__path__.append(folder)
 

@@ -65,7 +65,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Verb:
-    """Declaration of ``python -m harness.NAME``, or ``python -m harness NAME`` in another package.
+    """Declaration of ``harness NAME``.
 
     Attributes:
         name: its name; a verb with a job composes ``conf/NAME.yaml``.
@@ -78,6 +78,7 @@ class Verb:
         study: function of ``-m`` with a sweeper that chooses points by their results
             (``hydra/sweeper=optuna``); gets the overrides and the name of the primary config.
         parts: the verbs that it consists of, such as ``status`` of ``harness sweep``.
+        prepare: called first in a process of its own, such as to handle signals.
     """
 
     name: str
@@ -88,6 +89,7 @@ class Verb:
     sweep: Callable[[list[Composed]], int | Result] | None = None
     study: Callable[[list[str], str], int] | None = None
     parts: Sequence[Verb] = ()
+    prepare: Callable[[], None] | None = None
 
     def parser(self) -> Parser:
         """Return its parser, without overrides, which are the remaining arguments."""
@@ -114,9 +116,7 @@ class Verb:
     @property
     def command(self) -> str:
         """What the user types before the arguments."""
-        run = self.run or self.parts[0].run
-        is_ours = run is not None and run.__module__.startswith("harness.")
-        return f"python -m harness{'.' if is_ours else ' '}{self.name}"
+        return f"harness {self.name}"
 
     @property
     def documentation(self) -> str:
@@ -143,10 +143,12 @@ class Verb:
     def main(self) -> NoReturn:
         """Run the command line of this process, and exit."""
         prepare_process()
-        sys.exit(guarded(lambda: self.run_line(typed_arguments())))
+        sys.exit(guarded(lambda: self.run_line(typed_arguments(), own_process=True)))
 
-    def run_line(self, arguments: Sequence[str]) -> int:
+    def run_line(self, arguments: Sequence[str], *, own_process: bool = False) -> int:
         """Run the arguments after its name; return the exit code."""
+        if own_process and self.prepare is not None:
+            self.prepare()
         if VERSION.names[-1] in arguments:
             from harness.metrics.result import versions
 

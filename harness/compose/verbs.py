@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 VERBS: Registry[Verb] = Registry(
     "verb",
     {
-        "train": "harness.train:VERB",
+        "train": "harness.launch.train:VERB",
         "plan": "harness.tools.plan.verb:VERB",
         "rehearse": "harness.tools.rehearse.verb:VERB",
         "parity": "harness.tools.parity.parity:VERB",

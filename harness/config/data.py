@@ -17,6 +17,7 @@ from harness.config.mixture import check_mixture, errors_of_source, require_vali
 from harness.config.pictures import EncodersConfig, ImagesConfig, check_pictures
 from harness.config.registry import resolve_options
 from harness.data.tiktoken_sets import SETS
+from harness.util import PACKAGE
 from harness.util.errors import ConfigError
 
 TRAIN_ON = ("all", "last")
@@ -26,7 +27,7 @@ TOKEN_DTYPES = ("uint16", "uint32", "int32", "int64")
 BOUNDARIES = ("auto", "eos", "bos", "none")
 TOKENIZER_KINDS = ("bytes", "sentencepiece", "tiktoken", "huggingface", "none")
 ASSET_PREFIX = "asset:"
-ASSETS = Path(__file__).parent / "assets"
+ASSETS = PACKAGE / "data" / "assets"
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from harness.util import PACKAGE
 from harness.util.errors import DISK_FULL, EXIT_BUG, EXIT_INTERRUPTED, EXIT_MACHINE, HarnessError
 
 # A higher value means the kind is less likely to be the cause.
@@ -163,9 +164,8 @@ def _exit_code_of(kind: str) -> int:
 
 def _where(error: BaseException) -> str | None:
     """Return the innermost line of this package in an exception's traceback."""
-    package = Path(__file__).parent
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if package in Path(f.filename).parents]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if PACKAGE in Path(f.filename).parents]
     if not frames:
         return None
     frame = frames[-1]
-    return f"{Path(frame.filename).relative_to(package.parent)}:{frame.lineno} {frame.name}: {frame.line}"
+    return f"{Path(frame.filename).relative_to(PACKAGE.parent)}:{frame.lineno} {frame.name}: {frame.line}"

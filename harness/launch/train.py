@@ -7,7 +7,6 @@ the controller of a sweep.
     python -m harness.train model=llama3_8b parallelism=fsdp_tp parallelism.tp=4
     python -m harness.train experiment=NAME training.steps=100
     python -m harness.train --cfg job                 print the composed job and run nothing
-    eval "$(harness-train -sc install=bash)"          <TAB> completes arguments of harness-train
 """
 
 from __future__ import annotations
@@ -75,7 +74,3 @@ def _checked(point: Composed, passed: set[str]) -> Composed:
 
 
 VERB = Verb("train", train, job=Job, sweep=train_sweep, study=train_study)
-main = VERB.main
-
-if __name__ == "__main__":
-    main()

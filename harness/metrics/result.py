@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import harness
+from harness.util import __version__
 from harness.util.encoding import dumps, parse_object
 from harness.util.files import write_atomically
 
@@ -90,7 +90,7 @@ def flat_items(nested: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 def versions() -> dict[str, str | None]:
     """Versions of Python, the harness and the packages that affect results; None if missing."""
     packages = {name: _version(name) for name in _PACKAGES}
-    return {"python": platform.python_version(), "harness": harness.__version__, **packages}
+    return {"python": platform.python_version(), "harness": __version__, **packages}
 
 
 def _version(package: str) -> str | None:

@@ -212,15 +212,9 @@ def _print(text: str) -> None:
     sys.stdout.flush()
 
 
-VERB = Verb("convert", convert, job=ConvertJob)
-
-
-def main() -> None:
-    """Entry point of ``harness convert`` and of the console script."""
-    # Also remove partly written files when a scheduler ends the process.
+def _end_with_interrupt() -> None:
+    """Remove partly written files also when a scheduler ends the process."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    VERB.main()
 
 
-if __name__ == "__main__":
-    main()
+VERB = Verb("convert", convert, job=ConvertJob, prepare=_end_with_interrupt)

@@ -241,16 +241,10 @@ def _print(text: str) -> None:
     sys.stdout.flush()
 
 
-VERB = Verb("download", download, job=DownloadJob)
-
-
-def main() -> None:
-    """Entry point of ``harness download`` and of the console script."""
-    # On an exception huggingface_hub would wait for the files that it is downloading.
+def _end_at_once() -> None:
+    """End on a signal without an exception: huggingface_hub would wait for the files that it is downloading."""
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, lambda number, frame: os._exit(EXIT_INTERRUPTED))
-    VERB.main()
 
 
-if __name__ == "__main__":
-    main()
+VERB = Verb("download", download, job=DownloadJob, prepare=_end_at_once)

@@ -58,8 +58,3 @@ VERB = Verb(
     ),
     has_json=True,
 )
-main = VERB.main
-
-
-if __name__ == "__main__":
-    main()

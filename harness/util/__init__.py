@@ -1,1 +1,7 @@
 """What stands below every other room: text, files, locks, hardware facts. Imports nothing of the harness."""
+
+from pathlib import Path
+
+__version__ = "0.1.0"
+PACKAGE = Path(__file__).resolve().parents[1]
+"""The folder of the package."""

@@ -403,8 +403,3 @@ def _largest(expected: list[float], found: list[list[float]]) -> float:
 
 
 VERB = Verb("parity", parity, job=ParityJob, has_json=True)
-main = VERB.main
-
-
-if __name__ == "__main__":
-    main()

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import harness
 from harness.compose.paths import conf_dir, config_folders
 from harness.tools.plan.cost import budget_in_words
 from harness.tools.plan.evidence_table import RESOLUTION
@@ -16,6 +15,7 @@ from harness.tools.plan.plan import Plan
 from harness.tools.plan.render import as_dict, devices, mesh_of, part_name, schedule_of, tokens_per_step
 from harness.tools.plan.search import Candidate, Rejected, SearchResult
 from harness.tools.plan.space import Point
+from harness.util import PACKAGE
 from harness.util.errors import ConfigError
 from harness.util.files import write_atomically
 from harness.util.tables import aligned, counted, figure, gib, seconds, shortened
@@ -181,7 +181,7 @@ def sweep_path(name: str, asked: str | None) -> Path:
     if asked is not None:
         return Path(asked)
     folder = (Path(conf_dir()) / "sweep").resolve()
-    is_installed = Path(conf_dir()).is_relative_to(Path(harness.__file__).resolve().parent)
+    is_installed = Path(conf_dir()).is_relative_to(PACKAGE)
     if is_installed or not os.access(folder, os.W_OK):
         return Path("sweep", f"{name}-search.yaml")
     return folder / "search" / f"{name}.yaml"

@@ -146,16 +146,5 @@ def _rehearse(made: Plan) -> Result:
     )
 
 
-VERB = Verb("plan", plan, job=PlanJob, has_json=True, sweep=compare_points)
-
-
-def main() -> None:
-    """Entry point of ``harness plan`` and of the console script."""
-    # Garbage collection takes a quarter of the time of importing torch, and a third of a search, and finds
-    # little.
-    gc.disable()
-    VERB.main()
-
-
-if __name__ == "__main__":
-    main()
+# Garbage collection takes a quarter of the time of importing torch, and a third of a search, and finds little.
+VERB = Verb("plan", plan, job=PlanJob, has_json=True, sweep=compare_points, prepare=gc.disable)

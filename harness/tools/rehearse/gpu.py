@@ -14,9 +14,10 @@ from types import FrameType
 
 from harness.tools.rehearse.build import GPU_LIBRARY
 from harness.tools.rehearse.device import VirtualDevice
+from harness.util import PACKAGE
 
 _OBSERVER = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
-_PACKAGE = str(Path(__file__).parent.parent)
+_PACKAGE = str(PACKAGE)
 _OWN = str(Path(__file__).parent)
 
 

@@ -29,6 +29,7 @@ from harness.tools.rehearse.figures import (
     Wait,
 )
 from harness.train.process import set_environment
+from harness.util import PACKAGE
 from harness.util.lifeline import end_with_parent
 
 CONTROLLER = "HARNESS_REHEARSAL"
@@ -275,7 +276,7 @@ def _failure(error: BaseException, step: int | None) -> Failure:
     # torch's pipelines raise their own error from the original one.
     chain = chain_of(error, suppressed=True)
     error = next((each for each in chain if isinstance(each, torch.OutOfMemoryError)), error)
-    package, own = str(Path(__file__).parent.parent), str(Path(__file__).parent)
+    package, own = str(PACKAGE), str(Path(__file__).parent)
     # Tracebacks of the chained errors lead down to the place of the first one.
     lines = [
         f"{os.path.relpath(frame.filename, package)}:{frame.lineno}"

@@ -18,6 +18,7 @@ from harness.tools.rehearse.build import GPU_LIBRARY, library
 from harness.tools.rehearse.config import RehearseConfig
 from harness.tools.rehearse.figures import Failure, RankFigures
 from harness.tools.rehearse.rank import CONTROLLER
+from harness.util import PACKAGE
 from harness.util.errors import MachineError, UserError
 
 LINES_SHOWN = 3
@@ -120,7 +121,7 @@ def environment(folder: Path) -> dict[str, str]:
     Args:
         folder: where the libraries are.
     """
-    paths = [str(Path(__file__).parent.parent.parent), os.environ.get("PYTHONPATH", "")]
+    paths = [str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")]
     return os.environ | {
         CONTROLLER: str(os.getpid()),
         "LD_PRELOAD": str(folder / GPU_LIBRARY),

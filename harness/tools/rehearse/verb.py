@@ -51,8 +51,3 @@ def rehearse_ranks(plan: Plan, config: RehearseConfig) -> list[RankFigures]:
 
 
 VERB = Verb("rehearse", rehearse, job=RehearseJob, has_json=True)
-main = VERB.main
-
-
-if __name__ == "__main__":
-    main()

@@ -185,7 +185,3 @@ VERB = Verb(
         Verb("cancel", cancel, arguments=(_folder(", or of a run"),)),
     ),
 )
-main = VERB.main
-
-if __name__ == "__main__":
-    main()

@@ -194,7 +194,3 @@ VERB = Verb(
     ),
     has_json=True,
 )
-main = VERB.main
-
-if __name__ == "__main__":
-    main()

@@ -294,8 +294,3 @@ def _block(name: str, rows: Mapping[int, Row]) -> str:
 
 
 VERB = Verb("bench", bench, job=BenchJob, has_json=True)
-main = VERB.main
-
-
-if __name__ == "__main__":
-    main()

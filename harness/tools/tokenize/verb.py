@@ -102,7 +102,3 @@ def _result(writer: CorpusWriter, manifest: Manifest, title: str, seconds: float
 
 
 VERB = Verb("tokenize", tokenize, job=TokenizeJob, has_json=True)
-main = VERB.main
-
-if __name__ == "__main__":
-    main()

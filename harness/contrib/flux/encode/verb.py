@@ -56,7 +56,3 @@ def encode(job: EncodeJob, overrides: list[str]) -> int | Result:
 
 
 VERB = Verb("encode", encode, job=EncodeJob, has_json=True)
-main = VERB.main
-
-if __name__ == "__main__":
-    main()

@@ -61,7 +61,3 @@ def evaluate(job: EvaluateJob, overrides: list[str]) -> int | Result:
 
 
 VERB = Verb("evaluate", evaluate, job=EvaluateJob, has_json=True)
-main = VERB.main
-
-if __name__ == "__main__":
-    main()

@@ -27,9 +27,3 @@ def generate(job: GenerateJob, overrides: list[str]) -> int | Result:
 
 
 VERB = Verb("generate", generate, job=GenerateJob, has_json=True)
-
-
-main = VERB.main
-
-if __name__ == "__main__":
-    main()

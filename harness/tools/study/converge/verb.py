@@ -84,7 +84,3 @@ def compare(techniques: Sequence[Technique], job: ConvergeJob) -> list[Compared]
 
 
 VERB = Verb("converge", converge, job=ConvergeJob, has_json=True)
-main = VERB.main
-
-if __name__ == "__main__":
-    main()

@@ -75,7 +75,3 @@ def coordcheck(job: CoordCheckJob, overrides: list[str]) -> Result:
 
 
 VERB = Verb("coordcheck", coordcheck, job=CoordCheckJob, has_json=True)
-main = VERB.main
-
-if __name__ == "__main__":
-    main()
