@@ -76,7 +76,7 @@ $(REHEARSAL)/.ready: pyproject.toml requirements.lock
 rehearsal: $(REHEARSAL)/.ready  ## make an environment for rehearsals on virtual GPUs (6 GB; needs g++)
 
 rehearse: $(REHEARSAL)/.ready  ## run the tests that rehearse: every layout, format and way to run a step
-	$(REHEARSAL)/bin/python -m pytest -m rehearsal tests/rehearse
+	$(REHEARSAL)/bin/python -m pytest -m rehearsal tests/tools/rehearse
 
 soak: $(READY)  ## kill training runs at random moments and inject faults into checkpoints; writes the tables
 	$(BIN)/python experiments/checkpoint/soak.py

@@ -29,7 +29,7 @@ def main() -> None:
         trace = Path(scratch) / "lines"
         paths = os.pathsep.join([str(FOLDER / "tracing"), str(ROOT)])
         environment = os.environ | {"HARNESS_TRACE": str(trace), "PYTHONPATH": paths}
-        tests = [sys.executable, "-m", "pytest", "-q", "-m", "rehearsal", "tests/rehearse"]
+        tests = [sys.executable, "-m", "pytest", "-q", "-m", "rehearsal", "tests/tools/rehearse"]
         subprocess.run(tests, cwd=ROOT, env=environment, check=True)
         ran: dict[Path, set[int]] = defaultdict(set)
         for line in trace.read_text().splitlines():

@@ -1,0 +1,322 @@
+"""Own configurations: composed as Hydra itself composes them, in its order, and one line for each mistake."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hydra
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
+from tiers import THOROUGH
+
+from harness.compose.arguments import JOB_FLAGS
+from harness.compose.composer import Composer, compose_job, compose_points
+from harness.compose.overrides import groups, options_of
+from harness.compose.paths import conf_dir, config_folders
+from harness.compose.schemas import register_schema
+from harness.compose.search_path import search_path, shadowed
+from harness.compose.verb import Verb
+from harness.config.job import Job
+from harness.tools.parity.parity import ParityJob
+from harness.tools.plan.search_result import _command
+from harness.tools.study.bench import BenchJob, compose_variants
+from harness.util.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+TEXTS = {
+    "model/mine": "defaults: [llama3_tiny, _self_]\nname: mine\nn_layers: 3\n",
+    "model/deep": "defaults: [mine, _self_]\nn_layers: 5\n",
+    "model/llama3_8b": "defaults: [llama3_tiny, _self_]\nname: not_used\n",
+    "experiment/own": "# @package _global_\n# Own.\ndefaults:\n  - override /model: mine\n"
+    "training:\n  steps: 3\n",
+    "experiment/sub/below": "# @package _global_\ndefaults: [/experiment/own, _self_]\nname: below\n",
+    "sweep/seeds": "# @package _global_\nhydra:\n  sweeper:\n    params:\n      training.seed: 5,6\n",
+    "ablation/a": "# @package _global_\ntraining:\n  seed: 77\n",
+    "ablation/b": "# @package optimizer\nlr: 0.25\n",
+    "own_train": "defaults: [train, ablation: null, _self_, override model: deep]\ntraining:\n  steps: 9\n",
+}
+OTHER = {"model/mine": "defaults: [llama3_tiny]\n", "data/synth": "defaults: [synthetic]\n"}
+VALID = ["data=synthetic", "tokenizer=none"]
+
+
+def written(folder: Path, texts: dict[str, str]) -> Path:
+    for name, text in texts.items():
+        path = folder / f"{name}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(tmp_path_factory.mktemp("own"), TEXTS)
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(tmp_path_factory.mktemp("other"), OTHER)
+
+
+@pytest.fixture
+def plain_hydra() -> Iterator[None]:
+    """Hydra's own composition, with only conf/ in its search path."""
+    GlobalHydra.instance().clear()
+    with hydra.initialize_config_dir(conf_dir(), version_base="1.3"):
+        yield
+
+
+CASES = [
+    ("train", ["model=mine"]),
+    ("train", ["model=deep", "precision=bf16", "parallelism=tp"]),
+    ("train", ["model=llama3_8b"]),
+    ("train", ["experiment=own"]),
+    ("parity", ["experiment=own", "data=synth", "model.n_layers=7"]),
+    ("train", ["experiment=sub/below", "model=deep"]),
+    ("train", ["+ablation=a", "model=mine"]),
+    ("train", ["+ablation=b", "model=mine", "optimizer=adamw"]),
+]
+
+
+@pytest.mark.parametrize(("primary", "typed"), CASES if THOROUGH else CASES[1::3])
+def test_composed_as_hydra_does(
+    primary: str, typed: list[str], own: Path, other: Path, plain_hydra: None
+) -> None:
+    """The first job of a process, later ones made from layers, and Hydra's own configuration are equal."""
+    setting = f"hydra.searchpath=[file://{own},{other}]"
+    schema = {"train": Job, "parity": ParityJob}[primary]
+    register_schema(schema)
+    expected, named = (hydra.compose(primary, [setting, *typed, *more]) for more in ([], ["name=n"]))
+    with search_path([setting], primary), Composer(primary, schema) as composer:
+        assert composer._config(typed)[1] == expected
+        composer._config(["model=llama3_tiny"])
+        assert composer._config([*typed, "name=n"])[1] == named
+
+
+def test_the_order_of_folders_is_that_of_hydras_own_command_line(own: Path, other: Path) -> None:
+    """An application of ``hydra.main`` composes the same; conf/ comes first, then --config-dir."""
+    code = (
+        "import hydra, sys; from omegaconf import OmegaConf\n"
+        "from harness.compose.schemas import register_schema; from harness.config.job import Job; register_schema(Job)\n"
+        f"@hydra.main(config_path={conf_dir()!r}, config_name='train', version_base='1.3')\n"
+        "def main(config): pass\nmain()\n"
+    )
+    typed = [f"hydra.searchpath=[{other}]", "model=mine", "data=synth"]
+    lines = [
+        ["-c", code, "--config-dir", str(own), *typed, "--cfg", "job"],
+        ["-m", "harness.train", "--config-dir", str(own), *typed, "--cfg", "job"],
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = [
+        subprocess.run([sys.executable, *line], capture_output=True, text=True, env=environment, check=True)
+        for line in lines
+    ]
+    theirs, ours = (OmegaConf.create(each.stdout) for each in done)
+    assert theirs == ours and ours.model.n_layers == 3 and ours.data.kind == "synthetic"
+    with search_path([f"hydra.searchpath=[{other},{own}]"], "train"):
+        assert (
+            compose_job(["model=mine", *VALID]).model.n_layers
+            == compose_job(["model=llama3_tiny", *VALID]).model.n_layers
+        )
+
+
+def test_own_primary_config_with_its_own_group(own: Path) -> None:
+    typed = [f"hydra.searchpath=[{own}]", *VALID]
+    job = compose_job([*typed, "ablation=a"], config_name="own_train")
+    assert (job.model.n_layers, job.training.steps, job.training.seed) == (5, 9, 77)
+    assert compose_job([*typed, "ablation=b", "model=mine"], config_name="own_train").optimizer.lr == 0.25
+    seeds = [
+        point.job.training.seed for point in compose_points([*typed, "sweep=seeds"], config_name="own_train")
+    ]
+    assert seeds == [5, 6]
+
+
+def test_a_primary_config_names_its_search_path(
+    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (
+        "defaults: [train, _self_, override model: mine]\nhydra:\n  searchpath:\n    - file://${oc.env:OWN}\n"
+    )
+    folder = written(tmp_path, {"from_primary": text})
+    monkeypatch.setenv("OWN", str(own))
+    with search_path([], "from_primary", folders=[str(folder)]) as typed:
+        assert config_folders().added == (folder, own)
+        assert compose_job([*typed, *VALID], config_name="from_primary").model.n_layers == 3
+    # The command line wins, as in Hydra.
+    with (
+        search_path(["hydra.searchpath=[]"], "from_primary", folders=[str(folder)]) as typed,
+        pytest.raises(UserError, match=r"^model=mine: no such option; options: "),
+    ):
+        compose_job([*typed, *VALID], config_name="from_primary")
+
+
+def test_folder_of_a_package_that_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "my_models_package"
+    written(package / "conf", TEXTS)
+    (package / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    typed = ["hydra.searchpath=[pkg://my_models_package.conf]", "model=mine", *VALID]
+    with search_path(typed, "train") as recorded:
+        assert recorded == typed  # the same on another machine
+    assert compose_job(typed).model.n_layers == 3
+
+
+@pytest.mark.parametrize("name", ["a b", "it's", "ü,[x]", "back\\slash", "a=b:c"])
+def test_recorded_search_paths_are_read_again(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = written(tmp_path / name, TEXTS)
+    monkeypatch.chdir(tmp_path)
+    with search_path(["model=mine"], "train", folders=[name]) as recorded:
+        pass
+    monkeypatch.chdir("/")
+    with search_path(recorded, "train") as again:
+        assert config_folders().added == (folder,) and again == recorded
+    [point] = compose_points([*recorded, *VALID])
+    assert point.job.model.n_layers == 3 and point.overrides[0] == recorded[0]
+
+
+def test_options_are_listed_and_checked(own: Path) -> None:
+    setting = f"hydra.searchpath=[{own}]"
+    with search_path([setting], "train"):
+        assert {"mine", "deep", "llama3_tiny"} <= set(options_of("model"))
+        assert options_of("ablation") == ["a", "b"]
+    assert "ablation" not in groups() and "mine" not in options_of("model")
+    for typed, message in (
+        ("model=mime", r"^model=mime: no such option; did you mean mine\?"),
+        ("ablation=c", "^ablation=c: no such option; options: a, b"),
+        ("ablatoin=a", r"^ablatoin=a: no such field; did you mean ablation\?"),
+        ("ablation=a", r"^ablation: the primary config does not list this group; would work: \+ablation=a"),
+        ("+model=mine", "^\\+model=mine: a group is chosen without"),
+    ):
+        with pytest.raises(UserError, match=message):
+            compose_job([setting, typed, *VALID])
+    points = compose_points([setting, "model=glob(m*,exclude=[mis*,mix*])", *VALID])
+    assert [point.job.model.name for point in points] == ["mine"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ("hydra.searchpath=[/nowhere]", "hydra.searchpath=[/nowhere]: no such folder; would work: "),
+        ("hydra.searchpath=[file:///nowhere]", "hydra.searchpath=[file:///nowhere]: no such folder; "),
+        ("hydra.searchpath=[pkg://nope.conf]", "hydra.searchpath=[pkg://nope.conf]: no such folder in an "),
+        ("hydra.searchpath=[pkg://..a]", "hydra.searchpath=[pkg://..a]: no such folder in an installed "),
+        ("hydra.searchpath=[s3://a]", "hydra.searchpath=[s3://a]: must begin with file:// or pkg://; "),
+        ("hydra.searchpath=3", "hydra.searchpath=3: must be a list of folders or packages; "),
+        ("hydra.searchpath=[[a]]", "hydra.searchpath=[[a]]: must be a list of folders or packages; "),
+        ("~hydra.searchpath", "~hydra.searchpath: must be a list of folders or packages; "),
+        ("hydra.searchpath=[a],[b]", "hydra.searchpath=[a],[b]: all points of a sweep have one search path"),
+        ("hydra.searchpath=[a", "hydra.searchpath=[a: cannot be read"),
+    ],
+)
+def test_mistakes(typed: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        compose_job([typed])
+    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+
+
+def test_a_search_path_in_an_experiment_is_refused_as_hydra_does(tmp_path: Path) -> None:
+    text = "# @package _global_\nhydra:\n  searchpath: [file://x]\n"
+    folder = written(tmp_path, {"experiment/late": text})
+    with pytest.raises(UserError, match="searchpath is only supported from the primary config"):
+        compose_job([f"hydra.searchpath=[{folder}]", "experiment=late"])
+
+
+def test_files_that_are_not_used_are_named(own: Path) -> None:
+    with search_path([f"hydra.searchpath=[{own}]"], "train"):
+        assert shadowed() == (
+            f"{own}/model/llama3_8b.yaml: not used, {conf_dir()}/model/llama3_8b.yaml has the same name "
+            "and comes first"
+        )
+    with search_path([f"hydra.searchpath=[{conf_dir()}]"], "train"):
+        assert shadowed() == ""
+
+
+def ran(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[int, list[Any]]:
+    """Run a verb in this process; return its exit code, and its job and overrides or its points."""
+    found: list[Any] = []
+
+    def run(job: Job, overrides: list[str]) -> int:
+        found.extend([job, overrides])
+        return 0
+
+    def sweep(points: list[Any]) -> int:
+        found.extend(points)
+        return 0
+
+    monkeypatch.setattr(sys, "argv", ["harness-train", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        Verb("train", run, job=Job, sweep=sweep).main()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code, found
+
+
+def test_the_command_line(
+    own: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["-cd", str(own), "-cn", "own_train", *VALID]
+    code, (job, overrides) = ran(flags, monkeypatch)
+    assert (code, job.model.n_layers) == (0, 5)
+    assert overrides[0] == f"hydra.searchpath=[file://{own}]"
+    assert capsys.readouterr().err.count("WARNING") == 1
+    code, points = ran(["-m", *flags, "ablation=a", "model=deep,mine"], monkeypatch)
+    jobs = [point.job for point in points]
+    assert [(each.training.seed, each.model.n_layers) for each in jobs] == [
+        (77, 5),
+        (77, 3),
+    ]
+    assert ran([*flags, "--help"], monkeypatch) == (0, [])
+    out = capsys.readouterr().out
+    assert "ablation: a, b\n" in out and "mine" in out and "n_layers: 5" in out
+    assert ran(["-cn", "own_train"], monkeypatch) == (2, [])
+    assert "error: --config-name=own_train: no such file in " in capsys.readouterr().err
+    assert ran(["-cd", "nowhere"], monkeypatch) == (2, [])
+    assert "error: --config-dir=nowhere: no such folder; would work: " in capsys.readouterr().err
+    assert config_folders().added == ()
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("--config-dir {own} model=mi", "model=mine"),
+        ("hydra.searchpath=[{own}] experiment=o", "experiment=own"),
+        ("-cd {own} -cn own_train abl", "ablation="),
+        ("-cd nowhere model=min", ""),
+    ],
+)
+def test_the_shell_completes_own_options(
+    line: str, offered: str, own: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COMP_LINE", f"harness-train {line.format(own=own)}")
+    assert ran(["-sc", "query=bash"], monkeypatch) == (0, [])
+    assert offered in capsys.readouterr().out
+
+
+def test_variants_of_a_verb_have_its_primary_config(own: Path, tmp_path: Path) -> None:
+    folder = written(tmp_path, {"own_bench": "defaults: [bench, _self_, override model: deep]\n"})
+    common = ["cluster.device=cpu", *VALID]
+    with search_path(
+        common, "own_bench", folders=[str(own), str(folder)], primaries={"bench": "own_bench"}
+    ) as typed:
+        job = compose_job(typed, config_name="bench", schema=BenchJob)
+        config = type(job.bench)(variants={"bf16": "precision=bf16"})
+        variants = compose_variants(config, typed)
+    assert [each.job.model.n_layers for each in variants.values()] == [5, 5]
+
+
+def test_the_command_of_a_sweep_file_finds_it(own: Path) -> None:
+    command = _command(own / "sweep" / "seeds.yaml", ["model=mine"])
+    assert command == f"python -m harness.train -m --config-dir {own} sweep=seeds model=mine"
+    with search_path([f"hydra.searchpath=[{own}]"], "train"):
+        assert _command(own / "sweep" / "seeds.yaml", []) == "python -m harness.train -m sweep=seeds"
+    assert "put it into FOLDER/sweep/" in _command(Path("/tmp/seeds.yaml"), [])
+
+
+def test_every_verb_with_a_job_takes_the_flag() -> None:
+    assert any("--config-dir" in flag.names for flag in JOB_FLAGS)

@@ -1,0 +1,219 @@
+"""``harness encode`` writes what training would encode, whatever the processes, stops and shards."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parents[2] / "pictures"))
+from tiny_encoders import overrides, save_encoders
+
+from harness.compose.composer import compose_job
+from harness.config.data import DataConfig
+from harness.config.sizes import Sizes
+from harness.contrib.flux.encode.config import EncodeJob
+from harness.contrib.flux.encode.verb import encode
+from harness.contrib.flux.encode.writer import LatentWriter
+from harness.contrib.flux.pictures.encoders import build_encoders
+from harness.contrib.flux.pictures.latents import LatentSamples
+from harness.contrib.flux.pictures.loader import CaptionDropout, EncodedLoader, EncodingLoader
+from harness.contrib.flux.pictures.sources import RawSamples, open_pictures
+from harness.util.errors import ConfigError, DataError
+
+CPU = torch.device("cpu")
+SHAPES = ("data=drawn_shapes", "data.images.size=16", "encode.samples=20", "encode.validation_samples=4")
+UNITS = ("encode.unit=6", "encode.batch_size=4", "cluster.device=cpu")
+
+
+@pytest.fixture(autouse=True)
+def in_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def job_of(*typed: str) -> Any:
+    return compose_job([*UNITS, *typed], config_name="encode", schema=EncodeJob)
+
+
+def run(*typed: str) -> Any:
+    return encode(job_of(*typed), [*typed])
+
+
+def loaders(folder: Path, data: DataConfig, dropout: CaptionDropout) -> tuple[EncodedLoader, EncodingLoader]:
+    """The loader of encoded pictures, and one that encodes the same pictures."""
+    rows, sizes = range(2, 6), Sizes(8, 1)
+    source = open_pictures(data, "train", seed=42)
+    source.num = 20  # as many as were encoded
+    pictures = RawSamples(source, seed=3, shuffle=True, skips=False)
+    encoders = build_encoders(data.encoders, CPU)
+    return (
+        EncodedLoader(LatentSamples(folder, "train", seed=3, shuffle=True), rows, sizes, dropout),
+        EncodingLoader(pictures, encoders, rows, sizes, dropout, runs_in_loop=False),
+    )
+
+
+@pytest.mark.parametrize("pretrained", [False, True])
+def test_latents_are_those_of_training(pretrained: bool, tmp_path: Path) -> None:
+    more = overrides(save_encoders(tmp_path / "flux")) if pretrained else ()
+    result = run(*SHAPES, *more, "encode.target=latents")
+    assert result.data | {"seconds": 0} == {
+        "target": "latents",
+        "train": 20,
+        "validation": 4,
+        "files": 5,
+        "seconds": 0,
+    }
+    encoded, encoding = loaders(Path("latents"), job_of(*SHAPES, *more).data, CaptionDropout(0.4, 5))
+    dropped = 0
+    for _ in range(5):  # two epochs
+        found, expected = encoded.next(), encoding.next()
+        assert found.numbers_B.tolist() == expected.numbers_B.tolist()
+        assert (found.std_BCHW is None) is (not pretrained)
+        for name in ("mean_BCHW", "std_BCHW", "text_BLD", "pooled_BP"):
+            pair = getattr(found, name), getattr(expected, name)
+            if pair[0] is not None:
+                torch.testing.assert_close(*pair, rtol=1e-5, atol=1e-5)  # batches of other sizes
+        captions = [encoded.caption(number) for number in found.numbers_B.tolist()]
+        assert captions == [encoding.caption(number) for number in found.numbers_B.tolist()]
+        with_captions = build_encoders(job_of(*SHAPES, *more).data.encoders, CPU).text.encode(captions)
+        kept = [
+            torch.allclose(*each, atol=1e-5)
+            for each in zip(found.text_BLD, with_captions.text_BLD, strict=True)
+        ]
+        dropped += kept.count(False)
+    assert 2 < dropped < 16, "20 samples, two fifths without a caption"
+
+
+def test_stopped_encoding_continues(monkeypatch: pytest.MonkeyPatch) -> None:
+    typed = (*SHAPES, "encode.target=stopped", "encode.shards=2")
+    write, written = LatentWriter.write_unit, list[str]()
+
+    def stop_at_third(self: LatentWriter, unit: Any, advance: Any) -> None:
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        written.append(unit.name)
+        write(self, unit, advance)
+
+    monkeypatch.setattr(LatentWriter, "write_unit", stop_at_third)
+    with pytest.raises(KeyboardInterrupt):
+        run(*typed)
+    assert not Path("stopped/manifest.json").exists() and written == ["train-00000", "train-00001"]
+    with pytest.raises(DataError, match=r"would work: harness encode encode.target=stopped$"):
+        LatentSamples(Path("stopped"), "train", seed=0, shuffle=False)
+    with pytest.raises(
+        ConfigError, match=r"has an unfinished folder of latents with another value of data\.images"
+    ):
+        run(*typed, "data.images.size=24")
+    monkeypatch.setattr(
+        LatentWriter, "write_unit", lambda *each: (written.append(each[1].name), write(*each))
+    )
+    run(*typed)
+    assert written == ["train-00000", "train-00001", "train-00002", "train-00003", "validation-00000"]
+    run(*SHAPES, "encode.target=straight")
+    names = {path.name for path in Path("stopped").iterdir()}
+    assert names == {path.name for path in Path("straight").iterdir()}
+    for name in names - {"plan.json", "manifest.json"}:
+        assert Path("stopped", name).read_bytes() == Path("straight", name).read_bytes(), name
+    first, second = (json.loads(Path(each, "manifest.json").read_bytes()) for each in ("stopped", "straight"))
+    assert first["files"] == second["files"]
+    assert "is complete" in run(*typed).text and len(written) == 5 + 5
+    with pytest.raises(ConfigError, match=r"^encode.target=stopped: has latents of data.kind=drawn_shapes"):
+        run(*typed, "training.seed=7")
+
+
+def test_processes_write_the_same() -> None:
+    for name, workers in (("one", 1), ("two", 2)):
+        run(*SHAPES, f"encode.target={name}", f"encode.workers={workers}")
+    for path in Path("one").iterdir():
+        assert path.read_bytes() == Path("two", path.name).read_bytes(), path.name
+
+
+def test_order_does_not_depend_on_ranks_and_resumes() -> None:
+    run(*SHAPES, "encode.target=latents")
+
+    def loader(rows: range) -> EncodedLoader:
+        samples = LatentSamples(Path("latents"), "train", seed=1, shuffle=True)
+        return EncodedLoader(samples, rows, Sizes(6, 1), CaptionDropout(0.3, 1))
+
+    whole, parts = loader(range(6)), [loader(range(2)), loader(range(2, 6))]
+    for step in range(4):
+        if step == 2:
+            states = [part.state_dict() for part in parts]
+            assert states[0] == states[1] == whole.state_dict()
+            parts = [loader(range(4)), loader(range(4, 6))]
+            for part in parts:
+                part.load_state_dict(states[0])
+        batch, pieces = whole.next(), [part.next() for part in parts]
+        for name in ("mean_BCHW", "text_BLD", "numbers_B"):
+            assert torch.equal(getattr(batch, name), torch.cat([getattr(piece, name) for piece in pieces]))
+
+
+def test_the_encoding_loader_resumes_and_does_not_read_ahead_of_its_state() -> None:
+    data = job_of(*SHAPES).data
+    encoders, dropout = build_encoders(data.encoders, CPU), CaptionDropout(0.0, 0)
+
+    def loader() -> EncodingLoader:
+        source = RawSamples(open_pictures(data, "train", seed=0), seed=0, shuffle=True, skips=False)
+        return EncodingLoader(source, encoders, range(3), Sizes(3, 1), dropout, runs_in_loop=True)
+
+    straight = loader()
+    batches = [straight.next() for _ in range(4)]
+    again = loader()
+    again.next()
+    state = again.state_dict()
+    assert state == {"step": 1, "samples": 3}
+    resumed = loader()
+    resumed.load_state_dict(state)
+    for found, expected in zip([resumed.next(), resumed.next()], batches[1:], strict=False):
+        assert torch.equal(found.mean_BCHW, expected.mean_BCHW) and torch.equal(
+            found.text_BLD, expected.text_BLD
+        )
+    straight.reset()
+    assert straight.next().numbers_B.tolist() == [0, 1, 2]
+    np.testing.assert_array_equal(batches[0].numbers_B, [0, 1, 2])
+
+
+def test_damage_is_found() -> None:
+    from harness.contrib.flux.pictures.latents import check_files, read_manifest
+
+    run(*SHAPES, "encode.target=latents")
+    folder, path = Path("latents"), Path("latents/train-00001.safetensors")
+    check_files(folder, read_manifest(folder))
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"train-00001.safetensors: does not have the checksum"):
+        check_files(folder, read_manifest(folder))
+    path.write_bytes(content[:-1])
+    with pytest.raises(DataError, match=r"bytes instead of"):
+        LatentSamples(folder, "train", seed=0, shuffle=False)
+    manifest = folder / "manifest.json"
+    manifest.write_text(manifest.read_text().replace("train-00000", "../train-00000"))
+    with pytest.raises(DataError, match=r"manifest\.json is damaged: .*'\.\./train-00000' is no name"):
+        LatentSamples(folder, "train", seed=0, shuffle=False)
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        (("data=drawn_shapes",), "encode.target=null: must be given"),
+        (("encode.target=a", "data=synthetic"), "data.kind=synthetic: has no pictures to encode"),
+        (
+            ("encode.target=a",),
+            "encode.samples=null: drawn shapes have no end; would work: encode.samples=10000",
+        ),
+        (
+            ("encode.target=a", "encode.samples=1", "data.images.crop=random"),
+            "data.images.crop=random: a picture",
+        ),
+    ],
+)
+def test_mistakes_get_one_line(typed: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        run(*typed)
+    assert str(raised.value).startswith(message) and "\n" not in str(raised.value)

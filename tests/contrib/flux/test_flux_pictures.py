@@ -1,0 +1,152 @@
+"""Training on drawn shapes as users do it: sample sheets, exact resume, and pictures of a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+sys.path.append(str(Path(__file__).parents[2] / "pictures"))
+sys.path.append(str(Path(__file__).parents[3] / "experiments" / "flux_shapes"))
+from read_shapes import judge, read
+from tiny_encoders import overrides, save_encoders
+
+from harness.compose.composer import compose_job
+from harness.contrib.flux.generate_rank import trained_size
+from harness.contrib.flux.pictures.encoders import Patches
+from harness.contrib.flux.pictures.shapes import DrawnShapes
+from harness.contrib.flux.pictures.sheet import write_sheet
+from harness.run.folder import RunFolder
+from harness.tools.inference.generate.config import GenerateJob
+from harness.tools.inference.generate.verb import generate
+from harness.train.rank import run_rank
+from harness.util.errors import ConfigError
+from harness.weights.detect import WeightFolder
+
+TINY = (
+    *("experiment=flux_debug", "model.dim=32", "model.n_heads=2", "model.n_kv_heads=2", "model.n_layers=2"),
+    *("model.flux.double_layers=1", "model.ffn_hidden_dim=32", "model.flux.axes_dims=[4,6,6]"),
+    *("model.flux.time_dim=16", "data.images.size=8", "training.seq_len=12", "training.global_batch_size=4"),
+    *("schedule.warmup_steps=0", "cluster.device=cpu", "metrics.console=none", "validation.steps=1"),
+    *("validation.pictures=3", "validation.picture_steps=2", "model.flux.zero_init=false"),
+)
+
+
+def train(folder: Path, *typed: str) -> RunFolder:
+    job = compose_job([*TINY, *typed, f"runs_dir={folder}"])
+    run = RunFolder(job.run_dir)
+    run.begin(job, [*typed])
+    try:
+        assert run_rank(job, run, started=0.0) == 0
+    finally:
+        run.release()
+    return run
+
+
+def pictures(run: Path, folder: Path, *typed: str) -> list[np.ndarray]:
+    typed = (f"generate.checkpoint={run}", "model=from_config", "cluster.device=cpu", *typed)
+    typed = (*typed, f"generate.pictures.output={folder}", "generate.pictures.steps=2")
+    result = generate(compose_job([*typed], config_name="generate", schema=GenerateJob), [*typed])
+    assert not isinstance(result, int)
+    return [np.asarray(Image.open(each["file"])) for each in result.data["pictures"]]
+
+
+def test_a_run_its_sheets_and_its_pictures(tmp_path: Path, capfd: Any) -> None:
+    run = train(tmp_path, "training.steps=2", "validation.interval=1", "optimizer.ema_decay=0.5")
+    sheets = [Image.open(run.path / "samples" / f"step-{step}.png") for step in (1, 2)]
+    assert sheets[0].size == sheets[1].size and sheets[0].width > 3 * 128
+    assert np.any(np.asarray(sheets[0]) != np.asarray(sheets[1]))
+    prompts = "generate.prompts=[a red circle,a blue square]"
+    first = pictures(run.path, tmp_path / "a", prompts)
+    assert [each.shape for each in first] == [(8, 8, 3)] * 2 and np.any(first[0] != first[1])
+    # A picture depends on the seed and its number, not on the other prompts.
+    again = pictures(run.path, tmp_path / "b", prompts, "generate.batch_size=1")
+    assert np.abs(np.subtract(first, again, dtype=int)).max() <= 1  # rounded
+    for other in ("generate.seed=1", "generate.pictures.cfg=3", "ema=true", "generate.pictures.shift=false"):
+        assert np.any(pictures(run.path, tmp_path / "c", prompts, other)[1] != first[1]), other
+    large = pictures(run.path, tmp_path / "d", prompts, "generate.pictures.size=16")
+    assert large[0].shape == (16, 16, 3)
+
+
+def test_online_encoders_of_folders(tmp_path: Path) -> None:
+    """The encoders compute in the training loop, and harness generate finds them in the checkpoint."""
+    typed = (
+        *overrides(save_encoders(tmp_path / "flux")),
+        *("model.flux.latent_channels=4", "model.flux.text_length=10", "model.flux.context_dim=16"),
+        *("model.flux.pooled_dim=12", "training.seq_len=14", "training.steps=1", "validation.interval=1"),
+    )
+    run = train(tmp_path, *typed)
+    [found] = pictures(run.path, tmp_path / "a", "generate.prompts=[a red circle]")
+    assert found.shape == (8, 8, 3)
+    with pytest.raises(ConfigError, match=r"^data.encoders.autoencoder=patches: makes 12 values where"):
+        changed = ("data.encoders.autoencoder=patches", "data.encoders.patch=2")
+        pictures(run.path, tmp_path / "a", "generate.prompts=[a red circle]", *changed)
+
+
+def test_pictures_have_the_size_of_training() -> None:
+    """It follows from the length of sequences: encoded pictures have no other field that says it."""
+    typed = ("model=flux_debug", "model.flux.text_length=8", "generate.checkpoint=x", "cluster.device=cpu")
+    job = compose_job([*typed], config_name="generate", schema=GenerateJob)
+    trained = WeightFolder("dcp", "x", {"job": {"training": {"seq_len": 8 + 6 * 6}}})
+    assert trained_size(job, trained, Patches(2)) == 24
+    rule = "must be given, because x records no job that trained it"
+    with pytest.raises(ConfigError, match=f"^generate.pictures.size=null: {rule}; would work: 1024$"):
+        trained_size(job, WeightFolder("hf", "x", {}), Patches(2))
+
+
+def last_loss(run: RunFolder) -> float:
+    rows = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
+    return next(row["loss"] for row in reversed(rows) if "loss" in row)  # type: ignore[no-any-return]
+
+
+def test_stopped_and_resumed_is_bitwise_the_run_that_was_not(tmp_path: Path) -> None:
+    typed = ("training.steps=3", "validation.interval=0", "schedule.total_steps=9")
+    straight = train(tmp_path / "a", *typed)
+    train(tmp_path / "b", "training.steps=1", *typed[1:])
+    start = f"checkpoint.initial_load_path={next((tmp_path / 'b').rglob('step-1'))}"
+    more = ("checkpoint.allow_changed=[training.steps]", "checkpoint.initial_load_model_only=false")
+    resumed = train(tmp_path / "c", *typed, start, *more)
+    assert last_loss(resumed) == last_loss(straight)
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        (("generate.temperature=1",), "generate.temperature=1.0: has no effect: model=flux_debug makes"),
+        (("generate.pictures.size=10",), "generate.pictures.size=10: must be a multiple of 4"),
+        (("data.encoders.text_length=9",), "data.encoders.text_length=9: makes 9 values where"),
+    ],
+)
+def test_mistakes_get_one_line(typed: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    run = train(tmp_path, "training.steps=1", "validation.interval=0")
+    with pytest.raises(ConfigError) as raised:
+        pictures(run.path, tmp_path / "a", "generate.prompts=[a red circle]", *typed)
+    assert str(raised.value).startswith(message) and "\n" not in str(raised.value)
+
+
+def test_decoders_make_no_pictures() -> None:
+    tiny = ("model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "cluster.device=cpu")
+    with pytest.raises(ConfigError, match=r"^validation.pictures=4: has no effect"):
+        compose_job([*tiny, "validation.pictures=4"])
+    with pytest.raises(ConfigError, match=r"^generate.pictures.steps=4: has no effect"):
+        compose_job([*tiny, "generate.pictures.steps=4"], config_name="generate", schema=GenerateJob)
+
+
+def test_a_sheet_has_the_pictures_and_the_reader_reads_the_rule(tmp_path: Path) -> None:
+    rule = DrawnShapes("validation", 24, seed=1)
+    drawn = [rule.read(number, number) for number in range(40)]
+    assert all(judge(picture, caption).all for picture, caption in drawn)
+    assert sum(judge(drawn[i][0], drawn[i - 1][1]).all for i in range(40)) <= 2
+    assert {each.shape for picture, _ in drawn for each in read(picture)} == {"circle", "square", "triangle"}
+    shown, captions = zip(*drawn[:9], strict=True)
+    write_sheet(tmp_path / "sheet.png", shown, captions)
+    sheet = np.asarray(Image.open(tmp_path / "sheet.png"))
+    # Eight in a row, six times as large, with a margin of 8 pixels.
+    assert sheet.shape[1] == 8 + 8 * (144 + 8)
+    for left, (picture, _) in zip((8, 8 + 152), drawn, strict=False):
+        assert np.array_equal(sheet[8 : 8 + 144 : 6, left : left + 144 : 6], picture)

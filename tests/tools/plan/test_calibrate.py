@@ -1,0 +1,116 @@
+"""Fitting: the constants behind generated rows are recovered, and the defaults fit the published rows."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import operator
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from published_rows import all_rows
+
+from harness.compose.composer import compose_job
+from harness.config.job import Job
+from harness.tools.plan.calibrate import START, Measured, fit, predicted_rate
+from harness.tools.plan.constants import Calibration, Constants
+from harness.tools.plan.cpu import measure_cpu
+from harness.util.errors import UserError
+
+ROOT = Path(__file__).parents[3]
+SMALL = ["cluster=slurm_h100", "precision=bf16", "training.seq_len=4096", "model=llama3_8b"]
+
+
+def jobs() -> list[Job]:
+    layouts = [["parallelism.dp_shard=8"], ["parallelism.dp_shard=8", "compile=on"]]
+    layouts += [["parallelism.dp_shard=8", "compile=on", "precision=float8_tensorwise"]]
+    return [compose_job([*SMALL, *layout, "data=synthetic", "tokenizer=bytes"]) for layout in layouts]
+
+
+def test_constants_behind_generated_rows_are_recovered() -> None:
+    truth = Calibration(replace(START, matmul=0.45, float8=0.6))
+    rows = [Measured(job, predicted_rate(job, truth)) for job in jobs()]
+    found = fit(rows, Calibration(START)).constants
+    assert found.matmul == pytest.approx(0.45, rel=0.02) and found.float8 == pytest.approx(0.6, rel=0.04)
+    assert found.memory == START.memory
+
+
+def test_a_calibration_is_a_file(tmp_path: Path) -> None:
+    path = str(tmp_path / "cpu.json")
+    written = Calibration(replace(START, cores=2), measure_cpu(), source="here")
+    written.write(path)
+    assert Calibration.read(path) == written
+    with pytest.raises(UserError, match="no: no such file"):
+        Calibration.read(str(tmp_path / "no"))
+    with pytest.raises(UserError, match="File name too long"):
+        Calibration.read("a" * 300)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "error"),
+    [
+        ("constants", {"gpus": 3}, "constants.gpus=3: no such field; constants has: async_tp, "),
+        ("constants", [1], "constants=[1]: must be set by its fields, constants."),
+        ("constants.matmul", "0.5", "constants.matmul=0.5: must be a number"),
+        ("constants.matmul", {"a": {"b": 1}}, "constants.matmul={a:{b:1}}: must be a number"),
+        ("constants.matmul", -0.5, "constants.matmul=-0.5: must be a positive number"),
+        ("constants.link", 0, "constants.link=0: must be a positive number"),
+        ("constants.latency", "inf", "constants.latency=inf: must be a number of at least 0"),
+        ("constants.launch", math.nan, "constants.launch=nan: must be a number of at least 0"),
+        ("constants.async_tp", 2, "constants.async_tp=2: must be at most 1"),
+        ("constants.cores", 0, "constants.cores=0: must be a positive number"),
+        ("accelerator", "H100", "accelerator=H100: must be set by its fields, accelerator."),
+        ("accelerator.units", True, "accelerator.units=true: must be an integer"),
+        (
+            "accelerator.peak_flops",
+            {"float32": 1.0},
+            "accelerator.peak_flops.bfloat16=null: must be a positive",
+        ),
+        ("accelerator.peak_flops", {}, "accelerator.peak_flops.float32=null: must be a positive number"),
+        ("source", 3, "source=3: must be text"),
+        ("software", {"speed": 0}, "software.speed=0: must be a positive number"),
+        ("software", {"attention": "flash9"}, "software.attention=flash9: must be one of: "),
+        ("constants.matmul", 10**400, "constants.matmul=1000"),
+    ],
+    ids=lambda part: str(part)[:60],
+)
+def test_a_wrong_value_of_a_calibration_is_named(tmp_path: Path, key: str, value: object, error: str) -> None:
+    plain = json.loads((ROOT / "experiments" / "cpu_layouts" / "calibration.json").read_text())
+    *parts, name = key.split(".")
+    inner: dict[str, Any] = functools.reduce(operator.getitem, parts, plain)
+    inner[name] = value
+    path = tmp_path / "wrong.json"
+    path.write_text(json.dumps(plain))
+    with pytest.raises(UserError) as refused:
+        Calibration.read(str(path))
+    assert str(refused.value).startswith(f"calibration={path}: {error}")
+    assert str(refused.value).endswith("would work: a file that harness plan calibrate=FOLDER wrote")
+
+
+def test_a_calibration_without_a_part_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "part.json").write_text('{"accelerator": null}')
+    with pytest.raises(UserError, match="constants=null: must be given"):
+        Calibration.read(str(tmp_path / "part.json"))
+
+
+def test_a_core_is_measured() -> None:
+    core = measure_cpu()
+    assert 1e9 < core.peak_flops["float32"] < 1e12 and 1e8 < core.memory_bandwidth < 1e12
+
+
+def test_published_rows_are_predicted() -> None:
+    """The bounds hold for all rows, and for the 14 rows that were not used for fitting."""
+    errors = {
+        row.name: predicted_rate(row.job, Calibration(Constants(), software=row.published.software))
+        / row.published.tokens_per_second_per_rank
+        - 1
+        for row in all_rows()
+    }
+    assert len(errors) == 18
+    unseen = [abs(error) for name, error in errors.items() if not name.startswith(("table1", "table5"))]
+    for amounts in (list(map(abs, errors.values())), unseen):
+        assert statistics.median(amounts) <= 0.10 and max(amounts) <= 0.25, errors

@@ -1,0 +1,177 @@
+"""The comparison of two jobs: every line of it, and JSON; tests/test_user_errors.py has the mistakes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.compose.composer import compose_job
+from harness.tools.plan.config import PlanJob
+from harness.tools.plan.differences import changed_fields, cost_changes, render_differences, traffic_pairs
+from harness.tools.plan.make import make_plan
+from harness.tools.plan.plan import KINDS, PARTS, Plan, Speed, Traffic
+from harness.tools.plan.verb import plan
+from harness.util.encoding import dumps, loads
+
+GIB = 2**30
+SMALL = [
+    *("model=llama3_debug", "cluster=slurm_h100", "cluster.dollars_per_gpu_hour=2"),
+    "training.global_batch_size=8",
+]
+
+
+def planned(*overrides: str) -> Plan:
+    return make_plan(compose_job([*SMALL, *overrides], config_name="plan", schema=PlanJob).plain)
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[Plan, Plan]:
+    """Plans with made-up values, of a job on 4 GPUs and one on 8."""
+    first, second = planned("parallelism.dp_shard=4"), planned("parallelism.dp_shard=2", "parallelism.tp=4")
+    none = dict.fromkeys(PARTS, 0.0)
+
+    def made(
+        plan: Plan, kinds: dict[str, float], step: float, parts: dict[str, float], *traffic: Traffic
+    ) -> Plan:
+        held = {kind: kinds.get(kind, 0.0) * GIB for kind in KINDS}
+        rate = 16384 / step / plan.job.world_size
+        return replace(
+            plan,
+            memory=[replace(plan.memory[0], kinds=held)],
+            memory_limit=10 * GIB,
+            traffic=list(traffic),
+            speed=Speed(step, none | parts, rate, 0.5),
+        )
+
+    a = made(
+        first,
+        {"parameters": 2, "activations": 7},
+        1.0,
+        {"compute": 0.9, "dp": 0.1},
+        Traffic("dp", "all_gather", 4, 10, 4 * GIB, "NVLink", 0.2, 0.1),
+    )
+    b = made(
+        second,
+        {"parameters": 1, "activations": 9.5},
+        0.8,
+        {"compute": 0.52, "tp": 0.28},
+        Traffic("dp", "all_gather", 2, 10, 1 * GIB, "NVLink", 0.1, 0.0),
+        Traffic("tp", "all_reduce", 4, 10, 8 * GIB, "NVLink", 0.3, 0.3),
+    )
+    return a, b
+
+
+def test_every_line(pair: tuple[Plan, Plan]) -> None:
+    """Half the step's time on twice the GPUs would be as cheap; what costs more is named."""
+    assert (
+        render_differences(*pair)
+        == """\
+A  llama3_debug on 4 x H100 SXM: dp_shard 4
+B  llama3_debug on 8 x H100 SXM: dp_shard 2 x tp 4
+
+  field                      A  B
+  training.local_batch_size  2  4
+  parallelism.dp_shard       4  2
+  parallelism.tp             1  4
+
+memory at its peak, GiB on the fullest rank
+  kind            A      B  B - A
+  parameters   2.00   1.00  -1.00
+  activations  7.00   9.50  +2.50
+  peak         9.00  10.50  +1.50
+  left         1.00  -0.50  -1.50
+
+communication in a step, of the busiest rank
+  axis  collective  A over    B over    A GiB  B GiB  A time  B time  A exposed  B exposed    B - A
+  dp    all_gather  4 NVLink  2 NVLink   4.00   1.00  200 ms  100 ms     100 ms          -  -100 ms
+  tp    all_reduce            4 NVLink          8.00          300 ms                300 ms  +300 ms
+
+a step, predicted; change: of A's device time for a token
+  part                            A       B  change
+  computing                  900 ms  520 ms  +14.0%
+  dp communication, exposed  100 ms       -  -10.0%
+  tp communication, exposed       -  280 ms  +56.0%
+  the step                   1.00 s  800 ms  +60.0%
+
+                             A       B  change
+tokens/s a GPU           4,096   2,560  -37.5%
+tokens/s in all         16,384  20,480  +25.0%
+MFU                      50.0%   50.0%
+GPU-hours of all steps   0.111   0.178  +60.0%
+dollars                  0.222   0.356  +60.0%
+kWh, GPUs alone         0.0661   0.106  +60.0%
+fits                       yes      NO
+
+time    B takes 60.0% more device time for a token: tp communication, exposed +56.0%, computing +14.0%, \
+dp communication, exposed -10.0%
+memory  B takes 1.50 GiB more: activations +2.50, parameters -1.00
+"""
+    )
+
+
+def test_changes_add_up(pair: tuple[Plan, Plan]) -> None:
+    a, b = pair
+    assert a.speed is not None and b.speed is not None
+    slower = a.speed.tokens_per_second_per_rank / b.speed.tokens_per_second_per_rank
+    assert sum(cost_changes(a, b).values()) == pytest.approx(slower - 1)
+    assert sum(cost_changes(a, a).values()) == 0
+
+
+def test_lines_of_communication_are_paired_by_group_first() -> None:
+    """Experts have gathers of their own, over other ranks."""
+
+    def line(axis: str, ranks: int) -> Traffic:
+        return Traffic(axis, "all_gather", ranks, 1, 1.0, "NVLink", 1.0, 1.0)
+
+    a = [line("dp", 64), line("dp", 8), line("tp", 4)]
+    b = [line("dp", 8), line("dp", 16), line("ep", 2)]
+    assert traffic_pairs(a, b) == [(a[0], b[1]), (a[1], b[0]), (a[2], None), (None, b[2])]
+
+
+def test_other_models_differ_by_name() -> None:
+    """Their other fields are not listed; those of the job are, with what changes the numbers."""
+    names = {
+        name: numerics
+        for name, numerics, _, _ in changed_fields(planned().job, planned("model=qwen3_debug").job)
+    }
+    assert [name for name in names if name.startswith("model.")] == ["model.name"]
+    fields = changed_fields(planned().job, planned("precision=bf16", "compile=on").job)
+    assert {name: numerics for name, numerics, *_ in fields} == {
+        "precision.param_dtype": True,
+        "compile.enable": False,
+    }
+
+
+def compared(against: str, *overrides: str) -> Any:
+    typed = [*SMALL, *overrides, f"against={against}"]
+    return plan(compose_job(typed, config_name="plan", schema=PlanJob), typed)
+
+
+def test_from_the_command_line() -> None:
+    """The second job has the overrides of the first and its own; both are planned as they are alone."""
+    result = compared("parallelism.tp=2 data.paths=[a,b]", "parallelism=fsdp", "cluster.nodes=1")
+    plain = loads(dumps(result.data))
+    assert plain["a"]["mesh"]["dp_shard"] == 8 and plain["b"]["mesh"]["dp_shard"] == 4
+    assert {each["name"] for each in plain["fields"]} >= {"parallelism.tp", "data.paths"}
+    alone = planned("parallelism=fsdp", "cluster.nodes=1", "parallelism.tp=2")
+    assert plain["b"]["memory_peak"] == alone.peak
+    assert plain["memory_change"]["peak"] == plain["b"]["memory_peak"] - plain["a"]["memory_peak"]
+    assert result.text.startswith("A  llama3_debug on 8 x H100 SXM: dp_shard 8\nB  ")
+
+
+def test_without_a_known_device_there_is_memory_only() -> None:
+    result = compared("parallelism.tp=2", "cluster.accelerator=null", "parallelism.dp_shard=2")
+    assert result.data["cost_change"] is None and "tokens/s" not in result.text
+    assert "\ntime    unknown for A and B; " in result.text
+    assert "peak" in result.text
+
+
+def test_a_file_of_a_calibration_is_that_of_both() -> None:
+    root = Path(__file__).resolve().parents[3]
+    file = root / "experiments" / "cpu_layouts" / "calibration.json"
+    typed = ["model=llama3_debug", f"calibration={file}", "against=parallelism.tp=2"]
+    result = plan(compose_job(typed, config_name="plan", schema=PlanJob), typed)
+    assert result.data["a"]["speed"] is not None and result.data["b"]["speed"] is not None

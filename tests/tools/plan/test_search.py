@@ -1,0 +1,415 @@
+"""The search: the complete space, the best points by brute force, and a sweep that measures them."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from math import prod
+from pathlib import Path
+
+import pytest
+from tiers import THOROUGH
+
+from harness.compose import rules as job_rules
+from harness.compose.composer import compose_job, compose_points
+from harness.config.job import Job, differing_numerics
+from harness.config.parallelism import AXES
+from harness.config.stages import num_stages
+from harness.tools.plan import search_result as found_module
+from harness.tools.plan.config import PlanJob
+from harness.tools.plan.constants import Calibration, Constants
+from harness.tools.plan.evidence import Resolution
+from harness.tools.plan.legality import Legality
+from harness.tools.plan.machine import device_of, machine_of
+from harness.tools.plan.make import make_plan
+from harness.tools.plan.plan import Plan
+from harness.tools.plan.prune import MemoryBounds, TimeBounds
+from harness.tools.plan.search import NothingFits, search
+from harness.tools.plan.search_result import sweep_path
+from harness.tools.plan.space import SCHEDULES_TRIED, Point, Space
+from harness.tools.plan.verb import plan
+from harness.util.encoding import loads
+from harness.util.errors import ConfigError, UserError
+
+ROOT = Path(__file__).resolve().parents[3]
+RANKS = ["cluster=slurm_h100", "cluster.ranks=8", "training.global_batch_size=8"]
+EIGHT = ["model=llama3_debug", *RANKS]
+# Small models wait for collectives more than they compute, less so on long sequences.
+LONG = [*EIGHT, "training.seq_len=2048", "precision=bf16"]
+EXPERTS = ["model=qwen3_moe_debug", *RANKS, "training.seq_len=1024", "precision=bf16", "parallelism.cp=1"]
+COMPILED = [*EIGHT, "training.seq_len=1024", "precision=float8_tensorwise", "compile=on"]
+LARGE = [
+    *("model=llama3_70b", "cluster=slurm_h100", "cluster.nodes=8", "training.global_batch_size=64"),
+    *("training.seq_len=8192", "precision=bf16", "parallelism.cp=1", "parallelism.dp_replicate=1"),
+]
+# A search that is compared with brute force. Fewer ranks have the same axes, at most two of them at a time.
+BRUTE = LONG if THOROUGH else [*LONG, "cluster.ranks=4"]
+TIGHT = 0.45
+"""GiB that some of its plans need and some do not."""
+
+
+def space_of(*overrides: str) -> Space:
+    job = compose_job(["search=true", *overrides], config_name="plan", schema=PlanJob)
+    return Space.of(job.plain, ["search=true", *overrides])
+
+
+def points_of(space: Space) -> Iterator[Point]:
+    return (point for degrees, ep in space.layouts() for point in space.points(degrees, ep))
+
+
+def every_job(base: Job, ranks: int) -> Iterator[Job]:
+    """Every legal job of these ranks, by brute force and without the search's code."""
+    for degrees in itertools.product((1, 2, 4, 8), repeat=len(AXES)):
+        of = dict(zip(AXES, degrees, strict=True))
+        if prod(degrees) != ranks:
+            continue
+        pipelined = of["pp"] > 1
+        for local, size, mode, schedule, layers in itertools.product(
+            (1, 2, 4, 8),
+            (1, 2, 4, 8) if pipelined else [1],
+            ("none", "selective_op", "full"),
+            SCHEDULES_TRIED if pipelined else ["1F1B"],
+            [None, *range(1, 6)] if pipelined else [None],
+        ):
+            if pipelined and local * of["dp_replicate"] * of["dp_shard"] != base.global_batch_size:
+                continue  # a pipeline is filled and drained once per step
+            moved = of | {"pp_microbatch_size": size, "pp_schedule": schedule, "pp_layers_per_stage": layers}
+            try:
+                yield replace(
+                    base,
+                    parallelism=replace(base.parallelism, **moved),
+                    training=replace(base.training, local_batch_size=local),
+                    activation_checkpoint=replace(base.activation_checkpoint, mode=mode),
+                ).resolve(gpus=0)
+            except ConfigError:
+                continue
+
+
+def key_of(job: Job) -> tuple[object, ...]:
+    """Fields in which jobs that run differently differ; layers per stage count by the number of stages."""
+    layout = job.parallelism
+    pipeline = (layout.pp_schedule, num_stages(layout, job.model.n_layers), layout.pp_microbatch_size)
+    degrees = tuple(layout.degrees.values())
+    return degrees, job.local_batch_size, job.activation_checkpoint.mode, pipeline if layout.pp > 1 else None
+
+
+@cache
+def planned(*overrides: str) -> tuple[Space, dict[tuple[object, ...], Plan]]:
+    """The plan of every legal job."""
+    space = space_of(*overrides)
+    return space, {key_of(job): make_plan(job) for job in every_job(space.base, space.world)}
+
+
+def test_the_space_is_every_legal_job() -> None:
+    space, plans = planned(*BRUTE)
+    legality = Legality(space.base)
+    legal = [point for point in points_of(space) if legality.broken(point) is None]
+    found = [key_of(point.job(space.base)) for point in legal]
+    assert len(set(found)) == len(found) > 300
+    assert set(found) == set(plans)
+
+
+@pytest.mark.parametrize(("torch", "every"), [("2.13.0", 3), ("2.11.0", 11)])
+def test_legality_agrees_with_resolve(monkeypatch: pytest.MonkeyPatch, torch: str, every: int) -> None:
+    """With rules about float8's block length, compiled blocks, a schedule's microbatches, and torch 2.11."""
+    monkeypatch.setattr(job_rules, "torch_version", lambda: torch)
+    space = space_of(*COMPILED, "training.seq_len=80")
+    legality, verdicts = Legality(space.base), Counter[str]()
+    for point in itertools.islice(points_of(space), 0, None, every):
+        error = legality.broken(point)
+        try:
+            point.job(space.base)
+            assert error is None, (point, error)
+        except ConfigError as raised:
+            assert error is not None, (point, raised)
+            verdicts[error.field] += 1
+    assert len(verdicts) >= 3, verdicts
+    assert ("parallelism.pp_schedule" in verdicts) == (torch == "2.11.0")
+
+
+@pytest.mark.parametrize(("memory_gib", "headroom"), [(80.0, 0.0), (TIGHT, 0.0), (TIGHT / 0.8, 0.2)])
+def test_the_best_are_those_of_brute_force(
+    monkeypatch: pytest.MonkeyPatch, memory_gib: float, headroom: float
+) -> None:
+    space, plans = planned(*BRUTE)
+    limit = memory_gib * 2**30
+    plans = {key: replace(plan, memory_limit=limit) for key, plan in plans.items()}
+    monkeypatch.setattr("harness.tools.plan.search.plan_memory", lambda job, _: plans[key_of(job)])
+    monkeypatch.setattr("harness.tools.plan.search.with_speed", lambda plan, _: plan)
+    monkeypatch.setattr("harness.tools.plan.prune.memory_limit", lambda job, device: limit)
+    found = search(space, 10, headroom=headroom)
+    fitting = [plan for plan in plans.values() if plan.peak <= (1 - headroom) * limit]
+    assert len(fitting) == len(plans) if memory_gib == 80.0 else len(fitting) < len(plans)
+    # Of those that are equally fast, the one with the fewest axes, then with the least memory.
+    simplest = {each[0]: each for each in sorted(map(rank, fitting), reverse=True)}
+    best = sorted(simplest.values())[:10]
+    assert [rank(each.plan) for each in found.best] == best
+    # All points are counted, and most were not planned.
+    rejected = found.rejected
+    assert found.points == len(plans) + sum(rejected.illegal.values())
+    assert len(plans) == 10 + rejected.too_large + rejected.tied + sum(rejected.slower.values())
+    assert rejected.too_large <= len(plans) - len(fitting)
+    assert found.planned < len(plans) / 2
+
+
+def rank(plan: Plan) -> tuple[float, int, float]:
+    """Sort key of plans."""
+    assert plan.speed is not None
+    axes = sum(degree > 1 for degree in plan.job.parallelism.degrees.values())
+    return float(f"{plan.speed.step_seconds:.3g}"), axes, plan.peak
+
+
+@pytest.mark.parametrize(
+    ("overrides", "every", "time", "size"),
+    [(LONG, 7, 0.9, 0.3), (EXPERTS, 7, 0.8, 0.1), (COMPILED, 7, 0.8, 0.29), (LARGE, 150, 0.8, 0.7)],
+    ids=["dense", "experts", "compiled", "large"],
+)
+def test_bounds_and_floors_are_below_the_plan(
+    overrides: list[str], every: int, time: float, size: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are also close to it: in the median at least these fractions of it."""
+    space = space_of(*overrides)
+    legality = Legality(space.base)
+    points = [point for point in points_of(space) if legality.broken(point) is None][::every]
+    machine = machine_of(points[0].job(space.base))
+    assert machine is not None
+    bounds, times, starved = TimeBounds(space.base, machine, space.world), [], []
+    for point in points:
+        plan = make_plan(point.job(space.base))
+        assert plan.speed is not None
+        times.append(bounds.seconds(point) / plan.speed.step_seconds)
+        assert bounds.seconds(point) == pytest.approx(sum(bounds.parts(point).values()))
+        assert not shortfall(point, space, plan.peak * (1 + 1e-9), monkeypatch), point
+        starved.append(shortfall(point, space, plan.peak * size, monkeypatch))
+    assert max(times) <= 1 + 1e-9
+    assert statistics.median(times) > time
+    assert statistics.mean(starved) > 0.5
+
+
+def shortfall(point: Point, space: Space, limit: float, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the floors exclude a point for a device with this memory limit."""
+    monkeypatch.setattr("harness.tools.plan.prune.memory_limit", lambda job, device: limit)
+    floors = MemoryBounds(space.base, device_of(space.base))
+    return floors.persistent_shortfall(point) > 0 or floors.shortfall(point) > 0
+
+
+def test_bounds_of_ranks_that_share_cores() -> None:
+    calibration = Calibration.read(str(ROOT / "experiments" / "cpu_layouts" / "calibration.json"))
+    space = space_of("model=llama3_debug", "cluster.device=cpu", "cluster.ranks=8")
+    legality = Legality(space.base)
+    points = [point for point in points_of(space) if legality.broken(point) is None][::9]
+    machine = machine_of(points[0].job(space.base), calibration)
+    assert machine is not None and machine.shares_cores
+    bounds, ratios = TimeBounds(space.base, machine, space.world), []
+    for point in points:
+        speed = make_plan(point.job(space.base), calibration).speed
+        assert speed is not None
+        ratios.append(bounds.seconds(point) / speed.step_seconds)
+    assert max(ratios) <= 1 + 1e-9
+    assert statistics.median(ratios) > 0.6
+
+
+def test_options_of_a_format_are_legal_in_a_search() -> None:
+    options = ["precision.enable_fsdp_float8_all_gather=true", "precision.filter_fqns=[output,wq]"]
+    space = space_of(*COMPILED, *options, "parallelism.pp=1", "parallelism.cp=1", "parallelism.tp=1")
+    legality = Legality(space.base)
+    legal = [point for point in points_of(space) if legality.broken(point) is None]
+    assert legal and all(point.job(space.base) for point in legal)
+    with pytest.raises(ConfigError, match=r"^precision.enable_fsdp_float8_all_gather=true: needs one scale"):
+        search(space_of(*LONG, "precision=float8_rowwise", options[0]), 1)
+
+
+def test_a_search_keeps_the_numerics() -> None:
+    space = space_of(*BRUTE)
+    for candidate in search(space, 3).best:
+        job = candidate.plan.job
+        assert job.global_batch_size == space.base.global_batch_size
+        first = space.base
+        assert not differing_numerics(first, job)
+
+
+def typed(*overrides: str) -> list[Point]:
+    return list(points_of(space_of(*EIGHT, *overrides)))
+
+
+def test_typed_fields_are_fixed() -> None:
+    points = typed("parallelism.tp=2", "parallelism.pp_schedule=GPipe", "activation_checkpoint=full")
+    assert {point.tp for point in points} == {2}
+    assert {point.schedule for point in points} == {None, "GPipe"}
+    assert {point.mode for point in points} == {"full"}
+    assert {point.local_batch_size for point in typed("training.local_batch_size=2")} == {2}
+    assert {point.pp for point in typed("parallelism.dp_shard=-1", "training.local_batch_size=null")} == {
+        1,
+        2,
+        4,
+        8,
+    }
+
+
+def test_a_typed_layout_keeps_the_axes_that_it_does_not_use() -> None:
+    points = typed("parallelism=fsdp_tp")
+    degrees = {point.degrees for point in points}
+    assert degrees == {(1, 1, 8, 1, 1), (1, 1, 4, 1, 2), (1, 1, 2, 1, 4), (1, 1, 1, 1, 8)}
+
+
+def test_tensor_parallel_stays_within_a_node() -> None:
+    space = space_of(*EIGHT[:2], "cluster.nodes=4", "training.global_batch_size=32")
+    assert {point.tp for point in points_of(space)} == {1, 2, 4, 8}
+    assert space.world == 32
+
+
+def test_every_expert_degree_is_tried() -> None:
+    space = space_of("model=qwen3_moe_debug", *RANKS)
+    of = {(degrees, ep) for degrees, ep in space.layouts()}
+    assert {ep for degrees, ep in of if degrees == (1, 1, 8, 1, 1)} == {1, 2, 4, 8}
+    assert {ep for degrees, ep in of if degrees == (2, 1, 2, 1, 2)} == {1, 2, 4}
+
+
+def test_pipelines_have_every_number_of_stages() -> None:
+    space = space_of(*EIGHT, "parallelism.pp=2", "parallelism.pp_schedule=Interleaved1F1B")
+    stages = {
+        num_stages(point.layout(space.base.parallelism), space.base.model.n_layers)
+        for point in points_of(space)
+    }
+    assert stages == {4, 8}  # 6 layers and the weight of two for the ends: 8 of 1, 4 of 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([*EIGHT, "training.global_batch_size=null"], "^training.global_batch_size=null: a search compares"),
+        (["model=llama3_debug"], "^cluster.ranks=null: a search needs the number of ranks"),
+        ([*EIGHT, "model.n_kv_heads=3"], "^model.n_kv_heads=3: must divide"),
+    ],
+)
+def test_errors_that_no_layout_can_fix(
+    overrides: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(ConfigError, match=message):
+        space_of(*overrides)
+
+
+def test_without_legal_points_the_most_frequent_error_is_shown() -> None:
+    space = space_of(*EIGHT, "training.seq_len=1000000")
+    with pytest.raises(
+        UserError, match=r"^none of the .* ways to run 8 ranks is legal.*training.seq_len=1000000"
+    ):
+        search(space, 10)
+
+
+def test_if_nothing_fits_the_closest_point_is_shown() -> None:
+    space = space_of(*RANKS, "model=llama3_405b", "parallelism=fsdp_tp")
+    message = r"fits; the closest is at least [\d,.]+ GiB too large on its fullest rank \(.*, full\)$"
+    with pytest.raises(NothingFits, match=message):
+        search(space, 10)
+
+
+def test_unknown_hardware_cannot_be_ranked() -> None:
+    space = space_of(*EIGHT, "cluster.accelerator=null")
+    with pytest.raises(ConfigError, match=r"^cluster.accelerator=null: a search ranks by speed.*H100 SXM"):
+        search(space, 10)
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "harness", "plan", "search=true", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_from_the_command_line_to_a_sweep(tmp_path: Path) -> None:
+    """The result as text and JSON, and the sweep: its points are the planned jobs."""
+    file = tmp_path / "found.yaml"
+    pair = [*LONG, "parallelism=fsdp_tp", "top=3", f"sweep_file={file}"]
+    done = command(*pair)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("llama3_debug on 8 x H100 SXM; 8 x 2,048 = 16,384 tokens a step\n")
+    kept = "kept as typed: parallelism.cp, parallelism.dp_replicate, parallelism.ep, parallelism.pp\n"
+    assert kept in done.stdout
+    for line in ("why the others lose\n", "  slower, most of all by ", f"to measure the 3: {file}\n"):
+        assert line in done.stdout
+    plain = loads(command(*pair, "--json").stdout)
+    assert plain["sweep_file"] == str(file) and len(plain["best"]) == 3
+    by_order = [each["plan"]["speed"]["step_seconds"] for each in plain["best"]]
+    assert by_order == sorted(by_order)
+    jobs = points_in(file, [*LONG, "parallelism=fsdp_tp"])
+    assert [job.id for job in jobs] == [each["plan"]["job"]["id"] for each in plain["best"]]
+    assert {job.name for job in jobs} == {"llama3_debug-search"}
+
+
+def test_what_a_search_cannot_distinguish(monkeypatch: pytest.MonkeyPatch) -> None:
+    space = space_of(*LONG, "parallelism.pp=1", "parallelism.cp=1")
+    best = search(space, 4)
+    times = [each.seconds for each in best.best]
+    claims = {1: "the first differs from the others", 3: "the first 3 cannot be distinguished"}
+    for alike, claim in (claims | {4: "all cannot be distinguished"}).items():
+        off = times[alike - 1] / times[0] - 1 + 1e-9
+        monkeypatch.setattr(found_module, "RESOLUTION", Resolution(off, 40, 8))
+        assert found_module.found_as_dict(best)["alike"] == alike
+        text = found_module.render_found(best)
+        assert f"\n{claim}: the planned ratio" in text and "(40 pairs, 8 tables)\n" in text
+    own = search(space, 2, Calibration(Constants()))
+    assert found_module.found_as_dict(own)["alike"] is None
+    assert "distinguished" not in found_module.render_found(own)
+
+
+def points_in(file: Path, overrides: list[str]) -> list[Job]:
+    """The jobs of a sweep file, composed from a folder of one's own that contains it."""
+    (file.parent / "own" / "sweep").mkdir(parents=True)
+    shutil.copy(file, file.parent / "own" / "sweep" / "found.yaml")
+    composed = compose_points([f"hydra.searchpath=[{file.parent}/own]", "sweep=found", *overrides])
+    assert not [each.reason for each in composed if each.reason]
+    return [each.job for each in composed]
+
+
+def test_the_sweep_goes_where_it_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sweep_path("n", "x.yaml") == Path("x.yaml")
+    assert sweep_path("n", None) == ROOT / "sweeps" / "search" / "n.yaml"
+    with monkeypatch.context() as context:
+        context.setattr(os, "access", lambda *_: False)
+        assert sweep_path("n", None) == Path("sweep/n-search.yaml")
+    monkeypatch.setattr(found_module, "conf_dir", lambda: str(ROOT / "harness" / "_conf"))
+    assert sweep_path("n", None) == Path("sweep/n-search.yaml"), "not into an installed package"
+
+
+def test_there_is_a_result_if_the_sweep_cannot_be_written(tmp_path: Path) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    typed = [*LONG, "parallelism=fsdp_tp", "top=3", "search=true", f"sweep_file={folder}/found.yaml"]
+    job = compose_job(typed, config_name="plan", schema=PlanJob)
+    folder.rmdir()
+    folder.touch()
+    found = plan(job, typed)
+    assert len(found.data["best"]) == 3 and "why the others lose" in found.text
+    assert isinstance(found.error, ConfigError)
+    assert str(found.error).startswith("sweep_file=") and "cannot be written" in str(found.error)
+
+
+@pytest.mark.thorough
+def test_the_best_of_512_ranks_is_as_fast_as_the_published_layout() -> None:
+    """Table 5 of torchtitan: FSDP 8, TP 8, PP 8, interleaved, 32 microbatches of one sequence."""
+    job = [
+        *("model=llama3_405b", "cluster=slurm_h100", "cluster.nodes=64", "training.global_batch_size=256"),
+        *("training.seq_len=8192", "precision=float8_tensorwise", "compile=on", "parallelism.async_tp=true"),
+    ]
+    published = [
+        *("parallelism=fsdp_tp_pp", "parallelism.tp=8", "parallelism.pp=8", "parallelism.dp_shard=8"),
+        *("parallelism.pp_schedule=Interleaved1F1B", "activation_checkpoint=full"),
+    ]
+    plan = make_plan(compose_job([*job, *published]))
+    found = search(space_of(*job), 10)
+    assert plan.speed is not None and plan.fits
+    assert found.best[0].seconds <= plan.speed.step_seconds
+    assert all(candidate.plan.fits for candidate in found.best)

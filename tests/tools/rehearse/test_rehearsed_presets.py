@@ -1,0 +1,267 @@
+"""Every preset of how a job is laid out and run, rehearsed: what a step calls, and what it takes.
+
+Nothing is computed, so shapes may be those of real models; only the mixtures are debug models. A preset that
+is new is rehearsed too, because the lists are those of conf/.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from harness.compose.composer import compose_job
+from harness.tools.plan.make import make_plan
+from harness.tools.plan.plan import Plan
+from harness.tools.rehearse.comparison import Line, memory_lines, product_flops, traffic_lines
+from harness.tools.rehearse.config import RehearseJob, ranks_to_rehearse
+from harness.tools.rehearse.figures import OUT_OF_MEMORY, RankFigures
+from harness.tools.rehearse.server import Rehearsals
+
+pytestmark = pytest.mark.rehearsal
+
+CONF = Path(__file__).parents[3] / "conf"
+DENSE = [
+    *("model=llama32_1b", "model.tied_embeddings=false", "training.seq_len=4096"),
+    *("training.global_batch_size=null", "training.local_batch_size=4", "cluster=slurm_h100"),
+]
+SHAPE = ["training.seq_len=512", "training.global_batch_size=16", "cluster=slurm_h100"]
+MIXTURE = ["model=deepseek_v3_debug", *SHAPE]
+FLUX = [
+    *("model=flux_debug", "data=latents_synthetic", "training.seq_len=272", *SHAPE[1:]),
+    "parallelism.cp_method=ulysses",
+]
+SMALL = ["model=llama3_debug", *SHAPE]
+MASK = "data.attend_across_documents=false"
+
+EXPERTS = {"parallelism/expert.py", "model/grouped.py"}
+"""Where rows travel to experts the host has to know how many."""
+WAITS = {
+    "bf16_full": {"loop/engine.py"},
+}
+"""What makes the host wait in a step: optimizers that are not fused ask whether the norm is finite."""
+
+SMALL_SUMS = 2**22
+"""Bytes of a step's sums that the plan leaves out."""
+
+
+@pytest.fixture(scope="module")
+def rehearsals() -> Iterator[Rehearsals]:
+    """One process that has imported torch, for all tests of this file."""
+    with Rehearsals() as running:
+        yield running
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """Ranks of a job beside their plan."""
+
+    plan: Plan
+    ranks: list[RankFigures]
+
+
+def rehearsed(rehearsals: Rehearsals, *overrides: str) -> Rehearsed:
+    named = {each.partition("=")[0] for each in overrides}
+    common = [
+        each
+        for each in ("data=synthetic", "tokenizer=bytes", "precision=bf16")
+        if each.split("=")[0] not in named
+    ]
+    job = compose_job([*common, *overrides], config_name="rehearse", schema=RehearseJob)
+    ranks = [rehearsals.run(job.plain, rank, job.rehearse) for rank in ranks_to_rehearse(job, job.rehearse)]
+    return Rehearsed(make_plan(job.plain), ranks)
+
+
+def options(group: str) -> list[str]:
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+def check(found: Rehearsed, *, waits: set[str] = frozenset()) -> None:  # type: ignore[assignment]
+    """Check what holds for every step: it ends, calls nothing unknown, waits only where it must."""
+    for figures in found.ranks:
+        assert figures.failure is None, figures.failure
+        assert figures.unknown == []
+        assert figures.communicators == [], "a communicator is made in the first step, and none later"
+        assert {wait.where.partition(":")[0] for wait in figures.waits} <= waits, figures.waits
+        assert figures.recompilations == 0
+        memory = {line.name: line for line in memory_lines(figures, found.plan)}
+        for name in ("parameters", "gradients", "optimizer"):
+            check_close(memory[name], 0.02)
+        assert figures.allocation_retries == 0
+
+
+def check_close(line: Line, tolerance: float) -> None:
+    assert line.planned is not None
+    assert line.rehearsed == pytest.approx(line.planned, rel=tolerance, abs=2**20), line
+
+
+def check_collectives(found: Rehearsed) -> None:
+    """Check that a step has the collectives that are planned, with their bytes, and no others of any size."""
+    for figures in found.ranks:
+        for line in traffic_lines(figures, found.plan):
+            if line.planned is None:
+                # Sums of counts, of squares, and of gradients of norms.
+                assert line.name.endswith("all_reduce"), line
+                assert line.unit == "count" or line.rehearsed < SMALL_SUMS, line
+            elif line.unit == "bytes":
+                assert line.rehearsed == pytest.approx(line.planned, rel=0.02), line
+            elif not line.name.endswith("all_reduce"):
+                assert abs(line.rehearsed - line.planned) <= 0.02 * line.planned, line
+
+
+@pytest.mark.parametrize("preset", options("parallelism"))
+def test_layouts(rehearsals: Rehearsals, preset: str) -> None:
+    experts = "ep" in preset.split("_")
+    found = rehearsed(rehearsals, *(MIXTURE if experts else DENSE), f"parallelism={preset}")
+    check(found, waits=EXPERTS if experts else set())
+    check_collectives(found)
+    if found.plan.job.parallelism.pp == 1 and not experts:
+        for figures in found.ranks:
+            lines = {line.name: line for line in memory_lines(figures, found.plan)}
+            check_close(lines["reserved"], 0.2)
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        *("parallelism=fsdp", "parallelism=hsdp", "parallelism=fsdp_tp", "parallelism=fsdp_cp", "compile=on"),
+        *("precision=float8_rowwise", "activation_checkpoint=full"),
+    ],
+)
+def test_flux(rehearsals: Rehearsals, choice: str) -> None:
+    """Its batches are pictures."""
+    layout = [] if choice.startswith("parallelism") else ["parallelism=fsdp"]
+    found = rehearsed(rehearsals, *FLUX, *layout, choice)
+    check(found)
+    [figures] = found.ranks
+    formats = {product.formats for product in figures.products}
+    assert any(name.startswith("float8") for name in formats) == choice.startswith("precision=float8")
+    assert "bfloat16" in formats
+    if choice.startswith("parallelism"):
+        assert figures.product_flops == pytest.approx(product_flops(found.plan.job, 0), rel=0.1)
+
+
+@pytest.mark.parametrize("preset", options("precision"))
+def test_formats(rehearsals: Rehearsals, preset: str) -> None:
+    on = ["cluster.accelerator=B200"] if preset == "mxfp8" else []
+    found = rehearsed(rehearsals, *SMALL, "parallelism=fsdp", f"precision={preset}", *on)
+    check(found, waits=WAITS.get(preset, set()))
+    [figures] = found.ranks
+    formats = {product.formats for product in figures.products}
+    narrow = [name for name in formats if name.startswith("float8")]
+    assert bool(narrow) == (preset.startswith("float8") or preset == "mxfp8")
+    wide = {"fp32": "float32"}.get(preset, "bfloat16")
+    assert wide in formats, "the head is not narrowed, and the tables are not multiplied"
+
+
+@pytest.mark.parametrize("preset", options("optimizer"))
+def test_optimizers(rehearsals: Rehearsals, preset: str) -> None:
+    """Muon sends pieces of every matrix over FSDP's, the replicas' and tensor parallel's ranks."""
+    found = rehearsed(rehearsals, *DENSE, "parallelism=hsdp_tp", f"optimizer={preset}")
+    check(found)
+    check_collectives(found)
+    [figures] = found.ranks
+    lines = {line.name: line for line in memory_lines(figures, found.plan)}
+    check_close(lines["reserved"], 0.2)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [*SMALL, "parallelism=fsdp_cp", "precision=fp32"],
+        [*DENSE, "parallelism=fsdp", "precision=fp32", "training.local_batch_size=1"],
+        [*DENSE, "parallelism=fsdp", "data=python_stdlib", MASK, "training.seq_len=4032"],
+    ],
+    ids=["ring", "float32", "mask"],
+)
+def test_memory_efficient_attention(rehearsals: Rehearsals, overrides: list[str]) -> None:
+    """Of float32, and of masks of half tiles: neither all scores of a head, nor cuDNN's gradients."""
+    found = rehearsed(rehearsals, *overrides)
+    check(found)
+    [figures] = found.ranks
+    kernels = " ".join(figures.kernels)
+    assert ("mem_eff" in kernels or "fmha" in kernels) and "cudnn" not in kernels
+    assert figures.product_flops == pytest.approx(product_flops(found.plan.job, 0), rel=0.1)
+
+
+@pytest.mark.parametrize("preset", options("activation_checkpoint"))
+def test_activation_checkpoints(rehearsals: Rehearsals, preset: str) -> None:
+    compiled = ["compile=on"] if preset == "memory_budget" else []
+    found = rehearsed(rehearsals, *DENSE, "parallelism=fsdp", f"activation_checkpoint={preset}", *compiled)
+    check(found)
+    check_collectives(found)
+    [figures] = found.ranks
+    lines = {line.name: line for line in memory_lines(figures, found.plan)}
+    check_close(lines["reserved"], 0.2)
+
+
+@pytest.mark.parametrize("preset", options("compile"))
+def test_compilation(rehearsals: Rehearsals, preset: str) -> None:
+    found = rehearsed(rehearsals, *SMALL, "parallelism=fsdp", f"compile={preset}")
+    check(found)
+    [figures] = found.ranks
+    assert (figures.graphs > 0) == (preset != "off")
+    assert any(name.startswith("triton_") for name in figures.kernels) == (preset != "off")
+
+
+def test_asynchronous_tensor_parallel_multiplies_what_comes_piece_by_piece(rehearsals: Rehearsals) -> None:
+    both = [
+        rehearsed(rehearsals, *SMALL, "parallelism=fsdp_tp", "compile=on", f"parallelism.async_tp={async_tp}")
+        for async_tp in ("false", "true")
+    ]
+    for found in both:
+        check(found)
+    plain, pieces = (found.ranks[0] for found in both)
+    assert pieces.product_count > plain.product_count
+    assert pieces.product_flops == plain.product_flops
+    gathered = [
+        sum(each.count for each in figures.collectives if (each.axis, each.kind) == ("tp", "all_gather"))
+        for figures in (plain, pieces)
+    ]
+    assert gathered[1] < gathered[0]
+
+
+def test_recomputing_less_takes_more_memory_and_less_work(rehearsals: Rehearsals) -> None:
+    peaks, products = [], []
+    for mode in ("none", "selective_op", "full"):
+        [figures] = rehearsed(rehearsals, *DENSE, "parallelism=fsdp", f"activation_checkpoint={mode}").ranks
+        peaks.append(figures.memory["allocated"])
+        products.append(figures.product_flops)
+    assert peaks == sorted(peaks, reverse=True)
+    assert products == sorted(products)
+
+
+def test_memory_that_is_not_there_is_missed_as_on_a_gpu(rehearsals: Rehearsals) -> None:
+    [figures] = rehearsed(
+        rehearsals, "model=llama3_8b", "parallelism=fsdp", "cluster=slurm_h100", "training.seq_len=8192",
+        "training.global_batch_size=32",
+    ).ranks  # fmt: skip
+    assert figures.failure is not None
+    assert (figures.failure.kind, figures.failure.step) == (OUT_OF_MEMORY, 0)
+    assert "Tried to allocate" in figures.failure.message
+    assert figures.failure.where.startswith(("model/", "loop/", "parallelism/"))
+
+
+def test_skewed_routing_takes_more_memory_on_the_first_rank(rehearsals: Rehearsals) -> None:
+    shape = ["model=deepseek_v3_debug", "training.seq_len=2048", "training.global_batch_size=16"]
+    shape += ["parallelism=fsdp_ep", "cluster=slurm_h100"]
+    even, skewed = (rehearsed(rehearsals, *shape, f"rehearse.skew={skew}").ranks[0] for skew in (0.0, 0.5))
+    assert skewed.memory["allocated"] > even.memory["allocated"]
+
+
+def test_every_rank_of_a_world_can_be_rehearsed(rehearsals: Rehearsals) -> None:
+    """Ranks that hold equal shares do the same."""
+    found = rehearsed(rehearsals, *SMALL, "parallelism=hsdp_tp", "rehearse.ranks=[0,3,7]")
+    check(found)
+    kinds = [[(each.axis, each.kind, each.count) for each in figures.collectives] for figures in found.ranks]
+    assert kinds[0] == kinds[1] == kinds[2]
+    assert {axis for axis, *_ in kinds[0]} == {"dp", "tp", "world"}
+
+
+@pytest.mark.parametrize("name", ["A100 SXM 80GB", "H200 SXM", "B200"])
+def test_other_gpus(rehearsals: Rehearsals, name: str) -> None:
+    found = rehearsed(rehearsals, *SMALL, "parallelism=fsdp", f"cluster.accelerator={name}")
+    check(found)
+    assert name.split()[0] in found.ranks[0].device

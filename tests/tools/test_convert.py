@@ -1,0 +1,681 @@
+"""Conversions between all formats keep the weights, checked with transformers, in little memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import itertools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from conversions import consolidated, model_of, refused, require_same, run, save_meta, to_meta
+from held import Held
+from peak_memory import bytes_of_converting
+from tiers import rest_is_thorough
+from torch import Tensor
+
+from harness.checkpoint import progress
+from harness.checkpoint.catalog import CheckpointFolder, open_checkpoint
+from harness.checkpoint.manifest import encode_manifest
+from harness.checkpoint.storage import Writer
+from harness.config.data import TokenizerConfig
+from harness.config.fields import check_rules
+from harness.config.model import ModelConfig
+from harness.contrib.formats.meta import _load
+from harness.model.spec import parameter_shapes, tensor_shapes
+from harness.tools.convert import ConvertConfig, model_manifest
+from harness.util.errors import EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_OK, EXIT_USER, ConfigError, UserError
+from harness.weights import source as sources
+from harness.weights.config_json import hf_config
+from harness.weights.dcp import DistributedSource, write_distributed
+from harness.weights.detect import WeightFolder, find_source
+from harness.weights.huggingface import HuggingFaceSource, finish_huggingface, plan_shards, write_huggingface
+from harness.weights.tensor_names import our_tensors
+
+transformers = pytest.importorskip("transformers")
+
+ROOT = Path(__file__).parents[2]
+TINY = ["model=llama3_tiny", "model.vocab_size=320", "model.n_layers=2"]
+TIED = [*TINY, "model.tied_embeddings=true"]
+SMALL_SHARDS = "convert.max_shard_gb=0.0001"
+
+
+@pytest.fixture(scope="module")
+def network() -> Any:
+    """transformers' Llama with random weights; equal values would hide swapped norms."""
+    return transformer(model_of(*TINY))
+
+
+def transformer(model: ModelConfig) -> Any:
+    torch.manual_seed(1)
+    plain = hf_config(model, dtype="float32", bos_id=None, eos_id=None)
+    network = transformers.LlamaForCausalLM(transformers.LlamaConfig(**plain)).eval()
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+    return network
+
+
+def ours(network: Any, model: ModelConfig) -> dict[str, Tensor]:
+    theirs = network.state_dict()
+    return {name: theirs[piece.theirs].detach().clone() for name, [piece] in our_tensors(model).items()}
+
+
+def read_dcp(path: Path, model: ModelConfig) -> DistributedSource:
+    checkpoint = open_checkpoint(str(path))
+    return DistributedSource(checkpoint.path, checkpoint.manifest, model)
+
+
+def only_entry(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# -- between formats; test_families.py converts every family to Hugging Face's, DCP and torch's ----
+
+
+PARAMS = {
+    "dim": 64,
+    "n_layers": 2,
+    "n_heads": 8,
+    "n_kv_heads": 4,
+    "vocab_size": 320,
+    "multiple_of": 32,
+    "ffn_dim_multiplier": 0.7,
+    "norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "use_scaled_rope": True,
+}
+
+
+# test_meta.py reads the other files too.
+@pytest.mark.parametrize("row", rest_is_thorough([(1, True), (2, True), (2, False)], (2, True)), ids=str)
+def test_metas_files(row: tuple[int, bool], network: Any, tmp_path: Path) -> None:
+    files, rows = row
+    model = model_of(*TINY)
+    expected = ours(network, model)
+    save_meta(tmp_path / "meta", consolidated(to_meta(expected, model), files, rows), PARAMS)
+    run(tmp_path / "meta", tmp_path / "step-0", *TINY)
+    run(tmp_path / "step-0", tmp_path / "hf", "convert.format=hf")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    require_same(ours(again, model), expected)
+    run(tmp_path / "meta", tmp_path / "direct", "convert.format=hf", *TINY)
+    require_same(HuggingFaceSource(tmp_path / "direct", model), expected)
+
+
+@pytest.mark.parametrize("prefix", rest_is_thorough(["", "model."], "model."))
+@pytest.mark.parametrize("overrides", [TINY, TIED], ids=["untied", "tied"])
+def test_dcp_of_other_software(
+    overrides: list[str], prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As torchtitan writes it: our names, Meta's row order, with the optimizer, without a manifest."""
+    model = model_of(*overrides)
+    expected = ours(transformer(model), model)
+    state = {f"{prefix}{name}": tensor for name, tensor in to_meta(expected, model).items()}
+    if model.tied_embeddings:
+        state[f"{prefix}output.weight"] = expected["tok_embeddings.weight"].clone()
+    state["optimizer.state.norm.weight.exp_avg"] = torch.ones(64)
+    dcp.save({**state, "train_state": {"step": 3}}, checkpoint_id=tmp_path / "step-3", no_dist=True)
+    run(tmp_path / "step-3", tmp_path / "out", "convert.format=hf", *overrides)
+    require_same(HuggingFaceSource(tmp_path / "out", model), expected)
+    assert "its content cannot be verified" in capsys.readouterr().out
+
+
+def test_another_number_format_and_a_tokenizer(copy: Path, network: Any, tmp_path: Path) -> None:
+    """From Hugging Face's format to itself and to torch's, with other dtypes."""
+    model = model_of(*TINY)
+    half = ("convert.format=hf", "convert.dtype=bfloat16", SMALL_SHARDS, *TINY)
+    run(copy, tmp_path / "half", *half)
+    expected = {name: tensor.bfloat16() for name, tensor in ours(network, model).items()}
+    require_same(HuggingFaceSource(tmp_path / "half", model), expected)
+    index = json.loads((tmp_path / "half" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in expected.values())
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    assert not (tmp_path / "half" / "tokenizer.json").exists()
+    run(tmp_path / "half", tmp_path / "half.pt", "convert.format=torch", "convert.dtype=float16", *TINY)
+    halves = {name: tensor.half() for name, tensor in expected.items()}
+    require_same(torch.load(tmp_path / "half.pt", weights_only=True), halves)
+
+    run(copy, tmp_path / "with_tokenizer", *half, "tokenizer=bytes")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "with_tokenizer", dtype="auto")
+    assert (again.dtype, again.config.eos_token_id) == (torch.bfloat16, 257)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "with_tokenizer")
+    assert tokenizer("hé").input_ids[-1] == 0xA9
+
+
+# -- checkpoints of training ----
+
+
+def save_training(folder: Path, step: int, weights: dict[str, Tensor], model: ModelConfig) -> Path:
+    """A checkpoint as written by training."""
+    state = {**weights, "optimizer.state.norm.weight.exp_avg": torch.ones(64), "rng.0": torch.ones(8)}
+    manifest = {
+        **model_manifest(WeightFolder("dcp", "", {}), model, TokenizerConfig(kind="bytes")),
+        "step": step,
+        "holds": "full",
+        "job": {"name": "x"},
+        "state": {
+            "train_state": {"step": step},
+            "lr_scheduler": {"last_epoch": step},
+            "data_loader": {"step": step, "samples": 8 * step},
+        },
+    }
+    path = folder / f"step-{step}"
+    dcp.save(state, storage_writer=Writer(str(path), manifest), no_dist=True)
+    return path
+
+
+def flip_a_byte(file: Path, at: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1
+    file.write_bytes(content)
+
+
+def test_a_run_gives_its_newest_complete_checkpoint(
+    network: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It records its model and tokenizer; newer damaged checkpoints are skipped with a note."""
+    model = model_of(*TINY)
+    weights = ours(network, model)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    for step in (1, 2, 3):
+        save_training(checkpoints, step, weights, model)
+    (checkpoints / "step-3" / "__0_0.distcp").write_bytes(b"cut")
+    for source in (tmp_path / "run", checkpoints):
+        shutil.rmtree(tmp_path / "step-9", ignore_errors=True)
+        run(source, tmp_path / "step-9")
+        output = capsys.readouterr().out
+        assert "step-3 is skipped: __0_0.distcp has 3 bytes instead of" in output
+        checkpoint = open_checkpoint(str(tmp_path / "step-9"))
+        assert (checkpoint.step, checkpoint.holds, checkpoint.job) == (2, "model", {"name": "x"})
+        assert checkpoint.manifest["tokenizer"]["kind"] == "bytes"
+        require_same(read_dcp(tmp_path / "step-9", model), weights)
+    assert [c.step for c in CheckpointFolder(str(tmp_path)).complete()[0]] == [2]
+
+
+def test_weights_that_training_saved_for_transformers(network: Any, tmp_path: Path) -> None:
+    """They have a manifest too, so model= is not needed."""
+    model = model_of(*TINY)
+    weights = ours(network, model)
+    step = tmp_path / "run" / "checkpoints" / "step-7"
+    write_huggingface(Held(weights), model, None, step)
+    manifest = model_manifest(WeightFolder("dcp", "", {}), model, None)
+    (step / "manifest.json").write_bytes(encode_manifest({**manifest, "step": 7, "holds": "hf", "files": {}}))
+    run(tmp_path / "run", tmp_path / "out")
+    checkpoint = open_checkpoint(str(tmp_path / "out"))
+    assert (checkpoint.step, checkpoint.holds) == (7, "model")
+    require_same(read_dcp(tmp_path / "out", model), weights)
+
+
+def test_a_run_behind_a_url(network: Any, tmp_path: Path) -> None:
+    model = model_of(*TINY)
+    weights = ours(network, model)
+    save_training(tmp_path / "checkpoints", 4, weights, model)
+    remote = fsspec.filesystem("memory")
+    remote.put(str(tmp_path / "checkpoints"), "/bucket/run/checkpoints", recursive=True)
+    run("memory://bucket/run", tmp_path / "out")
+    assert open_checkpoint(str(tmp_path / "out")).step == 4
+    require_same(read_dcp(tmp_path / "out", model), weights)
+
+
+def test_a_typed_tokenizer_wins_over_the_manifests(tmp_path: Path) -> None:
+    model = model_of("model=llama3_tiny", "model.vocab_size=2048", "model.n_layers=1")
+    source = save_training(tmp_path, 1, ours(transformer(model), model), model)
+    run(source, tmp_path / "a", "convert.format=hf", "tokenizer=python_2k")
+    assert (tmp_path / "a" / "tokenizer.model").exists()
+    run(source, tmp_path / "b", "convert.format=hf")
+    assert (tmp_path / "b" / "tokenizer.json").exists()
+    assert not (tmp_path / "b" / "tokenizer.model").exists()  # bytes have no file
+
+
+# -- mistakes ----
+
+
+@pytest.fixture(scope="module")
+def theirs(network: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hf") / "theirs"
+    network.save_pretrained(folder, max_shard_size="100KB")
+    return folder
+
+
+@pytest.fixture
+def copy(theirs: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(theirs, tmp_path / "theirs"))
+
+
+def test_another_model_is_refused(copy: Path, network: Any, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert "model.n_layers=3: config.json has num_hidden_layers 2" in refused(
+        copy, out, *TINY, "model.n_layers=3"
+    )
+    assert "does not record its model; would work: model=NAME" in refused(copy, out)
+    model = model_of(*TINY)
+    save_meta(tmp_path / "meta", consolidated(to_meta(ours(network, model), model), 1), PARAMS)
+    message = refused(tmp_path / "meta", out, *TINY, "model.rope.theta=1", "model.ffn_hidden_dim=160")
+    assert (
+        "model.ffn_hidden_dim=160: params.json has 128; model.rope.theta=1.0: params.json has 500000.0"
+        in message
+    )
+    (tmp_path / "meta" / "params.json").unlink()
+    message = refused(tmp_path / "meta", out, *TINY, "model.n_layers=3")
+    assert (
+        "consolidated.00.pth: the tensors are not those of model=llama3_tiny: 9 missing (layers.2." in message
+    )
+    assert "do not make up [320, 128] of model=llama3_tiny" in refused(
+        tmp_path / "meta", out, *TINY, "model.dim=128"
+    )
+
+
+def test_another_model_than_the_manifests_is_refused(network: Any, tmp_path: Path) -> None:
+    model = model_of(*TINY)
+    source = save_training(tmp_path / "in", 1, ours(network, model), model)
+    out = tmp_path / "out"
+    assert refused(source, out, "model=llama3_8b", "model.n_layers=2").startswith(
+        "model.vocab_size=128256: the checkpoint says model.vocab_size=320 (model=llama3_tiny)"
+    )
+    assert refused(source, out, "model.rope.theta=7").startswith("model.rope.theta=7.0: the checkpoint says")
+    run(source, out, "model.n_layers=2")  # agrees with the manifest
+
+
+def test_non_finite_values_are_reported(
+    copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    run(copy, tmp_path / "whole", *TINY)
+    assert "WARNING" not in capsys.readouterr().out
+    for file in sorted(copy.glob("*.safetensors")):
+        stored = load_file(file)
+        if "model.norm.weight" in stored:
+            stored["model.norm.weight"][3] = torch.inf
+        if "model.layers.0.self_attn.k_proj.weight" in stored:
+            stored["model.layers.0.self_attn.k_proj.weight"][1, :2] = torch.nan
+        save_file(stored, file, metadata={"format": "pt"})
+    for target in ("dcp", "hf", "torch", "torchtitan"):
+        run(copy, tmp_path / target, f"convert.format={target}", *TINY)
+        said = capsys.readouterr().out
+        wrong = "layers.0.attention.wk.weight, norm.weight; they were written as they are"
+        assert f"WARNING 2 of 21 tensors hold NaN or infinite values: {wrong}" in said
+
+
+def test_torchtitans_format_there_and_back(
+    copy: Path, network: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(copy, tmp_path / "titan", "convert.format=torchtitan", *TINY)
+    assert "torchtitan's model needs rope_theta=500000" in capsys.readouterr().out
+    assert not (tmp_path / "titan" / "manifest.json").exists()
+    run(tmp_path / "titan", tmp_path / "back", "convert.format=hf", *TINY)
+    model = model_of(*TINY)
+    require_same(HuggingFaceSource(tmp_path / "back", model), ours(network, model))
+
+
+INDICES: list[Any] = [
+    {"weight_map": {"a": 3}},
+    {"weight_map": {"a": ["x.safetensors"]}},
+    {"weight_map": {"a": None}},
+    {"weight_map": {"a": "x"}},
+    {"weight_map": {"a": "x" * 5000 + ".safetensors"}},
+    {"weight_map": {"a": "\0.safetensors"}},
+    {"weight_map": {"a": "../../x.safetensors"}},
+    {"weight_map": {}},
+    {"weight_map": []},
+    {"weight_map": 1},
+    {},
+    [],
+    None,
+]
+
+
+def test_invalid_indexes(copy: Path, tmp_path: Path) -> None:
+    index = copy / "model.safetensors.index.json"
+    for content in INDICES:
+        index.write_text(json.dumps(content))
+        assert "\n" not in refused(copy, tmp_path / "out", *TINY)
+    for name in ("/etc/x.safetensors", "../x.safetensors", "\0.safetensors"):
+        index.write_text(json.dumps({"weight_map": {"a": name}}))
+        assert "instead of a file name" in refused(copy, tmp_path / "out", *TINY)
+    for raw in (b"\xff", b"[" * 100_000, b"9" * 5000, b""):
+        index.write_bytes(raw)
+        assert "cannot be read as JSON" in refused(copy, tmp_path / "out", *TINY)
+    index.unlink()
+    index.mkdir()
+    assert "cannot be read" in refused(copy, tmp_path / "out", *TINY)
+
+
+def test_a_model_that_is_no_preset(copy: Path, tmp_path: Path) -> None:
+    run(copy, tmp_path / "step-0", "model=from_config")
+    stored = open_checkpoint(str(tmp_path / "step-0")).manifest["model"]
+    expected = dataclasses.asdict(model_of(*TINY))
+    assert {**stored, "name": "", "path": None} == {**expected, "name": "", "path": None}
+
+
+@pytest.mark.parametrize(
+    "change", [{"dim": "64"}, {"multiple_of": 0}, {"vocab_size": None}, {"ffn_dim_multiplier": []}]
+)
+def test_params_of_wrong_types(change: dict[str, Any], tmp_path: Path) -> None:
+    save_meta(tmp_path / "meta", [{"norm.weight": torch.ones(64)}], {**PARAMS, **change})
+    assert "params.json: " in refused(tmp_path / "meta", tmp_path / "out", *TINY)
+
+
+def test_missing_tensors_are_refused(copy: Path, network: Any, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    model = model_of(*TINY)
+    weights = ours(network, model)
+    del weights["layers.1.ffn_norm.weight"]
+    write_distributed(
+        Held(weights), tmp_path / "dcp", model_manifest(WeightFolder("hf", "", {}), model, None)
+    )
+    assert "1 missing (layers.1.ffn_norm.weight)" in refused(tmp_path / "dcp", out)
+    index = json.loads((copy / "model.safetensors.index.json").read_text())
+    file = index["weight_map"]["model.norm.weight"]
+    (copy / file).rename(tmp_path / "aside")
+    assert re.search(rf"theirs: {file} is missing, one of \d+ files that", refused(copy, out, *TINY))
+    (copy / "model.safetensors.index.json").unlink()
+    assert "missing" in refused(copy, out, *TINY)
+    (tmp_path / "aside").rename(copy / file)
+    run(copy, out, *TINY)  # several files without an index are complete
+
+
+def test_damage_is_noticed(copy: Path, network: Any, tmp_path: Path) -> None:
+    """A flipped byte anywhere in our checkpoints; truncation of files without checksums."""
+    out = tmp_path / "out"
+    model = model_of(*TINY)
+    source = save_training(tmp_path / "in", 1, ours(network, model), model)
+    data = source / "__0_0.distcp"
+    flip_a_byte(data, data.stat().st_size // 2)
+    for target in ("dcp", "hf", "torch"):
+        message = refused(source, out, f"convert.format={target}")
+        assert re.match(
+            rf"{re.escape(str(source))}: __0_0\.distcp: bytes \d+ to \d+ do not have the ", message
+        )
+    flip_a_byte(data, data.stat().st_size // 2)
+    flip_a_byte(source / ".metadata", 100)
+    assert f"{source}: .metadata does not have the checksum" in refused(source, out)
+    flip_a_byte(source / ".metadata", 100)
+    (source / "manifest.json").unlink()
+    assert "did not finish writing it: the manifest is missing" in refused(source, out, *TINY)
+    (source / ".metadata").unlink()
+    assert "was not finished: there is no .metadata" in refused(source, out, *TINY)
+    [first, *_] = sorted(copy.glob("*.safetensors"))
+    first.write_bytes(first.read_bytes()[:-8])
+    assert f"{first}: not a complete safetensors file" in refused(copy, out, *TINY)
+    save_meta(tmp_path / "meta", [{}])
+    (tmp_path / "meta" / "consolidated.00.pth").write_bytes(b"PK\x03\x04 and nothing more")
+    assert "consolidated.00.pth: cannot be read: " in refused(tmp_path / "meta", out, *TINY)
+
+
+def test_a_flipped_bit_of_metas_file_is_no_traceback(tmp_path: Path) -> None:
+    """torch raises KeyError, IndexError or TypeError for some of them."""
+    file = tmp_path / "consolidated.00.pth"
+    torch.save({"norm.weight": torch.ones(4)}, file)
+    content = file.read_bytes()
+    begin = content.index(b"\x80\x02")
+    refusals = 0
+    for at in range(begin, begin + 150):
+        file.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        try:
+            _load(file)
+        except UserError as error:
+            assert "\n" not in str(error)
+            refusals += 1
+    assert refusals > 50
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(UserError, match=r"cannot be read: .*Is a directory"):
+        _load(file)
+
+
+def test_tied_embeddings_that_are_not(network: Any, tmp_path: Path) -> None:
+    """A file may repeat the table as lm_head; a different matrix would be lost, so it is refused."""
+    untied, tied = model_of(*TINY), model_of(*TIED)
+    source = Held(ours(network, untied))
+    out = tmp_path / "out"
+    for case, head in (
+        ("other", source.held["output.weight"]),
+        ("same", source.held["tok_embeddings.weight"]),
+    ):
+        state = Held({**source.held, "output.weight": head})
+        write_huggingface(state, untied, None, tmp_path / case)
+        (tmp_path / case / "config.json").write_text(
+            json.dumps(hf_config(tied, dtype="float32", bos_id=None, eos_id=None))
+        )
+        save_meta(tmp_path / f"meta_{case}", consolidated(to_meta(state.held, untied), 1))
+    for folder in ("other", "meta_other"):
+        message = refused(tmp_path / folder, out, *TIED)
+        assert "the output projection differs from the embedding table; would work" in message
+    for folder in ("same", "meta_same"):
+        run(tmp_path / folder, tmp_path / f"out_{folder}", *TIED)
+        found = read_dcp(tmp_path / f"out_{folder}", tied)
+        require_same(found, {name: source.held[name] for name in parameter_shapes(tied)})
+
+
+def test_values_that_a_format_cannot_hold(network: Any, tmp_path: Path) -> None:
+    model = model_of(*TINY)
+    weights = ours(network, model)
+    weights["norm.weight"][3] = 1e6
+    write_huggingface(Held(weights), model, None, tmp_path / "hf")
+    message = refused(tmp_path / "hf", tmp_path / "out", *TINY, "convert.dtype=float16")
+    assert message == "norm.weight has values that float16 cannot hold; would work: bfloat16, float32"
+    run(tmp_path / "hf", tmp_path / "out", *TINY, "convert.dtype=bfloat16")
+
+
+def test_existing_targets(copy: Path, tmp_path: Path) -> None:
+    full, empty, file = tmp_path / "full", tmp_path / "empty", tmp_path / "file.pt"
+    (full / "inside").mkdir(parents=True)
+    empty.mkdir()
+    file.touch()
+    for each in (full, Path("/dev/zero")):
+        assert refused(copy, each, *TINY).startswith(f"convert.target={each}: already exists")
+    assert refused(copy, file, *TINY, "convert.format=torch").startswith(
+        f"convert.target={file}: already exists"
+    )
+    assert "is a folder; format=torch writes a file" in refused(copy, empty, *TINY, "convert.format=torch")
+    run(copy, empty, *TINY)
+    run(copy, tmp_path / "new" / "deep" / "step-0", *TINY)
+    with pytest.raises(UserError, match=r"file\.pt is not a folder; would work: "):
+        run(copy, file / "step-0", *TINY)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({}, "convert.source=null: must be given"),
+        ({"source": "x"}, "convert.target=null: must be given"),
+        (
+            {"source": "x", "target": "y", "format": "gguf"},
+            "convert.format=gguf: no such choice; would work: dcp, hf",
+        ),
+        (
+            {"source": "x", "target": "y", "dtype": "fp8"},
+            "convert.dtype=fp8: no such choice; would work: float32",
+        ),
+        ({"source": "x", "target": "y", "max_shard_gb": 0.0}, "convert.max_shard_gb=0.0: must be above 0"),
+        ({"source": "x", "target": "s3://y"}, "convert.target=s3://y: is not a local path"),
+    ],
+)
+def test_fields(fields: dict[str, Any], says: str) -> None:
+    config = ConvertConfig(**fields)
+    with pytest.raises(ConfigError, match=f"^{re.escape(says)}"):
+        check_rules(config, "convert.")
+        config.validate()
+
+
+def test_invalid_sources(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file.pt").touch()
+    (tmp_path / "run" / "checkpoints" / "step-1").mkdir(parents=True)
+    for name, says in (
+        ("nowhere", "no such folder"),
+        ("file.pt", "is a file, must be a folder"),
+        ("empty", "holds no weights; would work: a folder with"),
+        ("run", "none of its 1 checkpoints is complete"),
+    ):
+        with pytest.raises(UserError, match=says):
+            find_source(str(tmp_path / name))
+
+
+# -- no partly written files ----
+
+
+def command(*arguments: str, before: str = "", **options: Any) -> subprocess.CompletedProcess[str]:
+    code = f"import sys, os, signal\n{before}\nfrom harness convert import main\nmain()"
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(
+        [sys.executable, "-B", "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**environment, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        **options,
+    )
+
+
+@pytest.mark.parametrize("target", ["dcp", "hf", "torch"])
+def test_a_full_disk(target: str, theirs: Path, tmp_path: Path) -> None:
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))"
+    out = tmp_path / "new" / "out"
+    done = command(
+        f"convert.source={theirs}", f"convert.target={out}", f"convert.format={target}", *TINY, before=limit
+    )
+    assert done.returncode == EXIT_MACHINE, done.stderr
+    assert done.stderr == f"error: {out}: the disk is full, or a quota is; nothing was written\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_is_too_small(theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 99, 1))  # type: ignore[attr-defined]
+    with pytest.raises(sources.MachineError, match=r"needs .* GB, and the disk has 0\.000 GB left"):
+        run(theirs, tmp_path / "out", *TINY)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("place", ["sources.ProgressSource.read", "storage.HashingStream.write"])
+def test_an_end_from_outside(place: str, theirs: Path, tmp_path: Path) -> None:
+    """SIGTERM while a tensor is read, or while torch writes one."""
+    kill = (
+        "from harness.checkpoint import storage\nfrom harness.exchange import source as sources\n"
+        "count = iter(range(9999))\n"
+        f"original = {place}\n"
+        "def end(self, argument):\n"
+        "    if next(count) == 5: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    return original(self, argument)\n"
+        f"{place} = end"
+    )
+    out = tmp_path / "out"
+    done = command(f"convert.source={theirs}", f"convert.target={out}", *TINY, before=kill)
+    assert done.returncode == EXIT_INTERRUPTED, done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- the command ----
+
+
+def test_the_command(theirs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "step-0"
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "harness",
+            "convert",
+            *TINY,
+            f"convert.source={theirs}",
+            f"convert.target={out}",
+        ],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert (done.returncode, done.stderr) == (EXIT_OK, "")
+    assert re.fullmatch(
+        r"(?:.* of 0\.00 GB, .*\n)*"  # progress, on a slow machine
+        rf"21 tensors, 0\.000 GB in [\d.]+ s \([\d.]+ GB/s\): {re.escape(str(out))}\n",
+        done.stdout,
+    )
+    assert find_source(str(tmp_path)).manifest["step"] == 0
+    done = command(f"convert.source={theirs}", f"convert.target={out}", *TINY)
+    assert done.returncode == EXIT_USER
+    assert re.fullmatch(r"error: convert\.target=.*: already exists; would work: .*\n", done.stderr)
+
+
+def test_refusing_imports_no_torch(tmp_path: Path) -> None:
+    done = command(
+        "convert.source=nowhere",
+        f"convert.target={tmp_path}/out",
+        before="import atexit; atexit.register(lambda: print('torch' in sys.modules))",
+    )
+    assert (done.returncode, done.stdout) == (EXIT_USER, "False\n")
+    assert done.stderr == "error: convert.source=nowhere: no such folder\n"
+
+
+def test_progress_is_printed_in_lines() -> None:
+    stream, clock = io.StringIO(), itertools.count(start=0, step=3)
+    lines = progress._Lines(4_000_000_000, stream, lambda: float(next(clock)))
+    for _ in range(4):
+        lines.advance(1_000_000_000)
+    assert stream.getvalue() == "2.00 of 4.00 GB, 0.33 GB/s\n4.00 of 4.00 GB, 0.33 GB/s\n"
+
+
+# -- sharing the work, and memory ----
+
+
+def test_ranks_share_the_shards(network: Any, tmp_path: Path) -> None:
+    """Three processes write the same bytes as one."""
+    model = model_of(*TINY)
+    source = sources.Cast(Held(ours(network, model)), torch.bfloat16)
+    options = (source, model, TokenizerConfig(kind="bytes"))
+    limit = 5e-5
+    write_huggingface(*options, tmp_path / "alone", limit)
+    for rank in range(3):
+        write_huggingface(*options, tmp_path / "shared", limit, share=(rank, 3), finish=False)
+    weights = only_entry(tmp_path / "shared")
+    assert weights == list(plan_shards(source, limit)) and len(weights) > 3
+    finish_huggingface(*options, tmp_path / "shared", limit)
+    assert only_entry(tmp_path / "shared") == only_entry(tmp_path / "alone")
+    for name in only_entry(tmp_path / "alone"):
+        assert (tmp_path / "shared" / name).read_bytes() == (tmp_path / "alone" / name).read_bytes()
+
+
+WIDE = "model.dim=256 model.ffn_hidden_dim=512 model.moe.hidden_dim=192 model.moe.num_experts=16"
+MODELS = {
+    "llama": "model=llama3_tiny model.dim=512 model.ffn_hidden_dim=1536",
+    "qwen3_moe": f"model=qwen3_moe_debug {WIDE}",
+    "gpt_oss": f"model=gpt_oss_debug {WIDE}",
+}
+LAYERS = {"llama": (1, 20), "qwen3_moe": (2, 16), "gpt_oss": (2, 16)}
+BOTH = [("hf", "dcp"), ("dcp", "hf")]
+WAYS = [
+    *(("llama", *way) for way in (*BOTH, ("meta", "dcp"), ("dcp", "dcp"), ("dcp", "torch"))),
+    *((family, *way) for family in ("qwen3_moe", "gpt_oss") for way in BOTH),
+]
+
+
+@pytest.mark.parametrize("way", rest_is_thorough(WAYS, WAYS[-1]), ids="-".join)
+def test_memory_is_that_of_a_few_tensors(way: tuple[str, str, str], tmp_path: Path) -> None:
+    family, source, target = way
+    overrides = MODELS[family].split()
+    for name, layers in zip(("small", "large"), LAYERS[family], strict=True):
+        model = model_of(*overrides, f"model.n_layers={layers}")
+        held = Held({name: torch.randn(shape) for name, shape in tensor_shapes(model).items()})
+        if source == "hf":
+            write_huggingface(held, model, None, tmp_path / name)
+        elif source == "meta":
+            save_meta(tmp_path / name, consolidated(to_meta(held.held, model), 2))
+        else:
+            write_distributed(held, tmp_path / name, model_manifest(WeightFolder("hf", "", {}), model, None))
+    small, large, out = (tmp_path / name for name in ("small", "large", "out"))
+    size = sum(file.stat().st_size for file in large.iterdir())
+    assert size > (200e6 if family == "llama" else 150e6)
+    typed = [] if source == "dcp" else [*overrides, f"model.n_layers={LAYERS[family][1]}"]
+    # The largest tensor, or stack of experts, has 3 MB.
+    assert bytes_of_converting(small, large, out, target, LAYERS[family][0], typed) < size / 5

@@ -1,0 +1,469 @@
+"""Every family (tests/families_table.py) against transformers, and conversions of its weights."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from conversions import model_of, require_same, run
+from families_table import (
+    CASES,
+    SEQ_LEN,
+    batch,
+    close,
+    random_model,
+    set_fields,
+    tensors_of,
+    to_transformers,
+    with_another,
+)
+from held import Held
+from tiers import rest_is_thorough
+from torch import Tensor
+
+from harness.checkpoint.catalog import open_checkpoint
+from harness.config.model import FAMILIES, ModelConfig
+from harness.model.decoder import Decoder
+from harness.model.spec import is_buffer, parameter_shapes, tensor_shapes
+from harness.util.errors import ConfigError, UserError
+from harness.weights.config_json import check_hf_config, hf_config, relevant
+from harness.weights.dcp import DistributedSource
+from harness.weights.huggingface import HuggingFaceSource, write_huggingface
+from harness.weights.pieces import HuggingFaceNames, fill, full_ranges
+from harness.weights.source import Cast
+from harness.weights.tensor_names import our_tensors
+
+# transformers does not load the block of multi-token prediction.
+WITH_MTP = "deepseek_v3_mtp"
+CONVERTED = {**CASES, WITH_MTP: set_fields(CASES["deepseek_v3"], mtp__depth=1)}
+# tests/contrib/flux has the others.
+TRANSFORMERS = [name for name in FAMILIES if not FAMILIES[name].is_diffusers]
+
+
+def test_every_family_is_tried() -> None:
+    assert {case.family for case in CASES.values()} == set(TRANSFORMERS)
+
+
+# -- transformers ----
+
+
+class Pair(NamedTuple):
+    """A decoder, the model of transformers with its weights, and the files it was loaded from."""
+
+    model: Decoder
+    theirs: Any
+    files: Path
+
+
+@pytest.fixture(scope="module", params=CASES)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    model, files = random_model(CASES[request.param]), tmp_path_factory.mktemp(request.param)
+    return Pair(model, to_transformers(model, files), files)
+
+
+def test_logits_and_gradients(pair: Pair) -> None:
+    model, theirs, _ = pair
+    config = model.config
+    assert type(theirs).__name__ == FAMILIES[config.family].architecture
+    assert config.tied_embeddings == (theirs.lm_head.weight is theirs.get_input_embeddings().weight)
+    inputs, labels = batch(config)
+    logits, their_logits = model(inputs), theirs(inputs).logits
+    assert their_logits.std() > 0.5
+    close(logits, their_logits)
+
+    F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+    F.cross_entropy(their_logits.flatten(0, 1), labels.flatten()).backward()
+    gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    assert all(gradient is not None for gradient in gradients.values())
+    stored = as_stored({**dict(theirs.named_buffers()), **gradients}, config.family)
+    own = dict(model.named_parameters())
+    shapes = [(name, tuple(parameter.shape)) for name, parameter in own.items()]
+    assert shapes == list(parameter_shapes(config).items())
+    compared = 0
+    for name, gradient in from_theirs(config, stored):
+        if is_buffer(name):
+            continue
+        grad = own[name].grad
+        assert grad is not None and gradient.abs().max() > 0, name
+        close(grad, gradient, tolerance=5e-5, name=name)
+        compared += 1
+    assert compared == len(own) == len({id(p) for p in model.parameters()})
+
+
+def as_stored(theirs: dict[str, Tensor], family: str = "") -> dict[str, Tensor]:
+    """Tensors of transformers' modules, which stack and fuse experts that its files keep one by one."""
+    if family == "mixtral":
+        return {_of_mixtral(name): tensor for name, tensor in as_stored(theirs).items()}
+    stored = {}
+    for name, tensor in theirs.items():
+        prefix, _, last = name.rpartition("mlp.experts.")
+        if not prefix or tensor.ndim != 3 or f"{prefix}mlp.router.weight" in theirs:
+            stored[name] = tensor
+            continue
+        for expert, own in enumerate(tensor):
+            parts = own.chunk(2) if last == "gate_up_proj" else [own]
+            names = ["gate_proj", "up_proj"] if last == "gate_up_proj" else ["down_proj"]
+            for each, part in zip(names, parts, strict=True):
+                stored[f"{prefix}mlp.experts.{expert}.{each}.weight"] = part
+    return stored
+
+
+def _of_mixtral(name: str) -> str:
+    """The name in Mixtral's files of a tensor that other mixtures have too."""
+    for theirs, own in {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}.items():
+        name = re.sub(rf"mlp\.experts\.(\d+)\.{theirs}", rf"mlp.experts.\1.{own}", name)
+    return re.sub(r"\.mlp\.(experts|gate)\.", r".block_sparse_moe.\1.", name)
+
+
+def from_theirs(model: ModelConfig, theirs: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """All our tensors, made from theirs in memory."""
+    shapes = tensor_shapes(model)
+    for name, pieces in our_tensors(model).items():
+        out = torch.empty(shapes[name], dtype=theirs[pieces[0].theirs].dtype)
+        fill(out, pieces, shapes[name], full_ranges(shapes[name]), lambda key, part: theirs[key][part])
+        yield name, out
+
+
+def test_files_of_transformers_are_read(pair: Pair, tmp_path: Path) -> None:
+    """Its config.json and tensors, which are not arranged as ours are."""
+    pair.theirs.save_pretrained(tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    ours, theirs = (json.loads((each / "config.json").read_text()) for each in (pair.files, tmp_path))
+    assert ours != theirs
+    source = HuggingFaceSource(tmp_path, pair.model.config)
+    require_same(source, tensors_of(pair.model))
+    for name in source.tensors:
+        read = source.read(name)
+        assert read.is_contiguous() and read.untyped_storage().nbytes() == read.nbytes
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_field_is_compared(case: str) -> None:
+    """A field that was left out would let another model's weights in."""
+    config = CASES[case]
+    found = hf_config(config, dtype="float32", bos_id=None, eos_id=None)
+    check_hf_config(config, found)
+    for field, _ in relevant(config):
+        if field == "moe.balance_coeff" and config.family == "deepseek_v3":
+            continue  # only affects training
+        with pytest.raises(UserError) as caught:
+            check_hf_config(with_another(config, field), found)
+        # Llama 4 lists the layers that have experts.
+        listed = config.family == "llama4" and field == "moe.first_dense_layers"
+        named = "moe.every_nth_layer" if listed else field
+        before = "" if config.family == "llama" else "(.*; )?"
+        assert re.match(rf"{before}model\.{re.escape(named)}=\S+: ", str(caught.value)), str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+# What distinguishes a family, and another value of it.
+PECULIARITIES = [
+    ("llama_scaled", {"rope__scaling": "none"}),
+    ("llama_large_eps", {"norm_eps": 1e-5}),
+    ("llama_biases_linear", {"attention__output_bias": False}),
+    ("llama_biases_linear", {"rope__scaling": "none"}),
+    ("qwen2", {"attention__qkv_bias": False}),
+    ("mistral", {"attention__window": None}),
+    ("mixtral", {"moe__normalize_scores": False}),
+    ("qwen3", {"attention__qk_norm": "none"}),
+    ("qwen3_moe", {"moe__normalize_scores": False}),
+    ("deepseek_v2", {"rope__scaling": "none"}),
+    ("deepseek_v2", {"rope__interleaved": False}),
+    ("deepseek_v2", {"rope__mscale": 1.0}),
+    ("deepseek_v2_groups", {"moe__num_groups": 1, "moe__top_groups": 1}),
+    ("deepseek_v3", {"moe__group_score": "max"}),
+    ("deepseek_v3", {"moe__score_scale": 1.0}),
+    ("deepseek_v3", {"moe__balance_coeff": 0.0}),
+    ("gpt_oss", {"attention__window": None, "attention__global_every_nth_layer": None}),
+    ("gpt_oss", {"attention__global_every_nth_layer": 3}),
+    ("gpt_oss", {"attention__sinks": False}),
+    ("gpt_oss", {"moe__expert_bias": False}),
+    ("gpt_oss", {"activation": "swiglu"}),
+    ("gpt_oss", {"rope__truncate": True}),
+    ("llama4", {"attention__chunk": None, "attention__global_every_nth_layer": None}),
+    ("llama4", {"attention__nope_every_nth_layer": None}),
+    ("llama4", {"attention__nope_temperature": 0.0}),
+    ("llama4", {"attention__qk_norm": "none"}),
+    ("llama4", {"moe__score_before_experts": False}),
+]
+
+
+@pytest.mark.parametrize(("case", "fields"), PECULIARITIES)
+def test_peculiarities_change_the_logits(case: str, fields: dict[str, Any]) -> None:
+    """An option that changed nothing on these weights and tokens would not have been compared above."""
+    model = random_model(CASES[case])
+    other = Decoder(set_fields(CASES[case], **fields), SEQ_LEN)
+    other.load_state_dict(model.state_dict(), strict=False)
+    inputs, _ = batch(CASES[case])
+    with torch.no_grad():
+        before, after = model(inputs), other(inputs)
+    assert (before - after).abs().max() > 1e-2 * before.abs().max()
+
+
+# -- conversions ----
+
+
+def random_tensors(model: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return {
+        name: torch.randn(shape, generator=generator).to(torch.float32 if is_buffer(name) else dtype)
+        for name, shape in tensor_shapes(model).items()
+    }
+
+
+def write(folder: Path, tensors: dict[str, Tensor], model: ModelConfig) -> None:
+    write_huggingface(Held(tensors), model, None, folder)
+
+
+BFLOAT16 = [(case, torch.bfloat16) for case in CONVERTED]
+FLOAT32 = [(case, torch.float32) for case in ("llama", "llama_tied")]
+# One row of each family, and rows with other tensors.
+FEW = (
+    *TRANSFORMERS,
+    "llama_tied",
+    "llama_biases_linear",
+    "deepseek_v2_groups",
+    "deepseek_v3_plain",
+    WITH_MTP,
+)
+CORE = [(case, torch.bfloat16) for case in (*TRANSFORMERS, "llama_tied", WITH_MTP)] + FLOAT32[:1]
+
+
+@pytest.mark.parametrize(
+    "row", rest_is_thorough(BFLOAT16 + FLOAT32, *CORE), ids=lambda row: f"{row[0]}-{row[1]}"
+)
+def test_there_and_back(row: tuple[str, torch.dtype], tmp_path: Path) -> None:
+    """Hugging Face's files to DCP and back, and to torch's."""
+    case, dtype = row
+    model = CONVERTED[case]
+    tensors = random_tensors(model, dtype)
+    write_huggingface(Held(tensors), model, None, tmp_path / "hf", 1e-4)
+    overrides = ["model=from_config", f"model.mtp.depth={model.mtp.depth}"]
+    run(tmp_path / "hf", tmp_path / "step-0", *overrides)
+    checkpoint = open_checkpoint(str(tmp_path / "step-0"))
+    assert (checkpoint.step, checkpoint.holds, checkpoint.job) == (0, "model", None)
+    assert checkpoint.manifest["tokenizer"] is None  # not given
+    require_same(DistributedSource(checkpoint.path, checkpoint.manifest, model), tensors)
+    # Also with torch's reader.
+    state = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+    dcp.load(state, checkpoint_id=tmp_path / "step-0", no_dist=True)
+    require_same(state, tensors)
+
+    run(tmp_path / "step-0", tmp_path / "back", "convert.format=hf", "convert.max_shard_gb=0.0001")
+    require_same(HuggingFaceSource(tmp_path / "back", model), tensors)
+    files = sorted(file.name for file in (tmp_path / "hf").iterdir())
+    assert files == sorted(file.name for file in (tmp_path / "back").iterdir()) and len(files) > 3
+    for name in files:
+        assert (tmp_path / "hf" / name).read_bytes() == (tmp_path / "back" / name).read_bytes(), name
+
+    run(tmp_path / "step-0", tmp_path / "model.pt", "convert.format=torch", "convert.dtype=float32")
+    for mmap in (False, True):
+        state = torch.load(tmp_path / "model.pt", weights_only=True, mmap=mmap)
+        expected = {name: tensor.float() for name, tensor in tensors.items()}
+        require_same({name: state[name] for name in tensors}, expected)
+        Decoder(model, SEQ_LEN).load_state_dict(state)
+
+
+@pytest.mark.parametrize("case", rest_is_thorough(CASES, *FEW[:-1]))
+def test_parts_of_tensors(case: str, tmp_path: Path) -> None:
+    """Ranks read some rows, columns and experts, or nothing."""
+    tensors = random_tensors(CASES[case])
+    write(tmp_path, tensors, CASES[case])
+    source = HuggingFaceSource(tmp_path, CASES[case])
+    for name, tensor in tensors.items():
+        for cut in (range(1), range(1, 3), range(2, 2)):
+            ranges = [range(size)[cut.start * size // 4 : cut.stop * size // 4] for size in tensor.shape]
+            part = tensor[tuple(slice(each.start, each.stop) for each in ranges)]
+            out = torch.full(part.shape, torch.nan, dtype=part.dtype)
+            source.fill(name, out, ranges)
+            assert torch.equal(out, part), name
+
+
+@pytest.mark.parametrize("case", rest_is_thorough(CONVERTED, *FEW))
+def test_each_tensor_is_read_once(case: str) -> None:
+    """Stacked experts are not read again for every expert, and at most two stacks are cached."""
+    model = CONVERTED[case]
+    source = Held(random_tensors(model))
+    renamed = HuggingFaceNames(Cast(source, torch.float32), model)
+    for name in renamed.tensors:
+        tensor = renamed.read(name)
+        assert tensor.is_contiguous() and tuple(tensor.shape) == renamed.tensors[name].shape
+        assert len(renamed._cache) <= 2
+    assert len(source.reads) == len(source.tensors) + len(FAMILIES[model.family].mtp_copies) * model.mtp.depth
+    assert set(source.reads) == set(source.tensors)
+
+
+def test_balancing_biases_are_never_cast(tmp_path: Path) -> None:
+    model = CASES["deepseek_v3"]
+    tensors = random_tensors(model, torch.float32)
+    write_huggingface(Cast(Held(tensors), torch.bfloat16), model, None, tmp_path / "hf")
+    expected = {name: tensor if is_buffer(name) else tensor.bfloat16() for name, tensor in tensors.items()}
+    require_same(HuggingFaceSource(tmp_path / "hf", model), expected)
+    assert any(is_buffer(name) for name in tensors)
+    # A file with them in another dtype.
+    rounded = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+    write(tmp_path / "rounded", rounded, model)
+    bias = HuggingFaceSource(tmp_path / "rounded", model).read("layers.1.moe.balance_bias")
+    assert bias.dtype == torch.float32
+    assert torch.equal(bias, rounded["layers.1.moe.balance_bias"].float())
+
+
+# -- files with more than the text model ----
+
+
+def rewrite(folder: Path, change: Any) -> None:
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(change(content)))
+
+
+def test_the_text_model_of_a_multimodal_file(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    model = CASES["llama4"]
+    tensors = random_tensors(model)
+    write(tmp_path, tensors, model)
+    stored = load_file(tmp_path / "model.safetensors")
+    nested = {f"language_model.{name}": tensor for name, tensor in stored.items()}
+    nested["vision_model.class_embedding"] = torch.zeros(3)
+    nested["multi_modal_projector.linear_1.weight"] = torch.zeros(2, 2)
+    save_file(nested, tmp_path / "model.safetensors")
+    rewrite(tmp_path, lambda own: {"model_type": "llama4", "text_config": own, "vision_config": {}})
+    require_same(HuggingFaceSource(tmp_path, model), tensors)
+    # As in the released files.
+    released = {"no_rope_layers": [], "attn_temperature_tuning": 4}
+    rewrite(tmp_path, lambda full: {**full, "text_config": {**full["text_config"], **released}})
+    require_same(HuggingFaceSource(tmp_path, model), tensors)
+
+
+def test_blocks_that_predict_another_token_are_skipped(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    model = CASES["deepseek_v3"]
+    tensors = random_tensors(model)
+    write(tmp_path, tensors, model)
+    stored = load_file(tmp_path / "model.safetensors")
+    save_file({**stored, "model.layers.4.eh_proj.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+    rewrite(tmp_path, lambda own: {**own, "num_nextn_predict_layers": 1})
+    require_same(HuggingFaceSource(tmp_path, model), tensors)
+    save_file({**stored, "model.layers.5.eh_proj.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"1 unexpected \(model\.layers\.5\.eh_proj\.weight\)"):
+        HuggingFaceSource(tmp_path, model)
+
+
+def test_the_block_of_multi_token_prediction_has_the_released_models_names(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    file = tmp_path / "model.safetensors"
+    model, plain = CONVERTED[WITH_MTP], CASES["deepseek_v3"]
+    tensors = random_tensors(model)
+    write(tmp_path, tensors, model)
+    stored = load_file(file)
+    assert json.loads((tmp_path / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    for ours, theirs in {
+        "mtp.embedding_norm.weight": "enorm.weight",
+        "mtp.hidden_norm.weight": "hnorm.weight",
+        "mtp.proj.weight": "eh_proj.weight",
+        "mtp.norm.weight": "shared_head.norm.weight",
+        "mtp.block.attention_norm.weight": "input_layernorm.weight",
+        "mtp.block.moe.balance_bias": "mlp.gate.e_score_correction_bias",
+        "tok_embeddings.weight": "embed_tokens.weight",
+        "output.weight": "shared_head.head.weight",
+    }.items():
+        assert torch.equal(stored[f"model.layers.4.{theirs}"], tensors[ours]), ours
+    # A model without the block can read the same files; the model with it needs files that have it.
+    require_same(HuggingFaceSource(tmp_path, plain), {name: tensors[name] for name in tensor_shapes(plain)})
+    write(tmp_path / "plain", tensors, plain)
+    with pytest.raises(UserError, match=r"model\.mtp\.depth=1: config\.json has num_nextn_predict_layers 0"):
+        HuggingFaceSource(tmp_path / "plain", model)
+    # Copies may be missing, but must not differ.
+    copies = ("model.layers.4.embed_tokens.weight", "model.layers.4.shared_head.head.weight")
+    save_file({name: tensor for name, tensor in stored.items() if name not in copies}, file)
+    require_same(HuggingFaceSource(tmp_path, model), tensors)
+    save_file({**stored, copies[1]: stored[copies[1]] + 1}, file)
+    differs = r"shared_head\.head\.weight differs from lm_head\.weight.*model\.mtp\.depth=0"
+    with pytest.raises(UserError, match=differs):
+        HuggingFaceSource(tmp_path, model).read("output.weight")
+    save_file({name: tensor for name, tensor in stored.items() if "eh_proj" not in name}, file)
+    with pytest.raises(UserError, match=r"missing \(model\.layers\.4\.eh_proj\.weight\)"):
+        HuggingFaceSource(tmp_path, model)
+
+
+# -- models that files cannot store ----
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (
+            "model=llama4_debug model.moe.balance_coeff=0.001",
+            "model.moe.balance_coeff=0.001: checkpoints of model.family=llama4 have no place for "
+            "layers.1.moe.balance_bias; would work: 0.0, model.family=deepseek_v3",
+        ),
+        (
+            "model=llama3_tiny model.attention.sinks=true",
+            "model.attention.sinks=true: checkpoints of model.family=llama cannot store it; "
+            "would work: false, model.family=gpt_oss",
+        ),
+        (
+            "model=deepseek_v3_debug model.moe.balance_coeff=0",
+            "model.moe.balance_coeff=0.0: checkpoints of model.family=deepseek_v3 have balancing biases",
+        ),
+        (
+            "model=deepseek_v2_debug model.moe.shared_hidden_dim=48",
+            "model.moe.shared_hidden_dim=48: checkpoints of this family count shared experts of "
+            "model.moe.hidden_dim=32",
+        ),
+        (
+            "model=deepseek_v2_debug model.mtp.depth=1",
+            "model.mtp.depth=1: checkpoints of model.family=deepseek_v2 cannot store it; "
+            "would work: 0, model.family=deepseek_v3",
+        ),
+        (
+            "model=llama3_tiny model.family=qwen3_moe",
+            "model.moe.num_experts=0: checkpoints of model.family=qwen3_moe have experts",
+        ),
+        (
+            "model=qwen3_moe_debug model.family=gpt_oss",
+            "model.activation=swiglu: checkpoints of model.family=gpt_oss cannot store it; "
+            "would work: swiglu_clamped, model.family=llama",
+        ),
+        (
+            "model=llama4_debug model.moe.score_before_experts=false",
+            "model.moe.score_before_experts=false: checkpoints of model.family=llama4 cannot store it",
+        ),
+        (
+            "model=llama3_tiny model.n_heads=6 model.n_kv_heads=3 model.head_dim=16",
+            "model.n_heads=6: transformers wants it to divide model.dim=64 here, whatever model.head_dim is; "
+            "would work: 1, 2, 4, 8, 16",
+        ),
+    ],
+)
+def test_models_that_a_familys_files_cannot_store(overrides: str, says: str, tmp_path: Path) -> None:
+    model = model_of(*overrides.split())
+    with pytest.raises(ConfigError) as caught:
+        write(tmp_path, random_tensors(model), model)
+    assert str(caught.value).startswith(says)
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "layers.0.attention.wx.weight",
+        "layers.a.ffn_norm.weight",
+        "norm",
+        "rope.freqs",
+        "layers.0.norm.weight",
+    ],
+)
+def test_names_that_no_decoder_has(name: str) -> None:
+    with pytest.raises(ValueError, match="no parameter"):
+        list(FAMILIES["llama"].mappings_of(name, ()))
