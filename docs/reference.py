@@ -9,12 +9,10 @@ from __future__ import annotations
 import ast
 import dataclasses
 import html
-import importlib
 import inspect
 import itertools
 import re
 import sys
-import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ import yaml
 from harness.compose.arguments import JOB_FLAGS, JSON, Argument
 from harness.compose.help import shown_config
 from harness.compose.verb import Verb
+from harness.compose.verbs import VERBS
 from harness.config import failures
 from harness.config.fields import rules_of, type_hints
 from harness.config.job import Job
@@ -212,18 +211,17 @@ def flat(content: dict[str, Any], prefix: str = "") -> Iterator[str]:
             yield code(f"{prefix}{name}={typed(value)}")
 
 
-def verbs() -> Iterator[tuple[str, Any]]:
-    """Yield every console script and its module, which declares ``VERB``."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    for script, target in project["scripts"].items():
-        yield script, importlib.import_module(target.removesuffix(":main"))
+def verbs() -> Iterator[tuple[Verb, Any]]:
+    """Yield every verb and its module."""
+    for verb in VERBS.values():
+        yield verb, sys.modules[(verb.run or verb.parts[0].run).__module__]
 
 
 def verbs_page() -> str:
     """Every verb: purpose, flags, fields of its own, exit codes."""
     general = [code for code in vars(errors) if code.startswith("EXIT_")]
     text = (
-        "# Verbs\n\nA verb is `python -m harness.NAME`, or the script `harness-NAME`. Verbs that take a\n"
+        "# Verbs\n\nA verb is `harness NAME`; `python -m harness NAME` is the same. Verbs that take a\n"
         "job take all of its [fields](fields.md) and [options](options.md). Every verb has `--help` and\n"
         "`--version`. With `--json`, standard output is one JSON object; progress goes to standard error.\n\n"
         "## Exit codes\n\n"
@@ -232,9 +230,8 @@ def verbs_page() -> str:
         "[failures](failures.md) lists them.\n\n## Flags of verbs that take a job\n\n"
         + table(("flag", "meaning"), argument_rows(JOB_FLAGS))
     )
-    for script, module in verbs():
-        verb: Verb = module.VERB
-        text += f"\n## {verb.name}\n\n{purpose(verb)}\n\nScript: `{script}`.\n"
+    for verb, module in verbs():
+        text += f"\n## {verb.name}\n\n{purpose(verb)}\n"
         text += own_exit_codes(module) + "".join(arguments_of(verb, verb.name)) + own_fields(verb)
     return text
 
@@ -260,7 +257,7 @@ def arguments_of(verb: Verb, name: str) -> Iterator[str]:
     own = [*verb.arguments, *([JSON] if verb.has_json else [])]
     if verb.name != name:
         positional = " ".join(shown_argument(each) for each in own if not each.names[0].startswith("-"))
-        yield f"\n`python -m harness.{name} {positional}`: {plain(verb.description)}\n"
+        yield f"\n`harness {name} {positional}`: {plain(verb.description)}\n"
     if own:
         yield "\n" + table(("argument", "meaning"), argument_rows(own))
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import resource
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -262,27 +260,6 @@ def test_cfg_job_prints_the_job_and_runs_nothing(tmp_path: Path) -> None:
     shown = OmegaConf.create(done.stdout)
     assert (shown.model.dim, shown.training.seed) == (4096, 42)
     assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.parametrize(
-    ("typed", "offered"),
-    [
-        ("parallelism=", {"parallelism=fsdp_tp_pp", "parallelism=single"}),
-        ("parallelism=fsdp_t", {"parallelism=fsdp_tp", "parallelism=fsdp_tp_pp"}),
-        ("parallelism.pp_s", {"parallelism.pp_schedule="}),
-    ],
-)
-def test_shell_completion(typed: str, offered: set[str]) -> None:
-    """Evaluate the script from the README in a real bash, and request completions as TAB does."""
-    line = f"harness-train {typed}"
-    script = (
-        f'export PATH={Path(sys.executable).parent}:$PATH; eval "$(harness-train -sc install=bash)"; '
-        f"COMP_WORDS=(harness-train '{typed}'); COMP_CWORD=1; COMP_LINE='{line}'; COMP_POINT={len(line)}; "
-        "function=$(complete -p harness-train | sed 's/.*-F \\([^ ]*\\).*/\\1/'); $function; "
-        'printf "%s\\n" "${COMPREPLY[@]}"'
-    )
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
-    assert offered <= set(done.stdout.split()), done.stdout + done.stderr
 
 
 def test_a_multirun_leaves_nothing_beside_the_runs(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ FAMILIES: Registry[Family] = Registry(
         "deepseek_v3": f"{_FILES}.deepseek:DEEPSEEK_V3",
         "gpt_oss": f"{_FILES}.gpt_oss:GPT_OSS",
         "llama4": f"{_FILES}.llama4:LLAMA4",
-        "flux": f"{_FILES}.flux:FLUX",
+        "flux": "harness.contrib.flux.family:FLUX",
     },
     field="model.family",
     expects=f"{_FILES}.core:Family",

@@ -15,7 +15,6 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 from tiers import THOROUGH
 
-from harness.compose.arguments import JOB_FLAGS
 from harness.compose.composer import Composer, compose_job, compose_points
 from harness.compose.overrides import groups, options_of
 from harness.compose.paths import conf_dir, config_folders
@@ -24,8 +23,6 @@ from harness.compose.search_path import search_path, shadowed
 from harness.compose.verb import Verb
 from harness.config.job import Job
 from harness.tools.parity.parity import ParityJob
-from harness.tools.plan.search_result import _command
-from harness.tools.study.bench import BenchJob, compose_variants
 from harness.util.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -250,7 +247,7 @@ def ran(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[int, lis
         found.extend(points)
         return 0
 
-    monkeypatch.setattr(sys, "argv", ["harness-train", *arguments])
+    monkeypatch.setattr(sys, "argv", ["harness", *arguments])
     with pytest.raises(SystemExit) as ended:
         Verb("train", run, job=Job, sweep=sweep).main()
     assert isinstance(ended.value.code, int)
@@ -279,44 +276,3 @@ def test_the_command_line(
     assert ran(["-cd", "nowhere"], monkeypatch) == (2, [])
     assert "error: --config-dir=nowhere: no such folder; would work: " in capsys.readouterr().err
     assert config_folders().added == ()
-
-
-@pytest.mark.parametrize(
-    ("line", "offered"),
-    [
-        ("--config-dir {own} model=mi", "model=mine"),
-        ("hydra.searchpath=[{own}] experiment=o", "experiment=own"),
-        ("-cd {own} -cn own_train abl", "ablation="),
-        ("-cd nowhere model=min", ""),
-    ],
-)
-def test_the_shell_completes_own_options(
-    line: str, offered: str, own: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COMP_LINE", f"harness-train {line.format(own=own)}")
-    assert ran(["-sc", "query=bash"], monkeypatch) == (0, [])
-    assert offered in capsys.readouterr().out
-
-
-def test_variants_of_a_verb_have_its_primary_config(own: Path, tmp_path: Path) -> None:
-    folder = written(tmp_path, {"own_bench": "defaults: [bench, _self_, override model: deep]\n"})
-    common = ["cluster.device=cpu", *VALID]
-    with search_path(
-        common, "own_bench", folders=[str(own), str(folder)], primaries={"bench": "own_bench"}
-    ) as typed:
-        job = compose_job(typed, config_name="bench", schema=BenchJob)
-        config = type(job.bench)(variants={"bf16": "precision=bf16"})
-        variants = compose_variants(config, typed)
-    assert [each.job.model.n_layers for each in variants.values()] == [5, 5]
-
-
-def test_the_command_of_a_sweep_file_finds_it(own: Path) -> None:
-    command = _command(own / "sweep" / "seeds.yaml", ["model=mine"])
-    assert command == f"python -m harness.train -m --config-dir {own} sweep=seeds model=mine"
-    with search_path([f"hydra.searchpath=[{own}]"], "train"):
-        assert _command(own / "sweep" / "seeds.yaml", []) == "python -m harness.train -m sweep=seeds"
-    assert "put it into FOLDER/sweep/" in _command(Path("/tmp/seeds.yaml"), [])
-
-
-def test_every_verb_with_a_job_takes_the_flag() -> None:
-    assert any("--config-dir" in flag.names for flag in JOB_FLAGS)

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from declared import MAINS
+from declared import VERBS
 from fuzz_lines import Line, with_files
 
 from harness.util.errors import EXIT_OK
@@ -172,10 +172,10 @@ def _run(
         if value is not None:
             os.environ[name] = value
     _redirect(outside, closed)
-    sys.argv = [f"harness-{verb}", *arguments]
+    sys.argv = ["harness", *arguments]
     code = 1
     try:
-        MAINS[verb]()
+        VERBS[verb].main()
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except BaseException:

@@ -98,7 +98,7 @@ VARIANTS = (
 FLAGS = (
     "-h", "--help", "--cfg", "--cfg job", "--cfg nope", "-c all", "--cfg=hydra", "--cfg job --resolve", "-m",
     "-m -m", "--cfg job -p nope", "--cfg job --package model.rope", "--package", "-m --cfg", "-m --cfg job",
-    "-m --help", "-sc", "-sc install=bash", "-sc query=bash", "-sc install=nope", "-sc a=b c=d", "--info",
+    "-m --help", "-sc", "-sc install=bash", "--info",
     "-i searchpath", "--info nope", "--run", "--resolve", "-cd /nowhere", "-cd .",
     "-cd file", "-cd=folder", "-cp x", "-cn nope", "-cn plan",
     "-cn ../conf/train", "--experimental-rerun x", "--jsn", "--json", "-x", "--", "---", "--cfg=job=x",

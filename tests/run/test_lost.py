@@ -14,7 +14,7 @@ from harness.launch.slurm_record import SlurmJobRecord
 from harness.launch.sweep.registry import Point, Registry
 from harness.launch.sweep.run import _select, states_of
 from harness.run.folder import RunFolder
-from harness.tools.report.sweep import main
+from harness.tools.report.sweep import VERB
 from harness.util.errors import EXIT_MACHINE, EXIT_OK, EXIT_USER
 
 POINTS = 12
@@ -78,7 +78,7 @@ def verb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     def run(*arguments: object, code: int = EXIT_OK) -> tuple[str, str]:
         monkeypatch.setattr("sys.argv", ["sweep", *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
-            main()
+            VERB.main()
         shown = capsys.readouterr()
         assert ended.value.code == code, shown.err
         return shown.out, shown.err

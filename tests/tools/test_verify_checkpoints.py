@@ -17,8 +17,8 @@ from harness.checkpoint.verify import verify
 from harness.compose.composer import compose_job
 from harness.launch.sweep.registry import Point, Registry
 from harness.run.folder import RunFolder
-from harness.tools.report.sweep import main as sweep_main
-from harness.tools.verify import main
+from harness.tools.report.sweep import VERB as sweep_main
+from harness.tools.verify import VERB
 from harness.util.errors import EXIT_MACHINE, EXIT_OK, EXIT_USER
 
 MANIFEST = {"step": 4, "holds": "model", "state": {}, "options": {}}
@@ -40,7 +40,7 @@ def flip(path: Path, offset: int) -> None:
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
     monkeypatch.setattr(sys, "argv", ["harness.tools.verify", *map(str, arguments)])
     with pytest.raises(SystemExit) as ended:
-        main()
+        VERB.main()
     return int(ended.value.code or 0)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-sys.path.append(str(Path(__file__).parents[2] / "pictures"))
+sys.path.append(str(Path(__file__).parent))
 from tiny_encoders import overrides, save_encoders
 
 from harness.compose.composer import compose_job

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-sys.path.append(str(Path(__file__).parents[2] / "pictures"))
+sys.path.append(str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parents[3] / "experiments" / "flux_shapes"))
 from read_shapes import judge, read
 from tiny_encoders import overrides, save_encoders

@@ -25,7 +25,7 @@ from harness.tools.plan.constants import Calibration, Constants
 from harness.tools.report import experiment, published
 from harness.tools.report.predict import CALIBRATION, calibration_of, with_predictions
 from harness.tools.report.rows import KEPT, as_planned, keep
-from harness.tools.report.verb import main
+from harness.tools.report.verb import VERB
 from harness.util.hardware import ACCELERATORS
 
 ROOT = Path(__file__).parents[3]
@@ -36,7 +36,7 @@ Put = Callable[[Any], None]
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
     monkeypatch.setattr(sys, "argv", ["harness report", *map(str, arguments)])
     with pytest.raises(SystemExit) as ended:
-        main()
+        VERB.main()
     assert isinstance(ended.value.code, int)
     return ended.value.code
 
