@@ -21,10 +21,10 @@ from torch import Tensor
 from harness.compose.schemas import schema_node
 from harness.config.attention import KINDS, QK_NORMS
 from harness.config.fields import with_value
-from harness.config.model import ACTIVATIONS, ModelConfig
+from harness.config.model import ACTIVATIONS, ARCHITECTURES, ModelConfig
 from harness.config.moe import GROUP_SCORES, SCORES
 from harness.config.rope import SCALINGS, RopeConfig
-from harness.model.architecture import ARCHITECTURES
+from harness.model.architecture import resolve_model
 from harness.model.decoder import Decoder
 from harness.model.spec import tensor_shapes
 from harness.parallelism.materialize import materialize
@@ -49,8 +49,7 @@ def set_fields(model: ModelConfig, **fields: Any) -> ModelConfig:
     """The model with other values of some fields (``moe__top_k=2``), resolved and validated."""
     for field, value in fields.items():
         model = with_value(model, field.replace("__", "."), value)
-    config = model.resolve()
-    config.validate()
+    config = resolve_model(model)
     return config
 
 

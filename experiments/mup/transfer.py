@@ -9,6 +9,7 @@ trains a small model at every width with every learning rate, in this process, a
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import statistics
 import sys
@@ -20,6 +21,7 @@ import torch
 from matplotlib import colormaps
 
 from harness.compose.composer import compose_job
+from harness.compose.resolve import resolve
 from harness.config.job import Job
 from harness.data.tokenizer import build_tokenizer
 from harness.train.batches import loader_of
@@ -77,7 +79,7 @@ def loss_of(parametrization: str, width: int, rate: float) -> float:
     mup = [f"model.mup.base_dim={BASE}"] if parametrization == "mup" else []
     composed = compose_job([*JOB, *mup, f"optimizer.lr={rate}"])
     job = Job.from_json(composed.to_json())
-    job = type(job)(**{**vars(job), "model": job.model.at_width(width)}).resolve(gpus=0)
+    job = resolve(dataclasses.replace(job, model=job.model.at_width(width)), gpus=0)
     set_up_process(job)
     device = torch.device("cpu")
     with process_group(job, device):

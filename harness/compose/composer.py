@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 from harness.compose.axes import check_axes
@@ -27,6 +28,7 @@ from harness.compose.overrides import (
     with_one_length,
 )
 from harness.compose.paths import Stamp, conf_dir, config_folders
+from harness.compose.resolve import resolve
 from harness.compose.schemas import adapt_sweepers, find_launcher, register_model, register_schema, schema_of
 from harness.compose.search_path import add_folders, overrides_for_hydra, search_path, sets_search_path
 from harness.config.job import Job, from_dict
@@ -319,7 +321,10 @@ def job_from_config(config: Any, schema: type = Job, read_from: str | None = Non
     except OmegaConfBaseException as error:
         raise to_user_error(error, schema) from error
     require_read(plain.get("model", {}).get("path"), read_from)
-    return from_dict(schema, plain).resolve(launched_ranks=launched_ranks())
+    job = from_dict(schema, plain)
+    # A verb's job may resolve itself in another way.
+    own = getattr(job, "resolve", None)
+    return (own or partial(resolve, job))(launched_ranks=launched_ranks())
 
 
 def _plain_values(config: Any) -> dict[str, Any]:

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 from harness.model.spec import tensors
 from harness.optimizer.settings import check_groups, check_mup, exchanges
 from harness.precision.linears import check_layout, sort_linears
 from harness.util.errors import ConfigError, divisors
+from harness.util.versions import torch_version
 
 if TYPE_CHECKING:
     from harness.config.job import Job
 
 FLEX_HEAD = 16
 """torch._inductor.kernel.flex: "embedding dimension of the query, key, and value must be at least 16"."""
-
-
-@functools.cache
-def torch_version() -> str:
-    """Return the version of torch without importing it; empty if there is none."""
-    try:
-        return version("torch")
-    except PackageNotFoundError:
-        return ""
 
 
 def check_torch(job: Job) -> None:

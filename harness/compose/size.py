@@ -10,12 +10,10 @@ from operator import attrgetter
 from harness.config.fields import with_value
 from harness.config.model import ModelConfig
 from harness.config.mup import PROPORTIONAL
-from harness.model.architecture import architecture_of
+from harness.model.architecture import architecture_of, block_kinds
 from harness.model.spec import Split, TensorSpec, block_tensors, tensors
-from harness.tools.plan.operations import block_kinds
 from harness.util.errors import ConfigError
 
-COUNTED = ("non_embedding", "all", "active")
 TABLES = (Split.VOCABULARY, Split.HEAD)
 WIDTH_MULTIPLE = 16
 """Scaled hidden widths are multiples of it, as float8 products need (docs/howto/precision.md)."""

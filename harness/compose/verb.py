@@ -163,13 +163,11 @@ class Verb:
         return self._run_job(line, verb.job, run)
 
     def _run_job(self, line: CommandLine, schema: type, run: Callable[..., int | Result]) -> int:
-        files = line.naming_files()
-        name = (self.name if files.config_name is None else files.config_name).removesuffix(".yaml")
-        typed = spelled_out(files.overrides, schema)
-        with search_path(typed, name, folders=files.config_dir or (), primaries={self.name: name}) as found:
-            if files is line:
-                line.overrides = found
-                _warn_of_shadowed_files()
+        name = (self.name if line.config_name is None else line.config_name).removesuffix(".yaml")
+        typed = spelled_out(line.overrides, schema)
+        with search_path(typed, name, folders=line.config_dir or (), primaries={self.name: name}) as found:
+            line.overrides = found
+            _warn_of_shadowed_files()
             return self._run_composed(line, name, schema, run)
 
     def _run_composed(

@@ -94,6 +94,11 @@ class AttentionConfig:
         """Whether a block rotates its queries and keys."""
         return not _is_nth(layer, self.nope_every_nth_layer)
 
+    @property
+    def latent_head_dim(self) -> int:
+        """Width of a query and key head of latent attention."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
     def validate(self, n_heads: int, n_kv_heads: int, head_width: int) -> None:
         """Raise ConfigError for fields that contradict each other."""
         if self.window is not None and self.chunk is not None:

@@ -19,7 +19,6 @@ from harness.util.hardware import Accelerator, find_accelerator
 
 if TYPE_CHECKING:
     from harness.config.job import Job
-    from harness.run.folder import RunFolder
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class ClusterKind:
     is_here: bool
     options: type | None = None
 
-    def run(self, job: Job, folder: RunFolder, overrides: list[str]) -> int:
+    def run(self, job: Job, folder: Any, overrides: list[str]) -> int:
         """Start a job; return the exit code."""
         code: int = load_attribute(self.start)(job, folder, overrides)
         return code

@@ -15,8 +15,7 @@ from harness.config.fields import execution, label, numerics, part
 from harness.config.kind_fields import FORMATS, FORMATS_OF, READ_ONLY_BY, READ_ONLY_BY_STREAMS, SYNTHETIC
 from harness.config.mixture import check_mixture, errors_of_source, require_validation_of_sources
 from harness.config.pictures import EncodersConfig, ImagesConfig, check_pictures
-from harness.config.registry import resolve_options
-from harness.data.tiktoken_sets import SETS
+from harness.config.registry import Registry, resolve_options
 from harness.util import PACKAGE
 from harness.util.errors import ConfigError
 
@@ -28,6 +27,18 @@ BOUNDARIES = ("auto", "eos", "bos", "none")
 TOKENIZER_KINDS = ("bytes", "sentencepiece", "tiktoken", "huggingface", "none")
 ASSET_PREFIX = "asset:"
 ASSETS = PACKAGE / "data" / "assets"
+_SETS = "harness.data.tiktoken_sets"
+SETS: Registry[Any] = Registry(
+    "special",
+    {
+        "llama3": f"{_SETS}:LLAMA3",
+        "llama4": f"{_SETS}:LLAMA4",
+        "o200k_harmony": f"{_SETS}:O200K_HARMONY",
+    },
+    field="tokenizer.special",
+    expects=f"{_SETS}:SpecialSet",
+)
+"""Special tokens and patterns, which a tiktoken file does not contain."""
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from harness.compose import rules as job_rules
 from harness.config.blocks import ActivationCheckpointConfig, CompileConfig
 from harness.config.checkpoint import CheckpointConfig
-from harness.config.cluster import ClusterConfig, count_gpus
+from harness.config.cluster import ClusterConfig
 from harness.config.data import DataConfig, TokenizerConfig
 from harness.config.fields import (
     EXECUTION,
     LONGEST_NAME,
     NUMERICS,
-    check_rules,
     from_dict,
     identity,
     label,
@@ -35,9 +33,6 @@ from harness.config.scale import ScaleConfig
 from harness.config.sizes import Sizes
 from harness.config.texts import validate_texts
 from harness.config.training import DebugConfig, EvaluationConfig, TrainingConfig, ValidationConfig
-from harness.model.architecture import architecture_of, check_data
-from harness.precision.hardware import require_hardware
-from harness.precision.linears import sort_linears
 from harness.util.encoding import parse_object, read_object
 from harness.util.errors import ConfigError, UserError
 
@@ -139,77 +134,6 @@ class Job:
         """Forward and backward passes per optimizer step; with schedule.batch_size, in the last phase."""
         return self.global_batch_size // (self.local_batch_size * self.parallelism.data_parallel)
 
-    def resolve(self, *, launched_ranks: int | None = None, gpus: int | None = None) -> Self:
-        """Return the job with derived fields set, after a check of every rule.
-
-        Args:
-            launched_ranks: number of ranks that torchrun started, if it did.
-            gpus: GPUs of this machine; counted when None.
-
-        Raises:
-            ConfigError: naming the field, its value, the rule, and what would work.
-        """
-        validate_texts(self)
-        check_rules(self)
-        if (scaled := self.scaled()) is not self:
-            return Job.resolve(scaled, launched_ranks=launched_ranks, gpus=gpus)
-        self.validate_folder()
-        self.cluster.validate()
-        self.schedule.validate_phases()
-        return self.resolve_layout(launched_ranks=launched_ranks, gpus=gpus)
-
-    def resolve_layout(self, *, launched_ranks: int | None = None, gpus: int | None = None) -> Self:
-        """The part of ``resolve`` that layout and batch have an effect on, for a job that passed the rest."""
-        model = self.model.resolve()
-        model.validate()
-        here = self.cluster.is_here
-        if gpus is None:
-            gpus = count_gpus() if here and self.cluster.device != "cpu" else 0
-        default = self.cluster.default_world_size or gpus or None
-        layout = self.parallelism.resolve(launched_ranks or self.cluster.world_size, default)
-        if launched_ranks is None:
-            self.cluster.nodes_for(layout.world_size)
-            if here:
-                self.cluster.validate_gpus(gpus, layout.world_size)
-        job = dataclasses.replace(
-            self,
-            model=model,
-            cluster=self.cluster.resolve(),
-            data=self.data.resolve(),
-            metrics=self.metrics.resolve(),
-            parallelism=layout,
-            training=self.training.resolve(
-                layout.data_parallel, [size for _, size in self.schedule.batch_sizes]
-            ),
-            optimizer=self.optimizer.resolve(self.precision.master_dtype, self.precision.param_dtype),
-            schedule=self.schedule.resolve(),
-        )
-        job = dataclasses.replace(job, training=job.training.with_length(job.sizes))
-        schedule = self.scale.warmed_up(job.schedule, job.steps)
-        job = dataclasses.replace(job, schedule=schedule, scale=ScaleConfig())
-        job._validate()
-        on_cpu = job.cluster.device == "cpu" or (here and gpus == 0)
-        job_rules.check_async_tp(job, on_cpu=on_cpu)
-        job_rules.check_device(job, on_cpu=on_cpu)
-        job_rules.check_heads_of_flex(job)
-        experts = job.precision.linear != "none" and sort_linears(model, job.precision).has_experts
-        require_hardware(job.precision, job.cluster, gpus if here else None, experts=experts)
-        return job
-
-    def scaled(self) -> Self:
-        """Return the job with ``scale`` applied, but for the warm-up, which depends on the steps.
-
-        Raises:
-            ConfigError: the fields contradict each other or the job, or no model has the size.
-        """
-        left = ScaleConfig(warmup_ratio=self.scale.warmup_ratio)
-        if self.scale == left:
-            return self
-        model = self.model.resolve()
-        model.validate()
-        model, training, optimizer = self.scale.apply(model, self.training, self.optimizer)
-        return dataclasses.replace(self, scale=left, model=model, training=training, optimizer=optimizer)
-
     @property
     def plain(self) -> Job:
         """The job without the options of a verb."""
@@ -228,47 +152,6 @@ class Job:
             raise ConfigError("name", self.name or "''", rule, self.model.name)
         if any(len(os.fsencode(part)) > LONGEST_NAME for part in parts):
             raise ConfigError("name", self.name, f"a folder's name has at most {LONGEST_NAME} bytes")
-
-    def _validate(self) -> None:
-        """Check every part, and the rules between parts."""
-        if self.training.seq_len > self.model.max_seq_len:
-            raise ConfigError(
-                "training.seq_len",
-                self.training.seq_len,
-                f"must not exceed model.max_seq_len={self.model.max_seq_len}",
-                f"at most {self.model.max_seq_len}",
-            )
-        share = self.local_batch_size * self.accumulation_steps
-        self.parallelism.validate(self.model, self.training.seq_len, self.local_batch_size, share)
-        job_rules.check_torch(self)
-        job_rules.check_attention(self)
-        job_rules.check_conversations(self)
-        job_rules.check_precision(self)
-        self.compile.validate()
-        self.activation_checkpoint.validate(self.compile, splits_backward=self.parallelism.splits_backward)
-        job_rules.check_compiled_experts(self)
-        job_rules.check_chunked_loss(self)
-        self.data.validate()
-        if self.feeds_model:
-            check_data(self)
-            architecture_of(self.model).check(self)
-        self.tokenizer.validate()
-        job_rules.check_tokenizer(self)
-        self.optimizer.validate(self.precision.master_dtype)
-        job_rules.check_optimizer_groups(self)
-        job_rules.check_scheduled_sizes(self)
-        job_rules.check_update_in_backward(self)
-        self.schedule.validate(self.steps)
-        self.checkpoint.validate()
-        self.profiling.validate(self.steps, self.world_size)
-        job_rules.check_slow_ranks(self)
-        if self.cluster.device == "cpu":
-            self.checkpoint.refuse_pinned_memory("cluster.device=cpu")
-            self.profiling.refuse_snapshots("cluster.device=cpu")
-        if self.validation.interval:
-            self.data.require_validation()
-        self.evaluation.validate(self.data, self.training.seq_len)
-        self.debug.validate(self.parallelism.tp, self.compile.blocks)
 
     def to_dict(self) -> dict[str, Any]:
         """The job as plain containers."""

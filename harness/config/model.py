@@ -6,25 +6,37 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from harness.config.attention import AttentionConfig, Span
 from harness.config.fields import label, numerics, part, with_value
 from harness.config.moe import MoEConfig
 from harness.config.mtp import MTPConfig
-from harness.config.mup import HEAD_WIDTHS, LATENT_HEAD_WIDTHS, PROPORTIONAL, MupConfig
+from harness.config.mup import PROPORTIONAL, MupConfig
 from harness.config.registry import Registry
 from harness.config.rope import RopeConfig
 from harness.contrib.flux.config import FluxConfig
-from harness.model.architecture import ARCHITECTURES, architecture_of
-from harness.model.blocks import BLOCKS
 from harness.util.errors import ConfigError
 
-if TYPE_CHECKING:
-    from harness.weights.families.core import Family
-
 _FILES = "harness.weights.families"
-FAMILIES: Registry[Family] = Registry(
+ARCHITECTURES: Registry[Any] = Registry(
+    "architecture",
+    {
+        "decoder": "harness.model.decoder_architecture:DecoderArchitecture",
+        "flux": "harness.contrib.flux.architecture:FluxArchitecture",
+    },
+    field="model.architecture",
+    expects="harness.model.architecture:Architecture",
+)
+"""Kinds of models."""
+BLOCKS: Registry[Any] = Registry(
+    "block",
+    {"pre_norm": "harness.model.pre_norm:PreNorm"},
+    field="model.block",
+    expects="harness.model.blocks:BlockKind",
+)
+"""Kinds of decoder blocks."""
+FAMILIES: Registry[Any] = Registry(
     "family",
     {
         "llama": f"{_FILES}.llama:LLAMA",
@@ -101,34 +113,6 @@ class ModelConfig:
     flux: FluxConfig = part(FluxConfig)
     """With architecture=flux: the diffusion transformer's own numbers."""
 
-    def resolve(self) -> ModelConfig:
-        """Return the model with derived fields, such as head_dim, set."""
-        resolved = architecture_of(self).resolve(self)
-        return self if resolved == self else resolved
-
-    def validate(self) -> None:
-        """Raise ConfigError when the fields do not describe a model."""
-        architecture_of(self).validate(self)
-
-    def validate_mup(self) -> None:
-        """Check that the base model of muP is possible."""
-        of, field = self.mup, "model.mup.base_widths"
-        if of.base_widths and of.base_dim is None:
-            rule = "has no effect without model.mup.base_dim"
-            raise ConfigError(field, of.base_widths, rule, "{}, or model.mup.base_dim set")
-        heads = LATENT_HEAD_WIDTHS if self.attention.is_latent else HEAD_WIDTHS
-        widths = [name for name in (*PROPORTIONAL, *heads) if _field(self, name)]
-        for name in of.base_widths:
-            if name not in widths:
-                raise ConfigError(field, name, f"no such width of model={self.name}", widths)
-        if of.base_dim is not None:
-            base = self.at_width(of.base_dim, of.base_widths, "model.mup.base_dim")
-            try:
-                replace(base, mup=MupConfig()).validate()
-            except ConfigError as error:
-                rule = f"makes a base model that is not possible: {error}"
-                raise ConfigError(field, of.base_widths, rule) from None
-
     def at_width(
         self, dim: int, given: Mapping[str, int] | None = None, field: str = "model.dim"
     ) -> ModelConfig:
@@ -144,7 +128,7 @@ class ModelConfig:
         """
         given = given or {}
         model = replace(self, dim=dim, head_dim=self.head_width)
-        widths = {name: _field(self, name) or 0 for name in PROPORTIONAL if name not in given}
+        widths = {name: field_of(self, name) or 0 for name in PROPORTIONAL if name not in given}
         for name, width in widths.items():
             if width * dim % self.dim:
                 rule = f"model.{name}={width} x {dim} / {self.dim} is no integer"
@@ -157,7 +141,7 @@ class ModelConfig:
                 model = with_value(model, name, width * dim // self.dim)
         for name, width in given.items():
             model = with_value(model, name, width)
-        return replace(model, head_dim=None).resolve() if self.attention.is_latent else model
+        return replace(model, head_dim=model.attention.latent_head_dim) if self.attention.is_latent else model
 
     @property
     def base(self) -> ModelConfig | None:
@@ -229,7 +213,8 @@ def of_one_model(make: OfModel) -> OfModel:
     return cast(OfModel, kept)
 
 
-def _field(model: ModelConfig, name: str) -> Any:
+def field_of(model: ModelConfig, name: str) -> Any:
+    """Return the value of a dotted field."""
     first, _, rest = name.partition(".")
     value = getattr(model, first)
     return getattr(value, rest) if rest else value

@@ -9,7 +9,6 @@ from harness.config.fields import execution
 from harness.config.model import ModelConfig
 from harness.config.pipeline import check_pipeline
 from harness.config.pipeline_schedules import SCHEDULES, read_csv_schedule
-from harness.model.spec import KEPT_AFTER_FORWARD, TensorSpec
 from harness.util.errors import ConfigError, divisors
 from harness.util.tables import degrees_in_words
 
@@ -17,6 +16,8 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes, outermost first: ranks of the last axis have the fastest links."""
 
 RESHARD = ("default", "always", "never")
+KEPT_AFTER_FORWARD = ("head", "root")
+"""FSDP groups that backward starts with: freed after forward only with ``reshard_after_forward=always``."""
 CP_METHODS = ("ring", "ulysses")
 CP_ROTATE_METHODS = ("allgather", "alltoall")
 
@@ -138,11 +139,6 @@ class ParallelismConfig:
     def expert_shards(self) -> int:
         """Ranks that hold the same experts; FSDP shards their parameters."""
         return self.expert_ranks // self.ep
-
-    def tp_of(self, tensor: TensorSpec) -> int:
-        """Tensor-parallel ranks that split a tensor of the model."""
-        split = tensor.split_dim is not None and (self.expert_tensor_parallel or not tensor.is_expert)
-        return self.tp if split else 1
 
     def expert_shard_dim(self, num_experts: int) -> int:
         """The dimension of experts' tensors that FSDP shards.

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
-from typing import TYPE_CHECKING
+from typing import Any
 
 from harness.config.data import DataConfig
 from harness.config.evaluation import DATA, require_stride, require_tasks
@@ -17,11 +17,8 @@ from harness.config.sizes import Sizes
 from harness.contrib.flux.config import FlowConfig
 from harness.util.errors import ConfigError, divisors
 
-if TYPE_CHECKING:
-    from harness.model.kernels import Kernel
-
 NON_FINITE = ("stop", "skip")
-ATTENTION: Registry[type[Kernel]] = Registry(
+ATTENTION: Registry[Any] = Registry(
     "attention",
     {
         "sdpa": "harness.model.kernels:SdpaKernel",

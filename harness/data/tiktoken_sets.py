@@ -27,7 +27,7 @@ def _reserved(name: str, first: int, last: int) -> list[str]:
 
 
 # Meta's code for Llama 3 (llama3/llama/tokenizer.py, 2024); ids from 128,000.
-_LLAMA3 = SpecialSet(
+LLAMA3 = SpecialSet(
     pattern=(
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
         r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -60,7 +60,7 @@ _O200K_PATTERN = "|".join(
 )
 
 # Meta's code for Llama 4 (meta-llama/llama-models, models/llama4/tokenizer.py, 2025); 2,048 ids from 200,000.
-_LLAMA4 = SpecialSet(
+LLAMA4 = SpecialSet(
     pattern=_O200K_PATTERN,
     tokens=(
         "<|begin_of_text|>",
@@ -103,7 +103,7 @@ _LLAMA4 = SpecialSet(
 
 # GPT-OSS: openai/tiktoken, tiktoken_ext/openai_public.py, o200k_harmony; ids from 199,998 to 201,087. Its
 # file is o200k_base.tiktoken. <|return|> ends an answer in a chat; documents end with <|endoftext|>.
-_O200K_HARMONY = SpecialSet(
+O200K_HARMONY = SpecialSet(
     pattern=_O200K_PATTERN,
     tokens=(
         "<|startoftext|>",
@@ -128,5 +128,3 @@ _O200K_HARMONY = SpecialSet(
     bos="<|startoftext|>",
     eos="<|endoftext|>",
 )
-
-SETS = {"llama3": _LLAMA3, "llama4": _LLAMA4, "o200k_harmony": _O200K_HARMONY}

@@ -9,9 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from harness.config.data import TokenizerConfig
+from harness.config.data import SETS, TokenizerConfig
 from harness.data.long_text import in_pieces
-from harness.data.tiktoken_sets import SETS
 from harness.data.tokenizer_base import (
     Marked,
     Tokenizer,

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from functools import cache
 
-from harness.config.data import TokenizerConfig
+from harness.config.data import SETS, TokenizerConfig
 from harness.config.data_kinds import DATA_KINDS
 from harness.config.job import Job
 from harness.config.mixture import sources_of
 from harness.data.chat_template import template_of
-from harness.data.tiktoken_sets import SETS
 from harness.data.tokenizer import BytesTokenizer, SentencePieceTokenizer, _parse_ranks, build_tokenizer
 from harness.data.tokenizer_base import read_tokenizer
 from harness.util.errors import ConfigError

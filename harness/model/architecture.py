@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.config.data_kinds import DATA_KINDS
 from harness.config.fields import default_of, leaf_fields
-from harness.config.registry import Registry
+from harness.config.model import ARCHITECTURES, ModelConfig, of_one_model
 from harness.util.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from harness.checkpoint.rank_group import RankGroup
     from harness.config.data import DataConfig
     from harness.config.job import Job
-    from harness.config.model import ModelConfig
     from harness.config.training import TrainingConfig
     from harness.contrib.flux.sheet import SampleSheet
     from harness.data.batch import AnyBatch, Loader
@@ -167,21 +166,29 @@ class Architecture(ABC):
         """
 
 
-ARCHITECTURES: Registry[type[Architecture]] = Registry(
-    "architecture",
-    {
-        "decoder": "harness.model.decoder_architecture:DecoderArchitecture",
-        "flux": "harness.contrib.flux.architecture:FluxArchitecture",
-    },
-    field="model.architecture",
-    expects="harness.model.architecture:Architecture",
-)
-"""Kinds of models."""
-
-
 def architecture_of(model: ModelConfig) -> Architecture:
     """Return the entry of a model."""
-    return ARCHITECTURES[model.architecture]()
+    entry: Architecture = ARCHITECTURES[model.architecture]()
+    return entry
+
+
+def resolve_model(model: ModelConfig) -> ModelConfig:
+    """Return the model with derived fields, such as head_dim, set, after a check of its rules.
+
+    Raises:
+        ConfigError: the fields do not describe a model.
+    """
+    architecture = architecture_of(model)
+    resolved = architecture.resolve(model)
+    architecture.validate(resolved)
+    return model if resolved == model else resolved
+
+
+@of_one_model
+def block_kinds(model: ModelConfig) -> list[tuple[Hashable, ...]]:
+    """A key for each block; blocks with equal keys have the same modules and operations."""
+    architecture = architecture_of(model)
+    return [(architecture.block_kind(model, layer),) for layer in range(model.num_blocks)]
 
 
 def changed(config: Any, prefix: str) -> Iterator[tuple[str, Any, Any]]:

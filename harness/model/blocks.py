@@ -10,10 +10,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from harness.config.registry import Registry
+from harness.config.model import BLOCKS, ModelConfig
 
 if TYPE_CHECKING:
-    from harness.config.model import ModelConfig
     from harness.model.decoder import Block
     from harness.model.spec import ModuleSpec
     from harness.tools.plan.activations import PartActivations
@@ -55,15 +54,7 @@ class BlockKind(ABC):
         """The operations of a block for one token. The plan's time needs them."""
 
 
-BLOCKS: Registry[type[BlockKind]] = Registry(
-    "block",
-    {"pre_norm": "harness.model.pre_norm:PreNorm"},
-    field="model.block",
-    expects="harness.model.blocks:BlockKind",
-)
-"""Kinds of decoder blocks."""
-
-
 def block_of(model: ModelConfig) -> BlockKind:
     """Return the kind of a model's blocks."""
-    return BLOCKS[model.block]()
+    kind: BlockKind = BLOCKS[model.block]()
+    return kind

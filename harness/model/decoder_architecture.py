@@ -7,9 +7,11 @@ from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from harness.config.model import ModelConfig, field_of
+from harness.config.mup import HEAD_WIDTHS, LATENT_HEAD_WIDTHS, PROPORTIONAL, MupConfig
 from harness.config.registry import resolve_options
 from harness.model import accounting, spec
-from harness.model.architecture import Architecture, changed
+from harness.model.architecture import Architecture, changed, resolve_model
 from harness.model.blocks import block_of
 from harness.tools.plan import activations, operations
 from harness.util.errors import ConfigError, divisors
@@ -18,7 +20,6 @@ if TYPE_CHECKING:
     import torch
 
     from harness.config.job import Job
-    from harness.config.model import ModelConfig
     from harness.data.batch import Batch, Loader
     from harness.data.tokenizer import Tokenizer
     from harness.model.accounting import Accounting
@@ -43,9 +44,7 @@ class DecoderArchitecture(Architecture):
         if model.head_dim is not None:
             return model
         if model.attention.is_latent:
-            return replace(
-                model, head_dim=model.attention.qk_nope_head_dim + model.attention.qk_rope_head_dim
-            )
+            return replace(model, head_dim=model.attention.latent_head_dim)
         if model.dim % model.n_heads:
             fits = [d for d in divisors(model.dim) if d % model.n_kv_heads == 0 and model.dim // d % 2 == 0]
             raise ConfigError(
@@ -78,7 +77,7 @@ class DecoderArchitecture(Architecture):
         model.attention.validate(model.n_heads, model.n_kv_heads, model.head_width)
         model.moe.validate(model.n_layers)
         model.mtp.validate()
-        model.validate_mup()
+        _validate_mup(model)
 
     def check(self, job: Job) -> None:
         if job.validation.pictures:
@@ -175,3 +174,23 @@ class DecoderArchitecture(Architecture):
             sizes=job.sizes if split == "train" else None,
             **process,
         )
+
+
+def _validate_mup(model: ModelConfig) -> None:
+    """Check that the base model of muP is possible."""
+    of, field = model.mup, "model.mup.base_widths"
+    if of.base_widths and of.base_dim is None:
+        rule = "has no effect without model.mup.base_dim"
+        raise ConfigError(field, of.base_widths, rule, "{}, or model.mup.base_dim set")
+    heads = LATENT_HEAD_WIDTHS if model.attention.is_latent else HEAD_WIDTHS
+    widths = [name for name in (*PROPORTIONAL, *heads) if field_of(model, name)]
+    for name in of.base_widths:
+        if name not in widths:
+            raise ConfigError(field, name, f"no such width of model={model.name}", widths)
+    if of.base_dim is not None:
+        base = model.at_width(of.base_dim, of.base_widths, "model.mup.base_dim")
+        try:
+            resolve_model(replace(base, mup=MupConfig()))
+        except ConfigError as error:
+            rule = f"makes a base model that is not possible: {error}"
+            raise ConfigError(field, of.base_widths, rule) from None

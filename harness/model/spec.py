@@ -291,10 +291,6 @@ def fsdp_groups(config: ModelConfig, *, experts_apart: bool) -> dict[str, str]:
     return architecture_of(config).fsdp_groups(config, experts_apart=experts_apart)
 
 
-KEPT_AFTER_FORWARD = ("head", "root")
-"""FSDP groups that backward starts with: freed after forward only with ``reshard_after_forward=always``."""
-
-
 def pre_norm_modules(config: ModelConfig, layer: int) -> Iterator[ModuleSpec]:
     """Every module of a pre-norm block, in the standard parametrization."""
     return _PreNormBlock(config, layer).modules()

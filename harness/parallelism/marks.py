@@ -70,7 +70,7 @@ class Marks:
         axes = _axes(mesh)
         if axes:
             self._mark_collectives(axes, _KEYS[device.type])
-        set_phases(phases)
+        set_phases(phases.inside)
 
     def remove(self) -> None:
         """Remove all hooks."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch.profiler import record_function
 
-from harness.metrics.phases import Phases
+Inside = Callable[[str, int | None], AbstractContextManager[object]]
 
-_phases: Phases | None = None
+_inside: Inside | None = None
 
 
 def annotated(name: str, stage: int | None = None) -> AbstractContextManager[object]:
@@ -23,18 +23,18 @@ def annotated(name: str, stage: int | None = None) -> AbstractContextManager[obj
         stage: pipeline stage that the block computes; None: as outside.
     """
     profiled = torch.autograd._profiler_enabled()
-    if _phases is None:
+    if _inside is None:
         return record_function(name) if profiled else nullcontext()
-    return _both(_phases, name, stage) if profiled else _phases.inside(name, stage)
+    return _both(_inside, name, stage) if profiled else _inside(name, stage)
 
 
 @contextmanager
-def _both(phases: Phases, name: str, stage: int | None) -> Iterator[None]:
-    with record_function(name), phases.inside(name, stage):
+def _both(inside: Inside, name: str, stage: int | None) -> Iterator[None]:
+    with record_function(name), inside(name, stage):
         yield
 
 
-def set_phases(phases: Phases | None) -> None:
-    """Set the recorder that ``annotated`` tells; None: no times are recorded."""
-    global _phases
-    _phases = phases
+def set_phases(inside: Inside | None) -> None:
+    """Set the ``Phases.inside`` that ``annotated`` enters; None: no times are recorded."""
+    global _inside
+    _inside = inside

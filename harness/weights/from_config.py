@@ -13,6 +13,7 @@ from typing import Any, get_args, get_origin
 
 from harness.config.fields import check_rules, type_hints, with_value
 from harness.config.model import FAMILIES, ModelConfig
+from harness.model.architecture import resolve_model
 from harness.util.errors import ConfigError, UserError
 from harness.weights.config_json import (
     CONFIG,
@@ -53,8 +54,7 @@ def model_from_config(path: str) -> ModelConfig:
         name = re.sub(r"[^\w.-]+", "_", file.resolve().parent.name) or "from_config"
         model = dataclasses.replace(model, name=name, path=path)
         check_rules(model, "model.")
-        model = model.resolve()
-        model.validate()
+        model = resolve_model(model)
         check_hf_config(model, content)
     except UserError as error:
         raise UserError(f"{file}: {error}") from None

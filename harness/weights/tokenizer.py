@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.config.data import TokenizerConfig
-from harness.data.tiktoken_sets import SETS
+from harness.config.data import SETS, TokenizerConfig
 from harness.data.tokenizer import SentencePieceTokenizer, Tokenizer, _parse_ranks, build_tokenizer
 from harness.data.tokenizer_base import read_tokenizer
 from harness.data.tokenizer_json import TOKENIZER, copy_tokenizer

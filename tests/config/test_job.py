@@ -18,6 +18,7 @@ import pytest
 from harness.compose import rules as job_rules
 from harness.compose.composer import compose_job
 from harness.compose.overrides import with_one_length
+from harness.compose.resolve import resolve
 from harness.config.fields import EXECUTION, LABEL, NUMERICS, identity, label, leaves, numerics
 from harness.config.job import Job, differing_numerics, from_dict
 from harness.util.errors import ConfigError, UserError
@@ -232,7 +233,7 @@ def test_json_of_a_resolved_job_is_resolved() -> None:
     back = Job.from_json(made.to_json())
     assert (back.world_size, back.global_batch_size, back.local_batch_size) == (4, 32, 8)
     before = back.to_json()
-    assert back.resolve(gpus=0).to_json() == before
+    assert resolve(back, gpus=0).to_json() == before
 
 
 def test_an_empty_json_names_its_file(tmp_path: Path) -> None:
@@ -270,7 +271,7 @@ def test_json_with_an_unknown_field_is_refused() -> None:
     ],
 )
 def test_the_rest_of_the_world(layout: dict[str, int], ranks: int | None, gpus: int, dp_shard: int) -> None:
-    made = unresolved(dp_shard=-1, **layout).resolve(launched_ranks=ranks, gpus=gpus)
+    made = resolve(unresolved(dp_shard=-1, **layout), launched_ranks=ranks, gpus=gpus)
     assert made.parallelism.dp_shard == dp_shard
     others = layout.get("tp", 1) * layout.get("pp", 1) * layout.get("dp_replicate", 1)
     assert made.world_size == dp_shard * others
@@ -278,19 +279,19 @@ def test_the_rest_of_the_world(layout: dict[str, int], ranks: int | None, gpus: 
 
 def test_gpus_do_not_count_when_the_device_is_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    assert unresolved(dp_shard=-1).resolve().world_size == 4
-    assert unresolved(dp_shard=-1, device="cpu").resolve().world_size == 2
+    assert resolve(unresolved(dp_shard=-1)).world_size == 4
+    assert resolve(unresolved(dp_shard=-1, device="cpu")).world_size == 2
 
 
 def test_a_fixed_layout_is_not_stretched_over_the_gpus() -> None:
-    assert unresolved(dp_shard=2).resolve(gpus=8).world_size == 2
+    assert resolve(unresolved(dp_shard=2), gpus=8).world_size == 2
 
 
 def test_ranks_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"parallelism.dp_shard=-1: tp=4 does not divide the world size 6"):
-        unresolved(dp_shard=-1, tp=4).resolve(launched_ranks=6)
+        resolve(unresolved(dp_shard=-1, tp=4), launched_ranks=6)
     with pytest.raises(ConfigError, match=r"multiply to 2 \(tp=2\), but there are 4 ranks"):
-        unresolved(tp=2).resolve(launched_ranks=4)
+        resolve(unresolved(tp=2), launched_ranks=4)
 
 
 def test_under_torchrun_the_world_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,7 +330,7 @@ def test_world_size_without_rank_is_no_launcher(monkeypatch: pytest.MonkeyPatch)
 )
 def test_batch(total: int | None, local: int | None, replicas: int, expected: tuple[int, int, int]) -> None:
     for layout in ({"dp_replicate": replicas}, {"dp_shard": replicas}):
-        made = unresolved(global_batch_size=total, local_batch_size=local, **layout).resolve(gpus=0)
+        made = resolve(unresolved(global_batch_size=total, local_batch_size=local, **layout), gpus=0)
         assert (made.global_batch_size, made.local_batch_size, made.accumulation_steps) == expected
         assert (made.training.global_batch_size, made.training.local_batch_size) == expected[:2]
 
@@ -343,7 +344,7 @@ def test_the_first_steps_that_train_as_many_tokens(tokens: str, steps: int) -> N
     assert made.steps == steps  # of 16 x 64 tokens
     same = job(BATCH, f"training.steps={steps}", "schedule.warmup_steps=0")
     assert made.id == same.id
-    assert made.resolve(gpus=0) == made
+    assert resolve(made, gpus=0) == made
 
 
 def test_a_typed_length_replaces_the_one_in_a_file() -> None:
@@ -361,24 +362,24 @@ def test_local_batches_divide_every_scheduled_batch() -> None:
     made = job(BATCH, sizes, "parallelism=ddp")
     assert (made.local_batch_size, made.accumulation_steps) == (2, 4)
     assert [made.sizes.at(step).batch_size for step in (1, 5, 6, 9, 10)] == [4, 4, 12, 12, 16]
-    assert made.resolve(gpus=0) == made
+    assert resolve(made, gpus=0) == made
 
 
 def test_batch_is_shared_by_data_parallel_ranks_only() -> None:
-    made = unresolved(global_batch_size=16, tp=2, pp=2, dp_shard=2).resolve(gpus=0)
+    made = resolve(unresolved(global_batch_size=16, tp=2, pp=2, dp_shard=2), gpus=0)
     assert (made.world_size, made.local_batch_size) == (8, 8)
 
 
 def test_resolve_twice_changes_nothing() -> None:
-    made = unresolved(dp_shard=-1, tp=2).resolve(launched_ranks=8)
+    made = resolve(unresolved(dp_shard=-1, tp=2), launched_ranks=8)
     before = made.to_json()
-    assert made.resolve(launched_ranks=8).to_json() == before
+    assert resolve(made, launched_ranks=8).to_json() == before
 
 
 def test_resolve_returns_a_new_job() -> None:
     made = unresolved(dp_shard=-1, tp=2)
     before = made.to_json()
-    assert made.resolve(launched_ranks=8).parallelism.dp_shard == 4
+    assert resolve(made, launched_ranks=8).parallelism.dp_shard == 4
     assert made.to_json() == before
     with pytest.raises(dataclasses.FrozenInstanceError):
         made.training.steps = 3  # type: ignore[misc]

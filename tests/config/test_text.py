@@ -9,6 +9,7 @@ import pytest
 from processes import python
 
 from harness.compose.composer import compose_job, compose_points
+from harness.compose.resolve import resolve
 from harness.config.fields import leaves, with_value
 from harness.config.job import Job
 from harness.config.texts import SecretError, validate_texts
@@ -46,7 +47,7 @@ def test_control_characters_are_refused_in_every_text() -> None:
     ]
     for name in [*texts, *(f"cluster.{field}" for field in fields)]:
         with pytest.raises(ConfigError) as caught:
-            with_value(composed(), name, INJECTED).resolve(gpus=0)
+            resolve(with_value(composed(), name, INJECTED), gpus=0)
         assert str(caught.value) == (
             f"{name}=x\\ntouch F #: must be one line of printable text, and holds U+000A"
         )
@@ -106,7 +107,7 @@ SECRETS = [
 @pytest.mark.parametrize(("name", "value"), SECRETS)
 def test_secrets_are_refused_and_not_repeated(name: str, value: object) -> None:
     with pytest.raises(SecretError) as caught:
-        with_value(composed(), name, value).resolve(gpus=0)
+        resolve(with_value(composed(), name, value), gpus=0)
     assert SECRET not in str(caught.value)
     assert str(caught.value).startswith(name)
     assert "environment" in str(caught.value) or "in the shell that starts the job" in str(caught.value)

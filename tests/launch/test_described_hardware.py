@@ -9,6 +9,7 @@ import pytest
 
 from harness.compose.composer import compose_job
 from harness.compose.paths import using_folders
+from harness.compose.resolve import resolve
 from harness.config.cluster import ClusterConfig
 from harness.config.fields import leaves, with_value
 from harness.config.hardware import HardwareConfig
@@ -146,9 +147,9 @@ def test_formats_are_those_of_the_description(on_h20: Job) -> None:
     linears = compose_job(["cluster=slurm_h100", "precision=float8_tensorwise"]).precision
     float8 = replace(on_h20, precision=linears)
     without = with_value(float8, "cluster.hardware.float8_tflops", None)
-    assert make_plan(float8.resolve()).speed is not None
+    assert make_plan(resolve(float8)).speed is not None
     with pytest.raises(ConfigError, match="H20 does not multiply in float8"):
-        without.resolve()
+        resolve(without)
 
 
 def test_runs_are_compared_with_the_described_peaks(on_h20: Job) -> None:

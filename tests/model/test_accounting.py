@@ -14,6 +14,7 @@ from families_table import MODELS, shipped
 from harness.config.model import ModelConfig, of_one_model
 from harness.contrib.flux.model import Flux
 from harness.model.accounting import account, block_parameters
+from harness.model.architecture import resolve_model
 from harness.model.decoder import Block, Decoder
 from harness.model.spec import parameter_shapes
 
@@ -143,8 +144,8 @@ def test_a_resolved_model_stays_the_same_object_and_its_results_are_kept() -> No
         calls.append((model, length))
         return model.dim * length
 
-    resolved = model.resolve()
-    assert resolved.resolve() is resolved
+    resolved = resolve_model(model)
+    assert resolve_model(resolved) is resolved
     wider = dataclasses.replace(resolved, dim=64)
     asked = [(resolved, 2), (resolved, 2), (resolved, 3), (wider, 3), (dataclasses.replace(wider), 3)]
     assert [count(*each) for each in asked] == [64, 64, 96, 192, 192]

@@ -11,6 +11,7 @@ from equal import assert_equal
 from torch import Tensor
 
 from harness.config.model import ModelConfig
+from harness.model.architecture import resolve_model
 from harness.model.decoder import Decoder
 from harness.model.init import draw
 from harness.model.spec import Init, tensors
@@ -24,7 +25,7 @@ def config(tied: bool = False, **numbers: int) -> ModelConfig:
     made = ModelConfig(
         "small", ffn_hidden_dim=256, max_seq_len=64, tied_embeddings=tied, **{**shape, **numbers}
     )
-    return made.resolve()
+    return resolve_model(made)
 
 
 def values(made: ModelConfig, modules: list[str] | None = None, seed: int = 42) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from families_table import PLAIN, changed, set_fields
 from jobs import tiny
 from torch import Tensor
 
+from harness.compose.resolve import resolve
 from harness.config.fields import with_value
 from harness.config.job import Job
 from harness.config.model import ModelConfig
@@ -87,7 +88,7 @@ def test_two_steps_are_those_of_the_published_tables(factor: int, head_dim: int,
     model = wider(factor, head_dim, tied_embeddings=tied)
     sizes = ("training.seq_len=16", "training.global_batch_size=2", "training.max_norm=0")
     job = tiny(*STEP, *sizes, "schedule=constant", "schedule.warmup_steps=0", "model.vocab_size=320")
-    job = dataclasses.replace(job, model=dataclasses.replace(model, vocab_size=320)).resolve(gpus=0)
+    job = resolve(dataclasses.replace(job, model=dataclasses.replace(model, vocab_size=320)), gpus=0)
     set_up_process(job)
     with process_group(job, HOST):
         engine = Engine(job, HOST)

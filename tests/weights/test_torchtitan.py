@@ -18,6 +18,7 @@ from harness.config.attention import AttentionConfig
 from harness.config.fields import with_value
 from harness.config.model import ModelConfig
 from harness.contrib.formats.torchtitan import Torchtitan, torchtitan_arguments
+from harness.model.architecture import resolve_model
 from harness.model.decoder import Decoder
 from harness.util.errors import ConfigError
 from harness.weights.dcp import DistributedSource, write_plain
@@ -51,7 +52,7 @@ def test_its_llama_computes_what_ours_does(name: str, tmp_path: Path) -> None:
 
 
 def test_a_tied_table_stands_under_both_names(tmp_path: Path) -> None:
-    config = dataclasses.replace(LLAMAS["llama"], tied_embeddings=True).resolve()
+    config = resolve_model(dataclasses.replace(LLAMAS["llama"], tied_embeddings=True))
     ours = meta_weights(config)
     source = Torchtitan(Held(ours), config)
     write_plain(source, tmp_path)
@@ -61,7 +62,7 @@ def test_a_tied_table_stands_under_both_names(tmp_path: Path) -> None:
 
 
 def test_rows_of_qwen3_stay_where_they_are() -> None:
-    config = dataclasses.replace(LLAMAS["llama"], family="qwen3").resolve()
+    config = resolve_model(dataclasses.replace(LLAMAS["llama"], family="qwen3"))
     config = with_value(config, "attention.qk_norm", "learned")
     ours = meta_weights(config)
     source = Torchtitan(Held(ours), config)

@@ -15,6 +15,7 @@ from harness.contrib.flux.config import PATCH, PIXELS, FlowConfig
 from harness.model.accounting import Accounting
 from harness.model.architecture import Architecture, changed
 from harness.util.errors import ConfigError, divisors
+from harness.util.versions import torch_version
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -92,8 +93,6 @@ class FluxArchitecture(Architecture):
                 raise ConfigError(name, value, rule, shown)
 
     def check(self, job: Job) -> None:
-        from harness.compose.rules import torch_version
-
         layout, training = job.parallelism, job.training
         self._check_length(job)
         if layout.tp > 1 and torch_version().startswith("2.11."):

@@ -9,6 +9,7 @@ from operator import attrgetter
 from typing import Any, ClassVar, Self
 
 from harness.compose.overrides import FROM_CONFIG, typed_value
+from harness.compose.resolve import resolve
 from harness.config.fields import label
 from harness.config.job import Job
 from harness.util.errors import ConfigError
@@ -74,7 +75,7 @@ class InferenceJob(Job):
             if self.model.moe.enabled and layout.tp > 1:
                 layout = dataclasses.replace(layout, expert_tensor_parallel=True)
             job = dataclasses.replace(job, parallelism=layout)
-        job = super(InferenceJob, job).resolve(launched_ranks=launched_ranks, gpus=gpus)
+        job = resolve(job, launched_ranks=launched_ranks, gpus=gpus)
         # Nothing is updated or reduced: weights are loaded in the format of their products, and held once.
         width = job.precision.param_dtype
         return dataclasses.replace(

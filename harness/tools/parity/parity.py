@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from harness.compose.composer import Composer
+from harness.compose.resolve import resolve
 from harness.compose.verb import Result, Verb
 from harness.config.fields import NUMERICS, label, leaves, part, with_value
 from harness.config.job import Job, differing_numerics
@@ -249,7 +250,7 @@ def in_float32(job: Job) -> Job:
     job = dataclasses.replace(job, precision=type(job.precision)())
     for name, default in formats_of(Job()).items():
         job = with_value(job, name, default)
-    return job.resolve(gpus=0)
+    return resolve(job, gpus=0)
 
 
 def tolerances_of(job: Job, config: ParityConfig) -> tuple[float, float]:
@@ -272,7 +273,7 @@ def comparisons(job: Job) -> list[Job]:
     if lowest_format(job) == "float32":
         return [job]
     balanced = with_value(job, "model.moe.force_balance", True) if job.model.moe.enabled else job
-    return [in_float32(job), balanced.resolve(gpus=0)]
+    return [in_float32(job), resolve(balanced, gpus=0)]
 
 
 def parity(job: ParityJob, overrides: list[str]) -> Result:
@@ -393,7 +394,7 @@ def single_process(job: Job) -> Job:
         rows = job.microbatch_size
     training = dataclasses.replace(job.training, local_batch_size=rows, loss_chunks=1)
     plain = {name: type(getattr(job, name))() for name in ("parallelism", "activation_checkpoint", "compile")}
-    return dataclasses.replace(job, training=training, **plain).resolve(gpus=0)
+    return resolve(dataclasses.replace(job, training=training, **plain), gpus=0)
 
 
 def _largest(expected: list[float], found: list[list[float]]) -> float:

@@ -21,6 +21,7 @@ from harness.tools.plan.elementwise import (
 )
 from harness.tools.plan.machine import DTYPE_BYTES, Machine, expert_groups, group_of
 from harness.tools.plan.operations import Operations
+from harness.tools.plan.parameters import tp_of
 from harness.tools.plan.traffic import Collective, Pass
 
 COUNT_BYTES = 8
@@ -170,9 +171,9 @@ class Worker:
         share = constants.rowwise if float8 and self.job.precision.linear in ROWWISE else 1.0
         inputs, outputs = product.inputs, product.outputs
         if product.split is Split.ROW:
-            inputs //= layout.tp_of(product)
+            inputs //= tp_of(layout, product)
         else:
-            outputs //= layout.tp_of(product)
+            outputs //= tp_of(layout, product)
         if product.split is Split.ROUTER:
             dtype, width = self.router_dtype, DTYPE_BYTES["float32"]
         if not product.is_expert:
@@ -380,7 +381,7 @@ class Worker:
         """Values of a rank's gathered matrices that are counted."""
         layout = self.job.parallelism
         return sum(
-            product.size / layout.tp_of(product) / (layout.ep if product.is_expert else 1)
+            product.size / tp_of(layout, product) / (layout.ep if product.is_expert else 1)
             for product in operations.products
             if counts(product)
         )

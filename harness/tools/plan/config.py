@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from harness.compose.overrides import with_quoted_text
+from harness.compose.resolve import resolve, scale
 from harness.config.fields import check_rules, label
 from harness.config.job import Job
 from harness.util.errors import ConfigError
@@ -62,11 +63,11 @@ class PlanJob(Job):
         self._validate_plan()
         if self.search or self.calibrate is not None:
             self.cluster.validate()
-            return self.scaled()
+            return scale(self)
         job = self
         if self.rehearse:
             job, gpus = put_on_virtual_gpus(self)
-        return Job.resolve(job, launched_ranks=launched_ranks, gpus=gpus)
+        return resolve(job, launched_ranks=launched_ranks, gpus=gpus)
 
     def _validate_plan(self) -> None:
         if self.search and self.verify:

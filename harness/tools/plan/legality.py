@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from harness.compose.resolve import resolve_layout
 from harness.compose.rules import check_torch
 from harness.config.job import Job
 from harness.config.parallelism import AXES
@@ -17,7 +18,7 @@ from harness.util.errors import ConfigError
 class Legality:
     """Evaluate the rules of a job for many points.
 
-    ``Job.resolve`` takes a millisecond, and a search has a hundred thousand points. So a rule that depends on
+    ``resolve`` takes a millisecond, and a search has a hundred thousand points. So a rule that depends on
     few of the searched fields is evaluated once per combination of these. Points that the search selects are
     resolved completely.
     """
@@ -93,7 +94,7 @@ class Legality:
         if not self._passed:
             point.job(self._plain)
             self._passed = True
-        point.job_unchecked(self._plain).resolve_layout(gpus=gpus_of(self.base))
+        resolve_layout(point.job_unchecked(self._plain), gpus=gpus_of(self.base))
 
     def _check_format(self, point: Point) -> None:
         """Check that the shapes a rank multiplies are legal in the format."""

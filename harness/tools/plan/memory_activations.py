@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 from harness.config.job import Job
-from harness.model.architecture import architecture_of
+from harness.model.architecture import architecture_of, block_kinds
 from harness.precision.linears import sort_linears
 from harness.tools.plan.activations import (
     ActivationSplit,
@@ -15,7 +15,6 @@ from harness.tools.plan.activations import (
     SavedTensor,
     prediction_activations,
 )
-from harness.tools.plan.operations import block_kinds
 from harness.tools.plan.parameters import BYTES
 
 FLOAT32 = 4

@@ -5,12 +5,10 @@ All counts are for one token and one forward pass, before any layout splits it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 
-from harness.config.model import ModelConfig, of_one_model
+from harness.config.model import ModelConfig
 from harness.model.accounting import attention_flops
-from harness.model.architecture import architecture_of
 from harness.model.blocks import block_of
 from harness.model.spec import TensorSpec, block_tensors
 
@@ -76,10 +74,3 @@ def pre_norm_operations(model: ModelConfig, layer: int, seq_len: int) -> Operati
         expert_gate_width=of.top_k * of.hidden_dim if has_experts else 0,
         expert_width=of.top_k * model.dim if has_experts else 0,
     )
-
-
-@of_one_model
-def block_kinds(model: ModelConfig) -> list[tuple[Hashable, ...]]:
-    """A key for each block; blocks with equal keys have the same operations."""
-    architecture = architecture_of(model)
-    return [(architecture.block_kind(model, layer),) for layer in range(model.num_blocks)]

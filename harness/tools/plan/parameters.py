@@ -23,10 +23,9 @@ from harness.config.optimizer_kinds import KINDS
 from harness.config.parallelism import ParallelismConfig
 from harness.config.precision import PrecisionConfig
 from harness.config.stages import split_modules, stages_of_rank
-from harness.model.architecture import architecture_of
+from harness.model.architecture import architecture_of, block_kinds
 from harness.model.spec import TensorSpec, fsdp_groups, tensors
 from harness.optimizer.settings import kind_of
-from harness.tools.plan.operations import block_kinds
 
 BYTES = {"float32": 4, "bfloat16": 2, "float8": 1}
 """Bytes per value of each format."""
@@ -280,7 +279,7 @@ def _held(spec: TensorSpec, group: str, layout: ParallelismConfig) -> HeldTensor
         shards, dim = layout.expert_shards, layout.expert_shard_dim(spec.experts)
         local = _cut(local, 0, layout.ep)
     if spec.split_dim is not None:
-        local = _cut(local, spec.split_dim, layout.tp_of(spec))
+        local = _cut(local, spec.split_dim, tp_of(layout, spec))
     return HeldTensor(spec, group, local, _cut(local, dim, shards), dim)
 
 
@@ -294,3 +293,9 @@ def _group_of(name: str, groups: Mapping[str, str]) -> str:
 def _cut(shape: tuple[int, ...], dim: int, ranks: int) -> tuple[int, ...]:
     """The first, longest piece of a dimension split over ranks."""
     return (*shape[:dim], -(-shape[dim] // ranks), *shape[dim + 1 :])
+
+
+def tp_of(layout: ParallelismConfig, tensor: TensorSpec) -> int:
+    """Tensor-parallel ranks that split a tensor of the model."""
+    split = tensor.split_dim is not None and (layout.expert_tensor_parallel or not tensor.is_expert)
+    return layout.tp if split else 1

@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 from harness.config.job import Job
 from harness.config.parallelism import ParallelismConfig
 from harness.config.stages import num_stages, split_modules, stages_of_rank
+from harness.model.architecture import block_kinds
 from harness.precision.linears import sort_linears
 from harness.tools.plan.block_cost import Block, Worker
 from harness.tools.plan.fsdp_cost import Sharer
 from harness.tools.plan.machine import Machine
 from harness.tools.plan.memory import RankStep, equal_stages, memory_limit
 from harness.tools.plan.memory_activations import ActivationBytes
-from harness.tools.plan.operations import block_kinds
 from harness.tools.plan.order import fullest, passes_of_rank
 from harness.tools.plan.parameters import RankParameters, parameters_of
 from harness.tools.plan.plan import Action

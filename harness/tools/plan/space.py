@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
 
+from harness.compose.resolve import resolve
 from harness.config.cluster import count_gpus
 from harness.config.job import Job
 from harness.config.parallelism import AXES, ParallelismConfig
 from harness.config.pipeline_schedules import SCHEDULES
 from harness.config.stages import fitting_layers_per_stage, num_stages
+from harness.model.architecture import resolve_model
 from harness.util.errors import ConfigError, divisors
 
 MODES = ("none", "selective_op", "full")
@@ -91,7 +93,7 @@ class Point(NamedTuple):
         Raises:
             ConfigError: the job is not legal.
         """
-        return self.job_unchecked(base).resolve(gpus=gpus_of(base))
+        return resolve(self.job_unchecked(base), gpus=gpus_of(base))
 
     def job_unchecked(self, base: Job) -> Job:
         """Like ``job``, for a legal point: its rules are not checked again."""
@@ -142,8 +144,7 @@ class Space:
         """
         base.cluster.validate()
         optimizer = base.optimizer.resolve(base.precision.master_dtype, base.precision.param_dtype)
-        base = replace(base, model=base.model.resolve(), optimizer=optimizer)
-        base.model.validate()
+        base = replace(base, model=resolve_model(base.model), optimizer=optimizer)
         if base.training.global_batch_size is None:
             rule = "a search compares layouts at one batch, and null gives every layout its own"
             raise ConfigError("training.global_batch_size", None, rule, "a number of sequences")

@@ -15,12 +15,12 @@ from harness.config.optimizer_kinds import KINDS
 from harness.config.stages import split_modules, stages_of_rank
 from harness.metrics.mfu import mfu
 from harness.model.accounting import account
+from harness.model.architecture import block_kinds
 from harness.model.spec import tensors
 from harness.optimizer.settings import exchanges, kinds_of
 from harness.tools.plan.block_cost import Block, Worker
 from harness.tools.plan.fsdp_cost import Sharer, Sharing
 from harness.tools.plan.machine import DTYPE_BYTES, Group, Machine, group_of
-from harness.tools.plan.operations import block_kinds
 from harness.tools.plan.order import gathering_passes, pipeline_order
 from harness.tools.plan.parameters import parameters_of
 from harness.tools.plan.plan import PARTS, Action, Speed, Traffic

@@ -17,7 +17,7 @@ from harness.config.parallelism import ParallelismConfig
 from harness.model.spec import TensorSpec
 from harness.optimizer.assignment import Matrices, Unit, assign, orthogonalization_flops
 from harness.optimizer.settings import TensorSettings, exchanges, tensor_settings
-from harness.tools.plan.parameters import BYTES, RankParameters
+from harness.tools.plan.parameters import BYTES, RankParameters, tp_of
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def _flops(shapes: Mapping[tuple[int, int], int], steps: int) -> float:
 def _cell(layout: ParallelismConfig, spec: TensorSpec) -> _Cell:
     """The holders of a tensor's matrices (``parallelism/mesh.py``): the axes that do not divide experts."""
     sizes = {"dp_replicate": layout.dp_replicate, "shard": layout.parameter_shards, "tp": layout.tp}
-    replicated = ("dp_replicate",) if layout.tp_of(spec) == layout.tp else ("dp_replicate", "tp")
+    replicated = ("dp_replicate",) if tp_of(layout, spec) == layout.tp else ("dp_replicate", "tp")
     if spec.is_expert:
         by_expert = layout.expert_shard_dim(spec.experts) == 0
         sizes = {

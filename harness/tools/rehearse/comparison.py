@@ -10,7 +10,7 @@ from harness.config.stages import split_modules, stages_of_rank
 from harness.model.architecture import architecture_of
 from harness.model.spec import block_tensors
 from harness.tools.plan.machine import machine_of
-from harness.tools.plan.parameters import parameters_of
+from harness.tools.plan.parameters import parameters_of, tp_of
 from harness.tools.plan.plan import Plan
 from harness.tools.plan.step_time import StepModel
 from harness.tools.plan.update import planned_update
@@ -98,7 +98,7 @@ def product_flops(job: Job, pp_rank: int) -> float:
         for tensor in block_tensors(model, layer):
             if tensor.is_matrix and not tensor.is_expert:
                 share = architecture.row_share(model, tensor, job.training.seq_len)
-                values += share * tensor.size / layout.tp_of(tensor)
+                values += share * tensor.size / tp_of(layout, tensor)
     if "output" in own:
         values += architecture.outputs(model) * model.dim / layout.tp
     rows = job.global_batch_size // layout.data_parallel * job.training.seq_len / layout.cp

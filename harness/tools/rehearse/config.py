@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from harness.compose.resolve import resolve
 from harness.config.fields import label, part
 from harness.config.job import Job
 from harness.tools.plan.config import put_on_virtual_gpus
@@ -47,7 +48,7 @@ class RehearseJob(Job):
     def resolve(self, *, launched_ranks: int | None = None, gpus: int | None = None) -> RehearseJob:
         """Resolve the job as on a machine that has the virtual GPUs."""
         job, gpus = put_on_virtual_gpus(self)
-        job = Job.resolve(job, launched_ranks=launched_ranks, gpus=gpus)
+        job = resolve(job, launched_ranks=launched_ranks, gpus=gpus)
         job.rehearse.validate(job.world_size)
         return job
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from harness.compose.arguments import Argument, report_folder
-from harness.compose.size import COUNTED
 from harness.compose.verb import Result, Verb
+from harness.config.scale import COUNTED
 from harness.launch.sweep.registry import FILE as SWEEP
 from harness.launch.sweep.study_record import StudyRecord
 from harness.tools.plan.constants import Calibration

@@ -20,6 +20,7 @@ from tiers import THOROUGH
 
 from harness.compose import rules as job_rules
 from harness.compose.composer import compose_job, compose_points
+from harness.compose.resolve import resolve
 from harness.config.job import Job, differing_numerics
 from harness.config.parallelism import AXES
 from harness.config.stages import num_stages
@@ -83,12 +84,13 @@ def every_job(base: Job, ranks: int) -> Iterator[Job]:
                 continue  # a pipeline is filled and drained once per step
             moved = of | {"pp_microbatch_size": size, "pp_schedule": schedule, "pp_layers_per_stage": layers}
             try:
-                yield replace(
+                job = replace(
                     base,
                     parallelism=replace(base.parallelism, **moved),
                     training=replace(base.training, local_batch_size=local),
                     activation_checkpoint=replace(base.activation_checkpoint, mode=mode),
-                ).resolve(gpus=0)
+                )
+                yield resolve(job, gpus=0)
             except ConfigError:
                 continue
 

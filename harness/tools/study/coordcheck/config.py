@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from harness.compose.resolve import resolve
 from harness.config.fields import label, part
 from harness.config.job import Job
 from harness.model.architecture import require_decoder
@@ -39,9 +40,9 @@ class CoordCheckConfig:
         # The head must return logits, not the loss.
         training = replace(job.training, loss_chunks=1)
         return {
-            width: replace(
-                job, training=training, model=job.model.at_width(width, field="coordcheck.widths")
-            ).resolve()
+            width: resolve(
+                replace(job, training=training, model=job.model.at_width(width, field="coordcheck.widths"))
+            )
             for width in sorted(set(self.widths))
         }
 
