@@ -22,6 +22,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from harness.launch.begin import begin
+
 ROOT = Path(__file__).resolve().parent.parent
 # A step of about 100 ms.
 JOB = [
@@ -77,7 +79,7 @@ def measure(overrides: list[str], steps: int) -> dict[str, Any]:
     overrides = [*overrides, f"training.steps={steps}", f"runs_dir={folder}"]
     job = compose_job([*overrides, "metrics.console=none", "cluster.device=cpu", "checkpoint=disabled"])
     run_folder = RunFolder(job.run_dir)
-    run_folder.begin(job, overrides)
+    begin(run_folder, job, overrides)
     device = torch.device("cpu")
     work, norm = [0.0], [0.0]
     rows: list[tuple[float, float, float]] = []

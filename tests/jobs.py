@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from harness.compose.composer import compose_job
 from harness.config.job import Job
+from harness.launch.begin import begin
 from harness.run.folder import RunFolder
 from harness.train.rank import run_rank
 
@@ -37,7 +38,7 @@ def train(runs_dir: Path, *overrides: str, adopt: bool = False) -> Run:
     """Train one block of a ``tiny`` job as the command of a single rank does."""
     job = tiny("model.n_layers=1", *overrides, f"runs_dir={runs_dir}")
     folder = RunFolder(job.run_dir)
-    folder.begin(job, list(overrides), adopt=adopt)
+    begin(folder, job, list(overrides), adopt=adopt)
     try:
         return Run(run_rank(job, folder, started=time.monotonic()), folder, job)
     finally:

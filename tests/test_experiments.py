@@ -25,9 +25,9 @@ import measure
 import titan_gpu
 
 from harness.compose.composer import compose_job
+from harness.launch.rows import load
 from harness.model.accounting import account
 from harness.model.decoder import Decoder
-from harness.tools.report.rows import load
 
 EXPERIMENTS = Path(__file__).resolve().parents[1] / "experiments"
 MODEL = '{"dim": 64, "n_layers": 4, "n_heads": 8, "n_kv_heads": 4, "ffn_hidden_dim": 128, "vocab_size": 256}'

@@ -20,8 +20,12 @@ from harness.checkpoint.resume import find_start, folder_of, no_usable_error, wr
 from harness.checkpoint.state import (
     OPTIMIZER,
     RNG,
+    Exchange,
+    Trained,
     allocate_optimizer_state,
+    is_finite,
     model_state,
+    non_finite_warning,
     optimizer_state,
     rng_key,
     set_rng_state,
@@ -30,11 +34,8 @@ from harness.checkpoint.storage import Reader
 from harness.config.job import Job
 from harness.data.loader import Loader
 from harness.model.spec import tensor_shapes
-from harness.train.engine import Engine
 from harness.util.errors import MachineError, UserError
 from harness.util.tables import degrees_in_words
-from harness.weights import on_ranks
-from harness.weights.source import is_finite, non_finite_warning
 
 
 @dataclass(frozen=True)
@@ -61,11 +62,14 @@ class CheckpointLoader:
         engine: receives parameters and optimizer state.
         loader: receives the data position.
         ranks: the ranks.
+        weights: loads other projects' weights.
     """
 
-    def __init__(self, job: Job, run_dir: Path, engine: Engine, loader: Loader, ranks: RankGroup) -> None:
+    def __init__(
+        self, job: Job, run_dir: Path, engine: Trained, loader: Loader, ranks: RankGroup, weights: Exchange
+    ) -> None:
         self.job, self.config, self.run_dir = job, job.checkpoint, run_dir
-        self.engine, self.loader, self.ranks = engine, loader, ranks
+        self.engine, self.loader, self.ranks, self.weights = engine, loader, ranks, weights
         self.folder = CheckpointFolder(folder_of(job, run_dir))
 
     def start(self) -> Resumed:
@@ -160,8 +164,8 @@ class CheckpointLoader:
         path, group = checkpoint.path, self.ranks.group
         try:
             if self.config.initial_load_in_hf:
-                self.ranks.on_rank_zero(lambda: on_ranks.check(path, self.job.model))
-                on_ranks.load(path, self.job.model, model_state(self.engine), self.ranks)
+                self.ranks.on_rank_zero(lambda: self.weights.check(path, self.job.model))
+                self.weights.load(path, self.job.model, model_state(self.engine), self.ranks)
                 return {}
             self.ranks.on_rank_zero(lambda: self._require_parameters(checkpoint))
             if not self.config.initial_load_model_only:

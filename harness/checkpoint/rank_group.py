@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from harness.checkpoint.catalog import DamagedCheckpoint
-from harness.train.setup import CHECKPOINT_GROUP
 from harness.util.errors import HarnessError, MachineError, UserError
 
 T = TypeVar("T")
+CHECKPOINT_GROUP = "checkpoint"
 
 
 class PeerFailed(MachineError):

@@ -26,14 +26,12 @@ from harness.checkpoint.catalog import (
 )
 from harness.checkpoint.rank_group import RankGroup
 from harness.checkpoint.resume import folder_of
-from harness.checkpoint.state import model_state, optimizer_state, rng_key, rng_state
+from harness.checkpoint.state import Exchange, Trained, model_state, optimizer_state, rng_key, rng_state
 from harness.checkpoint.storage import Writer
 from harness.config.job import Job
 from harness.data.loader import Loader, merge_states
-from harness.train.engine import Engine
 from harness.util.errors import MachineError, UserError
 from harness.util.locks import LockedError
-from harness.weights import on_ranks
 
 
 class SaveFailed(MachineError):
@@ -86,6 +84,7 @@ class Saver:
         engine: parameters and optimizer state to save.
         loader: data position to save.
         ranks: the ranks.
+        weights: writes other projects' weights.
         say: prints a line for the user, on rank 0.
 
     Attributes:
@@ -100,13 +99,14 @@ class Saver:
         self,
         job: Job,
         run_dir: Path,
-        engine: Engine,
+        engine: Trained,
         loader: Loader,
         ranks: RankGroup,
+        weights: Exchange,
         say: Callable[[str], None],
     ) -> None:
         self.job, self.config = job, job.checkpoint
-        self.engine, self.loader, self.ranks, self.say = engine, loader, ranks, say
+        self.engine, self.loader, self.ranks, self.weights, self.say = engine, loader, ranks, weights, say
         self.folder = CheckpointFolder(folder_of(job, run_dir))
         if engine.device.type != "cuda":
             self.config.refuse_pinned_memory(f"ranks compute on {engine.device.type}")
@@ -143,7 +143,7 @@ class Saver:
                 "checkpoint.load_only=true, or checkpoint=disabled"
             ) from error
         if self.config.last_save_in_hf:
-            on_ranks.check_export(self.job)
+            self.weights.check_export(self.job)
 
     @property
     def is_staging(self) -> bool:
@@ -262,8 +262,8 @@ class Saver:
         try:
             self._dcp_save(temporary, self._exported(), {**manifest, "holds": "model"})
             self.ranks.on_rank_zero(lambda: make_room(target))
-            self.ranks.everywhere(lambda: on_ranks.write_share(temporary, target, self.job, (rank, size)))
-            self.ranks.on_rank_zero(lambda: on_ranks.finish(temporary, target, self.job, manifest))
+            self.ranks.everywhere(lambda: self.weights.write_share(temporary, target, self.job, (rank, size)))
+            self.ranks.on_rank_zero(lambda: self.weights.finish(temporary, target, self.job, manifest))
         finally:
             if rank == 0:
                 self._drop(temporary)

@@ -14,24 +14,27 @@ from __future__ import annotations
 import base64
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from harness.checkpoint.rank_group import RankGroup
+from harness.config.job import Job
+from harness.config.model import ModelConfig
 from harness.model.part import ModelPart
 from harness.model.spec import is_buffer
 from harness.parallelism.mesh import Mesh
 from harness.precision.swap import plain
-from harness.train.engine import Engine
 
 OPTIMIZER, RNG = "optimizer.", "rng."
+NAMES_SHOWN = 3  # in a warning
 
 
 class HasWeights(Protocol):
-    """An ``Engine``, or a model that is not trained."""
+    """A model on this rank."""
 
     @property
     def parts(self) -> Sequence[ModelPart]:
@@ -43,6 +46,30 @@ class HasWeights(Protocol):
         ...
 
 
+class Trained(HasWeights, Protocol):
+    """A model that is trained: the ``Engine``."""
+
+    device: torch.device
+    mesh: Mesh
+    parameters: list[Tensor]
+    optimizer: Any
+    schedule: Any
+
+    def set_schedule(self, steps: int) -> None:
+        """Move the schedule to its state after ``steps`` updates."""
+        ...
+
+
+class Exchange(Protocol):
+    """Load and export weights in another project's format, on all ranks (``weights.on_ranks``)."""
+
+    def check(self, path: str, model: ModelConfig) -> None: ...
+    def load(self, path: str, model: ModelConfig, state: Mapping[str, Tensor], ranks: RankGroup) -> None: ...
+    def check_export(self, job: Job) -> None: ...
+    def write_share(self, source: str, target: str, job: Job, share: tuple[int, int]) -> None: ...
+    def finish(self, source: str, target: str, job: Job, manifest: dict[str, Any]) -> None: ...
+
+
 def model_state(model: HasWeights, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """This rank's parameters, cast if ``dtype`` is given, and its saved buffers."""
     weights = {name: plain(parameter.detach()) for name, parameter in model.named_parameters()}
@@ -51,7 +78,7 @@ def model_state(model: HasWeights, dtype: torch.dtype | None = None) -> dict[str
     return weights | {name: buffer for name, buffer in buffers if is_buffer(name)}
 
 
-def optimizer_state(engine: Engine) -> dict[str, Tensor]:
+def optimizer_state(engine: Trained) -> dict[str, Tensor]:
     """The optimizer's tensors for this rank's parameters; empty before its first step."""
     return {
         f"{OPTIMIZER}state.{name}.{key}": value
@@ -60,7 +87,7 @@ def optimizer_state(engine: Engine) -> dict[str, Tensor]:
     }
 
 
-def allocate_optimizer_state(engine: Engine) -> None:
+def allocate_optimizer_state(engine: Trained) -> None:
     """Make the optimizer create its state tensors, if it has none, so that they can be loaded.
 
     Optimizers create them in ``step``; a step with learning rate 0 and zero gradients changes no weight.
@@ -120,3 +147,26 @@ def _text(state: Tensor) -> str:
 
 def _tensor(text: str) -> Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all values of a tensor are finite."""
+    # min and max propagate NaN, and need no second tensor of this size.
+    return not tensor.numel() or all(bool(extreme.isfinite()) for extreme in tensor.aminmax())
+
+
+def non_finite_warning(names: Sequence[str], tensors: int, what: str) -> str | None:
+    """Return a warning about tensors with non-finite values; None if ``names`` is empty.
+
+    Args:
+        names: the tensors with non-finite values.
+        tensors: the number of all tensors.
+        what: a participle for the message, ``written`` or ``loaded``.
+    """
+    if not names:
+        return None
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return (
+        f"WARNING {len(names)} of {tensors} tensors hold NaN or infinite values: "
+        f"{', '.join(names[:NAMES_SHOWN])}{more}; they were {what} as they are"
+    )

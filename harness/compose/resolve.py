@@ -70,7 +70,7 @@ def resolve_layout(job: J, *, launched_ranks: int | None = None, gpus: int | Non
     _check_parts(job)
     on_cpu = job.cluster.device == "cpu" or (here and gpus == 0)
     rules.check_async_tp(job, on_cpu=on_cpu)
-    rules.check_device(job, on_cpu=on_cpu)
+    job.training.check_device(on_cpu=on_cpu)
     rules.check_heads_of_flex(job)
     experts = job.precision.linear != "none" and sort_linears(model, job.precision).has_experts
     require_hardware(job.precision, job.cluster, gpus if here else None, experts=experts)

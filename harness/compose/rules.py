@@ -100,14 +100,6 @@ def check_async_tp(job: Job, *, on_cpu: bool) -> None:
             raise ConfigError("parallelism.async_tp", True, rule, instead)
 
 
-def check_device(job: Job, *, on_cpu: bool) -> None:
-    """Reject an attention backend that cannot train on a CPU; each rank checks its own device again."""
-    backend = job.training.attention
-    if on_cpu and backend in ("flex", "varlen"):
-        rule = "trains on GPUs only, and the ranks compute on CPUs"
-        raise ConfigError("training.attention", backend, rule, ["sdpa"])
-
-
 def check_heads_of_flex(job: Job) -> None:
     """Check that heads are wide enough for FlexAttention."""
     narrowest = min(job.model.head_width, job.model.value_width)

@@ -68,6 +68,12 @@ class TrainingConfig:
     gc_interval: int = execution(50, least=0)
     """Steps between garbage collections, at the same step on all ranks; 0: Python decides when to collect."""
 
+    def check_device(self, *, on_cpu: bool) -> None:
+        """Refuse an attention backend that cannot train on a CPU; each rank checks its own device again."""
+        if on_cpu and self.attention in ("flex", "varlen"):
+            rule = "trains on GPUs only, and the ranks compute on CPUs"
+            raise ConfigError("training.attention", self.attention, rule, ["sdpa"])
+
     def resolve(self, replicas: int, scheduled: Sequence[int] = ()) -> TrainingConfig:
         """Return the options with the batch sizes set.
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from harness.config.job import Job
+from harness.launch.begin import begin
 from harness.launch.dead_ranks import RankDied, count_memory_kills, record_dead, record_left
 from harness.launch.ranks import openmp_environment, rank_environment, rendezvous_store
 from harness.run.folder import RunFolder
@@ -49,7 +50,7 @@ def start(job: Job, folder: RunFolder, overrides: list[str]) -> int:
     if job.cluster.dry_run:
         rule = "shows a job for SLURM, and cluster.kind is local"
         raise ConfigError("cluster.dry_run", True, rule, "cluster=slurm, or false with --cfg job")
-    folder.begin(job, overrides, adopt=True)
+    begin(folder, job, overrides, adopt=True)
     return launch(job, folder, ends_process=True)
 
 

@@ -23,6 +23,7 @@ from harness.checkpoint.resume import is_finished, show_finished
 from harness.config.failures import VICTIMS, kind_of_text
 from harness.config.job import Job
 from harness.launch import queue
+from harness.launch.begin import begin_again
 from harness.launch.dead_ranks import dead_ranks, only_victims, record_dead, record_left, unnamed_ranks
 from harness.launch.node_check import UnfitNodes, check_nodes
 from harness.launch.ranks import rank_environment, rendezvous_store
@@ -166,7 +167,7 @@ def _begin(job: Job, folder: RunFolder, allocation: Allocation) -> None:
     deadline = time.monotonic() + HOLD_SECONDS
     while True:
         try:
-            folder.begin_again(job)
+            begin_again(folder, job)
             break
         except UserError:
             if time.monotonic() > deadline:

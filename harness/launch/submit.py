@@ -6,6 +6,7 @@ import math
 import sys
 
 from harness.config.job import Job
+from harness.launch.begin import begin
 from harness.launch.close_lost import close_run
 from harness.launch.follow import follow, queued
 from harness.launch.preflight import require_inputs
@@ -107,7 +108,7 @@ def submit(
         require_inputs(job)
     try:
         for job, folder, own in zip(submission.jobs, folders, overrides, strict=True):
-            folder.begin(job, own, adopt=adopt, state="submitted")
+            begin(folder, job, own, adopt=adopt, state="submitted")
         return submission.submit()
     except BaseException as error:
         # After ^C the job may be in the queue; it is found by its name.

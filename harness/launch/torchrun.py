@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from harness.checkpoint.resume import is_finished, show_finished
 from harness.config.job import Job
+from harness.launch.begin import begin
 from harness.launch.ranks import openmp_environment
 from harness.run.folder import RunFolder
 from harness.train.finish import finish_run
@@ -84,7 +85,7 @@ def _begin_on_rank_0(
             show_finished(job, folder.path)
             outcome = _FINISHED
         else:
-            folder.begin(job, overrides, adopt=True)
+            begin(folder, job, overrides, adopt=True)
     except UserError as error:
         # Show it before the other ranks receive the decision: torchrun ends all ranks when the first ends.
         sys.stderr.write(f"error: {error}\n")

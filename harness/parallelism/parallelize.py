@@ -6,7 +6,6 @@ from functools import partial
 
 import torch
 
-from harness.compose.rules import check_device
 from harness.config.job import Job
 from harness.config.stages import split_modules, stages_of_rank
 from harness.config.training import ATTENTION
@@ -36,7 +35,7 @@ def build_model_parts(job: Job, mesh: Mesh, device: torch.device) -> list[ModelP
     Returns:
         The parts in the order of their stages, materialized.
     """
-    check_device(job, on_cpu=device.type == "cpu")
+    job.training.check_device(on_cpu=device.type == "cpu")
     parts = build_on_meta(job, mesh, device)
     parameter_device = torch.device("cpu") if job.parallelism.cpu_offload else device
     for part in parts:

@@ -13,7 +13,6 @@ import contextlib
 import functools
 import os
 import platform
-import shutil
 import socket
 import sys
 import time
@@ -21,25 +20,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from harness.checkpoint.resume import CONTINUES, can_resume
 from harness.config.failures import ERROR_FIELDS_IN_ROW
 from harness.config.job import Job
-from harness.launch.siblings import unfinished_siblings
 from harness.metrics.result import git_commit, versions, write_json_atomically, write_result
-from harness.metrics.slow import FILE as SLOW
 from harness.run.errors import RunErrors
-from harness.run.status import EVALUATIONS, LOCK, METRICS, RESERVE, RESERVED_BYTES, is_running
+from harness.run.status import LOCK, RESERVE, RESERVED_BYTES, is_running
 from harness.util.errors import UserError
 from harness.util.files import write_atomically
 from harness.util.locks import LockedError, lock
 
-DESCRIPTION = ("job.json", "overrides.txt", "code.json", CONTINUES, "slurm")
-PER_ATTEMPT = (
-    *("result.json", "status.json", "errors", "logs", "evidence", "flight_recorder", "profile", "phases"),
-    SLOW,
-)
-# An attempt that resumes appends to these.
-PER_CURVE = (METRICS, EVALUATIONS, "metrics", "tensorboard")
 LEAVING_SECONDS = 10.0
 
 
@@ -49,30 +38,6 @@ class RunFolder(RunErrors):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._lock: IO[bytes] | None = None
-
-    def begin(self, job: Job, overrides: list[str], *, adopt: bool = False, state: str = "starting") -> None:
-        """Prepare the folder for an attempt, and lock it.
-
-        Files of an earlier attempt move to ``attempts/<n>``. The metrics stay if there is a checkpoint to
-        resume from.
-
-        Args:
-            job: the resolved job.
-            overrides: the overrides on the command line.
-            adopt: whether to resume from stopped runs of the same experiment on other layouts, if their
-                checkpoints are newer.
-            state: the new state in ``status.json``.
-
-        Raises:
-            UserError: the same job is running in the folder, or the folder cannot be written.
-        """
-        with self._locked(job):
-            others = unfinished_siblings(job) if adopt else []
-            self._archive_earlier_attempt(job, (*DESCRIPTION, *PER_ATTEMPT))
-            self._describe(job, overrides)
-            if others:
-                write_json_atomically(self.path / CONTINUES, {"folders": others})
-            self.set_status(state)
 
     def plan(self, job: Job, overrides: list[str]) -> None:
         """Describe a job that will run here later, unless an attempt has already started.
@@ -84,25 +49,10 @@ class RunFolder(RunErrors):
             return
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._describe(job, overrides)
+            self.describe(job, overrides)
             self.set_status("planned")
         except OSError as error:
             raise UserError(f"runs_dir={job.runs_dir}: cannot write the run folder: {error}") from error
-
-    def begin_again(self, job: Job) -> None:
-        """Prepare the folder for another attempt of the job described in it, and lock it.
-
-        Before the first attempt of a submitted job, the folder is as ``begin`` left it.
-
-        Raises:
-            UserError: the same job is running in the folder, or the folder cannot be written.
-        """
-        with self._locked(job):
-            if self.state != "submitted":
-                self._archive_earlier_attempt(job, PER_ATTEMPT)
-            for name in ("errors", "logs"):
-                (self.path / name).mkdir(exist_ok=True)
-            self.set_status("starting")
 
     def read_job(self) -> Job:
         """Return the job in ``job.json``.
@@ -116,7 +66,7 @@ class RunFolder(RunErrors):
             raise UserError(f"{self.path}: no job.json; the folder was removed or never created") from None
 
     @contextlib.contextmanager
-    def _locked(self, job: Job) -> Iterator[None]:
+    def locked(self, job: Job) -> Iterator[None]:
         """Lock the folder and keep the lock, unless the body raises."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -131,7 +81,7 @@ class RunFolder(RunErrors):
             self.release()
             raise
 
-    def _describe(self, job: Job, overrides: list[str]) -> None:
+    def describe(self, job: Job, overrides: list[str]) -> None:
         """Write job, overrides and code version; create the folders that ranks write into."""
         for name in ("errors", "logs"):
             (self.path / name).mkdir(exist_ok=True)
@@ -228,25 +178,6 @@ class RunFolder(RunErrors):
     def _running(self, status: dict[str, Any]) -> UserError:
         process = f" (pid {status['pid']} on {status.get('host')})" if "pid" in status else ""
         return UserError(f"{self.path}: this job is already running{process}; wait for it or stop it")
-
-    def _archive_earlier_attempt(self, job: Job, names: tuple[str, ...]) -> None:
-        """Move files of an earlier attempt to ``attempts/<n>``."""
-        if self.state == "planned":
-            return  # no earlier attempt
-        resumes = can_resume(job, self.path)
-        names = names if resumes else (*names, *PER_CURVE)
-        present = [self.path / name for name in names if (self.path / name).exists()]
-        if not present:
-            return
-        last = self.earlier_attempt
-        target = self.path / "attempts" / str(1 if last is None else 1 + int(last.name))
-        target.mkdir(parents=True)
-        for path in present:
-            path.rename(target / path.name)
-        curve = self.path / METRICS
-        if resumes and job.checkpoint.load_step >= 0 and curve.exists():
-            # Keep a copy: rows after load_step are cut off, and the new attempt may not repeat them.
-            shutil.copy2(curve, target)
 
 
 @functools.cache

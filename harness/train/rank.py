@@ -149,8 +149,8 @@ def _train(job: Job, folder: RunFolder, rank: int, run: Run, started: float, sto
     """Set up the process, train, and tear it down; return the exit code."""
     process.set_environment(job, folder.path)
     with process.importing_torch():
-        from harness.metrics.rows import shown_summary
         from harness.train.engine import Engine
+        from harness.train.rows import shown_summary
         from harness.train.setup import pick_device, process_group, set_up_process
         from harness.train.trainer import Trainer
 

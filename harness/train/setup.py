@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from harness.checkpoint.rank_group import CHECKPOINT_GROUP
 from harness.config.cluster import count_gpus, node_name
 from harness.config.job import Job
 from harness.util.errors import ConfigError, UserError
@@ -122,9 +123,6 @@ def _is_not_known_noise(record: logging.LogRecord) -> bool:
     text = str(record.msg).strip()
     begins = ("While redistributing from", "Detected that context_fn", "Failed to load /")
     return not (text.startswith(begins) or "is now natively supported by torch.compile as an opaque" in text)
-
-
-CHECKPOINT_GROUP = "checkpoint"
 
 
 @contextmanager

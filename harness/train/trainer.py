@@ -16,11 +16,11 @@ from harness.checkpoint.save import SaveFailed, Saver
 from harness.config.job import Job
 from harness.data.prefetch import Prefetcher
 from harness.data.tokenizer import build_tokenizer
+from harness.metrics.efficiency import Efficiency
 from harness.metrics.memory import allocator, peak_memory_gib
 from harness.metrics.mfu import describe_inputs
 from harness.metrics.profiler import Profiler
 from harness.metrics.recorder import Recorder
-from harness.metrics.rows import Efficiency, Row, rank_row, result_row, step_row
 from harness.metrics.window import StepTimer, Window
 from harness.parallelism.compile import CompileWatch
 from harness.precision.linears import sort_linears, warning_of_eager
@@ -36,11 +36,13 @@ from harness.train.phases import PhaseLog
 from harness.train.process import garbage_collection
 from harness.train.progress import Progress, device_name, device_peak
 from harness.train.rank_metrics import RankMetrics
+from harness.train.rows import Row, rank_row, result_row, step_row
 from harness.train.setup import set_timeouts
 from harness.train.signals import StopRequest, ignore_stop_signals
 from harness.train.steps import Step, StepQueue
 from harness.util.annotation import annotated
 from harness.util.errors import NonFiniteError, UserError
+from harness.weights import on_ranks
 
 
 class Trainer:
@@ -86,7 +88,7 @@ class Trainer:
             if self.validation_loader is not None
             else None
         )
-        self.saver = Saver(job, folder.path, engine, self.loader, self.ranks, self._message)
+        self.saver = Saver(job, folder.path, engine, self.loader, self.ranks, on_ranks, self._message)
         rank = dist.get_rank() if dist.is_initialized() else 0
         watching = job.world_size > 1 and job.debug.flight_recorder > 0
         self.watch = StepWatch(folder.path, rank, enabled=watching)
@@ -227,7 +229,9 @@ class Trainer:
         """Load the checkpoint or weights that the run starts from."""
         if self.job.checkpoint.enable:
             self.saver.prepare()
-            starter = CheckpointLoader(self.job, self.folder.path, self.engine, self.loader, self.ranks)
+            starter = CheckpointLoader(
+                self.job, self.folder.path, self.engine, self.loader, self.ranks, on_ranks
+            )
             resumed = starter.start()
             for message in resumed.messages:
                 self._message(message)

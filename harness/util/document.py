@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.tools.report.words import formatted
 from harness.util import tables
+from harness.util.tables import formatted
 
 Row = dict[str, Any]
 

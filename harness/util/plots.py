@@ -9,8 +9,8 @@ from math import log10
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.tools.report.words import NOT_MEASURED
 from harness.util.files import write_atomically
+from harness.util.tables import NOT_MEASURED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

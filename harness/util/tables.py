@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
+MISSING = "–"
+NOT_MEASURED = "not measured"
 GIB = 2**30
 
 
@@ -96,3 +99,17 @@ def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]], right: Coll
     return "\n".join(
         [f"| {' | '.join(headings)} |", f"|{'|'.join(marks)}|", *(f"| {' | '.join(row)} |" for row in cells)]
     )
+
+
+def formatted(value: Any, form: str = "") -> str:
+    """Format a value for a table cell; an unknown value is a dash."""
+    if value is None or value == "":
+        return MISSING
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return format(value, form) if form and isinstance(value, int | float) else str(value)
+
+
+def percent(value: float | None) -> str:
+    """Format a fraction as a signed percentage."""
+    return formatted(value, "+.1%")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,13 +21,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from harness.checkpoint.state import is_finite, non_finite_warning
 from harness.config.failures import chain_of
 from harness.model.spec import is_buffer
 from harness.util.errors import DISK_FULL, MachineError, UserError
 from harness.util.files import require_space, sync_folder
 
 EMBEDDING, HEAD = "tok_embeddings.weight", "output.weight"
-NAMES_SHOWN = 3  # in a warning
 
 
 @dataclass(frozen=True)
@@ -133,29 +133,6 @@ class FiniteCheckSource:
     def warning(self) -> str | None:
         """Warning for the tensors read so far; None if all values were finite."""
         return non_finite_warning(self._not_finite, len(self.tensors), "written")
-
-
-def is_finite(tensor: Tensor) -> bool:
-    """Whether all values of a tensor are finite."""
-    # min and max propagate NaN, and need no second tensor of this size.
-    return not tensor.numel() or all(bool(extreme.isfinite()) for extreme in tensor.aminmax())
-
-
-def non_finite_warning(names: Sequence[str], tensors: int, what: str) -> str | None:
-    """Return a warning about tensors with non-finite values; None if ``names`` is empty.
-
-    Args:
-        names: the tensors with non-finite values.
-        tensors: the number of all tensors.
-        what: a participle for the message, ``written`` or ``loaded``.
-    """
-    if not names:
-        return None
-    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-    return (
-        f"WARNING {len(names)} of {tensors} tensors hold NaN or infinite values: "
-        f"{', '.join(names[:NAMES_SHOWN])}{more}; they were {what} as they are"
-    )
 
 
 def total_bytes(source: Source) -> int:

@@ -20,13 +20,13 @@ from harness.compose.composer import compose_job
 from harness.config.fields import from_dict
 from harness.config.job import Job
 from harness.config.model import ModelConfig
+from harness.launch.rows import completed
 from harness.launch.slurm_record import FILE as JOB_RECORD
 from harness.launch.slurm_record import SlurmJobRecord
 from harness.launch.state import read_states
 from harness.launch.sweep.registry import Point
 from harness.launch.sweep.table import rows_of, table_text
 from harness.run.folder import RunFolder
-from harness.tools.report.rows import completed
 from harness.train.finish import format_failure
 from harness.train.progress import Progress
 from harness.util.errors import UserError

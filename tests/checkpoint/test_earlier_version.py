@@ -13,7 +13,7 @@ import jobs
 import pytest
 
 from harness.checkpoint.catalog import open_checkpoint
-from harness.tools.report.rows import load
+from harness.launch.rows import load
 
 ARCHIVE = Path(__file__).parent / "run_e6bc5cb.tar.gz"
 RUN = "7bd788310b19"

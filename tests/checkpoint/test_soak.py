@@ -14,6 +14,7 @@ import pytest
 from tiers import rest_is_thorough
 
 from harness.compose.composer import compose_job
+from harness.launch.begin import begin
 from harness.launch.local import launch
 from harness.run.folder import RunFolder
 from harness.util.errors import HarnessError
@@ -64,7 +65,7 @@ def run_here(folder: Path, overrides: Iterable[str], patch: str = "") -> attempt
             typed = list(overrides)
             job = compose_job([*typed, f"runs_dir={folder}/runs"])
             run_folder = RunFolder(job.run_dir)
-            run_folder.begin(job, typed, adopt=True)
+            begin(run_folder, job, typed, adopt=True)
             code = launch(job, run_folder)
         except HarnessError as error:
             said.write(f"error: {error}\n")

@@ -13,6 +13,7 @@ from harness.compose.resolve import resolve
 from harness.config.fields import leaves, with_value
 from harness.config.job import Job
 from harness.config.texts import SecretError, validate_texts
+from harness.launch.begin import begin
 from harness.launch.slurm import Submission
 from harness.run.folder import RunFolder
 from harness.tools.download import DownloadJob
@@ -153,7 +154,7 @@ def test_secrets_of_the_environment_are_written_nowhere(
         monkeypatch.setenv(name, SECRET)
     run = compose_job([*SMALL, *SLURM, f"runs_dir={tmp_path}"])
     folder = RunFolder(run.run_dir)
-    folder.begin(run, SMALL, state="submitted")
+    begin(folder, run, SMALL, state="submitted")
     folder.record_error(0, UserError("x"))
     folder.write_result(run, "completed", EXIT_OK, {})
     folder.release()

@@ -17,6 +17,7 @@ from harness.config.fields import with_value
 from harness.config.job import Job
 from harness.launch import slurm_attempt as attempt
 from harness.launch.batch import Received
+from harness.launch.begin import begin, begin_again
 from harness.launch.node_check import UnfitNodes
 from harness.launch.queue import Jobs, SlurmError
 from harness.launch.ranks import rank_environment
@@ -190,7 +191,7 @@ def start(run: Path, code: Path, *arguments: str, **environment: str) -> subproc
 @pytest.fixture
 def submitted(tmp_path: Path, job: Job) -> RunFolder:
     folder = RunFolder(tmp_path / "run")
-    folder.begin(job, [], state="submitted")
+    begin(folder, job, [], state="submitted")
     folder.release()
     return folder
 
@@ -208,7 +209,7 @@ def test_code_that_is_gone_is_not_replaced_by_other_code(submitted: RunFolder) -
 
 
 def test_an_attempt_that_still_runs_keeps_its_status(submitted: RunFolder, job: Job) -> None:
-    submitted.begin_again(job)
+    begin_again(submitted, job)
     done = start(submitted.path, ROOT, str(submitted.path), "--code", f"{submitted.path}/code/1")
     assert (done.returncode, submitted.state, submitted.row) == (EXIT_MACHINE, "starting", {})
     submitted.release()

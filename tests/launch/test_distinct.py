@@ -11,7 +11,10 @@ import pytest
 from harness.compose.composer import Composed, compose_job, compose_points
 from harness.config.job import Job
 from harness.launch import submit as submit_module
+from harness.launch.begin import begin
+from harness.launch.naming import names_of
 from harness.launch.queue import Queued
+from harness.launch.rows import of_sweep
 from harness.launch.slurm_record import SlurmJobRecord
 from harness.launch.sweep import run
 from harness.launch.sweep import study as study_module
@@ -19,8 +22,6 @@ from harness.launch.sweep.distinct import OF_THE_COMMAND, run_dir_of, unique_poi
 from harness.launch.sweep.registry import Point, Registry, Skipped, labels, typed_overrides
 from harness.launch.sweep.study_record import StudyRecord
 from harness.run.folder import RunFolder
-from harness.tools.report.naming import names_of
-from harness.tools.report.rows import of_sweep
 from harness.util.errors import UserError
 
 COMMON = ["name=n", "model=llama3_tiny", "data=synthetic", "tokenizer=none", "cluster.device=cpu"]
@@ -210,7 +211,7 @@ def test_each_value_of_a_label_is_a_point_of_a_study(tmp_path: Path, monkeypatch
 
     def run_point(job: Job, point: Point) -> int:
         folder = RunFolder(point.run_dir)
-        folder.begin(job, point.overrides)
+        begin(folder, job, point.overrides)
         folder.write_result(job, "completed", 0, {"loss": float(job.cluster.threads_per_rank or 0)})
         folder.release()
         return 0

@@ -17,6 +17,7 @@ from launching import LONG, TWO_RANKS, Launch, until
 from tiers import rest_is_thorough
 
 from harness.config.job import Job
+from harness.launch.begin import begin
 from harness.run.folder import RunFolder
 from harness.util.errors import (
     EXIT_BUG,
@@ -188,7 +189,7 @@ def test_a_killed_controller_leaves_no_orphans_and_a_folder_that_can_be_used(lau
     status = job.read("status.json")
     (job.run_dir / "status.json").write_text(json.dumps({**status, "state": "running", "pid": os.getpid()}))
     again = RunFolder(job.run_dir)
-    again.begin(Job.from_json((job.run_dir / "job.json").read_text()), [])
+    begin(again, Job.from_json((job.run_dir / "job.json").read_text()), [])
     again.release()
     assert (job.run_dir / "attempts" / "1" / "result.json").is_file()
 

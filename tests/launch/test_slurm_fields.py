@@ -12,6 +12,7 @@ from harness.compose.composer import compose_job
 from harness.config.fields import with_value
 from harness.config.job import Job
 from harness.launch import node_check, queue
+from harness.launch.begin import begin
 from harness.launch.slurm import Submission, shape_of
 from harness.launch.slurm_attempt import srun_command
 from harness.launch.submit import confirm, cost_in_words
@@ -142,7 +143,7 @@ def test_a_line_of_setup_that_fails_ends_the_run_and_is_named(
 ) -> None:
     made = job(f"cluster.setup={setup}", "cluster.snapshot=false")
     folder = RunFolder(tmp_path / "it's 100%")
-    folder.begin(made, [], state="submitted")
+    begin(folder, made, [], state="submitted")
     ended = run_script(made, folder.path, monkeypatch)
     assert ended.returncode == 2 and "reached" not in ended.stdout, ended.stderr
     says = f"cluster.setup={line}: this line ended with exit code {code} on node7"

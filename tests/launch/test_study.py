@@ -23,6 +23,7 @@ from harness.compose import hydra_settings
 from harness.compose.composer import compose_job
 from harness.compose.multirun import chooses_points
 from harness.config.job import Job
+from harness.launch.begin import begin
 from harness.launch.sweep import study as study_module
 from harness.launch.sweep.registry import Point
 from harness.launch.sweep.study_record import StudyRecord, check_directions, check_objective
@@ -55,7 +56,7 @@ class Trainer:
         if len(self.started) == self.interrupt_at:
             raise KeyboardInterrupt
         folder = RunFolder(point.run_dir)
-        folder.begin(job, point.overrides)
+        begin(folder, job, point.overrides)
         try:
             if job.optimizer.lr > 1e-2:
                 folder.record_error(None, MachineError("too hot"))

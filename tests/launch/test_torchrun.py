@@ -16,6 +16,7 @@ from test_launch import GONE_SECONDS, patch_rank
 from tiers import rest_is_thorough
 
 from harness.compose.composer import compose_job
+from harness.launch.begin import begin
 from harness.launch.torchrun import _rendezvous
 from harness.run.folder import RunFolder
 from harness.train.rank import Run, _end_failed_run
@@ -89,7 +90,7 @@ def test_the_row_of_a_rank_that_is_stopped_names_the_peer_that_failed(
     """A rank 0 that is stopped before training begins sees only the interruption."""
     job = tiny(f"runs_dir={tmp_path}")
     folder = RunFolder(job.run_dir)
-    folder.begin(job, [])
+    begin(folder, job, [])
     if peer_failed:
         folder.record_error(1, LookupError("broken here"))
     folder.record_error(0, KeyboardInterrupt())

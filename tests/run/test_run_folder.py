@@ -16,6 +16,7 @@ import pytest
 from jobs import tiny
 
 from harness.config.job import Job
+from harness.launch.begin import begin
 from harness.metrics.jsonl import MetricsFile
 from harness.run.folder import RESERVE, RunFolder
 from harness.train.finish import finish_run
@@ -43,7 +44,7 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 def test_a_begun_folder_is_enough_to_run_the_job(folder: RunFolder, job: Job) -> None:
-    folder.begin(job, ["a=1", "b=2"])
+    begin(folder, job, ["a=1", "b=2"])
     assert Job.from_json((folder.path / "job.json").read_text()) == job
     assert (folder.path / "overrides.txt").read_text() == "a=1\nb=2\n"
     assert json.loads((folder.path / "code.json").read_text())["versions"]["python"]
@@ -51,28 +52,28 @@ def test_a_begun_folder_is_enough_to_run_the_job(folder: RunFolder, job: Job) ->
 
 
 def test_an_earlier_attempt_is_put_away_whole(folder: RunFolder, job: Job) -> None:
-    folder.begin(job, ["first=1"])
+    begin(folder, job, ["first=1"])
     folder.record_error(0, ValueError("of the first"))
     folder.write_result(job, "failed", EXIT_BUG, {"step": 3})
     before = {p.relative_to(folder.path): p.read_bytes() for p in folder.path.rglob("*") if p.is_file()}
     folder.release()
-    folder.begin(job, ["second=2"])
+    begin(folder, job, ["second=2"])
     assert folder.first_error() is None and not folder.has_result
     for name, content in before.items():
         if name.name != ".lock":
             assert (folder.path / "attempts" / "1" / name).read_bytes() == content
     folder.release()
-    folder.begin(job, [])
+    begin(folder, job, [])
     assert (folder.path / "attempts" / "2" / "overrides.txt").read_text() == "second=2\n"
 
 
 def test_only_one_attempt_at_a_time(folder: RunFolder, job: Job) -> None:
-    folder.begin(job, [])
+    begin(folder, job, [])
     other = RunFolder(folder.path)
     with pytest.raises(UserError, match="already running"):
-        other.begin(job, [])
+        begin(other, job, [])
     folder.release()
-    other.begin(job, [])
+    begin(other, job, [])
 
 
 def test_the_lock_ends_with_its_holder_however_that_ends(folder: RunFolder, job: Job) -> None:
@@ -82,11 +83,11 @@ def test_the_lock_ends_with_its_holder_however_that_ends(folder: RunFolder, job:
         "import os, sys; from pathlib import Path; from harness.config.job import Job;"
         "from harness.run.folder import RunFolder;"
         "path = Path(sys.argv[1]); job = Job.from_json((path / 'job.json').read_text());"
-        "folder = RunFolder(path); folder.begin(job, []); os.kill(os.getpid(), 9)"
+        "folder = RunFolder(path); begin(folder, job, []); os.kill(os.getpid(), 9)"
     )
     assert subprocess.run([sys.executable, "-c", code, str(folder.path)]).returncode == -9
     assert json.loads((folder.path / "status.json").read_text())["state"] == "starting"
-    folder.begin(job, [])
+    begin(folder, job, [])
 
 
 @pytest.mark.parametrize("pid_started", [1, None])
@@ -104,15 +105,15 @@ def test_a_status_counts_only_while_its_process_lives(
     (folder.path / "status.json").write_text(json.dumps(status))
     if pid_started is None:  # start time unknown: assume that the living process wrote it
         with pytest.raises(UserError, match=f"already running .pid {os.getppid()}"):
-            folder.begin(job, [])
+            begin(folder, job, [])
     else:  # another start time: another process has the id now
-        folder.begin(job, [])
+        begin(folder, job, [])
 
 
 def test_a_folder_that_cannot_be_written_is_the_users_error(tmp_path: Path, job: Job) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write the run folder"):
-        RunFolder(tmp_path / "file" / "run").begin(job, [])
+        begin(RunFolder(tmp_path / "file" / "run"), job, [])
 
 
 def test_the_cause_wins_over_its_consequences_whoever_writes_first(folder: RunFolder) -> None:
@@ -164,7 +165,7 @@ def test_an_error_that_cannot_be_recorded_is_shown(
 
 
 def test_settling_writes_the_row_that_rank_0_could_not(folder: RunFolder, job: Job) -> None:
-    folder.begin(job, [])
+    begin(folder, job, [])
     with MetricsFile(folder.path / "metrics.jsonl") as metrics:
         metrics.write({"step": 4, "loss": 2.5, "tokens": 64})
         metrics.write({"step": 4, "validation_loss": 3.0})
@@ -176,7 +177,7 @@ def test_settling_writes_the_row_that_rank_0_could_not(folder: RunFolder, job: J
 
 
 def test_settling_corrects_a_row_that_took_a_consequence_for_the_cause(folder: RunFolder, job: Job) -> None:
-    folder.begin(job, [])
+    begin(folder, job, [])
     folder.record_error(0, RuntimeError("Connection closed by peer"))
     folder.write_result(job, "failed", EXIT_MACHINE, {"step": 9})
     folder.record_error(1, LookupError("the cause"))
@@ -218,7 +219,7 @@ def test_a_disk_that_gets_full_is_told_in_one_account(
     small_disk: Path, job: Job, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = RunFolder(small_disk / "run")
-    folder.begin(job, [])
+    begin(folder, job, [])
     folder.set_status("running")
     with MetricsFile(folder.path / "metrics.jsonl") as file:
         file.write({"step": 1, "loss": 2.5})
@@ -237,7 +238,7 @@ def test_a_disk_that_has_no_room_at_all(
     small_disk: Path, job: Job, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = RunFolder(small_disk / "run")
-    folder.begin(job, [])
+    begin(folder, job, [])
     (folder.path / RESERVE).unlink()
     fill(small_disk / "others")
     folder.record_error(0, OSError(errno.ENOSPC, "No space left on device"), step=1)
@@ -249,4 +250,4 @@ def test_a_disk_that_has_no_room_at_all(
 def test_a_run_folder_on_a_full_disk_is_refused(small_disk: Path, job: Job) -> None:
     fill(small_disk / "others")
     with pytest.raises(UserError, match=r"cannot write the run folder: .*No space left"):
-        RunFolder(small_disk / "run").begin(job, [])
+        begin(RunFolder(small_disk / "run"), job, [])

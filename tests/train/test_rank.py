@@ -15,6 +15,7 @@ import torch
 from jobs import tiny
 
 from harness.config.job import Job
+from harness.launch.begin import begin
 from harness.run.folder import RunFolder
 from harness.train import rank
 from harness.train.finish import finish_run
@@ -29,7 +30,7 @@ def job() -> Job:
 @pytest.fixture
 def folder(tmp_path: Path, job: Job) -> RunFolder:
     made = RunFolder(tmp_path / "run")
-    made.begin(job, [])
+    begin(made, job, [])
     return made
 
 

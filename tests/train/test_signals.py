@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from harness.compose.composer import compose_job
+from harness.launch.begin import begin
 from harness.launch.local import launch
 from harness.run.folder import RunFolder
 from harness.train import signals
@@ -150,7 +151,7 @@ def test_a_row_that_is_being_written_is_not_interrupted(
     monkeypatch.setattr(RunFolder, "write_result", interrupt("write_result", write_result))
     monkeypatch.setattr(RunFolder, "ensure_result", interrupt("ensure_result", ensure_result))
     folder = RunFolder(tmp_path / "done")
-    folder.begin(job, [])
+    begin(folder, job, [])
     assert launch(job, folder) == 0 and folder.row["exit_code"] == 0
 
     def fail(*_: object) -> None:
@@ -159,7 +160,7 @@ def test_a_row_that_is_being_written_is_not_interrupted(
 
     monkeypatch.setattr(Engine, "update", fail)
     folder = RunFolder(tmp_path / "failed")
-    folder.begin(job, [])
+    begin(folder, job, [])
     before = signal.getsignal(signal.SIGTERM)
     try:
         assert launch(job, folder, ends_process=True) == 1 and folder.row["error.type"] == "LookupError"

@@ -11,9 +11,9 @@ from equal import assert_equal
 from jobs import tiny
 
 from harness.data.loader import Batch
+from harness.metrics.efficiency import Efficiency
 from harness.metrics.jsonl import read_metrics
 from harness.metrics.mfu import Peak
-from harness.metrics.rows import Efficiency
 from harness.model.accounting import account
 from harness.train.engine import Engine
 from harness.train.setup import process_group

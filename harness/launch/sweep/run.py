@@ -15,6 +15,7 @@ from harness.compose.verb import guarded
 from harness.config.cluster import CLUSTERS
 from harness.config.fields import with_value
 from harness.config.job import Job
+from harness.launch.begin import begin
 from harness.launch.close_lost import record_lost
 from harness.launch.queue import SlurmError
 from harness.launch.slurm import Submission, shape_of
@@ -284,7 +285,7 @@ def run_point(job: Job, point: Point) -> int:
         if job.cluster.kind != "local":
             return CLUSTERS[job.cluster.kind].run(job, folder, point.overrides)
         # Points of a sweep are compared, so no point resumes from another's checkpoint.
-        folder.begin(job, point.overrides)
+        begin(folder, job, point.overrides)
         return launch(job, folder, apart=True)
 
     return guarded(run)

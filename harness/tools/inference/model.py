@@ -15,7 +15,6 @@ from harness.checkpoint.catalog import DamagedCheckpoint, open_checkpoint
 from harness.checkpoint.load import opened
 from harness.checkpoint.rank_group import RankGroup
 from harness.checkpoint.state import model_state
-from harness.compose.rules import check_device
 from harness.config.job import Job
 from harness.data.loader import Batch
 from harness.data.prefetch import place
@@ -42,7 +41,7 @@ class InferenceModel:
     """
 
     def __init__(self, job: Job, device: torch.device) -> None:
-        check_device(job, on_cpu=device.type == "cpu")
+        job.training.check_device(on_cpu=device.type == "cpu")
         self.job, self.device = job, device
         self.mesh = build_mesh(job.parallelism, device, has_experts=job.model.moe.enabled)
         self.ranks = RankGroup(job.cluster.start_timeout_seconds)

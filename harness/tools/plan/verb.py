@@ -104,8 +104,8 @@ def compare_points(points: list[Composed]) -> Result:
 
 def _calibrate(folder: Path, target: str | None, cluster: ClusterConfig) -> Result:
     """Fit constants to measured runs, and write the constants."""
+    from harness.launch.rows import job_of, load
     from harness.tools.plan.calibrate import Measured, calibrate, render_fit
-    from harness.tools.report.rows import job_of, load
 
     rows = load(folder)
     found = [(job_of(row), row.get("measured.tokens_per_second_per_rank"), row) for row in rows]

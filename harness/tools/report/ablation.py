@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from harness.tools.report.rows import job_of, shortened
+from harness.launch.rows import job_of, shortened
 from harness.tools.report.statistics import delta
 
 Row = dict[str, Any]

@@ -12,16 +12,16 @@ from harness.compose.paths import conf_dir
 from harness.config.cluster import ClusterConfig
 from harness.config.fields import LABEL, leaves
 from harness.config.job import Job
+from harness.launch.rows import as_planned, job_of, load, of_sweep, read_kept, shortened
 from harness.launch.sweep.registry import FILE as SWEEP
 from harness.launch.sweep.registry import Registry, labels
 from harness.tools.plan.constants import Calibration, Constants
 from harness.tools.report import published, rehearsed
 from harness.tools.report.predict import METRICS, machine_of, predicted
 from harness.tools.report.published import Published, Recipe, recipe_of
-from harness.tools.report.rows import as_planned, job_of, load, of_sweep, read_kept, shortened
 from harness.tools.report.statistics import delta
-from harness.tools.report.words import NOT_MEASURED
 from harness.util.errors import UserError
+from harness.util.tables import NOT_MEASURED
 
 Row = dict[str, Any]
 

@@ -9,10 +9,10 @@ from typing import Any
 from harness.compose.size import count
 from harness.config.fields import NUMERICS, leaves
 from harness.config.job import Job
+from harness.launch.rows import job_of
 from harness.model.accounting import account
 from harness.tools.report.isoflop import Growth, growth
 from harness.tools.report.power_laws import CHINCHILLA, COMPUTE, LEVEL, Estimate, Fit, Law, fit, interval
-from harness.tools.report.rows import job_of
 from harness.util.errors import UserError
 from harness.util.tables import counted as in_units
 

@@ -8,18 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.fields import NUMERICS, leaves
+from harness.launch.naming import MOST_FIELDS, by_part, in_short
+from harness.launch.rows import fastest_first, job_of
 from harness.launch.sweep.study_record import StudyRecord
 from harness.metrics.window import THROUGHPUT
-from harness.tools.inference.evaluate.results import PREFIX, evaluated_columns
+from harness.run.evaluations import PREFIX, evaluated_columns
 from harness.tools.plan.constants import Calibration
 from harness.tools.report.ablation import Knob, ablation, best_of
-from harness.tools.report.naming import MOST_FIELDS, by_part, in_short
 from harness.tools.report.provenance import section_of
-from harness.tools.report.rows import fastest_first, job_of
 from harness.tools.report.statistics import Errors, errors_of, spearman
-from harness.tools.report.words import NOT_MEASURED, formatted, layout_and_schedule
+from harness.tools.report.words import layout_and_schedule
 from harness.util import plots
 from harness.util.document import Column, Report, Section, Table
+from harness.util.tables import NOT_MEASURED, formatted
 
 Row = dict[str, Any]
 RATE = "tokens_per_second_per_rank"

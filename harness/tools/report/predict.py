@@ -10,8 +10,8 @@ from typing import Any
 from harness.config.cluster import ClusterConfig
 from harness.config.job import Job
 from harness.config.registry import MissingPackageError
+from harness.launch.rows import job_of
 from harness.tools.plan.constants import Calibration
-from harness.tools.report.rows import job_of
 from harness.tools.report.statistics import delta
 from harness.util.tables import GIB
 

@@ -19,8 +19,8 @@ from harness.launch.sweep.run import log_table, states_of
 from harness.launch.sweep.run import resume as resume_points
 from harness.launch.sweep.study_record import StudyRecord
 from harness.launch.sweep.table import best_in_words, counted, rows_of, table_markdown, table_text, write_csv
+from harness.run.evaluations import evaluations_markdown, newest
 from harness.run.folder import RunFolder
-from harness.tools.inference.evaluate.results import evaluations_markdown, newest
 from harness.tools.verify import verify_all
 from harness.util.errors import EXIT_OK, UserError
 from harness.util.tables import without_html
@@ -113,7 +113,7 @@ def collect(folder: Path) -> int:
 
 def _draw(registry: Registry) -> bool:
     """Plot throughput and memory of the points, the fastest on top; return whether any has completed."""
-    from harness.tools.report.rows import fastest_first, of_points
+    from harness.launch.rows import fastest_first, of_points
     from harness.util.plots import bars
 
     rows = fastest_first(of_points(registry.points()))

@@ -7,13 +7,13 @@ from pathlib import Path
 from harness.compose.arguments import Argument, report_folder
 from harness.compose.verb import Result, Verb
 from harness.config.scale import COUNTED
+from harness.launch.rows import KEPT, Row, keep, load
 from harness.launch.sweep.registry import FILE as SWEEP
 from harness.launch.sweep.study_record import StudyRecord
 from harness.tools.plan.constants import Calibration
 from harness.tools.report import experiment, of_fits, of_runs, of_tables, phases, rehearsed
 from harness.tools.report.fits import fits_of
 from harness.tools.report.predict import CALIBRATION, calibration_of, with_predictions
-from harness.tools.report.rows import KEPT, Row, keep, load
 from harness.util.document import Report, as_csv, markdown, table_markdown
 from harness.util.errors import UserError
 from harness.util.files import write_atomically

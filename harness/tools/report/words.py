@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from harness.config.job import Job
-
-MISSING = "–"
-NOT_MEASURED = "not measured"
 
 
 def layout_in_words(job: Job) -> str:
@@ -29,17 +24,3 @@ def layout_and_schedule(job: Job) -> str:
     """Format degrees and the pipeline schedule, if any."""
     schedule = "" if job.parallelism.pp == 1 else f" {job.parallelism.pp_schedule}"
     return f"{layout_in_words(job)}{schedule}"
-
-
-def formatted(value: Any, form: str = "") -> str:
-    """Format a value for a table cell; an unknown value is a dash."""
-    if value is None or value == "":
-        return MISSING
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return format(value, form) if form and isinstance(value, int | float) else str(value)
-
-
-def percent(value: float | None) -> str:
-    """Format a fraction as a signed percentage."""
-    return formatted(value, "+.1%")

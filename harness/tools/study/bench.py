@@ -19,6 +19,7 @@ from harness.compose.composer import compose_job
 from harness.compose.verb import Result, Verb
 from harness.config.fields import label, part
 from harness.config.job import Job
+from harness.launch.begin import begin
 from harness.metrics.jsonl import MetricsFile
 from harness.metrics.result import flatten
 from harness.run.folder import RunFolder
@@ -198,7 +199,7 @@ def run_once(variant: Variant) -> tuple[int, Row]:
     from harness.launch.local import launch
 
     folder = RunFolder(variant.job.run_dir)
-    folder.begin(variant.job, variant.overrides)
+    begin(folder, variant.job, variant.overrides)
     code = launch(variant.job, folder, apart=True)
     return code, folder.row
 

@@ -21,6 +21,7 @@ from harness.contrib.flux.generate_rank import trained_size
 from harness.contrib.flux.pictures.encoders import Patches
 from harness.contrib.flux.pictures.shapes import DrawnShapes
 from harness.contrib.flux.pictures.sheet import write_sheet
+from harness.launch.begin import begin
 from harness.run.folder import RunFolder
 from harness.tools.inference.generate.config import GenerateJob
 from harness.tools.inference.generate.verb import generate
@@ -40,7 +41,7 @@ TINY = (
 def train(folder: Path, *typed: str) -> RunFolder:
     job = compose_job([*TINY, *typed, f"runs_dir={folder}"])
     run = RunFolder(job.run_dir)
-    run.begin(job, [*typed])
+    begin(run, job, [*typed])
     try:
         assert run_rank(job, run, started=0.0) == 0
     finally:

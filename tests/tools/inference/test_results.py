@@ -6,10 +6,11 @@ from pathlib import Path
 
 from jobs import train
 
+from harness.launch.rows import load
+from harness.run.evaluations import evaluations_markdown, newest
 from harness.run.status import EVALUATIONS
-from harness.tools.inference.evaluate.results import append, evaluations_markdown, newest
+from harness.tools.inference.evaluate.results import append
 from harness.tools.report.of_runs import report_of
-from harness.tools.report.rows import load
 
 
 def test_newest(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from made import make_sweep
 
+from harness.launch.rows import load
 from harness.tools.report.ablation import ablation, best_of, knobs_of
-from harness.tools.report.rows import load
 
 RATE = "measured.tokens_per_second_per_rank"
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from harness.launch.rows import job_of, load
 from harness.tools.report.experiment import workload
 from harness.tools.report.predict import calibration_of, with_predictions
-from harness.tools.report.rows import job_of, load
 from harness.tools.report.statistics import spearman
 
 FOLDER = Path(__file__).parents[3] / "experiments" / "cpu_layouts"

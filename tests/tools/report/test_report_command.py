@@ -19,12 +19,12 @@ from made import DEVICE, leave, make_sweep, plan_of, rate_of, result
 
 from harness.compose.composer import compose_points
 from harness.config.job import Job
+from harness.launch.rows import KEPT, as_planned, keep
 from harness.metrics.result import flatten
 from harness.metrics.window import THROUGHPUT
 from harness.tools.plan.constants import Calibration, Constants
 from harness.tools.report import experiment, published
 from harness.tools.report.predict import CALIBRATION, calibration_of, with_predictions
-from harness.tools.report.rows import KEPT, as_planned, keep
 from harness.tools.report.verb import VERB
 from harness.util.hardware import ACCELERATORS
 

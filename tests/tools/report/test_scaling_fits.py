@@ -13,10 +13,10 @@ import pytest
 from harness.compose.composer import Composed, compose_points
 from harness.compose.size import count
 from harness.compose.verb import guarded
+from harness.launch.rows import KEPT, as_planned, read_kept
 from harness.model.accounting import account
 from harness.tools.report.fits import fits_of
 from harness.tools.report.power_laws import CHINCHILLA, COMPUTE
-from harness.tools.report.rows import KEPT, as_planned, read_kept
 from harness.tools.report.verb import VERB
 from harness.util.errors import EXIT_USER, UserError
 

@@ -17,6 +17,7 @@ from jobs import TINY
 from harness.compose.composer import Composed, compose_job
 from harness.compose.verb import Result
 from harness.config.job import Job
+from harness.launch.begin import begin
 from harness.run.folder import RunFolder
 from harness.tools.study.converge import render
 from harness.tools.study.converge import verb as verb
@@ -51,7 +52,7 @@ class Sweep:
                 continue
             if len(self.ran) == self.stops_after:
                 return self.code
-            folder.begin(point.job, point.overrides)
+            begin(folder, point.job, point.overrides)
             self._run(point.job, folder)
             folder.release()
             self.ran.append(folder.path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from harness.data.tokenizer import Tokenizer
-from harness.tools.inference.evaluate.results import columns
+from harness.run.evaluations import columns
 from harness.tools.inference.evaluate.scoring import Scorer, Scores
 from harness.tools.inference.evaluate.tasks import Setting, open_task
 

@@ -10,9 +10,9 @@ import pytest
 from made import leave, rate_of, result
 
 from harness.compose.composer import compose_job
-from harness.tools.report.naming import in_short
+from harness.launch.naming import in_short
+from harness.launch.rows import load
 from harness.tools.report.of_runs import report_of
-from harness.tools.report.rows import load
 from harness.util import plots
 
 COMMON = [

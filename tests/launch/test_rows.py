@@ -14,6 +14,7 @@ from gpu_rows import report_rows
 from made import DEVICE, make_sweep, rate_of, result
 
 from harness.compose.composer import compose_job
+from harness.launch.rows import KEPT, completed, job_of, keep, load, of_points, read_kept, shortened
 from harness.launch.slurm_record import SlurmJobRecord
 from harness.launch.state import read_states
 from harness.launch.sweep.registry import Registry, command_of
@@ -22,7 +23,6 @@ from harness.metrics.result import write_result
 from harness.metrics.slow import SlowRank
 from harness.metrics.window import THROUGHPUT, Window
 from harness.tools.report.of_runs import report_of
-from harness.tools.report.rows import KEPT, completed, job_of, keep, load, of_points, read_kept, shortened
 from harness.tools.report.sweep import collect, status
 from harness.util.document import markdown
 from harness.util.errors import UserError

@@ -22,15 +22,15 @@ from typing import Any
 
 from harness.config.fields import LABEL, leaves
 from harness.config.job import Job, from_dict
+from harness.launch.naming import names_of
 from harness.launch.queue import SlurmError
 from harness.launch.state import RunState, read_states, states_in_folders
 from harness.launch.sweep.registry import FILE as SWEEP
 from harness.launch.sweep.registry import Point, Registry, command_of, labels, typed_overrides
 from harness.metrics.mfu import mfu
 from harness.metrics.result import flatten
+from harness.run.evaluations import newest
 from harness.run.folder import RunFolder
-from harness.tools.inference.evaluate.results import newest
-from harness.tools.report.naming import names_of
 from harness.util.encoding import parse_object
 from harness.util.errors import UserError
 
