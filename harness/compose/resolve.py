@@ -12,9 +12,10 @@ from harness.config.fields import check_rules
 from harness.config.job import Job
 from harness.config.scale import ScaleConfig
 from harness.config.texts import validate_texts
-from harness.model.architecture import architecture_of, check_data, resolve_model
+from harness.model.architecture import resolve_model
 from harness.precision.hardware import require_hardware
 from harness.precision.linears import sort_linears
+from harness.train.objective import objective_of
 from harness.util.errors import ConfigError
 
 J = TypeVar("J", bound=Job)
@@ -111,8 +112,8 @@ def _check_parts(job: Job) -> None:
     rules.check_chunked_loss(job)
     job.data.validate()
     if job.feeds_model:
-        check_data(job)
-        architecture_of(job.model).check(job)
+        rules.check_batches(job)
+        objective_of(job.model).check(job)
     job.tokenizer.validate()
     rules.check_tokenizer(job)
     job.optimizer.validate(job.precision.master_dtype)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from harness.config.data_kinds import DATA_KINDS
+from harness.model.architecture import architecture_of
 from harness.model.spec import tensors
 from harness.optimizer.settings import check_groups, check_mup, exchanges
 from harness.precision.linears import check_layout, sort_linears
@@ -270,3 +272,13 @@ def check_slow_ranks(job: Job) -> None:
     if job.cluster.exclude_slow and not job.profiling.phases:
         rule = "slow ranks are found by their phases, which are off"
         raise ConfigError("cluster.exclude_slow", True, rule, "profiling.phases=true")
+
+
+def check_batches(job: Job) -> None:
+    """Check that the data has batches that the model takes."""
+    wanted = architecture_of(job.model).batches
+    for kind in sorted(job.data.kinds - {"mixture"}):
+        if DATA_KINDS[kind].batches != wanted:
+            works = [name for name in DATA_KINDS if DATA_KINDS[name].batches == wanted]
+            rule = f"model={job.model.name} is a {job.model.architecture}, which does not train on this data"
+            raise ConfigError("data.kind", kind, rule, works)

@@ -16,19 +16,19 @@ class DataKind:
         source: for kinds of other packages: ``module:function`` that returns the documents of a split, as a
             ``harness.data.documents.Source``, for a ``DataConfig`` and "train" or "validation". They are
             tokenized and held out (``data.validation_fraction``) like those of local files.
-        has_pictures: whether samples are encoded pictures (``ImageBatch``), not tokens.
+        batches: what its batches hold: ``tokens``, or what another architecture takes.
         options: dataclass of ``data.options``; None: there are none.
     """
 
     source: str = ""
-    has_pictures: bool = False
+    batches: str = "tokens"
     options: type | None = None
 
 
 DATA_KINDS: Registry[DataKind] = Registry(
     "data",
     dict.fromkeys(("local", "tokens", "hub", "chat", "synthetic", "mixture"), DataKind())
-    | dict.fromkeys(PICTURE_KINDS, DataKind(has_pictures=True)),
+    | dict.fromkeys(PICTURE_KINDS, DataKind(batches="images")),
     field="data.kind",
     expects="harness.config.data_kinds:DataKind",
 )

@@ -26,7 +26,7 @@ def require_vocabulary(job: Job) -> None:
     """
     if job.cluster.is_here and job.tokenizer.has_file:
         read_tokenizer(job.tokenizer.file)
-    if {kind for kind in job.data.kinds - {"synthetic", "mixture"} if not DATA_KINDS[kind].has_pictures}:
+    if {kind for kind in job.data.kinds - {"synthetic", "mixture"} if DATA_KINDS[kind].batches == "tokens"}:
         tokenizer = job.tokenizer
         num_tokens = _vocabulary_size(tokenizer.kind, tokenizer.path, tokenizer.special)
         check_vocab_size(num_tokens or 0, job.model.vocab_size)

@@ -27,15 +27,15 @@ class Efficiency:
     def __init__(self, model: ModelConfig, seq_len: int, peak: Peak, world_size: int) -> None:
         self.accounting, self.peak = account(model, seq_len), peak
         self._model, self._seq_len, self._world_size = model, seq_len, world_size
-        self._has_images = architecture_of(model).takes_pictures
+        self._batches = architecture_of(model).batches
         self._known = {seq_len: self.accounting}
 
     def fields(self, tokens_per_second: float | None, lengths: Mapping[int, int]) -> Row:
         """Return the fields for a throughput of all ranks; None is unknown. ``lengths`` as in ``mean``."""
         per_rank = None if tokens_per_second is None else tokens_per_second / self._world_size
-        images = None if tokens_per_second is None else tokens_per_second / self._seq_len
+        samples = None if tokens_per_second is None else tokens_per_second / self._seq_len
         return {
-            **({"images_per_second": images} if self._has_images else {}),
+            **({f"{self._batches}_per_second": samples} if self._batches != "tokens" else {}),
             "tokens_per_second_per_rank": per_rank,
             **utilization(per_rank, self.mean(lengths), self.peak),
         }

@@ -15,8 +15,6 @@ from harness.config.model import BLOCKS, ModelConfig
 if TYPE_CHECKING:
     from harness.model.decoder import Block
     from harness.model.spec import ModuleSpec
-    from harness.tools.plan.activations import PartActivations
-    from harness.tools.plan.operations import Operations
 
 
 class BlockKind(ABC):
@@ -32,26 +30,12 @@ class BlockKind(ABC):
     def modules(self, model: ModelConfig, layer: int) -> Iterator[ModuleSpec]:
         """Every module of a block with its tensors, in order.
 
-        Layouts, initial values, checkpoints, precision, counts and the plan read it.
+        Layouts, initial values, checkpoints, precision and counts read it. The plan needs ``BlockCosts`` too.
         """
 
     @abstractmethod
     def build(self, model: ModelConfig, layer: int) -> Block:
         """Build the modules on the current default device."""
-
-    @abstractmethod
-    def activations(self, model: ModelConfig, layer: int, *, on_cpu: bool) -> PartActivations:
-        """What a block saves for backward, its input included. The plan's memory needs it.
-
-        Args:
-            model: the model.
-            layer: number of the block.
-            on_cpu: whether kernels are those of CPUs.
-        """
-
-    @abstractmethod
-    def operations(self, model: ModelConfig, layer: int, seq_len: int) -> Operations:
-        """The operations of a block for one token. The plan's time needs them."""
 
 
 def block_of(model: ModelConfig) -> BlockKind:

@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator
 from dataclasses import replace
-from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from harness.config.model import ModelConfig, field_of
 from harness.config.mup import HEAD_WIDTHS, LATENT_HEAD_WIDTHS, PROPORTIONAL, MupConfig
 from harness.config.registry import resolve_options
 from harness.model import accounting, spec
-from harness.model.architecture import Architecture, changed, resolve_model
+from harness.model.architecture import Architecture, resolve_model
 from harness.model.blocks import block_of
-from harness.tools.plan import activations, operations
 from harness.util.errors import ConfigError, divisors
 
 if TYPE_CHECKING:
-    import torch
-
     from harness.config.job import Job
-    from harness.data.batch import Batch, Loader
-    from harness.data.tokenizer import Tokenizer
     from harness.model.accounting import Accounting
     from harness.model.decoder import Decoder
     from harness.model.spec import ModuleSpec
-    from harness.parallelism.execute import Executor
-    from harness.parallelism.loss import TokenLoss
-    from harness.parallelism.mesh import Mesh
-    from harness.tools.plan.activations import PartActivations
-    from harness.tools.plan.operations import Operations
 
 
 class DecoderArchitecture(Architecture):
@@ -79,15 +68,6 @@ class DecoderArchitecture(Architecture):
         model.mtp.validate()
         _validate_mup(model)
 
-    def check(self, job: Job) -> None:
-        if job.validation.pictures:
-            rule = f"has no effect: model={job.model.name} makes no pictures"
-            raise ConfigError("validation.pictures", job.validation.pictures, rule, [0])
-        others = chain(changed(job.model.flux, "model.flux."), changed(job.training.flow, "training.flow."))
-        for name, value, default in others:
-            rule = f"has no effect: model={job.model.name} is a decoder"
-            raise ConfigError(name, value, rule, str(default).lower())
-
     def modules(self, model: ModelConfig) -> Iterator[ModuleSpec]:
         return spec.decoder_modules(model)
 
@@ -117,63 +97,10 @@ class DecoderArchitecture(Architecture):
     def block_kind(self, model: ModelConfig, layer: int) -> Hashable:
         return model.has_experts(layer), model.span(layer), model.attention.is_rotated(layer)
 
-    def block_activations(
-        self, model: ModelConfig, layer: int, seq_len: int, *, on_cpu: bool
-    ) -> PartActivations:
-        return activations.block_activations(model, layer, on_cpu=on_cpu)
-
-    def entry_activations(self, model: ModelConfig, seq_len: int) -> PartActivations:
-        """The embedding saves nothing but the batch."""
-        return activations.PartActivations(())
-
-    def head_activations(self, model: ModelConfig, seq_len: int) -> PartActivations:
-        return activations.head_activations(model)
-
-    def block_operations(self, model: ModelConfig, layer: int, seq_len: int) -> Operations:
-        return operations.block_operations(model, layer, seq_len)
-
-    def fake_batch(self, job: Job, rows: int) -> Batch:
-        import torch
-
-        from harness.data.prefetch import DeviceBatch
-
-        shape = rows, job.training.seq_len
-        batch = DeviceBatch(torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64))
-        batch.num_valid = rows * job.training.seq_len
-        return batch
-
     def build_part(self, job: Job, modules: Collection[str] | None) -> Decoder:
         from harness.model.decoder import Decoder
 
         return Decoder(job.model, job.training.seq_len, modules)
-
-    def build_loss(self, job: Job, mesh: Mesh, parts: Sequence[Any]) -> TokenLoss:
-        from harness.parallelism.chunked_loss import build_loss
-
-        return build_loss(job, mesh, parts)
-
-    def build_executor(
-        self, job: Job, mesh: Mesh, parts: Sequence[Any], loss: TokenLoss, device: torch.device
-    ) -> Executor:
-        from harness.parallelism.execute import build_executor
-
-        return build_executor(job, mesh, parts, loss, device)
-
-    def build_loader(self, job: Job, tokenizer: Tokenizer, rows: range, split: str, **process: Any) -> Loader:
-        from harness.data.loader import build_loader
-
-        return build_loader(
-            job.data,
-            tokenizer,
-            seq_len=job.training.seq_len,
-            global_batch_size=job.global_batch_size,
-            seed=job.training.seed,
-            rows=rows,
-            split=split,
-            model_vocab_size=job.model.vocab_size,
-            sizes=job.sizes if split == "train" else None,
-            **process,
-        )
 
 
 def _validate_mup(model: ModelConfig) -> None:

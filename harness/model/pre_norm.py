@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 from harness.config.model import ModelConfig
 from harness.model.blocks import BlockKind
 from harness.model.spec import ModuleSpec, pre_norm_modules
-from harness.tools.plan.activations import PartActivations, pre_norm_activations
-from harness.tools.plan.operations import Operations, pre_norm_operations
 
 if TYPE_CHECKING:
     from harness.model.decoder import Block
@@ -25,9 +23,3 @@ class PreNorm(BlockKind):
         from harness.model.decoder import Block
 
         return Block(model, layer)
-
-    def activations(self, model: ModelConfig, layer: int, *, on_cpu: bool) -> PartActivations:
-        return pre_norm_activations(model, layer, on_cpu=on_cpu)
-
-    def operations(self, model: ModelConfig, layer: int, seq_len: int) -> Operations:
-        return pre_norm_operations(model, layer, seq_len)

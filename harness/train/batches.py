@@ -10,7 +10,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from harness.config.job import Job
 from harness.data.batch import Loader
 from harness.data.tokenizer import Tokenizer
-from harness.model.architecture import architecture_of
+from harness.train.objective import objective_of
 from harness.train.setup import local_rank
 
 
@@ -23,7 +23,7 @@ def loader_of(job: Job, tokenizer: Tokenizer, rows: range, split: str = "train")
         rows: rows of the global batch.
         split: ``train`` or ``validation``.
     """
-    return architecture_of(job.model).build_loader(
+    return objective_of(job.model).build_loader(
         job, tokenizer, rows, split, wait_for_all=_wait_for_all, is_builder=local_rank() == 0
     )
 

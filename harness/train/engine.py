@@ -16,7 +16,6 @@ from harness.config.job import Job
 from harness.data.batch import AnyBatch, Batch
 from harness.data.prefetch import count_valid, place
 from harness.metrics.phases import SUMS
-from harness.model.architecture import architecture_of
 from harness.model.part import ModelPart
 from harness.model.spec import tensors
 from harness.optimizer.base import drops_on_device, parts_of
@@ -31,6 +30,7 @@ from harness.parallelism.mesh import Mesh, build_mesh, stage_group
 from harness.parallelism.parallelize import build_model_parts
 from harness.precision.swap import precompute_scales
 from harness.train.mixture_loss import LossSum, SourceLosses
+from harness.train.objective import objective_of
 from harness.train.step_outcome import HOST, StepOutcome
 from harness.util.annotation import annotated
 from harness.util.errors import LostGradientError
@@ -56,8 +56,8 @@ class Engine:
             mesh = build_mesh(job.parallelism, device, has_experts=job.model.moe.enabled)
             built = mesh, build_model_parts(job, mesh, device)
         self.mesh, self.parts = built
-        self.architecture = architecture_of(job.model)
-        self.loss = self.architecture.build_loss(job, self.mesh, self.parts)
+        self.objective = objective_of(job.model)
+        self.loss = self.objective.build_loss(job, self.mesh, self.parts)
         self.sources = SourceLosses(job, self.loss)
         self.balance = Balance(job, self.parts, device)
         self.length = job.training.seq_len
@@ -173,7 +173,7 @@ class Engine:
         )
 
     def _build_executor(self, job: Job) -> Executor:
-        return self.architecture.build_executor(job, self.mesh, self.parts, self.loss, self.device)
+        return self.objective.build_executor(job, self.mesh, self.parts, self.loss, self.device)
 
     def _set_length(self, length: int) -> None:
         """Make the parts compute sequences of another length, and choose the executor for it."""

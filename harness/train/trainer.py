@@ -84,7 +84,7 @@ class Trainer:
         self.evaluation = EvaluationInLoop(engine, tokenizer) if job.evaluation.interval else None
         self.ranks = RankGroup(job.checkpoint.timeout_seconds)
         self.sheet = (
-            engine.architecture.build_sheet(job, engine, self.validation_loader, self.ranks, self.folder.path)
+            engine.objective.build_sheet(job, engine, self.validation_loader, self.ranks, self.folder.path)
             if self.validation_loader is not None
             else None
         )

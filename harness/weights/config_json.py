@@ -100,7 +100,7 @@ def relevant(model: ModelConfig) -> Iterator[tuple[str, object]]:
         unread.add("ffn_hidden_dim")
     for name, role, value in leaves(model):
         without = name.startswith("moe.") and not of.enabled and name != "moe.num_experts"
-        without |= name.startswith("flux.") and not architecture_of(model).takes_pictures
+        without |= name.startswith("flux.") and architecture_of(model).batches == "tokens"
         if role == NUMERICS and name not in unread and not without:
             yield name, value
 

@@ -13,6 +13,7 @@ from harness.config.model import ModelConfig
 from harness.model.pre_norm import PreNorm
 from harness.model.spec import ModuleSpec
 from harness.tools.plan.activations import PartActivations, SavedTensor
+from harness.tools.plan.costs import PreNormCosts
 from harness.util.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,6 +35,10 @@ class Relu2(PreNorm):
         from harness_extras.relu2_block import Relu2Block
 
         return Relu2Block(model, layer)
+
+
+class Relu2Costs(PreNormCosts):
+    """What the plan knows of these blocks; without it they train, and have no plan."""
 
     def activations(self, model: ModelConfig, layer: int, *, on_cpu: bool) -> PartActivations:
         """Those of a pre-norm block, with other tensors of the feed-forward.

@@ -88,3 +88,8 @@ def rows_of(model: ModelConfig, tensor: TensorSpec, seq_len: int) -> int:
         return text
     joined = tensor.module.startswith("layers.") and ".img_" not in tensor.module
     return seq_len if joined else seq_len - text
+
+
+def is_double(model: ModelConfig, layer: int) -> bool:
+    """Whether a block has separate weights for captions and pictures."""
+    return layer < model.flux.double_layers

@@ -18,11 +18,11 @@ from harness.checkpoint.state import model_state
 from harness.config.job import Job
 from harness.data.loader import Batch
 from harness.data.prefetch import place
-from harness.model.architecture import architecture_of
 from harness.parallelism.execute import Executor
 from harness.parallelism.materialize import allocate, local_ranges
 from harness.parallelism.mesh import build_mesh
 from harness.parallelism.parallelize import build_on_meta
+from harness.train.objective import objective_of
 from harness.util.errors import UserError
 from harness.weights import on_ranks
 from harness.weights.dcp import average_of
@@ -62,9 +62,9 @@ class InferenceModel:
 
     @cached_property
     def _executor(self) -> Executor:
-        architecture = architecture_of(self.job.model)
-        loss = architecture.build_loss(self.job, self.mesh, self.parts)
-        return architecture.build_executor(self.job, self.mesh, self.parts, loss, self.device)
+        objective = objective_of(self.job.model)
+        loss = objective.build_loss(self.job, self.mesh, self.parts)
+        return objective.build_executor(self.job, self.mesh, self.parts, loss, self.device)
 
     def score(self, batch: Batch) -> Tensor:
         """Score each row of a batch of ``local_batch_size`` rows in host memory, as ``Executor.score``."""

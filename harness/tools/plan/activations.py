@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from harness.config.model import ModelConfig
-from harness.model.blocks import block_of
 from harness.model.spec import Split, block_tensors
 
 LSE = "log-sum-exp"
@@ -79,17 +78,6 @@ class PartActivations:
     """Gradients alive at the peak of backward, beside everything saved."""
     late_backward: tuple[SavedTensor, ...] = field(default=())
     """Alive while backward is in attention, past the feed-forward: saved tensors and gradients."""
-
-
-def block_activations(config: ModelConfig, layer: int, *, on_cpu: bool) -> PartActivations:
-    """Activations of one block, its input included.
-
-    Args:
-        config: the model.
-        layer: number of the block.
-        on_cpu: whether kernels are those of CPUs.
-    """
-    return block_of(config).activations(config, layer, on_cpu=on_cpu)
 
 
 def pre_norm_activations(config: ModelConfig, layer: int, *, on_cpu: bool) -> PartActivations:

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from harness.config.job import Job
-from harness.model.architecture import architecture_of
 from harness.model.spec import Split, TensorSpec
 from harness.precision.linears import sort_linears
 from harness.tools.plan import elementwise as moved
 from harness.tools.plan.context import ContextParallel
+from harness.tools.plan.costs import costs_of
 from harness.tools.plan.elementwise import (
     ALONG_SEQUENCE,
     CASTS,
@@ -60,7 +60,7 @@ class Worker:
 
     def __post_init__(self) -> None:
         job, layout = self.job, self.job.parallelism
-        self.architecture = architecture_of(job.model)
+        self.model_costs = costs_of(job.model)
         if job.precision.linear != "none" and not self.converted:
             self.converted = frozenset(sort_linears(job.model, job.precision).converted)
         self.rows = job.microbatch_size * job.training.seq_len // layout.cp
@@ -81,7 +81,7 @@ class Worker:
 
     def block(self, layer: int) -> Block:
         """The passes of one block of the model."""
-        operations = self.architecture.block_operations(self.job.model, layer, self.job.training.seq_len)
+        operations = self.model_costs.block_operations(self.job.model, layer, self.job.training.seq_len)
         forward = self._forward(operations)
         collectives = self._tensor(operations, recompute=False)
         context = self._context(operations)
@@ -119,7 +119,7 @@ class Worker:
     def head(self) -> tuple[Pass, Pass]:
         """Forward and backward of the head with the loss."""
         job, layout = self.job, self.job.parallelism
-        vocabulary = self.architecture.outputs(job.model) / (layout.tp if layout.loss_parallel else 1)
+        vocabulary = self.model_costs.outputs(job.model) / (layout.tp if layout.loss_parallel else 1)
         times = 1 + job.model.mtp.depth
         float8 = "output" in self.converted
         product = self.machine.product_seconds(
@@ -146,7 +146,7 @@ class Worker:
         ac = self.job.activation_checkpoint
         if ac.mode == "none":
             return Pass()
-        operations = self.architecture.block_operations(self.job.model, layer, self.job.training.seq_len)
+        operations = self.model_costs.block_operations(self.job.model, layer, self.job.training.seq_len)
         whole = max(self._forward(operations), self._host_seconds(operations))
         collectives = self._tensor(operations, recompute=True)
         others = (*self._context(operations).forward(), *self._experts(operations))
@@ -177,7 +177,7 @@ class Worker:
         if product.split is Split.ROUTER:
             dtype, width = self.router_dtype, DTYPE_BYTES["float32"]
         if not product.is_expert:
-            share_of_rows = self.architecture.row_share(job.model, product, job.training.seq_len)
+            share_of_rows = self.model_costs.row_share(job.model, product, job.training.seq_len)
             rows = self.stream_rows if product.split is Split.ROUTER else self.rows
             rows = max(1, round(rows * share_of_rows))
             return self.machine.product_seconds(rows, inputs, outputs, dtype, width, share=share)

@@ -55,7 +55,7 @@ class Resolution:
 
 def kind_of(job: Job) -> str:
     """Return the kind of model: "dense models", "mixtures of experts" or "models of pictures"."""
-    if architecture_of(job.model).takes_pictures:
+    if architecture_of(job.model).batches != "tokens":
         return "models of pictures"
     return "mixtures of experts" if job.model.moe.enabled else "dense models"
 

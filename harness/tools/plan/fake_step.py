@@ -31,6 +31,7 @@ from harness.parallelism.materialize import allocate
 from harness.parallelism.mesh import Mesh, build_mesh
 from harness.parallelism.parallelize import build_on_meta
 from harness.parallelism.pipeline import boundary
+from harness.tools.plan.costs import costs_of
 from harness.tools.plan.fake import CPU, fake_process_group, fake_tensors, replace_modules, stages_in
 from harness.tools.plan.meter import Meter
 from harness.tools.plan.order import gathering_passes, pipeline_order
@@ -223,7 +224,7 @@ def statistics_of(job: Job, pp_rank: int, depths: dict[int, int] | None = None) 
         mesh = build_mesh(layout, CPU, has_experts=job.model.moe.enabled)
         parts = build_on_meta(job, mesh, CPU)
         indices = stages_of_rank(job.parallelism, job.model.n_layers, pp_rank)
-        values = architecture_of(job.model).without_values()
+        values = costs_of(job.model).without_values()
         with fake_tensors(), values, Meter(mesh) as meter:
             for place, (index, part) in enumerate(zip(indices, parts, strict=True)):
                 replace_modules(part)
@@ -278,7 +279,7 @@ def _mark_phases(meter: Meter, part: ModelPart, place: int, cycle: Cycle) -> Non
 
 def _run_step(engine: Engine, local_batches: int, meter: Meter, *, updates: bool) -> None:
     job = engine.job
-    batch = engine.architecture.fake_batch(job, local_batches * job.local_batch_size)
+    batch = costs_of(job.model).fake_batch(job, local_batches * job.local_batch_size)
     engine.gradients(batch)
     if updates:
         meter.begin("update")

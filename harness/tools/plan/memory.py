@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from harness.config.job import Job
-from harness.model.architecture import architecture_of
 from harness.tools.plan.constants import Software
+from harness.tools.plan.costs import costs_of
 from harness.tools.plan.memory_activations import ActivationBytes, on_cpu
 from harness.tools.plan.memory_stage import Bytes, StageMemory, heaviest, plus
 from harness.tools.plan.order import Moment, fullest, pipeline_order
@@ -172,7 +172,7 @@ class RankStep:
         """Bytes of the batch, of complete sequences, for all passes of a step."""
         rows = self.job.global_batch_size // self.job.parallelism.data_parallel
         model = self.job.model
-        return rows * architecture_of(model).sample_bytes(model, self.job.training.seq_len)
+        return rows * costs_of(model).sample_bytes(model, self.job.training.seq_len)
 
     def _rotation_table(self) -> float:
         """Bytes of cosines and sines of this rank's positions, float32, one table per stage."""

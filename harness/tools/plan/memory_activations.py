@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 from harness.config.job import Job
-from harness.model.architecture import architecture_of, block_kinds
+from harness.model.architecture import block_kinds
 from harness.precision.linears import sort_linears
 from harness.tools.plan.activations import (
     ActivationSplit,
@@ -15,6 +15,7 @@ from harness.tools.plan.activations import (
     SavedTensor,
     prediction_activations,
 )
+from harness.tools.plan.costs import costs_of
 from harness.tools.plan.parameters import BYTES
 
 FLOAT32 = 4
@@ -66,7 +67,7 @@ class ActivationBytes:
             ActivationSplit.ROUTED: routed,
             ActivationSplit.ROUTED_INNER: layout.tp if layout.splits_experts else routed,
         }
-        self.architecture = architecture_of(job.model)
+        self.costs = costs_of(job.model)
         self.blocks: dict[tuple[Hashable, bool], PartBytes] = {}
         precision = job.precision
         converted = (
@@ -109,9 +110,7 @@ class ActivationBytes:
 
     def _block(self, layer: int) -> PartBytes:
         job = self.job
-        declared = self.architecture.block_activations(
-            job.model, layer, job.training.seq_len, on_cpu=self.cpu
-        )
+        declared = self.costs.block_activations(job.model, layer, job.training.seq_len, on_cpu=self.cpu)
         # Blocks with experts on other ranks are compiled in pieces (compile.py), which save the same tensors.
         compiled = self.job.compile.blocks and self.job.compile.backend != "eager"
         everything = self.total(declared.kept, compiled=compiled)
@@ -195,13 +194,13 @@ class ActivationBytes:
         """Bytes of the modules before the blocks; their output is the first block's input."""
         stream = self.bytes_of(SavedTensor("stream", self.job.model.dim, ActivationSplit.STREAM))
         summand = self.bytes_of(SavedTensor("summand", self.job.model.dim, ActivationSplit.PARTIAL))
-        declared = self.architecture.entry_activations(self.job.model, self.job.training.seq_len)
+        declared = self.costs.entry_activations(self.job.model, self.job.training.seq_len)
         kept = self.total(declared.kept)
         return PartBytes(kept, kept + stream + summand, kept + summand, 0.0)
 
     def head(self) -> PartBytes:
         """Bytes of the final norm and the output projection's input, without logits."""
-        declared = self.architecture.head_activations(self.job.model, self.job.training.seq_len)
+        declared = self.costs.head_activations(self.job.model, self.job.training.seq_len)
         kept = self.total(declared.kept) * (1 + self.job.model.mtp.depth)
         return PartBytes(kept, kept, kept + self.total(declared.backward), kept)
 

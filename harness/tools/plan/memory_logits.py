@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from harness.config.job import Job
-from harness.model.architecture import architecture_of
+from harness.tools.plan.costs import costs_of
 from harness.tools.plan.memory_activations import ActivationBytes
 from harness.tools.plan.parameters import BYTES
 
@@ -29,7 +29,7 @@ class LogitBytes:
         layout, model = job.parallelism, job.model
         streams = 1 + model.mtp.depth
         split = layout.tp > 1 and layout.loss_parallel
-        outputs = architecture_of(model).outputs(model)
+        outputs = costs_of(model).outputs(model)
         vocabulary = -(-outputs // layout.tp) if split else outputs
         self.compute = BYTES[job.precision.param_dtype]
         self.numbers = float(activations.tokens * vocabulary)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from harness.config.model import ModelConfig
 from harness.model.accounting import attention_flops
-from harness.model.blocks import block_of
 from harness.model.spec import TensorSpec, block_tensors
 
 
@@ -43,17 +42,6 @@ class Operations:
     """Hidden widths of a token's experts, summed."""
     expert_width: int
     """Values of a token that are sorted by expert and back."""
-
-
-def block_operations(model: ModelConfig, layer: int, seq_len: int) -> Operations:
-    """Return the operations of a block.
-
-    Args:
-        model: the model, resolved.
-        layer: number of the block.
-        seq_len: tokens of a sequence.
-    """
-    return block_of(model).operations(model, layer, seq_len)
 
 
 def pre_norm_operations(model: ModelConfig, layer: int, seq_len: int) -> Operations:

@@ -23,9 +23,10 @@ from harness.config.optimizer_kinds import KINDS
 from harness.config.parallelism import ParallelismConfig
 from harness.config.precision import PrecisionConfig
 from harness.config.stages import split_modules, stages_of_rank
-from harness.model.architecture import architecture_of, block_kinds
+from harness.model.architecture import block_kinds
 from harness.model.spec import TensorSpec, fsdp_groups, tensors
 from harness.optimizer.settings import kind_of
+from harness.tools.plan.costs import costs_of
 
 BYTES = {"float32": 4, "bfloat16": 2, "float8": 1}
 """Bytes per value of each format."""
@@ -200,11 +201,11 @@ def _renamed(group: str, old: str, new: str) -> str:
 def tensors_by_module(model: ModelConfig) -> dict[str, list[TensorSpec]]:
     """Tensors by the modules that pipeline stages consist of (``layers.7`` ...), and ``mtp``."""
     modules: dict[str, list[TensorSpec]] = {}
-    architecture = architecture_of(model)
+    costs = costs_of(model)
     for tensor in tensors(model).values():
         first, rest = tensor.name.split(".", 1)
         inside = first == "layers"
-        module = f"{first}.{rest.split('.', 1)[0]}" if inside else architecture.stage_module(first)
+        module = f"{first}.{rest.split('.', 1)[0]}" if inside else costs.stage_module(first)
         modules.setdefault(module, []).append(tensor)
     return modules
 

@@ -137,7 +137,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     how = [f"activation checkpointing {recompute}", "compiled" if job.compile.blocks else "eager"]
     linear = job.precision.linear
     how.append(job.precision.param_dtype if linear == "none" else f"linears in {linear}")
-    has_images = architecture_of(job.model).takes_pictures
+    has_images = architecture_of(job.model).batches != "tokens"
     image = f"; {counts.flops_per_token_full * job.training.seq_len / 1e12:,.4g} TFLOP an image"
     facts += [
         ("execution", ", ".join(how)),
@@ -266,7 +266,7 @@ def _verdict(plan: Plan) -> list[tuple[str, str]]:
         rate = speed.tokens_per_second_per_rank
         model = rate * plan.accounting.flops_per_token_full
         images = figure(rate * job.world_size / job.training.seq_len)
-        also = f", {images} images/s" if architecture_of(job.model).takes_pictures else ""
+        also = f", {images} images/s" if architecture_of(job.model).batches != "tokens" else ""
         facts.append(
             ("throughput", f"{figure(rate)} tokens/s a {unit}, {figure(rate * job.world_size)} in all{also}")
         )

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from harness.config.job import Job
 from harness.config.stages import split_modules, stages_of_rank
-from harness.model.architecture import architecture_of
 from harness.model.spec import block_tensors
+from harness.tools.plan.costs import costs_of
 from harness.tools.plan.machine import machine_of
 from harness.tools.plan.parameters import parameters_of, tp_of
 from harness.tools.plan.plan import Plan
@@ -93,14 +93,14 @@ def product_flops(job: Job, pp_rank: int) -> float:
     modules = split_modules(layout, model.n_layers)
     own = [name for stage in stages_of_rank(layout, model.n_layers, pp_rank) for name in modules[stage]]
     layers = [int(name.removeprefix("layers.")) for name in own if name.startswith("layers.")]
-    architecture, values = architecture_of(model), 0.0
+    costs, values = costs_of(model), 0.0
     for layer in layers:
         for tensor in block_tensors(model, layer):
             if tensor.is_matrix and not tensor.is_expert:
-                share = architecture.row_share(model, tensor, job.training.seq_len)
+                share = costs.row_share(model, tensor, job.training.seq_len)
                 values += share * tensor.size / tp_of(layout, tensor)
     if "output" in own:
-        values += architecture.outputs(model) * model.dim / layout.tp
+        values += costs.outputs(model) * model.dim / layout.tp
     rows = job.global_batch_size // layout.data_parallel * job.training.seq_len / layout.cp
     update = planned_update(job, parameters_of(job, pp_rank))
     return 6.0 * rows * values + (0.0 if update is None else update.flops)

@@ -25,9 +25,9 @@ from torch.distributed.pipelining.stage import PipelineStage
 
 from harness.config.job import Job
 from harness.data.batch import AnyBatch, Batch, ImageBatch, Loader
-from harness.model.architecture import architecture_of
 from harness.model.kernels import VarlenKernel
 from harness.parallelism.expert import ExpertExchange
+from harness.tools.plan.costs import costs_of
 from harness.tools.rehearse.gpu import VirtualGpu
 from harness.train import setup
 
@@ -130,7 +130,7 @@ class Zeros(Loader):
         self._job, self._rows = job, rows
 
     def next(self) -> AnyBatch:
-        batch = architecture_of(self._job.model).fake_batch(self._job, self._rows)
+        batch = costs_of(self._job.model).fake_batch(self._job, self._rows)
         if isinstance(batch, ImageBatch):
             return batch
         (rows, length), documents = batch.shape, None

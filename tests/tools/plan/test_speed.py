@@ -140,7 +140,7 @@ def test_flex_pads_heads_to_a_power_of_two() -> None:
     """Heads of 192 and 128 are computed as 256 and 128; those of 128 are not padded."""
     for model, padded in (("deepseek_v2_lite_16b", 384 / 320), ("llama3_8b", 1.0)):
         flash, flex = (worker_of(f"model={model}", software=Software(name)) for name in ("flash2", "flex"))
-        operations = flash.architecture.block_operations(flash.job.model, 0, 8192)
+        operations = flash.model_costs.block_operations(flash.job.model, 0, 8192)
         flops = flash.rows * operations.attention.flops
         assert flash._attention_seconds(operations) == flash.machine.attention_seconds(flops, flash.dtype)
         assert flex._attention_seconds(operations) == flex.machine.attention_seconds(
@@ -152,7 +152,7 @@ def test_weights_are_cast_once_a_microbatch_unless_they_are_gathered_in_8_bits()
     """5 bytes a weight in forward: the maximum reads 2, the cast reads 2 and writes 1."""
     base = ["model=llama3_8b", "parallelism.dp_shard=8", "precision=float8_tensorwise"]
     cast, gathered = worker_of(*base), worker_of(*base, "precision.enable_fsdp_float8_all_gather=true")
-    operations = cast.architecture.block_operations(cast.job.model, 0, 8192)
+    operations = cast.model_costs.block_operations(cast.job.model, 0, 8192)
     weights = sum(product.size for product in operations.products)
     more = cast._forward(operations) - gathered._forward(operations)
     assert more == pytest.approx(cast.machine.pass_seconds(5 * weights))
@@ -161,10 +161,10 @@ def test_weights_are_cast_once_a_microbatch_unless_they_are_gathered_in_8_bits()
 def test_biases_of_experts_add_up_their_gradients_slowly() -> None:
     """As much as what 1,571 ms of GPT-OSS 20b lost by another kernel (torchtitan pull request 2686)."""
     worker = worker_of("model=gpt_oss_20b", "parallelism.dp_shard=8", "training.seq_len=8192")
-    operations = worker.architecture.block_operations(worker.job.model, 0, 8192)
+    operations = worker.model_costs.block_operations(worker.job.model, 0, 8192)
     assert 24 * worker._bias_gradients(operations) == pytest.approx(0.15, abs=0.03)
     plain = worker_of("model=qwen3_30b_a3b", "parallelism.dp_shard=8")
-    assert plain._bias_gradients(plain.architecture.block_operations(plain.job.model, 0, 8192)) == 0
+    assert plain._bias_gradients(plain.model_costs.block_operations(plain.job.model, 0, 8192)) == 0
 
 
 def test_a_pipeline_adds_gradients_up_in_the_dtype_of_their_reduction() -> None:
@@ -173,7 +173,7 @@ def test_a_pipeline_adds_gradients_up_in_the_dtype_of_their_reduction() -> None:
         worker_of("model=llama3_8b", *layout)
         for layout in (["parallelism.dp_shard=8"], ["parallelism.pp=2", "parallelism.dp_shard=4"])
     )
-    operations = one.architecture.block_operations(one.job.model, 0, 8192)
+    operations = one.model_costs.block_operations(one.job.model, 0, 8192)
     assert piped._gradient_sums(operations) == pytest.approx(one._gradient_sums(operations) * 10 / 6)
 
 

@@ -11,6 +11,7 @@ from harness.compose.overrides import with_quoted_text
 from harness.config.fields import label, part
 from harness.model.architecture import architecture_of
 from harness.tools.inference.config import InferenceJob
+from harness.train.objective import objective_of
 from harness.util.errors import ConfigError
 
 _TEXTS_ONLY = (
@@ -108,8 +109,8 @@ class GenerateJob(InferenceJob):
             rule = f"has no effect with generate.chat={self.generate.chat}"
             raise ConfigError("generate.special_tokens", False, rule, "leave it out")
         architecture = architecture_of(self.model)
-        self._refuse_options("pictures" if architecture.takes_pictures else "texts")
-        job = replace(self, **architecture.for_generation(self.data, self.training, self.model))
+        self._refuse_options("texts" if architecture.batches == "tokens" else "pictures")
+        job = replace(self, **objective_of(self.model).for_generation(self.data, self.training, self.model))
         return super(GenerateJob, job).resolve(launched_ranks=launched_ranks, gpus=gpus)
 
     def _refuse_options(self, makes: str) -> None:

@@ -21,7 +21,7 @@ from harness.tools.inference.generate.config import GenerateJob
 
 def generate(job: GenerateJob, overrides: list[str]) -> int | Result:
     """Generate a text after each prompt, or a picture of it."""
-    if architecture_of(job.model).takes_pictures:
+    if architecture_of(job.model).batches != "tokens":
         return pictures.generate(job, overrides)
     return texts.generate(job, overrides)
 

@@ -6,7 +6,18 @@ the same width in a block, so the declarations do not distinguish them, except f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+from harness.contrib.flux.config import PATCH
+from harness.tools.plan.costs import Costs
+
+if TYPE_CHECKING:
+    from harness.config.job import Job
+    from harness.data.batch import ImageBatch
 
 from harness.config.model import ModelConfig
 from harness.contrib.flux import spec
@@ -24,9 +35,58 @@ from harness.tools.plan.operations import Attention, Operations
 _CUTS = {Split.COLUMN: ActivationSplit.INNER, Split.ROW: ActivationSplit.PARTIAL}
 
 
-def is_double(model: ModelConfig, layer: int) -> bool:
-    """Whether a block has separate weights for captions and pictures."""
-    return layer < model.flux.double_layers
+class FluxCosts(Costs):
+    """Costs of Flux."""
+
+    def block_activations(
+        self, model: ModelConfig, layer: int, seq_len: int, *, on_cpu: bool
+    ) -> PartActivations:
+        return block_activations(model, layer, seq_len)
+
+    def entry_activations(self, model: ModelConfig, seq_len: int) -> PartActivations:
+        return entry_activations(model, seq_len)
+
+    def head_activations(self, model: ModelConfig, seq_len: int) -> PartActivations:
+        return head_activations(model, seq_len)
+
+    def block_operations(self, model: ModelConfig, layer: int, seq_len: int) -> Operations:
+        return block_operations(model, layer, seq_len)
+
+    def row_share(self, model: ModelConfig, tensor: spec.TensorSpec, seq_len: int) -> float:
+        return row_share(model, tensor, seq_len)
+
+    def outputs(self, model: ModelConfig) -> int:
+        return model.flux.token_width
+
+    def stage_module(self, module: str) -> str:
+        return {"final_mod": "norm", "output": "output"}.get(module, "tok_embeddings")
+
+    def sample_bytes(self, model: ModelConfig, seq_len: int) -> float:
+        """Latents (mean and standard deviation) and embeddings of the caption, float32."""
+        flux = model.flux
+        latents = 2 * flux.token_width * max(0, seq_len - flux.text_length)
+        return 4.0 * (latents + flux.text_length * flux.context_dim + flux.pooled_dim)
+
+    def fake_batch(self, job: Job, rows: int) -> ImageBatch:
+        import torch
+
+        from harness.data.batch import ImageBatch
+
+        flux = job.model.flux
+        side = PATCH * math.isqrt(job.training.seq_len - flux.text_length)
+        latents = torch.zeros(rows, flux.latent_channels, side, side)
+        return ImageBatch(
+            latents,
+            torch.zeros_like(latents),
+            torch.zeros(rows, flux.text_length, flux.context_dim),
+            torch.zeros(rows, flux.pooled_dim),
+            torch.zeros(rows, dtype=torch.int64),
+        )
+
+    def without_values(self) -> AbstractContextManager[Any]:
+        from harness.contrib.flux import objective
+
+        return patch.object(objective, "numbers_of", lambda batch: [0] * len(batch.numbers_B))
 
 
 def row_share(model: ModelConfig, tensor: spec.TensorSpec, seq_len: int) -> float:
@@ -50,7 +110,7 @@ def block_activations(model: ModelConfig, layer: int, seq_len: int) -> PartActiv
     grads = SavedTensor("grads of the hidden features", 2 * hidden, inner)
     of_attention = SavedTensor("grads of q, k, v and attended", 4 * dim, inner)
     gradient, region = SavedTensor("grad", dim, stream), SavedTensor("grad of the region's input", dim, whole)
-    if is_double(model, layer):
+    if spec.is_double(model, layer):
         first = (*attention, SavedTensor("wo.out", dim, stream))
         kept = (*first, *_modulated("mlp", dim), *feed_forward, SavedTensor("w2.out", dim, stream))
     else:
@@ -88,7 +148,7 @@ def block_operations(model: ModelConfig, layer: int, seq_len: int) -> Operations
         Attention(
             model.n_heads, model.n_heads, model.head_width, model.head_width, 4.0 * model.dim * seq_len
         ),
-        norm_width=(2 if is_double(model, layer) else 1) * 2 * model.dim,
+        norm_width=(2 if spec.is_double(model, layer) else 1) * 2 * model.dim,
         rotated_width=4 * model.dim,
         gate_width=model.ffn_hidden_dim,
         expert_gate_width=0,
@@ -122,7 +182,7 @@ def _products(model: ModelConfig, layer: int, seq_len: int) -> Iterator[SavedTen
             *(f"{stream}_attn.wo" for stream in ("txt", "img")),
             *(f"{stream}_mlp.{leaf}" for stream in ("txt", "img") for leaf in ("w1", "w2")),
         ]
-        if is_double(model, layer)
+        if spec.is_double(model, layer)
         else ["mod", "attn.wq", "attn.wk", "attn.wv", "attn.wo", "mlp.w1", "mlp.w2"]
     )
     for name in order:

@@ -1,0 +1,123 @@
+"""What Flux is trained on (no torch until it is built)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from harness.config.data_kinds import DATA_KINDS
+from harness.contrib.flux.config import PATCH, PIXELS, FlowConfig
+from harness.train.objective import Objective
+from harness.util.errors import ConfigError, divisors
+from harness.util.versions import torch_version
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+    from harness.checkpoint.rank_group import RankGroup
+    from harness.config.data import DataConfig
+    from harness.config.job import Job
+    from harness.config.model import ModelConfig
+    from harness.config.training import TrainingConfig
+    from harness.contrib.flux.execute import FlowExecutor
+    from harness.contrib.flux.objective import FlowLoss
+    from harness.contrib.flux.sheet import SampleSheet
+    from harness.data.batch import Loader
+    from harness.data.tokenizer import Tokenizer
+    from harness.parallelism.mesh import Mesh
+    from harness.train.engine import Engine
+
+
+class FlowMatching(Objective):
+    """Predict the direction from noise to a picture."""
+
+    def check(self, job: Job) -> None:
+        layout, training = job.parallelism, job.training
+        self._check_length(job)
+        if layout.tp > 1 and torch_version().startswith("2.11."):
+            rule = "torch 2.11 cannot split the tokens that enter model.architecture=flux"
+            raise ConfigError("parallelism.tp", layout.tp, rule, "1, or torch 2.13")
+        for field, value, works, why in (
+            ("training.attention", training.attention, "sdpa", "attention is not causal"),
+            ("training.loss_chunks", training.loss_chunks, 1, "the loss has no vocabulary"),
+            ("schedule.seq_len", job.schedule.seq_len, [], "a picture cannot be cut"),
+            ("evaluation.interval", job.evaluation.interval, 0, "the tasks are texts"),
+            ("parallelism.pp", layout.pp, 1, "stages pass on one tensor, and blocks need a second one"),
+        ):
+            if value != works:
+                rule = f"is not possible with model.architecture=flux: {why}"
+                raise ConfigError(field, value, rule, str(works))
+        guidance = training.flow.guidance
+        if not job.model.flux.guidance and guidance != FlowConfig().guidance:
+            rule = f"is read only with model.flux.guidance=true, and model={job.model.name} has no such input"
+            raise ConfigError("training.flow.guidance", guidance, rule, [FlowConfig().guidance])
+        if layout.cp > 1 and layout.cp_method == "ring":
+            rule = "its kernels support the causal mask only, and model.architecture=flux has none"
+            raise ConfigError("parallelism.cp_method", "ring", rule, ["ulysses"])
+
+    def _check_length(self, job: Job) -> None:
+        """Check that the sequence is a caption and a square picture, which the layout can split."""
+        length, text, layout = job.training.seq_len, job.model.flux.text_length, job.parallelism
+        side = math.isqrt(max(0, length - text))
+        if not side or length != text + side**2:
+            near, pixels = max(1, side), PATCH * PIXELS
+            rule = f"must be model.flux.text_length={text} and the tokens of a square picture"
+            works = [
+                f"{text + n**2} ({pixels * n} x {pixels * n} pixels)"
+                for n in (near, near + 1)
+                if text + n**2 != length
+            ]
+            raise ConfigError("training.seq_len", length, rule, works)
+        unit = layout.cp * (layout.tp if layout.uses_sequence_parallel else 1)
+        if text % unit or side**2 % unit:
+            rule = (
+                f"its {text} tokens of the caption and {side**2} of the picture are each split into {unit}, "
+                f"parallelism.cp={layout.cp}, tp={layout.tp}"
+            )
+            divides = f"degrees whose product divides {math.gcd(text, side**2)}"
+            raise ConfigError("training.seq_len", length, rule, divides)
+        if job.model.flux.token_width % layout.tp:
+            rule = f"must divide the {job.model.flux.token_width} values of a token"
+            raise ConfigError("parallelism.tp", layout.tp, rule, divisors(job.model.flux.token_width))
+
+    def for_generation(
+        self, data: DataConfig, training: TrainingConfig, model: ModelConfig
+    ) -> dict[str, Any]:
+        """The smallest picture, and only the encoders of the data."""
+        kind = data.kind if DATA_KINDS[data.kind].batches == "images" else "latents_synthetic"
+        return {
+            "data": replace(data, kind=kind),
+            "training": replace(training, seq_len=model.flux.text_length + 1),
+        }
+
+    def build_sheet(
+        self, job: Job, engine: Engine, loader: Loader, ranks: RankGroup, run_dir: Path
+    ) -> SampleSheet | None:
+        if not job.validation.pictures:
+            return None
+        from harness.contrib.flux.pictures.loader import PictureLoader
+        from harness.contrib.flux.sheet import SampleSheet
+
+        assert isinstance(loader, PictureLoader)
+        return SampleSheet(job, engine, loader, ranks, run_dir)
+
+    def build_loss(self, job: Job, mesh: Mesh, parts: Sequence[Any]) -> FlowLoss:
+        from harness.contrib.flux.objective import FlowLoss
+
+        return FlowLoss()
+
+    def build_executor(
+        self, job: Job, mesh: Mesh, parts: Sequence[Any], loss: FlowLoss, device: torch.device
+    ) -> FlowExecutor:
+        from harness.contrib.flux.execute import FlowExecutor
+
+        return FlowExecutor(job, parts[0], loss)
+
+    def build_loader(self, job: Job, tokenizer: Tokenizer, rows: range, split: str, **process: Any) -> Loader:
+        from harness.contrib.flux.loader import build_loader
+
+        return build_loader(job, rows, split, **process)

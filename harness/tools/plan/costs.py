@@ -1,0 +1,171 @@
+"""What the plan and rehearsals know of a kind of model, by the names of ``model.architecture`` and ``model.block``.
+
+A kind without costs trains; its memory and time are unknown.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from harness.config.model import ModelConfig
+from harness.config.registry import MissingPackageError, Registry
+from harness.model.spec import TensorSpec
+from harness.tools.plan.activations import PartActivations, head_activations, pre_norm_activations
+from harness.tools.plan.operations import Operations, pre_norm_operations
+from harness.util.errors import UserError
+
+if TYPE_CHECKING:
+    from harness.config.job import Job
+    from harness.data.batch import AnyBatch
+
+
+class Costs(ABC):
+    """Costs of an architecture. Instances have no state."""
+
+    @abstractmethod
+    def block_activations(
+        self, model: ModelConfig, layer: int, seq_len: int, *, on_cpu: bool
+    ) -> PartActivations:
+        """What a block saves for backward, per token, its input included."""
+
+    @abstractmethod
+    def entry_activations(self, model: ModelConfig, seq_len: int) -> PartActivations:
+        """What the modules before the blocks save."""
+
+    @abstractmethod
+    def head_activations(self, model: ModelConfig, seq_len: int) -> PartActivations:
+        """What the modules after the blocks save, without the outputs."""
+
+    @abstractmethod
+    def block_operations(self, model: ModelConfig, layer: int, seq_len: int) -> Operations:
+        """The operations of a block for one token."""
+
+    def row_share(self, model: ModelConfig, tensor: TensorSpec, seq_len: int) -> float:
+        """Rows that a matrix multiplies, as a fraction of a sequence's tokens."""
+        return 1.0
+
+    def outputs(self, model: ModelConfig) -> int:
+        """Outputs of the model for a token."""
+        return model.vocab_size
+
+    def stage_module(self, module: str) -> str:
+        """The name in ``config/stages.py`` of a module outside of the blocks."""
+        return module
+
+    def sample_bytes(self, model: ModelConfig, seq_len: int) -> float:
+        """Bytes of one sample of a batch: inputs and labels, int64."""
+        return 2.0 * 8 * seq_len
+
+    @abstractmethod
+    def fake_batch(self, job: Job, rows: int) -> AnyBatch:
+        """A batch of zeros with ``rows`` rows, for rehearsals."""
+
+    def without_values(self) -> AbstractContextManager[Any]:
+        """Context manager in which passes run on tensors that have no values."""
+        return nullcontext()
+
+
+class BlockCosts(ABC):
+    """Costs of a kind of decoder block. Instances have no state."""
+
+    @abstractmethod
+    def activations(self, model: ModelConfig, layer: int, *, on_cpu: bool) -> PartActivations:
+        """What a block saves for backward, its input included.
+
+        Args:
+            model: the model.
+            layer: number of the block.
+            on_cpu: whether kernels are those of CPUs.
+        """
+
+    @abstractmethod
+    def operations(self, model: ModelConfig, layer: int, seq_len: int) -> Operations:
+        """The operations of a block for one token."""
+
+
+class PreNormCosts(BlockCosts):
+    """Costs of pre-norm blocks, from which those of other blocks derive."""
+
+    def activations(self, model: ModelConfig, layer: int, *, on_cpu: bool) -> PartActivations:
+        return pre_norm_activations(model, layer, on_cpu=on_cpu)
+
+    def operations(self, model: ModelConfig, layer: int, seq_len: int) -> Operations:
+        return pre_norm_operations(model, layer, seq_len)
+
+
+class DecoderCosts(Costs):
+    """Costs of decoders; those of a block are its kind's."""
+
+    def block_activations(
+        self, model: ModelConfig, layer: int, seq_len: int, *, on_cpu: bool
+    ) -> PartActivations:
+        return block_costs_of(model).activations(model, layer, on_cpu=on_cpu)
+
+    def entry_activations(self, model: ModelConfig, seq_len: int) -> PartActivations:
+        """The embedding saves nothing but the batch."""
+        return PartActivations(())
+
+    def head_activations(self, model: ModelConfig, seq_len: int) -> PartActivations:
+        return head_activations(model)
+
+    def block_operations(self, model: ModelConfig, layer: int, seq_len: int) -> Operations:
+        return block_costs_of(model).operations(model, layer, seq_len)
+
+    def fake_batch(self, job: Job, rows: int) -> AnyBatch:
+        import torch
+
+        from harness.data.prefetch import DeviceBatch
+
+        shape = rows, job.training.seq_len
+        batch = DeviceBatch(torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64))
+        batch.num_valid = rows * job.training.seq_len
+        return batch
+
+
+COSTS: Registry[type[Costs]] = Registry(
+    "costs",
+    {"decoder": DecoderCosts, "flux": "harness.contrib.flux.costs:FluxCosts"},
+    field="model.architecture",
+    expects="harness.tools.plan.costs:Costs",
+)
+"""Costs by the name of the architecture."""
+BLOCK_COSTS: Registry[type[BlockCosts]] = Registry(
+    "block_costs",
+    {"pre_norm": PreNormCosts},
+    field="model.block",
+    expects="harness.tools.plan.costs:BlockCosts",
+)
+"""Costs by the name of the block."""
+
+
+def costs_of(model: ModelConfig) -> Costs:
+    """Return the costs of a model.
+
+    Raises:
+        UserError: they are unknown.
+    """
+    with _unknown():
+        return COSTS[model.architecture]()
+
+
+def block_costs_of(model: ModelConfig) -> BlockCosts:
+    """Return the costs of a model's blocks.
+
+    Raises:
+        UserError: they are unknown.
+    """
+    with _unknown():
+        return BLOCK_COSTS[model.block]()
+
+
+@contextmanager
+def _unknown() -> Iterator[None]:
+    try:
+        yield
+    except MissingPackageError as error:
+        rule = "memory and time are unknown: its costs are not declared"
+        works = "training without a plan, or a package that declares them (docs/howto/extend.md)"
+        raise UserError(f"{error.field}={error.value}: {rule}; would work: {works}") from None

@@ -1,0 +1,136 @@
+"""What a kind of model is trained on: its batches, its loss and its passes (no torch until they are built).
+
+``model.architecture`` names an entry here too. An architecture without one cannot be trained.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Protocol
+
+from harness.config.registry import Registry
+from harness.model.architecture import changed
+from harness.util.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+    from harness.checkpoint.rank_group import RankGroup
+    from harness.config.data import DataConfig
+    from harness.config.job import Job
+    from harness.config.model import ModelConfig
+    from harness.config.training import TrainingConfig
+    from harness.data.batch import Loader
+    from harness.data.tokenizer import Tokenizer
+    from harness.parallelism.execute import Executor
+    from harness.parallelism.loss import Loss, TokenLoss
+    from harness.parallelism.mesh import Mesh
+    from harness.train.engine import Engine
+
+
+class Sheet(Protocol):
+    """Samples of a model, written at each validation."""
+
+    def write(self, step: int) -> str:
+        """Write the samples of a step, on all ranks together; return a line about the file."""
+        ...
+
+
+class Objective(ABC):
+    """How models of an architecture are trained. Instances have no state."""
+
+    def check(self, job: Job) -> None:  # noqa: B027
+        """Raise ConfigError for parts of the job that such a model does not allow."""
+
+    def for_generation(
+        self, data: DataConfig, training: TrainingConfig, model: ModelConfig
+    ) -> dict[str, Any]:
+        """Return parts of a job that generates and trains nothing, with values that the model allows."""
+        return {}
+
+    def build_sheet(
+        self, job: Job, engine: Engine, loader: Loader, ranks: RankGroup, run_dir: Path
+    ) -> Sheet | None:
+        """Make the writer of samples of each validation; None if there is none."""
+        return None
+
+    @abstractmethod
+    def build_loader(self, job: Job, tokenizer: Tokenizer, rows: range, split: str, **process: Any) -> Loader:
+        """Return the loader of ``rows`` of every global batch.
+
+        Args:
+            job: the resolved job.
+            tokenizer: the job's tokenizer.
+            rows: rows of the global batch.
+            split: ``train`` or ``validation``.
+            process: ``wait_for_all`` and ``is_builder`` of ``harness.data.loader.build_loader``.
+        """
+
+    @abstractmethod
+    def build_loss(self, job: Job, mesh: Mesh, parts: Sequence[Any]) -> Loss:
+        """Make the loss of a job."""
+
+    @abstractmethod
+    def build_executor(
+        self, job: Job, mesh: Mesh, parts: Sequence[Any], loss: Any, device: torch.device
+    ) -> Executor:
+        """Return the executor of passes for the job's layout."""
+
+
+class NextToken(Objective):
+    """The decoder's: predict the next token."""
+
+    def check(self, job: Job) -> None:
+        if job.validation.pictures:
+            rule = f"has no effect: model={job.model.name} makes no pictures"
+            raise ConfigError("validation.pictures", job.validation.pictures, rule, [0])
+        others = chain(changed(job.model.flux, "model.flux."), changed(job.training.flow, "training.flow."))
+        for name, value, default in others:
+            rule = f"has no effect: model={job.model.name} is a decoder"
+            raise ConfigError(name, value, rule, str(default).lower())
+
+    def build_loss(self, job: Job, mesh: Mesh, parts: Sequence[Any]) -> TokenLoss:
+        from harness.parallelism.chunked_loss import build_loss
+
+        return build_loss(job, mesh, parts)
+
+    def build_executor(
+        self, job: Job, mesh: Mesh, parts: Sequence[Any], loss: TokenLoss, device: torch.device
+    ) -> Executor:
+        from harness.parallelism.execute import build_executor
+
+        return build_executor(job, mesh, parts, loss, device)
+
+    def build_loader(self, job: Job, tokenizer: Tokenizer, rows: range, split: str, **process: Any) -> Loader:
+        from harness.data.loader import build_loader
+
+        return build_loader(
+            job.data,
+            tokenizer,
+            seq_len=job.training.seq_len,
+            global_batch_size=job.global_batch_size,
+            seed=job.training.seed,
+            rows=rows,
+            split=split,
+            model_vocab_size=job.model.vocab_size,
+            sizes=job.sizes if split == "train" else None,
+            **process,
+        )
+
+
+OBJECTIVES: Registry[type[Objective]] = Registry(
+    "objective",
+    {"decoder": NextToken, "flux": "harness.contrib.flux.objective_entry:FlowMatching"},
+    field="model.architecture",
+    expects="harness.train.objective:Objective",
+)
+"""Objectives by the name of the architecture."""
+
+
+def objective_of(model: ModelConfig) -> Objective:
+    """Return the entry of a model."""
+    return OBJECTIVES[model.architecture]()
