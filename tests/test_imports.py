@@ -1,4 +1,4 @@
-"""Imports point one way; code that trains imports no tools, and nothing imports slow packages early."""
+"""Arrows point down: a room imports the rooms below it and none above; nothing imports slow packages early."""
 
 from __future__ import annotations
 
@@ -16,21 +16,17 @@ FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in (ROOT / "harness").rglob("*.py")
 }
-# Tools that plan, compare and report jobs. They import what trains, never the reverse.
-TOOLS = ("bench", "compositions", "converge", "coordcheck", "parity", "plan", "rehearse", "report", "sweep")
-# Imports by what trains that are needed nevertheless, with the reason.
-NEEDED = {
-    ("harness.train", "harness.launch.sweep.run"): "harness.train -m starts the jobs of a sweep",
-    ("harness.train", "harness.launch.sweep.sweepers"): "with hydra/sweeper=optuna it runs a study",
-}
-
-
+# From the ground up.
+ROOMS = (
+    *("util", "config", "data", "model", "metrics", "run", "precision", "parallelism", "optimizer"),
+    *("checkpoint", "weights", "train", "compose", "launch", "tools", "contrib"),
+)
 # Packages that importing a module does not import. harness.train.process sets what torch reads once.
 NOT_IMPORTED = {
     "harness.config.job": "torch hydra omegaconf",
     "harness.util.hardware": "torch",
-    "harness.data": "torch numpy datasets sentencepiece tiktoken pyarrow",
-    "harness.metrics": "torch rich wandb",
+    "harness.config.data": "torch numpy datasets sentencepiece tiktoken pyarrow",
+    "harness.config.metrics": "torch rich wandb",
     "harness.train.rank": "torch",
     "harness.train.process": "torch",
 }
@@ -42,24 +38,16 @@ def test_importing_is_quick(module: str) -> None:
     assert module in listed and not set(NOT_IMPORTED[module].split()) & set(listed)
 
 
-def is_tool(module: str) -> bool:
-    return module.split(".")[1:2] != [] and module.split(".")[1] in TOOLS
-
-
-def nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yield all nodes, except those that only type checkers see."""
-    for child in ast.iter_child_nodes(tree):
-        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
-            continue
-        yield child
-        yield from nodes(child)
-
-
 @cache
-def imports_of(module: str) -> frozenset[str]:
-    """Modules of the harness that a module imports, also inside of functions."""
+def imports_of(module: str, *, of_types: bool = True) -> frozenset[str]:
+    """Modules of the harness that a module imports, also inside of functions.
+
+    Args:
+        module: its name.
+        of_types: whether to count what only type checkers see.
+    """
     found = set()
-    for node in nodes(ast.parse(FILES[module].read_text())):
+    for node in nodes(ast.parse(FILES[module].read_text()), of_types=of_types):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -69,38 +57,55 @@ def imports_of(module: str) -> frozenset[str]:
     return frozenset(found & FILES.keys())
 
 
+def nodes(tree: ast.AST, *, of_types: bool) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(tree):
+        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING" and not of_types:
+            continue
+        yield child
+        yield from nodes(child, of_types=of_types)
+
+
+def room_of(module: str) -> tuple[str, ...]:
+    """The room of a module, and its own name in ``tools`` and ``contrib``; empty for a door."""
+    _, *parts = module.split(".")
+    if not parts or parts[0] not in ROOMS:
+        return ()
+    return tuple(parts[:2]) if parts[0] in ("tools", "contrib") else (parts[0],)
+
+
+def points_down(source: tuple[str, ...], target: tuple[str, ...]) -> bool:
+    """Whether a room may import another. Doors import all; tools and contributions only the plan of tools."""
+    if source == target or not source or not target:
+        return bool(target) or not source
+    if target[0] in ("tools", "contrib"):
+        return target == ("tools", "plan") and source[0] in ("tools", "contrib")
+    return ROOMS.index(target[0]) < ROOMS.index(source[0])
+
+
 def test_imports_are_found() -> None:
     assert "harness.train.engine" in imports_of("harness.train.trainer")
     assert "harness.train.trainer" in imports_of("harness.train.rank"), "an import inside of a function"
-    assert "harness.train.steps" not in imports_of("harness.metrics.rows"), "an import for type checkers"
+    assert "harness.train.steps" in imports_of("harness.train.rows"), "an import for type checkers"
+    assert "harness.train.steps" not in imports_of("harness.train.rows", of_types=False)
+
+
+def test_every_module_is_in_a_room() -> None:
+    doors = [module for module in FILES if not room_of(module)]
+    assert len(doors) <= 4, doors
+
+
+def test_arrows_point_down() -> None:
+    up = [
+        f"{module} -> {imported}"
+        for module in FILES
+        for imported in imports_of(module)
+        if not points_down(room_of(module), room_of(imported))
+    ]
+    assert not up, "\n".join(sorted(up))
 
 
 def test_no_circles() -> None:
     try:
-        TopologicalSorter({module: imports_of(module) for module in FILES}).prepare()
+        TopologicalSorter({module: imports_of(module, of_types=False) for module in FILES}).prepare()
     except CycleError as error:
         raise AssertionError(f"modules import each other: {' <- '.join(error.args[1])}") from None
-
-
-def test_what_trains_imports_no_tools() -> None:
-    upward = {
-        (module, imported)
-        for module in FILES
-        for imported in imports_of(module)
-        if is_tool(imported) and not is_tool(module)
-    }
-    assert upward == NEEDED.keys()
-
-
-def test_tools_import_each_other_one_way() -> None:
-    """Only the ``__main__`` of a verb may use every tool: ``harness plan rehearse=true`` rehearses."""
-    packages: dict[str, set[str]] = {tool: set() for tool in TOOLS}
-    for module in FILES:
-        if is_tool(module) and not module.endswith(".__main__"):
-            tool = module.split(".")[1]
-            packages[tool] |= {each.split(".")[1] for each in imports_of(module) if is_tool(each)} - {tool}
-    try:
-        TopologicalSorter(packages).prepare()
-    except CycleError as error:
-        raise AssertionError(f"tools import each other: {' <- '.join(error.args[1])}") from None
-    assert not packages["plan"]

@@ -21,6 +21,7 @@ from harness.compose.overrides import with_one_length
 from harness.compose.resolve import resolve
 from harness.config.fields import EXECUTION, LABEL, NUMERICS, identity, label, leaves, numerics
 from harness.config.job import Job, differing_numerics, from_dict
+from harness.contrib.flux import objective_entry
 from harness.util.errors import ConfigError, UserError
 
 TINY = ("model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "training.seq_len=64", "cluster.device=cpu")
@@ -430,8 +431,12 @@ TWO_PASSES = ("parallelism=pp", "parallelism.pp_schedule=ZBVZeroBubble")
 def test_what_fails_inside_torch_2_11_is_refused_there(
     monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], message: str
 ) -> None:
-    monkeypatch.setattr(job_rules, "torch_version", lambda: "2.13.0+cpu")
+    def use(version: str) -> None:
+        for each in (job_rules, objective_entry):
+            monkeypatch.setattr(each, "torch_version", lambda: version)
+
+    use("2.13.0+cpu")
     compose_job([*TINY, *overrides])
-    monkeypatch.setattr(job_rules, "torch_version", lambda: "2.11.0+cpu")
+    use("2.11.0+cpu")
     with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
         compose_job([*TINY, *overrides])

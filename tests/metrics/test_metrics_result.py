@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-import harness
 from harness.metrics.result import flatten, git_commit, versions, write_json_atomically, write_result
-from harness.util import files
+from harness.util import __version__, files
 
 
 def git(folder: Path, *arguments: str) -> None:
@@ -62,7 +61,7 @@ def test_result_is_as_readable_as_umask_allows(tmp_path: Path) -> None:
 
 def test_versions() -> None:
     found = versions()
-    assert found["harness"] == harness.__version__
+    assert found["harness"] == __version__
     assert found["python"] and found["torch"]
 
 
