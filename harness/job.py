@@ -298,7 +298,7 @@ class Job:
         plain = read_object(path)
         try:
             job = cls._from_dict(plain)
-            validate_texts(job)
+            validate_texts(job, environment={})
             return job
         except ConfigError as error:
             raise UserError(f"{path}: damaged, or another version wrote it: {error}") from None
