@@ -92,6 +92,10 @@ def _start(draw: random.Random, verb: str) -> Iterator[str]:
         yield draw.choice(("prompt=a", "prompt='a b'", "generate.prompts=[a,b]", "generate.prompt_file=file"))
     if verb == "evaluate" and draw.random() < 0.5:
         yield f"evaluate.tasks=[{draw.choice(('data', 'lm_eval:x', *values.PATHS))}]"
+    if verb == "evaluate" and draw.random() < 0.7:
+        yield from ("data=local_text", "data.paths=[file]", "evaluate.split=all")
+    if verb == "encode" and draw.random() < 0.7:
+        yield "encode.samples=2"
     if verb in ("tokenize", "encode") and draw.random() < 0.8:
         yield f"{verb}.target={draw.choice(('new', 'new', 'new', *values.PATHS))}"
     if verb == "tokenize" and draw.random() < 0.7:

@@ -70,8 +70,9 @@ class _ComputingEndsIt:
 
 
 def _started(*_: Any) -> None:
-    sys.stdout.flush()
-    os.write(1, STARTED.encode())
+    with contextlib.suppress(Exception):  # a stream may be closed
+        sys.stdout.flush()
+        os.write(1, STARTED.encode())
     os._exit(EXIT_OK)
 
 
@@ -149,7 +150,7 @@ def serve() -> None:
     compose_job(["model=llama3_tiny"])
     _code()
     os.environ["PATH"] = "/nowhere"  # no SLURM
-    ShardWriter.write = _started  # type: ignore[method-assign, assignment]
+    ShardWriter.begin = _started  # type: ignore[method-assign, assignment]
     for request in sys.stdin:
         verb, arguments, environment, closed, folder, outside = json.loads(request)
         child = os.fork()
