@@ -96,9 +96,9 @@ def help_text(overrides: list[str], parser: Parser, *, config_name: str, schema:
     with Composer(config_name, schema) as composer:
         config = composer.config(overrides)
     rules = {name: rules_of(field) for name, field, _ in leaf_fields(schema())}
-    for name, options in _options_of_entries(config):
-        texts = docstrings(options)
-        for field in dataclasses.fields(options):
+    for name, kind in _options_of_entries(config):
+        texts = docstrings(kind)
+        for field in dataclasses.fields(kind):
             of_option = f"{name}.{field.name}"
             if OmegaConf.select(config, of_option) is None:
                 OmegaConf.update(config, of_option, default_of(field), force_add=True)
