@@ -6,12 +6,10 @@ verbs, columns from ``harness.metrics.columns``, failure classes from ``harness.
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import html
 import importlib
 import inspect
-import itertools
 import re
 import sys
 import tomllib
@@ -24,7 +22,7 @@ import yaml
 from harness import errors, failures
 from harness.app import Verb
 from harness.arguments import JOB_FLAGS, JSON, Argument
-from harness.config import rules_of, type_hints
+from harness.config import docstrings, rules_of, type_hints
 from harness.help import shown_config
 from harness.job import Job
 from harness.metrics import columns
@@ -115,17 +113,6 @@ def type_name(hint: Any) -> str:
     text = re.sub(r"list\[dict\[\w+, (\w+)\]\]", r"list of mappings to \1", text)
     text = re.sub(r"list\[(\w+)\]", r"list of \1", text)
     return re.sub(r"dict\[\w+, (?:\w+\.)*(\w+)\]", r"mapping to \1", text)
-
-
-def docstrings(cls: type) -> dict[str, str]:
-    """The string below each field of a dataclass."""
-    tree = ast.parse(inspect.cleandoc(inspect.getsource(cls)))
-    body = tree.body[0].body  # type: ignore[attr-defined]
-    found = {}
-    for statement, after in itertools.pairwise(body):
-        if isinstance(statement, ast.AnnAssign) and isinstance(after, ast.Expr):
-            found[ast.unparse(statement.target)] = ast.literal_eval(after.value)
-    return found
 
 
 def field_rows(cls: type, composed: Any, prefix: str) -> Iterator[tuple[str, list[str]]]:

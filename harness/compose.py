@@ -33,7 +33,7 @@ from harness.overrides import (
 from harness.paths import Stamp, conf_dir, config_folders
 from harness.schemas import adapt_sweepers, find_launcher, register_model, register_schema, schema_of
 from harness.search_path import add_folders, overrides_for_hydra, search_path, sets_search_path
-from harness.text import SecretError
+from harness.text import SecretError, masked
 
 POINTS = "points"
 """Key in ``hydra.sweeper.params`` for points that are not a product of axes: one per line, as overrides."""
@@ -122,7 +122,7 @@ class Composer:
         except SecretError:
             raise  # not a skipped point: a sweep writes the reasons of those to disk
         except UserError as error:
-            return Composed(overrides, None, str(error))
+            return Composed(overrides, None, masked(str(error)))
 
     def config(self, overrides: list[str], *, with_hydra: bool = False) -> Any:
         """Compose a config, before it becomes a job; ``with_hydra`` adds Hydra's own part, key ``hydra``."""

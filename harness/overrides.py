@@ -15,6 +15,7 @@ from harness.errors import ConfigError, UserError
 from harness.hydra_settings import check_setting
 from harness.job import Job
 from harness.paths import config_folders
+from harness.text import refuse_secrets
 
 OVERRIDE = re.compile(r"^(?P<sign>\+\+|\+|~)?(?P<key>[A-Za-z_][\w./@:-]*)(?:=(?P<value>.*))?$", re.DOTALL)
 
@@ -65,6 +66,10 @@ def check_overrides(overrides: Iterable[str], schema: type = Job) -> None:
     """
     # A verb without a training job has fields only.
     known_groups = groups() if issubclass(schema, Job) else {}
+    overrides = list(overrides)
+    # Before any error that repeats an override.
+    typed = (override.partition("=") for override in overrides)
+    refuse_secrets((name, value.strip("'\" ")) for name, _, value in typed)
     for override in overrides:
         match = OVERRIDE.match(override)
         if match is None or (match["value"] is None and match["sign"] != "~"):

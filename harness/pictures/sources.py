@@ -18,7 +18,7 @@ from harness.data.config import DataConfig
 from harness.data.documents import describe, named
 from harness.data.picture_config import ImagesConfig
 from harness.data.samples import EpochOrder, random_stream
-from harness.data.sources import file_stats, find_files, open_dataset
+from harness.data.sources import file_stats, find_files, folder_hint, open_dataset
 from harness.data.tokenizing import is_held_out
 from harness.errors import DataError
 from harness.metrics.encoding import parse_object
@@ -232,7 +232,8 @@ class _FilePictures:
             self._tars = None
             self._files = [file for file in found if file.suffix.lower() in SUFFIXES]
         if not found or not len(self):
-            raise DataError(f"{self.name}: no pictures match, seen from {Path.cwd()}")
+            seen = f"seen from {Path.cwd()}{folder_hint(patterns)}"
+            raise DataError(f"{self.name}: no pictures match, {seen}")
 
     def __len__(self) -> int:
         return len(self._files) if self._tars is None else len(self._tars)

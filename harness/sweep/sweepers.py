@@ -12,7 +12,7 @@ from typing import Any
 from harness.compose import POINTS, Composed, Composer
 from harness.compose_errors import to_user_error
 from harness.config import check_rules
-from harness.errors import EXIT_INTERRUPTED, EXIT_OK, HarnessError, UserError
+from harness.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, HarnessError, UserError
 from harness.hydra_settings import LAUNCHER
 from harness.job import Job
 from harness.overrides import in_hydra_syntax, typed_value
@@ -75,6 +75,9 @@ def _axes(composer: Composer, config: Any) -> tuple[list[str], list[str]]:
         SecretError: an override holds a secret.
     """
     sweeper = config.hydra.sweeper
+    for name in ("n_trials", "n_jobs"):
+        if (count := sweeper.get(name)) is not None and count < 1:
+            raise ConfigError(f"hydra.sweeper.{name}", count, "must be at least 1")
     params = dict(sweeper.get("params") or {})
     if POINTS in params:
         rule = "is a list of points, so there is nothing to choose"
