@@ -6,11 +6,9 @@ verbs, columns from ``harness.metrics.columns``, failure classes from ``harness.
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import html
 import inspect
-import itertools
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +22,7 @@ from harness.compose.help import shown_config
 from harness.compose.verb import Verb
 from harness.compose.verbs import VERBS
 from harness.config import failures
-from harness.config.fields import rules_of, type_hints
+from harness.config.fields import docstrings, rules_of, type_hints
 from harness.config.job import Job
 from harness.metrics import columns
 from harness.util import errors
@@ -115,17 +113,6 @@ def type_name(hint: Any) -> str:
     text = re.sub(r"list\[dict\[\w+, (\w+)\]\]", r"list of mappings to \1", text)
     text = re.sub(r"list\[(\w+)\]", r"list of \1", text)
     return re.sub(r"dict\[\w+, (?:\w+\.)*(\w+)\]", r"mapping to \1", text)
-
-
-def docstrings(cls: type) -> dict[str, str]:
-    """The string below each field of a dataclass."""
-    tree = ast.parse(inspect.cleandoc(inspect.getsource(cls)))
-    body = tree.body[0].body  # type: ignore[attr-defined]
-    found = {}
-    for statement, after in itertools.pairwise(body):
-        if isinstance(statement, ast.AnnAssign) and isinstance(after, ast.Expr):
-            found[ast.unparse(statement.target)] = ast.literal_eval(after.value)
-    return found
 
 
 def field_rows(cls: type, composed: Any, prefix: str) -> Iterator[tuple[str, list[str]]]:

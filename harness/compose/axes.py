@@ -26,7 +26,7 @@ def check_axes(parsed: Iterable[Any]) -> None:
     for each in parsed:
         if not each.is_sweep_override():
             continue
-        typed, name, value = str(each.input_line), each.key_or_group, each.value()
+        typed, name, value = str(each.input_line).removeprefix("++"), each.key_or_group, each.value()
         if each.is_interval_sweep():
             raise UserError(f"{typed}: {INTERVAL}; would work: {WORKS}")
         if isinstance(value, Glob) and name not in groups():

@@ -32,7 +32,7 @@ from harness.compose.resolve import resolve
 from harness.compose.schemas import adapt_sweepers, find_launcher, register_model, register_schema, schema_of
 from harness.compose.search_path import add_folders, overrides_for_hydra, search_path, sets_search_path
 from harness.config.job import Job, from_dict
-from harness.config.texts import SecretError
+from harness.config.texts import SecretError, masked
 from harness.util.errors import UserError
 from harness.util.launcher_env import launched_ranks
 from harness.weights.from_config import require_read
@@ -124,7 +124,7 @@ class Composer:
         except SecretError:
             raise  # not a skipped point: a sweep writes the reasons of those to disk
         except UserError as error:
-            return Composed(overrides, None, str(error))
+            return Composed(overrides, None, masked(str(error)))
 
     def config(self, overrides: list[str], *, with_hydra: bool = False) -> Any:
         """Compose a config, before it becomes a job; ``with_hydra`` adds Hydra's own part, key ``hydra``."""

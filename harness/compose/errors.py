@@ -64,15 +64,16 @@ def to_user_error(error: BaseException, schema: type = Job) -> UserError:
         if isinstance(each, OverrideParseException):
             works = "closed brackets and quotes, and quotes around other signs: field='\"a b\"'"
             message, *more = _lines(each)
+            typed_so = str(each.override).removeprefix("++")
             if message.startswith("Error parsing override") and more:
                 message = more[0]
             if " while evaluating '" in message:
                 message = message.partition("': ")[2]
                 works = "a function of Hydra, such as range(1,3), or quotes around a text: field='\"a(b)\"'"
-                return UserError(f"{each.override}: {message}; would work: {works}")
+                return UserError(f"{typed_so}: {message}; would work: {works}")
             # The lexer only repeats the override.
             why = "" if message.startswith("Lexer") else f", {message}"
-            return UserError(f"{each.override}: cannot be read{why}; would work: {works}")
+            return UserError(f"{typed_so}: cannot be read{why}; would work: {works}")
         if isinstance(each, MissingConfigException) and each.missing_cfg_file:
             group, _, option = str(each.missing_cfg_file).rpartition("/")
             return UserError(
@@ -159,7 +160,8 @@ def _files_of_conf() -> Iterator[Path]:
 
 def _lines(error: BaseException) -> list[str]:
     """Lines of an error's message, without those about Python or Hydra."""
-    lines = [line.strip() for line in str(error).splitlines()]
+    # Keys of mappings have ++ in Hydra's syntax, which nobody has typed.
+    lines = [re.sub(r"(^|[ '])\+\+(?=\w)", r"\1", line.strip()) for line in str(error).splitlines()]
     return [line for line in lines if line and not line.startswith(_HIDDEN)]
 
 

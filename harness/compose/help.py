@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from harness.compose.arguments import CommandLine, Parser
@@ -11,8 +13,9 @@ from harness.compose.composer import Composer
 from harness.compose.errors import to_user_error
 from harness.compose.overrides import check_overrides, groups, in_hydra_syntax, options_of
 from harness.compose.search_path import overrides_for_hydra
-from harness.config.fields import leaf_fields, rules_of
+from harness.config.fields import default_of, docstrings, leaf_fields, rules_of
 from harness.config.job import Job
+from harness.config.registry import Registry
 from harness.util.errors import EXIT_OK, UserError
 
 
@@ -90,7 +93,17 @@ def help_text(overrides: list[str], parser: Parser, *, config_name: str, schema:
     from omegaconf import OmegaConf
 
     with Composer(config_name, schema) as composer:
-        fields = _with_rules(OmegaConf.to_yaml(composer.config(overrides)), schema)
+        config = composer.config(overrides)
+    rules = {name: rules_of(field) for name, field, _ in leaf_fields(schema())}
+    for name, kind in _options_of_entries(config):
+        texts = docstrings(kind)
+        for field in dataclasses.fields(kind):
+            of_option = f"{name}.{field.name}"
+            if OmegaConf.select(config, of_option) is None:
+                OmegaConf.update(config, of_option, default_of(field), force_add=True)
+            meaning = " ".join(texts.get(field.name, "").split()).replace("``", "`")
+            rules[of_option] = "; ".join(filter(None, (rules_of(field), meaning)))
+    fields = _with_rules(OmegaConf.to_yaml(config), rules)
     options = {name: ", ".join(options_of(name)) for name in sorted(groups())}
     parts = {
         "Groups and their options (group=option)": "\n".join(map(": ".join, options.items())),
@@ -102,9 +115,34 @@ def help_text(overrides: list[str], parser: Parser, *, config_name: str, schema:
     return "\n\n".join([str(parser.description), *(f"{head}:\n\n{text}" for head, text in parts.items())])
 
 
-def _with_rules(shown: str, schema: type) -> str:
+def _options_of_entries(config: Any) -> Iterator[tuple[str, type]]:
+    """Yield the fields with options of the chosen entries of tables, each with the options' dataclass."""
+    from omegaconf import OmegaConf
+
+    from harness.config.cluster import CLUSTERS
+    from harness.config.data_kinds import DATA_KINDS
+    from harness.config.metrics import VIEWS
+    from harness.config.model import BLOCKS
+    from harness.config.optimizer import DECAYS, KINDS
+
+    entries: list[tuple[str, Registry[Any], str]] = [
+        ("model.block_options", BLOCKS, "model.block"),
+        ("optimizer.options", KINDS, "optimizer.kind"),
+        ("schedule.options", DECAYS, "schedule.decay_type"),
+        ("data.options", DATA_KINDS, "data.kind"),
+        ("cluster.options", CLUSTERS, "cluster.kind"),
+    ]
+    chosen = [(field, table, OmegaConf.select(config, choice)) for field, table, choice in entries]
+    views = OmegaConf.select(config, "metrics.views") or {}
+    chosen += [(f"metrics.views.{name}", VIEWS, name) for name in views]
+    for field, table, name in chosen:
+        options = table[name].options if name in table else None
+        if options is not None:
+            yield field, options
+
+
+def _with_rules(shown: str, rules: dict[str, str]) -> str:
     """Add every field's rule to its line of YAML, as a comment."""
-    rules = {name: rules_of(field) for name, field, _ in leaf_fields(schema())}
     lines: list[str] = []
     path: list[str] = []
     for line in shown.splitlines():

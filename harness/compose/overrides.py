@@ -14,6 +14,7 @@ from harness.compose.hydra_settings import check_setting
 from harness.compose.paths import config_folders
 from harness.config.fields import no_such_field, type_hints
 from harness.config.job import Job
+from harness.config.texts import refuse_secrets
 from harness.util.errors import ConfigError, UserError
 
 OVERRIDE = re.compile(r"^(?P<sign>\+\+|\+|~)?(?P<key>[A-Za-z_][\w./@:-]*)(?:=(?P<value>.*))?$", re.DOTALL)
@@ -65,6 +66,10 @@ def check_overrides(overrides: Iterable[str], schema: type = Job) -> None:
     """
     # A verb without a training job has fields only.
     known_groups = groups() if issubclass(schema, Job) else {}
+    overrides = list(overrides)
+    # Before any error that repeats an override.
+    typed = (override.partition("=") for override in overrides)
+    refuse_secrets((name, value.strip("'\" ")) for name, _, value in typed)
     for override in overrides:
         match = OVERRIDE.match(override)
         if match is None or (match["value"] is None and match["sign"] != "~"):

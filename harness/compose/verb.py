@@ -21,6 +21,7 @@ from harness.compose.overrides import in_hydra_syntax
 from harness.compose.paths import config_folders
 from harness.compose.process_io import prepare_process, typed_arguments
 from harness.compose.search_path import search_path, shadowed
+from harness.config.texts import masked
 from harness.util.errors import (
     EXIT_BUG,
     EXIT_INTERRUPTED,
@@ -280,5 +281,5 @@ def _reported(error: HarnessError | OSError) -> int:
     else:
         # Points of a sweep are listed as indented lines.
         lines = str(error).split(ITEM) if isinstance(error, UserError) else []
-        sys.stderr.write(f"error: {ITEM.join(map(one_line, lines)) or error}\n")
+        sys.stderr.write(f"error: {masked(ITEM.join(map(one_line, lines)) or str(error))}\n")
     return error.exit_code

@@ -10,9 +10,12 @@ Three roles (law 2 of docs/architecture.md):
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import difflib
 import functools
+import inspect
+import itertools
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
@@ -131,6 +134,20 @@ def identity(config: Any, roles: Collection[str]) -> list[tuple[str, Any]]:
     ]
 
 
+def docstrings(cls: type) -> dict[str, str]:
+    """The string below each field of a dataclass; empty where its code cannot be read."""
+    try:
+        tree = ast.parse(inspect.cleandoc(inspect.getsource(cls)))
+    except (OSError, SyntaxError):
+        return {}
+    body = tree.body[0].body  # type: ignore[attr-defined]
+    return {
+        ast.unparse(statement.target): ast.literal_eval(after.value)
+        for statement, after in itertools.pairwise(body)
+        if isinstance(statement, ast.AnnAssign) and isinstance(after, ast.Expr)
+    }
+
+
 def default_of(field: dataclasses.Field[Any]) -> Any:
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
@@ -217,7 +234,9 @@ def check_rules(config: Any, prefix: str = "") -> None:
             if "choices" not in rule:
                 raise ConfigError(name, shown, f"must be {rules_of(field)}", works)
             null = ["null"] if str(field.type).endswith("None") else []
-            raise ConfigError(name, shown, "no such choice", [*rule["choices"], *null])
+            # A table that packages extend says so: the job may be that of another machine.
+            more = getattr(rule["choices"], "more", [])
+            raise ConfigError(name, shown, "no such choice", [*rule["choices"], *null, *more])
 
 
 def check_written(name: str, value: str, kind: str, works: str) -> None:

@@ -184,7 +184,7 @@ class Job:
             job = cls._from_dict(plain)
             if missing := [name for name, _, value in leaves(job) if value == "???"]:
                 raise ConfigError(missing[0], None, "must be given")
-            validate_texts(job)
+            validate_texts(job, environment={})
             return job
         except ConfigError as error:
             raise UserError(f"{path}: damaged, or another version wrote it: {error}") from None

@@ -76,6 +76,11 @@ class Registry(Generic[Value]):
         """The values of all names."""
         return (self[name] for name in self)
 
+    @property
+    def more(self) -> list[str]:
+        """What would work besides the names, for errors."""
+        return [f"or install the package that adds it (entry points of group harness.{self.kind})"]
+
     @functools.cached_property
     def plugins(self) -> dict[str, EntryPoint]:
         """Names that other packages add, sorted.

@@ -5,9 +5,10 @@ Strings end up in sbatch scripts, files, reports and trackers. Both rules are ch
 
 from __future__ import annotations
 
+import os
 import re
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from harness.config.fields import leaves
@@ -18,15 +19,40 @@ from harness.util.errors import ConfigError
 _REFUSED = ("Cc", "Zl", "Zp", "Cs")
 
 _SECRET_NAME = re.compile(
-    r"(?:^|[_.-])(?:key|sig|signature|\w*(?:token|secret|password|passwd|passphrase|api_?key|credentials?))"
-    r"(?:$|[_.\d-])",
+    r"(?:^|[_.-])(?:key|sig|signature|jwt|\w*(?:token|secret|password|passwd|passphrase|api_?key|credentials?))"
+    r"(?:$|[_.\d-])|(?:^|_)(?:pat|pass|tok|auth|authorization)\d*$|_pwd$",
     re.IGNORECASE,
 )
-_FILE_NAME = re.compile(r"_(?:file|path|dir)$", re.IGNORECASE)
-# A variable with a literal value; `export NAME=$(cat file)` does not match.
-_ASSIGNMENT = re.compile(r"(?<![\w-])(?P<name>[A-Z_][A-Z0-9_]*)=[\"']?[^\s\"'$`,;]")
+_NO_SECRET_NAME = re.compile(r"_(?:file|path|dir|sock)$", re.IGNORECASE)
+_SWITCHES = ("0", "1", "true", "false", "yes", "no")
+# A variable with a literal value; `export NAME=$(cat file)` does not match. In small letters only some names,
+# because `key=5/` and `eos_token=` are no secrets.
+_ASSIGNMENT = re.compile(
+    r"(?<![\w-])(?P<name>[A-Z_][A-Z0-9_]*)(?:=|:\s*)[\"']?(?P<value>[^\s\"'$`,;{}\[\]*][^\s\"'`,;{}\[\]]*)"
+    r"|(?<![\w/-])(?P<small>\w*(?:secret|password|passwd|passphrase|api_?key)"
+    r"|(?:\w*(?:hf|hub|auth|access|api|github|wandb|bearer)_)?token)=[\"']?(?P<quoted>[^\s\"'$`,;/*\]}]{6,})"
+)
 _URL = re.compile(r"(?P<scheme>[A-Za-z][\w+.-]*)://(?:(?P<user>[^/?#\s]*)@)?\S*")
-_PARAMETER = re.compile(r"[?&](?P<name>[\w.-]+)=[^&\s]")
+_PARAMETER = re.compile(r"[?&](?P<name>[\w.-]+)=(?P<value>[^&\s]+)")
+# What looks like a secret wherever it is. Names of runs and files, commit ids, digests of images and
+# references to variables ($NAME) do not.
+_FORMS = re.compile(
+    r"(?<![A-Za-z0-9])(?P<key>"
+    r"hf_(?:(?=[A-Za-z]*\d)[A-Za-z0-9]{16,}|[A-Za-z0-9]{30,})(?!\w)"
+    r"|gh[a-z]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{20,}"
+    r"|sk-(?:(?:proj|ant|svcacct|admin|or)-[\w-]{16,}|[A-Za-z0-9]{20,})"
+    r"|(?:AKIA|ASIA)[A-Z0-9]{12,}|xox[a-z]-[\w-]{10,})"
+    r"|\b[Bb]earer\s+(?P<bearer>[\w.~+/=-]{6,})"
+    r"|--[\w-]*(?:password|passwd|secret)[ =][\"']?(?P<password>[^\s\"'$/-][^\s\"']*)"
+    r"|--[\w-]*(?:token|api-?key)[ =][\"']?(?P<token>[\w.+~][\w.+~:=/-]{7,})"
+    r"|\bsshpass\s+-p\s*[\"']?(?P<sshpass>[^\s\"'$]+)"
+    r"|\bcurl\b[^|;&]*?\s(?:-u|--user)[ =]?[\"']?[^\s:\"']+:(?P<curl>[^\s\"'$]+)"
+    r"|\blogin\s(?:[^|;&]*\s)?(?P<login>\w{32,})"
+    r"|(?<![\w./:@+-])(?!mailto:)(?P<user>[A-Za-z][\w.+-]*:[^\s/:@,\"'$]{2,})@(?!sha\d)[A-Za-z0-9]"
+)
+_SHORTEST_VALUE = 8
+"""Characters of a variable's value from which on a text that holds it is refused; shorter ones are words."""
+_ELSEWHERE = "the value where its program looks for it, as in the environment"
 
 
 class SecretError(ConfigError):
@@ -37,8 +63,12 @@ class SecretError(ConfigError):
         super().__init__(field, "***", rule, works)
 
 
-def validate_texts(config: Any) -> None:
+def validate_texts(config: Any, environment: Mapping[str, str] = os.environ) -> None:
     """Check all strings of a config dataclass, also in lists and mappings.
+
+    Args:
+        config: the dataclass.
+        environment: no text may hold the value of a variable of it whose name is that of a secret.
 
     Raises:
         SecretError: a string contains something that looks like a secret.
@@ -49,8 +79,7 @@ def validate_texts(config: Any) -> None:
     ]
     texts = [(field, text, value) for name, value in fields for field, text in _texts(name, value)]
     # First, because the other error repeats the text.
-    for field, text, _ in texts:
-        _refuse_secrets(field, text)
+    refuse_secrets(((field, text) for field, text, _ in texts), environment)
     for field, text, value in texts:
         if not text.isprintable():
             _refuse_control_characters(field, text, in_list=isinstance(value, list))
@@ -76,26 +105,69 @@ def _texts(name: str, value: Any) -> Iterator[tuple[str, str]]:
             yield from _texts(f"{name}.{key}", each)
 
 
-def _refuse_secrets(field: str, text: str) -> None:
-    variable = field.rpartition(".")[2]
-    is_variable = variable.isupper() or field.startswith("cluster.env.")
-    names = [variable] if text and is_variable else []
-    if "=" in text:
-        names += [found["name"] for found in _ASSIGNMENT.finditer(text)]
-    for name in names:
-        if _is_secret(name):
-            works = f"export {name} in the shell that starts the job; SLURM passes it on"
-            raise SecretError(field, f"a value of {name}, which looks like a secret", works)
+def refuse_secrets(texts: Iterable[tuple[str, str]], environment: Mapping[str, str] = os.environ) -> None:
+    """Check texts, each with the field that it is for.
+
+    Raises:
+        SecretError: a text contains something that looks like a secret, or one of ``environment``.
+    """
+    values = _values_of_secrets(environment)
+    for field, text in texts:
+        for _, what, works in _secrets(text, values):
+            raise SecretError(field, what, works)
+        variable = field.rpartition(".")[2]
+        is_variable = variable.isupper() or field.startswith("cluster.env.")
+        if text and is_variable and _is_secret(variable, text):
+            raise SecretError(field, *_of_variable(variable))
+
+
+def masked(message: str) -> str:
+    """Return a message in which secrets are replaced by ``***``."""
+    secrets = {re.escape(secret) for secret, _, _ in _secrets(message, _values_of_secrets(os.environ))}
+    # Longer ones first, and no parts of words, because a password may be one letter.
+    pattern = "|".join(sorted(secrets, key=len, reverse=True))
+    return re.sub(rf"(?<!\w)(?:{pattern})(?!\w)", "***", message) if secrets else message
+
+
+def _secrets(text: str, values: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    """Yield the secrets in a text: each with what it is, and what would work."""
+    for value, name in values.items():
+        if value in text and not os.path.lexists(value):
+            yield value, f"the value of {name} of the environment", _ELSEWHERE
+    if "=" in text or ":" in text:
+        for found in _ASSIGNMENT.finditer(text):
+            name, value = found["name"] or found["small"], found["value"] or found["quoted"]
+            if _is_secret(name, value):
+                yield value, *_of_variable(name)
     for url in _URL.finditer(text) if "://" in text else ():
-        user, scheme = url["user"] or "", url["scheme"].lower()
-        secret = ":" in user or (user and scheme.startswith("http"))
-        if secret or any(_is_secret(each["name"]) for each in _PARAMETER.finditer(url[0])):
+        user = url["user"] or ""
+        parameters = [each["value"] for each in _PARAMETER.finditer(url[0]) if _is_secret(each["name"])]
+        if ":" in user or (user and "http" in url["scheme"].lower()):
+            parameters.append(user)
+        for each in parameters:
             works = (
                 "the URL without it, and credentials where its client looks for them, as in the environment"
             )
-            raise SecretError(field, "a URL with a password or token", works)
+            yield each, "a URL with a password or token", works
+    for found in _FORMS.finditer(text):
+        yield found[str(found.lastgroup)], "what looks like a password or token", _ELSEWHERE
 
 
-def _is_secret(name: str) -> bool:
+def _of_variable(name: str) -> tuple[str, str]:
+    works = f"export {name} in the shell that starts the job; SLURM passes it on"
+    return f"a value of {name}, which looks like a secret", works
+
+
+def _values_of_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+    """The secrets of the environment, and the names of their variables."""
+    return {
+        value: name
+        for name, value in environment.items()
+        if len(value) >= _SHORTEST_VALUE and _is_secret(name, value)
+    }
+
+
+def _is_secret(name: str, value: str = "") -> bool:
     """Whether a variable or URL parameter of this name holds a secret, rather than the path of one."""
-    return _SECRET_NAME.search(name) is not None and _FILE_NAME.search(name) is None
+    is_secret = _SECRET_NAME.search(name) is not None and _NO_SECRET_NAME.search(name) is None
+    return is_secret and value.lower() not in _SWITCHES

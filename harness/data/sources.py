@@ -98,9 +98,7 @@ class LocalFiles:
             if _is_saved(folder):
                 overrides = f"data=c4 data.dataset={folder} data.subset=null"
                 return f"; {pattern} is a dataset saved to disk, write {overrides}"
-            if os.path.isdir(folder):
-                return f"; {pattern} is a folder, write {pattern.rstrip('/')}/**/*"
-        return ""
+        return folder_hint(self._patterns)
 
     @property
     def identity(self) -> Any:
@@ -225,6 +223,12 @@ def find_files(patterns: list[str], exclude: list[str]) -> list[Path]:
     found = {os.path.abspath(name) for pattern in patterns for name in matching(expand(pattern))}
     kept = (name for name in found if not any(regex.fullmatch(name) for regex in excluded))
     return sorted(Path(name) for name in kept if os.path.isfile(name))
+
+
+def folder_hint(patterns: list[str]) -> str:
+    """What to write instead of the first pattern that is a folder."""
+    folders = (pattern for pattern in patterns if os.path.isdir(expand(pattern)))
+    return next((f"; {each} is a folder, write {each.rstrip('/')}/**/*" for each in folders), "")
 
 
 def expand(pattern: str) -> str:

@@ -180,9 +180,8 @@ def _special_ids(model: ModelConfig, tokenizer: TokenizerConfig | None) -> tuple
     built = build_tokenizer(tokenizer)
     if built.vocab_size > model.vocab_size:
         rule = f"has {built.vocab_size} ids, more than model.vocab_size={model.vocab_size}"
-        raise ConfigError(
-            "tokenizer.path", tokenizer.path, rule, "the tokenizer that the model was trained with"
-        )
+        works = "the tokenizer that the model was trained with, or tokenizer=none, which writes none"
+        raise ConfigError("tokenizer", tokenizer.path or tokenizer.kind, rule, works)
     return built.bos_id, built.eos_id
 
 

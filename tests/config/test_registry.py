@@ -5,15 +5,19 @@ from __future__ import annotations
 import fractions
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from plugins import install
 
+from harness.compose.help import help_text
+from harness.config.data_kinds import DATA_KINDS, DataKind
 from harness.config.fields import check_rules, label, numerics
+from harness.config.job import Job
 from harness.config.registry import Registry, resolve_options
+from harness.launch.train import VERB as TRAIN
 from harness.util.errors import ConfigError, UserError
 
 
@@ -58,6 +62,32 @@ def test_a_name_that_no_package_has_is_refused_in_one_line(packages: Path) -> No
     message = f"paint.colour=green: {rule}; would work: red, one, blue, or install the package that adds it"
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         table()["green"]
+    works = "red, one, blue, or install the package that adds it (entry points of group harness.colour)"
+    NewPaint = make_dataclass("NewPaint", [("colour", str, label("one", choices=table()))])
+    refused = f"colour=green: no such choice; would work: {works}"
+    with pytest.raises(ConfigError, match=f"^{re.escape(refused)}$"):
+        check_rules(NewPaint("green"))
+
+
+@dataclass
+class Brush:
+    width: int = numerics(3, least=1, most=9)
+    """Millimetres of
+    ``paint``."""
+    hair: str | None = label(None)
+
+
+@pytest.mark.parametrize("width", [3, 4])
+def test_help_shows_the_options_of_an_entry(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    monkeypatch.setitem(DATA_KINDS._builtins, "brush", DataKind("x:y", options=Brush))
+    typed = [
+        "data.kind=brush",
+        "++metrics.views={mlflow: {}}",
+        *([] if width == 3 else ["++data.options.width=4"]),
+    ]
+    shown = help_text(typed, TRAIN.parser(), config_name="train", schema=Job)
+    assert f"  options:\n    width: {width}  # in [1, 9]; Millimetres of `paint`.\n    hair: null\n" in shown
+    assert "    mlflow:\n      tracking_uri: null  # Server or database, such as " in shown
 
 
 @pytest.mark.parametrize(

@@ -8,16 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import fuzz_values as values
-from declared import JOBS
+from declared import JOBS, MAINS
 
 from harness.compose.overrides import fields_of, groups, options_of
 from harness.config.job import Job
 
-SCHEMAS = {name: JOBS[name] for name in ("train", "plan", "parity", "convert", "bench", "download")}
-PARSED = ("sweep", "report")
-VERBS = (*SCHEMAS, *PARSED)
-# A search over what is typed takes seconds, and most of what is typed has to do with jobs.
-WEIGHTS = (10, 5, 2, 2, 2, 2, 3, 2)
+PARSED = tuple(name for name in MAINS if name not in JOBS)
+VERBS = (*JOBS, *PARSED)
+# Most of what is typed has to do with jobs.
+WEIGHTS = [{"train": 8, "plan": 4}.get(verb, 2) for verb in VERBS]
 
 
 @dataclass
@@ -73,7 +72,7 @@ def dotted_fields(schema: type, prefix: str = "") -> list[str]:
 
 def _overrides(draw: random.Random, verb: str) -> list[str]:
     typed = list(_start(draw, verb))
-    for _ in range(draw.choices((1, 2, 3, 6), (5, 3, 2, 1))[0]):
+    for _ in range(draw.choices((0, 1, 2, 3, 6), (3, 5, 3, 2, 1))[0]):
         typed.append(_override(draw, verb))
     return typed
 
@@ -85,20 +84,42 @@ def _start(draw: random.Random, verb: str) -> Iterator[str]:
     if verb == "train" and draw.random() < 0.3:
         yield from ("cluster=slurm_cpu", "cluster.dry_run=true")
     if verb == "convert" and draw.random() < 0.7:
-        yield f"convert.source={draw.choice(values.PATHS)}"
+        yield f"convert.source={_weights(draw)}"
         yield f"convert.target={draw.choice((*values.PATHS, 'new'))}"
+    if verb in ("generate", "evaluate") and draw.random() < 0.9:
+        yield f"checkpoint={_weights(draw)}"
+    if verb == "generate" and draw.random() < 0.7:
+        yield draw.choice(("prompt=a", "prompt='a b'", "generate.prompts=[a,b]", "generate.prompt_file=file"))
+    if verb == "evaluate" and draw.random() < 0.5:
+        yield f"evaluate.tasks=[{draw.choice(('data', 'lm_eval:x', *values.PATHS))}]"
+    if verb == "evaluate" and draw.random() < 0.7:
+        yield from ("data=local_text", "data.paths=[file]", "evaluate.split=all")
+    if verb == "encode" and draw.random() < 0.7:
+        yield "encode.samples=2"
+    if verb in ("tokenize", "encode") and draw.random() < 0.8:
+        yield f"{verb}.target={draw.choice(('new', 'new', 'new', *values.PATHS))}"
+    if verb == "tokenize" and draw.random() < 0.7:
+        yield from (f"data={draw.choice(('local_text', 'local_jsonl'))}", "tokenizer=bytes")
+        yield f"data.paths=[{draw.choice(('file', *values.PATHS))}]"
+    if verb == "coordcheck":
+        yield f"coordcheck.widths={draw.choice(('[64,128]', *values.LISTS))}"
     if verb == "download":
         yield f"repo={draw.choice(('Qwen/Qwen3-8B', 'a', 'https://huggingface.co/a/b', '../..', 'ü/ü'))}"
     if verb == "bench" and draw.random() < 0.5:
         yield f"bench.variants={{a: {draw.choice(values.VARIANTS)}}}"
     if verb == "parity":
         yield f"parity.layouts={draw.choice(values.LAYOUTS)}"
-    if verb in ("train", "plan", "bench", "parity") and draw.random() < 0.5:
+    if verb not in ("convert", "download") and draw.random() < 0.3:
         yield f"parallelism={draw.choice(options_of('parallelism'))}"
 
 
+def _weights(draw: random.Random) -> str:
+    """A folder of weights, or another path."""
+    return draw.choice((*values.WEIGHTS * 30, *values.PATHS))
+
+
 def _override(draw: random.Random, verb: str) -> str:
-    schema = SCHEMAS[verb]
+    schema = JOBS[verb]
     kind = draw.random()
     if kind < 0.18 and issubclass(schema, Job):
         group = draw.choice(sorted(groups()))
@@ -108,7 +129,10 @@ def _override(draw: random.Random, verb: str) -> str:
         return draw.choice(values.HYDRA)
     if kind < 0.30:
         return draw.choice(values.NO_OVERRIDES)
-    name = draw.choice(dotted_fields(schema))
+    names = dotted_fields(schema)
+    if verb != "train" and draw.random() < 0.4:
+        names = sorted(set(names) - set(dotted_fields(Job))) or names
+    name = draw.choice(names)
     if kind < 0.36:
         return draw.choice(values.STRUCTURES).format(part=name.split(".")[0], name=name.split(".")[-1])
     value = draw.choice(draw.choice(values.KINDS))
@@ -152,8 +176,8 @@ def _change_environment(draw: random.Random, made: Line) -> None:
 
 def _parsed(draw: random.Random, verb: str) -> list[str]:
     """Arguments of the verbs that take folders."""
-    words = [*values.PATHS, *values.NO_OVERRIDES, *values.PARSED_FLAGS, "runs", "sweeps"]
-    if verb == "report":
+    words = [*values.PATHS, *values.WEIGHTS * 3, *values.NO_OVERRIDES, *values.PARSED_FLAGS, "runs", "sweeps"]
+    if verb != "sweep":
         return [draw.choice(words) for _ in range(draw.randint(0, 3))]
     action = draw.choice(("status", "resume", "collect", "cancel", "stat", "", "nope", "-h"))
     return [action, *(draw.choice(words) for _ in range(draw.randint(0, 2)))]

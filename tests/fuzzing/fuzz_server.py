@@ -1,7 +1,7 @@
 """A process that has imported the harness once, and runs each command line in a fork of itself.
 
 It reads requests as lines of JSON and answers each with a line of JSON. A line that is legal ends where torch
-would be imported: what comes then is another test's.
+would be imported, or units would be written: what comes then is another test's.
 """
 
 from __future__ import annotations
@@ -13,20 +13,29 @@ import resource
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 from declared import VERBS
 from fuzz_lines import Line, with_files
+from safetensors.numpy import save_file
 
 from harness.util.errors import EXIT_OK
 
 ROOT = Path(__file__).resolve().parents[2]
+RUN = ROOT / "tests" / "checkpoint" / "run_e6bc5cb.tar.gz"
+HF = (
+    '{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 258, "hidden_size": 16, '
+    '"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "rms_norm_eps": 1e-5}'
+)
 CPU_SECONDS = 20
 IDLE_SECONDS = 30.0
 """A command that sleeps for so long waits for something that does not come."""
@@ -52,16 +61,29 @@ class Ended:
 class _ComputingEndsIt:
     """Finds no module, and ends a command that imports one of those that compute."""
 
-    @staticmethod
-    def find_spec(name: str, *_: Any) -> None:
-        if name in COMPUTES:
-            sys.stdout.flush()
-            os.write(1, STARTED.encode())
-            os._exit(EXIT_OK)
+    def __init__(self, modules: Sequence[str]) -> None:
+        self.modules = modules
+
+    def find_spec(self, name: str, *_: Any) -> None:
+        if name in self.modules:
+            _started()
+
+
+def _started(*_: Any) -> None:
+    with contextlib.suppress(Exception):  # a stream may be closed
+        sys.stdout.flush()
+        os.write(1, STARTED.encode())
+    os._exit(EXIT_OK)
 
 
 def make_folder(folder: Path) -> None:
-    """Makes the files that ``fuzz_values.PATHS`` names."""
+    """Makes the files that ``fuzz_values.PATHS`` and ``WEIGHTS`` name."""
+    with tarfile.open(RUN) as archive:
+        archive.extractall(folder, filter="data")
+    next(folder.iterdir()).rename(folder / "run")
+    (folder / "hf").mkdir()
+    save_file({"lm_head.weight": np.ones((258, 16), np.float32)}, folder / "hf" / "model.safetensors")
+    (folder / "hf" / "config.json").write_text(HF)
     (folder / "file").write_text("text\n")
     (folder / "folder").mkdir()
     (folder / "unreadable").touch(mode=0)
@@ -122,12 +144,13 @@ def _environment() -> dict[str, str]:
 def serve() -> None:
     """Answers requests until there are no more."""
     from harness.compose.composer import compose_job
+    from harness.data.shards.writer import ShardWriter
     from harness.run.folder import _code
 
     compose_job(["model=llama3_tiny"])
     _code()
     os.environ["PATH"] = "/nowhere"  # no SLURM
-    sys.meta_path.insert(0, _ComputingEndsIt)  # type: ignore[arg-type]
+    ShardWriter.begin = _started  # type: ignore[method-assign, assignment]
     for request in sys.stdin:
         verb, arguments, environment, closed, folder, outside = json.loads(request)
         child = os.fork()
@@ -163,6 +186,9 @@ def _run(
 ) -> None:
     """Is the command, in a fork; does not return."""
     os.setpgid(0, 0)
+    # The encoder of pictures is built before the first unit.
+    computes = COMPUTES[1:] if verb == "encode" else COMPUTES
+    sys.meta_path.insert(0, _ComputingEndsIt(computes))  # type: ignore[arg-type]
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 1))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))

@@ -18,6 +18,8 @@ PATHS = (
     "s3://bucket/x", "file:///etc/passwd", "http://[", "memory://a", "-x", "folder/../file",
 )
 
+WEIGHTS = ("run", "run/checkpoints", "run/checkpoints/step-2", "hf")
+
 NUMBERS = (
     "0", "-1", "1", "2", "3", "7", "99", "1000003", "9999999967", "100000000000", "1e999", "-1e999",
     MANY_DIGITS, f"-{MANY_DIGITS}", "9" * 5000, f"0.{'0' * 299}1", "1e300", "1e-300", "inf", "-inf", "nan",
@@ -107,7 +109,8 @@ FLAGS = (
 )
 
 PARSED_FLAGS = (
-    "--out", "--out=file/x", "--out=/dev/full", "--runs=x", "--calibration", "--calibration=folder", "-x",
+    "--newest", "--json", "--out", "--out=file/x", "--out=/dev/full", "--runs=x", "--calibration",
+    "--calibration=folder", "-x",
 )
 
 HEAD = "# @package _global_\n"

@@ -57,6 +57,11 @@ def test_each_value_of_a_label_is_a_point(axis: str, field: str, tmp_path: Path)
     assert {point.run_dir for point, _ in found} < {point.run_dir for point, _ in again}
 
 
+def test_names_of_points_have_no_sign_that_nobody_typed() -> None:
+    points = [[f"++cluster.env.A={value}", "training.steps=1"] for value in "ab"]
+    assert labels(points) == ["cluster.env.A=a", "cluster.env.A=b"]
+
+
 def test_no_folder_changes_without_a_sweep_over_labels(tmp_path: Path) -> None:
     """Labels that vary with the id, or with the name, are no reason for another folder."""
     for axes in (["training.seed=1,2", "cluster.partition=a"], ["name=a,b"]):

@@ -19,8 +19,7 @@ from hydra.plugins.launcher import Launcher
 from optuna.trial import TrialState
 from tiers import rest_is_thorough
 
-from harness.compose import hydra_settings
-from harness.compose.composer import compose_job
+from harness.compose.composer import compose_job, hydra_settings
 from harness.compose.multirun import chooses_points
 from harness.config.job import Job
 from harness.launch.begin import begin
@@ -248,6 +247,7 @@ MISTAKES = {
     "cluster.dry_run=true": "cluster.dry_run=true: shows a sweep whose points are known before it starts; ",
     "hydra.sweeper.direction=down": "hydra.sweeper.direction=down: must be a direction; would work: minimize",
     "hydra.launcher.objective=los": "hydra.launcher.objective=los: must be a column of result.json with a ",
+    "hydra.sweeper.n_trials=0": "hydra.sweeper.n_trials=0: must be at least 1",
     "hydra.sweeper.n_jobs=x": "hydra.sweeper.n_jobs",
     "hydra.sweeper.nope=x": "hydra.sweeper.nope: no such field; ",
     "name=../out": "name=../out: must name a folder inside runs_dir",
@@ -257,7 +257,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("typed", rest_is_thorough(MISTAKES, *list(MISTAKES)[:3]))
+@pytest.mark.parametrize("typed", rest_is_thorough(MISTAKES, *list(MISTAKES)[:3], "hydra.sweeper.n_trials=0"))
 def test_mistakes(study: Callable[..., int], typed: str) -> None:
     with pytest.raises(UserError) as caught:
         study("optimizer.lr=1e-3,1e-4", typed)

@@ -238,6 +238,15 @@ def test_a_typed_tokenizer_wins_over_the_manifests(tmp_path: Path) -> None:
     assert not (tmp_path / "b" / "tokenizer.model").exists()  # bytes have no file
 
 
+def test_fewer_ids_than_the_tokenizer_has(tmp_path: Path) -> None:
+    model = model_of("model=llama3_tiny", "model.vocab_size=256", "model.n_layers=1")
+    source = save_training(tmp_path, 1, ours(transformer(model), model), model)
+    says = refused(source, tmp_path / "a", "convert.format=hf")
+    assert says.startswith("tokenizer=bytes: has 258 ids, more than model.vocab_size=256; would work: ")
+    assert "tokenizer=none" in says
+    run(source, tmp_path / "b", "convert.format=hf", "tokenizer=none")
+
+
 # -- mistakes ----
 
 

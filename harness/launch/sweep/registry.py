@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import shlex
 import time
 from collections import Counter
@@ -265,7 +266,8 @@ def labels(overrides: Sequence[Sequence[str]], others: Sequence[Sequence[str]] =
     named = [" ".join(o for o in each if o not in shared | constant) for each in overrides]
     if len(set(named)) < len(named):
         named = [" ".join(o for o in each if o not in shared) for each in overrides]
-    return [name or "the only point" for name in named]
+    # In Hydra's syntax keys of mappings have ++, which nobody has typed.
+    return [re.sub(r"(^| )\+\+", r"\1", name) or "the only point" for name in named]
 
 
 def constant_labels(overrides: Sequence[Sequence[str]]) -> set[str]:

@@ -28,7 +28,7 @@ from harness.launch.sweep.study_record import (
     check_objective,
 )
 from harness.launch.sweep.table import best_in_words, counted, rows_of, table_text
-from harness.util.errors import EXIT_INTERRUPTED, EXIT_OK, HarnessError, UserError
+from harness.util.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, HarnessError, UserError
 
 
 def run_study(
@@ -75,6 +75,9 @@ def _axes(composer: Composer, config: Any) -> tuple[list[str], list[str]]:
         SecretError: an override holds a secret.
     """
     sweeper = config.hydra.sweeper
+    for name in ("n_trials", "n_jobs"):
+        if (count := sweeper.get(name)) is not None and count < 1:
+            raise ConfigError(f"hydra.sweeper.{name}", count, "must be at least 1")
     params = dict(sweeper.get("params") or {})
     if POINTS in params:
         rule = "is a list of points, so there is nothing to choose"

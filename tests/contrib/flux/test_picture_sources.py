@@ -248,6 +248,9 @@ def test_captions_that_cannot_be_read(break_it: object, message: str) -> None:
 def test_sources_that_cannot_be_opened() -> None:
     with pytest.raises(DataError, match=r"data.paths=\[\*.jpg\]: no pictures match"):
         opened(DataConfig("pictures", paths=["*.jpg"]))
+    Path("folder").mkdir()
+    with pytest.raises(DataError, match=r"folder is a folder, write folder/\*\*/\*$"):
+        opened(DataConfig("pictures", paths=["folder"]))
     Path("a.tar").write_bytes(b"no tar file" * 100)
     with pytest.raises(DataError, match=r"a\.tar: not a readable tar file"):
         opened(DataConfig("pictures", paths=["*.tar"], cache_dir="cache"))

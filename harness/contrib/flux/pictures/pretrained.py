@@ -140,7 +140,7 @@ def _load(field: str, folder: Path, load: Callable[[], Any]) -> Any:
     """
     if not folder.is_dir():
         raise ConfigError(field, folder, "there is no such folder", "the folder of a model")
-    noise = logging.getLogger("transformers.modeling_utils"), logging.getLogger("diffusers")
+    noise = logging.getLogger("transformers"), logging.getLogger("diffusers")
     levels = [each.level for each in noise]
     for each in noise:
         each.setLevel(logging.ERROR)

@@ -20,7 +20,7 @@ from harness.contrib.flux.pictures.shapes import DrawnShapes
 from harness.contrib.flux.pictures.tar_index import SUFFIXES, TarIndex, open_tar_index
 from harness.data.documents import describe, named
 from harness.data.samples import EpochOrder, random_stream
-from harness.data.sources import file_stats, find_files, open_dataset
+from harness.data.sources import file_stats, find_files, folder_hint, open_dataset
 from harness.data.tokenizing import is_held_out
 from harness.util.encoding import parse_object
 from harness.util.errors import DataError
@@ -232,7 +232,8 @@ class _FilePictures:
             self._tars = None
             self._files = [file for file in found if file.suffix.lower() in SUFFIXES]
         if not found or not len(self):
-            raise DataError(f"{self.name}: no pictures match, seen from {Path.cwd()}")
+            seen = f"seen from {Path.cwd()}{folder_hint(patterns)}"
+            raise DataError(f"{self.name}: no pictures match, {seen}")
 
     def __len__(self) -> int:
         return len(self._files) if self._tars is None else len(self._tars)
