@@ -16,7 +16,7 @@ LATE_STEPS = {"cpu": 0, "cuda": 1}
 
 @dataclass(frozen=True)
 class Noted:
-    """What the row of a step has beside its outcome, as it was before the next step was launched."""
+    """Values of a step's row beside its outcome, as they were before the next step was launched."""
 
     memory: Row
     """This rank's columns of memory."""

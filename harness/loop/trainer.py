@@ -23,6 +23,7 @@ from harness.loop.engine import Engine
 from harness.loop.evidence import NonFinitePolicy
 from harness.loop.finite import FiniteWatch, unwrap_non_finite
 from harness.loop.flight_recorder import StepWatch
+from harness.loop.outcome import HostCopy
 from harness.loop.phases import PhaseLog
 from harness.loop.process import garbage_collection
 from harness.loop.progress import Progress, device_name, device_peak
@@ -30,7 +31,6 @@ from harness.loop.rank_metrics import RankMetrics
 from harness.loop.setup import set_timeouts
 from harness.loop.signals import StopRequest, ignore_stop_signals
 from harness.loop.sources import add_up
-from harness.loop.outcome import HostCopy
 from harness.loop.steps import Noted, Step, StepQueue
 from harness.metrics.annotation import annotated
 from harness.metrics.memory import allocator, peak_memory_gib
@@ -40,6 +40,7 @@ from harness.metrics.recorder import Recorder
 from harness.metrics.rows import Efficiency, Row, rank_row, result_row, source_progress, step_row
 from harness.metrics.window import StepTimer, Window
 from harness.parallelism.compile import CompileWatch
+from harness.parallelism.tensor import describe_fused, fused
 from harness.precision.linears import sort_linears, warning_of_eager
 from harness.run.folder import RunFolder
 
@@ -200,7 +201,7 @@ class Trainer:
         return Step(number, batch, outcome, lr, self._note() if self._is_logged(number) else None)
 
     def _note(self) -> Noted:
-        """Note what the row of the step needs and the next step changes."""
+        """Note values for the step's row before the next step changes them."""
         device, load_ME = self.engine.device.type, self.engine.balance.load_ME
         return Noted(
             {"memory_gib": peak_memory_gib(device), **allocator(device)},
@@ -381,6 +382,8 @@ class Trainer:
             if self.job.compile.enable:
                 graphs, seconds = self.compiler.graphs, self.compiler.seconds
                 self._message(f"compiled {graphs} graphs in {seconds:.1f} s, in the first step")
+            if self.job.parallelism.async_tp:
+                self._message(describe_fused(fused))
         elif changes and self.job.compile.enable:
             set_timeouts(self.job.cluster.step_timeout_seconds)
             graphs = self.compiler.unexpected
