@@ -54,8 +54,10 @@ def prepare_compiler(
     torch._functorch.config.donated_buffer = not layout.splits_backward
     torch._inductor.config._micro_pipeline_tp = layout.async_tp
     # Gathered along the sequence, a batch of one is a view (torch 2.13), which that pass does not match.
-    if view := getattr(torch._utils, "_maybe_view_chunk_cat", None):
-        _functional_collectives._maybe_view_chunk_cat = _chunk_cat if layout.async_tp else view
+    original = getattr(torch._utils, "_maybe_view_chunk_cat", None)
+    join: Any = _chunk_cat if layout.async_tp else original
+    if original is not None:
+        _functional_collectives._maybe_view_chunk_cat = join
 
 
 def _chunk_cat(gathered: Tensor, ranks: int, dim: int) -> Tensor:

@@ -176,7 +176,7 @@ class Rehearsal:
         with tempfile.TemporaryDirectory() as folder:
             job = _only_training(self.job, self.steps + 1)
             trainer = Trainer(job, RunFolder(Path(folder)), engine, None, time.time())
-            trainer.profiler.begin_step = begin  # type: ignore[method-assign]  # begins the loop's steps
+            trainer.profiler.begin_step = begin  # type: ignore  # called when a step of the loop begins
             with suppress(_AllRehearsed):
                 trainer.train()
         memory["optimizer"] = _bytes_on_device(

@@ -188,7 +188,7 @@ def test_what_is_not_fused_is_reported() -> None:
 @pytest.mark.parametrize("rows", [1, 4])
 def test_async_tensor_parallel_is_in_the_graph(pool: RankPool, rows: int) -> None:
     layout = ("parallelism=tp", "compile.backend=inductor", f"training.local_batch_size={rows}")
-    job = jobs.tiny(*COMPILED, *layout, "model.n_layers=2")
+    job = jobs.tiny(*COMPILED, *layout, "model.n_layers=2", "compile.components=[blocks]")
     # Set here, because it is refused on a CPU.
     for_fallback = with_value(job, "parallelism.async_tp", True)
     fused = pool.run(2, fused_calls, for_fallback.to_json())
