@@ -23,6 +23,7 @@ from harness.loop.engine import Engine
 from harness.loop.evidence import NonFinitePolicy
 from harness.loop.finite import FiniteWatch, unwrap_non_finite
 from harness.loop.flight_recorder import StepWatch
+from harness.loop.outcome import HostCopy
 from harness.loop.phases import PhaseLog
 from harness.loop.process import garbage_collection
 from harness.loop.progress import Progress, device_name, device_peak
@@ -30,15 +31,16 @@ from harness.loop.rank_metrics import RankMetrics
 from harness.loop.setup import set_timeouts
 from harness.loop.signals import StopRequest, ignore_stop_signals
 from harness.loop.sources import add_up
-from harness.loop.steps import Step, StepQueue
+from harness.loop.steps import Noted, Step, StepQueue
 from harness.metrics.annotation import annotated
 from harness.metrics.memory import allocator, peak_memory_gib
 from harness.metrics.mfu import describe_inputs
 from harness.metrics.profiler import Profiler
 from harness.metrics.recorder import Recorder
-from harness.metrics.rows import Efficiency, Row, rank_row, result_row, step_row
+from harness.metrics.rows import Efficiency, Row, rank_row, result_row, source_progress, step_row
 from harness.metrics.window import StepTimer, Window
 from harness.parallelism.compile import CompileWatch
+from harness.parallelism.tensor import describe_fused, fused
 from harness.precision.linears import sort_linears, warning_of_eager
 from harness.run.folder import RunFolder
 
@@ -114,7 +116,7 @@ class Trainer:
             try:
                 return self._train(handlers)
             except torch.OutOfMemoryError:
-                self.profiler.out_of_memory(self.progress.step + 1)
+                self.profiler.out_of_memory(self.progress.step + len(self.unread) + 1)
                 raise
             finally:
                 if "RANK" in os.environ:
@@ -155,15 +157,17 @@ class Trainer:
         for number in range(self.progress.step + 1, self.job.steps + 1):
             self.profiler.begin_step(number)
             collect(number)
-            step = self._launch(number, request)
+            try:
+                step = self._launch(number, request)
+            except Exception:
+                if self.job.world_size == 1:  # else a row needs the other ranks, which may not have failed
+                    self._finish(drain=True)
+                raise
             stopping = step.outcome.stop_requested and number < self.job.steps
             self.unread.add(step)
-            for each in self.unread.due(drain=stopping or self._needs_outcome(number)):
-                self._read_outcome(each)
+            self._finish(drain=stopping or self._needs_outcome(number))
             self.watch.end()
-            self._record_time(number)
-            if self._is_logged(number):
-                self._log(step)
+            self._note_compiled(number)
             if self._is_validated(number):
                 self._validate(number)
             if self._is_evaluated(number):
@@ -189,10 +193,22 @@ class Trainer:
         if self.phases is not None:
             for warning in self.phases.observe(outcome.beside, number):
                 self._message(warning)
-        step = Step(number, batch, outcome, self.engine.lr)
+        lr = self.engine.lr
         self._wait_for_staging()
         self.engine.update(outcome.norm)
-        return step
+        if self.phases is not None:
+            self.phases.end_step(number)
+        return Step(number, batch, outcome, lr, self._note() if self._is_logged(number) else None)
+
+    def _note(self) -> Noted:
+        """Note values for the step's row before the next step changes them."""
+        device, load_ME = self.engine.device.type, self.engine.balance.load_ME
+        return Noted(
+            {"memory_gib": peak_memory_gib(device), **allocator(device)},
+            source_progress(self),
+            None if load_ME is None else HostCopy(load_ME),
+            None if self.phases is None else len(self.phases.slow.slow),
+        )
 
     def _describe(self) -> None:
         """Show notes about the data, the inputs of the MFU, and the formats of the linears."""
@@ -282,9 +298,20 @@ class Trainer:
         return interval > 0 and (step % interval == 0 or step == self.job.steps)
 
     def _needs_outcome(self, step: int) -> bool:
-        """Whether what comes after this step needs its loss, or to know that it is finite."""
+        """Whether what comes after this step needs its loss, to know that it is finite, or its time alone.
+
+        Else its values are read, and its row is written, when the next step is launched.
+        """
         saved = self.job.checkpoint.is_due(step, self.job.steps)
-        return saved or self._is_logged(step) or self._is_validated(step) or self._is_evaluated(step)
+        timed_alone = (
+            step == self.progress.start_step + 1
+            or self._changes_length(step)
+            or self._changes_length(step + 1)
+            or self.profiler.is_profiled(step) != self.profiler.is_profiled(step + 1)
+            or self.profiler.ends_trace(step)
+        )
+        last = step == self.job.steps
+        return last or saved or timed_alone or self._is_validated(step) or self._is_evaluated(step)
 
     def _end_profiled(self, step: int) -> None:
         if not self.profiler.ends_trace(step):
@@ -314,6 +341,14 @@ class Trainer:
         if final:
             self.saver.close()
 
+    def _finish(self, *, drain: bool) -> None:
+        """Read the launched steps that are due, and write their rows."""
+        for step in self.unread.due(drain=drain):
+            self._read_outcome(step)
+            self._record_time(step.number)
+            if step.noted is not None:
+                self._log(step, step.noted)
+
     def _read_outcome(self, step: Step) -> None:
         """Read the loss and norm of a step, handle values that are not finite, and update the progress."""
         skipped = self.non_finite.check(step)
@@ -324,9 +359,10 @@ class Trainer:
         self.progress.tokens += self.sizes.at(step.number).tokens
 
     def _record_time(self, step: int) -> None:
+        """Record the time since the step before was read: that of the device, if the host is ahead."""
         lap, phase, changes = self.timer.lap(), self.sizes.at(step), self._changes_length(step)
         if self.phases is not None:
-            self.phases.end_step(step, logged=self._is_logged(step))
+            self.phases.take(logged=self._is_logged(step))
         self.window.add(
             lap.seconds,
             phase.tokens,
@@ -337,23 +373,29 @@ class Trainer:
         )
         if self.progress.first_step_seconds is None:
             self.progress.first_step_seconds = time.monotonic() - self.started
+
+    def _note_compiled(self, step: int) -> None:
+        """Report what a step has compiled; after one that was expected to, timeouts are short again."""
+        changes, seq_len = self._changes_length(step), self.sizes.at(step).seq_len
+        if step == self.progress.start_step + 1:
             set_timeouts(self.job.cluster.step_timeout_seconds)
             if self.job.compile.enable:
                 graphs, seconds = self.compiler.graphs, self.compiler.seconds
                 self._message(f"compiled {graphs} graphs in {seconds:.1f} s, in the first step")
+            if self.job.parallelism.async_tp:
+                self._message(describe_fused(fused))
         elif changes and self.job.compile.enable:
             set_timeouts(self.job.cluster.step_timeout_seconds)
             graphs = self.compiler.unexpected
-            self._message(f"compiled {graphs} graphs for sequences of {phase.seq_len} tokens, in step {step}")
+            self._message(f"compiled {graphs} graphs for sequences of {seq_len} tokens, in step {step}")
         elif new := self.compiler.unexpected:
             self.compiler.recompiles += new
             self._message(f"WARNING step {step} compiled {new} graphs again: TORCH_LOGS=recompiles says why")
         self.compiler.mark_expected()
 
-    def _log(self, step: Step) -> None:
+    def _log(self, step: Step, noted: Noted) -> None:
         """Write one row of metrics; loss_max and memory are maxima over all ranks."""
-        loss, device = step.outcome.local_loss, self.engine.device.type
-        memory = {"memory_gib": peak_memory_gib(device), **allocator(device)}
+        loss, memory = step.outcome.local_loss, noted.memory
         loss_max, *most = self.engine.world_max([float("-inf") if loss is None else loss, *memory.values()])
         self.progress.memory = dict(zip(memory, most, strict=True))
         row = step_row(step, self, loss_max)

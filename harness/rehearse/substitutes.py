@@ -5,6 +5,7 @@
 * **Values.** All of the device's memory is zeros. Code that depends on a number from the
   device still reads it, but then gets a plausible one from this file: rows are routed to experts
   evenly (or skewed by ``rehearse.skew``), a sequence has four documents, stages agree that shapes are known.
+* **Data.** Batches of zeros, in the job's shape, and no tokenizer.
 * **cuDNN's attention**, whose plans the library cannot give: tensors of the same shapes, no workspace.
 """
 
@@ -25,7 +26,7 @@ from torch.distributed.pipelining.stage import PipelineStage
 
 from harness.data.batch import AnyBatch, Batch, ImageBatch, Loader
 from harness.job import Job
-from harness.loop import setup
+from harness.loop import setup, trainer
 from harness.model.architecture import architecture_of
 from harness.model.kernels import VarlenKernel
 from harness.parallelism.expert import ExpertExchange
@@ -43,6 +44,9 @@ def substitutes(job: Job, gpu: VirtualGpu, skew: float) -> Iterator[None]:
         if job.world_size > 1:
             undo.enter_context(patch.object(setup, "backend_of", lambda _: "cpu:fake,cuda:nccl"))
             undo.enter_context(patch.object(dist, "init_process_group", _without_device))
+        undo.enter_context(patch.object(trainer, "RankGroup", lambda _: None))  # nothing is saved
+        undo.enter_context(patch.object(trainer, "build_tokenizer", lambda _: None))
+        undo.enter_context(patch.object(trainer, "loader_of", lambda job, _, rows: Zeros(job, len(rows))))
         undo.enter_context(patch.object(ExpertExchange, "_lengths", _lengths(skew)))
         undo.enter_context(patch.object(VarlenKernel, "mask", _mask))
         if hasattr(PipelineStage, "_warmup_backward_result"):
