@@ -94,13 +94,13 @@ def test_calls_are_read() -> None:
         "1\t0\tunknown\tcudaGraphLaunch\n"
         "7\t0\tmemset\n"
     )
-    calls = read_calls(text, Counter({("stream", "loop/engine.py:1"): 2}))
+    calls = read_calls(text, Counter({("stream", "train/engine.py:1"): 2}))
     assert calls.kernels == {"void f<int>(int)": 3}
     assert calls.products == {("bfloat16", "float8_e4m3", "1", "2", "4", "8"): (2, 64.0)}
     assert calls.collectives == {("all_gather", "id 0"): (5, 100.0)}
     assert calls.sends == {("send", "id 1"): (4, 40.0)}
     assert (calls.communicators, calls.unknown) == (["id 0"], ["cudaGraphLaunch"])
-    assert calls.waits == {("stream", "loop/engine.py:1"): 2}
+    assert calls.waits == {("stream", "train/engine.py:1"): 2}
 
 
 def test_a_place_is_the_innermost_line_of_the_harness() -> None:
