@@ -22,7 +22,8 @@ from harness.compose.composer import Composer, compose_job, compose_points
 from harness.compose.multirun import chooses_points
 from harness.compose.overrides import in_hydra_syntax
 from harness.compose.search_path import search_path
-from harness.config import failures, leaves
+from harness.config import failures
+from harness.config.fields import leaves
 from harness.config.job import Job
 from harness.metrics import columns
 from harness.metrics.memory import ALLOCATOR

@@ -44,7 +44,7 @@ def too_large(source: Source, tokenizer: TokenizerConfig | None) -> ConfigError:
     if source.config.kind == "chat":
         rule += "; harness tokenize does not read conversations"
         return ConfigError("data.tokenize_limit_gib", limit, rule, "null, which is no limit")
-    command = ["python", "-m", "harness", "tokenize", *_data_overrides(source.config)]
+    command = ["harness", "tokenize", *_data_overrides(source.config)]
     command += [] if tokenizer is None else _tokenizer_overrides(tokenizer)
     works = (
         f"{shlex.join([*command, 'tokenize.target=corpus/NAME'])} and then data=tokens "

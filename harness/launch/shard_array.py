@@ -44,7 +44,7 @@ def submit(job: J, writer: ShardWriter, module: str, workers: int) -> int:
         UserError: there is no SLURM here, it refuses the job, or its cost was not confirmed.
     """
     if job.cluster.wait:
-        rule = f"follows a training job, and tasks of harness.{writer.verb} write shards"
+        rule = f"follows a training job, and tasks of harness {writer.verb} write shards"
         raise ConfigError("cluster.wait", True, rule, "false, and squeue")
     job = with_value(job, f"{writer.verb}.workers", workers)
     # All tasks have the shards of this process, whatever they can see of the source.

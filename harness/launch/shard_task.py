@@ -52,7 +52,7 @@ def _run(options: argparse.Namespace, job_class: type, writer_of: Callable[[Any]
     if not writer.is_same_source:
         raise UserError(
             f"{writer.source_name}: has changed since the tasks were submitted, or this node sees other "
-            f"files; would work: the harness.{writer.verb} command once more"
+            f"files; would work: the harness {writer.verb} command once more"
         )
     with only_builder(folder, lambda: not writer.missing(shard)) as building:
         if building is not None:

@@ -195,7 +195,7 @@ def _from_config(folder: Path) -> list[str]:
 
 
 def _command(verb: str, *overrides: str) -> str:
-    return f"next: {shlex.join(['python', '-m', f'harness.{verb}', *overrides])}"
+    return f"next: {shlex.join(['harness', verb, *overrides])}"
 
 
 def _config(folder: Path) -> dict[str, Any]:

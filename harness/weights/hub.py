@@ -292,7 +292,7 @@ def _refusal(repo: str, revision: str, error: Any) -> Exception:
     page, tokens = f"{_endpoint()}/{repo}", f"{_endpoint()}/settings/tokens"
     has_token = get_token() is not None
     status = error.response.status_code
-    login = f"export HF_TOKEN=hf_... with a token of {tokens}, or hf auth login"
+    login = f"set HF_TOKEN to one of {tokens}, or hf auth login"
     if isinstance(error, errors.GatedRepoError):
         if has_token:
             rule = "is gated, and the account of your token (HF_TOKEN, or your login) has no access"

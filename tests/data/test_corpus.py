@@ -181,7 +181,7 @@ def test_a_damaged_corpus_is_one_line(says: str) -> None:
 
 def test_a_split_without_documents() -> None:
     run("data.validation_fraction=0")
-    with pytest.raises(DataError, match=r"corpus has no validation documents; would work: harness\.tokenize"):
+    with pytest.raises(DataError, match=r"corpus has no validation documents; would work: harness tokenize"):
         open_shards(Path("corpus"), "validation")
 
 

@@ -10,8 +10,7 @@ import tiktoken
 from test_data_tokenizer import write_tiktoken
 from test_hf_tokenizer import merges_of, sources
 
-from harness.config.data import TokenizerConfig
-from harness.data.tiktoken_sets import SETS
+from harness.config.data import SETS, TokenizerConfig
 from harness.data.tokenizer import build_tokenizer
 from harness.weights.tokenizer import export_tokenizer
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import fuzz_values as values
-from declared import JOBS, MAINS
+from declared import JOBS, VERBS
 
 from harness.compose.overrides import fields_of, groups, options_of
 from harness.config.job import Job
 
-PARSED = tuple(name for name in MAINS if name not in JOBS)
+PARSED = tuple(name for name in VERBS if name not in JOBS)
 VERBS = (*JOBS, *PARSED)
 # Most of what is typed has to do with jobs.
 WEIGHTS = [{"train": 8, "plan": 4}.get(verb, 2) for verb in VERBS]

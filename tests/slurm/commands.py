@@ -53,7 +53,7 @@ class Commands:
     def start(self, verb: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
         """Start ``python -m harness.<verb>``."""
         return subprocess.Popen(
-            [sys.executable, "-m", f"harness.{verb}", *arguments],
+            [sys.executable, "-m", "harness", verb, *arguments],
             env={**os.environ, **self.slurm.environment, "HF_HUB_OFFLINE": "1", **environment},
             cwd=self.checkout or self.home,
             stdin=subprocess.DEVNULL,

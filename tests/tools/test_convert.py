@@ -537,7 +537,7 @@ def test_invalid_sources(tmp_path: Path) -> None:
 
 
 def command(*arguments: str, before: str = "", **options: Any) -> subprocess.CompletedProcess[str]:
-    code = f"import sys, os, signal\n{before}\nfrom harness convert import main\nmain()"
+    code = f"import sys, os, signal\n{before}\nfrom harness.tools.convert import VERB\nmain()"
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     return subprocess.run(
         [sys.executable, "-B", "-c", code, *arguments],

@@ -166,7 +166,7 @@ def test_the_command(hub: Hub, tmp_path: Path) -> None:
     assert json.loads((folder / "download.json").read_text())["commit"] == commit
     # The printed next commands work in the current folder.
     target = f"assets/hf/{REPO}-dcp/step-0"
-    convert, train = "harness convert", "python -m harness.train"
+    convert, train = "harness convert", "harness train"
     assert output[1:] == [
         f"next: {convert} model=llama3_8b convert.source=assets/hf/{REPO} convert.target={target}",
         f"next: {train} model=llama3_8b tokenizer=llama3 checkpoint.initial_load_path={target}",
@@ -338,8 +338,8 @@ def test_a_gated_repository(hub: Hub) -> None:
     assert done.returncode == EXIT_USER
     assert done.stderr == (
         f"error: repo={REPO}: is gated, and there is no token; would work: "
-        f"ask for access at {hub.url}/{REPO}, then export HF_TOKEN=hf_... "
-        f"with a token of {hub.url}/settings/tokens, or hf auth login\n"
+        f"ask for access at {hub.url}/{REPO}, then set HF_TOKEN "
+        f"to one of {hub.url}/settings/tokens, or hf auth login\n"
     )
     done = command(f"repo={REPO}", "what=config", HF_TOKEN="hf_stranger")
     assert done.returncode == EXIT_USER
@@ -438,15 +438,15 @@ def test_next_commands_of_families(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (folder / "tokenizer.json").write_text("{}")
     job = DownloadJob("Qwen/Qwen3-0.6B", "tokenizer")
     path = "assets/hf/Qwen/Qwen3-0.6B/tokenizer.json"
-    kind = f"next: python -m harness.train tokenizer.kind=huggingface tokenizer.path={path}"
+    kind = f"next: harness train tokenizer.kind=huggingface tokenizer.path={path}"
     assert next_commands(job) == [kind]
     for family in ("qwen3", "qwen3_moe"):
         (folder / "config.json").write_text(json.dumps({"model_type": family}))
-        assert next_commands(job) == [f"next: python -m harness.train tokenizer=qwen3 tokenizer.path={path}"]
+        assert next_commands(job) == [f"next: harness train tokenizer=qwen3 tokenizer.path={path}"]
     (folder.parent / "Qwen3-8B").mkdir()
     (folder.parent / "Qwen3-8B/tokenizer.json").write_text("{}")
     [command_line] = next_commands(DownloadJob("Qwen/Qwen3-8B", "tokenizer"))
-    assert command_line == "next: python -m harness.train tokenizer=qwen3"
+    assert command_line == "next: harness train tokenizer=qwen3"
     assert isinstance(compose_job(shlex.split(command_line)[4:]), Job)
     told_all = next_commands(DownloadJob("Qwen/Qwen3-0.6B", ["weights"]))
     assert "model=NAME" in told_all[0] and told_all[-1].startswith("note: no option of conf/model")
@@ -479,7 +479,7 @@ def test_from_an_empty_folder_to_training(hub: Hub, tmp_path: Path) -> None:
     short = ["data=local_text", "data.paths=[text.txt]", f"data.cache_dir={tmp_path}/cache"]
     short += ["training.steps=4", "training.seq_len=32", "training.global_batch_size=2", "cluster.device=cpu"]
     for line, more in zip(lines, ([], short), strict=True):
-        words = [sys.executable, *shlex.split(line)[1:]]
+        words = [sys.executable, "-m", *shlex.split(line)]
         assert "model=from_config" in words
         done = subprocess.run([*words, *more], capture_output=True, text=True, timeout=300)
         assert done.returncode == EXIT_OK, done.stderr + done.stdout

@@ -64,7 +64,7 @@ def main() -> None:
         return
     # torch reads some of it when it is imported; that part is the same for all jobs.
     set_environment(Job.from_json(first.job), Path(first.result).parent)
-    import harness.rehearse.substitutes  # noqa: F401
+    import harness.tools.rehearse.substitutes  # noqa: F401
 
     serve(first)
     for request in requests:

@@ -319,8 +319,8 @@ def test_not_under_torchrun() -> None:
 
 
 WITH_MODULES = (
-    "import sys; from harness.tools.plan.verb import main\n"
-    "try: main()\n"
+    "import sys; from harness.tools.plan.verb import VERB\n"
+    "try: VERB.main()\n"
     "except SystemExit as end: print(end.code, 'torch' in sys.modules, file=sys.stderr)"
 )
 

@@ -27,7 +27,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(verb: str, *arguments: str) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, "-m", f"harness.{verb}", *arguments, "--json"],
+        [sys.executable, "-m", "harness", verb, *arguments, "--json"],
         env=environment(library()),
         capture_output=True,
         text=True,

@@ -186,7 +186,8 @@ def test_two_jobs_and_one_that_fails(tmp_path: Path) -> None:
     """Real runs; one job fails only on its ranks."""
     done = python(
         "-m",
-        "harness.tools.study.bench",
+        "harness",
+        "bench",
         *TINY,
         *("training.steps=5", "training.global_batch_size=2", f"runs_dir={tmp_path}/runs", "bench.rounds=1"),
         'bench.variants.two="parallelism=ddp parallelism.dp_replicate=2"',

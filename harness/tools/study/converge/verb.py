@@ -44,7 +44,7 @@ def converge(job: ConvergeJob, overrides: list[str]) -> int | Result:
         return Result({"rows": [], "summary": [], "report": None}, code=code)
     out = Path(job.converge.out or Path(job.runs_dir) / job.name / "converge")
     out.mkdir(parents=True, exist_ok=True)
-    command = shlex.join(["python", "-m", "harness", "converge", *overrides])
+    command = shlex.join(["harness", "converge", *overrides])
     made = report_of(job.name, compared, job.converge, out, command)
     texts = {"tables.md": markdown(made), "table.csv": as_csv(made), "index.html": page(made, out)}
     for name, text in texts.items():
