@@ -17,7 +17,7 @@ from harness.checkpoint.verify import verify
 from harness.compose.composer import compose_job
 from harness.launch.sweep.registry import Point, Registry
 from harness.run.folder import RunFolder
-from harness.tools.report.sweep import VERB as sweep_main
+from harness.tools.report.sweep import VERB as SWEEP
 from harness.tools.verify import VERB
 from harness.util.errors import EXIT_MACHINE, EXIT_OK, EXIT_USER
 
@@ -178,7 +178,7 @@ def test_a_sweep_asks_for_it(
     monkeypatch.setattr(sys, "argv", command)
     for code in (EXIT_OK, EXIT_MACHINE):
         with pytest.raises(SystemExit) as ended:
-            sweep_main()
+            SWEEP.main()
         assert ended.value.code == code
         said = capsys.readouterr().out
         assert f"{paths[0]}: ok" in said and f"{points[2].run_dir}: there is no checkpoint" in said
@@ -187,7 +187,7 @@ def test_a_sweep_asks_for_it(
     flip(paths[1] / "__0_0.distcp", 600)  # damaged again
     monkeypatch.setattr(sys, "argv", [*command, "--json"])
     with pytest.raises(SystemExit) as ended:
-        sweep_main()
+        SWEEP.main()
     assert ended.value.code == EXIT_MACHINE
     found = json.loads(capsys.readouterr().out)
     assert [each["state"] for each in found["points"]] == ["completed"] * 3 and found["skipped"] == []
