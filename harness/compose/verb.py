@@ -63,6 +63,10 @@ class Result:
     error: HarnessError | OSError | None = None
 
 
+Call = tuple[Callable[[], int | Result], bool]
+"""A verb's function with its arguments, and whether its result is printed as JSON."""
+
+
 @dataclass(frozen=True)
 class Verb:
     """Declaration of ``harness NAME``.
@@ -155,28 +159,42 @@ class Verb:
             sys.stdout.write("".join(f"{name} {version}\n" for name, version in versions().items()))
             return EXIT_OK
         line = self.parse(arguments)
+        with self._asked_for(line) as (call, as_json), _stdout_to_stderr() if as_json else nullcontext():
+            result = call()
+        if isinstance(result, int):
+            return result
+        if as_json:
+            from harness.util.encoding import dumps
+
+            sys.stdout.write(f"{dumps(result.data, indent=2)}\n")
+        else:
+            sys.stdout.write(result.text)
+        if result.error is not None:
+            sys.stdout.flush()
+            raise result.error
+        return result.code
+
+    @contextmanager
+    def _asked_for(self, line: CommandLine) -> Iterator[Call]:
+        """Compose what a command line asks for; yield its call, to be made with the user's folders in use."""
         verb: Verb = line.verb
         assert verb.run is not None
         run = partial(verb.run, **{each.name: getattr(line, each.name) for each in verb.arguments})
         if verb.job is None:
-            return _finished(run, as_json=line.json)
-        return self._run_job(line, verb.job, run)
-
-    def _run_job(self, line: CommandLine, schema: type, run: Callable[..., int | Result]) -> int:
+            yield run, line.json
+            return
         name = (self.name if line.config_name is None else line.config_name).removesuffix(".yaml")
-        typed = spelled_out(line.overrides, schema)
+        typed = spelled_out(line.overrides, verb.job)
         with search_path(typed, name, folders=line.config_dir or (), primaries={self.name: name}) as found:
             line.overrides = found
             _warn_of_shadowed_files()
-            return self._run_composed(line, name, schema, run)
+            yield self._composed(line, name, verb.job, run)
 
-    def _run_composed(
-        self, line: CommandLine, name: str, schema: type, run: Callable[..., int | Result]
-    ) -> int:
+    def _composed(self, line: CommandLine, name: str, schema: type, run: Callable[..., int | Result]) -> Call:
         if line.shown:
             from harness.compose.help import show
 
-            return show(line, self.parser(), config_name=name, schema=schema)
+            return partial(show, line, self.parser(), config_name=name, schema=schema), False
         if line.multirun:
             if self.sweep is None:
                 raise UserError("-m: this verb takes one job; would work: python -m harness.train -m")
@@ -184,32 +202,13 @@ class Verb:
                 if self.study is None:
                     rule = "this verb takes all points of a grid at once"
                     raise UserError(f"hydra/sweeper: {rule}; would work: python -m harness.train -m")
-                return self.study(line.overrides, name)
+                return partial(self.study, line.overrides, name), False
             points = compose_points(line.overrides, config_name=name, schema=schema, show=_show_composing)
-            return _finished(partial(self.sweep, points), as_json=self.has_json and line.json)
+            return partial(self.sweep, points), self.has_json and line.json
         job = compose_job(line.overrides, config_name=name, schema=schema)
         require_one_point(line.overrides, name, schema, can_sweep=self.sweep is not None)
         overrides = in_hydra_syntax(line.overrides, schema)
-        as_json = line.json or getattr(job, "wants_json", False)
-        return _finished(partial(run, job, overrides), as_json=as_json)
-
-
-def _finished(call: Callable[[], int | Result], *, as_json: bool) -> int:
-    """Call a verb's function, print its result, and return the exit code."""
-    with _stdout_to_stderr() if as_json else nullcontext():
-        result = call()
-    if isinstance(result, int):
-        return result
-    if as_json:
-        from harness.util.encoding import dumps
-
-        sys.stdout.write(f"{dumps(result.data, indent=2)}\n")
-    else:
-        sys.stdout.write(result.text)
-    if result.error is not None:
-        sys.stdout.flush()
-        raise result.error
-    return result.code
+        return partial(run, job, overrides), line.json or getattr(job, "wants_json", False)
 
 
 def _warn_of_shadowed_files() -> None:
@@ -249,29 +248,22 @@ def guarded(call: Callable[[], int]) -> int:
         code = call()
         sys.stdout.flush()
         return code
-    except (HarnessError, OSError) as error:
-        return _reported(error)
-    except KeyboardInterrupt:
+    except (Exception, KeyboardInterrupt) as error:
+        return reported(error)
+
+
+def reported(error: Exception | KeyboardInterrupt) -> int:
+    """Print the exception that is handled here; return the exit code."""
+    if isinstance(error, KeyboardInterrupt):
         return EXIT_INTERRUPTED
-    except RuntimeError as error:
-        # pathlib's error for a loop of links before Python 3.13.
-        if str(error).startswith("Symlink loop from "):
-            return _reported(UserError(str(error)))
-        traceback.print_exc()
-        return EXIT_BUG
-    except Exception:
-        traceback.print_exc()
-        return EXIT_BUG
-
-
-def _reported(error: HarnessError | OSError) -> int:
-    """Print an error; return its exit code."""
-    if isinstance(error, OSError):
+    if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop from "):
+        error = UserError(str(error))  # pathlib's error for a loop of links before Python 3.13
+    elif isinstance(error, OSError) and isinstance(error.filename, str | bytes):
         known = PATH_ERRORS.get(error.errno or 0)
-        if known is None or not isinstance(error.filename, str | bytes):
-            traceback.print_exc()
-            return EXIT_BUG
-        error = known(f"{os.fsdecode(error.filename)}: {error.strerror}")
+        error = error if known is None else known(f"{os.fsdecode(error.filename)}: {error.strerror}")
+    if not isinstance(error, HarnessError):
+        traceback.print_exc()
+        return EXIT_BUG
     if os.environ.get("RANK", "0").lstrip("0").isdecimal():
         # All ranks under torchrun have the same error, and the first to exit ends all: let rank 0 report it.
         time.sleep(RANK_ZERO_SECONDS)

@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,10 +38,10 @@ class ClusterKind:
     is_here: bool
     options: type | None = None
 
-    def run(self, job: Job, folder: Any, overrides: list[str]) -> int:
-        """Start a job; return the exit code."""
-        code: int = load_attribute(self.start)(job, folder, overrides)
-        return code
+    def load(self) -> Callable[[Job, Any, list[str]], int]:
+        """Import ``start``."""
+        start: Callable[[Job, Any, list[str]], int] = load_attribute(self.start)
+        return start
 
 
 CLUSTERS: Registry[ClusterKind] = Registry(

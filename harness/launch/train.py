@@ -37,7 +37,7 @@ def train(job: Job, overrides: list[str]) -> int:
         return show_finished(job, folder.path)
     require_vocabulary(job)
     require_tokenized(job)
-    return CLUSTERS[job.cluster.kind].run(job, folder, overrides)
+    return CLUSTERS[job.cluster.kind].load()(job, folder, overrides)
 
 
 def train_sweep(points: list[Composed]) -> int:
