@@ -33,9 +33,8 @@ from harness.compose.schemas import adapt_sweepers, find_launcher, register_mode
 from harness.compose.search_path import add_folders, overrides_for_hydra, search_path, sets_search_path
 from harness.config.job import Job, from_dict
 from harness.config.texts import SecretError
-from harness.util.errors import UserError
+from harness.util.errors import ConfigError, UserError
 from harness.util.launcher_env import launched_ranks
-from harness.weights.from_config import require_read
 
 POINTS = "points"
 """Key in ``hydra.sweeper.params`` for points that are not a product of axes: one per line, as overrides."""
@@ -320,7 +319,10 @@ def job_from_config(config: Any, schema: type = Job, read_from: str | None = Non
         plain = _plain_values(config)
     except OmegaConfBaseException as error:
         raise to_user_error(error, schema) from error
-    require_read(plain.get("model", {}).get("path"), read_from)
+    path = plain.get("model", {}).get("path")
+    if path is not None and path != read_from:
+        rule = "is read only together with model=from_config"
+        raise ConfigError("model.path", path, rule, f"model=from_config model.path={path}")
     job = from_dict(schema, plain)
     # A verb's job may resolve itself in another way.
     own = getattr(job, "resolve", None)

@@ -6,7 +6,6 @@ import dataclasses
 from typing import TypeVar
 
 from harness.compose import rules
-from harness.compose.scale import apply_scale
 from harness.config.cluster import count_gpus
 from harness.config.fields import check_rules
 from harness.config.job import Job
@@ -87,6 +86,8 @@ def scale(job: J) -> J:
     left = ScaleConfig(warmup_ratio=job.scale.warmup_ratio)
     if job.scale == left:
         return job
+    from harness.compose.scale import apply_scale
+
     model, training, optimizer = apply_scale(job.scale, resolve_model(job.model), job.training, job.optimizer)
     return dataclasses.replace(job, scale=left, model=model, training=training, optimizer=optimizer)
 

@@ -10,8 +10,6 @@ from harness.compose.overrides import FROM_CONFIG, typed_value
 from harness.config.job import Job
 from harness.util import PACKAGE
 from harness.util.errors import UserError
-from harness.weights.detect import recorded_model
-from harness.weights.from_config import model_node
 
 WEIGHTS = ("generate.checkpoint", "evaluate.checkpoint")
 """Fields with weights that are used: ``model=from_config`` is the model that they record."""
@@ -104,6 +102,9 @@ def register_model(overrides: Iterable[str]) -> str | None:
     overrides, store = list(overrides), ConfigStore.instance()
     if typed_value(overrides, "model") != FROM_CONFIG:
         return None
+    from harness.weights.detect import recorded_model
+    from harness.weights.from_config import model_node
+
     for field in WEIGHTS:
         path = typed_value(overrides, field)
         if path is not None:

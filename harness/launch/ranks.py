@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from harness.config.job import Job
-from harness.train.process import importing_torch
-from harness.train.rank import STARTED
+from harness.train.process import STARTED, importing_torch
 
 
 @contextmanager

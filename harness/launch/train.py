@@ -19,8 +19,7 @@ from harness.compose.composer import Composed
 from harness.compose.verb import Verb
 from harness.config.cluster import CLUSTERS
 from harness.config.job import Job
-from harness.data.vocabulary import require_vocabulary
-from harness.launch.preflight import require_tokenized
+from harness.launch.preflight import require_tokenized, require_vocabulary
 from harness.run.folder import RunFolder
 from harness.util.errors import UserError
 from harness.util.launcher_env import launched_ranks

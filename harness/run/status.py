@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness.metrics.jsonl import read_rows
 from harness.metrics.result import read_result, write_json_atomically
 from harness.util.encoding import parse_object
 from harness.util.errors import DISK_FULL
@@ -77,6 +76,8 @@ class RunStatus:
     @property
     def last_metrics(self) -> dict[str, Any]:
         """The last row of metrics that has a loss; empty if there is none."""
+        from harness.metrics.jsonl import read_rows
+
         try:
             rows = [row for row in read_rows(self.path / METRICS)[0] if "loss" in row]
         except OSError:

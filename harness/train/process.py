@@ -16,6 +16,10 @@ from pathlib import Path
 
 from harness.config.job import Job
 
+CONTROLLER = "HARNESS_CONTROLLER"
+"""Variable with the id of the process that started a rank."""
+STARTED = "HARNESS_STARTED"
+"""Variable with time.monotonic() of this machine at which the job was started."""
 FLIGHT_RECORDER = "flight_recorder"
 # Aliases that torch also reads, mostly older names: if the user set any of them, leave it.
 _ALIASES = {

@@ -20,6 +20,7 @@ from harness.model.accounting import account
 from harness.run.folder import RunFolder
 from harness.train import process
 from harness.train.finish import finish_run
+from harness.train.process import CONTROLLER, STARTED
 from harness.train.signals import ignore_stop_signals, stop_signals_ignored, stop_signals_interrupt
 from harness.util.errors import (
     EXIT_INTERRUPTED,
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
     from harness.metrics.recorder import Recorder
     from harness.train.trainer import Trainer
 
-CONTROLLER = "HARNESS_CONTROLLER"
-STARTED = "HARNESS_STARTED"
 ROW_SECONDS = 2.0
 
 
