@@ -12,8 +12,6 @@ from harness.config.job import Job
 from harness.config.scale import ScaleConfig
 from harness.config.texts import validate_texts
 from harness.model.architecture import resolve_model
-from harness.precision.hardware import require_hardware
-from harness.precision.linears import sort_linears
 from harness.train.objective import objective_of
 from harness.util.errors import ConfigError
 
@@ -72,8 +70,12 @@ def resolve_layout(job: J, *, launched_ranks: int | None = None, gpus: int | Non
     rules.check_async_tp(job, on_cpu=on_cpu)
     job.training.check_device(on_cpu=on_cpu)
     rules.check_heads_of_flex(job)
-    experts = job.precision.linear != "none" and sort_linears(model, job.precision).has_experts
-    require_hardware(job.precision, job.cluster, gpus if here else None, experts=experts)
+    if job.precision.linear != "none":
+        from harness.precision.hardware import require_hardware
+        from harness.precision.linears import sort_linears
+
+        experts = sort_linears(model, job.precision).has_experts
+        require_hardware(job.precision, job.cluster, gpus if here else None, experts=experts)
     return job
 
 

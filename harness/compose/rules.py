@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 from harness.config.data_kinds import DATA_KINDS
 from harness.model.architecture import architecture_of
 from harness.model.spec import tensors
-from harness.optimizer.settings import check_groups, check_mup, exchanges
-from harness.precision.linears import check_layout, sort_linears
 from harness.util.errors import ConfigError, divisors
 from harness.util.versions import torch_version
 
@@ -188,6 +186,8 @@ def check_precision(job: Job) -> None:
     job.precision.validate()
     if job.precision.linear == "none":
         return
+    from harness.precision.linears import check_layout, sort_linears
+
     layout, linears = job.parallelism, sort_linears(job.model, job.precision)
     if job.training.loss_chunks > 1 and "output" in linears.converted:
         raise ConfigError(
@@ -229,8 +229,12 @@ def check_scheduled_sizes(job: Job) -> None:
 def check_optimizer_groups(job: Job) -> None:
     """Check optimizer.groups against the names of the model's tensors, and the optimizer against muP."""
     if job.optimizer.groups:
+        from harness.optimizer.settings import check_groups
+
         check_groups(job.optimizer, tensors(job.model))
     if job.model.mup.base_dim is not None:
+        from harness.optimizer.settings import check_mup
+
         check_mup(job.optimizer, job.model.mup.base_dim, tensors(job.model).values())
 
 
@@ -238,6 +242,8 @@ def check_update_in_backward(job: Job) -> None:
     """Check the options that an update during backward does not allow."""
     if not job.optimizer.in_backward:
         return
+    from harness.optimizer.settings import exchanges
+
     if kind := exchanges(job.optimizer, tensors(job.model).values()):
         rule = f"updates single shards during backward, and {kind} updates complete matrices"
         raise ConfigError("optimizer.in_backward", True, rule, "false, or optimizer=adamw")
