@@ -12,9 +12,7 @@ import difflib
 import sys
 from typing import NoReturn
 
-from harness.compose.process_io import prepare_process, typed_arguments
-from harness.compose.verb import Verb, reported
-from harness.compose.verbs import VERBS
+from harness.compose.verb import VERBS, Verb, prepare_process, reported, typed_arguments
 from harness.util.errors import EXIT_OK, UserError
 
 

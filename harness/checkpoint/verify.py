@@ -19,6 +19,9 @@ import fsspec
 import xxhash
 
 from harness.checkpoint.catalog import (
+    CHECKSUM,
+    MANIFEST,
+    METADATA,
     Checkpoint,
     CheckpointFolder,
     DamagedCheckpoint,
@@ -28,8 +31,7 @@ from harness.checkpoint.catalog import (
     open_checkpoint,
     reading,
 )
-from harness.checkpoint.manifest import CHECKSUM, MANIFEST, METADATA
-from harness.run.status import STATUS, RunStatus
+from harness.run.folder import STATUS, RunStatus
 from harness.util.errors import EXIT_MACHINE, EXIT_OK, UserError
 
 _BLOCK = 1 << 24

@@ -1,9 +1,10 @@
-"""Verbs: their declaration, their command line, errors on one line, exit codes."""
+"""Verbs: their declaration, their process and command line, errors on one line, exit codes."""
 
 from __future__ import annotations
 
 import argparse
 import errno
+import io
 import os
 import sys
 import time
@@ -15,12 +16,11 @@ from functools import partial
 from typing import Any, NoReturn
 
 from harness.compose.arguments import JOB_FLAGS, JSON, VERSION, Argument, CommandLine, Parser
-from harness.compose.composer import Composed, compose_job, compose_points, spelled_out
-from harness.compose.multirun import chooses_points, require_one_point
+from harness.compose.composer import Composed, compose_job, require_one_point, spelled_out
 from harness.compose.overrides import in_hydra_syntax
 from harness.compose.paths import config_folders
-from harness.compose.process_io import prepare_process, typed_arguments
 from harness.compose.search_path import search_path, shadowed
+from harness.config.registry import Registry
 from harness.util.errors import (
     EXIT_BUG,
     EXIT_INTERRUPTED,
@@ -30,6 +30,93 @@ from harness.util.errors import (
     UserError,
     one_line,
 )
+
+
+def prepare_process() -> None:
+    """Open standard streams and ignore broken pipes; restart in UTF-8 mode if the locale is not UTF-8."""
+    _open_standard_streams()
+    _use_utf8()
+    stream = sys.stdout
+    if not isinstance(stream, io.TextIOWrapper) or stream is not sys.__stdout__:
+        return  # the output is captured
+    stream.flush()
+    sys.stdout = io.TextIOWrapper(
+        io.BufferedWriter(Output(1, "w", closefd=False)),
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=bool(stream.line_buffering),
+    )
+
+
+def typed_arguments() -> list[str]:
+    """The arguments of the command line.
+
+    Raises:
+        UserError: an argument is not UTF-8, or the current folder has been removed.
+    """
+    for argument in sys.argv[1:]:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            shown = os.fsencode(argument).decode(errors="backslashreplace")
+            raise UserError(f"{shown}: is not UTF-8; would work: a terminal and a locale in UTF-8") from None
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UserError("the current folder has been removed; would work: cd to one that exists") from None
+    return sys.argv[1:]
+
+
+class Output(io.FileIO):
+    """Standard output that drops data once its reader is gone, as after ``| head``."""
+
+    _is_lost = False
+
+    def write(self, data: Any, /) -> int:
+        """Write; after the first failure, drop the data.
+
+        Raises:
+            MachineError: writing failed for another reason, such as a full disk.
+        """
+        if not self._is_lost:
+            try:
+                return super().write(data)
+            except BrokenPipeError:
+                self._is_lost = True
+            except OSError as error:
+                self._is_lost = True
+                raise MachineError(f"standard output cannot be written: {error.strerror}") from error
+        return memoryview(data).nbytes
+
+
+def _open_standard_streams() -> None:
+    """Open stdin, stdout and stderr if the parent process closed them.
+
+    Otherwise the next opened file would get their number, and output would be written into it.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            # open uses the lowest free number, which is this one.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+        if getattr(sys, name) is None:
+            nowhere = open(os.devnull, mode)  # noqa: SIM115
+            setattr(sys, name, nowhere)
+            setattr(sys, f"__{name}__", nowhere)
+
+
+def _use_utf8() -> None:
+    """Restart this process in Python's UTF-8 mode if the locale has another encoding.
+
+    Otherwise file names, output and arguments would be limited to that encoding. Child processes inherit the
+    mode.
+    """
+    if sys.getfilesystemencoding() == "utf-8" or not sys.executable:
+        return
+    os.environ["PYTHONUTF8"] = "1"
+    os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
+
 
 BAR_WIDTH = 40
 
@@ -154,7 +241,7 @@ class Verb:
         if own_process and self.prepare is not None:
             self.prepare()
         if VERSION.names[-1] in arguments:
-            from harness.metrics.result import versions
+            from harness.run.result import versions
 
             sys.stdout.write("".join(f"{name} {version}\n" for name, version in versions().items()))
             return EXIT_OK
@@ -198,6 +285,8 @@ class Verb:
         if line.multirun:
             if self.sweep is None:
                 raise UserError("-m: this verb takes one job; would work: python -m harness.train -m")
+            from harness.compose.multirun import chooses_points, compose_points
+
             if chooses_points(line.overrides, config_name=name, schema=schema):
                 if self.study is None:
                     rule = "this verb takes all points of a grid at once"
@@ -274,3 +363,28 @@ def reported(error: Exception | KeyboardInterrupt) -> int:
         lines = str(error).split(ITEM) if isinstance(error, UserError) else []
         sys.stderr.write(f"error: {ITEM.join(map(one_line, lines)) or error}\n")
     return error.exit_code
+
+
+VERBS: Registry[Verb] = Registry(
+    "verb",
+    {
+        "train": "harness.launch.train:VERB",
+        "plan": "harness.tools.plan.verb:VERB",
+        "rehearse": "harness.tools.rehearse.verb:VERB",
+        "parity": "harness.tools.parity.parity:VERB",
+        "bench": "harness.tools.study.bench:VERB",
+        "converge": "harness.tools.study.converge.verb:VERB",
+        "coordcheck": "harness.tools.study.coordcheck.verb:VERB",
+        "sweep": "harness.tools.report.sweep:VERB",
+        "report": "harness.tools.report.verb:VERB",
+        "evaluate": "harness.tools.inference.evaluate.verb:VERB",
+        "generate": "harness.tools.inference.generate.verb:VERB",
+        "verify": "harness.tools.verify:VERB",
+        "convert": "harness.tools.convert:VERB",
+        "download": "harness.tools.download:VERB",
+        "tokenize": "harness.tools.tokenize.verb:VERB",
+        "encode": "harness.contrib.flux.encode.verb:VERB",
+    },
+    field="verb",
+    expects="harness.compose.verb:Verb",
+)

@@ -23,16 +23,21 @@ from harness.config.fields import (
     label,
     leaves,
     part,
+    validate_texts,
 )
 from harness.config.metrics import MetricsConfig, ProfilingConfig
 from harness.config.model import ModelConfig
 from harness.config.optimizer import OptimizerConfig, ScheduleConfig
 from harness.config.parallelism import ParallelismConfig
 from harness.config.precision import PrecisionConfig
-from harness.config.scale import ScaleConfig
-from harness.config.sizes import Sizes
-from harness.config.texts import validate_texts
-from harness.config.training import DebugConfig, EvaluationConfig, TrainingConfig, ValidationConfig
+from harness.config.training import (
+    DebugConfig,
+    EvaluationConfig,
+    ScaleConfig,
+    Sizes,
+    TrainingConfig,
+    ValidationConfig,
+)
 from harness.util.encoding import parse_object, read_object
 from harness.util.errors import ConfigError, UserError
 

@@ -8,9 +8,8 @@ from pathlib import Path
 from harness.checkpoint.catalog import CheckpointFolder
 from harness.checkpoint.resume import CONTINUES, can_resume
 from harness.config.job import Job
-from harness.metrics.result import write_json_atomically
-from harness.run.folder import RunFolder
-from harness.run.status import EVALUATIONS, METRICS, RunStatus
+from harness.run.folder import EVALUATIONS, METRICS, RunFolder, RunStatus
+from harness.run.result import write_json_atomically
 from harness.util.errors import UserError
 
 DESCRIPTION = ("job.json", "overrides.txt", "code.json", CONTINUES, "slurm")

@@ -17,10 +17,15 @@ from typing import TYPE_CHECKING, cast
 from harness.config.job import Job
 from harness.launch.begin import begin
 from harness.launch.dead_ranks import RankDied, count_memory_kills, record_dead, record_left
-from harness.launch.ranks import openmp_environment, rank_environment, rendezvous_store
 from harness.run.folder import RunFolder
 from harness.train.finish import finish_run
-from harness.train.process import CONTROLLER, importing_torch
+from harness.train.process import (
+    CONTROLLER,
+    importing_torch,
+    openmp_environment,
+    rank_environment,
+    rendezvous_store,
+)
 from harness.train.signals import (
     StopRequest,
     ignore_stop_signals,

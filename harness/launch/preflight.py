@@ -14,9 +14,8 @@ from pathlib import Path
 
 from harness.checkpoint.catalog import is_url
 from harness.config.data import ASSET_PREFIX, DataConfig, TokenizerConfig
-from harness.config.data_kinds import DATA_KINDS
+from harness.config.data_kinds import DATA_KINDS, FORMATS_OF
 from harness.config.job import Job
-from harness.config.kind_fields import FORMATS_OF
 from harness.config.mixture import sources_of
 from harness.config.pictures import PATCHES
 from harness.util.errors import ConfigError, DataError

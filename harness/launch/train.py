@@ -21,8 +21,8 @@ from harness.config.cluster import CLUSTERS
 from harness.config.job import Job
 from harness.launch.preflight import require_tokenized, require_vocabulary
 from harness.run.folder import RunFolder
+from harness.train.process import launched_ranks
 from harness.util.errors import UserError
-from harness.util.launcher_env import launched_ranks
 
 
 def train(job: Job, overrides: list[str]) -> int:

@@ -6,8 +6,14 @@ from collections.abc import Collection, Hashable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from harness.config.model import ModelConfig, field_of
-from harness.config.mup import HEAD_WIDTHS, LATENT_HEAD_WIDTHS, PROPORTIONAL, MupConfig
+from harness.config.model import (
+    HEAD_WIDTHS,
+    LATENT_HEAD_WIDTHS,
+    PROPORTIONAL,
+    ModelConfig,
+    MupConfig,
+    field_of,
+)
 from harness.config.registry import resolve_options
 from harness.model import spec
 from harness.model.architecture import Architecture, resolve_model

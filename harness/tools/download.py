@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from harness.compose.composer import option_values
 from harness.compose.verb import Verb
-from harness.config.fields import check_rules, label
+from harness.config.fields import check_rules, label, validate_texts
 from harness.config.job import from_dict
 from harness.config.model import ModelConfig
-from harness.config.texts import validate_texts
 from harness.util.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, UserError
 from harness.weights.config_json import CONFIG, check_hf_config, read_object
 from harness.weights.from_config import model_from_config

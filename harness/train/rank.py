@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from harness.config.job import Job
+from harness.config.parallelism import degrees_in_words
 from harness.model.accounting import account
 from harness.run.folder import RunFolder
 from harness.train import process
@@ -32,7 +33,6 @@ from harness.util.errors import (
     UserError,
 )
 from harness.util.lifeline import end_with_parent
-from harness.util.tables import degrees_in_words
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from processes import python
 
-from harness.compose.composer import compose_job, compose_points
+from harness.compose.composer import compose_job
+from harness.compose.multirun import compose_points
 from harness.compose.resolve import resolve
-from harness.config.fields import leaves, with_value
+from harness.config.fields import SecretError, leaves, validate_texts, with_value
 from harness.config.job import Job
-from harness.config.texts import SecretError, validate_texts
 from harness.launch.begin import begin
 from harness.launch.slurm import Submission
 from harness.run.folder import RunFolder

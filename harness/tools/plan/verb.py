@@ -26,8 +26,8 @@ from harness.config.cluster import ClusterConfig
 from harness.config.registry import load_attribute
 from harness.tools.plan.config import REHEARSE, PlanJob
 from harness.tools.plan.plan import Plan
+from harness.train.process import launched_ranks
 from harness.util.errors import HarnessError, UserError
-from harness.util.launcher_env import launched_ranks
 
 
 def plan(job: PlanJob, overrides: list[str]) -> Result:

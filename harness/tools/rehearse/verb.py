@@ -16,8 +16,8 @@ from harness.tools.plan.plan import Plan
 from harness.tools.rehearse.config import RehearseConfig, RehearseJob, ranks_to_rehearse
 from harness.tools.rehearse.render import as_dict, render
 from harness.tools.rehearse.server import Rehearsals, require_no_gpu
+from harness.train.process import launched_ranks
 from harness.util.errors import EXIT_OK, UserError
-from harness.util.launcher_env import launched_ranks
 
 EXIT_FAILED = 1
 
