@@ -19,8 +19,7 @@ import yaml
 
 from harness.compose.arguments import JOB_FLAGS, JSON, Argument
 from harness.compose.help import shown_config
-from harness.compose.verb import Verb
-from harness.compose.verbs import VERBS
+from harness.compose.verb import VERBS, Verb
 from harness.config import failures
 from harness.config.fields import docstrings, rules_of, type_hints
 from harness.config.job import Job

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from harness.compose.verbs import VERBS as TABLE
+from harness.compose.verb import VERBS as TABLE
 
 VERBS = {name: TABLE[name] for name in TABLE}
 JOBS = {name: verb.job for name, verb in VERBS.items() if verb.job is not None}

@@ -18,12 +18,19 @@ from held import Held
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from harness.compose.schemas import schema_node
-from harness.config.attention import KINDS, QK_NORMS
+from harness.compose.layers import schema_node
 from harness.config.fields import with_value
-from harness.config.model import ACTIVATIONS, ARCHITECTURES, ModelConfig
-from harness.config.moe import GROUP_SCORES, SCORES
-from harness.config.rope import SCALINGS, RopeConfig
+from harness.config.model import (
+    ACTIVATIONS,
+    ARCHITECTURES,
+    GROUP_SCORES,
+    KINDS,
+    QK_NORMS,
+    SCALINGS,
+    SCORES,
+    ModelConfig,
+    RopeConfig,
+)
 from harness.model.architecture import resolve_model
 from harness.model.decoder import Decoder
 from harness.model.spec import tensor_shapes

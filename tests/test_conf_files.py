@@ -14,7 +14,7 @@ from tiers import rest_is_thorough
 
 from harness.compose.composer import Composer, compose_job
 from harness.config.job import Job
-from harness.config.stages import num_stages, split_modules, stages_of_rank
+from harness.config.pipeline import num_stages, split_modules, stages_of_rank
 from harness.model.accounting import account
 from harness.model.architecture import architecture_of
 from harness.tools.download import DownloadJob

@@ -18,8 +18,8 @@ from declared import JOBS, VERBS
 from processes import python
 
 from harness.compose.arguments import JOB_FLAGS, CommandLine
-from harness.compose.composer import Composer, compose_job, compose_points
-from harness.compose.multirun import chooses_points
+from harness.compose.composer import Composer, compose_job
+from harness.compose.multirun import chooses_points, compose_points
 from harness.compose.overrides import in_hydra_syntax
 from harness.compose.search_path import search_path
 from harness.config import failures

@@ -1,4 +1,4 @@
-"""Arrows point down: a room imports the rooms below it and none above; nothing imports slow packages early."""
+"""Arrows point down: a room imports the rooms below it, and none above; nothing slow is imported early."""
 
 from __future__ import annotations
 
@@ -80,6 +80,48 @@ def points_down(source: tuple[str, ...], target: tuple[str, ...]) -> bool:
     if target[0] in ("tools", "contrib"):
         return target == ("tools", "plan") and source[0] in ("tools", "contrib")
     return ROOMS.index(target[0]) < ROOMS.index(source[0])
+
+
+TINY = (
+    *("train", "model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "model.vocab_size=258"),
+    *("training.steps=1", "schedule.warmup_steps=0", "cluster.device=cpu"),
+)
+# Print the harness's modules, and the harness's frames of the main thread, in place of a function.
+STOP_AT = """
+import os, runpy, sys, threading, traceback
+from pathlib import Path
+
+def stop(*_, **__):
+    stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
+    here = str(Path("harness").resolve())
+    print("modules", *(name for name in sys.modules if name.split(".")[0] == "harness"))
+    print("frames", *(frame.name for frame in stack if frame.filename.startswith(here)), flush=True)
+    os._exit(0)
+
+{replace}
+runpy.run_module("harness", run_name="__main__", alter_sys=True)
+"""
+AT_START = """from torch.distributed.elastic import multiprocessing
+multiprocessing.start_processes = stop"""
+AT_FORWARD = """from torch import nn
+call = nn.Module.__call__
+nn.Module.__call__ = lambda self, *a, **k: stop() if type(self).__name__ == "Decoder" else call(self, *a, **k)"""
+
+
+def test_the_way_to_the_first_forward_pass_is_short(tmp_path: Path) -> None:
+    """Modules before the first rank starts; frames from the command to it, and from there to the model."""
+
+    def seen(replace: str, *overrides: str) -> dict[str, list[str]]:
+        typed = [*TINY, f"runs_dir={tmp_path}", *overrides]
+        lines = python("-c", STOP_AT.format(replace=replace), *typed).stdout.splitlines()
+        return {line.split()[0]: line.split()[1:] for line in lines if line.startswith(("modules", "frames"))}
+
+    started = seen(AT_START, "parallelism.dp_shard=2")
+    assert len(started["modules"]) <= 60, started["modules"]
+    rank = seen(AT_FORWARD)["frames"]
+    # A rank that is a process of its own has two more: its module and main.
+    frames = [*started["frames"], "<module>", "main", *rank[rank.index("run_rank") :], "forward"]
+    assert len(frames) <= 18, frames
 
 
 def test_imports_are_found() -> None:

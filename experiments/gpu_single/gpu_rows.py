@@ -8,7 +8,7 @@ from typing import Any
 
 from harness.compose.composer import compose_job
 from harness.metrics.mfu import peak_of
-from harness.metrics.result import flatten
+from harness.util.encoding import flatten
 from harness.util.hardware import find_accelerator
 
 Row = dict[str, Any]

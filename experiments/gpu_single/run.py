@@ -36,8 +36,8 @@ from gpu_table import render
 from harness.config.fields import with_value
 from harness.launch.rows import keep
 from harness.metrics.mfu import peak_of, utilization
-from harness.metrics.result import git_commit, versions
 from harness.model.accounting import account
+from harness.run.result import git_commit, versions
 from harness.tools.study.bench import order_of
 from harness.util.errors import UserError
 from harness.util.tables import GIB

@@ -10,8 +10,7 @@ from typing import IO, Any, cast
 import torch
 import xxhash
 
-from harness.checkpoint.catalog import DamagedCheckpoint
-from harness.checkpoint.manifest import CHECKSUM
+from harness.checkpoint.catalog import CHECKSUM, DamagedCheckpoint
 from harness.checkpoint.metadata import load_failure
 from harness.config.failures import kind_of_text
 

@@ -32,10 +32,10 @@ from harness.checkpoint.state import (
 )
 from harness.checkpoint.storage import Reader
 from harness.config.job import Job
+from harness.config.parallelism import degrees_in_words
 from harness.data.loader import Loader
 from harness.model.spec import tensor_shapes
 from harness.util.errors import MachineError, UserError
-from harness.util.tables import degrees_in_words
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from harness.checkpoint.catalog import METADATA, DamagedCheckpoint
-from harness.checkpoint.manifest import CHECKSUM
+from harness.checkpoint.catalog import CHECKSUM, METADATA, DamagedCheckpoint
 
 T = TypeVar("T")
 

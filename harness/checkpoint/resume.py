@@ -19,8 +19,8 @@ from harness.checkpoint.catalog import (
 )
 from harness.config.fields import NUMERICS, leaves
 from harness.config.job import Job
-from harness.metrics.result import flat_items, read_result
-from harness.util.encoding import read_object
+from harness.run.result import read_result
+from harness.util.encoding import flat_items, read_object
 from harness.util.errors import EXIT_OK, ConfigError, UserError, as_typed
 
 # Lists checkpoint folders of the same experiment on other layouts, from which a run may resume.

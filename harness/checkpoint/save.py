@@ -31,7 +31,7 @@ from harness.checkpoint.storage import Writer
 from harness.config.job import Job
 from harness.data.loader import Loader, merge_states
 from harness.util.errors import MachineError, UserError
-from harness.util.locks import LockedError
+from harness.util.files import LockedError
 
 
 class SaveFailed(MachineError):

@@ -35,9 +35,17 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from harness.checkpoint.catalog import METADATA, DamagedCheckpoint, check_files, is_url, make_room
+from harness.checkpoint.catalog import (
+    CHECKSUM,
+    MANIFEST,
+    METADATA,
+    DamagedCheckpoint,
+    check_files,
+    encode_manifest,
+    is_url,
+    make_room,
+)
 from harness.checkpoint.entry import Entry
-from harness.checkpoint.manifest import CHECKSUM, MANIFEST, encode_manifest
 from harness.checkpoint.metadata import parse_metadata
 from harness.util.files import sync_file, sync_folder
 

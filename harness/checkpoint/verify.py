@@ -7,10 +7,11 @@ entries.
 from __future__ import annotations
 
 import os
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ import fsspec
 import xxhash
 
 from harness.checkpoint.catalog import (
+    CHECKSUM,
+    MANIFEST,
+    METADATA,
     Checkpoint,
     CheckpointFolder,
     DamagedCheckpoint,
@@ -27,8 +31,8 @@ from harness.checkpoint.catalog import (
     open_checkpoint,
     reading,
 )
-from harness.checkpoint.manifest import CHECKSUM, MANIFEST, METADATA
-from harness.util.errors import UserError
+from harness.run.folder import STATUS, RunStatus
+from harness.util.errors import EXIT_MACHINE, EXIT_OK, UserError
 
 _BLOCK = 1 << 24
 _SHOWN = 3
@@ -60,6 +64,34 @@ class Verdict:
             return f"{self.path}: {self.state}: {self.reason}"
         rate = self.nbytes / 1e9 / max(self.seconds, 1e-9)
         return f"{self.path}: ok: {self.files} files, {self.nbytes / 1e9:.3f} GB ({rate:.2f} GB/s)"
+
+
+def verify_all(folders: Sequence[str], *, newest: bool) -> tuple[list[Verdict], int]:
+    """Compare the checkpoints of each folder, or only its newest, and print a line for each.
+
+    Returns:
+        the verdicts, and the exit code.
+    """
+    verdicts, code = [], EXIT_OK
+    for folder in folders:
+        states, paths = [], paths_in(folder)
+        for path in paths[-1:] if newest else paths:
+            verdict = verify(path)
+            if verdict.state == "unfinished" and path == paths[-1] and _has_completed(Path(path)):
+                reason = f"{verdict.reason}, and {STATUS} says that the run has completed"
+                verdict = replace(verdict, state="damaged", reason=reason)
+            states.append(verdict.state)
+            verdicts.append(verdict)
+            sys.stdout.write(f"{verdict.describe()}\n")
+            sys.stdout.flush()
+        if "damaged" in states or "ok" not in states:
+            code = EXIT_MACHINE
+    return verdicts, code
+
+
+def _has_completed(checkpoint: Path) -> bool:
+    """Whether the run of a checkpoint in ``RUN/checkpoints`` has completed; false if there is no such run."""
+    return RunStatus(checkpoint.parent.parent).state == "completed"
 
 
 def paths_in(folder: str) -> list[str]:

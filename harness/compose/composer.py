@@ -14,28 +14,37 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
-from harness.compose.axes import check_axes
 from harness.compose.errors import MISSING, to_user_error
-from harness.compose.layers import CONFIG_JSON, Layers, files_of_option, plain_node
+from harness.compose.layers import (
+    CONFIG_JSON,
+    Layers,
+    adapt_sweepers,
+    files_of_option,
+    find_launcher,
+    plain_node,
+    register_model,
+    register_schema,
+    schema_of,
+)
 from harness.compose.overrides import (
+    AXES,
     FROM_CONFIG,
     check_overrides,
     groups,
     in_hydra_syntax,
     options_of,
     sets_field,
+    settings_of_sweeper,
     typed_value,
     with_one_length,
 )
 from harness.compose.paths import Stamp, conf_dir, config_folders
 from harness.compose.resolve import resolve
-from harness.compose.schemas import adapt_sweepers, find_launcher, register_model, register_schema, schema_of
-from harness.compose.search_path import add_folders, overrides_for_hydra, search_path, sets_search_path
+from harness.compose.search_path import add_folders, overrides_for_hydra, search_path
 from harness.config.job import Job, from_dict
 from harness.config.texts import SecretError, masked
-from harness.util.errors import UserError
-from harness.util.launcher_env import launched_ranks
-from harness.weights.from_config import require_read
+from harness.train.process import launched_ranks
+from harness.util.errors import ConfigError, UserError
 
 POINTS = "points"
 """Key in ``hydra.sweeper.params`` for points that are not a product of axes: one per line, as overrides."""
@@ -221,77 +230,30 @@ class Composed:
     reason: str = ""
 
 
-def compose_points(
-    overrides: Iterable[str],
-    *,
-    config_name: str = "train",
-    schema: type = Job,
-    show: Callable[[int, int], None] = lambda done, points: None,
-) -> list[Composed]:
-    """Compose every point of a multirun, in the order of Hydra's own sweeper.
-
-    Args:
-        overrides: as typed; comma-separated values of one field are an axis.
-        config_name: the primary config.
-        schema: dataclass of the jobs.
-        show: called with the number of composed points and of all points.
+def require_one_point(overrides: list[str], config_name: str, schema: type, *, can_sweep: bool) -> None:
+    """Refuse settings of sweepers, and a sweep in the job's files without a choice of one of its points.
 
     Raises:
-        UserError: the overrides are wrong for every point.
+        UserError: naming the setting, or the open axes.
     """
-    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-
-    points = []
+    if of_sweeper := settings_of_sweeper(overrides):
+        works = "-m" if can_sweep else "python -m harness.train -m"
+        raise UserError(f"{of_sweeper[0]}: is for several jobs; would work: {works}")
+    chosen = [each for each in overrides if each.startswith(("sweep=", "experiment=", AXES))]
+    if not chosen:
+        return
     with search_path(overrides, config_name) as overrides, Composer(config_name, schema) as composer:
-        check_overrides(overrides, schema)
-        # The points have the search path as it is written here, and not as the sweeper would.
-        searched = [each for each in overrides if sets_search_path(each)]
-        typed = in_hydra_syntax([each for each in overrides if each not in searched], schema)
-
-        def read(overrides: list[str]) -> list[Any]:
-            parsed: list[Any] = composer.parser.parse_overrides(overrides)
-            check_axes(parsed)
-            return parsed
-
-        try:
-            params = composer.axes(with_one_value(composer, typed))
-            listed = _listed_points(params.pop(POINTS, ""), schema)
-            axes = [f"{name}={values}" for name, values in params.items()]
-            spelled = [
-                [*searched, *point]
-                for own in listed or [[]]
-                for point in BasicSweeper.split_arguments(read([*axes, *own, *typed]), None)[0]
-            ]
-        except UserError:
-            raise
-        except Exception as error:
-            raise to_user_error(error, schema) from error
-        for done, point in enumerate(spelled, start=1):
-            points.append(composer.point_of_sweep(point))
-            show(done, len(spelled))
-    return points
-
-
-def with_one_value(composer: Composer, typed: list[str]) -> list[str]:
-    """Return the overrides that are no axes; without the model's config, which no sweep depends on."""
-    try:
-        parsed = composer.parser.parse_overrides(typed)
-    except Exception as error:
-        raise to_user_error(error, composer.schema) from error
-    once = [str(each.input_line) for each in parsed if not each.is_sweep_override()]
-    return [each for each in once if typed_value([each], "model") != FROM_CONFIG]
-
-
-def _listed_points(text: str, schema: type) -> list[list[str]]:
-    """Return the overrides of each line; the command line wins over a line.
-
-    Raises:
-        UserError: a line is not made of overrides.
-    """
-    lines = [line.split() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
-    for line in lines:
-        check_overrides(line, schema)
-    return [in_hydra_syntax(line, schema) for line in lines]
+        axes = composer.axes(in_hydra_syntax(overrides, schema))
+    listed = str(axes.pop(POINTS, "")).splitlines()
+    keys = {each.lstrip("+").partition("=")[0] for each in overrides}
+    is_listed = any(line.split() and set(line.split()) <= set(overrides) for line in listed)
+    remaining = [str(name) for name in axes if str(name) not in keys]
+    if listed and not is_listed:
+        remaining = [POINTS, *remaining]
+    if remaining:
+        named = " ".join(each for each in chosen if not each.startswith(AXES)) or AXES
+        works = "-m, which runs all points" if can_sweep else "the values of one point, without that file"
+        raise UserError(f"{named}: has several points ({', '.join(remaining)}); would work: {works}")
 
 
 def option_values(group: str) -> dict[str, dict[str, Any]]:
@@ -320,7 +282,10 @@ def job_from_config(config: Any, schema: type = Job, read_from: str | None = Non
         plain = _plain_values(config)
     except OmegaConfBaseException as error:
         raise to_user_error(error, schema) from error
-    require_read(plain.get("model", {}).get("path"), read_from)
+    path = plain.get("model", {}).get("path")
+    if path is not None and path != read_from:
+        rule = "is read only together with model=from_config"
+        raise ConfigError("model.path", path, rule, f"model=from_config model.path={path}")
     job = from_dict(schema, plain)
     # A verb's job may resolve itself in another way.
     own = getattr(job, "resolve", None)

@@ -1,13 +1,21 @@
-"""Decide what ``-m`` runs: a grid, or points that a sweeper of Hydra chooses by their results."""
+"""The points of ``-m``: of a grid, or chosen by a sweeper of Hydra by their results."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
-from harness.compose.composer import POINTS, Composer, with_one_value
-from harness.compose.hydra_settings import settings_of_sweeper
-from harness.compose.overrides import AXES, check_overrides, in_hydra_syntax
-from harness.compose.search_path import search_path
+from harness.compose.composer import POINTS, Composed, Composer
+from harness.compose.errors import INTERVAL, to_user_error
+from harness.compose.overrides import (
+    FROM_CONFIG,
+    check_overrides,
+    groups,
+    in_hydra_syntax,
+    settings_of_sweeper,
+    typed_value,
+)
+from harness.compose.search_path import search_path, sets_search_path
 from harness.config.job import Job
 from harness.util.errors import UserError
 
@@ -36,27 +44,103 @@ def chooses_points(overrides: Iterable[str], *, config_name: str = "train", sche
     return False
 
 
-def require_one_point(overrides: list[str], config_name: str, schema: type, *, can_sweep: bool) -> None:
-    """Refuse settings of sweepers, and a sweep in the job's files without a choice of one of its points.
+def compose_points(
+    overrides: Iterable[str],
+    *,
+    config_name: str = "train",
+    schema: type = Job,
+    show: Callable[[int, int], None] = lambda done, points: None,
+) -> list[Composed]:
+    """Compose every point of a multirun, in the order of Hydra's own sweeper.
+
+    Args:
+        overrides: as typed; comma-separated values of one field are an axis.
+        config_name: the primary config.
+        schema: dataclass of the jobs.
+        show: called with the number of composed points and of all points.
 
     Raises:
-        UserError: naming the setting, or the open axes.
+        UserError: the overrides are wrong for every point.
     """
-    if of_sweeper := settings_of_sweeper(overrides):
-        works = "-m" if can_sweep else "python -m harness.train -m"
-        raise UserError(f"{of_sweeper[0]}: is for several jobs; would work: {works}")
-    chosen = [each for each in overrides if each.startswith(("sweep=", "experiment=", AXES))]
-    if not chosen:
-        return
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+
+    points = []
     with search_path(overrides, config_name) as overrides, Composer(config_name, schema) as composer:
-        axes = composer.axes(in_hydra_syntax(overrides, schema))
-    listed = str(axes.pop(POINTS, "")).splitlines()
-    keys = {each.lstrip("+").partition("=")[0] for each in overrides}
-    is_listed = any(line.split() and set(line.split()) <= set(overrides) for line in listed)
-    remaining = [str(name) for name in axes if str(name) not in keys]
-    if listed and not is_listed:
-        remaining = [POINTS, *remaining]
-    if remaining:
-        named = " ".join(each for each in chosen if not each.startswith(AXES)) or AXES
-        works = "-m, which runs all points" if can_sweep else "the values of one point, without that file"
-        raise UserError(f"{named}: has several points ({', '.join(remaining)}); would work: {works}")
+        check_overrides(overrides, schema)
+        # The points have the search path as it is written here, and not as the sweeper would.
+        searched = [each for each in overrides if sets_search_path(each)]
+        typed = in_hydra_syntax([each for each in overrides if each not in searched], schema)
+
+        def read(overrides: list[str]) -> list[Any]:
+            parsed: list[Any] = composer.parser.parse_overrides(overrides)
+            check_axes(parsed)
+            return parsed
+
+        try:
+            params = composer.axes(with_one_value(composer, typed))
+            listed = _listed_points(params.pop(POINTS, ""), schema)
+            axes = [f"{name}={values}" for name, values in params.items()]
+            spelled = [
+                [*searched, *point]
+                for own in listed or [[]]
+                for point in BasicSweeper.split_arguments(read([*axes, *own, *typed]), None)[0]
+            ]
+        except UserError:
+            raise
+        except Exception as error:
+            raise to_user_error(error, schema) from error
+        for done, point in enumerate(spelled, start=1):
+            points.append(composer.point_of_sweep(point))
+            show(done, len(spelled))
+    return points
+
+
+def with_one_value(composer: Composer, typed: list[str]) -> list[str]:
+    """Return the overrides that are no axes; without the model's config, which no sweep depends on."""
+    try:
+        parsed = composer.parser.parse_overrides(typed)
+    except Exception as error:
+        raise to_user_error(error, composer.schema) from error
+    once = [str(each.input_line) for each in parsed if not each.is_sweep_override()]
+    return [each for each in once if typed_value([each], "model") != FROM_CONFIG]
+
+
+def _listed_points(text: str, schema: type) -> list[list[str]]:
+    """Return the overrides of each line; the command line wins over a line.
+
+    Raises:
+        UserError: a line is not made of overrides.
+    """
+    lines = [line.split() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
+    for line in lines:
+        check_overrides(line, schema)
+    return [in_hydra_syntax(line, schema) for line in lines]
+
+
+WORKS = "values separated by commas, range(START,STOP,STEP), or glob(PATTERN) for options of a group"
+
+
+def check_axes(parsed: Iterable[Any]) -> None:
+    """Refuse axes without points for a grid.
+
+    Args:
+        parsed: overrides, parsed by Hydra.
+
+    Raises:
+        UserError: naming the axis.
+    """
+    from hydra.core.override_parser.types import Glob, RangeSweep
+
+    for each in parsed:
+        if not each.is_sweep_override():
+            continue
+        typed, name, value = str(each.input_line).removeprefix("++"), each.key_or_group, each.value()
+        if each.is_interval_sweep():
+            raise UserError(f"{typed}: {INTERVAL}; would work: {WORKS}")
+        if isinstance(value, Glob) and name not in groups():
+            rule = f"glob() chooses options of a group, and {name} is a field"
+            raise UserError(f"{typed}: {rule}; would work: values separated by commas")
+        if isinstance(value, RangeSweep) and value.step == 0:
+            raise UserError(f"{typed}: the step of a range must not be 0; would work: {WORKS}")
+        if next(each.sweep_iterator(), None) is None:
+            raise UserError(f"{typed}: an axis without values; would work: {WORKS}")

@@ -1,22 +1,29 @@
-"""Resolve a job: derive the fields that follow from others, and check every rule (no torch)."""
+"""Resolve a job: derive the fields that follow from others, and check the rules between its parts (no torch).
+
+A rule raises ConfigError; the rules of one part are beside its fields.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TypeVar
+import math
+from typing import TYPE_CHECKING, TypeVar
 
-from harness.compose import rules
-from harness.compose.scale import apply_scale
 from harness.config.cluster import count_gpus
+from harness.config.data_kinds import DATA_KINDS
 from harness.config.fields import check_rules
 from harness.config.job import Job
-from harness.config.scale import ScaleConfig
 from harness.config.texts import validate_texts
-from harness.model.architecture import resolve_model
-from harness.precision.hardware import require_hardware
-from harness.precision.linears import sort_linears
+from harness.config.training import ScaleConfig
+from harness.model.architecture import architecture_of, resolve_model
+from harness.model.spec import tensors
 from harness.train.objective import objective_of
-from harness.util.errors import ConfigError
+from harness.util import torch_version
+from harness.util.errors import ConfigError, divisors
+
+if TYPE_CHECKING:
+    from harness.config.job import Job
+
 
 J = TypeVar("J", bound=Job)
 
@@ -70,11 +77,15 @@ def resolve_layout(job: J, *, launched_ranks: int | None = None, gpus: int | Non
     job = dataclasses.replace(job, schedule=schedule, scale=ScaleConfig())
     _check_parts(job)
     on_cpu = job.cluster.device == "cpu" or (here and gpus == 0)
-    rules.check_async_tp(job, on_cpu=on_cpu)
+    check_async_tp(job, on_cpu=on_cpu)
     job.training.check_device(on_cpu=on_cpu)
-    rules.check_heads_of_flex(job)
-    experts = job.precision.linear != "none" and sort_linears(model, job.precision).has_experts
-    require_hardware(job.precision, job.cluster, gpus if here else None, experts=experts)
+    check_heads_of_flex(job)
+    if job.precision.linear != "none":
+        from harness.precision.hardware import require_hardware
+        from harness.precision.linears import sort_linears
+
+        experts = sort_linears(model, job.precision).has_experts
+        require_hardware(job.precision, job.cluster, gpus if here else None, experts=experts)
     return job
 
 
@@ -87,6 +98,8 @@ def scale(job: J) -> J:
     left = ScaleConfig(warmup_ratio=job.scale.warmup_ratio)
     if job.scale == left:
         return job
+    from harness.compose.scale import apply_scale
+
     model, training, optimizer = apply_scale(job.scale, resolve_model(job.model), job.training, job.optimizer)
     return dataclasses.replace(job, scale=left, model=model, training=training, optimizer=optimizer)
 
@@ -102,28 +115,28 @@ def _check_parts(job: Job) -> None:
         )
     share = job.local_batch_size * job.accumulation_steps
     job.parallelism.validate(job.model, job.training.seq_len, job.local_batch_size, share)
-    rules.check_torch(job)
-    rules.check_attention(job)
-    rules.check_conversations(job)
-    rules.check_precision(job)
+    check_torch(job)
+    check_attention(job)
+    check_conversations(job)
+    check_precision(job)
     job.compile.validate()
     job.activation_checkpoint.validate(job.compile, splits_backward=job.parallelism.splits_backward)
-    rules.check_compiled_experts(job)
-    rules.check_chunked_loss(job)
+    check_compiled_experts(job)
+    check_chunked_loss(job)
     job.data.validate()
     if job.feeds_model:
-        rules.check_batches(job)
+        check_batches(job)
         objective_of(job.model).check(job)
     job.tokenizer.validate()
-    rules.check_tokenizer(job)
+    check_tokenizer(job)
     job.optimizer.validate(job.precision.master_dtype)
-    rules.check_optimizer_groups(job)
-    rules.check_scheduled_sizes(job)
-    rules.check_update_in_backward(job)
+    check_optimizer_groups(job)
+    check_scheduled_sizes(job)
+    check_update_in_backward(job)
     job.schedule.validate(job.steps)
     job.checkpoint.validate()
     job.profiling.validate(job.steps, job.world_size)
-    rules.check_slow_ranks(job)
+    check_slow_ranks(job)
     if job.cluster.device == "cpu":
         job.checkpoint.refuse_pinned_memory("cluster.device=cpu")
         job.profiling.refuse_snapshots("cluster.device=cpu")
@@ -131,3 +144,279 @@ def _check_parts(job: Job) -> None:
         job.data.require_validation()
     job.evaluation.validate(job.data, job.training.seq_len)
     job.debug.validate(job.parallelism.tp, job.compile.blocks)
+
+
+FLEX_HEAD = 16
+"""torch._inductor.kernel.flex: "embedding dimension of the query, key, and value must be at least 16"."""
+
+
+def check_torch(job: Job) -> None:
+    """Refuse what fails inside torch 2.11 and works with later versions.
+
+    Gradients in two passes need the metadata of a stage's inner nodes, which 2.11 does not have for
+    ``autograd.Function``. Compiled blocks, routing to experts and chunked losses are such functions.
+    """
+    layout = job.parallelism
+    if not torch_version().startswith("2.11."):
+        return
+    parts = {
+        "compiled blocks": job.compile.blocks,
+        "experts": job.model.moe.enabled,
+        "chunked losses": job.training.loss_chunks > 1,
+    }
+    failing = " and ".join(part for part, used in parts.items() if used)
+    if layout.splits_backward and failing:
+        field = "pp_schedule" if layout.pp_schedule_csv is None else "pp_schedule_csv"
+        rule = f"takes gradients in two passes, which torch 2.11 cannot with {failing}"
+        works = "parallelism.pp_schedule=Interleaved1F1B, or torch 2.13"
+        raise ConfigError(f"parallelism.{field}", getattr(layout, field), rule, works)
+    if job.model.mtp.depth and layout.tp > 1:
+        rule = f"torch 2.11 cannot predict several tokens with parallelism.tp={layout.tp}"
+        raise ConfigError("model.mtp.depth", job.model.mtp.depth, rule, "0, parallelism.tp=1, or torch 2.13")
+
+
+def check_compiled_experts(job: Job) -> None:
+    """Check that selective_op is off if blocks are compiled in pieces, around the exchange of experts."""
+    in_pieces = job.compile.blocks and job.model.moe.enabled and job.parallelism.has_expert_mesh
+    if in_pieces and job.activation_checkpoint.mode == "selective_op":
+        raise ConfigError(
+            "activation_checkpoint.mode",
+            "selective_op",
+            "saves operations by name, which are not visible in blocks with experts on other ranks, "
+            "because these are compiled in pieces",
+            "full, selective_layer, memory_budget, or compile=off",
+        )
+
+
+def check_tokenizer(job: Job) -> None:
+    """Check that text has a tokenizer."""
+    kinds = sorted(job.data.kinds & {"local", "hub", "chat"})
+    if job.tokenizer.kind == "none" and kinds:
+        rule = f"cannot encode text, and data.kind={kinds[0]} reads text"
+        raise ConfigError("tokenizer.kind", "none", rule, "data=tokens, or the tokenizer of the model")
+
+
+def check_chunked_loss(job: Job) -> None:
+    """Check that a chunked loss can be computed with a sharded vocabulary."""
+    chunks, layout = job.training.loss_chunks, job.parallelism
+    if chunks > 1 and layout.tp > 1 and not layout.loss_parallel:
+        raise ConfigError(
+            "training.loss_chunks",
+            chunks,
+            f"shards the vocabulary over parallelism.tp={layout.tp}, and parallelism.loss_parallel=false",
+            "1, or parallelism.loss_parallel=true",
+        )
+
+
+def check_async_tp(job: Job, *, on_cpu: bool) -> None:
+    """Check that asynchronous tensor parallel would have an effect."""
+    layout, works = job.parallelism, "parallelism.async_tp=false"
+    if not layout.async_tp:
+        return
+    ranks_per_node = job.cluster.nodes_for(job.world_size)[1]
+    for broken, rule, instead in (
+        (not layout.uses_sequence_parallel, "needs parallelism.tp and sequence_parallel", works),
+        (
+            not job.compile.blocks or job.compile.backend != "inductor",
+            "is a pass of the compiler, and blocks are not compiled by inductor",
+            f"compile=on, or {works}",
+        ),
+        (on_cpu, "needs GPUs with symmetric memory, and the ranks compute on CPUs", works),
+        (
+            ranks_per_node % layout.tp != 0,
+            f"needs tensor-parallel ranks on one node; there are {ranks_per_node} ranks per node",
+            f"{works}, or a parallelism.tp that divides {ranks_per_node}",
+        ),
+    ):
+        if broken:
+            raise ConfigError("parallelism.async_tp", True, rule, instead)
+
+
+def check_heads_of_flex(job: Job) -> None:
+    """Check that heads are wide enough for FlexAttention."""
+    narrowest = min(job.model.head_width, job.model.value_width)
+    if job.training.attention == "flex" and narrowest < FLEX_HEAD:
+        raise ConfigError(
+            "training.attention",
+            "flex",
+            f"needs a head dimension of at least {FLEX_HEAD}; model={job.model.name} has {narrowest}",
+            ["sdpa"],
+        )
+
+
+def check_attention(job: Job) -> None:
+    """Check that the attention backend supports the layout, the precision and the documents."""
+    backend, layout = job.training.attention, job.parallelism
+    if backend == "varlen" and job.precision.param_dtype == "float32":
+        raise ConfigError(
+            "training.attention",
+            backend,
+            "flash attention over documents needs 16-bit formats, and precision.param_dtype is float32",
+            "precision=bf16, or sdpa, flex",
+        )
+    if backend == "varlen" and job.model.attention.sinks:
+        rule = f"flash attention does not support sinks, and model={job.model.name} has them"
+        raise ConfigError("training.attention", backend, rule, ["sdpa", "flex"])
+    if layout.cp > 1 and layout.cp_method == "ring":
+        if backend != "sdpa":
+            raise ConfigError(
+                "training.attention",
+                backend,
+                f"parallelism.cp={layout.cp} with cp_method=ring has kernels of its own",
+                "sdpa, or parallelism.cp_method=ulysses",
+            )
+        reach = [job.model.span(layer) for layer in range(job.model.num_blocks)]
+        local = any(span.most_reach(job.training.seq_len) < job.training.seq_len for span in reach)
+        if local or job.model.attention.sinks:
+            what = "sinks" if not local else "window" if job.model.attention.window else "chunk"
+            raise ConfigError(
+                "parallelism.cp_method",
+                "ring",
+                f"its kernels support the causal mask only, and model={job.model.name} has "
+                f"model.attention.{what}",
+                ["ulysses"],
+            )
+        if not job.data.attend_across_documents:
+            raise ConfigError(
+                "data.attend_across_documents",
+                False,
+                f"parallelism.cp={layout.cp} with cp_method=ring supports the causal mask only",
+                ("" if "chat" in job.data.kinds else "true, or ") + "parallelism.cp_method=ulysses",
+            )
+
+
+def check_conversations(job: Job) -> None:
+    """Check that conversations are not cut, and that no layer depends on the position of one in its sample.
+
+    Rotations are relative.
+    """
+    if "chat" not in job.data.kinds:
+        return
+    if job.schedule.seq_len:
+        rule = "shorter sequences are pieces of samples, which would cut the conversations of data.kind=chat"
+        raise ConfigError("schedule.seq_len", job.schedule.seq_len, rule, "[]")
+    attention, longest = job.model.attention, {}
+    if attention.chunk is not None:
+        longest["chunk"] = attention.chunk
+    if attention.nope_temperature:
+        # Positions 0 to floor - 2 have the same temperature.
+        longest["nope_temperature"] = attention.nope_temperature_floor - 1
+    most = min(longest.values(), default=job.training.seq_len)
+    if job.training.seq_len > most:
+        name = next(name for name, length in longest.items() if length == most)
+        raise ConfigError(
+            "training.seq_len",
+            job.training.seq_len,
+            f"model.attention.{name} counts positions from the beginning of a sample, and conversations of "
+            "data.kind=chat begin anywhere",
+            f"at most {most}",
+        )
+
+
+def check_precision(job: Job) -> None:
+    """Check the formats, and whether the shapes of the linears, after sharding, fit them."""
+    job.precision.validate()
+    if job.precision.linear == "none":
+        return
+    from harness.precision.linears import check_layout, sort_linears
+
+    layout, linears = job.parallelism, sort_linears(job.model, job.precision)
+    if job.training.loss_chunks > 1 and "output" in linears.converted:
+        raise ConfigError(
+            "training.loss_chunks",
+            job.training.loss_chunks,
+            f"chunks multiply the output projection in param_dtype, not in {job.precision.linear}",
+            f"1, or precision.filter_fqns=[{','.join([*job.precision.filter_fqns, 'output'])}]",
+        )
+    check_layout(
+        linears,
+        job.model,
+        job.precision,
+        layout.tp,
+        job.microbatch_size,
+        job.training.seq_len // layout.cp,
+        splits_experts=layout.splits_experts,
+    )
+
+
+def check_scheduled_sizes(job: Job) -> None:
+    """Check that every size of schedule.batch_size and schedule.seq_len fits the data, layout and formats."""
+    length, batch, unit = job.training.seq_len, job.global_batch_size, job.parallelism.sequence_unit
+    for _, size in job.schedule.batch_sizes:
+        if size > batch:
+            rule = f"must not exceed training.global_batch_size={batch}, which applies after all phases"
+            raise ConfigError("schedule.batch_size", size, rule, f"at most {batch}")
+    block = 1 if job.precision.linear in ("none", "float8_rowwise_hp") else job.precision.block
+    # Tokens that a linear takes at once: microbatch_size pieces, of one rank.
+    unit = math.lcm(unit, job.parallelism.cp * block // math.gcd(block, job.microbatch_size))
+    for _, size in job.schedule.seq_lens:
+        if length % size or size % unit:
+            rule = f"must divide training.seq_len={length}"
+            if size % unit:
+                rule += f" and be a multiple of {unit}, as the layout and precision.linear need"
+            works = [each for each in divisors(length) if each % unit == 0]
+            raise ConfigError("schedule.seq_len", size, rule, works)
+
+
+def check_optimizer_groups(job: Job) -> None:
+    """Check optimizer.groups against the names of the model's tensors, and the optimizer against muP."""
+    if job.optimizer.groups:
+        from harness.optimizer.settings import check_groups
+
+        check_groups(job.optimizer, tensors(job.model))
+    if job.model.mup.base_dim is not None:
+        from harness.optimizer.settings import check_mup
+
+        check_mup(job.optimizer, job.model.mup.base_dim, tensors(job.model).values())
+
+
+def check_update_in_backward(job: Job) -> None:
+    """Check the options that an update during backward does not allow."""
+    if not job.optimizer.in_backward:
+        return
+    from harness.optimizer.settings import exchanges
+
+    if kind := exchanges(job.optimizer, tensors(job.model).values()):
+        rule = f"updates single shards during backward, and {kind} updates complete matrices"
+        raise ConfigError("optimizer.in_backward", True, rule, "false, or optimizer=adamw")
+    for field, value, works, why in (
+        ("training.max_norm", job.training.max_norm, 0, "the norm of all gradients is known too late"),
+        ("parallelism.pp", job.parallelism.pp, 1, "a pipeline adds the gradients of microbatches"),
+        ("debug.non_finite", job.debug.non_finite, "stop", "an update cannot be taken back"),
+    ):
+        if value != works:
+            rule = f"optimizer.in_backward=true updates during backward, and {why}"
+            raise ConfigError(field, value, rule, f"{works}, or optimizer.in_backward=false")
+    if any(size != job.global_batch_size for _, size in job.schedule.batch_sizes):
+        rule = "optimizer.in_backward=true updates in every backward pass, and larger steps have several"
+        works = "[], or optimizer.in_backward=false"
+        raise ConfigError("schedule.batch_size", job.schedule.batch_size, rule, works)
+    if job.accumulation_steps > 1:
+        raise ConfigError(
+            "training.local_batch_size",
+            job.local_batch_size,
+            f"optimizer.in_backward=true updates in every backward pass, and a step has "
+            f"{job.accumulation_steps}",
+            f"{job.local_batch_size * job.accumulation_steps}, or optimizer.in_backward=false",
+        )
+
+
+def check_slow_ranks(job: Job) -> None:
+    """Reject ``cluster.exclude_slow`` without the phases that find slow ranks.
+
+    Raises:
+        ConfigError: naming the field.
+    """
+    if job.cluster.exclude_slow and not job.profiling.phases:
+        rule = "slow ranks are found by their phases, which are off"
+        raise ConfigError("cluster.exclude_slow", True, rule, "profiling.phases=true")
+
+
+def check_batches(job: Job) -> None:
+    """Check that the data has batches that the model takes."""
+    wanted = architecture_of(job.model).batches
+    for kind in sorted(job.data.kinds - {"mixture"}):
+        if DATA_KINDS[kind].batches != wanted:
+            works = [name for name in DATA_KINDS if DATA_KINDS[name].batches == wanted]
+            rule = f"model={job.model.name} is a {job.model.architecture}, which does not train on this data"
+            raise ConfigError("data.kind", kind, rule, works)

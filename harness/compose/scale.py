@@ -8,8 +8,7 @@ from dataclasses import replace
 from harness.compose.size import count, resized
 from harness.config.model import ModelConfig
 from harness.config.optimizer import OptimizerConfig
-from harness.config.scale import ScaleConfig
-from harness.config.training import TrainingConfig, parse_count
+from harness.config.training import ScaleConfig, TrainingConfig, parse_count
 from harness.model.accounting import account
 from harness.util.errors import ConfigError
 

@@ -8,8 +8,7 @@ from dataclasses import replace
 from operator import attrgetter
 
 from harness.config.fields import with_value
-from harness.config.model import ModelConfig
-from harness.config.mup import PROPORTIONAL
+from harness.config.model import PROPORTIONAL, ModelConfig
 from harness.model.architecture import architecture_of, block_kinds
 from harness.model.spec import Split, TensorSpec, block_tensors, tensors
 from harness.util.errors import ConfigError

@@ -1,9 +1,10 @@
-"""Verbs: their declaration, their command line, errors on one line, exit codes."""
+"""Verbs: their declaration, their process and command line, errors on one line, exit codes."""
 
 from __future__ import annotations
 
 import argparse
 import errno
+import io
 import os
 import sys
 import time
@@ -15,12 +16,11 @@ from functools import partial
 from typing import Any, NoReturn
 
 from harness.compose.arguments import JOB_FLAGS, JSON, VERSION, Argument, CommandLine, Parser
-from harness.compose.composer import Composed, compose_job, compose_points, spelled_out
-from harness.compose.multirun import chooses_points, require_one_point
+from harness.compose.composer import Composed, compose_job, require_one_point, spelled_out
 from harness.compose.overrides import in_hydra_syntax
 from harness.compose.paths import config_folders
-from harness.compose.process_io import prepare_process, typed_arguments
 from harness.compose.search_path import search_path, shadowed
+from harness.config.registry import Registry
 from harness.config.texts import masked
 from harness.util.errors import (
     EXIT_BUG,
@@ -31,6 +31,93 @@ from harness.util.errors import (
     UserError,
     one_line,
 )
+
+
+def prepare_process() -> None:
+    """Open standard streams and ignore broken pipes; restart in UTF-8 mode if the locale is not UTF-8."""
+    _open_standard_streams()
+    _use_utf8()
+    stream = sys.stdout
+    if not isinstance(stream, io.TextIOWrapper) or stream is not sys.__stdout__:
+        return  # the output is captured
+    stream.flush()
+    sys.stdout = io.TextIOWrapper(
+        io.BufferedWriter(Output(1, "w", closefd=False)),
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=bool(stream.line_buffering),
+    )
+
+
+def typed_arguments() -> list[str]:
+    """The arguments of the command line.
+
+    Raises:
+        UserError: an argument is not UTF-8, or the current folder has been removed.
+    """
+    for argument in sys.argv[1:]:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            shown = os.fsencode(argument).decode(errors="backslashreplace")
+            raise UserError(f"{shown}: is not UTF-8; would work: a terminal and a locale in UTF-8") from None
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UserError("the current folder has been removed; would work: cd to one that exists") from None
+    return sys.argv[1:]
+
+
+class Output(io.FileIO):
+    """Standard output that drops data once its reader is gone, as after ``| head``."""
+
+    _is_lost = False
+
+    def write(self, data: Any, /) -> int:
+        """Write; after the first failure, drop the data.
+
+        Raises:
+            MachineError: writing failed for another reason, such as a full disk.
+        """
+        if not self._is_lost:
+            try:
+                return super().write(data)
+            except BrokenPipeError:
+                self._is_lost = True
+            except OSError as error:
+                self._is_lost = True
+                raise MachineError(f"standard output cannot be written: {error.strerror}") from error
+        return memoryview(data).nbytes
+
+
+def _open_standard_streams() -> None:
+    """Open stdin, stdout and stderr if the parent process closed them.
+
+    Otherwise the next opened file would get their number, and output would be written into it.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            # open uses the lowest free number, which is this one.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+        if getattr(sys, name) is None:
+            nowhere = open(os.devnull, mode)  # noqa: SIM115
+            setattr(sys, name, nowhere)
+            setattr(sys, f"__{name}__", nowhere)
+
+
+def _use_utf8() -> None:
+    """Restart this process in Python's UTF-8 mode if the locale has another encoding.
+
+    Otherwise file names, output and arguments would be limited to that encoding. Child processes inherit the
+    mode.
+    """
+    if sys.getfilesystemencoding() == "utf-8" or not sys.executable:
+        return
+    os.environ["PYTHONUTF8"] = "1"
+    os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
+
 
 BAR_WIDTH = 40
 
@@ -62,6 +149,10 @@ class Result:
     text: str = ""
     code: int = EXIT_OK
     error: HarnessError | OSError | None = None
+
+
+Call = tuple[Callable[[], int | Result], bool]
+"""A verb's function with its arguments, and whether its result is printed as JSON."""
 
 
 @dataclass(frozen=True)
@@ -151,66 +242,63 @@ class Verb:
         if own_process and self.prepare is not None:
             self.prepare()
         if VERSION.names[-1] in arguments:
-            from harness.metrics.result import versions
+            from harness.run.result import versions
 
             sys.stdout.write("".join(f"{name} {version}\n" for name, version in versions().items()))
             return EXIT_OK
         line = self.parse(arguments)
+        with self._asked_for(line) as (call, as_json), _stdout_to_stderr() if as_json else nullcontext():
+            result = call()
+        if isinstance(result, int):
+            return result
+        if as_json:
+            from harness.util.encoding import dumps
+
+            sys.stdout.write(f"{dumps(result.data, indent=2)}\n")
+        else:
+            sys.stdout.write(result.text)
+        if result.error is not None:
+            sys.stdout.flush()
+            raise result.error
+        return result.code
+
+    @contextmanager
+    def _asked_for(self, line: CommandLine) -> Iterator[Call]:
+        """Compose what a command line asks for; yield its call, to be made with the user's folders in use."""
         verb: Verb = line.verb
         assert verb.run is not None
         run = partial(verb.run, **{each.name: getattr(line, each.name) for each in verb.arguments})
         if verb.job is None:
-            return _finished(run, as_json=line.json)
-        return self._run_job(line, verb.job, run)
-
-    def _run_job(self, line: CommandLine, schema: type, run: Callable[..., int | Result]) -> int:
+            yield run, line.json
+            return
         name = (self.name if line.config_name is None else line.config_name).removesuffix(".yaml")
-        typed = spelled_out(line.overrides, schema)
+        typed = spelled_out(line.overrides, verb.job)
         with search_path(typed, name, folders=line.config_dir or (), primaries={self.name: name}) as found:
             line.overrides = found
             _warn_of_shadowed_files()
-            return self._run_composed(line, name, schema, run)
+            yield self._composed(line, name, verb.job, run)
 
-    def _run_composed(
-        self, line: CommandLine, name: str, schema: type, run: Callable[..., int | Result]
-    ) -> int:
+    def _composed(self, line: CommandLine, name: str, schema: type, run: Callable[..., int | Result]) -> Call:
         if line.shown:
             from harness.compose.help import show
 
-            return show(line, self.parser(), config_name=name, schema=schema)
+            return partial(show, line, self.parser(), config_name=name, schema=schema), False
         if line.multirun:
             if self.sweep is None:
                 raise UserError("-m: this verb takes one job; would work: python -m harness.train -m")
+            from harness.compose.multirun import chooses_points, compose_points
+
             if chooses_points(line.overrides, config_name=name, schema=schema):
                 if self.study is None:
                     rule = "this verb takes all points of a grid at once"
                     raise UserError(f"hydra/sweeper: {rule}; would work: python -m harness.train -m")
-                return self.study(line.overrides, name)
+                return partial(self.study, line.overrides, name), False
             points = compose_points(line.overrides, config_name=name, schema=schema, show=_show_composing)
-            return _finished(partial(self.sweep, points), as_json=self.has_json and line.json)
+            return partial(self.sweep, points), self.has_json and line.json
         job = compose_job(line.overrides, config_name=name, schema=schema)
         require_one_point(line.overrides, name, schema, can_sweep=self.sweep is not None)
         overrides = in_hydra_syntax(line.overrides, schema)
-        as_json = line.json or getattr(job, "wants_json", False)
-        return _finished(partial(run, job, overrides), as_json=as_json)
-
-
-def _finished(call: Callable[[], int | Result], *, as_json: bool) -> int:
-    """Call a verb's function, print its result, and return the exit code."""
-    with _stdout_to_stderr() if as_json else nullcontext():
-        result = call()
-    if isinstance(result, int):
-        return result
-    if as_json:
-        from harness.util.encoding import dumps
-
-        sys.stdout.write(f"{dumps(result.data, indent=2)}\n")
-    else:
-        sys.stdout.write(result.text)
-    if result.error is not None:
-        sys.stdout.flush()
-        raise result.error
-    return result.code
+        return partial(run, job, overrides), line.json or getattr(job, "wants_json", False)
 
 
 def _warn_of_shadowed_files() -> None:
@@ -250,29 +338,22 @@ def guarded(call: Callable[[], int]) -> int:
         code = call()
         sys.stdout.flush()
         return code
-    except (HarnessError, OSError) as error:
-        return _reported(error)
-    except KeyboardInterrupt:
+    except (Exception, KeyboardInterrupt) as error:
+        return reported(error)
+
+
+def reported(error: Exception | KeyboardInterrupt) -> int:
+    """Print the exception that is handled here; return the exit code."""
+    if isinstance(error, KeyboardInterrupt):
         return EXIT_INTERRUPTED
-    except RuntimeError as error:
-        # pathlib's error for a loop of links before Python 3.13.
-        if str(error).startswith("Symlink loop from "):
-            return _reported(UserError(str(error)))
-        traceback.print_exc()
-        return EXIT_BUG
-    except Exception:
-        traceback.print_exc()
-        return EXIT_BUG
-
-
-def _reported(error: HarnessError | OSError) -> int:
-    """Print an error; return its exit code."""
-    if isinstance(error, OSError):
+    if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop from "):
+        error = UserError(str(error))  # pathlib's error for a loop of links before Python 3.13
+    elif isinstance(error, OSError) and isinstance(error.filename, str | bytes):
         known = PATH_ERRORS.get(error.errno or 0)
-        if known is None or not isinstance(error.filename, str | bytes):
-            traceback.print_exc()
-            return EXIT_BUG
-        error = known(f"{os.fsdecode(error.filename)}: {error.strerror}")
+        error = error if known is None else known(f"{os.fsdecode(error.filename)}: {error.strerror}")
+    if not isinstance(error, HarnessError):
+        traceback.print_exc()
+        return EXIT_BUG
     if os.environ.get("RANK", "0").lstrip("0").isdecimal():
         # All ranks under torchrun have the same error, and the first to exit ends all: let rank 0 report it.
         time.sleep(RANK_ZERO_SECONDS)
@@ -283,3 +364,28 @@ def _reported(error: HarnessError | OSError) -> int:
         lines = str(error).split(ITEM) if isinstance(error, UserError) else []
         sys.stderr.write(f"error: {masked(ITEM.join(map(one_line, lines)) or str(error))}\n")
     return error.exit_code
+
+
+VERBS: Registry[Verb] = Registry(
+    "verb",
+    {
+        "train": "harness.launch.train:VERB",
+        "plan": "harness.tools.plan.verb:VERB",
+        "rehearse": "harness.tools.rehearse.verb:VERB",
+        "parity": "harness.tools.parity.parity:VERB",
+        "bench": "harness.tools.study.bench:VERB",
+        "converge": "harness.tools.study.converge.verb:VERB",
+        "coordcheck": "harness.tools.study.coordcheck.verb:VERB",
+        "sweep": "harness.tools.report.sweep:VERB",
+        "report": "harness.tools.report.verb:VERB",
+        "evaluate": "harness.tools.inference.evaluate.verb:VERB",
+        "generate": "harness.tools.inference.generate.verb:VERB",
+        "verify": "harness.tools.verify:VERB",
+        "convert": "harness.tools.convert:VERB",
+        "download": "harness.tools.download:VERB",
+        "tokenize": "harness.tools.tokenize.verb:VERB",
+        "encode": "harness.contrib.flux.encode.verb:VERB",
+    },
+    field="verb",
+    expects="harness.compose.verb:Verb",
+)

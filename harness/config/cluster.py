@@ -6,19 +6,212 @@ import os
 import re
 import shlex
 import socket
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.config.fields import execution, label, part
-from harness.config.hardware import HardwareConfig, described
 from harness.config.registry import Registry, load_attribute, resolve_options
-from harness.config.sbatch_options import check_sbatch, check_srun
 from harness.util.errors import ConfigError
-from harness.util.hardware import Accelerator, find_accelerator
+from harness.util.hardware import ACCELERATORS, Accelerator, find_accelerator
 
 if TYPE_CHECKING:
     from harness.config.job import Job
+
+
+# Numbers that a new accelerator must have, with those of the H100 as examples.
+_NEEDED = {
+    "half_tflops": "989",
+    "float32_tflops": "67",
+    "memory_gib": "80",
+    "memory_tb_s": "3.35",
+    "link_gb_s": "450",
+    "units": "132",
+}
+# Fields of an accelerator as they are, those in other units, and the formats whose peak a field is.
+_SAME = ("memory_gib", "units", "power_w", "link")
+_UNITS = {"memory_tb_s": ("memory_bandwidth", 1e12), "link_gb_s": ("link_bandwidth", 1e9)}
+_PEAKS = {
+    "half_tflops": ("bfloat16", "float16"),
+    "tf32_tflops": ("tf32",),
+    "float32_tflops": ("float32",),
+    "float8_tflops": ("float8",),
+    "mxfp8_tflops": ("mxfp8",),
+}
+
+
+@dataclass(frozen=True)
+class HardwareConfig:
+    """Numbers of an accelerator that harness/util/hardware.py does not have, or other numbers than its own."""
+
+    device_name: str | None = label(None)
+    """Name that the driver reports (``torch.cuda.get_device_name()``), by which runs recognize the
+    accelerator; null: as in harness/util/hardware.py."""
+    half_tflops: float | None = label(None, above=0)
+    """Dense TFLOP/s of products in bfloat16 and float16, without sparsity."""
+    tf32_tflops: float | None = label(None, above=0)
+    """Dense TFLOP/s in TF32."""
+    float32_tflops: float | None = label(None, above=0)
+    """TFLOP/s in float32, without tensor cores on NVIDIA."""
+    float8_tflops: float | None = label(None, above=0)
+    """Dense TFLOP/s in float8; null for a new accelerator: it does not multiply in float8."""
+    mxfp8_tflops: float | None = label(None, above=0)
+    """Dense TFLOP/s in mxfp8; null for a new accelerator: it does not multiply in mxfp8."""
+    memory_gib: float | None = label(None, above=0)
+    """Device memory, as in the data sheet."""
+    memory_tb_s: float | None = label(None, above=0)
+    """Memory bandwidth in TB/s."""
+    link: str | None = label(None, nonempty=True, works="NVLink")
+    """Name of the links between accelerators of a node, which the plan shows: ``NVLink``, ``PCIe``."""
+    link_gb_s: float | None = label(None, above=0)
+    """Bandwidth of these links in GB/s, in one direction. Data sheets print the sum of both."""
+    units: int | None = label(None, least=1)
+    """Streaming multiprocessors, or compute units."""
+    power_w: float | None = label(None, above=0)
+    """Maximum power in W; null for a new accelerator: its energy is unknown."""
+    achieved_half: float | None = label(None, above=0, most=1)
+    """Fraction of the peak that the best kernels achieve for products of 16-bit values; null: as in
+    harness/tools/plan/kernel_peaks.py."""
+    achieved_float8: float | None = label(None, above=0, most=1)
+    """The same for products of 8-bit values."""
+    achieved_attention: float | None = label(None, above=0, most=1)
+    """The same for fused attention, of the 16-bit peak."""
+
+    def validate(self, accelerator: str | None) -> None:
+        """Check that the numbers describe an accelerator.
+
+        Raises:
+            ConfigError: there is no accelerator, or it is a new one without all numbers that the plan needs.
+        """
+        given = [field.name for field in fields(self) if getattr(self, field.name) is not None]
+        if accelerator is None and given:
+            name = f"cluster.hardware.{given[0]}"
+            works = "cluster.accelerator=NAME: a new name, or one of harness/util/hardware.py"
+            raise ConfigError(name, getattr(self, given[0]), "no accelerator is named", works)
+        if accelerator is None or accelerator in ACCELERATORS:
+            return
+        if not given or not accelerator:
+            choices = [*ACCELERATORS, "null, or a new name with cluster.hardware"]
+            raise ConfigError("cluster.accelerator", accelerator or "''", "no such choice", choices)
+        for name, example in _NEEDED.items():
+            if getattr(self, name) is None:
+                rule = f"must be given, because harness/util/hardware.py does not have {accelerator}"
+                raise ConfigError(f"cluster.hardware.{name}", None, rule, f"{example}, if it were an H100")
+
+
+@lru_cache
+def described(name: str, own: HardwareConfig) -> Accelerator | None:
+    """Return the accelerator with this name and the user's own numbers; None if it is unknown."""
+    known = ACCELERATORS.get(name)
+    if own == HardwareConfig():
+        return known
+    given = {each: value for each, value in vars(own).items() if value is not None}
+    numbers: dict[str, Any] = {each: given[each] for each in _SAME if each in given}
+    numbers |= {to: given[each] * unit for each, (to, unit) in _UNITS.items() if each in given}
+    numbers["peak_flops"] = ({} if known is None else known.peak_flops) | {
+        dtype: given[each] * 1e12 for each, dtypes in _PEAKS.items() if each in given for dtype in dtypes
+    }
+    numbers["achieved"] = {
+        each.removeprefix("achieved_"): value for each, value in given.items() if each.startswith("achieved_")
+    }
+    if known is None:
+        return Accelerator(**{"link": "in-node", **numbers}, name=name, source="cluster.hardware")
+    return replace(known, **numbers, source=f"{known.source}, changed by cluster.hardware")
+
+
+_RUN_FOLDER = "runs_dir, because the job's files are in the run folder"
+
+# Options of sbatch by their long names (slurm.schedmd.com/sbatch.html).
+_OF_SBATCH = {
+    **{name: f"cluster.{name}" for name in ("partition", "account", "qos", "constraint", "exclude", "time")},
+    **{name: f"cluster.{name}" for name in ("nodes", "mem", "exclusive", "wait", "parsable")},
+    "array": "cluster.max_running",
+    "clusters": "a login node of that cluster",
+    "cpus-per-task": "cluster.cpus_per_rank",
+    "error": _RUN_FOLDER,
+    "gpus": "cluster.ranks_per_node",
+    "gpus-per-node": "cluster.ranks_per_node",
+    "gpus-per-socket": "cluster.ranks_per_node",
+    "gpus-per-task": "cluster.ranks_per_node",
+    "help": "sbatch --help",
+    "job-name": "name",
+    "no-requeue": "cluster.max_requeues=0",
+    "ntasks": "degrees of parallelism",
+    "ntasks-per-core": "cluster.ranks_per_node",
+    "ntasks-per-gpu": "cluster.ranks_per_node",
+    "ntasks-per-node": "cluster.ranks_per_node",
+    "ntasks-per-socket": "cluster.ranks_per_node",
+    "open-mode": _RUN_FOLDER,
+    "output": _RUN_FOLDER,
+    "quiet": "cluster.parsable",
+    "requeue": "cluster.max_requeues",
+    "signal": "cluster.signal_seconds",
+    "test-only": "cluster.dry_run",
+    "usage": "sbatch --help",
+    "version": "sbatch --version",
+    "wrap": "cluster.setup",
+}
+
+# Options of srun (slurm.schedmd.com/srun.html). If an option is given twice, srun uses the last, the user's.
+_OF_SRUN = {
+    "cpus-per-task": "cluster.cpus_per_rank",
+    "error": _RUN_FOLDER,
+    "jobid": "",
+    "kill-on-bad-exit": "",
+    "multi-prog": "",
+    "nodes": "cluster.nodes",
+    "ntasks": "degrees of parallelism",
+    "ntasks-per-node": "cluster.ranks_per_node",
+    "open-mode": _RUN_FOLDER,
+    "output": _RUN_FOLDER,
+    "wait": "",
+}
+_SHORT = {"c": "cpus-per-task", "e": "error", "K": "kill-on-bad-exit", "N": "nodes", "n": "ntasks"}
+_SHORT |= {"o": "output", "W": "wait"}
+
+
+def check_sbatch(options: Mapping[str, Any], *, gres: bool) -> None:
+    """Raise ConfigError for an entry of ``cluster.sbatch`` that is not an option, or that the harness sets.
+
+    Args:
+        options: option values by long name.
+        gres: whether the harness asks for GPUs by ``--gres``.
+    """
+    for option, value in options.items():
+        field, name = f"cluster.sbatch.{option}", option.replace("_", "-")
+        if len(name) < 2 or not name.replace("-", "").isalnum() or name.startswith("-"):
+            raise ConfigError(
+                field, value, "must be the long name of an option", "cluster.sbatch.reservation=x"
+            )
+        if (own := _own(name, _OF_SBATCH)) is not None:
+            raise ConfigError(field, value, f"the harness sets --{own} itself", _OF_SBATCH[own])
+        if name == "gres" and (gres or "gpu" in str(value)):
+            raise ConfigError(field, value, "the harness asks for GPUs itself", "cluster.ranks_per_node")
+        if value is False or not isinstance(value, bool | int | float | str):
+            rule, works = "must be one value, or true for an option without one", "quotes around commas"
+            raise ConfigError(field, value, rule, works)
+
+
+def check_srun(arguments: Sequence[str]) -> None:
+    """Raise ConfigError for an option in ``cluster.srun_args`` that the harness sets."""
+    for argument in arguments:
+        if argument.startswith("--"):
+            own = _own(argument[2:].partition("=")[0], _OF_SRUN)
+        else:
+            own = _SHORT.get(argument[1:2]) if argument.startswith("-") else None
+        if own is not None:
+            rule = f"the harness sets --{own} of srun itself"
+            raise ConfigError("cluster.srun_args", argument, rule, _OF_SRUN[own])
+
+
+def _own(name: str, options: Mapping[str, str]) -> str | None:
+    """Return the option that a name selects: both commands accept abbreviated names."""
+    if name in options:
+        return name
+    begun = [option for option in options if option.startswith(name)]
+    return begun[0] if begun else None
 
 
 @dataclass(frozen=True)
@@ -37,10 +230,10 @@ class ClusterKind:
     is_here: bool
     options: type | None = None
 
-    def run(self, job: Job, folder: Any, overrides: list[str]) -> int:
-        """Start a job; return the exit code."""
-        code: int = load_attribute(self.start)(job, folder, overrides)
-        return code
+    def load(self) -> Callable[[Job, Any, list[str]], int]:
+        """Import ``start``."""
+        start: Callable[[Job, Any, list[str]], int] = load_attribute(self.start)
+        return start
 
 
 CLUSTERS: Registry[ClusterKind] = Registry(

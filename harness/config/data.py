@@ -10,9 +10,15 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from harness.config.data_kinds import DATA_KINDS
+from harness.config.data_kinds import (
+    DATA_KINDS,
+    FORMATS,
+    FORMATS_OF,
+    READ_ONLY_BY,
+    READ_ONLY_BY_STREAMS,
+    SYNTHETIC,
+)
 from harness.config.fields import execution, label, numerics, part
-from harness.config.kind_fields import FORMATS, FORMATS_OF, READ_ONLY_BY, READ_ONLY_BY_STREAMS, SYNTHETIC
 from harness.config.mixture import check_mixture, errors_of_source, require_validation_of_sources
 from harness.config.pictures import EncodersConfig, ImagesConfig, check_pictures
 from harness.config.registry import Registry, resolve_options

@@ -1,10 +1,10 @@
-"""Kinds of data: those that the loader reads itself, and those of other packages. Imports no torch."""
+"""Kinds of data, the formats that each reads, and the fields that only some read. Imports no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from harness.config.pictures import PICTURE_KINDS
+from harness.config.pictures import PICTURE_FORMATS, PICTURE_KINDS
 from harness.config.registry import Registry
 
 
@@ -33,3 +33,47 @@ DATA_KINDS: Registry[DataKind] = Registry(
     expects="harness.config.data_kinds:DataKind",
 )
 """Kinds of data."""
+
+
+SYNTHETIC = ("synthetic", "latents_synthetic")
+WITHOUT_TEXT = ("tokens", "chat", "synthetic", *PICTURE_KINDS)
+TEXT_FORMATS = ("auto", "text", "jsonl", "parquet")
+TOKEN_FORMATS = ("auto", "corpus", "megatron", "memmap", "llmc", "datatrove", "arrow", "parquet")
+FORMATS = tuple(dict.fromkeys((*TEXT_FORMATS, *TOKEN_FORMATS, *PICTURE_FORMATS)))
+FORMATS_OF = {
+    "local": (TEXT_FORMATS, "my_corpus/**/*.txt"),
+    "tokens": (TOKEN_FORMATS, "corpus/web"),
+    "chat": (("auto", "jsonl", "parquet"), "conversations.jsonl"),
+    "pictures": (PICTURE_FORMATS, "photos/**/*.jpg"),
+    "latents": (("auto",), "latents/photos"),
+}
+"""Formats of the kinds that read files, and an example of a path."""
+
+# Fields that only some kinds of source read. For another kind a value would have no effect, so it is refused.
+READ_ONLY_BY = {
+    ("local", "tokens", "chat", "pictures"): ("format", "validation_paths"),
+    ("local", "tokens", "chat", "pictures", "latents"): ("paths",),
+    ("local", "chat", "pictures"): ("exclude",),
+    ("local", "chat"): ("encoding_errors",),
+    ("tokens",): ("tokens_field", "dtype", "boundaries"),
+    ("hub", "hub_pictures"): (
+        "dataset",
+        "subset",
+        "split",
+        "validation_split",
+        "streaming",
+        "data_files",
+    ),
+    ("chat",): (
+        "messages_field",
+        "chat_template",
+        "chat_template_options",
+        "chat_date",
+        "train_on",
+        "long_conversations",
+    ),
+    ("synthetic",): ("mask_fraction",),
+    ("mixture",): ("sources", "weights", "epochs", "weight_changes"),
+}
+# Fields that only streams read.
+READ_ONLY_BY_STREAMS = ("workers", "shuffle_buffer")

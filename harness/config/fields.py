@@ -38,6 +38,7 @@ from harness.util.errors import ConfigError, as_typed
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+
 Part = TypeVar("Part", bound="DataclassInstance")
 NUMERICS, EXECUTION, LABEL = "numerics", "execution", "label"
 LARGEST_INTEGER = 2**63 - 1

@@ -14,25 +14,21 @@ from harness.config.blocks import ActivationCheckpointConfig, CompileConfig
 from harness.config.checkpoint import CheckpointConfig
 from harness.config.cluster import ClusterConfig
 from harness.config.data import DataConfig, TokenizerConfig
-from harness.config.fields import (
-    EXECUTION,
-    LONGEST_NAME,
-    NUMERICS,
-    from_dict,
-    identity,
-    label,
-    leaves,
-    part,
-)
+from harness.config.fields import EXECUTION, LONGEST_NAME, NUMERICS, from_dict, identity, label, leaves, part
 from harness.config.metrics import MetricsConfig, ProfilingConfig
 from harness.config.model import ModelConfig
 from harness.config.optimizer import OptimizerConfig, ScheduleConfig
 from harness.config.parallelism import ParallelismConfig
 from harness.config.precision import PrecisionConfig
-from harness.config.scale import ScaleConfig
-from harness.config.sizes import Sizes
 from harness.config.texts import validate_texts
-from harness.config.training import DebugConfig, EvaluationConfig, TrainingConfig, ValidationConfig
+from harness.config.training import (
+    DebugConfig,
+    EvaluationConfig,
+    ScaleConfig,
+    Sizes,
+    TrainingConfig,
+    ValidationConfig,
+)
 from harness.util.encoding import parse_object, read_object
 from harness.util.errors import ConfigError, UserError
 

@@ -1,4 +1,4 @@
-"""Config of a model; a new model of a known kind is a new YAML of these fields."""
+"""The model's fields: its widths and depth, attention, rotations, experts, multi-token prediction, muP."""
 
 from __future__ import annotations
 
@@ -8,15 +8,362 @@ from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, TypeVar, cast
 
-from harness.config.attention import AttentionConfig, Span
 from harness.config.fields import label, numerics, part, with_value
-from harness.config.moe import MoEConfig
-from harness.config.mtp import MTPConfig
-from harness.config.mup import PROPORTIONAL, MupConfig
 from harness.config.registry import Registry
-from harness.config.rope import RopeConfig
 from harness.contrib.flux.config import FluxConfig
-from harness.util.errors import ConfigError
+from harness.util.errors import ConfigError, divisors
+
+KINDS = ("gqa", "mla")
+QK_NORMS = ("none", "learned", "l2")
+_LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+
+
+@dataclass(frozen=True)
+class Span:
+    """The positions that a position attends to, besides the causal mask and documents.
+
+    Attributes:
+        window: only the last ``window`` positions, its own included; None: all.
+        chunk: only its own chunk of ``chunk`` positions; None: all.
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether attention is global."""
+        return self.window is None and self.chunk is None
+
+    def mean_reach(self, seq_len: int) -> float:
+        """Mean number of positions that a position of a sequence attends to."""
+        if self.chunk is not None and self.chunk < seq_len:
+            whole, rest = divmod(seq_len, self.chunk)
+            return (whole * self.chunk * (self.chunk + 1) + rest * (rest + 1)) / 2 / seq_len
+        window = min(self.window or seq_len, seq_len)
+        return (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len
+
+    def most_reach(self, seq_len: int) -> int:
+        """The largest number of positions that one attends to: the width of the square or band of scores."""
+        return min(seq_len, self.window or seq_len, self.chunk or seq_len)
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Self-attention; the defaults are Llama's."""
+
+    kind: str = numerics("gqa", choices=KINDS)
+    """``gqa``: grouped queries (arXiv:2305.13245); ``mla``: multi-head latents (arXiv:2405.04434)."""
+    qkv_bias: bool = numerics(False)
+    """Whether the projections to queries, keys and values have biases."""
+    output_bias: bool = numerics(False)
+    """Whether the output projection has a bias."""
+    qk_norm: str = numerics("none", choices=QK_NORMS)
+    """``none``; ``learned``: RMSNorm of each query and key head before rotation (Qwen 3); ``l2``: the same
+    without weights and after rotation, in rotated layers only (Llama 4)."""
+    sinks: bool = numerics(False)
+    """Whether each head has an attention sink, a score without a value (GPT-OSS; arXiv:2309.17453)."""
+    window: int | None = numerics(None, least=1)
+    """Positions that a local layer attends to, itself included; null: all."""
+    chunk: int | None = numerics(None, least=1)
+    """Length of the chunks within which a local layer attends; null: no chunks."""
+    global_every_nth_layer: int | None = numerics(None, least=1)
+    """Every n-th layer (n - 1, 2n - 1, ...) attends globally; null: all layers use window or chunk."""
+    nope_every_nth_layer: int | None = numerics(None, least=1)
+    """Every n-th layer (n - 1, 2n - 1, ...) does not rotate (Llama 4's iRoPE); null: all do."""
+    nope_temperature: float = numerics(0.0)
+    """Layers that do not rotate scale query t by 1 + this x log(1 + floor((t + 1) / nope_temperature_floor))
+    (arXiv:2501.19399); 0: not at all."""
+    nope_temperature_floor: int = numerics(8192, least=1)
+    """Positions per step of that scale."""
+    q_lora_rank: int | None = numerics(None, least=1)
+    """``mla``: width of the latent of queries; null: queries come from the residual stream."""
+    kv_lora_rank: int = numerics(0, least=0)
+    """``mla``: width of the latent of keys and values."""
+    qk_nope_head_dim: int = numerics(0, least=0)
+    """``mla``: width of the unrotated part of a query and key head."""
+    qk_rope_head_dim: int = numerics(0, least=0)
+    """``mla``: width of the rotated part; keys of all heads share it."""
+    v_head_dim: int = numerics(0, least=0)
+    """``mla``: width of a value head."""
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether keys and values come from a latent."""
+        return self.kind == "mla"
+
+    def span(self, layer: int) -> Span:
+        """The span of a block's attention."""
+        return Span() if _is_nth(layer, self.global_every_nth_layer) else Span(self.window, self.chunk)
+
+    def is_rotated(self, layer: int) -> bool:
+        """Whether a block rotates its queries and keys."""
+        return not _is_nth(layer, self.nope_every_nth_layer)
+
+    @property
+    def latent_head_dim(self) -> int:
+        """Width of a query and key head of latent attention."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    def validate(self, n_heads: int, n_kv_heads: int, head_width: int) -> None:
+        """Raise ConfigError for fields that contradict each other."""
+        if self.window is not None and self.chunk is not None:
+            rule = "is one way to attend locally, and model.attention.window another"
+            raise ConfigError("model.attention.chunk", self.chunk, rule, "one of them null")
+        if self.global_every_nth_layer is not None and self.window is None and self.chunk is None:
+            raise ConfigError(
+                "model.attention.global_every_nth_layer",
+                self.global_every_nth_layer,
+                "changes nothing: without window or chunk no layer is local",
+                "null, or model.attention.window set",
+            )
+        if not self.is_latent:
+            set_ = [name for name in ("q_lora_rank", *_LATENT) if getattr(self, name)]
+            if set_:
+                name = set_[0]
+                rule = "is of latent attention, and model.attention.kind is gqa"
+                raise ConfigError(f"model.attention.{name}", getattr(self, name), rule, "kind=mla")
+            return
+        for name in _LATENT:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"model.attention.{name}", getattr(self, name), "must be at least 1")
+        if n_kv_heads != n_heads:
+            rule = f"every head of latent attention has keys: it must be model.n_heads={n_heads}"
+            raise ConfigError("model.n_kv_heads", n_kv_heads, rule, [n_heads])
+        if head_width != self.qk_nope_head_dim + self.qk_rope_head_dim:
+            whole = self.qk_nope_head_dim + self.qk_rope_head_dim
+            rule = "must be qk_nope_head_dim + qk_rope_head_dim of model.attention"
+            raise ConfigError("model.head_dim", head_width, rule, f"{whole}, or null")
+        for name, off in (("qkv_bias", False), ("output_bias", False), ("qk_norm", "none"), ("sinks", False)):
+            if getattr(self, name) != off:
+                rule = "latent attention has none"
+                raise ConfigError(f"model.attention.{name}", getattr(self, name), rule, [off])
+
+
+def _is_nth(layer: int, every: int | None) -> bool:
+    return every is not None and (layer + 1) % every == 0
+
+
+SCALINGS = ("none", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding (RoFormer, arXiv:2104.09864)."""
+
+    theta: float = numerics(10000.0, above=0)
+    """Base of the geometric series of wavelengths."""
+    interleaved: bool = numerics(False)
+    """Whether elements (2i, 2i + 1) of a head are rotated as a pair; else (i, i + width / 2)."""
+    scaling: str = numerics("none", choices=SCALINGS)
+    """``none``; ``linear`` stretches all wavelengths (arXiv:2306.15595); ``llama3``, the frequency-dependent
+    stretching of Llama 3.1; ``yarn`` (arXiv:2309.00071)."""
+    factor: float = numerics(8.0, above=0)
+    """Factor by which the longest wavelengths (``linear``: all) are stretched."""
+    low_freq_factor: float = numerics(1.0, above=0)
+    """``llama3``: wavelengths longer than original_max_position / this are fully stretched."""
+    high_freq_factor: float = numerics(4.0, above=0)
+    """``llama3``: wavelengths shorter than original_max_position / this are unchanged."""
+    original_max_position: int = numerics(8192, above=0)
+    """Context length, in tokens, that the model was first trained with."""
+    beta_fast: float = numerics(32.0, above=0)
+    """``yarn``: pairs that turn more often than this within the original context are unchanged."""
+    beta_slow: float = numerics(1.0, above=0)
+    """``yarn``: pairs that turn less often than this are fully stretched."""
+    truncate: bool = numerics(True)
+    """``yarn``: whether the ends of the ramp between them are rounded to integers."""
+    mscale: float | None = numerics(None)
+    """``yarn``: set with mscale_all_dim; the ratio of their temperatures scales the rotation."""
+    mscale_all_dim: float | None = numerics(None)
+    """``yarn``: temperature of the scores of latent attention (DeepSeek V2 and V3)."""
+
+    def validate(self) -> None:
+        """Raise ConfigError when no frequencies can be computed."""
+        for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+            least, most = getattr(self, low), getattr(self, high)
+            if least > most or (least == most and low == "beta_slow"):
+                raise ConfigError(
+                    f"model.rope.{low}", least, f"must be below model.rope.{high}={most}", f"{most / 4}"
+                )
+        if (self.mscale is None) != (self.mscale_all_dim is None):
+            rule = "belongs with model.rope.mscale_all_dim: both are set or neither is"
+            raise ConfigError("model.rope.mscale", self.mscale, rule, f"{self.mscale_all_dim}")
+
+    @property
+    def rotation_scale(self) -> float:
+        """Factor of rotated queries and keys: YaRN's temperature, equation 22."""
+        if self.scaling != "yarn":
+            return 1.0
+        if self.mscale is not None and self.mscale_all_dim is not None:
+            return self._temperature(self.mscale) / self._temperature(self.mscale_all_dim)
+        return self._temperature(1.0)
+
+    @property
+    def score_scale(self) -> float:
+        """Extra factor of attention's scores, from mscale_all_dim."""
+        if self.scaling != "yarn" or self.mscale_all_dim is None:
+            return 1.0
+        return self._temperature(self.mscale_all_dim) ** 2
+
+    def _temperature(self, mscale: float) -> float:
+        return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
+
+
+SCORES = ("softmax", "sigmoid")
+GROUP_SCORES = ("max", "top2_sum")
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """A mixture of experts (arXiv:1701.06538): each token goes to top_k of num_experts.
+
+    No tokens are dropped: there is no capacity limit, as in MegaBlocks (arXiv:2211.15841).
+    """
+
+    num_experts: int = numerics(0, least=0)
+    """Routed experts per mixture; 0: all feed-forwards are dense."""
+    top_k: int = numerics(1, least=1)
+    """Experts per token."""
+    hidden_dim: int = numerics(0, least=0)
+    """Width of an expert's hidden layer."""
+    shared_hidden_dim: int = numerics(0, least=0)
+    """Hidden width of all shared experts together; 0: there are none."""
+    first_dense_layers: int = numerics(0, least=0)
+    """Number of blocks at the beginning with a dense feed-forward."""
+    every_nth_layer: int = numerics(1, least=1)
+    """Every n-th of the other blocks (n - 1, 2n - 1, ...) has experts."""
+    score: str = numerics("softmax", choices=SCORES)
+    """Scores of the router's logits: ``softmax`` over all experts, or ``sigmoid`` of each."""
+    normalize_scores: bool = numerics(False)
+    """Whether the scores of the chosen experts are divided by their sum."""
+    score_scale: float = numerics(1.0, above=0)
+    """Factor of the scores, after normalization."""
+    score_before_experts: bool = numerics(False)
+    """Whether an expert's input is multiplied by its score (Llama 4), instead of its output."""
+    num_groups: int = numerics(1, least=1)
+    """Number of groups of experts; a token goes to experts in top_groups of them (DeepSeek)."""
+    top_groups: int = numerics(1, least=1)
+    """Number of groups that a token's experts are chosen from."""
+    group_score: str = numerics("max", choices=GROUP_SCORES)
+    """Score of a group: that of its best expert (``max``), or the sum of its best two (``top2_sum``)."""
+    router_bias: bool = numerics(False)
+    """Whether the router has biases (GPT-OSS)."""
+    expert_bias: bool = numerics(False)
+    """Whether the experts' projections have biases (GPT-OSS)."""
+    balance_coeff: float = numerics(0.0, least=0)
+    """Amount by which every expert's balancing bias moves towards the mean load after each step; the bias is
+    used for the choice only (arXiv:2408.15664). 0: no biases."""
+    aux_loss_coeff: float = numerics(0.0, least=0)
+    """Weight of the sequence-wise auxiliary loss (arXiv:2412.19437, equation 17), a mean over the sequences
+    of the global batch. It changes gradients and is not part of the logged loss. 0: no auxiliary loss."""
+    force_balance: bool = numerics(False)
+    """Assign the positions of a sequence to experts in turn, regardless of scores: for benchmarks."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether there are experts."""
+        return self.num_experts > 0
+
+    def is_at(self, layer: int) -> bool:
+        """Whether a block has experts, if the model has any."""
+        return layer >= self.first_dense_layers and (layer + 1) % self.every_nth_layer == 0
+
+    def validate(self, n_layers: int) -> None:
+        """Raise ConfigError for fields that do not describe a mixture."""
+        if not self.enabled:
+            return
+        if self.hidden_dim < 1:
+            raise ConfigError("model.moe.hidden_dim", self.hidden_dim, "must be at least 1")
+        if not any(self.is_at(layer) for layer in range(n_layers)):
+            rule = f"leaves no block of model.n_layers={n_layers} with experts"
+            raise ConfigError("model.moe.first_dense_layers", self.first_dense_layers, rule, [0])
+        self._validate_groups()
+
+    def _validate_groups(self) -> None:
+        if self.num_experts % self.num_groups:
+            raise ConfigError(
+                "model.moe.num_groups",
+                self.num_groups,
+                f"must divide model.moe.num_experts={self.num_experts}",
+                divisors(self.num_experts),
+            )
+        if self.top_groups > self.num_groups:
+            rule = f"must not exceed model.moe.num_groups={self.num_groups}"
+            raise ConfigError("model.moe.top_groups", self.top_groups, rule, [self.num_groups])
+        in_group = self.num_experts // self.num_groups
+        if self.top_k > self.top_groups * in_group:
+            rule = f"must not exceed the {self.top_groups * in_group} experts that are chosen from"
+            raise ConfigError("model.moe.top_k", self.top_k, rule, f"at most {self.top_groups * in_group}")
+        if self.group_score == "top2_sum" and self.num_groups > 1 and in_group < 2:
+            rule = "needs two experts in a group, and there is one"
+            raise ConfigError("model.moe.group_score", self.group_score, rule, ["max"])
+
+
+DEPTHS = (0, 1)
+
+
+@dataclass(frozen=True)
+class MTPConfig:
+    """Multi-token prediction as in DeepSeek V3 (arXiv:2412.19437, section 2.2).
+
+    One more block is trained to predict the token after the next one. The decoder's own output does not
+    change; the logged loss and validation's are the decoder's.
+    """
+
+    depth: int = numerics(0, choices=DEPTHS)
+    """Tokens to predict beyond the next one: 0 or 1."""
+    loss_weight: float = numerics(0.3)
+    """Weight of its loss (lambda in the paper: 0.3 for the first 10T tokens, then 0.1). The loss is a sum
+    over its tokens divided by the token count of the next-token loss, which is slightly larger."""
+
+    def validate(self) -> None:
+        """Raise ConfigError for a weight that is not positive."""
+        if self.depth and not self.loss_weight > 0:
+            works = "0.3, or model.mtp.depth=0"
+            raise ConfigError("model.mtp.loss_weight", self.loss_weight, "must be positive", works)
+
+
+PROPORTIONAL = (
+    "n_heads",
+    "n_kv_heads",
+    "ffn_hidden_dim",
+    "moe.hidden_dim",
+    "moe.shared_hidden_dim",
+    "attention.q_lora_rank",
+    "attention.kv_lora_rank",
+)
+"""Fields of a model that are proportional to dim when its width changes; heads keep their width."""
+HEAD_WIDTHS = ("head_dim",)
+LATENT_HEAD_WIDTHS = tuple(f"attention.{part}_head_dim" for part in ("qk_nope", "qk_rope", "v"))
+
+
+@dataclass(frozen=True)
+class MupConfig:
+    """The maximal update parametrization (muP, arXiv:2203.03466): the best learning rate does not depend on
+    the width. Hyperparameters are those of a base model, which differs in its widths only."""
+
+    base_dim: int | None = numerics(None, least=1, id_omits_default=True)
+    """Width of the base model's residual stream; null: the standard parametrization. At the base model's
+    widths both parametrizations are the same."""
+    base_widths: dict[str, int] = numerics(factory=dict, least=1, id_omits_default=True)
+    """Widths of the base model that are not proportional to base_dim: {head_dim: 32, ffn_hidden_dim: 512}.
+    Without an entry a head's width is that of this model, and all others are proportional."""
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Widths divided by those of the base model; 1 without ``model.mup``."""
+
+    inputs: float = 1.0
+    """A matrix's inputs."""
+    outputs: float = 1.0
+    """A matrix's outputs."""
+    stream: float = 1.0
+    """The residual stream. Gradients are inversely proportional to it."""
+
+
+SAME_WIDTHS = Widths()
+
 
 _FILES = "harness.weights.families"
 ARCHITECTURES: Registry[Any] = Registry(

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import lcm, prod
 
 from harness.config.fields import execution
 from harness.config.model import ModelConfig
-from harness.config.pipeline import check_pipeline
-from harness.config.pipeline_schedules import SCHEDULES, read_csv_schedule
+from harness.config.pipeline import SCHEDULES, check_pipeline, read_csv_schedule
 from harness.util.errors import ConfigError, divisors
-from harness.util.tables import degrees_in_words
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes, outermost first: ranks of the last axis have the fastest links."""
@@ -329,3 +328,8 @@ class ParallelismConfig:
         """``sequence_unit`` with other options."""
         split = self.tp if sequence_parallel else 1
         return self.cp * (lcm(2, split) if balanced and self.cp > 1 else split)
+
+
+def degrees_in_words(degrees: Mapping[str, int], *, between: str = " ", none: str = "one rank") -> str:
+    """Format the degrees above 1: ``pp 8 x dp_shard 8 x tp 8``; ``none`` if there are none."""
+    return " x ".join(f"{axis}{between}{degree}" for axis, degree in degrees.items() if degree > 1) or none

@@ -6,16 +6,152 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
+from pathlib import Path
 from typing import Any
 
 from harness.config.data import DataConfig
-from harness.config.evaluation import DATA, require_stride, require_tasks
+from harness.config.data_kinds import WITHOUT_TEXT
 from harness.config.fields import LARGEST_INTEGER, execution, label, numerics, part
-from harness.config.kind_fields import WITHOUT_TEXT
+from harness.config.optimizer import ScheduleConfig
 from harness.config.registry import Registry
-from harness.config.sizes import Sizes
 from harness.contrib.flux.config import FlowConfig
 from harness.util.errors import ConfigError, divisors
+
+Changes = Sequence[tuple[int, int]]
+"""``(last step, size)`` of the phases before the final size, in order."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Consecutive steps of one size."""
+
+    first_step: int
+    last_step: int | None
+    """None: the end of the run."""
+    batch_size: int
+    """Sequences per step, over all ranks."""
+    seq_len: int
+    """Tokens per sequence."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per step."""
+        return self.batch_size * self.seq_len
+
+    def steps_until(self, step: int) -> int:
+        """Number of the phase's steps up to ``step``."""
+        last = step if self.last_step is None else min(self.last_step, step)
+        return max(0, last - self.first_step + 1)
+
+    def begin(self, position: int) -> int:
+        """Return the position at which a step begins if the step before it ended at ``position``.
+
+        It is a multiple of seq_len, so that no piece crosses a sample: less than one piece is left out.
+        """
+        return -(-position // self.seq_len) * self.seq_len
+
+    def share(self, rows: range, batch_size: int) -> range:
+        """Return the rows of a rank that has ``rows`` of a batch of ``batch_size``: the same fraction."""
+        return range(rows.start * self.batch_size // batch_size, rows.stop * self.batch_size // batch_size)
+
+
+class Sizes:
+    """Sizes of all steps of a run.
+
+    Args:
+        batch_size: final number of sequences per step.
+        seq_len: final tokens per sequence, T.
+        batch_sizes: numbers of sequences before.
+        seq_lens: tokens per sequence before; each divides T.
+    """
+
+    def __init__(
+        self, batch_size: int, seq_len: int, batch_sizes: Changes = (), seq_lens: Changes = ()
+    ) -> None:
+        self.batch_size, self.seq_len = batch_size, seq_len
+        self.phases: list[Phase] = []
+        first = 1
+        for last in sorted({last for last, _ in (*batch_sizes, *seq_lens)}):
+            sizes = _size_at(first, batch_sizes, batch_size), _size_at(first, seq_lens, seq_len)
+            self.phases.append(Phase(first, last, *sizes))
+            first = last + 1
+        self.phases.append(Phase(first, None, batch_size, seq_len))
+
+    @property
+    def lengths(self) -> list[int]:
+        """The different lengths of sequences, in order of appearance."""
+        return list(dict.fromkeys(phase.seq_len for phase in self.phases))
+
+    def at(self, step: int) -> Phase:
+        """Return the phase of a step."""
+        return next(each for each in self.phases if each.last_step is None or step <= each.last_step)
+
+    def tokens(self, steps: int) -> int:
+        """Return the tokens trained in the first ``steps`` steps."""
+        return sum(phase.steps_until(steps) * phase.tokens for phase in self.phases)
+
+    def steps_for(self, tokens: int) -> int:
+        """Return the smallest number of steps that train at least ``tokens`` tokens."""
+        done = 0
+        for phase in self.phases:
+            steps = -(-(tokens - done) // phase.tokens)
+            if phase.last_step is None or steps <= phase.steps_until(phase.last_step):
+                break
+            done += phase.steps_until(phase.last_step) * phase.tokens
+        return phase.first_step - 1 + steps
+
+    def position(self, steps: int) -> int:
+        """Return the position after the first ``steps`` steps."""
+        position = 0
+        for phase in self.phases:
+            if number := phase.steps_until(steps):
+                position = phase.begin(position) + number * phase.tokens
+        return position
+
+
+def _size_at(step: int, changes: Changes, final: int) -> int:
+    return next((size for last, size in changes if step <= last), final)
+
+
+DATA, JSONL, LM_EVAL = "data", ".jsonl", "lm_eval:"
+SPLITS = ("validation", "train", "all")
+
+
+def require_tasks(field: str, names: Sequence[str], *, lm_eval: bool) -> None:
+    """Check that every name is a task, and that short names are distinct.
+
+    Raises:
+        ConfigError: one is not, or there is none.
+    """
+    kinds = f"{DATA}, FILE{JSONL}{f', {LM_EVAL}NAME' if lm_eval else ''}"
+    if not names:
+        raise ConfigError(field, "[]", "names no task", kinds)
+    for name in names:
+        if name != DATA and not name.endswith(JSONL) and not (lm_eval and is_lm_eval(name)):
+            raise ConfigError(field, name, "no such task", kinds)
+    shorts = [short_name(name) for name in names]
+    for name, short in zip(names, shorts, strict=True):
+        if shorts.count(short) > 1:
+            raise ConfigError(field, name, f"two tasks are called {short}", "files with distinct names")
+
+
+def require_stride(field: str, stride: int | None, window: int) -> None:
+    """Raise ConfigError if windows would leave out tokens."""
+    if stride is not None and stride > window:
+        raise ConfigError(field, stride, f"exceeds the window of {window} tokens", f"at most {window}")
+
+
+def is_lm_eval(name: str) -> bool:
+    """Whether a task has the prefix of lm-evaluation-harness."""
+    return name.startswith(LM_EVAL) and name != LM_EVAL
+
+
+def short_name(name: str) -> str:
+    """Name of a task in the names of metrics."""
+    if name.startswith(LM_EVAL):
+        return name.removeprefix(LM_EVAL)
+    return Path(name).stem.replace(".", "_")
+
 
 NON_FINITE = ("stop", "skip")
 ATTENTION: Registry[Any] = Registry(
@@ -228,3 +364,43 @@ class DebugConfig:
         if self.anomaly and tp > 1:
             rule = f"anomaly mode cannot inspect tensors that parallelism.tp={tp} shards"
             raise ConfigError("debug.anomaly", True, rule, "debug=nan, or parallelism.tp=1")
+
+
+COUNTED = ("non_embedding", "all", "active")
+HYPERPARAMETERS = ("none", "step_law")
+
+
+@dataclass(frozen=True)
+class ScaleConfig:
+    """Model size, tokens and hyperparameters from a few numbers, for scaling experiments.
+
+    Resolving the job sets the model's shape, training.tokens and hyperparameters, and these fields to their
+    defaults: the run is the same as one with its fields set by hand.
+    """
+
+    parameters: int | float | str | None = numerics(None, id_omits_default=True)
+    """Resize the model to about this many parameters, like 300M, and keep its proportions: width of heads,
+    query heads per key head, and the ratios of all other widths and of depth to width."""
+    tokens_per_parameter: float | None = numerics(None, least=1e-3, most=1e9, id_omits_default=True)
+    """Train this many tokens for each parameter (about 20: arXiv:2203.15556), in place of
+    training.tokens. With flops: also choose the model's size, so that both are met."""
+    flops: float | None = numerics(None, above=0, id_omits_default=True)
+    """Train as many tokens as this compute allows: tokens x FLOPs per token, with full attention, as MFU
+    counts it; about 6 x parameters x tokens."""
+    counted: str = numerics("non_embedding", choices=COUNTED, id_omits_default=True)
+    """Parameters that count: non_embedding (without the tables of vocabulary), all, or active (those of
+    non_embedding that one token uses, for mixtures of experts)."""
+    hyperparameters: str = numerics("none", choices=HYPERPARAMETERS, id_omits_default=True)
+    """Rule that sets optimizer.lr and training.global_batch_size: step_law (arXiv:2503.04715), fitted with
+    60M to 1B parameters; the batch is rounded to a power of two of sequences."""
+    lr_exponent: float = numerics(0.0, least=-2, most=2, id_omits_default=True)
+    """Multiply optimizer.lr by (parameters / parameters of the model before it is resized) to this power;
+    -0.4 is Step Law's at equal tokens per parameter."""
+    warmup_ratio: float | None = numerics(None, least=0, most=1, id_omits_default=True)
+    """Set schedule.warmup_steps to this fraction of the steps."""
+
+    def warmed_up(self, schedule: ScheduleConfig, steps: int) -> ScheduleConfig:
+        """Return the schedule with the warm-up of a run of ``steps`` steps."""
+        if self.warmup_ratio is None:
+            return schedule
+        return replace(schedule, warmup_steps=round(self.warmup_ratio * schedule.curve_steps(steps)))

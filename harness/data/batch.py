@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from harness.config.sizes import Sizes
+from harness.config.training import Sizes
 from harness.data.streaming import RowStream
 
 

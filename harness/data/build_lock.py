@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO
 
 from harness.config.cluster import node_name
-from harness.util.locks import LockedError, lock
+from harness.util.files import LockedError, lock
 
 LOCK, HEARTBEAT = ".lock", ".heartbeat"
 BEAT_SECONDS, DEAD_SECONDS = 5.0, 60.0

@@ -36,7 +36,7 @@ from harness.data.tokenizing import TokenizedUnits, concatenate, tokenize
 from harness.data.tokens import map_file
 from harness.data.units import UNIT_BYTES, token_dtype, units_of
 from harness.util.errors import DataError, MachineError
-from harness.util.locks import LockedError, lock
+from harness.util.files import LockedError, lock
 
 FORMAT_VERSION = 1
 # Longest time between making a folder and locking it; on file systems without locks, between two writes.

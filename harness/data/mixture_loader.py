@@ -10,7 +10,7 @@ import torch
 
 from harness.config.data import DataConfig
 from harness.config.mixture import errors_of_source, source_config, weights_by_step
-from harness.config.sizes import Sizes
+from harness.config.training import Sizes
 from harness.data.batch import Batch, Cursor, Loader, SourceLoader, stack
 from harness.data.mixture import Shares, SourceOrder
 from harness.data.streaming import RowStream

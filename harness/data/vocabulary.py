@@ -1,45 +1,11 @@
-"""Check that a tokenizer's tokens fit into a model's vocabulary, before ranks are started (no torch)."""
+"""The number of a tokenizer's tokens, which a model's vocabulary must hold (no torch)."""
 
 from __future__ import annotations
 
-from functools import cache
-
 from harness.config.data import SETS, TokenizerConfig
-from harness.config.data_kinds import DATA_KINDS
-from harness.config.job import Job
-from harness.config.mixture import sources_of
-from harness.data.chat_template import template_of
-from harness.data.tokenizer import BytesTokenizer, SentencePieceTokenizer, _parse_ranks, build_tokenizer
+from harness.data.tokenizer import BytesTokenizer, SentencePieceTokenizer, _parse_ranks
 from harness.data.tokenizer_base import read_tokenizer
 from harness.util.errors import ConfigError
-
-
-def require_vocabulary(job: Job) -> None:
-    """Check that the job's tokenizer fits into its model's vocabulary, if the tokenizer's file exists here.
-
-    For conversations, also check that there is a chat template.
-
-    Raises:
-        ConfigError: it does not fit.
-        DataError: the tokenizer's file is malformed, or missing where the ranks run on this machine; or there
-            is no chat template.
-    """
-    if job.cluster.is_here and job.tokenizer.has_file:
-        read_tokenizer(job.tokenizer.file)
-    if {kind for kind in job.data.kinds - {"synthetic", "mixture"} if DATA_KINDS[kind].batches == "tokens"}:
-        tokenizer = job.tokenizer
-        num_tokens = _vocabulary_size(tokenizer.kind, tokenizer.path, tokenizer.special)
-        check_vocab_size(num_tokens or 0, job.model.vocab_size)
-        for source, errors in sources_of(job.data):
-            if source.kind == "chat" and num_tokens is not None:
-                with errors:
-                    template_of(source, build_tokenizer(tokenizer))
-
-
-@cache
-def _vocabulary_size(kind: str, path: str | None, special: str) -> int | None:
-    """``vocabulary_size``, cached for the points of a sweep."""
-    return vocabulary_size(TokenizerConfig(kind, path, special))
 
 
 def vocabulary_size(config: TokenizerConfig) -> int | None:

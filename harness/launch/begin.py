@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
+from harness.checkpoint.catalog import CheckpointFolder
 from harness.checkpoint.resume import CONTINUES, can_resume
 from harness.config.job import Job
-from harness.launch.siblings import unfinished_siblings
-from harness.metrics.result import write_json_atomically
-from harness.metrics.slow import FILE as SLOW
-from harness.run.folder import RunFolder
-from harness.run.status import EVALUATIONS, METRICS
+from harness.run.folder import EVALUATIONS, METRICS, RunFolder, RunStatus
+from harness.run.result import write_json_atomically
+from harness.util.errors import UserError
 
 DESCRIPTION = ("job.json", "overrides.txt", "code.json", CONTINUES, "slurm")
 PER_ATTEMPT = (
     *("result.json", "status.json", "errors", "logs", "evidence", "flight_recorder", "profile", "phases"),
-    SLOW,
+    "slow_ranks.json",
 )
 # An attempt that resumes appends to these.
 PER_CURVE = (METRICS, EVALUATIONS, "metrics", "tensorboard")
@@ -41,7 +41,7 @@ def begin(
         UserError: the same job is running in the folder, or the folder cannot be written.
     """
     with folder.locked(job):
-        others = unfinished_siblings(job) if adopt else []
+        others = _unfinished_siblings(job) if adopt else []
         _archive_earlier_attempt(folder, job, (*DESCRIPTION, *PER_ATTEMPT))
         folder.describe(job, overrides)
         if others:
@@ -83,3 +83,31 @@ def _archive_earlier_attempt(folder: RunFolder, job: Job, names: tuple[str, ...]
     if resumes and job.checkpoint.load_step >= 0 and curve.exists():
         # Keep a copy: rows after load_step are cut off, and the new attempt may not repeat them.
         shutil.copy2(curve, target)
+
+
+def _unfinished_siblings(job: Job) -> list[str]:
+    """Checkpoint folders of stopped runs of the same experiment on other layouts.
+
+    These have the same name and numerics, and another id. Completed and running ones are left out.
+    """
+    config, runs = job.checkpoint, job.run_dir.parent
+    if not config.enable or not config.resume or config.folder != type(config)().folder or not runs.is_dir():
+        return []
+    found = []
+    for path in sorted(runs.iterdir()):
+        run, checkpoints = RunStatus(path), path / config.folder
+        if path.name == job.id or not checkpoints.is_dir() or run.state in ("completed", None):
+            continue
+        if run.may_be_running or _numerics_id(path) != job.numerics_id:
+            continue
+        if CheckpointFolder(str(checkpoints)).complete(1)[0]:
+            found.append(str(checkpoints.resolve()))
+    return found
+
+
+def _numerics_id(run_dir: Path) -> str | None:
+    """``numerics_id`` of the job in a run folder; None if this version cannot read it."""
+    try:
+        return Job.read(run_dir / "job.json").numerics_id
+    except (FileNotFoundError, UserError):
+        return None

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from harness.config.failures import VICTIMS, kind_of_text
-from harness.run.errors import last_lines
-from harness.run.folder import RunFolder
+from harness.run.folder import RunFolder, last_lines
 from harness.util.errors import EXIT_OK, EXIT_RESUMABLE, MachineError
 
 # srun: error: node2: tasks 2-3: Killed; also Exited with exit code 1, Segmentation fault, Out Of Memory.

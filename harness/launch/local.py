@@ -17,11 +17,15 @@ from typing import TYPE_CHECKING, cast
 from harness.config.job import Job
 from harness.launch.begin import begin
 from harness.launch.dead_ranks import RankDied, count_memory_kills, record_dead, record_left
-from harness.launch.ranks import openmp_environment, rank_environment, rendezvous_store
 from harness.run.folder import RunFolder
 from harness.train.finish import finish_run
-from harness.train.process import importing_torch
-from harness.train.rank import CONTROLLER, run_rank
+from harness.train.process import (
+    CONTROLLER,
+    importing_torch,
+    openmp_environment,
+    rank_environment,
+    rendezvous_store,
+)
 from harness.train.signals import (
     StopRequest,
     ignore_stop_signals,
@@ -87,6 +91,8 @@ def launch(job: Job, folder: RunFolder, *, apart: bool = False, ends_process: bo
 
 def _run_here(job: Job, folder: RunFolder, started: float) -> int:
     """Run the only rank in this process; return its exit code."""
+    from harness.train.rank import run_rank
+
     os.environ.update(openmp_environment(job))
     with stop_signals_interrupt():
         return run_rank(job, folder, started=started)

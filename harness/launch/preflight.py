@@ -1,4 +1,4 @@
-"""Check before a job starts that its input files exist, so that a missing file costs no time in the queue.
+"""Check before a job starts that its input files exist and fit, so that a mistake costs no time in the queue.
 
 The submitting machine may not mount every disk of a node. Paths whose folder does not exist here, and paths
 in folders for temporary files, are checked by the ranks only.
@@ -13,13 +13,11 @@ import tempfile
 from pathlib import Path
 
 from harness.checkpoint.catalog import is_url
-from harness.config.data import ASSET_PREFIX, DataConfig
+from harness.config.data import ASSET_PREFIX, DataConfig, TokenizerConfig
+from harness.config.data_kinds import DATA_KINDS, FORMATS_OF
 from harness.config.job import Job
-from harness.config.kind_fields import FORMATS_OF
 from harness.config.mixture import sources_of
 from harness.config.pictures import PATCHES
-from harness.data.size_limit import is_small, too_large
-from harness.data.sources import expand, source_of
 from harness.util.errors import ConfigError, DataError
 from harness.util.files import matching
 
@@ -62,6 +60,42 @@ def _require_files(data: DataConfig) -> None:
             raise ConfigError(f"data.{name}", f"[{','.join(patterns)}]", rule, "files that exist")
 
 
+def require_vocabulary(job: Job) -> None:
+    """Check that the job's tokenizer fits into its model's vocabulary, if the tokenizer's file exists here.
+
+    For conversations, also check that there is a chat template.
+
+    Raises:
+        ConfigError: it does not fit.
+        DataError: the tokenizer's file is malformed, or missing where the ranks run on this machine; or there
+            is no chat template.
+    """
+    if job.cluster.is_here and job.tokenizer.has_file:
+        from harness.data.tokenizer_base import read_tokenizer
+
+        read_tokenizer(job.tokenizer.file)
+    if {kind for kind in job.data.kinds - {"synthetic", "mixture"} if DATA_KINDS[kind].batches == "tokens"}:
+        from harness.data.chat_template import template_of
+        from harness.data.tokenizer import build_tokenizer
+        from harness.data.vocabulary import check_vocab_size
+
+        tokenizer = job.tokenizer
+        num_tokens = _vocabulary_size(tokenizer.kind, tokenizer.path, tokenizer.special)
+        check_vocab_size(num_tokens or 0, job.model.vocab_size)
+        for source, errors in sources_of(job.data):
+            if source.kind == "chat" and num_tokens is not None:
+                with errors:
+                    template_of(source, build_tokenizer(tokenizer))
+
+
+@functools.cache
+def _vocabulary_size(kind: str, path: str | None, special: str) -> int | None:
+    """``vocabulary_size``, cached for the points of a sweep."""
+    from harness.data.vocabulary import vocabulary_size
+
+    return vocabulary_size(TokenizerConfig(kind, path, special))
+
+
 def require_tokenized(job: Job, passed: set[str] | None = None) -> None:
     """Check that a job need not tokenize more than data.tokenize_limit_gib, as far as this machine can tell.
 
@@ -86,6 +120,9 @@ def require_tokenized(job: Job, passed: set[str] | None = None) -> None:
 
 
 def _require_tokenized(data: DataConfig, job: Job) -> None:
+    from harness.data.size_limit import is_small, too_large
+    from harness.data.sources import source_of
+
     is_chat = data.kind == "chat"
     if is_chat:
         from harness.data.chat import ConversationTokenizer, conversations_of, template_of
@@ -110,6 +147,8 @@ def _require_tokenized(data: DataConfig, job: Job) -> None:
 @functools.cache
 def _matches_any(patterns: tuple[str, ...]) -> bool:
     """Whether a pattern matches a path here, or may match one that is not visible here."""
+    from harness.data.sources import expand
+
     return any(
         next(matching(path), None) is not None or not _is_visible(_without_wildcards(path))
         for path in map(expand, patterns)

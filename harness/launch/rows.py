@@ -28,10 +28,9 @@ from harness.launch.state import RunState, read_states, states_in_folders
 from harness.launch.sweep.registry import FILE as SWEEP
 from harness.launch.sweep.registry import Point, Registry, command_of, labels, typed_overrides
 from harness.metrics.mfu import mfu
-from harness.metrics.result import flatten
 from harness.run.evaluations import newest
 from harness.run.folder import RunFolder
-from harness.util.encoding import parse_object
+from harness.util.encoding import flatten, parse_object
 from harness.util.errors import UserError
 
 Row = dict[str, Any]

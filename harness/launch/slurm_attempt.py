@@ -26,12 +26,11 @@ from harness.launch import queue
 from harness.launch.begin import begin_again
 from harness.launch.dead_ranks import dead_ranks, only_victims, record_dead, record_left, unnamed_ranks
 from harness.launch.node_check import UnfitNodes, check_nodes
-from harness.launch.ranks import rank_environment, rendezvous_store
 from harness.launch.slurm_record import SlurmJobRecord
 from harness.metrics.slow import slow_ranks
-from harness.run.errors import last_lines
-from harness.run.folder import RunFolder
+from harness.run.folder import RunFolder, last_lines
 from harness.train.finish import finish_run
+from harness.train.process import rank_environment, rendezvous_store
 from harness.train.rank import leave
 from harness.util.errors import (
     EXIT_BUG,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from harness.config.fields import from_dict
 from harness.launch.queue import Jobs, Queued
-from harness.metrics.result import write_json_atomically
-from harness.run.errors import last_lines
+from harness.run.folder import last_lines
+from harness.run.result import write_json_atomically
 from harness.util.encoding import read_object
 from harness.util.errors import ConfigError, MachineError, UserError
 

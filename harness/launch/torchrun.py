@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, NoReturn
 from harness.checkpoint.resume import is_finished, show_finished
 from harness.config.job import Job
 from harness.launch.begin import begin
-from harness.launch.ranks import openmp_environment
 from harness.run.folder import RunFolder
 from harness.train.finish import finish_run
-from harness.train.process import importing_torch
+from harness.train.process import importing_torch, openmp_environment
 from harness.train.rank import end_with_launcher, leave, run_rank
 from harness.train.signals import stop_signals_interrupt
 from harness.util.errors import EXIT_OK, EXIT_USER, STOPPED, MachineError, UserError

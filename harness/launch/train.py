@@ -19,11 +19,10 @@ from harness.compose.composer import Composed
 from harness.compose.verb import Verb
 from harness.config.cluster import CLUSTERS
 from harness.config.job import Job
-from harness.data.vocabulary import require_vocabulary
-from harness.launch.preflight import require_tokenized
+from harness.launch.preflight import require_tokenized, require_vocabulary
 from harness.run.folder import RunFolder
+from harness.train.process import launched_ranks
 from harness.util.errors import UserError
-from harness.util.launcher_env import launched_ranks
 
 
 def train(job: Job, overrides: list[str]) -> int:
@@ -37,7 +36,7 @@ def train(job: Job, overrides: list[str]) -> int:
         return show_finished(job, folder.path)
     require_vocabulary(job)
     require_tokenized(job)
-    return CLUSTERS[job.cluster.kind].run(job, folder, overrides)
+    return CLUSTERS[job.cluster.kind].load()(job, folder, overrides)
 
 
 def train_sweep(points: list[Composed]) -> int:

@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from harness.metrics.result import flatten
 from harness.metrics.views import ShownRun
+from harness.util.encoding import flatten
 from harness.util.errors import EXIT_OK, STOPPED
 
 _JOB_ID, _FOLDER = "harness.job_id", "harness.run_dir"

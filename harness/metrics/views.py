@@ -15,8 +15,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from harness.config.metrics import MetricsConfig
-from harness.metrics.result import flatten
-from harness.util.encoding import dumps
+from harness.util.encoding import dumps, flatten
 
 _DEFAULT_PROJECT = "harness"
 _UPLOAD_SECONDS = 300.0

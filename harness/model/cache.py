@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from harness.config.attention import Span
+from harness.config.model import Span
 from harness.model.kernels import AttentionSpec, SdpaKernel, sees
 
 # B: sequences, T: new tokens, S: slots, H: query heads, K: key and value heads, G: query heads of a key head,

@@ -6,10 +6,16 @@ from collections.abc import Collection, Hashable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from harness.config.model import ModelConfig, field_of
-from harness.config.mup import HEAD_WIDTHS, LATENT_HEAD_WIDTHS, PROPORTIONAL, MupConfig
+from harness.config.model import (
+    HEAD_WIDTHS,
+    LATENT_HEAD_WIDTHS,
+    PROPORTIONAL,
+    ModelConfig,
+    MupConfig,
+    field_of,
+)
 from harness.config.registry import resolve_options
-from harness.model import accounting, spec
+from harness.model import spec
 from harness.model.architecture import Architecture, resolve_model
 from harness.model.blocks import block_of
 from harness.util.errors import ConfigError, divisors
@@ -92,7 +98,9 @@ class DecoderArchitecture(Architecture):
         return groups | {"": "root"}
 
     def account(self, model: ModelConfig, seq_len: int) -> Accounting:
-        return accounting.account_decoder(model, seq_len)
+        from harness.model.accounting import account_decoder
+
+        return account_decoder(model, seq_len)
 
     def block_kind(self, model: ModelConfig, layer: int) -> Hashable:
         return model.has_experts(layer), model.span(layer), model.attention.is_rotated(layer)

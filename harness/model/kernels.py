@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
-from harness.config.attention import Span
+from harness.config.model import Span
 
 # B: batch, T: sequence, H: query heads, K: key and value heads, D: head width, E: head width of values
 

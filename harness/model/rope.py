@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.config.rope import RopeConfig
+from harness.config.model import RopeConfig
 
 # B: batch, T: sequence, H: heads, D: rotated width
 

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from harness.config.model import ModelConfig, of_one_model
-from harness.config.mup import SAME_WIDTHS, Widths
+from harness.config.model import SAME_WIDTHS, ModelConfig, Widths, of_one_model
 from harness.model.architecture import architecture_of
 from harness.model.blocks import block_of
 

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from harness.config.optimizer import DECAYS, OptimizerConfig, ScheduleConfig
-from harness.config.optimizer_kinds import KINDS, lr_scale
+from harness.config.optimizer import DECAYS, KINDS, OptimizerConfig, ScheduleConfig, lr_scale
 from harness.config.registry import load_attribute
 from harness.model.spec import TensorSpec
 from harness.optimizer.adamw import RoundedAdamW

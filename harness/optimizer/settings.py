@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from harness.config.fields import check_rules, from_dict, numerics
-from harness.config.optimizer import BETA_RULE, LARGEST_BFLOAT16_BETA, OptimizerConfig
-from harness.config.optimizer_kinds import KINDS, lr_scale
+from harness.config.optimizer import BETA_RULE, KINDS, LARGEST_BFLOAT16_BETA, OptimizerConfig, lr_scale
 from harness.model.spec import TensorSpec
 from harness.util.errors import ConfigError
 

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from harness.config.job import Job
-from harness.config.stages import split_modules, stages_of_rank
+from harness.config.pipeline import split_modules, stages_of_rank
 from harness.config.training import ATTENTION
 from harness.model.architecture import architecture_of
 from harness.model.part import ModelPart

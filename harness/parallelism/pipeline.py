@@ -21,8 +21,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from harness.config.job import Job
-from harness.config.pipeline_schedules import read_csv_schedule
-from harness.config.stages import num_stages, stages_of_rank
+from harness.config.pipeline import num_stages, read_csv_schedule, stages_of_rank
 from harness.model.part import ModelPart
 from harness.parallelism.mesh import Mesh
 from harness.util.annotation import annotated

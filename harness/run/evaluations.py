@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.config.evaluation import short_name
-from harness.run.status import EVALUATIONS
+from harness.config.training import short_name
+from harness.run.folder import EVALUATIONS
 from harness.util.encoding import parse_object
 from harness.util.tables import markdown
 

@@ -7,46 +7,24 @@ checkpoint.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import asdict
 
 from harness.compose.arguments import Argument
 from harness.compose.verb import Result, Verb
-from harness.run.status import STATUS, RunStatus
-from harness.util.errors import EXIT_MACHINE, EXIT_OK
 
 
-def verify_all(folders: Sequence[str], *, newest: bool) -> Result:
+def verify(folders: Sequence[str], *, newest: bool) -> Result:
     """Compare checkpoints with their checksums."""
-    from harness.checkpoint.verify import paths_in, verify
+    from harness.checkpoint.verify import verify_all
 
-    code, verdicts = EXIT_OK, []
-    for folder in folders:
-        states, paths = [], paths_in(folder)
-        for path in paths[-1:] if newest else paths:
-            verdict = verify(path)
-            if verdict.state == "unfinished" and path == paths[-1] and _has_completed(Path(path)):
-                reason = f"{verdict.reason}, and {STATUS} says that the run has completed"
-                verdict = replace(verdict, state="damaged", reason=reason)
-            states.append(verdict.state)
-            verdicts.append(asdict(verdict))
-            sys.stdout.write(f"{verdict.describe()}\n")
-            sys.stdout.flush()
-        if "damaged" in states or "ok" not in states:
-            code = EXIT_MACHINE
-    return Result({"checkpoints": verdicts}, code=code)
-
-
-def _has_completed(checkpoint: Path) -> bool:
-    """Whether the run of a checkpoint in ``RUN/checkpoints`` has completed; false if there is no such run."""
-    return RunStatus(checkpoint.parent.parent).state == "completed"
+    verdicts, code = verify_all(folders, newest=newest)
+    return Result({"checkpoints": [asdict(each) for each in verdicts]}, code=code)
 
 
 VERB = Verb(
     "verify",
-    verify_all,
+    verify,
     arguments=(
         Argument(
             "folders",

@@ -10,7 +10,6 @@ from harness.checkpoint.resume import can_resume
 from harness.config.failures import VICTIMS
 from harness.config.job import Job
 from harness.run.folder import RunFolder
-from harness.train.missing_ranks import absent_ranks
 from harness.train.process import FLIGHT_RECORDER
 from harness.util.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RESUMABLE, STOPPED
 
@@ -54,6 +53,8 @@ def finish_run(
 
 def _name_absent(folder: RunFolder, error: dict[str, Any]) -> dict[str, Any]:
     """Add the ranks that did not reach the collective to the error of the rank that waited for them."""
+    from harness.train.missing_ranks import absent_ranks
+
     absent = absent_ranks(folder.path, error)
     if not absent or "absent_ranks" in error:
         return error

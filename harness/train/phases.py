@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from harness.metrics.jsonl import MetricsFile
 from harness.metrics.phases import Phases, StepPhases
-from harness.metrics.result import write_json_atomically
 from harness.metrics.slow import FILE, KINDS, WINDOW, SlowRanks, own_seconds
 from harness.metrics.window import EXCLUDED
 from harness.parallelism.marks import Marks
+from harness.run.result import write_json_atomically
 from harness.train.engine import Engine
 from harness.train.rank_metrics import where_is
 

@@ -1,7 +1,6 @@
-"""Settings of a rank's process: environment variables that torch and NCCL read once, malloc, and garbage
-collection.
+"""Settings of a rank's process: environment variables, malloc, and garbage collection.
 
-Imports no torch, because torch reads some of them at import. Variables that the user has set win.
+Imports no torch, because torch reads some variables at import. Variables that the user has set win.
 """
 
 from __future__ import annotations
@@ -9,13 +8,68 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from harness.config.job import Job
+from harness.util.errors import LONGEST_VALUE, UserError
 
+LONGEST_NUMBER = 9
+"""Maximum digits of a number that a launcher sets."""
+
+
+def launched_ranks() -> int | None:
+    """Return the number of ranks if torchrun (or another launcher) started this process, else None.
+
+    Raises:
+        UserError: the launcher's variables are incomplete or have impossible values.
+    """
+    if "RANK" not in os.environ:
+        return None
+    size = _launcher_number("WORLD_SIZE", 1)
+    _launcher_number("RANK", 0, size)
+    if size > 1:
+        _launcher_number("MASTER_PORT", 1, 65536)
+        if not os.environ.get("MASTER_ADDR"):
+            raise _launcher_error("MASTER_ADDR", "is missing")
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        if name in os.environ:
+            _launcher_number(name, 0)
+    return size
+
+
+def _launcher_number(name: str, least: int, below: int | None = None) -> int:
+    """Read a number that a launcher must set.
+
+    Raises:
+        UserError: the variable is missing, not a number, or out of range.
+    """
+    value = os.environ.get(name)
+    if value is None:
+        raise _launcher_error(name, "is missing")
+    # Python refuses to parse very long numbers.
+    number = int(value) if value.isdecimal() and len(value) <= LONGEST_NUMBER else -1
+    if number < least or (below is not None and number >= below):
+        end = "" if below is None else f" and less than {below}"
+        shown = value if len(value) <= LONGEST_VALUE else f"{value[:LONGEST_VALUE]}..."
+        raise _launcher_error(f"{name}={shown}", f"must be a whole number of at least {least}{end}")
+    return number
+
+
+def _launcher_error(name: str, rule: str) -> UserError:
+    return UserError(
+        f"{name}: {rule}; RANK={os.environ['RANK']} means that a launcher started this process; would work: "
+        "torchrun, or unset RANK"
+    )
+
+
+CONTROLLER = "HARNESS_CONTROLLER"
+"""Variable with the id of the process that started a rank."""
+STARTED = "HARNESS_STARTED"
+"""Variable with time.monotonic() of this machine at which the job was started."""
 FLIGHT_RECORDER = "flight_recorder"
 # Aliases that torch also reads, mostly older names: if the user set any of them, leave it.
 _ALIASES = {
@@ -129,3 +183,63 @@ def describe(job: Job, device_type: str, *, keeps_memory: bool = False) -> str:
             found = next(each for each in (name, *_ALIASES.get(name, ())) if each in os.environ)
             parts.append(f"{found}={os.environ[found]}")
     return f"process: {', '.join(parts)}"
+
+
+@contextmanager
+def rendezvous_store() -> Iterator[int]:
+    """Keep the store where the ranks meet; yield its port.
+
+    The store is in the controller and not in rank 0, on a port that the system picks: no other process can
+    take it.
+    """
+    with importing_torch():
+        from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield store.port
+    del store
+
+
+def rank_environment(job: Job, port: int, started: float) -> dict[str, str]:
+    """Return the environment variables that all ranks of a job share.
+
+    Args:
+        job: the resolved job.
+        port: port of the store, on this node.
+        started: time.monotonic() of this machine at which the job was started.
+    """
+    nodes, local = job.cluster.nodes_for(job.world_size)
+    # A node may be unable to resolve its own name; without a network that takes minutes to fail.
+    address = "127.0.0.1" if nodes == 1 else socket.gethostname()
+    if job.cluster.kind == "slurm":
+        address = job.cluster.env.get("MASTER_ADDR", address)
+    return {
+        "WORLD_SIZE": str(job.world_size),
+        "LOCAL_WORLD_SIZE": str(local),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        STARTED: str(started),
+        **openmp_environment(job),
+    }
+
+
+def threads_per_rank(job: Job) -> int:
+    """Return a rank's CPU threads: the job's, those that SLURM reserves, or a share of this machine's."""
+    config = job.cluster
+    _, local = config.nodes_for(job.world_size)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    reserved = config.cpus_per_rank if config.kind == "slurm" else None
+    return config.threads_per_rank or reserved or max(1, cores // local)
+
+
+def openmp_environment(job: Job) -> dict[str, str]:
+    """Return OpenMP's thread count and spin count for a rank; set them before torch is imported.
+
+    GNU's OpenMP threads spin for milliseconds at every barrier. On cores shared with other processes they
+    take time from the thread they wait for: on two shared cores steps took up to ten times as long. A spin
+    count of 1000 is as fast on an idle machine (experiments/LOG.md). Variables set by the user are kept.
+    """
+    wanted = {"OMP_NUM_THREADS": str(threads_per_rank(job)), "GOMP_SPINCOUNT": "1000"}
+    from_job = "OMP_NUM_THREADS" if job.cluster.threads_per_rank is not None else ""
+    return {name: value for name, value in wanted.items() if name == from_job or name not in os.environ}

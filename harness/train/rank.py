@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from harness.config.job import Job
+from harness.config.parallelism import degrees_in_words
 from harness.model.accounting import account
 from harness.run.folder import RunFolder
 from harness.train import process
 from harness.train.finish import finish_run
+from harness.train.process import CONTROLLER, STARTED
 from harness.train.signals import ignore_stop_signals, stop_signals_ignored, stop_signals_interrupt
 from harness.util.errors import (
     EXIT_INTERRUPTED,
@@ -31,7 +33,6 @@ from harness.util.errors import (
     UserError,
 )
 from harness.util.lifeline import end_with_parent
-from harness.util.tables import degrees_in_words
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
     from harness.metrics.recorder import Recorder
     from harness.train.trainer import Trainer
 
-CONTROLLER = "HARNESS_CONTROLLER"
-STARTED = "HARNESS_STARTED"
 ROW_SECONDS = 2.0
 
 
@@ -126,7 +125,27 @@ def run_rank(job: Job, folder: RunFolder, *, started: float, store: dist.Store |
     """
     rank, run = int(os.environ.get("RANK", "0")), Run()
     try:
-        return _train(job, folder, rank, run, started, store)
+        process.set_environment(job, folder.path)
+        with process.importing_torch():
+            from harness.train.engine import Engine
+            from harness.train.setup import pick_device, process_group, set_up_process
+            from harness.train.trainer import Trainer
+
+        device = pick_device(job)
+        set_up_process(job)
+        kept = device.type == "cpu" and process.keep_freed_memory()
+        if device.type == "cuda" and job.world_size > 1:
+            # NCCL's flight recorder writes its file there from C++, and does not create the folder.
+            (folder.path / process.FLIGHT_RECORDER).mkdir(exist_ok=True)
+        with process_group(job, device, store):
+            if rank == 0:
+                folder.set_status("running")
+                run.recorder = _open_recorder(job, folder)
+                run.recorder.message(describe(job, folder, device))
+                run.recorder.message(process.describe(job, device.type, keeps_memory=kept))
+            run.trainer = Trainer(job, folder, Engine(job, device), run.recorder, started)
+            reason = run.trainer.train()
+            return _end_rank(job, folder, run.trainer, run.recorder, reason)
     except BaseException as error:
         if "RANK" in os.environ:
             ignore_stop_signals()
@@ -145,40 +164,21 @@ def _end_failed_rank(job: Job, folder: RunFolder, rank: int, run: Run, error: Ba
     return int(failure["exit_code"])
 
 
-def _train(job: Job, folder: RunFolder, rank: int, run: Run, started: float, store: dist.Store | None) -> int:
-    """Set up the process, train, and tear it down; return the exit code."""
-    process.set_environment(job, folder.path)
-    with process.importing_torch():
-        from harness.train.engine import Engine
-        from harness.train.rows import shown_summary
-        from harness.train.setup import pick_device, process_group, set_up_process
-        from harness.train.trainer import Trainer
+def _end_rank(job: Job, folder: RunFolder, trainer: Trainer, recorder: Recorder | None, reason: str) -> int:
+    """Write the run's row on the rank that has the recorder; return the exit code."""
+    from harness.train.rows import shown_summary
 
-    device = pick_device(job)
-    set_up_process(job)
-    kept = device.type == "cpu" and process.keep_freed_memory()
-    if device.type == "cuda" and job.world_size > 1:
-        # NCCL's flight recorder writes its file there from C++, and does not create the folder.
-        (folder.path / process.FLIGHT_RECORDER).mkdir(exist_ok=True)
-    with process_group(job, device, store):
-        if rank == 0:
-            folder.set_status("running")
-            run.recorder = _open_recorder(job, folder)
-            run.recorder.message(describe(job, folder, device))
-            run.recorder.message(process.describe(job, device.type, keeps_memory=kept))
-        run.trainer = Trainer(job, folder, Engine(job, device), run.recorder, started)
-        reason = run.trainer.train()
-        if "RANK" in os.environ:
-            ignore_stop_signals()
-        stopped = EXIT_RESUMABLE if run.trainer.is_resumable else EXIT_INTERRUPTED
-        code = EXIT_OK if reason == "completed" else stopped
-        if run.recorder is not None:
-            with stop_signals_ignored():
-                row = run.trainer.result()
-                folder.write_result(job, reason, code, row)
-                stopped_by = {} if code == EXIT_OK else {"exit_reason": reason}
-                run.recorder.close({**shown_summary(row), **stopped_by, "run folder": str(folder.path)})
-        return code
+    if "RANK" in os.environ:
+        ignore_stop_signals()
+    stopped = EXIT_RESUMABLE if trainer.is_resumable else EXIT_INTERRUPTED
+    code = EXIT_OK if reason == "completed" else stopped
+    if recorder is not None:
+        with stop_signals_ignored():
+            row = trainer.result()
+            folder.write_result(job, reason, code, row)
+            stopped_by = {} if code == EXIT_OK else {"exit_reason": reason}
+            recorder.close({**shown_summary(row), **stopped_by, "run folder": str(folder.path)})
+    return code
 
 
 def _open_recorder(job: Job, folder: RunFolder) -> Recorder:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -127,3 +128,26 @@ def _decode(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _decode(item) for key, item in value.items()}
     return [_decode(item) for item in value] if isinstance(value, list) else value
+
+
+def flatten(nested: dict[str, Any]) -> dict[str, Any]:
+    """Flatten ``{"a": {"b": 1}}`` to ``{"a.b": 1}``. Lists stay lists; empty dicts disappear.
+
+    Raises:
+        ValueError: two values would get the same name.
+    """
+    flat: dict[str, Any] = {}
+    for name, value in flat_items(nested):
+        if name in flat:
+            raise ValueError(f"two values are called {name}")
+        flat[name] = value
+    return flat
+
+
+def flat_items(nested: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted name and the value of each leaf."""
+    for key, value in nested.items():
+        if isinstance(value, dict):
+            yield from flat_items(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

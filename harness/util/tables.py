@@ -58,11 +58,6 @@ def shortened(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[: length - 1]}…"
 
 
-def degrees_in_words(degrees: Mapping[str, int], *, between: str = " ", none: str = "one rank") -> str:
-    """Format the degrees above 1: ``pp 8 x dp_shard 8 x tp 8``; ``none`` if there are none."""
-    return " x ".join(f"{axis}{between}{degree}" for axis, degree in degrees.items() if degree > 1) or none
-
-
 def aligned_facts(facts: Sequence[tuple[str, str]]) -> str:
     """Format pairs of name and text as aligned lines."""
     width = max(len(name) for name, _ in facts)

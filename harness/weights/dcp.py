@@ -19,8 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from harness.checkpoint.catalog import METADATA, DamagedCheckpoint
-from harness.checkpoint.manifest import CHECKSUM
+from harness.checkpoint.catalog import CHECKSUM, METADATA, DamagedCheckpoint
 from harness.checkpoint.metadata import first_line
 from harness.checkpoint.storage import Reader, Writer
 from harness.config.model import ModelConfig

@@ -14,7 +14,7 @@ from typing import Any, get_args, get_origin
 from harness.config.fields import check_rules, type_hints, with_value
 from harness.config.model import FAMILIES, ModelConfig
 from harness.model.architecture import resolve_model
-from harness.util.errors import ConfigError, UserError
+from harness.util.errors import UserError
 from harness.weights.config_json import (
     CONFIG,
     STRETCHING,
@@ -147,18 +147,3 @@ def _set(model: ModelConfig, name: str, value: Any, theirs: str) -> ModelConfig:
 def model_node(path: str) -> dict[str, Any]:
     """``model_from_config`` as plain values, an option of the config group ``model``."""
     return dataclasses.asdict(model_from_config(path))
-
-
-def require_read(path: str | None, read_from: str | None) -> None:
-    """Check that the model was read from model.path.
-
-    Args:
-        path: the job's model.path.
-        read_from: the path that was read when the job was composed.
-
-    Raises:
-        ConfigError: they differ.
-    """
-    if path is not None and path != read_from:
-        rule = "is read only together with model=from_config"
-        raise ConfigError("model.path", path, rule, f"model=from_config model.path={path}")

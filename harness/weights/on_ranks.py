@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.tensor import DTensor
 
-from harness.checkpoint.catalog import open_checkpoint
-from harness.checkpoint.manifest import CHECKSUM, MANIFEST, encode_manifest
+from harness.checkpoint.catalog import CHECKSUM, MANIFEST, encode_manifest, open_checkpoint
 from harness.checkpoint.rank_group import RankGroup
 from harness.checkpoint.storage import write_last
 from harness.config.job import Job

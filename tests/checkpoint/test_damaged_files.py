@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import xxhash
 
-from harness.checkpoint.catalog import CheckpointFolder, DamagedCheckpoint
+from harness.checkpoint.catalog import CheckpointFolder, DamagedCheckpoint, encode_manifest
 from harness.checkpoint.load import _ranks
-from harness.checkpoint.manifest import encode_manifest
 from harness.checkpoint.resume import CONTINUES, can_resume, find_start, is_finished
 from harness.checkpoint.storage import Writer
 from harness.compose.composer import compose_job

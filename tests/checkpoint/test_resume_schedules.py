@@ -11,7 +11,7 @@ from tiers import rest_is_thorough
 
 from harness.checkpoint.catalog import CheckpointFolder
 from harness.compose.composer import compose_job
-from harness.config.sizes import Sizes
+from harness.config.training import Sizes
 from harness.launch.pool import RankPool
 from harness.metrics.jsonl import read_metrics
 

@@ -21,8 +21,7 @@ from torch.distributed.checkpoint import metadata as theirs
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 import harness
-from harness.checkpoint.catalog import DamagedCheckpoint
-from harness.checkpoint.manifest import encode_manifest
+from harness.checkpoint.catalog import DamagedCheckpoint, encode_manifest
 from harness.checkpoint.metadata import CHECKSUM, parse_metadata
 from harness.compose.composer import compose_job
 from harness.run.folder import RunFolder

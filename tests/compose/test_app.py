@@ -11,8 +11,8 @@ import pytest
 from declared import VERBS
 
 from harness.compose.arguments import Argument
+from harness.compose.verb import VERBS as TABLE
 from harness.compose.verb import Result, Verb
-from harness.compose.verbs import VERBS as TABLE
 from harness.util.errors import EXIT_MACHINE, EXIT_USER, MachineError, UserError
 
 

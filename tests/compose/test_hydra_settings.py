@@ -11,8 +11,7 @@ import hydra.conf
 import pytest
 from hydra.conf import HydraConf
 
-from harness.compose.hydra_settings import HONOURED, INSTEAD, LAUNCHER, check_setting, is_honoured
-from harness.compose.overrides import check_overrides
+from harness.compose.overrides import HONOURED, INSTEAD, LAUNCHER, check_overrides, check_setting, is_honoured
 from harness.util.errors import UserError
 
 

@@ -15,10 +15,11 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 from tiers import THOROUGH
 
-from harness.compose.composer import Composer, compose_job, compose_points
+from harness.compose.composer import Composer, compose_job
+from harness.compose.layers import register_schema
+from harness.compose.multirun import compose_points
 from harness.compose.overrides import groups, options_of
 from harness.compose.paths import conf_dir, config_folders
-from harness.compose.schemas import register_schema
 from harness.compose.search_path import search_path, shadowed
 from harness.compose.verb import Verb
 from harness.config.job import Job
@@ -99,7 +100,7 @@ def test_the_order_of_folders_is_that_of_hydras_own_command_line(own: Path, othe
     """An application of ``hydra.main`` composes the same; conf/ comes first, then --config-dir."""
     code = (
         "import hydra, sys; from omegaconf import OmegaConf\n"
-        "from harness.compose.schemas import register_schema; from harness.config.job import Job; register_schema(Job)\n"
+        "from harness.compose.layers import register_schema; from harness.config.job import Job; register_schema(Job)\n"
         f"@hydra.main(config_path={conf_dir()!r}, config_name='train', version_base='1.3')\n"
         "def main(config): pass\nmain()\n"
     )

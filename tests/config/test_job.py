@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from harness.compose import rules as job_rules
+from harness.compose import resolve as job_rules
 from harness.compose.composer import compose_job
 from harness.compose.overrides import with_one_length
 from harness.compose.resolve import resolve

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from harness.compose.composer import compose_job
-from harness.compose.verbs import VERBS
+from harness.compose.verb import VERBS
 from harness.config.fields import check_rules, execution, label, numerics, rules_of
 from harness.tools.convert import ConvertJob
 from harness.tools.parity.parity import ParityJob

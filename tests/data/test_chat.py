@@ -19,7 +19,7 @@ from harness.data.chat import Conversations, ConversationTokenizer, open_convers
 from harness.data.chat_template import TEMPLATES, template_of
 from harness.data.tokenizer import build_tokenizer
 from harness.data.tokenizer_base import Tokenizer
-from harness.data.vocabulary import require_vocabulary
+from harness.launch.preflight import require_vocabulary
 from harness.util.errors import ConfigError, DataError
 
 transformers = pytest.importorskip("transformers")

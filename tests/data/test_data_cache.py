@@ -23,7 +23,7 @@ from harness.data.sources import LocalFiles
 from harness.data.tokenizer import build_tokenizer
 from harness.data.tokenizing import is_held_out
 from harness.util.errors import DataError, MachineError
-from harness.util.locks import lock
+from harness.util.files import lock
 
 BYTES = build_tokenizer(TokenizerConfig("bytes"))
 
@@ -256,7 +256,7 @@ def test_a_large_cache_that_was_checked_is_sampled(monkeypatch):
 def test_files_of_a_killed_builder_are_removed(monkeypatch):
     write_documents("ab")
     code = (
-        "import os, sys; from pathlib import Path; from harness.util.locks import lock;"
+        "import os, sys; from pathlib import Path; from harness.util.files import lock;"
         "held = lock(Path(sys.argv[1]) / '.lock', create=True); os.kill(os.getpid(), 9)"
     )
     killed, unlocked, busy, closed = (

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from harness.compose.schemas import schema_node
+from harness.compose.layers import schema_node
 from harness.config.data import DataConfig, TokenizerConfig
 from harness.config.fields import check_rules, from_dict, leaves
 from harness.util.errors import ConfigError

@@ -16,7 +16,7 @@ import torch
 from equal import assert_equal
 
 from harness.config.data import DataConfig, TokenizerConfig
-from harness.config.sizes import Sizes
+from harness.config.training import Sizes
 from harness.data.loader import Batch, Loader, build_loader, merge_states
 from harness.data.tokenizer import build_tokenizer
 from harness.util.errors import ConfigError, DataError

@@ -20,12 +20,12 @@ from harness.launch.batch import Received
 from harness.launch.begin import begin, begin_again
 from harness.launch.node_check import UnfitNodes
 from harness.launch.queue import Jobs, SlurmError
-from harness.launch.ranks import rank_environment
 from harness.launch.slurm_attempt import Allocation, StepFailed, _verdict, _why_not_requeued
 from harness.launch.slurm_record import SlurmJobRecord
 from harness.launch.state import read_state
 from harness.run.folder import RunFolder
 from harness.train.finish import finish_run
+from harness.train.process import rank_environment
 from harness.util.errors import EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_OK, EXIT_RESUMABLE, ConfigError
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,8 @@ import pytest
 from tiers import THOROUGH
 
 import harness.compose.composer
-from harness.compose.composer import Composer, compose_job, compose_points, job_from_config
+from harness.compose.composer import Composer, compose_job, job_from_config
+from harness.compose.multirun import compose_points
 from harness.compose.overrides import groups, in_hydra_syntax, options_of
 from harness.compose.verb import Verb
 from harness.config.job import Job

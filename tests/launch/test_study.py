@@ -19,7 +19,7 @@ from hydra.plugins.launcher import Launcher
 from optuna.trial import TrialState
 from tiers import rest_is_thorough
 
-from harness.compose import hydra_settings
+from harness.compose import overrides as hydra_settings
 from harness.compose.composer import compose_job
 from harness.compose.multirun import chooses_points
 from harness.config.job import Job

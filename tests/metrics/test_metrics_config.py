@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from harness.compose.schemas import schema_node
+from harness.compose.layers import schema_node
 from harness.config.fields import check_rules, leaves
 from harness.config.metrics import MetricsConfig
 from harness.util.errors import ConfigError

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.config.attention import Span
+from harness.config.model import Span
 from harness.model import kernels
 from harness.model.kernels import AttentionSpec, FlexKernel, Kernel, SdpaKernel, VarlenKernel
 

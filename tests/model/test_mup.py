@@ -17,8 +17,7 @@ from harness.compose.resolve import resolve
 from harness.config.fields import with_value
 from harness.config.job import Job
 from harness.config.model import ModelConfig
-from harness.config.optimizer import LR_SCALES, OptimizerConfig
-from harness.config.optimizer_kinds import KINDS, lr_scale
+from harness.config.optimizer import KINDS, LR_SCALES, OptimizerConfig, lr_scale
 from harness.model.init import draw
 from harness.model.spec import Split, tensors
 from harness.optimizer import settings

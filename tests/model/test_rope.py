@@ -10,7 +10,7 @@ from equal import assert_equal
 from families_table import STRETCHED
 from torch import Tensor
 
-from harness.config.rope import RopeConfig
+from harness.config.model import RopeConfig
 from harness.model.rope import rope_table, rotate, signed_table
 
 B, T, H, D = 2, 16, 3, 8

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from waits import waits
 
-from harness.config.optimizer import LR_SCALES, OptimizerConfig
-from harness.config.optimizer_kinds import lr_scale
+from harness.config.optimizer import LR_SCALES, OptimizerConfig, lr_scale
 from harness.optimizer import assignment
 from harness.optimizer.assignment import Matrices
 from harness.optimizer.muon import Muon

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.config.attention import Span
+from harness.config.model import Span
 from harness.config.parallelism import ParallelismConfig
 from harness.launch.pool import RankPool
 from harness.model.kernels import AttentionSpec, Kernel, SdpaKernel

@@ -13,7 +13,7 @@ from tiers import rest_is_thorough
 
 from harness.compose.composer import compose_job
 from harness.config.job import Job
-from harness.config.stages import split_modules
+from harness.config.pipeline import split_modules
 from harness.launch.pool import RankPool
 from harness.model.decoder import Decoder
 from harness.model.kernels import SdpaKernel

@@ -18,7 +18,7 @@ from tiers import rest_is_thorough
 
 from harness.compose.composer import compose_job
 from harness.config.job import Job
-from harness.config.pipeline_schedules import SCHEDULES, read_csv_schedule
+from harness.config.pipeline import SCHEDULES, read_csv_schedule
 from harness.launch.pool import RankPool
 from harness.util.errors import ConfigError
 

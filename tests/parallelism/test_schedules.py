@@ -13,8 +13,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from harness.config.parallelism import ParallelismConfig
-from harness.config.pipeline_schedules import SCHEDULES, read_csv_schedule
-from harness.config.stages import stages_of_rank
+from harness.config.pipeline import SCHEDULES, read_csv_schedule, stages_of_rank
 
 
 def stages(layout: ParallelismConfig, per_rank: int, rank: int = 0) -> list[Any]:

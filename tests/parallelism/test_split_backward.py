@@ -12,7 +12,7 @@ from tiers import rest_is_thorough
 from harness.compose.composer import Composer
 from harness.config.job import Job
 from harness.config.parallelism import RESHARD
-from harness.config.pipeline_schedules import SCHEDULES
+from harness.config.pipeline import SCHEDULES
 from harness.launch.pool import RankFailed, RankPool
 from harness.tools.parity.parity import LayoutComparer, ParityConfig, ParityJob, Trace, trace
 from harness.util.errors import ConfigError

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from harness.config.parallelism import ParallelismConfig
-from harness.config.pipeline_schedules import SCHEDULES, read_csv_schedule
-from harness.config.stages import (
+from harness.config.pipeline import (
+    SCHEDULES,
     check_stages,
     fitting_layers_per_stage,
     num_stages,
+    read_csv_schedule,
     split_modules,
     stages_of_rank,
     stages_per_rank,

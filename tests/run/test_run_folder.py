@@ -81,7 +81,7 @@ def test_the_lock_ends_with_its_holder_however_that_ends(folder: RunFolder, job:
     (folder.path / "job.json").write_text(job.to_json())
     code = (
         "import os, sys; from pathlib import Path; from harness.config.job import Job;"
-        "from harness.run.folder import RunFolder; from harness.launch.begin import begin;"
+        "from harness.launch.begin import begin; from harness.run.folder import RunFolder;"
         "path = Path(sys.argv[1]); job = Job.from_json((path / 'job.json').read_text());"
         "folder = RunFolder(path); begin(folder, job, []); os.kill(os.getpid(), 9)"
     )

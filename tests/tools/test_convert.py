@@ -25,8 +25,7 @@ from tiers import rest_is_thorough
 from torch import Tensor
 
 from harness.checkpoint import progress
-from harness.checkpoint.catalog import CheckpointFolder, open_checkpoint
-from harness.checkpoint.manifest import encode_manifest
+from harness.checkpoint.catalog import CheckpointFolder, encode_manifest, open_checkpoint
 from harness.checkpoint.storage import Writer
 from harness.config.data import TokenizerConfig
 from harness.config.fields import check_rules

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from harness.train.process import launched_ranks
 from harness.util.errors import UserError
-from harness.util.launcher_env import launched_ranks
 
 COMPLETE = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 

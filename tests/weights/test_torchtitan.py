@@ -14,9 +14,8 @@ from held import Held
 from test_meta import CONFIGS, meta_logits, meta_weights
 from torch import Tensor
 
-from harness.config.attention import AttentionConfig
 from harness.config.fields import with_value
-from harness.config.model import ModelConfig
+from harness.config.model import AttentionConfig, ModelConfig
 from harness.contrib.formats.torchtitan import Torchtitan, torchtitan_arguments
 from harness.model.architecture import resolve_model
 from harness.model.decoder import Decoder

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from harness.config.fields import numerics
-from harness.config.optimizer import OptimizerConfig
-from harness.config.optimizer_kinds import Kind
+from harness.config.optimizer import Kind, OptimizerConfig
 from harness.util.errors import ConfigError
 
 if TYPE_CHECKING:

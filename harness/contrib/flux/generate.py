@@ -10,12 +10,12 @@ from harness.compose.verb import Result
 from harness.config.data import DataConfig
 from harness.config.fields import leaves, with_value
 from harness.config.job import from_dict
+from harness.config.parallelism import degrees_in_words
 from harness.tools.inference.generate.config import GenerateJob
 from harness.tools.inference.generate.prompts import read_texts
 from harness.tools.inference.ranks import is_first, run_on_ranks
 from harness.tools.inference.source import use_checkpoint
 from harness.util.errors import EXIT_OK
-from harness.util.tables import degrees_in_words
 from harness.weights.detect import WeightFolder
 
 

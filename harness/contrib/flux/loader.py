@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from harness.config.job import Job
-from harness.config.sizes import Sizes
+from harness.config.training import Sizes
 from harness.contrib.flux.config import PATCH
 from harness.contrib.flux.pictures.encoders import build_encoders
 from harness.contrib.flux.pictures.latents import LatentSamples, check_files

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from harness.config.attention import Span
-from harness.config.model import ModelConfig
+from harness.config.model import ModelConfig, Span
 from harness.contrib.flux.config import PATCH
 from harness.model.kernels import AttentionSpec, SdpaKernel
 from harness.model.part import ModelPart
@@ -144,7 +143,7 @@ class Flux(ModelPart):
         Args:
             config: the model.
             seq_len: tokens of a caption and a square picture.
-            modules: stage names as in ``harness.config.stages``: tok_embeddings (all before the blocks),
+            modules: stage names as in ``harness.config.pipeline``: tok_embeddings (all before the blocks),
                 layers.<i>, norm and output (all after them); None means all.
         """
         super().__init__()

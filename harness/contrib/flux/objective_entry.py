@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from harness.config.data_kinds import DATA_KINDS
 from harness.contrib.flux.config import PATCH, PIXELS, FlowConfig
 from harness.train.objective import Objective
+from harness.util import torch_version
 from harness.util.errors import ConfigError, divisors
-from harness.util.versions import torch_version
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -21,8 +21,7 @@ from harness.config.job import Job
 from harness.metrics.jsonl import repair_tail
 from harness.util.encoding import parse_object
 from harness.util.errors import UserError
-from harness.util.files import sync_file
-from harness.util.locks import LockedError, lock
+from harness.util.files import LockedError, lock, sync_file
 
 FILE = "sweep.jsonl"
 LOCK = ".sweep.lock"

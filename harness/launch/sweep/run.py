@@ -283,7 +283,7 @@ def run_point(job: Job, point: Point) -> int:
     def run() -> int:
         folder = RunFolder(point.run_dir)
         if job.cluster.kind != "local":
-            return CLUSTERS[job.cluster.kind].run(job, folder, point.overrides)
+            return CLUSTERS[job.cluster.kind].load()(job, folder, point.overrides)
         # Points of a sweep are compared, so no point resumes from another's checkpoint.
         begin(folder, job, point.overrides)
         return launch(job, folder, apart=True)

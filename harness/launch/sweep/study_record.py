@@ -11,8 +11,8 @@ from typing import Any
 from harness.config.fields import from_dict
 from harness.launch.sweep.registry import Point
 from harness.metrics.columns import RESULT
-from harness.metrics.result import write_json_atomically
 from harness.run.folder import RunFolder
+from harness.run.result import write_json_atomically
 from harness.util.encoding import read_object
 from harness.util.errors import ConfigError, UserError
 

@@ -11,8 +11,7 @@ from typing import Any
 
 from harness.compose.composer import POINTS, Composed, Composer
 from harness.compose.errors import to_user_error
-from harness.compose.hydra_settings import LAUNCHER
-from harness.compose.overrides import in_hydra_syntax, typed_value
+from harness.compose.overrides import LAUNCHER, in_hydra_syntax, typed_value
 from harness.compose.search_path import sets_search_path
 from harness.config.fields import check_rules
 from harness.config.job import Job

@@ -7,13 +7,11 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from harness.compose.process_io import prepare_process
+from harness.compose.verb import prepare_process
 from harness.config.failures import describe_failure
 from harness.config.job import Job
-from harness.launch.ranks import openmp_environment
-from harness.train.process import importing_torch, keep_freed_memory
+from harness.train.process import importing_torch, keep_freed_memory, launched_ranks, openmp_environment
 from harness.util.errors import HarnessError, MachineError, UserError, one_line
-from harness.util.launcher_env import launched_ranks
 
 
 def run_on_ranks(job: Job, function: str, *arguments: Any) -> Any:
@@ -65,7 +63,7 @@ def is_first() -> bool:
 def _on_rank(job: Job, function: str, *arguments: Any) -> Any:
     import torch
 
-    from harness.launch.ranks import threads_per_rank
+    from harness.train.process import threads_per_rank
     from harness.train.setup import pick_device, set_up_process
 
     prepare_process()

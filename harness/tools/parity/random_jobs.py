@@ -13,8 +13,8 @@ from harness.compose.composer import Composer
 from harness.config.blocks import MODES
 from harness.config.job import Job
 from harness.config.parallelism import AXES, CP_METHODS, CP_ROTATE_METHODS, RESHARD
-from harness.config.pipeline_schedules import SCHEDULES
-from harness.data.vocabulary import require_vocabulary
+from harness.config.pipeline import SCHEDULES
+from harness.launch.preflight import require_vocabulary
 from harness.util.errors import ConfigError, UserError
 
 DENSE = ("llama3_tiny", "qwen3_debug")

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from harness.config.cluster import ClusterConfig
 from harness.config.job import Job
+from harness.config.parallelism import degrees_in_words
 from harness.tools.plan.constants import Calibration, Constants
 from harness.tools.plan.cpu import measure_cpu
 from harness.tools.plan.machine import machine_of
 from harness.tools.plan.step_time import StepModel
 from harness.util.errors import UserError
-from harness.util.tables import degrees_in_words
 
 # Constants that a fit changes, and the start of the fit of the defaults. The other constants come from data
 # sheets and papers: rows of one cluster seldom determine them.

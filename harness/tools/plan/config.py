@@ -18,6 +18,8 @@ DEFAULT = "H100 SXM"
 """Accelerator of rehearsed jobs that do not name one."""
 GPUS = 8
 """GPUs per node of rehearsed jobs that do not say."""
+REHEARSE = "harness.tools.rehearse.verb:rehearse_plan"
+"""Where the function is that rehearses a plan's job: it gets the plan, and returns a ``Result``."""
 AnyJob = TypeVar("AnyJob", bound=Job)
 
 

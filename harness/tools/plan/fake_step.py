@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from harness.config.job import Job
-from harness.config.stages import split_modules, stages_of_rank
+from harness.config.pipeline import split_modules, stages_of_rank
 from harness.data.loader import Batch
 from harness.model.architecture import architecture_of
 from harness.model.part import ModelPart

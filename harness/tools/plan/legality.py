@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from harness.compose.resolve import resolve_layout
-from harness.compose.rules import check_torch
+from harness.compose.resolve import check_torch, resolve_layout
 from harness.config.job import Job
 from harness.config.parallelism import AXES
 from harness.precision.linears import check_layout, sort_linears

@@ -17,7 +17,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from harness.config.job import Job
-from harness.config.stages import split_modules
+from harness.config.pipeline import split_modules
 from harness.tools.plan.memory_activations import ActivationBytes, PartBytes
 from harness.tools.plan.memory_logits import LogitBytes
 from harness.tools.plan.parameters import BYTES, HeldTensor, RankParameters

@@ -26,8 +26,7 @@ from typing import Any
 import xxhash
 
 from harness.config.parallelism import ParallelismConfig
-from harness.config.pipeline_schedules import SCHEDULES, read_csv_schedule
-from harness.config.stages import num_stages
+from harness.config.pipeline import SCHEDULES, num_stages, read_csv_schedule
 from harness.tools.plan.plan import Action
 
 _version = lru_cache(version)

@@ -18,11 +18,10 @@ from typing import Any, TypeVar
 
 from harness.config.job import Job
 from harness.config.model import ModelConfig, of_one_model
-from harness.config.optimizer import OptimizerConfig
-from harness.config.optimizer_kinds import KINDS
+from harness.config.optimizer import KINDS, OptimizerConfig
 from harness.config.parallelism import ParallelismConfig
+from harness.config.pipeline import split_modules, stages_of_rank
 from harness.config.precision import PrecisionConfig
-from harness.config.stages import split_modules, stages_of_rank
 from harness.model.architecture import block_kinds
 from harness.model.spec import TensorSpec, fsdp_groups, tensors
 from harness.optimizer.settings import kind_of

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from harness.config.job import Job
 from harness.config.parallelism import ParallelismConfig
-from harness.config.stages import num_stages, split_modules, stages_of_rank
+from harness.config.pipeline import num_stages, split_modules, stages_of_rank
 from harness.model.architecture import block_kinds
 from harness.precision.linears import sort_linears
 from harness.tools.plan.block_cost import Block, Worker

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from harness.config.job import Job
-from harness.config.parallelism import ParallelismConfig
-from harness.config.stages import num_stages
+from harness.config.parallelism import ParallelismConfig, degrees_in_words
+from harness.config.pipeline import num_stages
 from harness.model.architecture import architecture_of
 from harness.tools.plan import bands
 from harness.tools.plan.cost import cost_in_words
 from harness.tools.plan.plan import KINDS, PARTS, Plan, RankMemory, Speed, Traffic
 from harness.util.hardware import ACCELERATORS
-from harness.util.tables import aligned, aligned_facts, counted, degrees_in_words, figure, gib, seconds
+from harness.util.tables import aligned, aligned_facts, counted, figure, gib, seconds
 
 _WORDS = {"compute": "computing", "bubble": "pipeline bubble", "optimizer": "update"}
 

@@ -12,8 +12,7 @@ from harness.compose.resolve import resolve
 from harness.config.cluster import count_gpus
 from harness.config.job import Job
 from harness.config.parallelism import AXES, ParallelismConfig
-from harness.config.pipeline_schedules import SCHEDULES
-from harness.config.stages import fitting_layers_per_stage, num_stages
+from harness.config.pipeline import SCHEDULES, fitting_layers_per_stage, num_stages
 from harness.model.architecture import resolve_model
 from harness.util.errors import ConfigError, divisors
 

@@ -10,9 +10,8 @@ from typing import TypeVar
 
 from harness.config.job import Job
 from harness.config.model import ModelConfig, of_one_model
-from harness.config.optimizer import OptimizerConfig
-from harness.config.optimizer_kinds import KINDS
-from harness.config.stages import split_modules, stages_of_rank
+from harness.config.optimizer import KINDS, OptimizerConfig
+from harness.config.pipeline import split_modules, stages_of_rank
 from harness.metrics.mfu import mfu
 from harness.model.accounting import account
 from harness.model.architecture import block_kinds

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 
 from harness.config.job import Job
-from harness.config.optimizer_kinds import KINDS
+from harness.config.optimizer import KINDS
 from harness.config.parallelism import ParallelismConfig
 from harness.model.spec import TensorSpec
 from harness.optimizer.assignment import Matrices, Unit, assign, orthogonalization_flops

@@ -23,10 +23,11 @@ from pathlib import Path
 from harness.compose.composer import Composed
 from harness.compose.verb import Result, Verb
 from harness.config.cluster import ClusterConfig
-from harness.tools.plan.config import PlanJob
+from harness.config.registry import load_attribute
+from harness.tools.plan.config import REHEARSE, PlanJob
 from harness.tools.plan.plan import Plan
+from harness.train.process import launched_ranks
 from harness.util.errors import HarnessError, UserError
-from harness.util.launcher_env import launched_ranks
 
 
 def plan(job: PlanJob, overrides: list[str]) -> Result:
@@ -53,7 +54,13 @@ def plan(job: PlanJob, overrides: list[str]) -> Result:
     if job.verify:
         return _verify(made, step=job.verify_step)
     if job.rehearse:
-        return _rehearse(made)
+        gc.enable()
+        rehearsed: Result = load_attribute(REHEARSE)(made)
+        data, text = (
+            as_dict(made) | {"rehearsed": rehearsed.data["ranks"]},
+            f"{render(made)}\n{rehearsed.text}",
+        )
+        return replace(rehearsed, data=data, text=text)
     return _with_remedies(Result(as_dict(made), render(made)), made, overrides)
 
 
@@ -127,23 +134,6 @@ def _verify(made: Plan, *, step: bool) -> Result:
     gc.enable()
     verified = verify(made, step=step)
     return Result(dataclasses.asdict(verified), "\n".join(render_verified(verified, made)) + "\n")
-
-
-def _rehearse(made: Plan) -> Result:
-    """Rehearse one rank of each kind."""
-    from harness.tools.plan.render import as_dict, render
-    from harness.tools.rehearse.config import RehearseConfig
-    from harness.tools.rehearse.render import as_dict as rehearsed_as_dict
-    from harness.tools.rehearse.render import render as render_rehearsed
-    from harness.tools.rehearse.verb import exit_code, rehearse_ranks
-
-    gc.enable()
-    ranks = rehearse_ranks(made, RehearseConfig())
-    return Result(
-        as_dict(made) | {"rehearsed": rehearsed_as_dict(made, ranks)["ranks"]},
-        f"{render(made)}\n{render_rehearsed(made, ranks)}",
-        exit_code(ranks),
-    )
 
 
 # Garbage collection takes a quarter of the time of importing torch, and a third of a search, and finds little.

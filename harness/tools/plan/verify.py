@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from harness.config.job import Job
-from harness.config.optimizer_kinds import KINDS
-from harness.config.stages import stages_of_rank
+from harness.config.optimizer import KINDS
+from harness.config.pipeline import stages_of_rank
 from harness.metrics.memory import peak_memory_gib
 from harness.model.part import ModelPart
 from harness.model.spec import parameter_shapes, tensors

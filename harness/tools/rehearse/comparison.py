@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from harness.config.job import Job
-from harness.config.stages import split_modules, stages_of_rank
+from harness.config.pipeline import split_modules, stages_of_rank
 from harness.model.spec import block_tensors
 from harness.tools.plan.costs import costs_of
 from harness.tools.plan.machine import machine_of

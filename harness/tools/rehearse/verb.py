@@ -10,17 +10,14 @@ The code is torch's for CUDA, over libraries that compute nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from harness.compose.verb import Result, Verb
 from harness.tools.plan.make import make_plan
 from harness.tools.plan.plan import Plan
 from harness.tools.rehearse.config import RehearseConfig, RehearseJob, ranks_to_rehearse
-from harness.tools.rehearse.figures import RankFigures
 from harness.tools.rehearse.render import as_dict, render
 from harness.tools.rehearse.server import Rehearsals, require_no_gpu
+from harness.train.process import launched_ranks
 from harness.util.errors import EXIT_OK, UserError
-from harness.util.launcher_env import launched_ranks
 
 EXIT_FAILED = 1
 
@@ -29,25 +26,21 @@ def rehearse(job: RehearseJob, _overrides: list[str]) -> Result:
     """Rehearse a job's ranks on virtual GPUs."""
     if launched_ranks() is not None:
         raise UserError("harness rehearse starts its ranks itself; start it without torchrun")
-    plan = make_plan(job.plain)
-    ranks = rehearse_ranks(plan, job.rehearse)
-    return Result(as_dict(plan, ranks), render(plan, ranks), exit_code(ranks))
+    return rehearse_plan(make_plan(job.plain), job.rehearse)
 
 
-def exit_code(ranks: Sequence[RankFigures]) -> int:
-    """EXIT_FAILED if any of the ranks failed."""
-    return EXIT_FAILED if any(rank.failure is not None for rank in ranks) else EXIT_OK
-
-
-def rehearse_ranks(plan: Plan, config: RehearseConfig) -> list[RankFigures]:
-    """Rehearse the ranks of a plan's job, one after another.
+def rehearse_plan(plan: Plan, config: RehearseConfig | None = None) -> Result:
+    """Rehearse ranks of a plan's job, one after another, and compare each with the plan.
 
     Raises:
         UserError: this machine has a GPU, or something that rehearsals need is missing.
     """
+    config = config or RehearseConfig()
     require_no_gpu(config)
     with Rehearsals() as rehearsals:
-        return [rehearsals.run(plan.job, rank, config) for rank in ranks_to_rehearse(plan.job, config)]
+        ranks = [rehearsals.run(plan.job, rank, config) for rank in ranks_to_rehearse(plan.job, config)]
+    failed = any(rank.failure is not None for rank in ranks)
+    return Result(as_dict(plan, ranks), render(plan, ranks), EXIT_FAILED if failed else EXIT_OK)
 
 
 VERB = Verb("rehearse", rehearse, job=RehearseJob, has_json=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.compose.composer import compose_points
+from harness.compose.multirun import compose_points
 from harness.compose.paths import conf_dir
 from harness.config.cluster import ClusterConfig
 from harness.config.fields import LABEL, leaves

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.compose.composer import compose_job
-from harness.tools.rehearse.config import RehearseJob, ranks_to_rehearse
-from harness.tools.rehearse.server import Rehearsals, require_no_gpu
+from harness.tools.plan.config import PlanJob
+from harness.tools.plan.verb import plan
 from harness.util.encoding import read_object
 from harness.util.errors import UserError
 from harness.util.files import write_atomically
@@ -44,24 +44,21 @@ def rehearse_missing(folder: Path, jobs: Sequence[tuple[str, list[str], str]]) -
         UserError: this machine has a GPU, or has no build of torch for CUDA; a rehearsal failed.
     """
     found = read(folder)
-    missing = [job for job in jobs if job[0] not in found]
-    if not missing:
-        return
-    with Rehearsals() as rehearsals:
-        for job_id, overrides, accelerator in missing:
-            hardware = ["cluster=slurm_h100", f"cluster.accelerator={accelerator}"]
-            job = compose_job([*overrides, *hardware], config_name="rehearse", schema=RehearseJob)
-            require_no_gpu(job.rehearse)
-            ranks = [rehearsals.run(job.plain, r, job.rehearse) for r in ranks_to_rehearse(job, job.rehearse)]
-            for rank in ranks:
-                if rank.failure is not None:
-                    what = f"{rank.failure.kind}: {rank.failure.message}"
-                    raise UserError(f"{' '.join(overrides)}: rank {rank.rank} could not be rehearsed: {what}")
-            most = max(ranks, key=lambda rank: rank.memory["reserved"])
-            found[job_id] = {
-                RESERVED: round(most.memory["reserved"] / GIB, 2),
-                "rank": most.rank,
-                "torch": version("torch"),
-            }
-            write_atomically(folder / FILE, f"{json.dumps(found, indent=1, sort_keys=True)}\n".encode())
-            sys.stderr.write(f"rehearsed {' '.join(overrides)}: {found[job_id][RESERVED]:.1f} GiB\n")
+    for job_id, overrides, accelerator in jobs:
+        if job_id in found:
+            continue
+        hardware = ["cluster=slurm_h100", f"cluster.accelerator={accelerator}", "checkpoint.enable=false"]
+        typed = [*overrides, *hardware, "rehearse=true"]
+        ranks = plan(compose_job(typed, config_name="plan", schema=PlanJob), typed).data["rehearsed"]
+        for rank in ranks:
+            if rank["failure"] is not None:
+                what = f"{rank['failure']['kind']}: {rank['failure']['message']}"
+                raise UserError(f"{' '.join(overrides)}: rank {rank['rank']} could not be rehearsed: {what}")
+        most = max(ranks, key=lambda rank: rank["memory"]["reserved"])
+        found[job_id] = {
+            RESERVED: round(most["memory"]["reserved"] / GIB, 2),
+            "rank": most["rank"],
+            "torch": version("torch"),
+        }
+        write_atomically(folder / FILE, f"{json.dumps(found, indent=1, sort_keys=True)}\n".encode())
+        sys.stderr.write(f"rehearsed {' '.join(overrides)}: {found[job_id][RESERVED]:.1f} GiB\n")

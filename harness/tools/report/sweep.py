@@ -21,7 +21,6 @@ from harness.launch.sweep.study_record import StudyRecord
 from harness.launch.sweep.table import best_in_words, counted, rows_of, table_markdown, table_text, write_csv
 from harness.run.evaluations import evaluations_markdown, newest
 from harness.run.folder import RunFolder
-from harness.tools.verify import verify_all
 from harness.util.errors import EXIT_OK, UserError
 from harness.util.tables import without_html
 
@@ -69,16 +68,19 @@ def _as_dict(point: Point, each: RunState) -> dict[str, Any]:
 
 def _verify(seen: Sequence[RunState]) -> tuple[list[dict[str, Any]], int]:
     """Verify the newest checkpoint of each completed point; return the verdicts and the exit code."""
-    verdicts, code = [], EXIT_OK
+    from harness.checkpoint.verify import verify_all
+
+    verdicts: list[dict[str, Any]] = []
+    code = EXIT_OK
     for each in seen:
         if each.state == "completed":
             try:
-                verified = verify_all([str(each.run_dir)], newest=True)
+                found, found_code = verify_all([str(each.run_dir)], newest=True)
             except UserError as error:  # the point was configured to save nothing
                 sys.stdout.write(f"{error}\n")
                 continue
-            verdicts += verified.data["checkpoints"]
-            code = max(code, verified.code)
+            verdicts += map(asdict, found)
+            code = max(code, found_code)
     return verdicts, code
 
 

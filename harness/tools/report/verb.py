@@ -6,7 +6,7 @@ from pathlib import Path
 
 from harness.compose.arguments import Argument, report_folder
 from harness.compose.verb import Result, Verb
-from harness.config.scale import COUNTED
+from harness.config.training import COUNTED
 from harness.launch.rows import KEPT, Row, keep, load
 from harness.launch.sweep.registry import FILE as SWEEP
 from harness.launch.sweep.study_record import StudyRecord

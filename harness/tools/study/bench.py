@@ -21,10 +21,10 @@ from harness.config.fields import label, part
 from harness.config.job import Job
 from harness.launch.begin import begin
 from harness.metrics.jsonl import MetricsFile
-from harness.metrics.result import flatten
 from harness.run.folder import RunFolder
+from harness.train.process import launched_ranks
+from harness.util.encoding import flatten
 from harness.util.errors import EXIT_INTERRUPTED, EXIT_OK, STOPPED, ConfigError, UserError
-from harness.util.launcher_env import launched_ranks
 
 EXIT_FAILED = 1
 BASE = "base"

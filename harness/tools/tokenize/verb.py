@@ -20,8 +20,8 @@ from harness.data.tokenizer import build_tokenizer
 from harness.data.units import bytes_of
 from harness.tools.tokenize.config import TokenizeJob
 from harness.tools.tokenize.writer import CorpusWriter
+from harness.train.process import launched_ranks
 from harness.util.errors import ConfigError, UserError
-from harness.util.launcher_env import launched_ranks
 
 WORKERS = 8
 """Default processes of a task of a SLURM array."""

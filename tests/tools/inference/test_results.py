@@ -8,7 +8,7 @@ from jobs import train
 
 from harness.launch.rows import load
 from harness.run.evaluations import evaluations_markdown, newest
-from harness.run.status import EVALUATIONS
+from harness.run.folder import EVALUATIONS
 from harness.tools.inference.evaluate.results import append
 from harness.tools.report.of_runs import report_of
 

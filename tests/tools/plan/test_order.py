@@ -8,8 +8,7 @@ from itertools import product
 import pytest
 
 from harness.config.parallelism import ParallelismConfig
-from harness.config.pipeline_schedules import SCHEDULES
-from harness.config.stages import num_stages, stages_of_rank
+from harness.config.pipeline import SCHEDULES, num_stages, stages_of_rank
 from harness.tools.plan.order import fullest, pipeline_order
 from harness.tools.plan.plan import Action
 

@@ -18,12 +18,13 @@ from pathlib import Path
 import pytest
 from tiers import THOROUGH
 
-from harness.compose import rules as job_rules
-from harness.compose.composer import compose_job, compose_points
+from harness.compose import resolve as job_rules
+from harness.compose.composer import compose_job
+from harness.compose.multirun import compose_points
 from harness.compose.resolve import resolve
 from harness.config.job import Job, differing_numerics
 from harness.config.parallelism import AXES
-from harness.config.stages import num_stages
+from harness.config.pipeline import num_stages
 from harness.tools.plan import search_result as found_module
 from harness.tools.plan.config import PlanJob
 from harness.tools.plan.constants import Calibration, Constants

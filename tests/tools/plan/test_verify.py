@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from harness.compose.composer import compose_job
 from harness.config.job import Job
-from harness.config.pipeline_schedules import SCHEDULES
+from harness.config.pipeline import SCHEDULES
 from harness.data.loader import Batch
 from harness.launch.pool import RankPool
 from harness.model.accounting import account

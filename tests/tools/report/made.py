@@ -8,11 +8,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from harness.compose.composer import Composed, compose_points
+from harness.compose.composer import Composed
+from harness.compose.multirun import compose_points
 from harness.config.job import Job
 from harness.launch.sweep.registry import Point, Registry, Skipped
-from harness.metrics.result import write_result
 from harness.model.accounting import account
+from harness.run.result import write_result
 from harness.util.tables import GIB
 
 DEVICE = "NVIDIA H100 80GB HBM3"

@@ -7,6 +7,7 @@ from types import TracebackType
 
 import pytest
 
+from harness.tools.rehearse import verb
 from harness.tools.rehearse.figures import Failure, RankFigures
 from harness.tools.report import rehearsed
 from harness.util.errors import UserError
@@ -38,8 +39,8 @@ class FakeRehearsals:
 def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeRehearsals]:
     monkeypatch.setattr(FakeRehearsals, "ran", [], raising=False)
     monkeypatch.setattr(FakeRehearsals, "failure", None)
-    monkeypatch.setattr(rehearsed, "Rehearsals", FakeRehearsals)
-    monkeypatch.setattr(rehearsed, "require_no_gpu", lambda config: None)
+    monkeypatch.setattr(verb, "Rehearsals", FakeRehearsals)
+    monkeypatch.setattr(verb, "require_no_gpu", lambda config: None)
     return FakeRehearsals
 
 

@@ -17,15 +17,15 @@ import pytest
 from gpu_rows import report_rows
 from made import DEVICE, leave, make_sweep, plan_of, rate_of, result
 
-from harness.compose.composer import compose_points
+from harness.compose.multirun import compose_points
 from harness.config.job import Job
 from harness.launch.rows import KEPT, as_planned, keep
-from harness.metrics.result import flatten
 from harness.metrics.window import THROUGHPUT
 from harness.tools.plan.constants import Calibration, Constants
 from harness.tools.report import experiment, published
 from harness.tools.report.predict import CALIBRATION, calibration_of, with_predictions
 from harness.tools.report.verb import VERB
+from harness.util.encoding import flatten
 from harness.util.hardware import ACCELERATORS
 
 ROOT = Path(__file__).parents[3]

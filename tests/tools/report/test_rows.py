@@ -19,9 +19,9 @@ from harness.launch.slurm_record import SlurmJobRecord
 from harness.launch.state import read_states
 from harness.launch.sweep.registry import Registry, command_of
 from harness.launch.sweep.table import rows_of, table_markdown, table_text
-from harness.metrics.result import write_result
 from harness.metrics.slow import SlowRank
 from harness.metrics.window import THROUGHPUT, Window
+from harness.run.result import write_result
 from harness.tools.report.of_runs import report_of
 from harness.tools.report.sweep import collect, status
 from harness.util.document import markdown
@@ -215,6 +215,6 @@ def test_names_and_commands() -> None:
 
 def test_the_job_of_a_row_is_the_job(tmp_path: Path) -> None:
     job = compose_job(["cluster=slurm", "cluster.env.A=b", "cluster.sbatch.reservation=x", "data.prefetch=3"])
-    from harness.metrics.result import flatten
+    from harness.util.encoding import flatten
 
     assert job_of(flatten(result(job, 1.0))) == job

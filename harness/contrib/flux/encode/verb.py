@@ -14,10 +14,8 @@ import os
 from harness.compose.verb import Result, Verb
 from harness.contrib.flux.encode.config import EncodeJob
 from harness.data.shards.here import write_here
-from harness.launch.ranks import openmp_environment
-from harness.train.process import importing_torch
+from harness.train.process import importing_torch, launched_ranks, openmp_environment
 from harness.util.errors import ConfigError, UserError
-from harness.util.launcher_env import launched_ranks
 
 
 def encode(job: EncodeJob, overrides: list[str]) -> int | Result:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from harness.config.sizes import Sizes
+from harness.config.training import Sizes
 from harness.contrib.flux.pictures.encoders import Encoders, as_floats
 from harness.contrib.flux.pictures.sources import RawSamples
 from harness.data.batch import Cursor, ImageBatch, Loader

@@ -6,8 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
-from harness.config.evaluation import SPLITS, require_stride, require_tasks
 from harness.config.fields import label, part
+from harness.config.training import SPLITS, require_stride, require_tasks
 from harness.data.tokenizer import build_tokenizer
 from harness.model.architecture import require_decoder
 from harness.tools.inference.config import InferenceJob

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 
-from harness.config.evaluation import LM_EVAL
+from harness.config.training import LM_EVAL
 from harness.model.decoder import Decoder
 from harness.tools.inference.evaluate.config import EvaluateJob
 from harness.tools.inference.evaluate.scoring import Scorer

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from harness.config.evaluation import is_lm_eval
+from harness.config.training import is_lm_eval
 from harness.tools.inference.evaluate.config import EvaluateJob
 from harness.tools.inference.evaluate.scoring import Scorer
 from harness.tools.inference.evaluate.tasks import Task

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from harness.checkpoint.catalog import is_url
-from harness.metrics.result import flatten, versions
+from harness.config.parallelism import degrees_in_words
 from harness.run.evaluations import ABOUT, Metrics, shown
-from harness.run.status import EVALUATIONS
+from harness.run.folder import EVALUATIONS
+from harness.run.result import versions
 from harness.tools.inference.evaluate.config import EvaluateJob
-from harness.util.encoding import dumps
+from harness.util.encoding import dumps, flatten
 from harness.util.errors import MachineError
-from harness.util.tables import aligned, degrees_in_words
+from harness.util.tables import aligned
 from harness.weights.detect import WeightFolder
 
 

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from harness.config.data import DataConfig
-from harness.config.evaluation import DATA
-from harness.config.kind_fields import WITHOUT_TEXT
+from harness.config.data_kinds import WITHOUT_TEXT
+from harness.config.training import DATA
 from harness.data.sources import Source, source_of
 from harness.data.tokenizer import Tokenizer, with_bos, with_bos_eos
 from harness.data.tokenizing import is_held_out

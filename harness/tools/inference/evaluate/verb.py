@@ -14,8 +14,8 @@ import dataclasses
 import importlib.util
 
 from harness.compose.verb import Result, Verb
-from harness.config.evaluation import DATA, is_lm_eval, require_stride
 from harness.config.fields import with_value
+from harness.config.training import DATA, is_lm_eval, require_stride
 from harness.tools.inference.evaluate.config import EvaluateJob
 from harness.tools.inference.evaluate.results import append, file_of, rows_of, table
 from harness.tools.inference.evaluate.tasks import open_task

@@ -12,8 +12,8 @@ from harness.data.tokenizer import with_bos
 from harness.data.tokenizer_base import Tokenizer
 from harness.tools.inference.generate.config import GenerateJob
 from harness.tools.inference.lines import STDIN, numbered_lines, parse_json
+from harness.train.process import launched_ranks
 from harness.util.errors import ConfigError, UserError
-from harness.util.launcher_env import launched_ranks
 
 OWN = "own"
 """Value of generate.chat: the template of the tokenizer's repository."""

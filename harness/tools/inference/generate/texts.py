@@ -8,13 +8,13 @@ from typing import Any
 
 from harness.compose.verb import Result
 from harness.config.fields import with_value
+from harness.config.parallelism import degrees_in_words
 from harness.data.tokenizer import build_tokenizer
 from harness.tools.inference.generate.config import GenerateJob
 from harness.tools.inference.generate.prompts import read_prompts, require_room
 from harness.tools.inference.ranks import is_first, run_on_ranks
 from harness.tools.inference.source import use_checkpoint
 from harness.util.errors import EXIT_OK
-from harness.util.tables import degrees_in_words
 
 
 def generate(job: GenerateJob, overrides: list[str]) -> int | Result:

@@ -19,10 +19,10 @@ from harness.tools.study.converge.curves import read_curves
 from harness.tools.study.converge.judge import EQUAL, judge
 from harness.tools.study.converge.points import Technique, compose_techniques
 from harness.tools.study.converge.render import SHORT, SKIPPED, Compared, report_of
+from harness.train.process import launched_ranks
 from harness.util.document import as_csv, markdown
 from harness.util.errors import EXIT_OK, STOPPED, UserError
 from harness.util.files import write_atomically
-from harness.util.launcher_env import launched_ranks
 from harness.util.page import page
 from harness.util.tables import aligned
 

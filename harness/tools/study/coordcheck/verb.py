@@ -15,10 +15,10 @@ from pathlib import Path
 
 from harness.compose.verb import Result, Verb
 from harness.tools.study.coordcheck.config import CoordCheckJob
+from harness.train.process import launched_ranks
 from harness.util.encoding import dumps
 from harness.util.errors import EXIT_OK, UserError
 from harness.util.files import write_atomically
-from harness.util.launcher_env import launched_ranks
 from harness.util.tables import aligned
 
 EXIT_DRIFTS = 1

@@ -6,12 +6,11 @@ import importlib.metadata
 import os
 import platform
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from harness.util import __version__
-from harness.util.encoding import dumps, parse_object
+from harness.util.encoding import dumps, flatten, parse_object
 from harness.util.files import write_atomically
 
 _PACKAGES = ("torch", "torchao", "triton", "numpy", "wandb", "hydra-core")
@@ -62,29 +61,6 @@ def read_result(run_dir: Path) -> dict[str, Any]:
         if not isinstance(value, kind) or isinstance(value, bool):
             raise ValueError(f"{name} is of type {type(value).__name__}")
     return row
-
-
-def flatten(nested: dict[str, Any]) -> dict[str, Any]:
-    """Flatten ``{"a": {"b": 1}}`` to ``{"a.b": 1}``. Lists stay lists; empty dicts disappear.
-
-    Raises:
-        ValueError: two values would get the same name.
-    """
-    flat: dict[str, Any] = {}
-    for name, value in flat_items(nested):
-        if name in flat:
-            raise ValueError(f"two values are called {name}")
-        flat[name] = value
-    return flat
-
-
-def flat_items(nested: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted name and the value of each leaf."""
-    for key, value in nested.items():
-        if isinstance(value, dict):
-            yield from flat_items(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def versions() -> dict[str, str | None]:

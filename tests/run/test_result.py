@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.metrics.result import flatten, git_commit, versions, write_json_atomically, write_result
+from harness.run.result import git_commit, versions, write_json_atomically, write_result
 from harness.util import __version__, files
+from harness.util.encoding import flatten
 
 
 def git(folder: Path, *arguments: str) -> None:
@@ -66,7 +67,7 @@ def test_versions() -> None:
 
 
 def test_version_of_a_missing_package_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.metrics.result._PACKAGES", ("no-such-package-at-all",))
+    monkeypatch.setattr("harness.run.result._PACKAGES", ("no-such-package-at-all",))
     assert versions()["no-such-package-at-all"] is None
 
 
