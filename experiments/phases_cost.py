@@ -132,8 +132,8 @@ def block(engine: Any, job: Any, folder: Path) -> float:
     stamps = []
     log = trainer._log
 
-    def logged(step: Any) -> None:
-        log(step)
+    def logged(step: Any, noted: Any) -> None:
+        log(step, noted)
         stamps.append(time.process_time())
 
     trainer._log = logged  # type: ignore[method-assign]

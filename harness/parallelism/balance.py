@@ -45,7 +45,6 @@ class Balance:
 
     def set_size(self, batch_size: int, seq_len: int) -> None:
         """Set the sequences of the next step's global batch, and their length."""
-        self._tokens = batch_size * seq_len
         for part in self.parts:
             for moe in part.mixtures.values():
                 moe.router.aux_scale = 1 / (batch_size * self.copies)
@@ -77,17 +76,14 @@ class Balance:
         update_E = self.job.model.moe.balance_coeff * direction_E
         return update_E - update_E.mean()
 
-    def metrics(self) -> dict[str, float]:
-        """Load metrics of the last step; waits for the device.
+    def metrics(self, load_ME: Tensor, tokens: int) -> dict[str, float]:
+        """Load metrics of a step of so many tokens, from its ``load_ME`` in host memory.
 
         ``moe.load_max`` and ``moe.load_min`` are the largest and smallest load of an expert divided by the
         mean of its layer, ``moe.unused`` the number of experts without a token, ``moe.dropped`` the number of
         token-expert pairs that no expert computed. Metrics of a single layer end in the layer's number.
         """
-        if self.load_ME is None:
-            return {}
-        moe, tokens = self.job.model.moe, self._tokens
-        load_ME = self.load_ME.cpu().double()
+        moe, load_ME = self.job.model.moe, load_ME.double()
         mean = tokens * moe.top_k / moe.num_experts
         most, least = (load_ME.amax(1) / mean).tolist(), (load_ME.amin(1) / mean).tolist()
         metrics = {

@@ -7,7 +7,10 @@ each other, so that pipeline, checkpointing and compile see nothing of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -180,15 +183,27 @@ def _split_rows(_name: str, module: nn.Module, mesh: DeviceMesh) -> None:
         module.register_parameter(name, nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)])))
 
 
+# Functions of torch that run what the compiler has fused, by kind.
+_FUSED = {
+    "all-gathers": (
+        *("_fused_all_gather_matmul_impl", "_fused_all_gather_matmul_native"),
+        "_multimem_all_gather_matmul",
+    ),
+    "reduce-scatters": ("_fused_matmul_reduce_scatter_impl", "_fused_scaled_matmul_reduce_scatter_impl"),
+}
+fused: Counter[str] = Counter()
+"""How often this process has run what the compiler has fused, by kind."""
+
+
 def enable_async(mesh: DeviceMesh, device: torch.device) -> None:
     """Enable symmetric memory on the tp axis, with which the compiler overlaps products and collectives.
 
-    Without it the compiler's pass would silently do nothing.
+    Without it the compiler's pass would silently do nothing. What it fuses is counted in ``fused``.
 
     Raises:
         ConfigError: the GPUs of the axis cannot read each other's memory.
     """
-    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+    from torch.distributed import _symmetric_memory as symmetric_memory
 
     works = "parallelism.async_tp=false"
     if device.type != "cuda":
@@ -199,7 +214,30 @@ def enable_async(mesh: DeviceMesh, device: torch.device) -> None:
         raise ConfigError(
             "parallelism.async_tp", True, "the GPUs here have no access to each other's memory", works
         )
-    enable_symm_mem_for_group(mesh.get_group().group_name)
+    symmetric_memory.enable_symm_mem_for_group(mesh.get_group().group_name)
+    for kind, names in _FUSED.items():
+        for name in names:
+            function = getattr(symmetric_memory, name, None)
+            if function is not None and not hasattr(function, "__wrapped__"):
+                setattr(symmetric_memory, name, _counting(kind, function))
+
+
+def _counting(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        fused[kind] += 1
+        return function(*args, **options)
+
+    return call
+
+
+def describe_fused(counts: Mapping[str, int]) -> str:
+    """Describe what asynchronous tensor parallel has fused in the first step; warn if a kind is missing."""
+    missing = " and ".join(kind for kind in _FUSED if not counts.get(kind))
+    if missing:
+        return f"WARNING parallelism.async_tp=true: the compiler has fused no {missing} with products"
+    found = " and ".join(f"{counts[kind]} {kind}" for kind in _FUSED)
+    return f"fused {found} with products, in the first step"
 
 
 def apply_tensor_parallel(

@@ -58,13 +58,16 @@ class PhaseLog:
         self._first = step + 1 + max(1, self._warmup)
         self._phases.restart()
 
-    def end_step(self, step: int, *, logged: bool) -> None:
-        """End a step; if it is logged, write the row of the steps since the last one.
+    def end_step(self, step: int) -> None:
+        """End a step; the next one begins."""
+        self._phases.end_step(step)
+
+    def take(self, *, logged: bool) -> None:
+        """Read the ended steps; if the step is logged, write the row of those since the last one.
 
         Raises:
             OSError: the file cannot be written.
         """
-        self._phases.end_step(step)
         for each in self._phases.take():
             if each.step >= self._first:
                 self._row.append(each)

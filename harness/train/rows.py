@@ -17,7 +17,9 @@ _SHOWN = ("step", "tokens", "loss", "validation_loss", "tokens_per_second_per_ra
 
 def step_row(step: Step, trainer: Trainer, loss_max: float) -> Row:
     """Return the row of a training step; ``loss_max`` is the largest mean loss of a rank's rows."""
-    outcome, progress, interval = step.outcome, trainer.progress, trainer.window.interval()
+    outcome, noted, phase = step.outcome, step.noted, trainer.sizes.at(step.number)
+    assert noted is not None, f"step {step.number} is not logged"
+    progress, interval, loads = trainer.progress, trainer.window.interval(), noted.loads
     return {
         "step": step.number,
         "loss": outcome.loss,
@@ -28,14 +30,14 @@ def step_row(step: Step, trainer: Trainer, loss_max: float) -> Row:
         "valid_tokens": outcome.valid_tokens,
         **({} if outcome.mtp_loss is None else {"mtp_loss": outcome.mtp_loss}),
         **_source_losses(step, trainer),
-        **_source_progress(trainer),
+        **noted.sources,
         **interval,
         **trainer.efficiency.fields(interval["tokens_per_second"], trainer.window.interval_lengths),
         **progress.memory,
         "skipped_steps": progress.skipped_steps,
         **_scheduled_sizes(step.number, trainer),
-        **trainer.engine.balance.metrics(),
-        **({} if trainer.phases is None else {"slow_ranks": len(trainer.phases.slow.slow)}),
+        **({} if loads is None else trainer.engine.balance.metrics(loads.read(), phase.tokens)),
+        **({} if noted.slow_ranks is None else {"slow_ranks": noted.slow_ranks}),
         "time": time.time(),
     }
 
@@ -83,7 +85,7 @@ def result_row(trainer: Trainer) -> Row:
         "validation_loss": progress.validation_loss,
         **progress.source_validation,
         **progress.evaluation,
-        **_source_progress(trainer),
+        **source_progress(trainer),
         "skipped_steps": progress.skipped_steps,
         "damaged_documents": trainer.loader.damaged_documents,
         "first_step_seconds": progress.first_step_seconds,
@@ -111,7 +113,7 @@ def _source_losses(step: Step, trainer: Trainer) -> Row:
     return row
 
 
-def _source_progress(trainer: Trainer) -> Row:
+def source_progress(trainer: Trainer) -> Row:
     """Return the tokens and epochs of each source of a mixture since step 1."""
     per_epoch = trainer.loader.samples_per_epoch_of
     if not per_epoch:

@@ -10,6 +10,20 @@ from torch import Tensor
 HOST = torch.device("cpu")
 
 
+class HostCopy:
+    """A copy of a tensor in host memory, which the device may not have made yet."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._values = values.to(HOST, non_blocking=True)
+        self._copied = torch.cuda.current_stream().record_event() if values.is_cuda else None
+
+    def read(self) -> Tensor:
+        """Return the copy; waits for it, but not for work queued later."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._values
+
+
 class StepOutcome:
     """Loss and gradient norm of one step; the same on every rank, except ``local_loss``.
 
@@ -48,8 +62,7 @@ class StepOutcome:
         # The one number that decides about the update: it is not finite if a loss is not finite.
         self.norm = (square_sum + 0 * sum(loss_sums)).sqrt()
         values = torch.stack([square_sum.sqrt(), loss.double(), *loss_sums])
-        self._values = values.to(HOST, non_blocking=True)
-        self._copied = torch.cuda.current_stream().record_event() if values.is_cuda else None
+        self._num_values, self._values = len(values), HostCopy(values)
 
     @property
     def loss(self) -> float:
@@ -59,12 +72,12 @@ class StepOutcome:
     @property
     def mtp_loss(self) -> float | None:
         """Loss of multi-token prediction per valid token; None if the model has none."""
-        return self._value(3) if len(self._values) > 3 + len(self.source_tokens) else None
+        return self._value(3) if self._num_values > 3 + len(self.source_tokens) else None
 
     @property
     def source_losses(self) -> list[float | None]:
         """Mean loss per valid token of each source of a mixture; None for a source without one."""
-        first = len(self._values) - len(self.source_tokens)
+        first = self._num_values - len(self.source_tokens)
         return [
             self._value(first + index) * self.valid_tokens / tokens if tokens else None
             for index, tokens in enumerate(self.source_tokens)
@@ -86,6 +99,4 @@ class StepOutcome:
         return all(abs(value) < float("inf") for value in (self.loss, self.grad_norm, self.mtp_loss or 0.0))
 
     def _value(self, index: int) -> float:
-        if self._copied is not None:
-            self._copied.synchronize()
-        return float(self._values[index])
+        return float(self._values.read()[index])

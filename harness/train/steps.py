@@ -7,10 +7,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from harness.data.loader import Batch
-from harness.train.step_outcome import StepOutcome
+from harness.train.rows import Row
+from harness.train.step_outcome import HostCopy, StepOutcome
 
 LATE_STEPS = {"cpu": 0, "cuda": 1}
 """How many steps later the host may read the values of a step. On a CPU there is no device to wait for."""
+
+
+@dataclass(frozen=True)
+class Noted:
+    """Values of a step's row beside its outcome, as they were before the next step was launched."""
+
+    memory: Row
+    """This rank's columns of memory."""
+    sources: Row
+    """Tokens and epochs of the sources of a mixture."""
+    loads: HostCopy | None
+    """``Balance.load_ME``."""
+    slow_ranks: int | None
 
 
 @dataclass(frozen=True)
@@ -21,13 +35,16 @@ class Step:
     batch: Batch
     outcome: StepOutcome
     lr: float
+    noted: Noted | None = None
+    """None if no row of it is logged."""
 
 
 class StepQueue:
     """Steps to read, oldest first.
 
-    On a GPU, values that are not needed yet are read one step later. Then the host does not wait for the
-    device to finish its queue, and is never more than one step ahead of it.
+    On a GPU, values are read, and their row is written, when the next step is launched, unless they are
+    needed before. So the host does not wait for the device to finish its queue, and is never more than one
+    step ahead of it.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -37,6 +54,9 @@ class StepQueue:
     def add(self, step: Step) -> None:
         """Add the step that was just launched."""
         self._steps.append(step)
+
+    def __len__(self) -> int:
+        return len(self._steps)
 
     def due(self, *, drain: bool) -> Iterator[Step]:
         """Remove and yield the steps to read now; with ``drain`` all of them."""

@@ -23,6 +23,7 @@ from harness.metrics.profiler import Profiler
 from harness.metrics.recorder import Recorder
 from harness.metrics.window import StepTimer, Window
 from harness.parallelism.compile import CompileWatch
+from harness.parallelism.tensor import describe_fused, fused
 from harness.precision.linears import sort_linears, warning_of_eager
 from harness.run.folder import RunFolder
 from harness.tools.inference.evaluate.in_loop import EvaluationInLoop
@@ -36,10 +37,11 @@ from harness.train.phases import PhaseLog
 from harness.train.process import garbage_collection
 from harness.train.progress import Progress, device_name, device_peak
 from harness.train.rank_metrics import RankMetrics
-from harness.train.rows import Row, rank_row, result_row, step_row
+from harness.train.rows import Row, rank_row, result_row, source_progress, step_row
 from harness.train.setup import set_timeouts
 from harness.train.signals import StopRequest, ignore_stop_signals
-from harness.train.steps import Step, StepQueue
+from harness.train.step_outcome import HostCopy
+from harness.train.steps import Noted, Step, StepQueue
 from harness.util.annotation import annotated
 from harness.util.errors import NonFiniteError, UserError
 from harness.weights import on_ranks
@@ -116,7 +118,7 @@ class Trainer:
             try:
                 return self._train(handlers)
             except torch.OutOfMemoryError:
-                self.profiler.out_of_memory(self.progress.step + 1)
+                self.profiler.out_of_memory(self.progress.step + len(self.unread) + 1)
                 raise
             finally:
                 if "RANK" in os.environ:
@@ -157,15 +159,17 @@ class Trainer:
         for number in range(self.progress.step + 1, self.job.steps + 1):
             self.profiler.begin_step(number)
             collect(number)
-            step = self._launch(number, request)
+            try:
+                step = self._launch(number, request)
+            except Exception:
+                if self.job.world_size == 1:  # else a row needs the other ranks, which may not have failed
+                    self._finish(drain=True)
+                raise
             stopping = step.outcome.stop_requested and number < self.job.steps
             self.unread.add(step)
-            for each in self.unread.due(drain=stopping or self._needs_outcome(number)):
-                self._read_outcome(each)
+            self._finish(drain=stopping or self._needs_outcome(number))
             self.watch.end()
-            self._record_time(number)
-            if self._is_logged(number):
-                self._log(step)
+            self._note_compiled(number)
             if self._is_validated(number):
                 self._validate(number)
             if self._is_evaluated(number):
@@ -191,10 +195,22 @@ class Trainer:
         if self.phases is not None:
             for warning in self.phases.observe(outcome.beside, number):
                 self._message(warning)
-        step = Step(number, batch, outcome, self.engine.lr)
+        lr = self.engine.lr
         self._wait_for_staging()
         self.engine.update(outcome.norm)
-        return step
+        if self.phases is not None:
+            self.phases.end_step(number)
+        return Step(number, batch, outcome, lr, self._note() if self._is_logged(number) else None)
+
+    def _note(self) -> Noted:
+        """Note values for the step's row before the next step changes them."""
+        device, load_ME = self.engine.device.type, self.engine.balance.load_ME
+        return Noted(
+            {"memory_gib": peak_memory_gib(device), **allocator(device)},
+            source_progress(self),
+            None if load_ME is None else HostCopy(load_ME),
+            None if self.phases is None else len(self.phases.slow.slow),
+        )
 
     def _describe(self) -> None:
         """Show notes about the data, the inputs of the MFU, and the formats of the linears."""
@@ -286,9 +302,20 @@ class Trainer:
         return interval > 0 and (step % interval == 0 or step == self.job.steps)
 
     def _needs_outcome(self, step: int) -> bool:
-        """Whether what comes after this step needs its loss, or to know that it is finite."""
+        """Whether what comes after this step needs its loss, to know that it is finite, or its time alone.
+
+        Else its values are read, and its row is written, when the next step is launched.
+        """
         saved = self.job.checkpoint.is_due(step, self.job.steps)
-        return saved or self._is_logged(step) or self._is_validated(step) or self._is_evaluated(step)
+        timed_alone = (
+            step == self.progress.start_step + 1
+            or self._changes_length(step)
+            or self._changes_length(step + 1)
+            or self.profiler.is_profiled(step) != self.profiler.is_profiled(step + 1)
+            or self.profiler.ends_trace(step)
+        )
+        last = step == self.job.steps
+        return last or saved or timed_alone or self._is_validated(step) or self._is_evaluated(step)
 
     def _end_profiled(self, step: int) -> None:
         if not self.profiler.ends_trace(step):
@@ -318,6 +345,14 @@ class Trainer:
         if final:
             self.saver.close()
 
+    def _finish(self, *, drain: bool) -> None:
+        """Read the launched steps that are due, and write their rows."""
+        for step in self.unread.due(drain=drain):
+            self._read_outcome(step)
+            self._record_time(step.number)
+            if step.noted is not None:
+                self._log(step, step.noted)
+
     def _read_outcome(self, step: Step) -> None:
         """Read the loss and norm of a step, handle values that are not finite, and update the progress."""
         skipped = self.non_finite.check(step)
@@ -328,9 +363,10 @@ class Trainer:
         self.progress.tokens += self.sizes.at(step.number).tokens
 
     def _record_time(self, step: int) -> None:
+        """Record the time since the step before was read: that of the device, if the host is ahead."""
         lap, phase, changes = self.timer.lap(), self.sizes.at(step), self._changes_length(step)
         if self.phases is not None:
-            self.phases.end_step(step, logged=self._is_logged(step))
+            self.phases.take(logged=self._is_logged(step))
         self.window.add(
             lap.seconds,
             phase.tokens,
@@ -341,23 +377,29 @@ class Trainer:
         )
         if self.progress.first_step_seconds is None:
             self.progress.first_step_seconds = time.monotonic() - self.started
+
+    def _note_compiled(self, step: int) -> None:
+        """Report what a step has compiled; after one that was expected to, timeouts are short again."""
+        changes, seq_len = self._changes_length(step), self.sizes.at(step).seq_len
+        if step == self.progress.start_step + 1:
             set_timeouts(self.job.cluster.step_timeout_seconds)
             if self.job.compile.enable:
                 graphs, seconds = self.compiler.graphs, self.compiler.seconds
                 self._message(f"compiled {graphs} graphs in {seconds:.1f} s, in the first step")
+            if self.job.parallelism.async_tp:
+                self._message(describe_fused(fused))
         elif changes and self.job.compile.enable:
             set_timeouts(self.job.cluster.step_timeout_seconds)
             graphs = self.compiler.unexpected
-            self._message(f"compiled {graphs} graphs for sequences of {phase.seq_len} tokens, in step {step}")
+            self._message(f"compiled {graphs} graphs for sequences of {seq_len} tokens, in step {step}")
         elif new := self.compiler.unexpected:
             self.compiler.recompiles += new
             self._message(f"WARNING step {step} compiled {new} graphs again: TORCH_LOGS=recompiles says why")
         self.compiler.mark_expected()
 
-    def _log(self, step: Step) -> None:
+    def _log(self, step: Step, noted: Noted) -> None:
         """Write one row of metrics; loss_max and memory are maxima over all ranks."""
-        loss, device = step.outcome.local_loss, self.engine.device.type
-        memory = {"memory_gib": peak_memory_gib(device), **allocator(device)}
+        loss, memory = step.outcome.local_loss, noted.memory
         loss_max, *most = self.engine.world_max([float("-inf") if loss is None else loss, *memory.values()])
         self.progress.memory = dict(zip(memory, most, strict=True))
         row = step_row(step, self, loss_max)

@@ -13,6 +13,7 @@ from harness.config.job import Job
 from harness.data.loader import Batch
 from harness.launch.pool import RankPool
 from harness.parallelism.compile import CompileWatch
+from harness.parallelism.tensor import describe_fused
 from harness.train.engine import Engine
 from harness.train.setup import process_group
 from harness.util.errors import ConfigError
@@ -174,9 +175,20 @@ def fused_calls(job_json: str) -> tuple[int, int, float]:
     return calls["gather"], calls["scatter"], norm
 
 
+def test_what_is_not_fused_is_reported() -> None:
+    counts = {"all-gathers": 24, "reduce-scatters": 12}
+    fused = "fused 24 all-gathers and 12 reduce-scatters with products, in the first step"
+    assert describe_fused(counts) == fused
+    assert describe_fused({"reduce-scatters": 12}) == (
+        "WARNING parallelism.async_tp=true: the compiler has fused no all-gathers with products"
+    )
+
+
 @pytest.mark.thorough
-def test_async_tensor_parallel_is_in_the_graph(pool: RankPool) -> None:
-    job = jobs.tiny(*COMPILED, "parallelism=tp", "compile.backend=inductor", "model.n_layers=2")
+@pytest.mark.parametrize("rows", [1, 4])
+def test_async_tensor_parallel_is_in_the_graph(pool: RankPool, rows: int) -> None:
+    layout = ("parallelism=tp", "compile.backend=inductor", f"training.local_batch_size={rows}")
+    job = jobs.tiny(*COMPILED, *layout, "model.n_layers=2", "compile.components=[blocks]")
     # Set here, because it is refused on a CPU.
     for_fallback = with_value(job, "parallelism.async_tp", True)
     fused = pool.run(2, fused_calls, for_fallback.to_json())

@@ -137,7 +137,7 @@ def loads(job_json: str) -> list[list[int]]:
     engine.evaluate(batch)
     engine.update(engine.gradients(batch).norm)
     assert engine.balance.load_ME is not None
-    metrics = engine.balance.metrics()
+    metrics = engine.balance.metrics(engine.balance.load_ME, job.sizes.at(1).tokens)
     assert metrics["moe.dropped"] == 0
     assert metrics["moe.load_max"] > 1 > metrics["moe.load_min"]
     return engine.balance.load_ME.tolist()

@@ -15,10 +15,11 @@ import torch
 from harness.config.job import Job
 from harness.launch.local import launch
 from harness.metrics.jsonl import read_metrics
+from harness.metrics.recorder import Recorder
 from harness.run.folder import RunFolder
 from harness.train.engine import Engine
 from harness.train.steps import LATE_STEPS
-from harness.util.errors import EXIT_NON_FINITE
+from harness.util.errors import EXIT_NON_FINITE, DataError
 
 SMALL = ("training.steps=6", "training.seq_len=32", "training.global_batch_size=4")
 
@@ -175,10 +176,82 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_values_that_are_not_logged_are_read_a_step_late(tmp_path: Path, infinite_at) -> None:  # type: ignore[no-untyped-def]
-    """By then another step has started; the run ends as it does when every step is logged."""
+def test_rows_are_written_when_the_next_step_is_launched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless their step is followed by a validation, or is the first or last."""
+    order: list[str] = []
+    gradients, log = Engine.gradients, Recorder.log
+
+    def launch(*args, **options):  # type: ignore[no-untyped-def]
+        order.append("launch")
+        return gradients(*args, **options)
+
+    def write(recorder, row):  # type: ignore[no-untyped-def]
+        order.append(f"row {row['step']}" if "loss" in row else f"validation {row['step']}")
+        log(recorder, row)
+
+    monkeypatch.setattr(Engine, "gradients", launch)
+    monkeypatch.setattr(Recorder, "log", write)
+    code, _, _ = run(tmp_path, "validation.interval=4")
+    assert code == 0
+    assert order == [
+        *("launch", "row 1", "launch", "launch", "row 2", "launch", "row 3", "row 4", "validation 4"),
+        *("launch", "launch", "row 5", "row 6", "validation 6"),
+    ]
+
+
+TIMES = {"time", "step_seconds", "data_share", "memory_gib", "tflops_per_device", "tokens_per_second"}
+TIMES.add("tokens_per_second_per_rank")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "schedule.seq_len=[{until_step:3,tokens:16}] schedule.batch_size=[{until_step:2,sequences:2}]",
+        "data=mixture data.sources={a:{kind:synthetic},b:{kind:synthetic}} data.weights={a:1,b:3}",
+        "model=deepseek_v3_debug model.n_layers=2 validation.interval=4",
+    ],
+)
+def test_rows_are_the_same_when_they_are_written_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: str
+) -> None:
+    """Sizes, sources and loads of experts are those of the row's step, not of the one after it."""
+    found = []
+    for late in (0, 1):
+        monkeypatch.setitem(LATE_STEPS, "cpu", late)
+        code, folder, _ = run(tmp_path / str(late), "training.matmul_precision=highest", *overrides.split())
+        assert code == 0
+        rows = rows_of(folder)
+        assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6]
+        found.append([{name: row[name] for name in row.keys() - TIMES} for row in rows])
+        assert folder.row["step"] == 6
+        assert ("moe.load_max" in rows[0]) == ("deepseek" in overrides)
+    assert found[0] == found[1]
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_row_is_not_lost_when_the_next_step_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gradients = Engine.gradients
+
+    def fail_in_step_4(engine, batch, **options):  # type: ignore[no-untyped-def]
+        if engine.schedule.last_epoch == 3:
+            raise DataError("no more data")
+        return gradients(engine, batch, **options)
+
+    monkeypatch.setattr(Engine, "gradients", fail_in_step_4)
+    code, folder, _ = run(tmp_path)
+    assert code == DataError.exit_code
+    assert [row["step"] for row in rows_of(folder)] == [1, 2, 3]
+    assert folder.row["step"] == 3
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("interval", [1, 10])
+def test_values_are_read_a_step_late(tmp_path: Path, infinite_at, interval: int) -> None:  # type: ignore[no-untyped-def]
+    """By then another step has started; the run ends as it does when no step is late."""
     infinite_at(3)
-    code, folder, _ = run(tmp_path, "metrics.log_interval=10")
+    code, folder, _ = run(tmp_path, f"metrics.log_interval={interval}", "checkpoint.interval=2")
     assert code == EXIT_NON_FINITE
     assert [path.name for path in sorted((folder.path / "evidence").iterdir())] == [
         "step3-rank0.json",
@@ -187,6 +260,8 @@ def test_values_that_are_not_logged_are_read_a_step_late(tmp_path: Path, infinit
     result = folder.row
     assert (result["step"], result["error.kind"]) == (2, "non_finite")
     assert "step 3: loss inf" in result["error.message"]
+    assert [row["step"] for row in rows_of(folder)] == ([1, 2] if interval == 1 else [1])
+    assert [each.name for each in (folder.path / "checkpoints").glob("step-*")] == ["step-2"]
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")

@@ -66,7 +66,8 @@ class Constants:
     up to twice the time, a loss of 0.5 in all (github.com/pytorch/pytorch/issues/143988)."""
     async_tp: float = 0.3
     """Fraction of tensor parallel's collectives that asynchronous tensor parallel hides: 0.15 to 0.5 by the
-    gains of 5 to 12 % in torchtitan's tables."""
+    gains of 5 to 12 % in torchtitan's tables. It counts for all of them, though those that sum several
+    products (the reduce-scatters of backward) are not fused, with any batch size."""
     launch: float = 3e-6
     """Minimum seconds of a kernel, or of an operation on a CPU; assumed."""
     host: float = 20e-6

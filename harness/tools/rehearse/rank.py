@@ -10,14 +10,18 @@ import dataclasses
 import json
 import os
 import sys
+import tempfile
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from harness.config.failures import chain_of
+from harness.config.fields import with_value
 from harness.config.job import Job
+from harness.run.folder import RunFolder
 from harness.tools.rehearse.device import virtual_device
 from harness.tools.rehearse.figures import (
     OUT_OF_MEMORY,
@@ -60,6 +64,7 @@ def main() -> None:
         return
     # torch reads some of it when it is imported; that part is the same for all jobs.
     set_environment(Job.from_json(first.job), Path(first.result).parent)
+    import harness.tools.rehearse.substitutes  # noqa: F401
 
     serve(first)
     for request in requests:
@@ -125,6 +130,7 @@ class Rehearsal:
     def __init__(self, job: Job, gpu: Any, figures: RankFigures, steps: int) -> None:
         self.job, self.gpu, self.figures, self.steps = job, gpu, figures, steps
         self.step: int | None = None
+        self.began = self.began_processor = 0.0
 
     def run(self, skew: float) -> None:
         """Set up, build and train as ``harness.train.rank`` does."""
@@ -144,47 +150,63 @@ class Rehearsal:
                 began, watch = time.perf_counter(), CompileWatch()
                 engine = Engine(job, device)
                 figures.build_seconds = time.perf_counter() - began
-                self._train(engine, device, watch, store)
+                self._train(engine, watch, store)
             finally:
                 statistics = torch.cuda.memory_stats()
                 figures.memory["allocated"] = statistics["allocated_bytes.all.peak"]
                 figures.memory["reserved"] = statistics["reserved_bytes.all.peak"]
                 figures.allocation_retries = statistics["num_alloc_retries"]
 
-    def _train(self, engine: Any, device: Any, watch: Any, store: Any) -> None:
-        from harness.data.prefetch import Prefetcher
-        from harness.tools.rehearse.substitutes import Zeros
+    def _train(self, engine: Any, watch: Any, store: Any) -> None:
+        from harness.train.trainer import Trainer
 
         figures, memory = self.figures, self.figures.memory
         memory["parameters"] = _bytes_on_device(
             tensor for part in engine.parts for tensor in (*part.parameters(), *part.buffers())
         )
-        loader = Prefetcher(Zeros(self.job, len(engine.rows)), self.job.data.prefetch, device)
-        for step in range(self.steps):
-            self.step = step
-            batch = loader.next()
-            self.gpu.clear()
+        update = engine.update
+
+        def measure_and_update(norm: Any) -> None:
             began, processor = time.perf_counter(), time.process_time()
-            outcome = engine.gradients(batch)
-            passed, passed_processor = time.perf_counter(), time.process_time()
             memory["gradients"] = _bytes_on_device(p.grad for p in engine.parameters if p.grad is not None)
-            updating, updating_processor = time.perf_counter(), time.process_time()
-            engine.update(outcome.norm)
-            calls = self.gpu.calls() if step == self.steps - 1 else None
-            figures.host_seconds = passed - began + time.perf_counter() - updating
-            figures.cpu_seconds = passed_processor - processor + time.process_time() - updating_processor
-            if step == 0:
-                figures.first_step_seconds = figures.host_seconds
-                watch.mark_expected()
-            if calls is not None:
-                self._count(calls, engine, store)
-            figures.steps = step + 1
-        loader.close()
+            self.began += time.perf_counter() - began
+            self.began_processor += time.process_time() - processor
+            update(norm)
+
+        def begin(number: int) -> None:
+            self._end_step(number - 1, engine, watch, store)
+            if number > self.steps:
+                raise _AllRehearsed
+            self.step = number - 1
+            self.gpu.clear()
+            self.began, self.began_processor = time.perf_counter(), time.process_time()
+
+        engine.update = measure_and_update
+        with tempfile.TemporaryDirectory() as folder:
+            job = _only_training(self.job, self.steps + 1)
+            trainer = Trainer(job, RunFolder(Path(folder)), engine, None, time.monotonic())
+            trainer.profiler.begin_step = begin  # type: ignore  # called when a step of the loop begins
+            with suppress(_AllRehearsed):
+                trainer.train()
         memory["optimizer"] = _bytes_on_device(
             value for state in engine.optimizer.state.values() for value in state.values()
         )
         figures.graphs, figures.compile_seconds = watch.graphs, watch.seconds
         figures.recompilations = watch.unexpected
+
+    def _end_step(self, step: int, engine: Any, watch: Any, store: Any) -> None:
+        """Note the time of a step, from 1, and count the calls of the last one."""
+        if step == 0:
+            return
+        figures = self.figures
+        figures.host_seconds = time.perf_counter() - self.began
+        figures.cpu_seconds = time.process_time() - self.began_processor
+        if step == 1:
+            figures.first_step_seconds = figures.host_seconds
+            watch.mark_expected()
+        if step == self.steps:
+            self._count(self.gpu.calls(), engine, store)
+        figures.steps = step
 
     def _count(self, calls: Any, engine: Any, store: Any) -> None:
         figures, groups = self.figures, _Groups(engine.mesh, store)
@@ -209,6 +231,29 @@ class Rehearsal:
         figures.waits = [Wait(where, what, count) for (what, where), count in calls.waits.most_common()]
         figures.copies = [Copy(how, *found) for how, found in sorted(calls.copies.items())]
         figures.unknown = calls.unknown
+
+
+class _AllRehearsed(Exception):
+    """The last step to rehearse has ended; one more would begin."""
+
+
+def _only_training(job: Job, steps: int) -> Job:
+    """Return the job with so many steps, all of one size, that writes nothing and does not validate."""
+    changed = {
+        "training.steps": steps,
+        "schedule.batch_size": [],
+        "schedule.seq_len": [],
+        "validation.interval": 0,
+        "evaluation.interval": 0,
+        "checkpoint.enable": False,
+        "profiling.enable": False,
+        "profiling.phases": False,
+        "metrics.all_ranks": False,
+        "debug.flight_recorder": 0,
+    }
+    for name, value in changed.items():
+        job = with_value(job, name, value)
+    return job
 
 
 class _Groups:

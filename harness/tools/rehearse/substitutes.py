@@ -5,6 +5,7 @@
 * **Values.** All of the device's memory is zeros. Code that depends on a number from the
   device still reads it, but then gets a plausible one from this file: rows are routed to experts
   evenly (or skewed by ``rehearse.skew``), a sequence has four documents, stages agree that shapes are known.
+* **Data.** Batches of zeros, in the job's shape, and no tokenizer.
 * **cuDNN's attention**, whose plans the library cannot give: tensors of the same shapes, no workspace.
 """
 
@@ -29,7 +30,7 @@ from harness.model.kernels import VarlenKernel
 from harness.parallelism.expert import ExpertExchange
 from harness.tools.plan.costs import costs_of
 from harness.tools.rehearse.gpu import VirtualGpu
-from harness.train import setup
+from harness.train import setup, trainer
 
 NCCL_ID_BYTES = 128
 DOCUMENTS = 4
@@ -43,6 +44,9 @@ def substitutes(job: Job, gpu: VirtualGpu, skew: float) -> Iterator[None]:
         if job.world_size > 1:
             undo.enter_context(patch.object(setup, "backend_of", lambda _: "cpu:fake,cuda:nccl"))
             undo.enter_context(patch.object(dist, "init_process_group", _without_device))
+        undo.enter_context(patch.object(trainer, "RankGroup", lambda _: None))  # nothing is saved
+        undo.enter_context(patch.object(trainer, "build_tokenizer", lambda _: None))
+        undo.enter_context(patch.object(trainer, "loader_of", lambda job, _, rows: Zeros(job, len(rows))))
         undo.enter_context(patch.object(ExpertExchange, "_lengths", _lengths(skew)))
         undo.enter_context(patch.object(VarlenKernel, "mask", _mask))
         if hasattr(PipelineStage, "_warmup_backward_result"):

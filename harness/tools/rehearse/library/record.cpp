@@ -22,6 +22,7 @@ struct Books {
     std::map<std::string, Tally> events;
     std::unordered_map<const void*, const char*> names;
     std::unordered_map<const void*, long> launches;
+    long step = 0;
 };
 
 Books& books() {
@@ -64,6 +65,16 @@ void record_wait(const char* how) {
     if (observer) observer(how);
 }
 
+long this_step() {
+    std::lock_guard<std::mutex> lock(books().mutex);
+    return books().step;
+}
+
+bool has_launched() {
+    std::lock_guard<std::mutex> lock(books().mutex);
+    return !books().launches.empty();
+}
+
 void record_copy(const char* how, size_t bytes) {
     record(std::string("copy\t") + how, double(bytes));
 }
@@ -72,6 +83,7 @@ EXPORT void virtual_gpu_clear() {
     std::lock_guard<std::mutex> lock(books().mutex);
     books().events.clear();
     books().launches.clear();
+    books().step += 1;
 }
 
 // Has somebody told of every wait, on the thread that waits.

@@ -474,6 +474,7 @@ EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t) {
 EXPORT cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }
 EXPORT cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
     *event = (cudaEvent_t)opaque();
+    *(long*)*event = -1;
     return cudaSuccess;
 }
 EXPORT cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
@@ -481,11 +482,18 @@ EXPORT cudaError_t cudaEventDestroy(cudaEvent_t event) {
     ::operator delete(event);
     return cudaSuccess;
 }
-EXPORT cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return cudaSuccess; }
-EXPORT cudaError_t cudaEventRecordWithFlags(cudaEvent_t, cudaStream_t, unsigned) { return cudaSuccess; }
+// An event holds the step in which it was recorded.
+EXPORT cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t) {
+    *(long*)event = this_step();
+    return cudaSuccess;
+}
+EXPORT cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
+    return cudaEventRecord(event, stream);
+}
 EXPORT cudaError_t cudaEventQuery(cudaEvent_t) { return cudaSuccess; }
-EXPORT cudaError_t cudaEventSynchronize(cudaEvent_t) {
-    record_wait("event");
+EXPORT cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+    // For an earlier step the host waits while the device has this one to do.
+    if (*(long*)event == this_step() || !has_launched()) record_wait("event");
     return cudaSuccess;
 }
 EXPORT cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t, cudaEvent_t) {

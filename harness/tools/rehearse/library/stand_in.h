@@ -52,4 +52,6 @@ void record(const std::string& event, double amount = 0);  // fields are separat
 void record_launch(const void* function);
 void name_function(const void* function, const char* mangled);
 void record_wait(const char* how);                // the host waits for the device
+long this_step();                                 // the number of virtual_gpu_clear's calls
+bool has_launched();                              // whether a kernel was launched since the last one
 void record_copy(const char* how, size_t bytes);
