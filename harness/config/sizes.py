@@ -78,6 +78,10 @@ class Sizes:
         """Return the phase of a step."""
         return next(each for each in self.phases if each.last_step is None or step <= each.last_step)
 
+    def changes_length(self, step: int) -> bool:
+        """Whether the sequences of a step have another length than those of the step before."""
+        return step > 1 and self.at(step).seq_len != self.at(step - 1).seq_len
+
     def tokens(self, steps: int) -> int:
         """Return the tokens trained in the first ``steps`` steps."""
         return sum(phase.steps_until(steps) * phase.tokens for phase in self.phases)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from harness.config.job import Job
+from harness.launch.begin import begin
 from harness.launch.local import launch
 from harness.metrics.jsonl import read_metrics
 from harness.metrics.recorder import Recorder
@@ -56,7 +57,7 @@ def test_a_clock_that_is_set_back_changes_no_duration(
 ) -> None:
     job = jobs.tiny(*SMALL, f"runs_dir={tmp_path}")
     folder, now = RunFolder(job.run_dir), itertools.count(time.time(), -1e7)
-    folder.begin(job, [])
+    begin(folder, job, [])
     monkeypatch.setattr(time, "time", lambda: next(now))
     assert launch(job, folder) == 0
     durations = {name: value for name, value in folder.row.items() if "seconds" in name}
