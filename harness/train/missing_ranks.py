@@ -1,9 +1,9 @@
 """Find the rank that a timed-out collective was waiting for. Imports no torch.
 
 ``FlightRecorder`` has each rank write its position to ``flight_recorder/place-rank<r>.json``: the last
-collective that it began, and the number of collectives begun in each group. A rank waits for the members of that group
-that have begun fewer. A rank that others wait for, and that waits for nobody, is the cause. A stopped rank
-writes nothing.
+collective that it began, and the number of collectives begun in each group. A rank waits for the members of
+that group that have begun fewer. A rank that others wait for, and that waits for nobody, is the cause. A
+stopped rank writes nothing.
 """
 
 from __future__ import annotations

@@ -75,11 +75,11 @@ class Trainer:
         loader, ahead = loader_of(job, tokenizer, engine.rows), job.data.prefetch
         prefetches = ahead and not loader.runs_in_loop
         self.loader = Prefetcher(loader, ahead, engine.device) if prefetches else loader
-        self.ranks = RankGroup(job.checkpoint.timeout_seconds)
-        self.saver = Saver(job, folder.path, engine, self.loader, self.ranks, on_ranks, self._message)
+        ranks = RankGroup(job.checkpoint.timeout_seconds)
+        self.saver = Saver(job, folder.path, engine, self.loader, ranks, on_ranks, self._message)
         self.non_finite = NonFinitePolicy(job.debug, folder.path, engine)
-        self._message_of_data = loader.note
-        self.run = Run(job, folder.path, engine, tokenizer, self.ranks, self.progress, self._message)
+        self._note_of_data = loader.note
+        self.run = Run(job, folder.path, engine, tokenizer, ranks, self.progress, self._message)
         self.observers = [make(self.run) for make in (observers_of(job) if observers is None else observers)]
 
     def train(self) -> str:
@@ -200,8 +200,8 @@ class Trainer:
 
     def _describe(self) -> None:
         """Show notes about the data, the inputs of the MFU, and the formats of the linears."""
-        if self._message_of_data:
-            self._message(self._message_of_data)
+        if self._note_of_data:
+            self._message(self._note_of_data)
         self._message(describe_inputs(self.efficiency.accounting, self.efficiency.peak))
         precision = self.job.precision
         if precision.linear != "none":
@@ -232,7 +232,7 @@ class Trainer:
         if self.job.checkpoint.enable:
             self.saver.prepare()
             starter = CheckpointLoader(
-                self.job, self.run.folder, self.engine, self.loader, self.ranks, on_ranks
+                self.job, self.run.folder, self.engine, self.loader, self.run.ranks, on_ranks
             )
             resumed = starter.start()
             for message in resumed.messages:
