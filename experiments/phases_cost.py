@@ -102,8 +102,8 @@ def measure(jobs: dict[str, str], folder: str, count: int) -> tuple[float, list[
     import torch
 
     from harness.config.job import Job
-    from harness.train import phases
     from harness.train.engine import Engine
+    from harness.train.observers import phases
     from harness.train.setup import silence_known_noise
 
     silence_known_noise()

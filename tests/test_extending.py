@@ -100,7 +100,7 @@ def test_the_page_shows_every_file() -> None:
         for path in PACKAGE.rglob("*")
         if path.suffix in (".py", ".yaml", ".toml") and path.name != "__init__.py"
     }
-    assert len(files) == 18
+    assert len(files) == 19
     assert set(re.findall(r'^--8<-- "(.+)"$', PAGE, re.MULTILINE)) == files
 
 
@@ -120,6 +120,7 @@ def test_train(trained: Path) -> None:
     rows = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     # Two steps of warm-up, the peak, then (1 - 1/2)^2 of it.
     assert [row["lr"] for row in rows] == pytest.approx([0.005, 0.01, 0.01, 0.0025])
+    assert [row["spikes"] for row in rows] == [0] * 4
     header, *lines = (trained / "metrics.csv").read_text().splitlines()
     assert header == "step,loss,grad_norm,tokens_per_second"
     assert [line.split(",")[:2] for line in lines] == [[str(row["step"]), str(row["loss"])] for row in rows]
@@ -171,7 +172,7 @@ def test_the_model_is_that_of_transformers_and_of_the_plan(extras: Installed, tr
     pytest.importorskip("transformers")
     words = command("convert")
     extras.succeed(*[word.replace("runs/arcee_debug/ID", str(trained)) for word in words])
-    folders = str(ROOT / "tests"), str(ROOT / "tests" / "plan")
+    folders = str(ROOT / "tests"), str(ROOT / "tests" / "tools" / "plan")
     shown = extras.succeed("-c", CHECK, str(trained), *folders, HF_HUB_OFFLINE="1")
     assert shown.split() == ["ArceeForCausalLM", "0.0"]
 

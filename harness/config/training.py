@@ -86,6 +86,10 @@ class Sizes:
         """Return the phase of a step."""
         return next(each for each in self.phases if each.last_step is None or step <= each.last_step)
 
+    def changes_length(self, step: int) -> bool:
+        """Whether the sequences of a step have another length than those of the step before."""
+        return step > 1 and self.at(step).seq_len != self.at(step - 1).seq_len
+
     def tokens(self, steps: int) -> int:
         """Return the tokens trained in the first ``steps`` steps."""
         return sum(phase.steps_until(steps) * phase.tokens for phase in self.phases)
@@ -165,6 +169,22 @@ ATTENTION: Registry[Any] = Registry(
     expects="harness.model.kernels:Kernel",
 )
 """Backends of the attention operation."""
+OBSERVERS: Registry[Any] = Registry(
+    "observer",
+    {
+        "phases": "harness.train.observers.phases:PhaseLog",
+        "profiler": "harness.train.observers.profiler:Profiling",
+        "flight_recorder": "harness.train.observers.flight_recorder:FlightRecorder",
+        "nan_watch": "harness.train.observers.nan_watch:NanWatch",
+        "memory": "harness.train.observers.memory:Memory",
+        "validation": "harness.train.observers.validation:Validation",
+        "evaluation": "harness.tools.inference.evaluate.in_loop:EvaluationInLoop",
+        "rank_metrics": "harness.train.observers.rank_metrics:RankMetrics",
+    },
+    field="training.observers",
+    expects="harness.train.observer:Observer",
+)
+"""Observers of the training loop. Fields of the job add those that are built in."""
 MATMUL_PRECISIONS = ("highest", "high")
 DEFAULT_STEPS = 100
 COUNT_SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -203,6 +223,8 @@ class TrainingConfig:
     """With model.architecture=flux: noise, times and captions."""
     gc_interval: int = execution(50, least=0)
     """Steps between garbage collections, at the same step on all ranks; 0: Python decides when to collect."""
+    observers: list[str] = label(factory=list, choices=OBSERVERS)
+    """More observers of the loop, by name. Packages can add observers."""
 
     def check_device(self, *, on_cpu: bool) -> None:
         """Refuse an attention backend that cannot train on a CPU; each rank checks its own device again."""

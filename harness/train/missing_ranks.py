@@ -1,9 +1,9 @@
 """Find the rank that a timed-out collective was waiting for. Imports no torch.
 
-``StepWatch`` has each rank write its position to ``flight_recorder/place-rank<r>.json``: the last collective
-that it began, and the number of collectives begun in each group. A rank waits for the members of that group
-that have begun fewer. A rank that others wait for, and that waits for nobody, is the cause. A stopped rank
-writes nothing.
+``FlightRecorder`` has each rank write its position to ``flight_recorder/place-rank<r>.json``: the last
+collective that it began, and the number of collectives begun in each group. A rank waits for the members of
+that group that have begun fewer. A rank that others wait for, and that waits for nobody, is the cause. A
+stopped rank writes nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def absent_ranks(run_dir: Path, error: dict[str, Any]) -> list[int]:
         error: the error of the first rank whose collective timed out.
     """
     positions = _read_positions(run_dir)
-    if positions.get(error["rank"], {}).get("time", float("inf")) > error["time"]:
+    own = positions.get(error["rank"])
+    if own is None or own.get("timed_out") or own["time"] > error["time"]:
         return []  # outside of a step positions are written only after the timeout
     last = error["time"] + LATE_SECONDS
     in_time = {rank: position for rank, position in positions.items() if position["time"] <= last}

@@ -1,9 +1,11 @@
-"""Stop or skip when a step is not finite, and save its batch and gradient norms."""
+"""Stop or skip when a step is not finite, save its batch and gradient norms, and name where it began."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -13,6 +15,9 @@ from harness.config.training import DebugConfig
 from harness.train.engine import Engine
 from harness.train.steps import Step
 from harness.util.errors import NonFiniteError
+
+# Part of the error of autograd's anomaly mode: Function 'MulBackward0' returned nan values in its 0th output.
+_ANOMALY = "returned nan values in its"
 
 
 class NonFinitePolicy:
@@ -81,3 +86,23 @@ def save_evidence(folder: Path, step: Step, names: list[str]) -> str:
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk as a RuntimeError
         return f"evidence could not be saved: {error}"
     return f"evidence in {folder}"
+
+
+@contextmanager
+def unwrap_non_finite(step: int) -> Iterator[None]:
+    """Raise NonFiniteError for errors that wrap one, and for errors of autograd's anomaly mode.
+
+    torch's pipelines wrap the errors of their stages, and the anomaly mode raises a plain RuntimeError.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, NonFiniteError):
+                raise cause from None
+            if _ANOMALY in str(cause):
+                where = "this rank's output shows the line of the forward pass"
+                raise NonFiniteError(f"step {step}: {cause}; {where}") from error
+            cause = cause.__cause__
+        raise

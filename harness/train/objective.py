@@ -8,18 +8,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from harness.config.registry import Registry
 from harness.model.architecture import changed
 from harness.util.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import torch
 
-    from harness.checkpoint.rank_group import RankGroup
     from harness.config.data import DataConfig
     from harness.config.job import Job
     from harness.config.model import ModelConfig
@@ -29,15 +26,6 @@ if TYPE_CHECKING:
     from harness.parallelism.execute import Executor
     from harness.parallelism.loss import Loss, TokenLoss
     from harness.parallelism.mesh import Mesh
-    from harness.train.engine import Engine
-
-
-class Sheet(Protocol):
-    """Samples of a model, written at each validation."""
-
-    def write(self, step: int) -> str:
-        """Write the samples of a step, on all ranks together; return a line about the file."""
-        ...
 
 
 class Objective(ABC):
@@ -52,11 +40,9 @@ class Objective(ABC):
         """Return parts of a job that generates and trains nothing, with values that the model allows."""
         return {}
 
-    def build_sheet(
-        self, job: Job, engine: Engine, loader: Loader, ranks: RankGroup, run_dir: Path
-    ) -> Sheet | None:
-        """Make the writer of samples of each validation; None if there is none."""
-        return None
+    def observers(self, job: Job) -> Sequence[str]:
+        """Names of more observers of the training loop, which such a model has (``harness.observer``)."""
+        return ()
 
     @abstractmethod
     def build_loader(self, job: Job, tokenizer: Tokenizer, rows: range, split: str, **process: Any) -> Loader:

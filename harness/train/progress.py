@@ -27,9 +27,11 @@ class Progress:
     source_validation: dict[str, float] = field(default_factory=dict)
     evaluation: dict[str, Any] = field(default_factory=dict)
     skipped_steps: int = 0
+    running: int | None = None
+    """The step in which this process may wait for collectives; None between steps."""
     first_step_seconds: float | None = None
-    memory: dict[str, float | None] = field(default_factory=lambda: {"memory_gib": None})
-    """Columns of memory, maxima over all ranks."""
+    maxima: dict[str, float | None] = field(default_factory=lambda: {"memory_gib": None})
+    """Columns of observers that are maxima over all ranks, of the newest row."""
 
     def saved(self) -> dict[str, Any]:
         """Return the values that a checkpoint keeps: those of the run, not those of this process."""

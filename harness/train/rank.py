@@ -157,8 +157,6 @@ def _end_failed_rank(job: Job, folder: RunFolder, rank: int, run: Run, error: Ba
     """Record the error, and on rank 0 the run's row; return the exit code."""
     # Record the cause first: the next calls can fail or take long.
     failure = folder.record_error(rank, error, step=run.step)
-    if run.trainer is not None and failure["kind"] == "collective_timeout":
-        run.trainer.watch.timed_out()
     if rank == 0:
         _end_failed_run(job, folder, run, failure["exit_code"])
     return int(failure["exit_code"])

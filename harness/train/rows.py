@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
+
+from harness.train.progress import device_name
 
 if TYPE_CHECKING:
     from harness.train.steps import Step
@@ -17,7 +18,7 @@ _SHOWN = ("step", "tokens", "loss", "validation_loss", "tokens_per_second_per_ra
 
 def step_row(step: Step, trainer: Trainer, loss_max: float) -> Row:
     """Return the row of a training step; ``loss_max`` is the largest mean loss of a rank's rows."""
-    outcome, noted, phase = step.outcome, step.noted, trainer.sizes.at(step.number)
+    outcome, noted, phase = step.outcome, step.noted, trainer.run.sizes.at(step.number)
     assert noted is not None, f"step {step.number} is not logged"
     progress, interval, loads = trainer.progress, trainer.window.interval(), noted.loads
     return {
@@ -33,37 +34,29 @@ def step_row(step: Step, trainer: Trainer, loss_max: float) -> Row:
         **noted.sources,
         **interval,
         **trainer.efficiency.fields(interval["tokens_per_second"], trainer.window.interval_lengths),
-        **progress.memory,
+        **progress.maxima,
         "skipped_steps": progress.skipped_steps,
         **_scheduled_sizes(step.number, trainer),
         **({} if loads is None else trainer.engine.balance.metrics(loads.read(), phase.tokens)),
-        **({} if noted.slow_ranks is None else {"slow_ranks": noted.slow_ranks}),
+        **noted.columns,
         "time": time.time(),
     }
 
 
-def rank_row(row: Row, loss: float | None, memory: Row, phases: Mapping[str, float]) -> Row:
+def rank_row(row: Row, loss: float | None, maxima: Row) -> Row:
     """Return the row of a rank's own values.
 
     Args:
         row: the row of the step on this rank; its times are the rank's own.
         loss: mean loss of the rank's tokens; None without any.
-        memory: its columns of memory.
-        phases: mean seconds of each phase; empty without ``profiling.phases``.
+        maxima: its values of the columns that are maxima over all ranks.
     """
-    return {
-        "step": row["step"],
-        "loss": loss,
-        "step_seconds": row["step_seconds"],
-        "data_share": row["data_share"],
-        **memory,
-        **{f"phase.{name}": seconds for name, seconds in phases.items()},
-    }
+    return {"loss": loss, "step_seconds": row["step_seconds"], "data_share": row["data_share"], **maxima}
 
 
 def _scheduled_sizes(step: int, trainer: Trainer) -> Row:
     """Return the sizes of a step that the job schedules."""
-    schedule, phase = trainer.job.schedule, trainer.sizes.at(step)
+    schedule, phase = trainer.job.schedule, trainer.run.sizes.at(step)
     return {
         **({"schedule.batch_size": phase.batch_size} if schedule.batch_size else {}),
         **({"schedule.seq_len": phase.seq_len} if schedule.seq_len else {}),
@@ -96,10 +89,10 @@ def result_row(trainer: Trainer) -> Row:
         "flops_per_token_causal": accounting.flops_per_token_causal,
         "peak_flops": peak.flops,
         "peak_origin": peak.origin,
-        "device": trainer.device_name,
+        "device": device_name(trainer.engine.device),
         "window": window,
         **trainer.efficiency.fields(window["tokens_per_second"], trainer.window.lengths),
-        **progress.memory,
+        **progress.maxima,
     }
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from harness.data.loader import Batch
-from harness.metrics.efficiency import Row
+from harness.train.rows import Row
 from harness.train.step_outcome import HostCopy, StepOutcome
 
 LATE_STEPS = {"cpu": 0, "cuda": 1}
@@ -18,13 +18,14 @@ LATE_STEPS = {"cpu": 0, "cuda": 1}
 class Noted:
     """Values of a step's row beside its outcome, as they were before the next step was launched."""
 
-    memory: Row
-    """This rank's columns of memory."""
+    columns: Row
+    """Of the observers."""
+    maxima: Row
+    """This rank's values of columns that have the maximum over all ranks."""
     sources: Row
     """Tokens and epochs of the sources of a mixture."""
     loads: HostCopy | None
     """``Balance.load_ME``."""
-    slow_ranks: int | None
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from harness.tools.plan.make import make_plan
 from harness.tools.report import phases as of_phases
 from harness.tools.report.verb import report
 from harness.train.engine import Engine
+from harness.train.observers.phases import PhaseLog
 from harness.train.trainer import Trainer
 from harness.util.annotation import annotated
 from harness.util.errors import UserError
@@ -179,10 +180,10 @@ def train(job_json: str, run_dir: str, base: float = 0.0, slow: dict[int, float]
         block.register_forward_pre_hook(lambda *_: time.sleep(pause))
     trainer = Trainer(job, folder, engine, None, time.monotonic())
     trainer.train()
-    assert trainer.phases is not None
+    [phases] = [each for each in trainer.observers if isinstance(each, PhaseLog)]
     with annotated("after the run"):  # no recorder any more
         pass
-    return [each.seconds for each in trainer.window._measured], trainer.phases.slow.found
+    return [each.seconds for each in trainer.window._measured], phases.slow.found
 
 
 def rows_of(folder: Path, rank: int) -> list[dict[str, Any]]:

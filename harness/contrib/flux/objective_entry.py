@@ -14,22 +14,17 @@ from harness.util import torch_version
 from harness.util.errors import ConfigError, divisors
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import torch
 
-    from harness.checkpoint.rank_group import RankGroup
     from harness.config.data import DataConfig
     from harness.config.job import Job
     from harness.config.model import ModelConfig
     from harness.config.training import TrainingConfig
     from harness.contrib.flux.execute import FlowExecutor
     from harness.contrib.flux.objective import FlowLoss
-    from harness.contrib.flux.sheet import SampleSheet
     from harness.data.batch import Loader
     from harness.data.tokenizer import Tokenizer
     from harness.parallelism.mesh import Mesh
-    from harness.train.engine import Engine
 
 
 class FlowMatching(Objective):
@@ -94,16 +89,8 @@ class FlowMatching(Objective):
             "training": replace(training, seq_len=model.flux.text_length + 1),
         }
 
-    def build_sheet(
-        self, job: Job, engine: Engine, loader: Loader, ranks: RankGroup, run_dir: Path
-    ) -> SampleSheet | None:
-        if not job.validation.pictures:
-            return None
-        from harness.contrib.flux.pictures.loader import PictureLoader
-        from harness.contrib.flux.sheet import SampleSheet
-
-        assert isinstance(loader, PictureLoader)
-        return SampleSheet(job, engine, loader, ranks, run_dir)
+    def observers(self, job: Job) -> Sequence[str]:
+        return ["samples"] if job.validation.interval and job.validation.pictures else []
 
     def build_loss(self, job: Job, mesh: Mesh, parts: Sequence[Any]) -> FlowLoss:
         from harness.contrib.flux.objective import FlowLoss

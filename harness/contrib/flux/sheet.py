@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import torch
 
-from harness.checkpoint.rank_group import RankGroup
-from harness.config.job import Job
 from harness.contrib.flux.model import Flux
 from harness.contrib.flux.pictures.encoder_base import Embeddings
 from harness.contrib.flux.pictures.encoders import as_bytes, build_autoencoder
@@ -16,63 +12,60 @@ from harness.contrib.flux.pictures.loader import PictureLoader
 from harness.contrib.flux.pictures.sheet import write_sheet
 from harness.contrib.flux.sampling import Sampler, Sampling, noise_of
 from harness.data.batch import ImageBatch
-from harness.train.engine import Engine
+from harness.train.observer import Periodic, Row, Run
 from harness.util.errors import ConfigError
 
 FOLDER = "samples"
 
 
-class SampleSheet:
-    """Samples pictures of the first validation captions.
-
-    Args:
-        job: the resolved job.
-        engine: its model part.
-        loader: of the split ``validation``.
-        ranks: all ranks, which call ``write`` together.
-        run_dir: the run folder.
+class SampleSheet(Periodic):
+    """Samples pictures of the first validation captions at each validation.
 
     Raises:
         ConfigError: the autoencoder cannot decode the model's latents.
     """
 
-    def __init__(
-        self, job: Job, engine: Engine, loader: PictureLoader, ranks: RankGroup, run_dir: Path
-    ) -> None:
-        self._job, self._engine, self._loader, self._ranks = job, engine, loader, ranks
-        self._folder = run_dir / FOLDER
-        self._autoencoder = build_autoencoder(job.data.encoders, engine.device)
+    def __init__(self, run: Run) -> None:
+        super().__init__(run, run.job.validation.interval)
+        job = run.job
+        self._folder = run.folder / FOLDER
+        self._autoencoder = build_autoencoder(job.data.encoders, run.engine.device)
         channels, wanted = self._autoencoder.channels, job.model.flux.latent_channels
         if channels != wanted:
             rule = f"its latents have {channels} channels, and model.flux.latent_channels is {wanted}"
             works = "the autoencoder that made the latents, or validation.pictures=0"
             raise ConfigError("data.encoders.autoencoder", job.data.encoders.autoencoder, rule, works)
 
-    def write(self, step: int) -> str:
-        """Sample the pictures, and write them on rank 0; return a line about the file."""
-        job, mesh, count = self._job, self._engine.mesh, self._job.validation.pictures
-        self._loader.reset()
-        batch: ImageBatch = self._loader.next()
+    def act(self, step: int) -> Row:
+        """Sample the pictures, and write them on rank 0."""
+        job, engine, loader = self.run.job, self.run.engine, self.run.validation_loader
+        mesh, count = engine.mesh, job.validation.pictures
+        assert isinstance(loader, PictureLoader)
+        loader.reset()
+        batch: ImageBatch = loader.next()
         rows = min(-(-count // job.parallelism.data_parallel), len(batch.mean_BCHW))
         numbers = batch.numbers_B[:rows].tolist()
-        noise = noise_of(job.training.seed, numbers, batch.mean_BCHW.shape[1:], self._engine.device)
+        noise = noise_of(job.training.seed, numbers, batch.mean_BCHW.shape[1:], engine.device)
         captions = Embeddings(batch.text_BLD[:rows], batch.pooled_BP[:rows])
         how = Sampling(job.validation.picture_steps, job.training.flow.guidance)
-        part = self._engine.parts[0]
+        part = engine.parts[0]
         assert isinstance(part, Flux)
         sampler = Sampler(part, mesh, job.training.flow)
         latents = sampler.sample(noise, captions, None, how)
         own: list[tuple[int, str, np.ndarray]] = []
         if mesh.rank("tp") == 0 and mesh.rank("cp") == 0:
-            texts = map(self._loader.caption, numbers)
+            texts = map(loader.caption, numbers)
             own = list(zip(numbers, texts, self._decoded(latents), strict=True))
-        found = sorted((each for rank in self._ranks.gather(own) for each in rank), key=lambda each: each[0])
+        found = sorted(
+            (each for rank in self.run.ranks.gather(own) for each in rank), key=lambda each: each[0]
+        )
         path = self._folder / f"step-{step}.png"
-        if self._ranks.rank == 0:
+        if self.run.ranks.rank == 0:
             _, shown, pictures = zip(*found[:count], strict=True)
             self._folder.mkdir(exist_ok=True)
             write_sheet(path, pictures, shown)
-        return f"step {step}: {min(count, len(found))} sampled pictures in {path}"
+        self.run.message(f"step {step}: {min(count, len(found))} sampled pictures in {path}")
+        return {}
 
     def _decoded(self, latents_BCHW: torch.Tensor) -> np.ndarray:
         return as_bytes(self._autoencoder.decode(latents_BCHW))

@@ -7,6 +7,7 @@ is a process of its own, forked from it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import sys
@@ -158,6 +159,8 @@ class Rehearsal:
                 figures.allocation_retries = statistics["num_alloc_retries"]
 
     def _train(self, engine: Any, watch: Any, store: Any) -> None:
+        from harness.tools.rehearse.substitutes import StepEnds
+        from harness.train.observers import observers_of
         from harness.train.trainer import Trainer
 
         figures, memory = self.figures, self.figures.memory
@@ -184,8 +187,8 @@ class Rehearsal:
         engine.update = measure_and_update
         with tempfile.TemporaryDirectory() as folder:
             job = _only_training(self.job, self.steps + 1)
-            trainer = Trainer(job, RunFolder(Path(folder)), engine, None, time.monotonic())
-            trainer.profiler.begin_step = begin  # type: ignore  # called when a step of the loop begins
+            observers: list[Any] = [*observers_of(job), functools.partial(StepEnds, begin=begin)]
+            trainer = Trainer(job, RunFolder(Path(folder)), engine, None, time.monotonic(), observers)
             with suppress(_AllRehearsed):
                 trainer.train()
         memory["optimizer"] = _bytes_on_device(

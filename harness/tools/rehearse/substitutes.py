@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -31,6 +31,7 @@ from harness.parallelism.expert import ExpertExchange
 from harness.tools.plan.costs import costs_of
 from harness.tools.rehearse.gpu import VirtualGpu
 from harness.train import setup, trainer
+from harness.train.observer import Observer, Run
 
 NCCL_ID_BYTES = 128
 DOCUMENTS = 4
@@ -123,6 +124,18 @@ class LoneStore(dist.Store):
 
     def clone(self) -> LoneStore:
         return self
+
+
+class StepEnds(Observer):
+    """Calls a function with the number of each step that begins."""
+
+    def __init__(self, run: Run, begin: Callable[[int], None]) -> None:
+        super().__init__(run)
+        self._begin = begin
+
+    def begin_step(self, step: int) -> Sequence[float]:
+        self._begin(step)
+        return ()
 
 
 class Zeros(Loader):

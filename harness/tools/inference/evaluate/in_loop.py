@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from harness.data.tokenizer import Tokenizer
 from harness.run.evaluations import columns
-from harness.tools.inference.evaluate.scoring import Scorer, Scores
+from harness.tools.inference.evaluate.scoring import Scorer
 from harness.tools.inference.evaluate.tasks import Setting, open_task
+from harness.train.observer import Periodic, Row, Run
 
 
-class EvaluationInLoop:
-    """The tasks of ``evaluation``; all ranks construct it and call ``evaluate`` together.
+class EvaluationInLoop(Periodic):
+    """The tasks of ``evaluation``, which all ranks score together.
 
     Raises:
         UserError: a task cannot be read.
     """
 
-    def __init__(self, model: Scores, tokenizer: Tokenizer) -> None:
-        job = model.job
+    def __init__(self, run: Run) -> None:
+        super().__init__(run, run.job.evaluation.interval)
+        job = run.job
         setting = Setting(
-            tokenizer,
+            run.tokenizer,
             job.model.vocab_size,
             job.data,
             "validation",
@@ -30,9 +29,10 @@ class EvaluationInLoop:
             job.evaluation.limit,
         )
         self.tasks = [open_task(name, setting) for name in job.evaluation.tasks]
-        self.scorer = Scorer(model)
+        self.scorer = Scorer(run.engine)
 
-    def evaluate(self) -> dict[str, Any]:
-        """Return the metrics of all tasks as columns."""
+    def act(self, step: int) -> Row:
         found = [columns(task.name, task.metrics(self.scorer.score(task.rows))) for task in self.tasks]
-        return {name: value for metrics in found for name, value in metrics.items()}
+        row = {name: value for metrics in found for name, value in metrics.items()}
+        self.run.progress.evaluation = row
+        return row

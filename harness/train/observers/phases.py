@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch.distributed as dist
 
@@ -16,26 +16,25 @@ from harness.metrics.slow import FILE, KINDS, WINDOW, SlowRanks, own_seconds
 from harness.metrics.window import EXCLUDED
 from harness.parallelism.marks import Marks
 from harness.run.result import write_json_atomically
-from harness.train.engine import Engine
-from harness.train.rank_metrics import where_is
+from harness.train.observer import Observer, Row, Run
+from harness.train.observers.rank_metrics import where_is
 
 FOLDER = "phases"
 WITH_SPANS = 5
 """Rows that also have the spans of their last step: the first ones of an attempt."""
 
 
-class PhaseLog:
-    """The phases of this rank, from the first step to ``close``; all ranks make one together.
+class PhaseLog(Observer):
+    """The phases of this rank, from the first step on.
 
-    Args:
-        run_dir: the run folder.
-        engine: model and layout of this rank.
-        warmup: steps that no row counts, as in throughput.
+    Raises:
+        OSError: the file cannot be written.
     """
 
-    def __init__(self, run_dir: Path, engine: Engine, warmup: int) -> None:
-        self._engine, self._warmup, self._run_dir = engine, warmup, run_dir
-        self.world = engine.job.world_size
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        engine = run.engine
+        self.world = run.job.world_size
         self._where = where_is(engine)
         self.rank: int = self._where["rank"]
         everyone = [self._where] * self.world
@@ -45,66 +44,68 @@ class PhaseLog:
         self.slow = SlowRanks([each["stage"] for each in everyone], names)
         self._phases = Phases(engine.device, self._where["stage"])
         self._marks = Marks(self._phases, engine.parts, engine.mesh, engine.device)
-        self._file = MetricsFile(run_dir / FOLDER / f"rank{self.rank}.jsonl")
-        self.last: dict[str, float] = {}
+        self._file = MetricsFile(run.folder / FOLDER / f"rank{self.rank}.jsonl")
+        self._last: dict[str, float] = {}
         """Mean seconds of each phase, of the newest row."""
         self._first = 0
         self._row: list[StepPhases] = []
         self._window: list[list[float]] = []
         self._rows = 0
 
-    def start(self, step: int) -> None:
-        """Begin the first step after ``step``."""
-        self._first = step + 1 + max(1, self._warmup)
+    def start(self) -> None:
+        # No row counts the steps of warm-up, as in throughput.
+        self._first = self.run.progress.step + 1 + max(1, self.run.job.metrics.warmup_steps)
         self._phases.restart()
 
-    def end_step(self, step: int) -> None:
-        """End a step; the next one begins."""
-        self._phases.end_step(step)
-
-    def take(self, *, logged: bool) -> None:
-        """Read the ended steps; if the step is logged, write the row of those since the last one.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
-        for each in self._phases.take():
-            if each.step >= self._first:
-                self._row.append(each)
-                self._window.append(own_seconds(each.on_core))
-        if logged and self._row:
-            self._write()
-
-    def beside(self, step: int) -> list[float]:
-        """Return the values to sum over the world in this step, with its counts: this rank's in its slots."""
+    def begin_step(self, step: int) -> Sequence[float]:
+        """Return every WINDOW steps the values to sum over the world: this rank's in its slots."""
         if self.world == 1 or step <= self._first or (step - self._first) % WINDOW:
-            return []
+            return ()
         own = [median(kind) for kind in zip(*self._window, strict=True)] if self._window else []
         self._window = []
         slots = [0.0] * (self.world * len(KINDS))
         slots[self.rank * len(KINDS) : self.rank * len(KINDS) + len(own)] = own
         return slots
 
-    def observe(self, sums: Sequence[float], step: int) -> list[str]:
-        """Return warnings about ranks that have become slow, from the sums of ``beside``."""
-        if not sums:
-            return []
-        seconds = [sums[at : at + len(KINDS)] for at in range(0, len(sums), len(KINDS))]
-        before = self.slow.found
-        found = self.slow.observe(seconds, step)
-        if self.slow.found != before and self.rank == 0:
-            write_json_atomically(self._run_dir / FILE, {"slow": [asdict(each) for each in self.slow.found]})
-        return [f"WARNING slow: {each}" for each in found]
+    def end_step(self, step: int, sums: Sequence[float]) -> Row:
+        self._phases.end_step(step)
+        self._take()
+        if sums:
+            self._observe(sums, step)
+        return {"slow_ranks": len(self.slow.slow)}
 
-    def close(self) -> None:
-        """Remove the marks and close the file."""
+    def log(self, row: Mapping[str, Any], own: Row) -> None:
+        self._take()
+        if self._row:
+            self._write()
+        own |= {f"phase.{name}": seconds for name, seconds in self._last.items()}
+
+    def close(self, error: BaseException | None) -> None:
         self._marks.remove()
         self._phases.close()
         self._file.close()
 
+    def _take(self) -> None:
+        """Read the steps that the device has finished."""
+        for each in self._phases.take():
+            if each.step >= self._first:
+                self._row.append(each)
+                self._window.append(own_seconds(each.on_core))
+
+    def _observe(self, sums: Sequence[float], step: int) -> None:
+        """Warn about ranks that have become slow."""
+        seconds = [sums[at : at + len(KINDS)] for at in range(0, len(sums), len(KINDS))]
+        before = self.slow.found
+        found = self.slow.observe(seconds, step)
+        if self.slow.found != before and self.rank == 0:
+            found_so_far = {"slow": [asdict(each) for each in self.slow.found]}
+            write_json_atomically(self.run.folder / FILE, found_so_far)
+        for each in found:
+            self.run.message(f"WARNING slow: {each}")
+
     def _write(self) -> None:
         steps, self._row = self._row, []
-        self.last = phases = _mean(step.seconds for step in steps)
+        self._last = phases = _mean(step.seconds for step in steps)
         last = steps[-1]
         self._rows += 1
         spans = [[s.start, s.end, s.phase, s.stage] for s in last.spans if s.phase not in EXCLUDED]
@@ -117,7 +118,7 @@ class PhaseLog:
                 "seconds": sum(phases[phase] for phase in phases if phase not in EXCLUDED),
                 **({"queued": self._queued(steps, phases)} if self._phases.sees_queue else {}),
                 "phases": phases,
-                **({"stages": _mean_passes(steps)} if len(self._engine.parts) > 1 else {}),
+                **({"stages": _mean_passes(steps)} if len(self.run.engine.parts) > 1 else {}),
                 **shown,
             }
         )

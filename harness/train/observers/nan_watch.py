@@ -5,38 +5,42 @@ Every check waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from harness.train.observer import Observer, Run
 from harness.util.errors import NonFiniteError
 
-# Part of the error of autograd's anomaly mode: Function 'MulBackward0' returned nan values in its 0th output.
-_ANOMALY = "returned nan values in its"
 
-
-class FiniteWatch:
+class NanWatch(Observer):
     """Hooks on every module of a rank's model parts.
 
     Gradients are checked by hooks on outputs, because backward hooks on modules break torch's split backward
     passes (zero-bubble schedules).
-
-    Attributes:
-        step: step to name in errors; set it before each step.
     """
 
-    step = 0
-
-    def __init__(self, parts: Iterable[nn.Module]) -> None:
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self._step = 0
         self._last_finite = "the loss"
-        for part in parts:
-            for name, module in part.named_modules():
-                if name:
-                    module.register_forward_hook(self._hook(name))
+        self._hooks = [
+            module.register_forward_hook(self._hook(name))
+            for part in run.engine.parts
+            for name, module in part.named_modules()
+            if name
+        ]
+
+    def begin_step(self, step: int) -> Sequence[float]:
+        self._step = step
+        return ()
+
+    def close(self, error: BaseException | None) -> None:
+        for hook in self._hooks:
+            hook.remove()
 
     def _hook(self, name: str) -> Any:
         def check_gradient(gradient: Tensor) -> None:
@@ -63,7 +67,7 @@ class FiniteWatch:
         return check_output
 
     def _raise(self, what: str) -> None:
-        raise NonFiniteError(f"step {self.step}: {what}")
+        raise NonFiniteError(f"step {self._step}: {what}")
 
 
 def _not_finite(tensor: Tensor) -> str:
@@ -71,23 +75,3 @@ def _not_finite(tensor: Tensor) -> str:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     wrong = int((~torch.isfinite(local.detach())).sum())
     return f"{wrong} of {local.numel()} numbers on this rank" if wrong else ""
-
-
-@contextmanager
-def unwrap_non_finite(step: int) -> Iterator[None]:
-    """Raise NonFiniteError for errors that wrap one, and for errors of autograd's anomaly mode.
-
-    torch's pipelines wrap the errors of their stages, and the anomaly mode raises a plain RuntimeError.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        cause: BaseException | None = error
-        while cause is not None:
-            if isinstance(cause, NonFiniteError):
-                raise cause from None
-            if _ANOMALY in str(cause):
-                where = "this rank's output shows the line of the forward pass"
-                raise NonFiniteError(f"step {step}: {cause}; {where}") from error
-            cause = cause.__cause__
-        raise

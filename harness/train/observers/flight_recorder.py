@@ -1,7 +1,7 @@
 """Record where each rank is when a collective is about to time out.
 
     flight_recorder/stacks-rank<r>.txt   the step, the last collective and the stacks of all threads
-    flight_recorder/place-rank<r>.json   input of ``harness.train.missing_ranks``, which finds the missing rank
+    flight_recorder/place-rank<r>.json   input of ``train/missing_ranks.py``, which finds the missing rank
     flight_recorder/gloo_<r>             collectives of gloo, for ``torchfrtrace --prefix gloo_``; no sends
     flight_recorder/rank_<r>             collectives of NCCL, written by its own watchdog (``--prefix rank_``)
 
@@ -17,12 +17,14 @@ import pickle
 import sys
 import threading
 import time
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 
+from harness.config.failures import describe_failure
+from harness.train.observer import Observer, Run
 from harness.train.process import FLIGHT_RECORDER
 
 # Fraction of the timeout after which ranks write, so that a rank that waits in a collective is still in it.
@@ -30,52 +32,41 @@ _SHARE = 0.9
 _POLL_SECONDS = 1.0
 
 
-class StepWatch:
-    """Write this rank's last collective and stacks when a step takes nearly as long as the timeout.
+class FlightRecorder(Observer):
+    """Write this rank's last collective and stacks when a step takes nearly as long as the timeout."""
 
-    Args:
-        run_dir: the run folder.
-        rank: this rank.
-        enabled: False if there is no other rank to wait for, or nothing to record.
-    """
-
-    def __init__(self, run_dir: Path, rank: int, *, enabled: bool) -> None:
-        self._folder, self._rank = run_dir / FLIGHT_RECORDER, rank
-        self._deadline = float("inf")
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self._folder, self._rank = run.folder / FLIGHT_RECORDER, run.ranks.rank
+        self._last_second = float("inf")
         self._step = 0
         self._written: int | None = None
         self._lock, self._closed = threading.Lock(), threading.Event()
-        self._thread: threading.Thread | None = None
-        if enabled:
-            self._thread = threading.Thread(target=self._run, name="step watch", daemon=True)
-            self._thread.start()
+        self._thread = threading.Thread(target=self._watch, name="flight recorder", daemon=True)
+        self._thread.start()
 
-    def begin(self, step: int, limit_seconds: float) -> None:
-        """Start the clock of a step whose collectives time out after ``limit_seconds``."""
-        self._step, self._deadline = step, time.monotonic() + _SHARE * limit_seconds
+    def begin_step(self, step: int) -> Sequence[float]:
+        self._step, self._last_second = step, time.monotonic() + _SHARE * self.run.limit_seconds(step)
+        return ()
 
-    def end(self) -> None:
-        """Stop the clock of the step."""
-        self._deadline = float("inf")
-
-    def timed_out(self) -> None:
-        """Write the files of this step, if not done yet, because a collective has timed out."""
-        if self._thread is not None:
-            self._write("a collective has timed out")
-
-    def close(self) -> None:
-        """Stop the thread."""
+    def close(self, error: BaseException | None) -> None:
+        if error is not None and describe_failure(error)["kind"] == "collective_timeout":
+            self._write("a collective has timed out", timed_out=True)
         self._closed.set()
-        if self._thread is not None:
-            self._thread.join()
+        self._thread.join()
 
-    def _run(self) -> None:
+    def _watch(self) -> None:
         while not self._closed.wait(min(_POLL_SECONDS, max(0.0, self._deadline - time.monotonic()))):
             if time.monotonic() >= self._deadline:
-                self._deadline = float("inf")
                 self._write("a collective of this step is about to time out, on this rank or another")
+                self._last_second = float("inf")
 
-    def _write(self, why: str) -> None:
+    @property
+    def _deadline(self) -> float:
+        """When to write; never between steps."""
+        return self._last_second if self.run.progress.running == self._step else float("inf")
+
+    def _write(self, why: str, *, timed_out: bool = False) -> None:
         with self._lock:
             if self._written == self._step:
                 return
@@ -83,6 +74,7 @@ class StepWatch:
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 place = {"rank": self._rank, "step": self._step, "time": time.time(), **_place()}
+                place["timed_out"] = timed_out
                 (self._folder / f"place-rank{self._rank}.json").write_text(json.dumps(place) + "\n")
                 with (self._folder / f"stacks-rank{self._rank}.txt").open("w") as file:
                     file.write(f"rank {self._rank}, step {self._step}: {why}\n{last_collective()}\n\n")
