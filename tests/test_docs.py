@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import json
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 from declared import JOBS, VERBS
 from processes import python
+from test_imports import ROOMS
 
 from harness.compose.arguments import JOB_FLAGS, CommandLine
 from harness.compose.composer import Composer, compose_job, compose_points
@@ -272,6 +274,27 @@ def test_site_lists_all_pages() -> None:
     assert there <= listed
     for path in listed - there:
         assert (ROOT / path.removeprefix("repository/")).is_file(), path
+
+
+def test_the_page_of_architecture_is_the_house() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", page, re.MULTILINE))
+    assert tuple(rows) == ROOMS
+    for room, purpose in rows.items():
+        tree = ast.parse((ROOT / "harness" / room / "__init__.py").read_text())
+        first = (ast.get_docstring(tree) or "").partition("\n")[0]
+        assert purpose == first.replace("``", "`"), room
+    assert len(page.split()) <= 700
+    assert all(len(each.read_text().split()) <= 300 for each in (ROOT / "docs" / "rooms").iterdir())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_named_files_exist(page: Path) -> None:
+    for name, function in re.findall(
+        r"`(harness/[\w./-]+|tests/[\w./-]+\.py)(?:::(\w+))?`", page.read_text()
+    ):
+        assert (ROOT / name).exists(), name
+        assert f"def {function}(" in (ROOT / name).read_text() if function else True, function
 
 
 def test_the_refused_command_for_real() -> None:

@@ -3,8 +3,8 @@
 A source yields tensors under our names and in our layout, one at a time, in the decoder's order. A writer is
 a function that takes a source and a path. Every source works with every writer:
 
-    sources   harness.exchange.{huggingface,dcp,meta}
-    writers   harness.exchange.{huggingface,dcp,torch_file}
+    sources   huggingface.py, dcp.py; formats of other packages
+    writers   huggingface.py, dcp.py, torch_file.py
 """
 
 from __future__ import annotations

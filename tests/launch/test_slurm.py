@@ -365,7 +365,9 @@ def test_ranks_that_srun_names(tmp_path: Path) -> None:
 def test_a_snapshot_is_the_code_and_is_taken_once(tmp_path: Path) -> None:
     taken = take_snapshot(tmp_path)
     package = Path(attempt.__file__).parents[1]
-    assert (taken / "harness" / "rank.py").read_bytes() == (package / "rank.py").read_bytes()
+    assert (taken / "harness" / "train" / "rank.py").read_bytes() == (
+        package / "train" / "rank.py"
+    ).read_bytes()
     assert not list(taken.rglob("__pycache__"))
     before = {path: path.stat().st_mtime_ns for path in taken.rglob("*")}
     assert take_snapshot(tmp_path) == taken

@@ -39,7 +39,7 @@ def limit(monkeypatch: pytest.MonkeyPatch) -> Limit:
 
     def set_limit(gib: float) -> None:
         for where in ("make", "prune"):
-            monkeypatch.setattr(f"harness.plan.{where}.memory_limit", lambda job, device: gib * GIB)
+            monkeypatch.setattr(f"harness.tools.plan.{where}.memory_limit", lambda job, device: gib * GIB)
 
     return set_limit
 

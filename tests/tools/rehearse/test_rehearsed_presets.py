@@ -39,7 +39,7 @@ MASK = "data.attend_across_documents=false"
 EXPERTS = {"parallelism/expert.py", "model/grouped.py"}
 """Where rows travel to experts the host has to know how many."""
 WAITS = {
-    "bf16_full": {"loop/engine.py"},
+    "bf16_full": {"train/engine.py"},
 }
 """What makes the host wait in a step: optimizers that are not fused ask whether the norm is finite."""
 
@@ -241,7 +241,7 @@ def test_memory_that_is_not_there_is_missed_as_on_a_gpu(rehearsals: Rehearsals) 
     assert figures.failure is not None
     assert (figures.failure.kind, figures.failure.step) == (OUT_OF_MEMORY, 0)
     assert "Tried to allocate" in figures.failure.message
-    assert figures.failure.where.startswith(("model/", "loop/", "parallelism/"))
+    assert figures.failure.where.startswith(("model/", "train/", "parallelism/"))
 
 
 def test_skewed_routing_takes_more_memory_on_the_first_rank(rehearsals: Rehearsals) -> None:
