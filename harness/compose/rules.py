@@ -1,4 +1,4 @@
-"""Rules between the parts of a job. Each raises ConfigError; those of one part are in its file of config."""
+"""Rules between the parts of a job. Each raises ConfigError; the rules of one part are in its own package."""
 
 from __future__ import annotations
 

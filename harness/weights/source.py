@@ -3,8 +3,8 @@
 A source yields tensors under our names and in our layout, one at a time, in the decoder's order. A writer is
 a function that takes a source and a path. Every source works with every writer:
 
-    sources   huggingface.py, dcp.py; formats of other packages
-    writers   huggingface.py, dcp.py, torch_file.py
+    sources   harness.weights.{huggingface,dcp}, and those of other packages (harness.weights.format)
+    writers   harness.weights.{huggingface,dcp,torch_file}, likewise
 """
 
 from __future__ import annotations

@@ -271,7 +271,7 @@ def test_cut_and_flipped_metadata_is_damaged() -> None:
 # Modules that may unpickle: with the restricted unpickler, or data of this process or its parent.
 MAY_UNPICKLE = {
     "checkpoint/metadata.py": {"Unpickler"},
-    "train/flight_recorder.py": {"loads"},
+    "loop/flight_recorder.py": {"loads"},
     "data/read_ahead_process.py": {"loads"},
 }
 
