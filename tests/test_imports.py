@@ -1,4 +1,4 @@
-"""Arrows point down: a room imports the rooms below it, none above; nothing imports slow packages early."""
+"""Arrows point down: a room imports the rooms below it, and none above; nothing slow is imported early."""
 
 from __future__ import annotations
 
