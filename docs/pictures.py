@@ -5,6 +5,7 @@ Each picture is drawn twice, for light and for dark pages, on a transparent back
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -134,7 +135,7 @@ def flow(palette: Palette) -> Canvas:
         (39, "parity", "every layout against\none process"),
     )
     for x, title, lines in below:
-        c.box(x, 4, 15, 9.5, "plain", f"harness.{title}", lines)
+        c.box(x, 4, 15, 9.5, "plain", f"harness {title}", lines)
     c.arrow((25, 25), (13, 13.8), dashed=True)
     c.arrow((28.5, 25), (28.5, 13.8), dashed=True)
     c.arrow((32, 25), (44, 13.8), dashed=True)
@@ -176,51 +177,52 @@ def mesh(palette: Palette) -> Canvas:
     return c
 
 
-def layers(palette: Palette) -> Canvas:
-    """Packages by when torch is imported: architecture."""
-    c = Canvas(100, 62, palette)
-    c.box(1, 35, 98, 26, "plain")
-    c.text(3, 58.8, "Controller: no torch, answers in less than a second", ha="left", weight="bold")
-    c.box(3, 49, 22, 7.5, "blue", "verbs", "train plan parity bench\nsweep report convert ...")
-    c.box(28, 49, 22, 7.5, "blue", "compose.py", "Hydra ends here")
-    c.box(53, 49, 19, 7.5, "blue", "job.py", "sum of all groups")
-    c.box(75, 49, 22, 7.5, "blue", "run", "job.json, status, result")
-    groups = (
-        "model  parallelism  precision  data  optimizer  checkpoint\n"
-        "metrics  loop  cluster: config.py of each package"
-    )
-    c.box(3, 37.5, 47, 8.5, "orange", "groups", groups)
-    c.box(53, 37.5, 19, 8.5, "purple", "plan", "memory, time, search")
-    c.box(75, 37.5, 22, 8.5, "purple", "cluster", "local, torchrun, SLURM")
-    for x1, x2 in ((25, 28), (50, 53), (72, 75)):
-        c.arrow((x1, 52.7), (x2, 52.7))
-    c.arrow((39, 46), (39, 49))
-    c.arrow((62.5, 49), (62.5, 46))
-    c.arrow((86, 49), (86, 46))
-    c.box(1, 2, 98, 29, "plain")
-    c.text(3, 28.8, "Rank: torch, no Hydra; reads job.json", ha="left", weight="bold")
-    c.box(3, 17, 16, 9, "green", "rank.py", "process group,\ndevice")
-    c.box(23, 17, 22, 9, "green", "parallelism", "mesh, parallelize,\nmaterialize")
-    c.box(49, 17, 20, 9, "green", "loop/engine.py", "one optimizer step")
-    c.box(73, 17, 24, 9, "green", "loop/trainer.py", "the loop: stop, validate,\nlog, save")
-    for x1, x2 in ((19, 23), (45, 49), (69, 73)):
-        c.arrow((x1, 21.5), (x2, 21.5))
-    c.box(3, 4, 16, 8.5, "plain", "data", "samples by\nseed and step")
-    c.box(23, 4, 22, 8.5, "plain", "model, precision", "modules that know\nno layout")
-    c.box(49, 4, 20, 8.5, "plain", "optimizer", "AdamW, schedule")
-    c.box(73, 4, 11, 8.5, "plain", "metrics", "rows, MFU")
-    c.box(86, 4, 11, 8.5, "plain", "checkpoint", "DCP, resume")
-    c.arrow((11, 12.5), (11, 17))
-    c.arrow((34, 12.5), (34, 17))
-    c.arrow((59, 12.5), (59, 17))
-    c.arrow((78.5, 17), (78.5, 12.5))
-    c.arrow((91.5, 17), (91.5, 12.5))
-    c.arrow((86, 37.5), (86, 31))
-    c.text(87.5, 33.2, "starts", size=8.5, ha="left", color=palette.soft)
+def rooms() -> list[str]:
+    """The rooms of harness/ from the ground up, as the table of architecture.md has them."""
+    page = (FOLDER.parent / "architecture.md").read_text()
+    return re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
+
+
+def floors(palette: Palette) -> Canvas:
+    """The rooms, the way of a job through them, and the borders of torch and Hydra: architecture."""
+    c = Canvas(100, 71, palette)
+    util, config, *of_all, train, compose, launch, tools, contrib = rooms()
+    c.box(1, 58.5, 98, 11.5, "plain")
+    c.text(3, 68, "On top: looks at jobs and runs, adds kinds; the core names none of it", ha="left", size=9)
+    c.box(3, 60, 63, 6.3, "purple", tools, "plan  rehearse  parity  report  study  inference ...")
+    c.box(68, 60, 29, 6.3, "purple", contrib, "flux  formats")
+    c.box(1, 1, 98, 56, "plain")
+    c.text(3, 54.8, "The core: trains. A room imports the rooms below it", ha="left", size=9)
+    for place, room in enumerate((util, config)):
+        c.box(3, 2.5 + 5.5 * place, 94, 4.7, "orange", room)
+    for place, room in enumerate(of_all[:4]):
+        c.box(3 + 23.75 * place, 13.5, 22.75, 4.7, "orange", room)
+    for place, room in enumerate(of_all[4:]):
+        c.box(41 + 11.3 * place, 20.5, 10.8, 5.5, "green", room)
+    c.box(41, 28, 56, 6.5, "green", train, "engine: one step    trainer: the loop    observers")
+    c.box(3, 37, 32, 6.3, "blue", compose, "Hydra; rules between groups")
+    c.box(3, 46.5, 32, 6.3, "blue", launch, "ranks here or on SLURM, sweeps")
+    c.box(3, 23, 32, 6.3, "plain", "harness train", "model=llama3_8b parallelism=fsdp ...")
+    c.box(52, 44, 34, 8, "plain", "run folder", "job.json  metrics.jsonl  checkpoints\nresult.json")
+    c.arrow((19, 29.3), (19, 37))
+    c.text(20, 33, "overrides", ha="left", size=8.5, color=palette.soft)
+    c.arrow((19, 43.3), (19, 46.5))
+    c.text(20, 44.8, "Job", ha="left", size=8.5, color=palette.soft)
+    c.arrow((35, 49.7), (52, 49.7))
+    c.arrow((62, 44), (62, 34.5))
+    c.text(61, 39.2, "ranks read the job", ha="right", size=8.5, color=palette.soft)
+    c.arrow((76, 34.5), (76, 44))
+    c.text(77, 39.2, "rows, checkpoints", ha="left", size=8.5, color=palette.soft)
+    c.arrow((60, 52), (60, 60))
+    for x, kind in ((37.3, "green"), (38.7, "blue")):
+        colour = palette.boxes[kind][1]
+        c.axes.plot((x, x), (20.5, 47.5), color=colour, linewidth=1.6, linestyle=(0, (4, 2)))
+    c.text(36.6, 35, "no torch", ha="right", size=8.5, color=palette.boxes["green"][1])
+    c.text(39.4, 36.2, "no Hydra", ha="left", size=8.5, color=palette.boxes["blue"][1])
     return c
 
 
-PICTURES = {"flow": flow, "mesh": mesh, "layers": layers}
+PICTURES = {"flow": flow, "mesh": mesh, "floors": floors}
 
 
 def main() -> None:

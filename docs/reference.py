@@ -1,7 +1,8 @@
 """Write docs/reference from the code: ``python docs/reference.py [FOLDER]``.
 
 Fields and their documentation are read from the dataclasses, options from conf/, flags from the declared
-verbs, columns from ``harness.metrics.columns``, failure classes from ``harness.config.failures``. Imports no torch.
+verbs, columns from ``harness/metrics/columns.py``, failure classes from ``harness/config/failures.py``.
+Imports no torch.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     python experiments/plan_speed.py                  all commands, three rounds
     python experiments/plan_speed.py 405b --rounds 1  one of them
 
-A command runs once before it counts, so that orders of schedules are cached (``harness/tools/plan/order.py``). The
-median of the rounds and their range are printed, and a digest of a search's result: its best layouts and why
-the others lose. Two versions with equal digests find the same.
+A command runs once before it counts, so that orders of schedules are cached
+(``harness/tools/plan/order.py``). The median of the rounds and their range are printed, and a digest of a
+search's result: its best layouts and why the others lose. Two versions with equal digests find the same.
 """
 
 from __future__ import annotations

@@ -56,16 +56,16 @@ def commands() -> list[str]:
 
 def test_the_page_has_what_a_family_needs(sources: Path) -> None:
     assert (sources / "conf/model/smollm3_debug.yaml").exists()
-    assert (sources / "harness/exchange/families/smollm3.py").exists()
+    assert (sources / "harness/weights/families/smollm3.py").exists()
     assert len(commands()) == 2
 
 
 @pytest.mark.parametrize("command", commands())
 def test_commands(sources: Path, command: str) -> None:
     program, *arguments = command.split()
-    assert program == "python"
+    programs = {"python": [sys.executable], "harness": [sys.executable, "-m", "harness"]}
     done = subprocess.run(
-        [sys.executable, *arguments],
+        [*programs[program], *arguments],
         cwd=sources,
         env={**os.environ, "PYTHONPATH": str(sources), "OMP_NUM_THREADS": "1"},
         capture_output=True,

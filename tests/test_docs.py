@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import json
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 from declared import JOBS, VERBS
 from processes import python
+from test_imports import ROOMS
 
 from harness.compose.arguments import JOB_FLAGS, CommandLine
 from harness.compose.composer import Composer, compose_job
@@ -44,7 +46,7 @@ PAGES = [
     *(path for path in sorted((ROOT / "docs").rglob("*.md")) if path.name not in APART),
 ]
 # Programs that are not the harness's; README says which packages bring them.
-OTHERS = ("nvidia-smi", "pgrep", "kill", "eval", "git", "sbatch", "echo", "pre-commit")
+OTHERS = ("nvidia-smi", "pgrep", "kill", "eval", "git", "sbatch", "echo", "pre-commit", "source")
 # Pages of commands for GPUs, by section.
 GPUS = {"One GPU": "0", "Eight GPUs": "0,1,2,3,4,5,6,7"}
 
@@ -102,17 +104,26 @@ def test_commands(command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: P
             monkeypatch.setenv(variable, value)
         monkeypatch.setenv("WORLD_SIZE", words[words.index("--nproc-per-node") + 1])
     else:
-        assert re.fullmatch(r"(.*/)?(python3?|pip)", words[0]), f"{words[0]}: what is this?"
-    if words[1].endswith(".py"):
+        assert re.fullmatch(r"(.*/)?(python3?|pip|harness)", words[0]), f"{words[0]}: what is this?"
+    if typed := verb_of(words):
+        _check_harness(command, typed[0], typed[1:])
+    elif words[1].endswith(".py"):
         script = (ROOT / words[1]).read_text()
         flags = [word for word in words[2:] if word.startswith("--")]
         assert all(f'"{flag}"' in script for flag in flags), flags
-        return
-    if "-m" in words and words[words.index("-m") + 1].startswith("harness."):
-        place = words.index("-m") + 1
-        _check_harness(command, words[place].removeprefix("harness."), words[place + 1 :])
     else:
         assert words[1] in ("-c", "-m", "install"), words
+
+
+def verb_of(words: list[str]) -> list[str]:
+    """The verb of a command line and its arguments; nothing if it runs none."""
+    if Path(words[0]).name == "harness":
+        return words[1:]
+    after = words[words.index("-m") + 1 :] if "-m" in words else []
+    if after and after[0] == "harness.train":
+        return ["train", *after[1:]]
+    assert not any(word.startswith("harness.") for word in after[:1]), f"{after[0]} is no command"
+    return []
 
 
 def _use_shown_files(command: Command, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -160,7 +171,7 @@ def _check_job(command: Command, name: str, schema: type, line: CommandLine) -> 
         compose_job(line.overrides, config_name=name, schema=schema)
 
 
-PLANNED = [command for command in COMMANDS if "-m harness plan " in command.line and command.output]
+PLANNED = [command for command in COMMANDS if "harness plan " in command.line and command.output]
 
 
 @pytest.mark.parametrize("command", PLANNED, ids=str)
@@ -168,7 +179,7 @@ def test_shown_plans_are_what_the_plan_prints(
     command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     _use_shown_files(command, monkeypatch, tmp_path)
-    printed = plan_of(shlex.split(command.line)[3:]).splitlines()
+    printed = plan_of(verb_of(shlex.split(command.line))[1:]).splitlines()
     for line in command.output:
         assert line == "..." or line in printed
 
@@ -188,7 +199,7 @@ def test_the_first_hour_has_what_the_plan_says(cluster: str, monkeypatch: pytest
     found = 0
     for command in commands_of(page):
         on_one = command.section == "One GPU"
-        words = shlex.split(command.line)[3:]
+        words = verb_of(shlex.split(command.line))[1:]
         if "model=llama3_8b" not in words or "checkpoint=disabled" not in words:
             continue
         if not on_one and cluster == "slurm_h200":
@@ -263,6 +274,27 @@ def test_site_lists_all_pages() -> None:
     assert there <= listed
     for path in listed - there:
         assert (ROOT / path.removeprefix("repository/")).is_file(), path
+
+
+def test_the_page_of_architecture_is_the_house() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", page, re.MULTILINE))
+    assert tuple(rows) == ROOMS
+    for room, purpose in rows.items():
+        tree = ast.parse((ROOT / "harness" / room / "__init__.py").read_text())
+        first = (ast.get_docstring(tree) or "").partition("\n")[0]
+        assert purpose == first.replace("``", "`"), room
+    assert len(page.split()) <= 700
+    assert all(len(each.read_text().split()) <= 300 for each in (ROOT / "docs" / "rooms").iterdir())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_named_files_exist(page: Path) -> None:
+    for name, function in re.findall(
+        r"`(harness/[\w./-]+|tests/[\w./-]+\.py)(?:::(\w+))?`", page.read_text()
+    ):
+        assert (ROOT / name).exists(), name
+        assert f"def {function}(" in (ROOT / name).read_text() if function else True, function
 
 
 def test_the_refused_command_for_real() -> None:

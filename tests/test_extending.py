@@ -26,7 +26,7 @@ from harness.util.errors import ConfigError, UserError
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "howto" / "extend.md").read_text()
-PACKAGE = ROOT / "examples" / "harness_extras"
+PACKAGE = ROOT / "tests" / "extras"
 COMMANDS = [line.removeprefix("$ ") for line in PAGE.splitlines() if line.startswith("$ ")]
 SECONDS = 300
 
@@ -81,9 +81,9 @@ def extras(tmp_path_factory: pytest.TempPathFactory) -> Installed:
 
 
 def command(verb: str, word: str = "") -> list[str]:
-    """The arguments of a command of the page, after ``python``."""
-    [found] = [each for each in COMMANDS if each.startswith(f"python -m harness {verb} ") and word in each]
-    return shlex.split(found)[1:]
+    """A command of the page, as arguments of Python."""
+    [found] = [each for each in COMMANDS if each.startswith(f"harness {verb} ") and word in each]
+    return ["-m", *shlex.split(found)]
 
 
 @pytest.fixture(scope="module")

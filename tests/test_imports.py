@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -29,6 +30,8 @@ NOT_IMPORTED = {
     "harness.config.metrics": "torch rich wandb",
     "harness.train.rank": "torch",
     "harness.train.process": "torch",
+    "harness.launch.train": "torch hydra omegaconf",
+    "harness.launch.sweep.run": "torch hydra omegaconf",
 }
 
 
@@ -144,6 +147,14 @@ def test_arrows_point_down() -> None:
         if not points_down(room_of(module), room_of(imported))
     ]
     assert not up, "\n".join(sorted(up))
+
+
+def test_ranks_import_no_hydra() -> None:
+    """A rank imports the rooms up to train, and no file of these names Hydra or its configurations."""
+    named = re.compile(r"^\s*(?:from|import) (?:hydra|omegaconf)\b", re.MULTILINE)
+    rooms = {room_of(module)[:1] for module, path in FILES.items() if named.search(path.read_text())}
+    assert ("compose",) in rooms
+    assert not rooms & {(room,) for room in ROOMS[: ROOMS.index("compose")]}
 
 
 def test_no_circles() -> None:

@@ -315,7 +315,8 @@ VALUES = [
     ),
     shown_as(
         "cluster.hardware.units=78 cluster.accelerator=H20",
-        "cluster.hardware.half_tflops=null: must be given, because harness/util/hardware.py does not have H20",
+        "cluster.hardware.half_tflops=null: must be given, "
+        "because harness/util/hardware.py does not have H20",
     ),
     mistake("cluster.accelerator=L4 cluster.hardware.power_w=0.0", "must be above 0, or null"),
     mistake("cluster.accelerator=L4 cluster.hardware.achieved_half=75.5", "must be in (0, 1], or null"),

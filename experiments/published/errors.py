@@ -4,8 +4,8 @@
 
 rows.csv has 95 rows of 14 tables with the overrides that express each, and what the tables leave open. Its
 columns ``attention`` to ``keeps_outputs`` say what the trainer ran (``Software`` in
-harness/tools/plan/constants.py), ``doubt`` why a row is evidence neither for nor against the plan. Prints Markdown
-tables of the plan's errors with its default constants: throughput, and memory (memory_errors.py).
+harness/tools/plan/constants.py), ``doubt`` why a row is evidence neither for nor against the plan. Prints
+Markdown tables of the plan's errors with its default constants: throughput, and memory (memory_errors.py).
 ``--rows`` adds each row. held_out.py has the errors with constants that were fitted without a row's source.
 """
 

@@ -1,1 +1,1 @@
-"""From a command line to a resolved, checked job. The only room that knows Hydra."""
+"""From a command line to a resolved, checked job: Hydra, and the rules between groups."""

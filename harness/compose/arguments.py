@@ -72,7 +72,7 @@ JOB_FLAGS = (
         metavar="WHAT",
         help=f"print how Hydra composes the job: {', '.join(f'`{each}`' for each in INFO)}",
     ),
-    Argument("-m", "--multirun", help="run one job for each combination of values (`harness.train` only)"),
+    Argument("-m", "--multirun", help="run one job for each combination of values (`harness train` only)"),
     Argument(
         "-cn", "--config-name", metavar="NAME", help="compose another primary file, of `conf/` or your own"
     ),

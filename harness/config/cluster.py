@@ -267,8 +267,8 @@ class ClusterConfig:
     device: str = execution("auto", choices=DEVICES)
     """Device of every rank: cpu, cuda, or auto (cuda on nodes with GPUs)."""
     accelerator: str | None = label(None)
-    """Accelerator of the nodes: a name in harness/util/hardware.py (``H100 SXM``), or any name with the numbers of
-    ``hardware``; null means unknown."""
+    """Accelerator of the nodes: a name in harness/util/hardware.py (``H100 SXM``), or any name with the
+    numbers of ``hardware``; null means unknown."""
     hardware: HardwareConfig = part(HardwareConfig)
     """Numbers of an accelerator of the user's own."""
     network_gbps: float | None = label(None, above=0)

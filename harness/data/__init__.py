@@ -1,1 +1,1 @@
-"""Data of a run: documents, tokenizers, the token store and the loader."""
+"""Data of a run: documents, tokenizers, mixtures, the token store, and the loader of batches."""

@@ -1,1 +1,1 @@
-"""Start runs and sweeps, here or on SLURM, and tell their states."""
+"""Start ranks, here or on SLURM, run sweeps, and find the state of a run."""

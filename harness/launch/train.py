@@ -1,12 +1,12 @@
-"""``python -m harness.train``: train the job that the overrides describe.
+"""``harness train``: train the job that the overrides describe.
 
 Without a launcher it is the controller: it checks the job, makes the run folder, and starts the ranks or
 submits them to SLURM. Under torchrun it is one rank, and all ranks compose the same job. With ``-m`` it is
 the controller of a sweep.
 
-    python -m harness.train model=llama3_8b parallelism=fsdp_tp parallelism.tp=4
-    python -m harness.train experiment=NAME training.steps=100
-    python -m harness.train --cfg job                 print the composed job and run nothing
+    harness train model=llama3_8b parallelism=fsdp_tp parallelism.tp=4
+    harness train experiment=NAME training.steps=100
+    harness train --cfg job                 print the composed job and run nothing
 """
 
 from __future__ import annotations

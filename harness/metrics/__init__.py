@@ -1,1 +1,1 @@
-"""Metrics of a run; ``metrics.jsonl`` is the primary record, and the console, W&B and TensorBoard are views of it."""
+"""Rows, throughput and MFU. ``metrics.jsonl`` is the record, consoles and trackers are views of it."""

@@ -1,1 +1,1 @@
-"""Parts of a decoder, and the specification of its tensors."""
+"""Modules of a decoder, and one description of every tensor. They know no layout and no planner."""

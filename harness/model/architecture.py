@@ -1,8 +1,8 @@
 """Kinds of models, as ``model.architecture`` names them (no torch until a part is built).
 
-Code outside of an architecture's own file never compares names: it calls a method of ``Architecture``. What
-such a model is trained on is its ``Objective`` (``harness/train/objective.py``), and what the plan knows of it
-its ``Costs`` (``harness/tools/plan/costs.py``).
+Code outside of an architecture's own file never compares names: it calls a method of ``Architecture``. Rooms
+above have tables of their own by the same names: ``OBJECTIVES`` what such a model is trained on, and the plan
+what it costs.
 """
 
 from __future__ import annotations

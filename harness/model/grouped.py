@@ -58,7 +58,7 @@ def ends_for_linear(x_RI: Tensor, ends_E: Tensor) -> Tensor:
 def on_host(tensor: Tensor) -> Tensor:
     """Copy to host memory; blocks the host.
 
-    It is a custom operator so that recomputed blocks can save its result (activation_checkpoint.py).
+    It is a custom operator so that recomputed blocks can save its result.
     """
     return tensor.to("cpu", copy=True)
 

@@ -1,1 +1,1 @@
-"""The optimizer and its learning-rate schedule."""
+"""Optimizers, their settings for each tensor, and the schedule of the learning rate."""

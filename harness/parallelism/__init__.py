@@ -1,1 +1,1 @@
-"""How a model is distributed over ranks: a file per kind of parallelism; ``parallelize.py`` applies them."""
+"""How a model is distributed over ranks: a file for each kind of parallelism, applied in one order."""

@@ -1,1 +1,1 @@
-"""Number formats of parameters, activations and reductions."""
+"""Number formats of the products of linears and experts: float8 and mxfp8, by torchao."""

@@ -1,6 +1,8 @@
 """Replacement of linears by torchao's float8 linears; names, shapes and initial values stay the same.
 
-Experts keep their parameters and get another product function.
+Experts keep their parameters and get another product function. Scales are maxima over the rows that are
+multiplied at once: under tensor parallel over all shards, but each replica has those of its own rows. So a
+float8 layout agrees with a process that takes the same rows at once.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Run folders: their files, the errors and results in them, and the states of runs. Imports no torch."""
+"""Files of a run folder: paths, locks, status, errors, evaluations. Imports no torch."""

@@ -1,1 +1,1 @@
-"""Tools that look at jobs and runs; nothing that trains imports them."""
+"""Look at jobs and runs: plan, rehearse, parity, report and more. Nothing that trains imports them."""

@@ -242,7 +242,7 @@ def _print(text: str) -> None:
 
 
 def _end_at_once() -> None:
-    """End on a signal without an exception: huggingface_hub would wait for the files that it is downloading."""
+    """End on a signal without an exception, because huggingface_hub would wait for the files in transfer."""
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, lambda number, frame: os._exit(EXIT_INTERRUPTED))
 

@@ -1,1 +1,1 @@
-"""The training loop on one rank."""
+"""One rank: the engine (one optimizer step), the trainer (the loop), and what observes the loop."""

@@ -1,4 +1,4 @@
-"""What a kind of model is trained on: its batches, its loss and its passes (no torch until they are built).
+"""Objectives of kinds of models: their batches, loss and passes (no torch until they are built).
 
 ``model.architecture`` names an entry here too. An architecture without one cannot be trained.
 """

@@ -1,4 +1,4 @@
-"""What stands below every other room: text, files, locks, hardware facts. Imports nothing of the harness."""
+"""Text, tables, files, locks and facts of hardware, for every room. Imports nothing of the harness."""
 
 import functools
 from pathlib import Path

@@ -100,7 +100,8 @@ def test_the_order_of_folders_is_that_of_hydras_own_command_line(own: Path, othe
     """An application of ``hydra.main`` composes the same; conf/ comes first, then --config-dir."""
     code = (
         "import hydra, sys; from omegaconf import OmegaConf\n"
-        "from harness.compose.layers import register_schema; from harness.config.job import Job; register_schema(Job)\n"
+        "from harness.compose.layers import register_schema; from harness.config.job import Job\n"
+        "register_schema(Job)\n"
         f"@hydra.main(config_path={conf_dir()!r}, config_name='train', version_base='1.3')\n"
         "def main(config): pass\nmain()\n"
     )

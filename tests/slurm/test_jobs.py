@@ -69,7 +69,9 @@ def test_what_is_edited_while_a_job_waits_does_not_change_it(slurm: Scheduler, t
     dim = read(run / "job.json")["model"]["dim"]
     model = checkout / "conf" / "model" / "llama3_tiny.yaml"
     model.write_text(model.read_text().replace(f"dim: {dim}", f"dim: {2 * dim}"))
-    (checkout / "harness" / "rank.py").write_text("raise RuntimeError('this code was not submitted')\n")
+    (checkout / "harness" / "train" / "rank.py").write_text(
+        "raise RuntimeError('this code was not submitted')\n"
+    )
     slurm.run("scontrol", "release", job_of(run))
     until_done(run)
     assert read(run / "result.json")["job.model.dim"] == dim

@@ -159,7 +159,7 @@ def _attention(config: ModelConfig, layer: int) -> PartActivations:
     elif of.qk_norm == "l2" and is_rotated:
         extra += _bare_norm("q_l2", width, heads) + _bare_norm("k_l2", width, groups)
     if of.sinks:
-        # kernels.py, _with_sink: one more feature and one more key, padded to a multiple of eight.
+        # model/kernels.py, _with_sink: one more feature and one more key, padded to a multiple of eight.
         joined = heads * (width + 8), groups * (width + 8), groups * (width + 8)
         tensors = [
             SavedTensor(n, w, ActivationSplit.INNER) for n, w in zip(("q", "k", "v"), joined, strict=True)

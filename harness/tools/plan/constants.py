@@ -27,8 +27,8 @@ class Constants:
 
     matmul: float = 0.859
     """Speed of products of 16- or 32-bit matrices in training, as a fraction of the best that the device
-    achieves (``achieved.py``), in addition to wave quantization of tiles. Fitted; 0.74 to 0.81 for typical
-    products on an MI325X (rocm.blogs.amd.com/artificial-intelligence/taf-blog)."""
+    achieves (``kernel_peaks.py``), in addition to wave quantization of tiles. Fitted; 0.74 to 0.81 for
+    typical products on an MI325X (rocm.blogs.amd.com/artificial-intelligence/taf-blog)."""
     float8: float = 0.778
     """The same for 8-bit products. Fitted, as ``matmul``, to 113 published rows by
     experiments/published/held_out.py."""
@@ -46,7 +46,7 @@ class Constants:
     equal: the largest of 64 is 0.5 to 0.6 above the mean with an auxiliary loss (arXiv:2408.15664, table 2,
     MaxVio)."""
     attention: float = 1.0
-    """Speed of fused attention, as a fraction of the best kernel (``achieved.py``)."""
+    """Speed of fused attention, as a fraction of the best kernel (``kernel_peaks.py``)."""
     memory: float = 0.85
     """Fraction of the memory bandwidth for passes over tensors; assumed."""
     link: float = 0.75
@@ -82,7 +82,7 @@ class Software:
     """What a trainer ran where it differs from this harness on torch 2.13; for published rows."""
 
     attention: str = ""
-    """Kernel of fused attention, a name of ``achieved.py``; empty: the one that torch chooses."""
+    """Kernel of fused attention, a name of ``kernel_peaks.py``; empty: the one that torch chooses."""
     fused_norm: bool = True
     """Whether an eager norm is one kernel, as an RMSNorm is since torch 2.9."""
     speed: float = 1.0

@@ -1,4 +1,4 @@
-"""What the plan and rehearsals know of a kind of model, by the names of ``model.architecture`` and ``model.block``.
+"""Costs of each kind of model, by the names of ``model.architecture`` and ``model.block``.
 
 A kind without costs trains; its memory and time are unknown.
 """

@@ -34,7 +34,7 @@ CUBLAS_WORKSPACE = 32 * MIB
 """Workspace of cuBLAS on Hopper, per stream with matrix products (docs.nvidia.com/cuda/cublas,
 cublasSetWorkspace)."""
 HBM_LEFT = 0.99
-"""Fraction of HBM that the driver leaves to programs (``hardware.py``, memory_gib)."""
+"""Fraction of HBM that the driver leaves to programs (``harness/util/hardware.py``, memory_gib)."""
 CUDA_CONTEXT = 0.5 * GIB
 """CUDA context and kernels of a process with torch's libraries loaded; not part of the allocator's memory."""
 NCCL_COMMUNICATOR = 0.1 * GIB

@@ -1,4 +1,4 @@
-"""Lower bounds of a point's memory and step time, by the formulas of ``memory.py`` and ``work.py``.
+"""Lower bounds of a point's memory and step time, by the formulas of ``memory.py`` and ``step_time.py``.
 
 A search computes them before it plans a point. What depends on few of the searched fields is computed once.
 """
@@ -214,7 +214,7 @@ class TimeBounds:
             return self._slowest(point)[0]
         times = self._times(point)
         chain = max(times * rank.busy + rank.idle for rank in self._ranks_of(point))
-        # As in speed.py: all ranks' work on all cores, or the longest chain on one rank's share of cores.
+        # As in step_time.py: all ranks' work on all cores, or the longest chain on one rank's share of cores.
         loads = self._loads_of(point)
         model = [loads[part] for part in (*self._kinds, *TABLES)]
         seconds = sum(load.forward + load.backward for load in model)

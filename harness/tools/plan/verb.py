@@ -1,6 +1,6 @@
 """``harness plan``: predict memory, traffic and speed of a job in seconds, without a GPU.
 
-An illegal job is refused with the error of ``harness.train``.
+An illegal job is refused with the error of ``harness train``.
 
     harness plan model=llama3_8b parallelism=fsdp_tp cluster=slurm_h100
     harness plan ... --json                        the plan as JSON
@@ -136,5 +136,6 @@ def _verify(made: Plan, *, step: bool) -> Result:
     return Result(dataclasses.asdict(verified), "\n".join(render_verified(verified, made)) + "\n")
 
 
-# Garbage collection takes a quarter of the time of importing torch, and a third of a search, and finds little.
+# Garbage collection takes a quarter of the time of importing torch, and a third of a search, and finds
+# little.
 VERB = Verb("plan", plan, job=PlanJob, has_json=True, sweep=compare_points, prepare=gc.disable)

@@ -1,6 +1,6 @@
 """``harness bench``: measure the speed of a job on this machine, alone or against variants.
 
-Every round runs each job once, from a cold start, as ``harness.train`` would start it. The order alternates
+Every round runs each job once, from a cold start, as ``harness train`` would start it. The order alternates
 between rounds, so that a drift of the machine's speed affects all jobs. Compare jobs by their ratio within a
 round. The first steps of a run do not count (``metrics.warmup_steps``).
 """

@@ -1,4 +1,4 @@
-"""harness.plan: every line of its output, JSON, one line per mistake, torch only for pipelines."""
+"""harness plan: every line of its output, JSON, one line per mistake, torch only for pipelines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""harness.tools.study.bench: jobs run in turn, results come from the runs' rows, a failure does not hide the others."""
+"""harness bench: jobs run in turn, results come from the runs' rows, a failure does not hide the others."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ OPTIONS = (
 
 
 class Sweep:
-    """Runs what is missing, like ``harness.launch.sweep.run.sweep``; what a job wrote is kept for later tests."""
+    """Runs what is missing, like ``harness.launch.sweep.run``; what a job wrote is kept for later tests."""
 
     written: ClassVar[dict[str, dict[str, bytes]]] = {}
 

@@ -1,6 +1,6 @@
-"""``python -m harness tensors``: list the tensors of a model.
+"""``harness tensors``: list the tensors of a model.
 
-python -m harness tensors model=arcee_debug
+harness tensors model=arcee_debug
 """
 
 from __future__ import annotations
