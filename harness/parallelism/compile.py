@@ -50,6 +50,12 @@ def prepare_compiler(
     # Tensor parallel puts device meshes into the graph. torch 2.13 refuses to estimate their size; it is 0.
     if hasattr(torch._functorch.config, "unsafe_treat_script_objects_as_zero_size"):
         torch._functorch.config.unsafe_treat_script_objects_as_zero_size = True
+    if layout.tp > 1:
+        # This cache finds a graph with DTensors by their mesh, which ranks have in common. Graphs of a split
+        # vocabulary differ: a rank would get another's, and a wrong loss (torch 2.13, pytorch#188390). The
+        # cache of compiled code, keyed by each rank's own graph, stays.
+        torch._functorch.config.enable_autograd_cache = False
+        torch._functorch.config.enable_remote_autograd_cache = False
     # A zero-bubble schedule takes gradients of inputs and of weights in two passes over one graph.
     torch._functorch.config.donated_buffer = not layout.splits_backward
     torch._inductor.config._micro_pipeline_tp = layout.async_tp

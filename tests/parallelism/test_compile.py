@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jobs
@@ -59,6 +60,22 @@ def test_the_loss_of_a_split_vocabulary_is_compiled(pool: RankPool) -> None:
     """Rows of parity compare its values."""
     job = jobs.tiny(*COMPILED, "compile.components=[loss]", "parallelism=tp", "model.n_layers=1")
     assert pool.run(2, graphs_of_rank, job.to_json()) == [(1, 0)] * 2
+
+
+def losses_of_rank(job: str, cache: str) -> list[float]:
+    """The loss, compiled twice with one cache; torch reads the variable whenever it opens a cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", cache)
+        return [Engine(Job.from_json(job), CPU).gradients(batch_of(4)).loss for _ in range(2)]
+
+
+def test_ranks_that_share_a_cache_get_their_own_graphs(pool: RankPool, tmp_path: Path) -> None:
+    layout = ("parallelism=tp", "model.n_layers=1")
+    compiled = jobs.tiny(*COMPILED, *layout, "compile.components=[loss]", "compile.backend=inductor")
+    eager = jobs.tiny(*COMPILED, *layout, "compile.enable=false")
+    (expected, _), _ = pool.run(2, losses_of_rank, eager.to_json(), str(tmp_path))
+    for losses in pool.run(2, losses_of_rank, compiled.to_json(), str(tmp_path)):
+        assert losses == pytest.approx([expected] * 2, rel=1e-5)
 
 
 def test_a_new_shape_is_counted_as_unexpected() -> None:
