@@ -108,7 +108,9 @@ AT_START = """from torch.distributed.elastic import multiprocessing
 multiprocessing.start_processes = stop"""
 AT_FORWARD = """from torch import nn
 call = nn.Module.__call__
-nn.Module.__call__ = lambda self, *a, **k: stop() if type(self).__name__ == "Decoder" else call(self, *a, **k)"""
+nn.Module.__call__ = lambda self, *a, **k: (
+    stop() if type(self).__name__ == "Decoder" else call(self, *a, **k)
+)"""
 
 
 def test_the_way_to_the_first_forward_pass_is_short(tmp_path: Path) -> None:

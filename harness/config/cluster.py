@@ -44,7 +44,7 @@ _PEAKS = {
 
 @dataclass(frozen=True)
 class HardwareConfig:
-    """Numbers of an accelerator that harness/util/hardware.py does not have, or other numbers than its own."""
+    """Numbers of an accelerator that ``util/hardware.py`` does not have, or other numbers than its own."""
 
     device_name: str | None = label(None)
     """Name that the driver reports (``torch.cuda.get_device_name()``), by which runs recognize the

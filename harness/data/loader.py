@@ -2,7 +2,7 @@
 
 Row j of global step s is sample s * global_batch_size + j, a function of (data, tokenizer, seed) and that
 number. A rank is assigned rows and reads only those, so neither the loss curve of a run nor its state depends
-on the number of ranks. Scheduled sizes (``harness.config.training``) change how many samples, or which pieces of
+on the number of ranks. Scheduled sizes (``config/training.py``) change how many samples, or which pieces of
 samples, a step reads; a rank has the same fraction of every batch.
 
 B is the number of a rank's rows, T the sequence length.
