@@ -20,6 +20,7 @@ from harness.config.mixture import sources_of
 from harness.config.pictures import PATCHES
 from harness.data.size_limit import is_small, too_large
 from harness.data.sources import expand, source_of
+from harness.data.token_format import named_by_prefix
 from harness.util.errors import ConfigError, DataError
 from harness.util.files import matching
 
@@ -56,8 +57,10 @@ def _require_files(data: DataConfig) -> None:
         return
     for name in ("paths", "validation_paths"):
         patterns = tuple(getattr(data, name))
-        indices = tuple(f"{prefix}.idx" for prefix in patterns) if data.kind == "tokens" else ()
-        if patterns and not _matches_any((*patterns, *indices)):
+        if not patterns or _matches_any(patterns):
+            continue
+        prefixes = patterns if data.kind == "tokens" else ()
+        if not _matches_any(tuple(path for prefix in prefixes for path in named_by_prefix(prefix))):
             rule = f"no file matches, seen from {os.getcwd()}"
             raise ConfigError(f"data.{name}", f"[{','.join(patterns)}]", rule, "files that exist")
 

@@ -1,0 +1,15 @@
+"""Names of the formats of token files: our own ones, and those of other packages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from harness.config.registry import Registry
+
+TOKEN_FORMATS: Registry[Any] = Registry(
+    "token_format",
+    dict.fromkeys(("auto", "corpus")),
+    field="data.format",
+    expects="harness.data.token_format:TokenFormat",
+)
+"""Formats of ``data.kind=tokens``."""
