@@ -85,8 +85,8 @@ class DataConfig:
     """tokens: the column that holds a document's token ids, in formats with columns."""
 
     dtype: str | None = numerics(None, choices=TOKEN_DTYPES, id_omits_default=True)
-    """tokens: type of the ids in files that do not record it. Null: uint16 if the tokenizer has at most 65,536
-    tokens, else uint32."""
+    """tokens: type of the ids in files that do not record it. Null: uint16 if the tokenizer has at most
+    65,536 tokens, else uint32."""
 
     boundaries: str = numerics("auto", choices=BOUNDARIES, id_omits_default=True)
     """tokens: boundaries of documents: `eos` (each document ends with this token), `bos` (each begins with

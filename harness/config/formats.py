@@ -1,4 +1,4 @@
-"""Names of the formats of token files: our own ones, and those of other packages."""
+"""Names of the formats of token files and weights: our own ones, and those of other packages."""
 
 from __future__ import annotations
 
@@ -13,3 +13,11 @@ TOKEN_FORMATS: Registry[Any] = Registry(
     expects="harness.data.token_format:TokenFormat",
 )
 """Formats of ``data.kind=tokens``."""
+
+WEIGHT_FORMATS: Registry[Any] = Registry(
+    "weight_format",
+    dict.fromkeys(("dcp", "hf", "torch")),
+    field="convert.format",
+    expects="harness.weights.format:WeightFormat",
+)
+"""Formats of weights that are read or written."""

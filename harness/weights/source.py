@@ -3,8 +3,8 @@
 A source yields tensors under our names and in our layout, one at a time, in the decoder's order. A writer is
 a function that takes a source and a path. Every source works with every writer:
 
-    sources   harness.exchange.{huggingface,dcp,meta}
-    writers   harness.exchange.{huggingface,dcp,torch_file}
+    sources   harness.weights.{huggingface,dcp}, and those of other packages (harness.weights.format)
+    writers   harness.weights.{huggingface,dcp,torch_file}, likewise
 """
 
 from __future__ import annotations
