@@ -76,9 +76,8 @@ class DataConfig:
     .bz2, .xz, .zst. chat: the same without `text`.
     pictures: `files` (pictures with a .txt or .json file beside each), `webdataset` (.tar with the same
     files), or `auto` (by extension).
-    tokens: `corpus` (a folder of harness tokenize), `megatron` (.bin and .idx), `memmap` (ids without a
-    header, or .npy), `llmc` (llm.c, modded-nanogpt), `datatrove` (.ds), `arrow` (also a dataset saved to
-    disk) and `parquet` (lists of ids), or `auto` (by name and first bytes)."""
+    tokens: `corpus` (a folder of harness tokenize), the name of another software's format (listed in
+    docs/howto/data.md), or `auto` (by name and first bytes)."""
 
     encoding_errors: str = numerics("strict", choices=ENCODING_ERRORS)
     """local, chat: handling of a text file or a line that is not UTF-8: `strict` ends the run with an error,
@@ -89,16 +88,16 @@ class DataConfig:
     """The field (jsonl) or column (parquet, hub) that holds a document's text."""
 
     tokens_field: str = numerics("input_ids", nonempty=True, id_omits_default=True)
-    """tokens: the column of arrow and parquet files that holds a document's token ids."""
+    """tokens: the column that holds a document's token ids, in formats with columns."""
 
     dtype: str | None = numerics(None, choices=TOKEN_DTYPES, id_omits_default=True)
-    """tokens: type of the ids in `memmap` and `datatrove` files that do not record it. Null: uint16 if the
-    tokenizer has at most 65,536 tokens, else uint32."""
+    """tokens: type of the ids in files that do not record it. Null: uint16 if the tokenizer has at most
+    65,536 tokens, else uint32."""
 
     boundaries: str = numerics("auto", choices=BOUNDARIES, id_omits_default=True)
     """tokens: boundaries of documents: `eos` (each document ends with this token), `bos` (each begins with
     it, or with eos if the tokenizer has no bos), `none` (unknown: no label is masked), or `auto`: the files'
-    index; without one `bos` for llmc, else `eos`."""
+    index; without one `bos` or `eos`, as the format has it."""
 
     validation_paths: list[str] = numerics(factory=list)
     """local, tokens, chat, pictures: globs of the validation files, written like `paths`."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 
+from harness.config.formats import TOKEN_FORMATS
 from harness.config.pictures import PICTURE_FORMATS, PICTURE_KINDS
-from harness.config.registry import Registry
+from harness.config.registry import Choices, Registry
 
 
 @dataclass(frozen=True)
@@ -38,9 +41,8 @@ DATA_KINDS: Registry[DataKind] = Registry(
 SYNTHETIC = ("synthetic", "latents_synthetic")
 WITHOUT_TEXT = ("tokens", "chat", "synthetic", *PICTURE_KINDS)
 TEXT_FORMATS = ("auto", "text", "jsonl", "parquet")
-TOKEN_FORMATS = ("auto", "corpus", "megatron", "memmap", "llmc", "datatrove", "arrow", "parquet")
-FORMATS = tuple(dict.fromkeys((*TEXT_FORMATS, *TOKEN_FORMATS, *PICTURE_FORMATS)))
-FORMATS_OF = {
+FORMATS = Choices(lambda: chain(TEXT_FORMATS, PICTURE_FORMATS, TOKEN_FORMATS))
+FORMATS_OF: dict[str, tuple[Iterable[str], str]] = {
     "local": (TEXT_FORMATS, "my_corpus/**/*.txt"),
     "tokens": (TOKEN_FORMATS, "corpus/web"),
     "chat": (("auto", "jsonl", "parquet"), "conversations.jsonl"),

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from harness.config.fields import check_rules, default_of, from_dict
@@ -59,7 +59,8 @@ class Registry(Generic[Value]):
         return isinstance(name, str) and (name in self._builtins or name in self.plugins)
 
     def __iter__(self) -> Iterator[str]:
-        return iter([*self._builtins, *self.plugins])
+        yield from self._builtins
+        yield from self.plugins
 
     def __getitem__(self, name: str) -> Value:
         """Return the value of a name.
@@ -124,6 +125,24 @@ class Registry(Generic[Value]):
 
     def _broken(self, entry: EntryPoint, problem: str) -> UserError:
         return UserError(f"{self.field}={entry.name}: the package {_package(entry)} {problem}")
+
+
+class Choices:
+    """Names that are computed when they are needed, so that those of registries can be part of them.
+
+    Args:
+        names: returns them, the most used ones first: a name that is found ends the search.
+    """
+
+    def __init__(self, names: Callable[[], Iterable[str]]) -> None:
+        self._names = names
+
+    def __iter__(self) -> Iterator[str]:
+        seen: set[str] = set()
+        for name in self._names():
+            if name not in seen:
+                seen.add(name)
+                yield name
 
 
 def _sort_key(entry: EntryPoint) -> tuple[str, str]:

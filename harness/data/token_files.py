@@ -9,37 +9,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from harness.config.data import DataConfig
-from harness.contrib.formats.token_formats import (
-    has_llmc_magic,
-    open_datatrove,
-    open_llmc,
-    open_megatron,
-    open_memmap,
-    read_metadata,
-    size_of,
-)
-from harness.contrib.formats.token_lists import Ids, TokenLists, open_arrow, saved_files
-from harness.data.cache import open_cache
+from harness.config.formats import TOKEN_FORMATS
 from harness.data.corpus import check_tokenizer, open_shards, read_manifest
 from harness.data.shards.manifest import MANIFEST
 from harness.data.sources import expand
+from harness.data.token_format import Opening, TokenFormat, companions, named_by_prefix, token_formats
 from harness.data.tokenizer import NoTokenizer, Tokenizer
-from harness.data.tokens import Concatenation, Delimited, Limit, Section, Tokens
+from harness.data.tokens import Concatenation, Delimited, Limit, Section, Tokens, size_of
 from harness.util.errors import ConfigError, DataError
 from harness.util.files import matching
 
-# Endings of each format's files in a folder.
-_ENDINGS = {
-    "megatron": (".bin",),
-    "memmap": (".bin", ".npy"),
-    "llmc": (".bin",),
-    "datatrove": (".ds",),
-    "arrow": (".arrow",),
-    "parquet": (".parquet",),
-}
-_READ_ONLY_BY = {"dtype": ("memmap", "datatrove"), "tokens_field": ("arrow", "parquet")}
-_KNOWN_ENDINGS = tuple(sorted({ending for endings in _ENDINGS.values() for ending in endings}))
-_INDEX_ENDINGS = (".idx", ".ds.index", ".ds.metadata", ".ds.loss")
+_READ_BY_SOME = ("dtype", "tokens_field")  # fields of ``data``; a format says which it reads
 _HELD_OUT_NAME = re.compile(r"(?:^|[^a-z])(?:val|valid|validation|dev|test)(?:$|[^a-z])")
 _SCANNED_FILES, _SCANNED_TOKENS = 16, 1 << 16
 
@@ -60,9 +40,9 @@ def open_token_files(
 
     Args:
         split: "train" or "validation".
-        wait_for_all: a barrier over all ranks; called once if the files are Parquet.
+        wait_for_all: a barrier over all ranks; called once if the format builds a token cache.
         is_builder: whether this rank reads a sample of the tokens for ids outside the vocabulary, checks
-            checksums, and builds the token cache of Parquet files.
+            checksums, and builds the token cache.
 
     Raises:
         ConfigError: no tokens are held out for validation, document boundaries are needed and unknown, or a
@@ -76,18 +56,8 @@ def open_token_files(
     _refuse_settings_of_other_formats(data, format, files[0])
     name = f"data.{field}=[{', '.join(patterns)}], {split} tokens"
     limit = _limit(tokenizer, model_vocab_size)
-    if format == "parquet":
-        cache = open_cache(
-            TokenLists(data, files, name, limit),
-            Ids(limit.vocab_size),
-            split="train",
-            held_out=0.0,
-            cache_dir=data.cache_dir,
-            wait_for_all=wait_for_all,
-            is_builder=is_builder,
-        )
-        parts: list[Tokens] = [cache]
-    elif format == "corpus":
+    foreign: TokenFormat | None = None
+    if format == "corpus":
         splits = {"train", "validation"} if is_separate else {split}
         parts, holds_out = _open_corpora(files, tokenizer, splits, check=is_builder)
         if holds_out and data.validation_fraction:
@@ -95,7 +65,8 @@ def open_token_files(
             raise ConfigError("data.validation_fraction", data.validation_fraction, rule, "0")
         is_separate |= holds_out
     else:
-        parts = [_open(file, format, data, limit.vocab_size) for file in files]
+        foreign = TOKEN_FORMATS[format]
+        parts = foreign.open(files, Opening(data, name, limit, wait_for_all, is_builder))
     has_index = all(part.num_documents is not None for part in parts)
     if split == "validation" and not is_separate and not data.validation_fraction:
         works = "data.validation_paths, or data.validation_fraction=0.01"
@@ -103,10 +74,12 @@ def open_token_files(
     held_out = 0.0 if is_separate else data.validation_fraction
     tokens = Concatenation([_section(part, split, held_out, limit) for part in parts], name)
     if is_builder:
-        if format == "datatrove" and not isinstance(tokenizer, NoTokenizer):
-            _warn_of_other_tokenizer(files, tokenizer)
+        if foreign and not isinstance(tokenizer, NoTokenizer):
+            _warn_of_other_tokenizer(files, foreign, tokenizer)
         _scan(tokens)
-    return _with_boundaries(tokens, data, tokenizer, format, has_index, warn=is_builder)
+    if has_index and data.boundaries == "auto":
+        return tokens
+    return _with_boundaries(tokens, data, tokenizer, foreign.boundary if foreign else "eos", warn=is_builder)
 
 
 def holds_out(data: DataConfig) -> bool:
@@ -122,15 +95,18 @@ def holds_out(data: DataConfig) -> bool:
 
 
 def _refuse_settings_of_other_formats(data: DataConfig, format: str, file: Path) -> None:
-    for name, formats in _READ_ONLY_BY.items():
+    for name in _READ_BY_SOME:
         value = getattr(data, name)
-        if format not in formats and value != getattr(DataConfig(), name):
+        if value == getattr(DataConfig(), name):
+            continue
+        formats = [other for other, each in token_formats().items() if name in each.reads]
+        if format not in formats:
             rule = f"is read only from {' and '.join(formats)} files, and {file} is {format}"
             raise ConfigError(f"data.{name}", value, rule, "leave it out")
 
 
 def find_token_files(patterns: Sequence[str], field: str, format: str) -> tuple[list[Path], str]:
-    """Find the files (for a corpus: folders) that match paths, globs, folders or prefixes of Megatron.
+    """Find the files (for a corpus: folders) that match paths, globs, folders or prefixes.
 
     Args:
         patterns: the values of ``data.<field>``.
@@ -144,7 +120,10 @@ def find_token_files(patterns: Sequence[str], field: str, format: str) -> tuple[
     """
     found: set[Path] = set()
     for pattern in map(expand, patterns):
-        for match in map(Path, [*matching(pattern)] or matching(f"{pattern}.idx")):
+        matches = [*matching(pattern)] or [
+            match for path in named_by_prefix(pattern) for match in matching(path)
+        ]
+        for match in map(Path, matches):
             found.update(_files_of(match, format))
     files = sorted(found)
     if not files:
@@ -164,11 +143,11 @@ def find_token_files(patterns: Sequence[str], field: str, format: str) -> tuple[
     return files, next(iter(formats))
 
 
-def _warn_of_other_tokenizer(files: list[Path], tokenizer: Tokenizer) -> None:
-    """Warn if a .ds.metadata file records another tokenizer than the path of the job's."""
+def _warn_of_other_tokenizer(files: list[Path], format: TokenFormat, tokenizer: Tokenizer) -> None:
+    """Warn if a file records another tokenizer than the path of the job's."""
     path = str(tokenizer.config.path if tokenizer.config else None)
     for file in files:
-        name = read_metadata(file)[0]
+        name = format.tokenizer_of(file)
         if name is not None and name.lower() not in path.lower():
             sys.stderr.write(f"WARNING {file} was made by the tokenizer {name}; tokenizer.path is {path}\n")
             return
@@ -178,9 +157,10 @@ def _files_of(path: Path, format: str) -> list[Path]:
     """Return the token files that a path stands for."""
     if path.is_dir():
         return _in_folder(path, format)
-    if path.suffix == ".idx":
-        return [path.with_suffix(".bin")]
-    return [] if path.name.endswith(_INDEX_ENDINGS) else [path]
+    for ending, owner in companions().items():
+        if path.name.endswith(ending):
+            return [] if owner is None else [path.with_name(path.name.removesuffix(ending) + owner)]
+    return [path]
 
 
 def _in_folder(folder: Path, format: str) -> list[Path]:
@@ -190,9 +170,11 @@ def _in_folder(folder: Path, format: str) -> list[Path]:
         ]
         if corpora or format == "corpus":
             return corpora or [folder]  # whose missing manifest is reported
-    if format in ("auto", "arrow") and (saved := saved_files(folder)):
-        return saved
-    endings = _KNOWN_ENDINGS if format == "auto" else _ENDINGS[format]
+    formats = [*token_formats().values()] if format == "auto" else [TOKEN_FORMATS[format]]
+    for each in formats:
+        if listed := each.listed(folder):
+            return listed
+    endings = tuple({ending for each in formats for ending in each.endings})
     files = sorted(file for file in folder.rglob("[!.]*") if file.name.endswith(endings) and file.is_file())
     held_out = [file for file in files if _HELD_OUT_NAME.search(str(file.relative_to(folder)).lower())]
     if held_out and len(held_out) < len(files):
@@ -208,31 +190,15 @@ def _format_of(file: Path) -> str:
     """Return a file's format by its name, a file beside it, or its first bytes."""
     if file.is_dir():
         return "corpus"
-    for format in ("datatrove", "arrow", "parquet"):
-        if file.name.endswith(_ENDINGS[format]):
-            return format
-    if file.suffix == ".bin" and file.with_suffix(".idx").exists():
-        return "megatron"
-    if file.suffix == ".npy":
-        return "memmap"
-    if has_llmc_magic(file):
-        return "llmc"
-    if file.suffix == ".bin":
-        return "memmap"
-    works = ", ".join(("corpus", *_ENDINGS))
+    formats = token_formats()
+    by_ending = [name for name, each in formats.items() if file.name.endswith(each.endings)]
+    if len(by_ending) == 1:
+        return by_ending[0]
+    for name in by_ending or formats:
+        if formats[name].recognizes(file):
+            return name
+    works = ", ".join(name for name in TOKEN_FORMATS if name != "auto")
     raise DataError(f"{file}: the format of its tokens is unknown; would work: data.format, one of {works}")
-
-
-def _open(file: Path, format: str, data: DataConfig, vocab_size: int) -> Tokens:
-    if format == "megatron":
-        return open_megatron(file)
-    if format == "memmap":
-        return open_memmap(file, data.dtype, vocab_size)
-    if format == "llmc":
-        return open_llmc(file)
-    if format == "datatrove":
-        return open_datatrove(file, data.dtype, vocab_size)
-    return Concatenation(open_arrow(file, data.tokens_field), str(file))
 
 
 def _open_corpora(
@@ -269,15 +235,11 @@ def _section(part: Tokens, split: str, held_out: float, limit: Limit) -> Tokens:
 
 
 def _with_boundaries(
-    tokens: Tokens, data: DataConfig, tokenizer: Tokenizer, format: str, has_index: bool, warn: bool
+    tokens: Tokens, data: DataConfig, tokenizer: Tokenizer, usual: str, warn: bool
 ) -> Tokens:
-    """Return tokens with the document boundaries that ``data.boundaries`` selects."""
-    choice = data.boundaries
-    if choice == "auto" and has_index:
-        return tokens
-    if choice == "auto":
-        choice = "bos" if format == "llmc" else "eos"
-    # GPT-2 has one token for both, its end of text; llm.c begins documents with it.
+    """Return tokens with the document boundaries that ``data.boundaries`` selects; auto: the usual ones."""
+    choice = usual if data.boundaries == "auto" else data.boundaries
+    # GPT-2 has one token for both, its end of text, and files may begin documents with it.
     bos = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
     token = {"bos": bos, "eos": tokenizer.eos_id, "none": None}[choice]
     if token is None and data.boundaries in ("bos", "eos"):

@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
 from harness.util.errors import DataError
+from harness.util.files import require_regular
 
 
 class Tokens(Protocol):
@@ -164,6 +166,18 @@ class Delimited:
         before = max(begin - 1, 0)
         starts = np.flatnonzero(self.read(before, end - 1) == self._token) + before + 1
         return starts if begin else np.concatenate([[0], starts])
+
+
+def size_of(file: Path) -> int:
+    """Return the size of a file.
+
+    Raises:
+        DataError: it is missing or no regular file: a pipe would never end.
+    """
+    try:
+        return require_regular(file)
+    except OSError as error:
+        raise DataError(f"{file}: {error.strerror}") from error
 
 
 def map_file(name: str, dtype: str, skip: int, count: int) -> np.ndarray:

@@ -18,6 +18,9 @@ from harness.config.data_kinds import DATA_KINDS, FORMATS_OF
 from harness.config.job import Job
 from harness.config.mixture import sources_of
 from harness.config.pictures import PATCHES
+from harness.data.size_limit import is_small, too_large
+from harness.data.sources import expand, source_of
+from harness.data.token_format import named_by_prefix
 from harness.util.errors import ConfigError, DataError
 from harness.util.files import matching
 
@@ -54,8 +57,10 @@ def _require_files(data: DataConfig) -> None:
         return
     for name in ("paths", "validation_paths"):
         patterns = tuple(getattr(data, name))
-        indices = tuple(f"{prefix}.idx" for prefix in patterns) if data.kind == "tokens" else ()
-        if patterns and not _matches_any((*patterns, *indices)):
+        if not patterns or _matches_any(patterns):
+            continue
+        prefixes = patterns if data.kind == "tokens" else ()
+        if not _matches_any(tuple(path for prefix in prefixes for path in named_by_prefix(prefix))):
             rule = f"no file matches, seen from {os.getcwd()}"
             raise ConfigError(f"data.{name}", f"[{','.join(patterns)}]", rule, "files that exist")
 
@@ -120,8 +125,6 @@ def require_tokenized(job: Job, passed: set[str] | None = None) -> None:
 
 
 def _require_tokenized(data: DataConfig, job: Job) -> None:
-    from harness.data.size_limit import is_small, too_large
-    from harness.data.sources import source_of
 
     is_chat = data.kind == "chat"
     if is_chat:
@@ -147,7 +150,6 @@ def _require_tokenized(data: DataConfig, job: Job) -> None:
 @functools.cache
 def _matches_any(patterns: tuple[str, ...]) -> bool:
     """Whether a pattern matches a path here, or may match one that is not visible here."""
-    from harness.data.sources import expand
 
     return any(
         next(matching(path), None) is not None or not _is_visible(_without_wildcards(path))

@@ -21,15 +21,19 @@ from harness.compose.verb import Verb
 from harness.config.checkpoint import EXPORT_DTYPES
 from harness.config.data import TokenizerConfig
 from harness.config.fields import label, part
+from harness.config.formats import WEIGHT_FORMATS
 from harness.config.job import Job
 from harness.config.model import FAMILIES, ModelConfig
+from harness.config.registry import Choices, load_attribute
 from harness.util.errors import EXIT_OK, ConfigError, UserError
 from harness.weights.detect import WeightFolder, choose_model, choose_tokenizer, find_source, open_source
 
 if TYPE_CHECKING:
+    from harness.weights.format import WeightFormat
     from harness.weights.source import Source
 
-FORMATS = ("dcp", "hf", "torch", "torchtitan")
+FORMATS = Choices(lambda: (name for name in WEIGHT_FORMATS if _is_written(name)))
+"""Formats that weights are written in."""
 # Files of conf/experiment and conf/sweep may set any group.
 _SETS_ANY_GROUP = ("experiment", "sweep")
 
@@ -133,7 +137,7 @@ def _convert(
     source = Cast(checked, getattr(torch, config.dtype) if config.dtype else None)
     nbytes = total_bytes(source)
     with atomic_target(target, nbytes) as temporary, progress(nbytes) as advance:
-        _write(config, found, model, tokenizer, ProgressSource(source, advance), temporary)
+        remark = _write(config, found, model, tokenizer, ProgressSource(source, advance), temporary)
     seconds = time.monotonic() - started
     _print(
         f"{len(source.tensors)} tensors, {nbytes / 1e9:.3f} GB in {seconds:.1f} s "
@@ -141,10 +145,8 @@ def _convert(
     )
     if warning := checked.warning():
         _print(warning)
-    if config.format == "torchtitan":
-        from harness.contrib.formats.torchtitan import torchtitan_arguments
-
-        _print(f"note: torchtitan's model needs {torchtitan_arguments(model)}")
+    if remark:
+        _print(f"note: {remark}")
 
 
 def _notes(
@@ -152,10 +154,9 @@ def _notes(
 ) -> list[str]:
     """Notes to print before the conversion."""
     notes = list(found.notes)
-    if found.kind == "dcp" and not found.manifest:
-        notes.append(
-            f"{found.path} has no manifest, so its content cannot be verified; it is read as torchtitan's"
-        )
+    foreign: WeightFormat | None = WEIGHT_FORMATS[found.kind]
+    if foreign and foreign.note:
+        notes.append(f"{found.path} {foreign.note}")
     if config.format == "hf" and tokenizer is None and not FAMILIES[model.family].is_diffusers:
         notes.append("no tokenizer is written: the source does not record one; would work: tokenizer=NAME")
     return notes
@@ -168,7 +169,8 @@ def _write(
     tokenizer: TokenizerConfig | None,
     source: Source,
     target: Path,
-) -> None:
+) -> str:
+    """Write the weights; return what a user has to know of them."""
     if config.format == "hf":
         from harness.weights.huggingface import write_huggingface
 
@@ -178,16 +180,22 @@ def _write(
         from harness.weights.torch_file import write_torch
 
         write_torch(folded(source, model), target, tied=model.tied_embeddings)
-    elif config.format == "torchtitan":
-        from harness.contrib.formats.torchtitan import Torchtitan
-        from harness.weights.dcp import write_plain
-        from harness.weights.mup import folded
-
-        write_plain(Torchtitan(folded(source, model), model), target)
-    else:
+    elif config.format == "dcp":
         from harness.weights.dcp import write_distributed
 
         write_distributed(source, target, model_manifest(found, model, tokenizer))
+    else:
+        from harness.weights.mup import folded
+
+        write = load_attribute(WEIGHT_FORMATS[config.format].write)
+        return str(write(folded(source, model), model, target))
+    return ""
+
+
+def _is_written(name: str) -> bool:
+    """Whether weights can be written in a format: all of ours, and some of other software."""
+    format: WeightFormat | None = WEIGHT_FORMATS[name]
+    return format is None or format.write is not None
 
 
 def model_manifest(

@@ -23,7 +23,6 @@ from harness.checkpoint.catalog import CHECKSUM, METADATA, DamagedCheckpoint
 from harness.checkpoint.metadata import first_line
 from harness.checkpoint.storage import Reader, Writer
 from harness.config.model import ModelConfig
-from harness.contrib.formats.torchtitan import from_torchtitan
 from harness.model.spec import is_buffer, tensor_shapes
 from harness.util.files import sync_file
 from harness.weights.source import EMBEDDING, HEAD, Source, TensorFacts, refuse_untied
@@ -40,7 +39,7 @@ class DistributedSource:
 
     Args:
         path: the checkpoint's folder or fsspec URL.
-        manifest: its manifest; empty for a checkpoint of other software, which is read as torchtitan's.
+        manifest: its manifest; empty for a checkpoint of other software.
         model: the expected model.
         ema: read the moving average of the weights (``WeightFolder.averaged``).
 
@@ -81,7 +80,7 @@ class DistributedSource:
         tensor = self._read(self._keys[name])
         if name == EMBEDDING and self._model.tied_embeddings and self._prefix + HEAD in self._found:
             refuse_untied(tensor, self._read(self._prefix + HEAD), self._path)
-        return from_torchtitan(name, tensor, self._model) if self._foreign else tensor
+        return tensor
 
     def _read(self, key: str) -> Tensor:
         facts = self._found[key]

@@ -12,16 +12,17 @@ from harness.checkpoint.catalog import (
     Checkpoint,
     CheckpointFolder,
     DamagedCheckpoint,
-    is_foreign,
     is_url,
     open_checkpoint,
 )
 from harness.config.data import DataConfig, TokenizerConfig
 from harness.config.fields import LABEL, leaves
+from harness.config.formats import WEIGHT_FORMATS
 from harness.config.job import Job, from_dict
 from harness.config.model import FAMILIES, ModelConfig
 from harness.config.registry import load_attribute
 from harness.util.errors import ConfigError, UserError
+from harness.weights.format import weight_formats
 from harness.weights.from_config import model_node
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class WeightFolder:
     """The detected source.
 
     Attributes:
-        kind: ``hf``, ``llama`` or ``dcp``.
+        kind: ``hf``, ``dcp`` (ours), or the name of another software's format (``WEIGHT_FORMATS``).
         path: folder of the weights, a path or an fsspec URL.
         manifest: the checkpoint's manifest; empty if the harness did not write it.
         notes: lines for the user about checkpoints that were skipped.
@@ -79,11 +80,7 @@ def find_source(source: str, field: str = "convert.source") -> WeightFolder:
             checkpoint, notes = _newest(folder)
             return dataclasses.replace(_of_checkpoint(checkpoint, field), notes=notes)
     if is_url(source):
-        return (
-            WeightFolder("dcp", source, {})
-            if is_foreign(source)
-            else _of_checkpoint(open_checkpoint(source), field)
-        )
+        return _of_other_software(source) or _of_checkpoint(open_checkpoint(source), field)
     path = Path(source)
     if not path.exists():
         raise ConfigError(field, source, "no such folder")
@@ -93,14 +90,20 @@ def find_source(source: str, field: str = "convert.source") -> WeightFolder:
         return _of_checkpoint(open_checkpoint(source), field)
     if any(path.glob("*.safetensors")):
         return WeightFolder("hf", source, {})
-    if any(path.glob("consolidated.*.pth")):
-        return WeightFolder("llama", source, {})
-    if is_foreign(source):
-        return WeightFolder("dcp", source, {})
+    if foreign := _of_other_software(source):
+        return foreign
     if any(path.glob("*.distcp")):
         raise DamagedCheckpoint("it was not finished: there is no .metadata")
-    works = "a folder with *.safetensors, consolidated.*.pth, a DCP checkpoint, or a run's folder"
+    files = ", ".join(("*.safetensors", *(each.files for each in weight_formats().values())))
+    works = f"a folder with {files}, or a run's folder"
     raise ConfigError(field, source, "holds no weights", works)
+
+
+def _of_other_software(source: str) -> WeightFolder | None:
+    for name, each in weight_formats().items():
+        if each.recognizes(source):
+            return WeightFolder(name, source, {})
+    return None
 
 
 def _newest(folder: CheckpointFolder) -> tuple[Checkpoint, tuple[str, ...]]:
@@ -193,19 +196,13 @@ def open_source(found: WeightFolder, model: ModelConfig, dequantized: str = "bfl
         from harness.weights.huggingface import HuggingFaceSource
 
         return HuggingFaceSource(Path(found.path), model, getattr(torch, dequantized))
-    if found.kind == "llama":
-        from harness.contrib.formats.meta import LlamaSource
-        from harness.weights.mup import unfolded
+    if found.kind == "dcp":
+        from harness.weights.dcp import DistributedSource
 
-        return unfolded(LlamaSource(Path(found.path), model), model)
-    from harness.weights.dcp import DistributedSource
-
-    source = DistributedSource(found.path, found.manifest, model, ema=found.ema)
-    if found.manifest:
-        return source
+        return DistributedSource(found.path, found.manifest, model, ema=found.ema)
     from harness.weights.mup import unfolded
 
-    return unfolded(source, model)
+    return unfolded(load_attribute(WEIGHT_FORMATS[found.kind].read)(found.path, model), model)
 
 
 def recorded_model(source: str, field: str) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def load(job: Job) -> str:
         weights.read = lambda name: _raise(UserError(f"a.pth: {name} is damaged"))  # type: ignore[assignment]
     with mock.patch("harness.tools.inference.model.open_source", lambda *_: weights):
         try:
-            model.load(WeightFolder("llama", "folder", {}))
+            model.load(WeightFolder("meta", "folder", {}))
         except UserError as error:
             return str(error)
     return ""

@@ -536,10 +536,10 @@ def test_invalid_sources(tmp_path: Path) -> None:
 
 
 def command(*arguments: str, before: str = "", **options: Any) -> subprocess.CompletedProcess[str]:
-    code = f"import sys, os, signal\n{before}\nfrom harness.tools.convert import VERB\nmain()"
+    code = f"import sys, os, signal\n{before}\nfrom harness.__main__ import main\nmain()"
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     return subprocess.run(
-        [sys.executable, "-B", "-c", code, *arguments],
+        [sys.executable, "-B", "-c", code, "convert", *arguments],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -571,7 +571,7 @@ def test_a_disk_that_is_too_small(theirs: Path, tmp_path: Path, monkeypatch: pyt
 def test_an_end_from_outside(place: str, theirs: Path, tmp_path: Path) -> None:
     """SIGTERM while a tensor is read, or while torch writes one."""
     kill = (
-        "from harness.checkpoint import storage\nfrom harness.exchange import source as sources\n"
+        "from harness.checkpoint import storage\nfrom harness.weights import source as sources\n"
         "count = iter(range(9999))\n"
         f"original = {place}\n"
         "def end(self, argument):\n"

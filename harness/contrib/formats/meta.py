@@ -51,14 +51,15 @@ class LlamaSource:
     """The weights in a folder in Meta's format.
 
     Args:
-        folder: holds consolidated.*.pth and usually params.json.
+        path: of a folder that holds consolidated.*.pth and usually params.json.
         model: the expected model.
 
     Raises:
         UserError: the folder holds another model, or is incomplete.
     """
 
-    def __init__(self, folder: Path, model: ModelConfig) -> None:
+    def __init__(self, path: str | Path, model: ModelConfig) -> None:
+        folder = Path(path)
         if model.family != "llama":
             raise UserError(f"{folder}: Meta's files are read for model.family=llama, not {model.family}")
         self._folder, self._model = folder, model

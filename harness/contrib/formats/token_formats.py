@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import struct
 from bisect import bisect_left
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import NoReturn, Protocol
 
 import numpy as np
 
-from harness.data.tokens import map_file
+from harness.data.token_format import Opening, TokenFormat
+from harness.data.tokens import Tokens, map_file, size_of
 from harness.util.errors import DataError
-from harness.util.files import require_regular
 
 # Megatron-Core 0.16, megatron/core/datasets/indexed_dataset.py (_IndexWriter and DType): magic, version, code
 # of the type, number of sequences, number of documents + 1; then int32 lengths, int64 offsets in bytes, int64
@@ -165,9 +166,11 @@ def open_llmc(file: Path) -> TokenFile:
     return TokenFile(file, dtype, skip=_LLMC_HEADER_BYTES, num_tokens=num_tokens)
 
 
-def has_llmc_magic(file: Path) -> bool:
+def is_llmc(file: Path) -> bool:
+    """Whether a file begins with llm.c's magic and has no index of Megatron."""
     head = _head(file, 4)
-    return len(head) == 4 and struct.unpack("<i", head)[0] in (*_LLMC_KINDS, _LLMC_EXAMPLES)
+    has_magic = len(head) == 4 and struct.unpack("<i", head)[0] in (*_LLMC_KINDS, _LLMC_EXAMPLES)
+    return has_magic and not is_megatron(file)
 
 
 def open_datatrove(file: Path, dtype: str | None, vocab_size: int) -> TokenFile:
@@ -233,6 +236,10 @@ def open_megatron(file: Path) -> TokenFile:
     """Open ``PREFIX.bin`` with its index ``PREFIX.idx``."""
     index = MegatronIndex(file.with_suffix(".idx"))
     return TokenFile(file, index.dtype, num_tokens=index.num_tokens, starts=index)
+
+
+def is_megatron(file: Path) -> bool:
+    return file.suffix == ".bin" and file.with_suffix(".idx").exists()
 
 
 class MegatronIndex:
@@ -314,18 +321,6 @@ def _both_ends(count: int) -> list[slice]:
     return [slice(0, _MOST_CHECKED), slice(count - _MOST_CHECKED, count)]
 
 
-def size_of(file: Path) -> int:
-    """Return the size of a file.
-
-    Raises:
-        DataError: it is missing or no regular file: a pipe would never end.
-    """
-    try:
-        return require_regular(file)
-    except OSError as error:
-        raise DataError(f"{file}: {error.strerror}") from error
-
-
 def _head(file: Path, size: int) -> bytes:
     size_of(file)
     try:
@@ -341,3 +336,36 @@ def _after(skip: int) -> str:
 
 def _refuse(file: Path, problem: str) -> NoReturn:
     raise DataError(f"{file}: {problem}")
+
+
+def _each(open_file: Callable[[Path, Opening], Tokens]) -> Callable[[list[Path], Opening], list[Tokens]]:
+    return lambda files, opening: [open_file(file, opening) for file in files]
+
+
+MEGATRON = TokenFormat(
+    endings=(".bin",),
+    companions={".idx": ".bin"},
+    recognizes=is_megatron,
+    open=_each(lambda file, opening: open_megatron(file)),
+)
+LLMC = TokenFormat(
+    endings=(".bin",),
+    recognizes=is_llmc,
+    boundary="bos",
+    open=_each(lambda file, opening: open_llmc(file)),
+)
+MEMMAP = TokenFormat(
+    endings=(".bin", ".npy"),
+    recognizes=lambda file: (
+        file.suffix == ".npy" or (file.suffix == ".bin" and not is_megatron(file) and not is_llmc(file))
+    ),
+    reads=("dtype",),
+    open=_each(lambda file, opening: open_memmap(file, opening.data.dtype, opening.limit.vocab_size)),
+)
+DATATROVE = TokenFormat(
+    endings=(".ds",),
+    companions=dict.fromkeys((".ds.index", ".ds.metadata", ".ds.loss")),
+    reads=("dtype",),
+    tokenizer_of=lambda file: read_metadata(file)[0],
+    open=_each(lambda file, opening: open_datatrove(file, opening.data.dtype, opening.limit.vocab_size)),
+)

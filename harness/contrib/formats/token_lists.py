@@ -14,12 +14,13 @@ import numpy as np
 
 from harness.config.data import DataConfig
 from harness.contrib.formats.token_formats import smallest_dtype
-from harness.data.cache import TokenizedSplit
+from harness.data.cache import TokenizedSplit, open_cache
 from harness.data.documents import Span
 from harness.data.parquet_files import read_columns
 from harness.data.sources import LocalFiles, file_stats
+from harness.data.token_format import Opening, TokenFormat
 from harness.data.tokenizer_base import Tokenizer
-from harness.data.tokens import Limit
+from harness.data.tokens import Concatenation, Limit, Tokens
 from harness.util.encoding import read_object
 from harness.util.errors import DataError
 from harness.util.files import is_file_name
@@ -166,6 +167,20 @@ class Ids(Tokenizer):
         raise TypeError(f"{len(ids)} ids have no text")
 
 
+def open_parquet(files: list[Path], opening: Opening) -> list[Tokens]:
+    """Open the token cache of Parquet files; build it if it does not exist."""
+    cache = open_cache(
+        TokenLists(opening.data, files, opening.name, opening.limit),
+        Ids(opening.limit.vocab_size),
+        split="train",
+        held_out=0.0,
+        cache_dir=opening.data.cache_dir,
+        wait_for_all=opening.wait_for_all,
+        is_builder=opening.is_builder,
+    )
+    return [cache]
+
+
 def _field_of(schema: Any, field: str, file: Path) -> str:
     """Return ``field`` if it is a column of token lists."""
     if field not in schema.names:
@@ -189,3 +204,14 @@ def _values_of(column: Any, field: str, file: Path) -> np.ndarray:
 
 def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
+
+
+ARROW = TokenFormat(
+    endings=(".arrow",),
+    listed=saved_files,
+    reads=("tokens_field",),
+    open=lambda files, opening: [
+        Concatenation(open_arrow(file, opening.data.tokens_field), str(file)) for file in files
+    ],
+)
+PARQUET = TokenFormat(endings=(".parquet",), reads=("tokens_field",), open=open_parquet)

@@ -9,6 +9,7 @@ even if they are tied.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from harness.config.model import ModelConfig
 from harness.contrib.formats.meta import interleave_rope, permute_rope, rotated_heads
 from harness.util.errors import ConfigError
 from harness.weights.config_json import family_of
+from harness.weights.dcp import DistributedSource, write_plain
 from harness.weights.source import EMBEDDING, HEAD, Source, TensorFacts
 
 INTERLEAVES = {"llama": True, "qwen3": False}
@@ -24,10 +26,35 @@ INTERLEAVES = {"llama": True, "qwen3": False}
 _SCALINGS = {"llama": ("none", "llama3"), "qwen3": ("none",)}
 
 
-def from_torchtitan(name: str, tensor: Tensor, model: ModelConfig) -> Tensor:
-    """Convert one of torchtitan's parameters to our row order."""
-    heads = _interleaved_heads(name, model)
-    return tensor if heads is None else permute_rope(tensor, heads)
+class TorchtitanSource:
+    """The weights in a checkpoint of torchtitan, in our row order.
+
+    Arguments and errors as for ``DistributedSource``.
+    """
+
+    def __init__(self, path: str, model: ModelConfig) -> None:
+        self._source, self._model = DistributedSource(path, {}, model), model
+        self.tensors: Mapping[str, TensorFacts] = self._source.tensors
+
+    def read(self, name: str) -> Tensor:
+        """Return one parameter.
+
+        Raises:
+            UserError, DamagedCheckpoint: raised by ``DistributedSource``.
+        """
+        tensor, heads = self._source.read(name), _interleaved_heads(name, self._model)
+        return tensor if heads is None else permute_rope(tensor, heads)
+
+
+def write_torchtitan(source: Source, model: ModelConfig, folder: Path) -> str:
+    """Write a checkpoint for torchtitan; return what its user has to know.
+
+    Raises:
+        UserError: torchtitan has no such model.
+        OSError, RuntimeError: as for ``write_plain``.
+    """
+    write_plain(Torchtitan(source, model), folder)
+    return f"torchtitan's model needs {torchtitan_arguments(model)}"
 
 
 def _interleaved_heads(name: str, model: ModelConfig) -> int | None:

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from harness.config.fields import with_value
 from harness.config.model import AttentionConfig, ModelConfig
-from harness.contrib.formats.torchtitan import Torchtitan, torchtitan_arguments
+from harness.contrib.formats.torchtitan import Torchtitan, TorchtitanSource, torchtitan_arguments
 from harness.model.architecture import resolve_model
 from harness.model.decoder import Decoder
 from harness.util.errors import ConfigError
-from harness.weights.dcp import DistributedSource, write_plain
+from harness.weights.dcp import write_plain
 
 
 def loaded(folder: Path, source: Torchtitan) -> dict[str, Tensor]:
@@ -46,7 +46,7 @@ def test_its_llama_computes_what_ours_does(name: str, tmp_path: Path) -> None:
         # Our own rows in its rotation are another model.
         wrong = meta_logits(ours, tokens, config)
         assert (model(tokens) - wrong).abs().max() > 0.1 * wrong.abs().max()
-    again = DistributedSource(str(tmp_path), {}, config)
+    again = TorchtitanSource(str(tmp_path), config)
     assert_equal({name: again.read(name) for name in ours}, ours)
 
 
@@ -56,7 +56,7 @@ def test_a_tied_table_stands_under_both_names(tmp_path: Path) -> None:
     source = Torchtitan(Held(ours), config)
     write_plain(source, tmp_path)
     assert_equal(loaded(tmp_path, source)["output.weight"], ours["tok_embeddings.weight"])
-    again = DistributedSource(str(tmp_path), {}, config)
+    again = TorchtitanSource(str(tmp_path), config)
     assert_equal(again.read("tok_embeddings.weight"), ours["tok_embeddings.weight"])
 
 

@@ -1,0 +1,112 @@
+"""Formats of other software, found by entry points."""
+
+from __future__ import annotations
+
+import tomllib
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from equal import assert_equal
+from families_table import LLAMAS
+from held import Held
+
+from harness.config.data import DataConfig, TokenizerConfig
+from harness.config.fields import check_rules
+from harness.config.formats import TOKEN_FORMATS, WEIGHT_FORMATS
+from harness.config.model import ModelConfig
+from harness.config.registry import Registry, load_attribute
+from harness.data.cache import TokenizedSplit
+from harness.data.token_files import open_token_files
+from harness.data.token_format import Opening, TokenFormat
+from harness.data.tokenizer import build_tokenizer
+from harness.data.tokens import Tokens
+from harness.model.spec import tensor_shapes
+from harness.tools.convert import ConvertConfig
+from harness.util.errors import ConfigError
+from harness.weights.detect import WeightFolder, find_source, open_source
+from harness.weights.format import WeightFormat
+from harness.weights.source import Source
+
+ROOT = Path(__file__).parents[3]
+
+
+def open_lines(files: list[Path], opening: Opening) -> list[Tokens]:
+    """Each line of numbers is a document."""
+    documents = [[*map(int, line.split())] for file in files for line in file.read_text().splitlines()]
+    ends = np.cumsum([len(each) for each in documents])
+    ids = np.array([number for each in documents for number in each])
+    return [TokenizedSplit(ids, np.array([0, *ends[:-1]]), opening.name)]
+
+
+LINES = TokenFormat(endings=(".ids",), open=open_lines, companions={".ids.txt": ".ids"}, reads=("dtype",))
+
+
+def tensors_of(model: ModelConfig) -> dict[str, torch.Tensor]:
+    return {name: torch.full(shape, 2.0) for name, shape in tensor_shapes(model).items()}
+
+
+def read_twos(path: str, model: ModelConfig) -> Source:
+    return Held(tensors_of(model))
+
+
+TWOS = WeightFormat(
+    files="twos.txt",
+    recognizes=lambda path: (Path(path) / "twos.txt").exists(),
+    read=f"{__name__}:read_twos",
+)
+
+
+@pytest.fixture
+def added(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The formats above, as an installed package would add them."""
+    for registry, name, attribute in ((TOKEN_FORMATS, "lines", "LINES"), (WEIGHT_FORMATS, "twos", "TWOS")):
+        entry = EntryPoint(name, f"{__name__}:{attribute}", f"harness.{registry.kind}")
+        monkeypatch.setitem(vars(registry), "plugins", {**registry.plugins, name: entry})
+
+
+@pytest.mark.parametrize("registry", [TOKEN_FORMATS, WEIGHT_FORMATS], ids=lambda each: each.kind)
+def test_pyproject_has_the_formats_of_this_package(registry: Registry[object]) -> None:
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    expected = load_attribute(registry._expects)
+    for name, place in groups[f"harness.{registry.kind}"].items():
+        assert registry[name] is load_attribute(place), "not installed: make install"
+        assert isinstance(registry[name], expected)
+
+
+def test_token_files_of_another_package(added: None, tmp_path: Path) -> None:
+    (tmp_path / "a.ids").write_text("1 2 3\n4 5\n")
+    tokenizer = build_tokenizer(TokenizerConfig("none"))
+    for path in (tmp_path, tmp_path / "a.ids", tmp_path / "a.ids.txt"):
+        data = DataConfig("tokens", paths=[str(path)], dtype="int32")
+        (tmp_path / "a.ids.txt").touch()
+        tokens = open_token_files(
+            data, tokenizer, split="train", model_vocab_size=9, wait_for_all=None, is_builder=True
+        )
+        assert tokens.read(0, 5).tolist() == [1, 2, 3, 4, 5]
+        assert tokens.starts_between(0, 5).tolist() == [0, 3]
+    check_rules(DataConfig("tokens", format="lines"))
+    with pytest.raises(ConfigError, match=r"data\.tokens_field=ids: is read only from .* and .* is lines"):
+        other = DataConfig("tokens", paths=[str(tmp_path)], tokens_field="ids")
+        open_token_files(
+            other, tokenizer, split="train", model_vocab_size=9, wait_for_all=None, is_builder=True
+        )
+
+
+def test_weights_of_another_package(added: None, tmp_path: Path) -> None:
+    (tmp_path / "twos.txt").touch()
+    found = find_source(str(tmp_path))
+    assert found == WeightFolder("twos", str(tmp_path), {})
+    model = LLAMAS["llama"]
+    source = open_source(found, model)
+    assert_equal({name: source.read(name) for name in source.tensors}, tensors_of(model))
+
+
+def test_formats_that_are_only_read_are_no_choice_of_a_conversion(added: None) -> None:
+    check_rules(ConvertConfig(format="torchtitan"), "convert.")
+    for name in ("twos", "meta", "nothing"):
+        works = "would work: dcp, hf, torch, torchtitan"
+        with pytest.raises(ConfigError, match=f"convert.format={name}: no such choice; {works}$"):
+            check_rules(ConvertConfig(format=name), "convert.")
