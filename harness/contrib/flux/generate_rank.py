@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from harness.config.fields import with_value
+from harness.config.job import Job
 from harness.contrib.flux.config import PATCH
 from harness.contrib.flux.pictures.encoder_base import Autoencoder, Embeddings
 from harness.contrib.flux.pictures.encoders import as_bytes, build_autoencoder, build_text_encoder
 from harness.contrib.flux.pictures.sheet import write_picture
 from harness.contrib.flux.sampling import Sampler, Sampling, noise_of, without_shift
-from harness.tools.inference.generate.config import GenerateJob
-from harness.tools.inference.model import InferenceModel
 from harness.util.errors import ConfigError
 from harness.weights.detect import WeightFolder
 
@@ -33,12 +33,19 @@ class Outcome:
     seconds: float = 0.0
 
 
-def generate(job: GenerateJob, device: torch.device, found: WeightFolder, prompts: Sequence[str]) -> Outcome:
+def generate(
+    job: Any,
+    device: torch.device,
+    load: Callable[[Job], Any],
+    found: WeightFolder,
+    prompts: Sequence[str],
+) -> Outcome:
     """Generate on this rank of a process group.
 
     Args:
         job: the resolved job.
         device: where this rank computes.
+        load: returns a job's model with its weights (``harness.compose.generator.Request``).
         found: the weights.
         prompts: all prompts.
 
@@ -54,8 +61,7 @@ def generate(job: GenerateJob, device: torch.device, found: WeightFolder, prompt
     side = size // autoencoder.pixels
     tokens = (side // PATCH) ** 2
     job = with_value(job, "training.seq_len", job.model.flux.text_length + tokens)
-    model = InferenceModel(job, device)
-    model.load(found)
+    model = load(job)
     loaded = time.perf_counter()
     flow = job.training.flow if config.shift else without_shift(job.training.flow)
     sampler = Sampler(model.part, model.mesh, flow)
@@ -88,14 +94,14 @@ def generate(job: GenerateJob, device: torch.device, found: WeightFolder, prompt
     return outcome
 
 
-def _embeddings(job: GenerateJob, device: torch.device, texts: Sequence[str]) -> Embeddings:
+def _embeddings(job: Any, device: torch.device, texts: Sequence[str]) -> Embeddings:
     """Encode captions, in host memory. The encoder is freed on return: T5 is as large as the model."""
     encoder, count = build_text_encoder(job.data.encoders, device, shard=True), job.generate.batch_size
     parts = [encoder.encode(texts[start : start + count]) for start in range(0, len(texts), count)]
     return Embeddings(*(torch.cat([each.cpu() for each in same]) for same in zip(*parts, strict=True)))
 
 
-def trained_size(job: GenerateJob, found: WeightFolder, autoencoder: Autoencoder) -> int:
+def trained_size(job: Any, found: WeightFolder, autoencoder: Autoencoder) -> int:
     """Height and width in pixels of the pictures that the model was trained on.
 
     Raises:
@@ -109,7 +115,7 @@ def trained_size(job: GenerateJob, found: WeightFolder, autoencoder: Autoencoder
     return math.isqrt(tokens) * PATCH * autoencoder.pixels
 
 
-def _check(job: GenerateJob, autoencoder: Autoencoder, captions: Embeddings, size: int) -> None:
+def _check(job: Any, autoencoder: Autoencoder, captions: Embeddings, size: int) -> None:
     """Check that the encoders are those of the model, and that the size can be cut into tokens.
 
     Raises:

@@ -1,6 +1,7 @@
 """Write encoded pictures in units of consecutive pictures, each a file.
 
-The files do not depend on the number of processes and shards. See ``harness/contrib/flux/pictures/latents.py``.
+The files do not depend on the number of processes and shards. See
+``harness/contrib/flux/pictures/latents.py``.
 """
 
 from __future__ import annotations

@@ -7,17 +7,12 @@ from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import ClassVar, Self
 
+from harness.compose.generator import Generator, generator_of
 from harness.compose.overrides import with_quoted_text
 from harness.config.fields import label, part
-from harness.model.architecture import architecture_of
 from harness.tools.inference.config import InferenceJob
 from harness.train.objective import objective_of
 from harness.util.errors import ConfigError
-
-_TEXTS_ONLY = (
-    *("chat", "special_tokens", "max_new_tokens", "temperature", "top_k", "top_p"),
-    *("stop", "stop_at_end"),
-)
 
 
 @dataclass(frozen=True)
@@ -108,19 +103,18 @@ class GenerateJob(InferenceJob):
         if self.generate.chat and not self.generate.special_tokens:
             rule = f"has no effect with generate.chat={self.generate.chat}"
             raise ConfigError("generate.special_tokens", False, rule, "leave it out")
-        architecture = architecture_of(self.model)
-        self._refuse_options("texts" if architecture.batches == "tokens" else "pictures")
+        self._refuse_options(generator_of(self.model))
         job = replace(self, **objective_of(self.model).for_generation(self.data, self.training, self.model))
         return super(GenerateJob, job).resolve(launched_ranks=launched_ranks, gpus=gpus)
 
-    def _refuse_options(self, makes: str) -> None:
+    def _refuse_options(self, generator: Generator) -> None:
         """Refuse options that have no effect for this kind of model."""
         of_pictures = [f"pictures.{field.name}" for field in fields(PicturesConfig)]
         default = GenerateConfig()
-        for name in _TEXTS_ONLY if makes == "pictures" else of_pictures:
+        for name in generator.ignores or of_pictures:
             value, usual = (attrgetter(name)(each) for each in (self.generate, default))
             if value != usual:
-                rule = f"has no effect: model={self.model.name} makes {makes}"
+                rule = f"has no effect: model={self.model.name} makes {generator.makes}"
                 raise ConfigError(f"generate.{name}", value, rule, "leave it out")
 
     @property
