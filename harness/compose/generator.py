@@ -39,8 +39,6 @@ class Request:
 class Generator(ABC):
     """Generates with the models of an architecture. Instances have no state."""
 
-    makes = "texts"
-    """What it makes, in the plural."""
     has_text = True
     """Whether it needs the tokenizer of the weights."""
     ignores: tuple[str, ...] = ()

@@ -20,6 +20,7 @@ from harness.config.fields import (
     NUMERICS,
     from_dict,
     identity,
+    known_fields,
     label,
     leaves,
     part,
@@ -191,7 +192,28 @@ class Job:
 
     @classmethod
     def _from_dict(cls, plain: dict[str, Any]) -> Job:
-        job: Job = from_dict(cls, {name: value for name, value in plain.items() if name != "id"})
+        plain = dict(plain)
+        return cls.from_stored(plain.pop("id", None), plain)
+
+    @classmethod
+    def from_stored(cls, ident: object, plain: dict[str, Any]) -> Job:
+        """Build a job that this or an earlier version stored.
+
+        Fields that jobs no longer have are left out, if the id says that they had no effect.
+
+        Args:
+            ident: the id that was stored with it.
+            plain: its fields.
+
+        Raises:
+            ConfigError: an unknown field, or a value of the wrong type.
+        """
+        try:
+            job: Job = from_dict(cls, plain)
+        except ConfigError:
+            job = from_dict(cls, known_fields(cls, plain))
+            if job.id != ident:
+                raise
         return job
 
 

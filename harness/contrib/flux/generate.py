@@ -19,7 +19,7 @@ from harness.weights.detect import WeightFolder
 class Pictures(Generator):
     """A picture of each prompt."""
 
-    makes, has_text = "pictures", False
+    has_text = False
     ignores = (
         *("chat", "special_tokens", "max_new_tokens", "temperature", "top_k", "top_p"),
         *("stop", "stop_at_end"),

@@ -14,7 +14,7 @@ import torch
 
 from harness.config.fields import with_value
 from harness.config.job import Job
-from harness.contrib.flux.config import PATCH
+from harness.contrib.flux.config import PATCH, flow_of, flux_of
 from harness.contrib.flux.pictures.encoder_base import Autoencoder, Embeddings
 from harness.contrib.flux.pictures.encoders import as_bytes, build_autoencoder, build_text_encoder
 from harness.contrib.flux.pictures.sheet import write_picture
@@ -60,10 +60,10 @@ def generate(
     _check(job, autoencoder, captions, size)
     side = size // autoencoder.pixels
     tokens = (side // PATCH) ** 2
-    job = with_value(job, "training.seq_len", job.model.flux.text_length + tokens)
+    job = with_value(job, "training.seq_len", flux_of(job.model).text_length + tokens)
     model = load(job)
     loaded = time.perf_counter()
-    flow = job.training.flow if config.shift else without_shift(job.training.flow)
+    flow = flow_of(job) if config.shift else without_shift(flow_of(job))
     sampler = Sampler(model.part, model.mesh, flow)
     shape = autoencoder.channels, side, side
     how = Sampling(config.steps, config.guidance, config.cfg)
@@ -111,7 +111,7 @@ def trained_size(job: Any, found: WeightFolder, autoencoder: Autoencoder) -> int
     if recorded is None:
         rule = f"must be given, because {found.path} records no job that trained it"
         raise ConfigError("generate.pictures.size", None, rule, [1024])
-    tokens = recorded["seq_len"] - job.model.flux.text_length
+    tokens = recorded["seq_len"] - flux_of(job.model).text_length
     return math.isqrt(tokens) * PATCH * autoencoder.pixels
 
 
@@ -121,7 +121,7 @@ def _check(job: Any, autoencoder: Autoencoder, captions: Embeddings, size: int) 
     Raises:
         ConfigError: another shape.
     """
-    flux, unit = job.model.flux, autoencoder.pixels * PATCH
+    flux, unit = flux_of(job.model), autoencoder.pixels * PATCH
     if size % unit:
         rule = f"must be a multiple of {unit}, the pixels of a token"
         raise ConfigError("generate.pictures.size", size, rule, [max(1, size // unit) * unit])

@@ -10,7 +10,7 @@ import numpy as np
 
 from harness.config.job import Job
 from harness.config.sizes import Sizes
-from harness.contrib.flux.config import PATCH
+from harness.contrib.flux.config import PATCH, flow_of, flux_of
 from harness.contrib.flux.pictures.encoders import build_encoders
 from harness.contrib.flux.pictures.latents import LatentSamples, check_files
 from harness.contrib.flux.pictures.loader import (
@@ -32,7 +32,7 @@ class SyntheticPictures:
     num_per_epoch: int | None = None
 
     def __init__(self, job: Job, split: str) -> None:
-        self._flux, self._seed, self._split = job.model.flux, job.training.seed, split
+        self._flux, self._seed, self._split = flux_of(job.model), job.training.seed, split
         side = PATCH * math.isqrt(job.training.seq_len - self._flux.text_length)
         self._shape = self._flux.latent_channels, side, side
 
@@ -62,7 +62,7 @@ def build_loader(
     Raises:
         DataError: the data is missing, unreadable, or has no pictures of the split.
     """
-    dropped = job.training.flow.caption_dropout if split == "train" else 0.0
+    dropped = flow_of(job).caption_dropout if split == "train" else 0.0
     dropout = CaptionDropout(dropped, job.training.seed)
     sizes = job.sizes if split == "train" else Sizes(job.global_batch_size, job.training.seq_len)
     if job.data.kind == "latents_synthetic":

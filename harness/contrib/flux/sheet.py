@@ -9,6 +9,7 @@ import torch
 
 from harness.checkpoint.rank_group import RankGroup
 from harness.config.job import Job
+from harness.contrib.flux.config import flow_of, flux_of, sheet_of
 from harness.contrib.flux.model import Flux
 from harness.contrib.flux.pictures.encoder_base import Embeddings
 from harness.contrib.flux.pictures.encoders import as_bytes, build_autoencoder
@@ -42,25 +43,26 @@ class SampleSheet:
         self._job, self._engine, self._loader, self._ranks = job, engine, loader, ranks
         self._folder = run_dir / FOLDER
         self._autoencoder = build_autoencoder(job.data.encoders, engine.device)
-        channels, wanted = self._autoencoder.channels, job.model.flux.latent_channels
+        channels, wanted = self._autoencoder.channels, flux_of(job.model).latent_channels
         if channels != wanted:
-            rule = f"its latents have {channels} channels, and model.flux.latent_channels is {wanted}"
-            works = "the autoencoder that made the latents, or validation.pictures=0"
+            rule = f"its latents have {channels} channels, and model.options.latent_channels is {wanted}"
+            works = "the autoencoder that made the latents, or validation.options.pictures=0"
             raise ConfigError("data.encoders.autoencoder", job.data.encoders.autoencoder, rule, works)
 
     def write(self, step: int) -> str:
         """Sample the pictures, and write them on rank 0; return a line about the file."""
-        job, mesh, count = self._job, self._engine.mesh, self._job.validation.pictures
+        job, mesh, sheet, flow = self._job, self._engine.mesh, sheet_of(self._job), flow_of(self._job)
+        count = sheet.pictures
         self._loader.reset()
         batch: ImageBatch = self._loader.next()
         rows = min(-(-count // job.parallelism.data_parallel), len(batch.mean_BCHW))
         numbers = batch.numbers_B[:rows].tolist()
         noise = noise_of(job.training.seed, numbers, batch.mean_BCHW.shape[1:], self._engine.device)
         captions = Embeddings(batch.text_BLD[:rows], batch.pooled_BP[:rows])
-        how = Sampling(job.validation.picture_steps, job.training.flow.guidance)
+        how = Sampling(sheet.picture_steps, flow.guidance)
         part = self._engine.parts[0]
         assert isinstance(part, Flux)
-        sampler = Sampler(part, mesh, job.training.flow)
+        sampler = Sampler(part, mesh, flow)
         latents = sampler.sample(noise, captions, None, how)
         own: list[tuple[int, str, np.ndarray]] = []
         if mesh.rank("tp") == 0 and mesh.rank("cp") == 0:

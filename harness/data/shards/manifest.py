@@ -30,8 +30,8 @@ def load_manifest(folder: Path, verb: str, noun: str) -> dict[str, Any]:
     try:
         found = parse_object(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
-        rule = f"is not a complete {noun} of harness.{verb}: it has no {MANIFEST}"
-        raise DataError(f"{folder} {rule}; would work: harness.{verb} {verb}.target={folder}") from None
+        rule = f"is not a complete {noun} of harness {verb}: it has no {MANIFEST}"
+        raise DataError(f"{folder} {rule}; would work: harness {verb} {verb}.target={folder}") from None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:

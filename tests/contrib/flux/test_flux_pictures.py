@@ -31,10 +31,15 @@ from harness.weights.detect import WeightFolder
 
 TINY = (
     *("experiment=flux_debug", "model.dim=32", "model.n_heads=2", "model.n_kv_heads=2", "model.n_layers=2"),
-    *("model.flux.double_layers=1", "model.ffn_hidden_dim=32", "model.flux.axes_dims=[4,6,6]"),
-    *("model.flux.time_dim=16", "data.images.size=8", "training.seq_len=12", "training.global_batch_size=4"),
+    *("model.options.double_layers=1", "model.ffn_hidden_dim=32", "model.options.axes_dims=[4,6,6]"),
+    *(
+        "model.options.time_dim=16",
+        "data.images.size=8",
+        "training.seq_len=12",
+        "training.global_batch_size=4",
+    ),
     *("schedule.warmup_steps=0", "cluster.device=cpu", "metrics.console=none", "validation.steps=1"),
-    *("validation.pictures=3", "validation.picture_steps=2", "model.flux.zero_init=false"),
+    *("validation.options.pictures=3", "validation.options.picture_steps=2", "model.options.zero_init=false"),
 )
 
 
@@ -78,8 +83,8 @@ def test_online_encoders_of_folders(tmp_path: Path) -> None:
     """The encoders compute in the training loop, and harness generate finds them in the checkpoint."""
     typed = (
         *overrides(save_encoders(tmp_path / "flux")),
-        *("model.flux.latent_channels=4", "model.flux.text_length=10", "model.flux.context_dim=16"),
-        *("model.flux.pooled_dim=12", "training.seq_len=14", "training.steps=1", "validation.interval=1"),
+        *("model.options.latent_channels=4", "model.options.text_length=10", "model.options.context_dim=16"),
+        *("model.options.pooled_dim=12", "training.seq_len=14", "training.steps=1", "validation.interval=1"),
     )
     run = train(tmp_path, *typed)
     [found] = pictures(run.path, tmp_path / "a", "generate.prompts=[a red circle]")
@@ -91,7 +96,7 @@ def test_online_encoders_of_folders(tmp_path: Path) -> None:
 
 def test_pictures_have_the_size_of_training() -> None:
     """It follows from the length of sequences: encoded pictures have no other field that says it."""
-    typed = ("model=flux_debug", "model.flux.text_length=8", "generate.checkpoint=x", "cluster.device=cpu")
+    typed = ("model=flux_debug", "model.options.text_length=8", "generate.checkpoint=x", "cluster.device=cpu")
     job = compose_job([*typed], config_name="generate", schema=GenerateJob)
     trained = WeightFolder("dcp", "x", {"job": {"training": {"seq_len": 8 + 6 * 6}}})
     assert trained_size(job, trained, Patches(2)) == 24
@@ -132,8 +137,10 @@ def test_mistakes_get_one_line(typed: tuple[str, ...], message: str, tmp_path: P
 
 def test_decoders_make_no_pictures() -> None:
     tiny = ("model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "cluster.device=cpu")
-    with pytest.raises(ConfigError, match=r"^validation.pictures=4: has no effect"):
-        compose_job([*tiny, "validation.pictures=4"])
+    with pytest.raises(
+        ConfigError, match=r"^validation.options.pictures=4: model.architecture=decoder has no options"
+    ):
+        compose_job([*tiny, "validation.options.pictures=4"])
     with pytest.raises(ConfigError, match=r"^generate.pictures.steps=4: has no effect"):
         compose_job([*tiny, "generate.pictures.steps=4"], config_name="generate", schema=GenerateJob)
 

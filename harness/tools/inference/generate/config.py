@@ -10,6 +10,7 @@ from typing import ClassVar, Self
 from harness.compose.generator import Generator, generator_of
 from harness.compose.overrides import with_quoted_text
 from harness.config.fields import label, part
+from harness.model.architecture import architecture_of
 from harness.tools.inference.config import InferenceJob
 from harness.train.objective import objective_of
 from harness.util.errors import ConfigError
@@ -26,12 +27,12 @@ class PicturesConfig:
     steps: int = label(28, least=1)
     """Euler steps from noise to the picture. FLUX.1-schnell needs 4."""
     guidance: float = label(3.5, least=0)
-    """Strength of guidance for models with ``model.flux.guidance``, such as FLUX.1-dev."""
+    """Strength of guidance for models with ``model.options.guidance``, such as FLUX.1-dev."""
     cfg: float = label(1.0, least=0)
     """Weight of classifier-free guidance (arXiv:2207.12598), with a second pass for the empty caption; 1:
     none."""
     shift: bool = label(True)
-    """Whether times are shifted towards noise as in training (``training.flow``). FLUX.1-schnell needs
+    """Whether times are shifted towards noise as in training (``training.objective_options``). FLUX.1-schnell needs
     false."""
 
 
@@ -114,7 +115,7 @@ class GenerateJob(InferenceJob):
         for name in generator.ignores or of_pictures:
             value, usual = (attrgetter(name)(each) for each in (self.generate, default))
             if value != usual:
-                rule = f"has no effect: model={self.model.name} makes {generator.makes}"
+                rule = f"has no effect: model={self.model.name} makes {architecture_of(self.model).makes}"
                 raise ConfigError(f"generate.{name}", value, rule, "leave it out")
 
     @property
