@@ -53,10 +53,7 @@ class Generator(ABC):
 
 GENERATORS: Registry[type[Generator]] = Registry(
     "generator",
-    {
-        "decoder": "harness.tools.inference.generate.texts:Texts",
-        "flux": "harness.contrib.flux.generate:Pictures",
-    },
+    {"decoder": "harness.tools.inference.generate.texts:Texts"},
     field="model.architecture",
     expects="harness.compose.generator:Generator",
 )

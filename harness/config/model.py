@@ -20,10 +20,7 @@ from harness.util.errors import ConfigError
 _FILES = "harness.weights.families"
 ARCHITECTURES: Registry[Any] = Registry(
     "architecture",
-    {
-        "decoder": "harness.model.decoder_architecture:DecoderArchitecture",
-        "flux": "harness.contrib.flux.architecture:FluxArchitecture",
-    },
+    {"decoder": "harness.model.decoder_architecture:DecoderArchitecture"},
     field="model.architecture",
     expects="harness.model.architecture:Architecture",
 )
@@ -48,7 +45,6 @@ FAMILIES: Registry[Any] = Registry(
         "deepseek_v3": f"{_FILES}.deepseek:DEEPSEEK_V3",
         "gpt_oss": f"{_FILES}.gpt_oss:GPT_OSS",
         "llama4": f"{_FILES}.llama4:LLAMA4",
-        "flux": "harness.contrib.flux.family:FLUX",
     },
     field="model.family",
     expects=f"{_FILES}.core:Family",

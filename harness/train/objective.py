@@ -138,7 +138,7 @@ class NextToken(Objective):
 
 OBJECTIVES: Registry[type[Objective]] = Registry(
     "objective",
-    {"decoder": NextToken, "flux": "harness.contrib.flux.objective_entry:FlowMatching"},
+    {"decoder": NextToken},
     field="model.architecture",
     expects="harness.train.objective:Objective",
 )
