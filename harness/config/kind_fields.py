@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-from harness.config.pictures import PICTURE_FORMATS, PICTURE_KINDS
-
-SYNTHETIC = ("synthetic", "latents_synthetic")
-WITHOUT_TEXT = ("tokens", "chat", "synthetic", *PICTURE_KINDS)
+WITHOUT_TEXT = ("tokens", "chat", "synthetic")
 TEXT_FORMATS = ("auto", "text", "jsonl", "parquet")
 TOKEN_FORMATS = ("auto", "corpus", "megatron", "memmap", "llmc", "datatrove", "arrow", "parquet")
-FORMATS = tuple(dict.fromkeys((*TEXT_FORMATS, *TOKEN_FORMATS, *PICTURE_FORMATS)))
+FORMATS = tuple(dict.fromkeys((*TEXT_FORMATS, *TOKEN_FORMATS)))
 FORMATS_OF = {
     "local": (TEXT_FORMATS, "my_corpus/**/*.txt"),
     "tokens": (TOKEN_FORMATS, "corpus/web"),
     "chat": (("auto", "jsonl", "parquet"), "conversations.jsonl"),
-    "pictures": (PICTURE_FORMATS, "photos/**/*.jpg"),
-    "latents": (("auto",), "latents/photos"),
 }
 """Formats of the kinds that read files, and an example of a path."""
 
 # Fields that only some kinds of source read. For another kind a value would have no effect, so it is refused.
 READ_ONLY_BY = {
-    ("local", "tokens", "chat", "pictures"): ("format", "validation_paths"),
-    ("local", "tokens", "chat", "pictures", "latents"): ("paths",),
-    ("local", "chat", "pictures"): ("exclude",),
-    ("local", "chat"): ("encoding_errors",),
+    ("local", "tokens", "chat"): ("format", "validation_paths", "paths"),
+    ("local", "chat"): ("exclude", "encoding_errors"),
     ("tokens",): ("tokens_field", "dtype", "boundaries"),
-    ("hub", "hub_pictures"): (
+    ("hub",): (
         "dataset",
         "subset",
         "split",

@@ -11,7 +11,6 @@ from typing import Any
 from harness.config.data import DataConfig
 from harness.config.evaluation import DATA, require_stride, require_tasks
 from harness.config.fields import LARGEST_INTEGER, execution, label, numerics
-from harness.config.kind_fields import WITHOUT_TEXT
 from harness.config.registry import Registry
 from harness.config.sizes import Sizes
 from harness.util.errors import ConfigError, divisors
@@ -183,7 +182,7 @@ class EvaluationConfig:
         require_tasks("evaluation.tasks", self.tasks, lm_eval=False)
         require_stride("evaluation.stride", self.stride, seq_len)
         if DATA in self.tasks:
-            if data.kind in WITHOUT_TEXT:
+            if not data.has_text:
                 rule = f"data.kind={data.kind} has no text"
                 raise ConfigError("evaluation.tasks", DATA, rule, "a .jsonl file, or other data")
             if data.kind == "mixture":

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from harness.compose.generator import Generator, Request
 from harness.compose.verb import Result
-from harness.config.data import DataConfig
-from harness.config.fields import leaves, with_value
-from harness.config.job import Job, from_dict
+from harness.config.fields import with_value
+from harness.config.job import Job
+from harness.contrib.flux.pictures.config import EncodersConfig
 from harness.util.errors import EXIT_OK
 from harness.util.tables import degrees_in_words
 from harness.weights.detect import WeightFolder
@@ -44,14 +45,13 @@ class Pictures(Generator):
 
 def with_encoders(job: Any, overrides: list[str], found: WeightFolder) -> Any:
     """Return the job with the encoders of training, where overrides do not set them."""
-    stored = (found.manifest.get("job") or {}).get("data")
-    if not stored:
-        return job
-    trained: DataConfig = from_dict(DataConfig, stored)
+    stored = (found.manifest.get("job") or {}).get("data") or {}
+    trained = {**stored.get("encoders", {}), **stored.get("options", {})}  # earlier versions had the first
     typed = {each.split("=")[0].lstrip("+~") for each in overrides}
-    for name, _, value in leaves(trained.encoders, "data.encoders."):
-        if "data" not in typed and name not in typed:
-            job = with_value(job, name, value)
+    for name in (each.name for each in fields(EncodersConfig)):
+        option = f"data.options.{name}"
+        if name in trained and "data" not in typed and option not in typed:
+            job = with_value(job, option, trained[name])
     return job
 
 

@@ -15,6 +15,7 @@ import torch
 from harness.config.fields import with_value
 from harness.config.job import Job
 from harness.contrib.flux.config import PATCH, flow_of, flux_of
+from harness.contrib.flux.pictures.config import encoders_of
 from harness.contrib.flux.pictures.encoder_base import Autoencoder, Embeddings
 from harness.contrib.flux.pictures.encoders import as_bytes, build_autoencoder, build_text_encoder
 from harness.contrib.flux.pictures.sheet import write_picture
@@ -54,7 +55,7 @@ def generate(
     """
     started = time.perf_counter()
     captions = _embeddings(job, device, ["", *prompts])
-    autoencoder = build_autoencoder(job.data.encoders, device)
+    autoencoder = build_autoencoder(encoders_of(job.data), device)
     config = job.generate.pictures
     size = config.size or trained_size(job, found, autoencoder)
     _check(job, autoencoder, captions, size)
@@ -96,7 +97,7 @@ def generate(
 
 def _embeddings(job: Any, device: torch.device, texts: Sequence[str]) -> Embeddings:
     """Encode captions, in host memory. The encoder is freed on return: T5 is as large as the model."""
-    encoder, count = build_text_encoder(job.data.encoders, device, shard=True), job.generate.batch_size
+    encoder, count = build_text_encoder(encoders_of(job.data), device, shard=True), job.generate.batch_size
     parts = [encoder.encode(texts[start : start + count]) for start in range(0, len(texts), count)]
     return Embeddings(*(torch.cat([each.cpu() for each in same]) for same in zip(*parts, strict=True)))
 
@@ -125,7 +126,7 @@ def _check(job: Any, autoencoder: Autoencoder, captions: Embeddings, size: int) 
     if size % unit:
         rule = f"must be a multiple of {unit}, the pixels of a token"
         raise ConfigError("generate.pictures.size", size, rule, [max(1, size // unit) * unit])
-    encoders = job.data.encoders
+    encoders = encoders_of(job.data)
     for name, value, has, wants in (
         ("autoencoder", encoders.autoencoder, autoencoder.channels, flux.latent_channels),
         ("text_length", encoders.text_length, captions.text_BLD.shape[1], flux.text_length),
@@ -134,4 +135,4 @@ def _check(job: Any, autoencoder: Autoencoder, captions: Embeddings, size: int) 
     ):
         if has != wants:
             rule = f"makes {has} values where model={job.model.name} takes {wants}"
-            raise ConfigError(f"data.encoders.{name}", value, rule, "the encoders of training")
+            raise ConfigError(f"data.options.{name}", value, rule, "the encoders of training")

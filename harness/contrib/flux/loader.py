@@ -11,6 +11,7 @@ import numpy as np
 from harness.config.job import Job
 from harness.config.sizes import Sizes
 from harness.contrib.flux.config import PATCH, flow_of, flux_of
+from harness.contrib.flux.pictures.config import encoders_of, pictures_of
 from harness.contrib.flux.pictures.encoders import build_encoders
 from harness.contrib.flux.pictures.latents import LatentSamples, check_files
 from harness.contrib.flux.pictures.loader import (
@@ -84,9 +85,9 @@ def build_loader(
         ),
         seed=job.training.seed,
         shuffle=job.data.shuffle and split == "train",
-        skips=job.data.images.on_error == "skip",
+        skips=pictures_of(job.data).on_error == "skip",
     )
-    encoders = build_encoders(job.data.encoders, pick_device(job), shard=True)
+    encoders = build_encoders(encoders_of(job.data), pick_device(job), shard=True)
     return EncodingLoader(
-        pictures, encoders, rows, sizes, dropout, runs_in_loop=job.data.encoders.has_weights
+        pictures, encoders, rows, sizes, dropout, runs_in_loop=encoders_of(job.data).has_weights
     )

@@ -11,6 +11,7 @@ from harness.checkpoint.rank_group import RankGroup
 from harness.config.job import Job
 from harness.contrib.flux.config import flow_of, flux_of, sheet_of
 from harness.contrib.flux.model import Flux
+from harness.contrib.flux.pictures.config import encoders_of
 from harness.contrib.flux.pictures.encoder_base import Embeddings
 from harness.contrib.flux.pictures.encoders import as_bytes, build_autoencoder
 from harness.contrib.flux.pictures.loader import PictureLoader
@@ -42,12 +43,12 @@ class SampleSheet:
     ) -> None:
         self._job, self._engine, self._loader, self._ranks = job, engine, loader, ranks
         self._folder = run_dir / FOLDER
-        self._autoencoder = build_autoencoder(job.data.encoders, engine.device)
+        self._autoencoder = build_autoencoder(encoders_of(job.data), engine.device)
         channels, wanted = self._autoencoder.channels, flux_of(job.model).latent_channels
         if channels != wanted:
             rule = f"its latents have {channels} channels, and model.options.latent_channels is {wanted}"
             works = "the autoencoder that made the latents, or validation.options.pictures=0"
-            raise ConfigError("data.encoders.autoencoder", job.data.encoders.autoencoder, rule, works)
+            raise ConfigError("data.options.autoencoder", encoders_of(job.data).autoencoder, rule, works)
 
     def write(self, step: int) -> str:
         """Sample the pictures, and write them on rank 0; return a line about the file."""

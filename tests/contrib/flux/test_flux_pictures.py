@@ -34,7 +34,7 @@ TINY = (
     *("model.options.double_layers=1", "model.ffn_hidden_dim=32", "model.options.axes_dims=[4,6,6]"),
     *(
         "model.options.time_dim=16",
-        "data.images.size=8",
+        "data.options.size=8",
         "training.seq_len=12",
         "training.global_batch_size=4",
     ),
@@ -89,8 +89,8 @@ def test_online_encoders_of_folders(tmp_path: Path) -> None:
     run = train(tmp_path, *typed)
     [found] = pictures(run.path, tmp_path / "a", "generate.prompts=[a red circle]")
     assert found.shape == (8, 8, 3)
-    with pytest.raises(ConfigError, match=r"^data.encoders.autoencoder=patches: makes 12 values where"):
-        changed = ("data.encoders.autoencoder=patches", "data.encoders.patch=2")
+    with pytest.raises(ConfigError, match=r"^data.options.autoencoder=patches: makes 12 values where"):
+        changed = ("data.options.autoencoder=patches", "data.options.patch=2")
         pictures(run.path, tmp_path / "a", "generate.prompts=[a red circle]", *changed)
 
 
@@ -125,7 +125,7 @@ def test_stopped_and_resumed_is_bitwise_the_run_that_was_not(tmp_path: Path) -> 
     [
         (("generate.temperature=1",), "generate.temperature=1.0: has no effect: model=flux_debug makes"),
         (("generate.pictures.size=10",), "generate.pictures.size=10: must be a multiple of 4"),
-        (("data.encoders.text_length=9",), "data.encoders.text_length=9: makes 9 values where"),
+        (("data.options.text_length=9",), "data.options.text_length=9: makes 9 values where"),
     ],
 )
 def test_mistakes_get_one_line(typed: tuple[str, ...], message: str, tmp_path: Path) -> None:
