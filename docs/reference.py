@@ -20,13 +20,17 @@ from typing import Any
 import yaml
 
 from harness.compose.arguments import JOB_FLAGS, JSON, Argument
+from harness.compose.generator import GENERATORS
 from harness.compose.help import shown_config
 from harness.compose.verb import Verb
 from harness.compose.verbs import VERBS
 from harness.config import failures
+from harness.config.data_kinds import DATA_KINDS
 from harness.config.fields import rules_of, type_hints
 from harness.config.job import Job
+from harness.config.model import ARCHITECTURES
 from harness.metrics import columns
+from harness.train.objective import OBJECTIVES
 from harness.util import errors
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -119,12 +123,12 @@ def type_name(hint: Any) -> str:
 
 def docstrings(cls: type) -> dict[str, str]:
     """The string below each field of a dataclass."""
-    tree = ast.parse(inspect.cleandoc(inspect.getsource(cls)))
-    body = tree.body[0].body  # type: ignore[attr-defined]
     found = {}
-    for statement, after in itertools.pairwise(body):
-        if isinstance(statement, ast.AnnAssign) and isinstance(after, ast.Expr):
-            found[ast.unparse(statement.target)] = ast.literal_eval(after.value)
+    for each in filter(dataclasses.is_dataclass, reversed(cls.__mro__)):
+        tree = ast.parse(inspect.cleandoc(inspect.getsource(each)))
+        for statement, after in itertools.pairwise(tree.body[0].body):  # type: ignore[attr-defined]
+            if isinstance(statement, ast.AnnAssign) and isinstance(after, ast.Expr):
+                found[ast.unparse(statement.target)] = ast.literal_eval(after.value)
     return found
 
 
@@ -170,7 +174,27 @@ def fields_page() -> str:
     )
     for group, rows in groups_of(Job, composed_values("train", Job)).items():
         text += f"\n## {group or 'Top level'}\n\n{table(FIELD_HEADER, rows)}"
+    for (field, schema), choices in added_options().items():
+        rows = [row for _, row in field_rows(schema, dataclasses.asdict(schema()), f"{field}.")]
+        text += f"\n## {field} with {', '.join(choices)}\n\n{table(FIELD_HEADER, rows)}"
     return text
+
+
+def added_options() -> dict[tuple[str, type], list[str]]:
+    """Dataclasses of options that belong to a choice, each with its field and the choices that have it."""
+    found: dict[tuple[str, type], list[str]] = {}
+    for field, registry, attribute in (
+        ("model.options", ARCHITECTURES, "options"),
+        ("training.objective_options", OBJECTIVES, "options"),
+        ("validation.options", OBJECTIVES, "validation_options"),
+        ("data.options", DATA_KINDS, "options"),
+        ("generate.options", GENERATORS, "options"),
+    ):
+        for name in registry:
+            schema = getattr(registry[name], attribute)
+            if schema is not None:
+                found.setdefault((field, schema), []).append(f"{registry.field}={name}")
+    return found
 
 
 def options_page() -> str:

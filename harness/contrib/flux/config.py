@@ -1,4 +1,4 @@
-"""Options of Flux: of the model, of the training objective, and of validation."""
+"""Options of Flux: of the model, of the training objective, of validation, and of generating."""
 
 from __future__ import annotations
 
@@ -78,6 +78,26 @@ class SheetConfig:
     ``samples/step-<step>.png`` of the run folder."""
     picture_steps: int = label(28, least=1)
     """Euler steps from noise to these pictures."""
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How ``harness generate`` samples pictures."""
+
+    output: str = label("pictures", written="folder")
+    """Folder of the PNG files, 000.png for the first prompt."""
+    size: int | None = label(None, least=1)
+    """Height and width in pixels; null: those of training, which weights of other software do not record."""
+    steps: int = label(28, least=1)
+    """Euler steps from noise to the picture. FLUX.1-schnell needs 4."""
+    guidance: float = label(3.5, least=0)
+    """Strength of guidance for models with ``model.options.guidance``, such as FLUX.1-dev."""
+    cfg: float = label(1.0, least=0)
+    """Weight of classifier-free guidance (arXiv:2207.12598), with a second pass for the empty caption; 1:
+    none."""
+    shift: bool = label(True)
+    """Whether times are shifted towards noise as in training (``training.objective_options``). FLUX.1-schnell needs
+    false."""
 
 
 def flux_of(model: ModelConfig) -> FluxConfig:

@@ -17,7 +17,7 @@ from harness.tools.plan.costs import Costs
 
 if TYPE_CHECKING:
     from harness.config.job import Job
-    from harness.data.batch import ImageBatch
+    from harness.contrib.flux.batch import ImageBatch
 
 from harness.config.model import ModelConfig
 from harness.contrib.flux import spec
@@ -70,7 +70,7 @@ class FluxCosts(Costs):
     def fake_batch(self, job: Job, rows: int) -> ImageBatch:
         import torch
 
-        from harness.data.batch import ImageBatch
+        from harness.contrib.flux.batch import ImageBatch
 
         flux = flux_of(job.model)
         side = PATCH * math.isqrt(job.training.seq_len - flux.text_length)

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from harness.config.job import Job
+from harness.contrib.flux.batch import ImageBatch
 from harness.contrib.flux.config import PATCH, flow_of, flux_of
 from harness.contrib.flux.model import Flux
 from harness.contrib.flux.objective import Flow, FlowLoss, training_flow, validation_flow
-from harness.data.batch import ImageBatch
 from harness.parallelism.fsdp import sync_gradients
 from harness.util.annotation import annotated
 from harness.util.errors import DataError

@@ -11,6 +11,7 @@ from harness.compose.generator import Generator, Request
 from harness.compose.verb import Result
 from harness.config.fields import with_value
 from harness.config.job import Job
+from harness.contrib.flux.config import SamplingConfig
 from harness.contrib.flux.pictures.config import EncodersConfig
 from harness.util.errors import EXIT_OK
 from harness.util.tables import degrees_in_words
@@ -20,7 +21,7 @@ from harness.weights.detect import WeightFolder
 class Pictures(Generator):
     """A picture of each prompt."""
 
-    has_text = False
+    has_text, options = False, SamplingConfig
     ignores = (
         *("chat", "special_tokens", "max_new_tokens", "temperature", "top_k", "top_p"),
         *("stop", "stop_at_end"),
@@ -29,7 +30,7 @@ class Pictures(Generator):
     def generate(self, request: Request) -> int | Result:
         prompts, found = [str(each) for each in request.prompts], request.found
         job = with_encoders(request.job, request.overrides, found)
-        output = Path(job.generate.pictures.output)
+        output = Path(job.generate.options["output"])
         output.mkdir(parents=True, exist_ok=True)
         outcome = request.run(job, "harness.contrib.flux.generate_rank:generate", found, prompts)
         if outcome is None:

@@ -14,7 +14,7 @@ import torch
 
 from harness.config.fields import with_value
 from harness.config.job import Job
-from harness.contrib.flux.config import PATCH, flow_of, flux_of
+from harness.contrib.flux.config import PATCH, SamplingConfig, flow_of, flux_of
 from harness.contrib.flux.pictures.config import encoders_of
 from harness.contrib.flux.pictures.encoder_base import Autoencoder, Embeddings
 from harness.contrib.flux.pictures.encoders import as_bytes, build_autoencoder, build_text_encoder
@@ -56,7 +56,7 @@ def generate(
     started = time.perf_counter()
     captions = _embeddings(job, device, ["", *prompts])
     autoencoder = build_autoencoder(encoders_of(job.data), device)
-    config = job.generate.pictures
+    config = SamplingConfig(**job.generate.options)
     size = config.size or trained_size(job, found, autoencoder)
     _check(job, autoencoder, captions, size)
     side = size // autoencoder.pixels
@@ -111,7 +111,7 @@ def trained_size(job: Any, found: WeightFolder, autoencoder: Autoencoder) -> int
     recorded = (found.manifest.get("job") or {}).get("training")
     if recorded is None:
         rule = f"must be given, because {found.path} records no job that trained it"
-        raise ConfigError("generate.pictures.size", None, rule, [1024])
+        raise ConfigError("generate.options.size", None, rule, [1024])
     tokens = recorded["seq_len"] - flux_of(job.model).text_length
     return math.isqrt(tokens) * PATCH * autoencoder.pixels
 
@@ -125,7 +125,7 @@ def _check(job: Any, autoencoder: Autoencoder, captions: Embeddings, size: int) 
     flux, unit = flux_of(job.model), autoencoder.pixels * PATCH
     if size % unit:
         rule = f"must be a multiple of {unit}, the pixels of a token"
-        raise ConfigError("generate.pictures.size", size, rule, [max(1, size // unit) * unit])
+        raise ConfigError("generate.options.size", size, rule, [max(1, size // unit) * unit])
     encoders = encoders_of(job.data)
     for name, value, has, wants in (
         ("autoencoder", encoders.autoencoder, autoencoder.channels, flux.latent_channels),

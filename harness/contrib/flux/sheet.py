@@ -9,6 +9,7 @@ import torch
 
 from harness.checkpoint.rank_group import RankGroup
 from harness.config.job import Job
+from harness.contrib.flux.batch import ImageBatch
 from harness.contrib.flux.config import flow_of, flux_of, sheet_of
 from harness.contrib.flux.model import Flux
 from harness.contrib.flux.pictures.config import encoders_of
@@ -17,7 +18,6 @@ from harness.contrib.flux.pictures.encoders import as_bytes, build_autoencoder
 from harness.contrib.flux.pictures.loader import PictureLoader
 from harness.contrib.flux.pictures.sheet import write_sheet
 from harness.contrib.flux.sampling import Sampler, Sampling, noise_of
-from harness.data.batch import ImageBatch
 from harness.train.engine import Engine
 from harness.util.errors import ConfigError
 

@@ -56,7 +56,7 @@ def train(folder: Path, *typed: str) -> RunFolder:
 
 def pictures(run: Path, folder: Path, *typed: str) -> list[np.ndarray]:
     typed = (f"generate.checkpoint={run}", "model=from_config", "cluster.device=cpu", *typed)
-    typed = (*typed, f"generate.pictures.output={folder}", "generate.pictures.steps=2")
+    typed = (*typed, f"generate.options.output={folder}", "generate.options.steps=2")
     result = generate(compose_job([*typed], config_name="generate", schema=GenerateJob), [*typed])
     assert not isinstance(result, int)
     return [np.asarray(Image.open(each["file"])) for each in result.data["pictures"]]
@@ -73,9 +73,9 @@ def test_a_run_its_sheets_and_its_pictures(tmp_path: Path, capfd: Any) -> None:
     # A picture depends on the seed and its number, not on the other prompts.
     again = pictures(run.path, tmp_path / "b", prompts, "generate.batch_size=1")
     assert np.abs(np.subtract(first, again, dtype=int)).max() <= 1  # rounded
-    for other in ("generate.seed=1", "generate.pictures.cfg=3", "ema=true", "generate.pictures.shift=false"):
+    for other in ("generate.seed=1", "generate.options.cfg=3", "ema=true", "generate.options.shift=false"):
         assert np.any(pictures(run.path, tmp_path / "c", prompts, other)[1] != first[1]), other
-    large = pictures(run.path, tmp_path / "d", prompts, "generate.pictures.size=16")
+    large = pictures(run.path, tmp_path / "d", prompts, "generate.options.size=16")
     assert large[0].shape == (16, 16, 3)
 
 
@@ -101,7 +101,7 @@ def test_pictures_have_the_size_of_training() -> None:
     trained = WeightFolder("dcp", "x", {"job": {"training": {"seq_len": 8 + 6 * 6}}})
     assert trained_size(job, trained, Patches(2)) == 24
     rule = "must be given, because x records no job that trained it"
-    with pytest.raises(ConfigError, match=f"^generate.pictures.size=null: {rule}; would work: 1024$"):
+    with pytest.raises(ConfigError, match=f"^generate.options.size=null: {rule}; would work: 1024$"):
         trained_size(job, WeightFolder("hf", "x", {}), Patches(2))
 
 
@@ -124,7 +124,7 @@ def test_stopped_and_resumed_is_bitwise_the_run_that_was_not(tmp_path: Path) -> 
     ("typed", "message"),
     [
         (("generate.temperature=1",), "generate.temperature=1.0: has no effect: model=flux_debug makes"),
-        (("generate.pictures.size=10",), "generate.pictures.size=10: must be a multiple of 4"),
+        (("generate.options.size=10",), "generate.options.size=10: must be a multiple of 4"),
         (("data.options.text_length=9",), "data.options.text_length=9: makes 9 values where"),
     ],
 )
@@ -141,8 +141,10 @@ def test_decoders_make_no_pictures() -> None:
         ConfigError, match=r"^validation.options.pictures=4: model.architecture=decoder has no options"
     ):
         compose_job([*tiny, "validation.options.pictures=4"])
-    with pytest.raises(ConfigError, match=r"^generate.pictures.steps=4: has no effect"):
-        compose_job([*tiny, "generate.pictures.steps=4"], config_name="generate", schema=GenerateJob)
+    with pytest.raises(
+        ConfigError, match=r"^generate.options.steps=4: model.architecture=decoder has no options"
+    ):
+        compose_job([*tiny, "generate.options.steps=4"], config_name="generate", schema=GenerateJob)
 
 
 def test_a_sheet_has_the_pictures_and_the_reader_reads_the_rule(tmp_path: Path) -> None:

@@ -1,13 +1,12 @@
-"""``harness generate``: generate text or pictures with the weights of a run or a checkpoint.
+"""``harness generate``: generate text with the weights of a run or a checkpoint.
 
-Tensor, data and expert parallel generate the same as one process. Text goes to stdout, rates to stderr;
-pictures are PNG files.
+Tensor, data and expert parallel generate the same as one process. Text goes to stdout, rates to stderr.
+Models of other architectures make what their ``Generator`` says.
 
     harness generate checkpoint=runs/NAME/ID prompt="The parser reads"
     harness generate checkpoint=... prompt=... generate.temperature=0.8 generate.top_p=0.95
     harness generate checkpoint=... generate.prompt_file=prompts.txt --json
     harness generate checkpoint=... prompt=... parallelism=tp parallelism.tp=2
-    harness generate checkpoint=runs/flux_debug/ID prompt="a red circle above a blue square"
 """
 
 from __future__ import annotations
