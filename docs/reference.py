@@ -19,12 +19,16 @@ from typing import Any
 import yaml
 
 from harness.compose.arguments import JOB_FLAGS, JSON, Argument
+from harness.compose.generator import GENERATORS
 from harness.compose.help import shown_config
 from harness.compose.verb import VERBS, Verb
 from harness.config import failures
+from harness.config.data_kinds import DATA_KINDS
 from harness.config.fields import docstrings, rules_of, type_hints
 from harness.config.job import Job
+from harness.config.model import ARCHITECTURES
 from harness.metrics import columns
+from harness.train.objective import OBJECTIVES
 from harness.util import errors
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -157,7 +161,27 @@ def fields_page() -> str:
     )
     for group, rows in groups_of(Job, composed_values("train", Job)).items():
         text += f"\n## {group or 'Top level'}\n\n{table(FIELD_HEADER, rows)}"
+    for (field, schema), choices in added_options().items():
+        rows = [row for _, row in field_rows(schema, dataclasses.asdict(schema()), f"{field}.")]
+        text += f"\n## {field} with {', '.join(choices)}\n\n{table(FIELD_HEADER, rows)}"
     return text
+
+
+def added_options() -> dict[tuple[str, type], list[str]]:
+    """Dataclasses of options that belong to a choice, each with its field and the choices that have it."""
+    found: dict[tuple[str, type], list[str]] = {}
+    for field, registry, attribute in (
+        ("model.options", ARCHITECTURES, "options"),
+        ("training.objective_options", OBJECTIVES, "options"),
+        ("validation.options", OBJECTIVES, "validation_options"),
+        ("data.options", DATA_KINDS, "options"),
+        ("generate.options", GENERATORS, "options"),
+    ):
+        for name in registry:
+            schema = getattr(registry[name], attribute)
+            if schema is not None:
+                found.setdefault((field, schema), []).append(f"{registry.field}={name}")
+    return found
 
 
 def options_page() -> str:

@@ -44,7 +44,7 @@ FILES = [(group, option) for group in GROUPS for option in options(group)]
 SIZES = [("model", option) for option in options("model") if not option.endswith("_debug")]
 
 
-ENCODERS = ("data.encoders.t5=t5", "data.encoders.clip=clip")
+ENCODERS = ("data.options.t5=t5", "data.options.clip=clip")
 PICTURES = {
     "drawn_shapes": (),
     "latents_synthetic": (),

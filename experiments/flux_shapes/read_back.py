@@ -55,8 +55,8 @@ def pictures_of(typed: Arguments, prompts: list[str]) -> list[np.ndarray]:
     with tempfile.TemporaryDirectory() as folder:
         overrides = [
             *(f"generate.checkpoint={typed.run}", "model=from_config", "cluster.device=cpu"),
-            *(f"generate.prompts={json.dumps(prompts)}", f"generate.pictures.output={folder}"),
-            *(f"generate.pictures.steps={typed.steps}", f"generate.pictures.cfg={typed.cfg}"),
+            *(f"generate.prompts={json.dumps(prompts)}", f"generate.options.output={folder}"),
+            *(f"generate.options.steps={typed.steps}", f"generate.options.cfg={typed.cfg}"),
             *("generate.batch_size=70", f"ema={str(typed.ema).lower()}"),
         ]
         result = generate(compose_job(overrides, config_name="generate", schema=GenerateJob), overrides)

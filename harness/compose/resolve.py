@@ -46,6 +46,9 @@ def resolve(job: J, *, launched_ranks: int | None = None, gpus: int | None = Non
     job.validate_folder()
     job.cluster.validate()
     job.schedule.validate_phases()
+    if job.feeds_model:
+        objective = objective_of(job.model)
+        job = dataclasses.replace(job, **objective.resolve(job.training, job.validation, job.model))
     return resolve_layout(job, launched_ranks=launched_ranks, gpus=gpus)
 
 

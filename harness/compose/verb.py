@@ -384,7 +384,6 @@ VERBS: Registry[Verb] = Registry(
         "convert": "harness.tools.convert:VERB",
         "download": "harness.tools.download:VERB",
         "tokenize": "harness.tools.tokenize.verb:VERB",
-        "encode": "harness.contrib.flux.encode.verb:VERB",
     },
     field="verb",
     expects="harness.compose.verb:Verb",

@@ -16,12 +16,12 @@ from harness.config.data_kinds import (
     FORMATS_OF,
     READ_ONLY_BY,
     READ_ONLY_BY_STREAMS,
-    SYNTHETIC,
+    WITHOUT_TEXT,
+    kinds_reading,
 )
-from harness.config.fields import execution, label, numerics, part
+from harness.config.fields import execution, label, numerics
 from harness.config.mixture import check_mixture, errors_of_source, require_validation_of_sources
-from harness.config.pictures import EncodersConfig, ImagesConfig, check_pictures
-from harness.config.registry import Registry, resolve_options
+from harness.config.registry import Registry, load_attribute, resolve_options
 from harness.util import PACKAGE
 from harness.util.errors import ConfigError
 
@@ -54,28 +54,24 @@ class DataConfig:
     kind: str = numerics("local", choices=DATA_KINDS)
     """`local` (text files), `tokens` (token files), `hub` (a dataset of the `datasets` library), `chat`
     (files of conversations, for supervised fine-tuning), `synthetic` (random tokens) or `mixture` (several of
-    these). For models that make pictures: `pictures` (files with captions), `hub_pictures` (a dataset),
-    `drawn_shapes` (drawn by a rule), `latents` (a folder of harness encode), or `latents_synthetic` (random
-    latents and embeddings)."""
+    these). Packages can add others."""
 
     options: dict[str, Any] = numerics(factory=dict, id_omits_default=True)
     """Options of a kind that another package has added."""
 
     paths: list[str] = numerics(factory=list)
-    """local, chat, pictures: globs of the training files, relative to the working directory. `**` matches any
+    """local, chat: globs of the training files, relative to the working directory. `**` matches any
     depth; `{stdlib}` stands for the folder of the running interpreter's standard library. tokens: also
-    folders and prefixes (PREFIX.bin with PREFIX.idx). latents: the folder of harness encode."""
+    folders and prefixes (PREFIX.bin with PREFIX.idx)."""
 
     exclude: list[str] = numerics(factory=list)
-    """local, chat, pictures: globs of files to leave out, written like `paths`; one with a leading `**/`
+    """local, chat: globs of files to leave out, written like `paths`; one with a leading `**/`
     matches anywhere."""
 
     format: str = numerics("auto", choices=FORMATS)
     """local: `text` (one file is one document), `jsonl`, `parquet`, or `auto` (by extension: .jsonl
     and .json are jsonl, .parquet is parquet, everything else is text). Text and jsonl may be compressed: .gz,
     .bz2, .xz, .zst. chat: the same without `text`.
-    pictures: `files` (pictures with a .txt or .json file beside each), `webdataset` (.tar with the same
-    files), or `auto` (by extension).
     tokens: `corpus` (a folder of harness tokenize), the name of another software's format (listed in
     docs/howto/data.md), or `auto` (by name and first bytes)."""
 
@@ -100,11 +96,11 @@ class DataConfig:
     index; without one `bos` or `eos`, as the format has it."""
 
     validation_paths: list[str] = numerics(factory=list)
-    """local, tokens, chat, pictures: globs of the validation files, written like `paths`."""
+    """local, tokens, chat: globs of the validation files, written like `paths`."""
 
     validation_fraction: float = numerics(0.0, least=0, below=1)
     """Fraction of the documents held out for validation, in [0, 1), chosen by a hash of the index. tokens:
-    the last documents of each file; a corpus that has held-out documents needs 0. Pictures: by number."""
+    the last documents of each file; a corpus that has held-out documents needs 0."""
 
     dataset: str | None = numerics(None)
     """hub: name of the dataset, a folder, or a loader such as `json` together with `data_files`."""
@@ -171,12 +167,6 @@ class DataConfig:
     weight_changes: list[dict[str, float]] = numerics(factory=list, id_omits_default=True)
     """mixture: weights from later steps on, such as `[{step: 9000, web: 1, math: 3}]`."""
 
-    images: ImagesConfig = part(ImagesConfig)
-    """Kinds with pictures: size and captions."""
-
-    encoders: EncodersConfig = part(EncodersConfig)
-    """Kinds with pictures: encoders of pictures and captions. latents: they decode samples of the model."""
-
     mask_document_boundary: bool = numerics(True)
     """Mask the label at a document's last token, which is the next document's first token."""
 
@@ -215,19 +205,26 @@ class DataConfig:
     def validate(self) -> None:
         """Raise ConfigError for fields that contradict each other."""
         self._refuse_settings_of_other_kinds()
-        check_pictures(self)
+        kind = DATA_KINDS[self.kind]
+        if kind.check:
+            load_attribute(kind.check)(self)
         if self.kind == "mixture":
             check_mixture(self)
-        elif self.kind in FORMATS_OF:
+        elif self.reads_files:
             self._validate_files()
         if self.kind == "chat":
             self._validate_chat()
-        elif self.kind in ("hub", "hub_pictures"):
+        elif self.kind == "hub" or "dataset" in kind.fields:
             self._validate_hub()
-        elif self.kind in SYNTHETIC and self.validation_fraction > 0:
+        elif self.kind == "synthetic":
+            self.validate_synthetic()
+
+    def validate_synthetic(self) -> None:
+        """Raise ConfigError for fields that have no effect on data without documents."""
+        if self.validation_fraction > 0:
             rule = "synthetic data has no documents to hold out; it generates separate validation samples"
             raise ConfigError("data.validation_fraction", self.validation_fraction, rule, "0")
-        if self.kind in SYNTHETIC and not self.attend_across_documents:
+        if not self.attend_across_documents:
             rule = "synthetic data has no documents"
             raise ConfigError("data.attend_across_documents", False, rule, "true")
 
@@ -241,7 +238,7 @@ class DataConfig:
             return require_validation_of_sources(self)
         if self.holds_out:
             return
-        other = "data.validation_paths" if self.kind in FORMATS_OF else "data.validation_split"
+        other = "data.validation_paths" if self.reads_files else "data.validation_split"
         works = other if self.streaming else f"data.validation_fraction=0.02, or {other}"
         rule = "validation is enabled, but no documents are held out for it"
         raise ConfigError("data.validation_fraction", self.validation_fraction, rule, works)
@@ -254,8 +251,18 @@ class DataConfig:
         # Whether a corpus has held-out documents is known when it is opened.
         may_be_corpus = self.kind == "tokens" and self.format in ("auto", "corpus")
         held_out = self.validation_paths or self.validation_split or self.validation_fraction
-        holds = (*SYNTHETIC, "drawn_shapes", "latents")
-        return self.kind in holds or may_be_corpus or bool(held_out)
+        holds = self.kind == "synthetic" or DATA_KINDS[self.kind].holds_out
+        return holds or may_be_corpus or bool(held_out)
+
+    @property
+    def reads_files(self) -> bool:
+        """Whether the kind reads ``paths``."""
+        return self.kind in FORMATS_OF or "paths" in DATA_KINDS[self.kind].fields
+
+    @property
+    def has_text(self) -> bool:
+        """Whether a sample is a part of texts."""
+        return self.kind not in WITHOUT_TEXT and DATA_KINDS[self.kind].batches == "tokens"
 
     @property
     def kinds(self) -> set[str]:
@@ -272,8 +279,11 @@ class DataConfig:
         for kinds, names in READ_ONLY_BY.items():
             for name in names:
                 value = getattr(self, name)
-                if self.kind not in kinds and value != getattr(default, name):
-                    rule = f"is read only by data.kind={' or '.join(kinds)}, and data.kind is {self.kind}"
+                if self.kind in kinds or value == getattr(default, name):
+                    continue
+                readers = [*kinds, *kinds_reading(name)]
+                if self.kind not in readers:
+                    rule = f"is read only by data.kind={' or '.join(readers)}, and data.kind is {self.kind}"
                     raise ConfigError(f"data.{name}", value, rule, f"data.kind={kinds[0]}, or leave it out")
         for name in READ_ONLY_BY_STREAMS:
             value = getattr(self, name)
@@ -285,7 +295,7 @@ class DataConfig:
             raise ConfigError("data.shuffle_buffer", self.shuffle_buffer, rule, works)
 
     def _validate_files(self) -> None:
-        formats, example = FORMATS_OF[self.kind]
+        formats, example = FORMATS_OF.get(self.kind, (("auto",), DATA_KINDS[self.kind].example))
         if not self.paths:
             rule = f"data.kind={self.kind} needs at least one file"
             raise ConfigError("data.paths", "[]", rule, f"'data.paths=[{example}]'")

@@ -107,8 +107,13 @@ def part(kind: type) -> Any:
 
 
 def with_value(config: Part, name: str, value: Any) -> Part:
-    """Return a copy of a config dataclass in which the field with this dotted name has another value."""
+    """Return a copy of a config dataclass in which the field with this dotted name has another value.
+
+    The last part of the name can be a key of a mapping.
+    """
     first, _, rest = name.partition(".")
+    if isinstance(config, dict):
+        return cast("Part", {**config, name: value})
     changed = with_value(getattr(config, first), rest, value) if rest else value
     return dataclasses.replace(config, **{first: changed})
 
@@ -350,6 +355,23 @@ def from_dict(cls: type, plain: dict[str, Any], prefix: str = "") -> Any:
             value = built(inner, value, name)
         values[name] = value
     return cls(**values)
+
+
+def known_fields(cls: type, plain: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields, of what an earlier version stored, that a (nested) config dataclass still has."""
+    known = {name: value for name, value in plain.items() if name in type_hints(cls)}
+    for name, value in known.items():
+        inner = _inner_classes(cls)[name]
+        if inner is None or not isinstance(value, dict):
+            continue
+        if get_origin(type_hints(cls)[name]) is dict:
+            known[name] = {
+                key: known_fields(inner, each) if isinstance(each, dict) else each
+                for key, each in value.items()
+            }
+        else:
+            known[name] = known_fields(inner, value)
+    return known
 
 
 def no_such_field(

@@ -14,7 +14,17 @@ from harness.config.blocks import ActivationCheckpointConfig, CompileConfig
 from harness.config.checkpoint import CheckpointConfig
 from harness.config.cluster import ClusterConfig
 from harness.config.data import DataConfig, TokenizerConfig
-from harness.config.fields import EXECUTION, LONGEST_NAME, NUMERICS, from_dict, identity, label, leaves, part
+from harness.config.fields import (
+    EXECUTION,
+    LONGEST_NAME,
+    NUMERICS,
+    from_dict,
+    identity,
+    known_fields,
+    label,
+    leaves,
+    part,
+)
 from harness.config.metrics import MetricsConfig, ProfilingConfig
 from harness.config.model import ModelConfig
 from harness.config.optimizer import OptimizerConfig, ScheduleConfig
@@ -187,7 +197,28 @@ class Job:
 
     @classmethod
     def _from_dict(cls, plain: dict[str, Any]) -> Job:
-        job: Job = from_dict(cls, {name: value for name, value in plain.items() if name != "id"})
+        plain = dict(plain)
+        return cls.from_stored(plain.pop("id", None), plain)
+
+    @classmethod
+    def from_stored(cls, ident: object, plain: dict[str, Any]) -> Job:
+        """Build a job that this or an earlier version stored.
+
+        Fields that jobs no longer have are left out, if the id says that they had no effect.
+
+        Args:
+            ident: the id that was stored with it.
+            plain: its fields.
+
+        Raises:
+            ConfigError: an unknown field, or a value of the wrong type.
+        """
+        try:
+            job: Job = from_dict(cls, plain)
+        except ConfigError:
+            job = from_dict(cls, known_fields(cls, plain))
+            if job.id != ident:
+                raise
         return job
 
 

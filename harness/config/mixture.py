@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from harness.config.pictures import PICTURE_KINDS
+from harness.config.data_kinds import DATA_KINDS
 from harness.util.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ def _check_fields_of_source(source: DataConfig, name: str) -> None:
     if source.kind == "mixture":
         rule = "a source is not a mixture itself"
         raise ConfigError(f"data.sources.{name}.kind", "mixture", rule, "its sources beside the others")
-    if source.kind in PICTURE_KINDS:
+    if source.kind in DATA_KINDS and DATA_KINDS[source.kind].batches != "tokens":
         rule = "samples of a mixture are tokens"
         raise ConfigError(f"data.sources.{name}.kind", source.kind, rule, "data.kind without a mixture")
     default = type(source)()

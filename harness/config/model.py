@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, TypeVar, cast
 
-from harness.config.fields import label, numerics, part, with_value
+from harness.config.fields import NUMERICS, from_dict, known_fields, label, leaves, numerics, part, with_value
 from harness.config.registry import Registry
-from harness.contrib.flux.config import FluxConfig
 from harness.util.errors import ConfigError, divisors
 
 KINDS = ("gqa", "mla")
@@ -368,10 +367,7 @@ SAME_WIDTHS = Widths()
 _FILES = "harness.weights.families"
 ARCHITECTURES: Registry[Any] = Registry(
     "architecture",
-    {
-        "decoder": "harness.model.decoder_architecture:DecoderArchitecture",
-        "flux": "harness.contrib.flux.architecture:FluxArchitecture",
-    },
+    {"decoder": "harness.model.decoder_architecture:DecoderArchitecture"},
     field="model.architecture",
     expects="harness.model.architecture:Architecture",
 )
@@ -396,7 +392,6 @@ FAMILIES: Registry[Any] = Registry(
         "deepseek_v3": f"{_FILES}.deepseek:DEEPSEEK_V3",
         "gpt_oss": f"{_FILES}.gpt_oss:GPT_OSS",
         "llama4": f"{_FILES}.llama4:LLAMA4",
-        "flux": "harness.contrib.flux.family:FLUX",
     },
     field="model.family",
     expects=f"{_FILES}.core:Family",
@@ -416,7 +411,7 @@ class ModelConfig:
     path: str | None = label(None)
     """With model=from_config: the config.json to read, or its folder."""
     architecture: str = numerics("decoder", choices=ARCHITECTURES, id_omits_default=True)
-    """Kind of model: ``decoder``, or ``flux``, a diffusion transformer that makes pictures."""
+    """Kind of model; packages can add others."""
     family: str = label("llama", choices=FAMILIES)
     """Family of checkpoints to exchange with, by transformers' name of the model type."""
     vocab_size: int = numerics("???", least=1)
@@ -457,8 +452,8 @@ class ModelConfig:
     """Multi-token prediction: one more block, which predicts the token after the next."""
     mup: MupConfig = part(MupConfig)
     """Maximal update parametrization: hyperparameters apply to any width."""
-    flux: FluxConfig = part(FluxConfig)
-    """With architecture=flux: the diffusion transformer's own numbers."""
+    options: dict[str, Any] = numerics(factory=dict, id_omits_default=True)
+    """Options of an architecture that another package has added."""
 
     def at_width(
         self, dim: int, given: Mapping[str, int] | None = None, field: str = "model.dim"
@@ -489,6 +484,20 @@ class ModelConfig:
         for name, width in given.items():
             model = with_value(model, name, width)
         return replace(model, head_dim=model.attention.latent_head_dim) if self.attention.is_latent else model
+
+    @classmethod
+    def from_stored(cls, plain: dict[str, Any]) -> ModelConfig:
+        """Build a model that this or an earlier version stored.
+
+        Raises:
+            ConfigError: a value of the wrong type, or a missing field.
+        """
+        # Earlier versions stored the options of an architecture in a part of its name.
+        own = plain.get(plain.get("architecture", ""))
+        if isinstance(own, dict):
+            plain = {**plain, "options": own}
+        model: ModelConfig = from_dict(cls, known_fields(cls, plain))
+        return model
 
     @property
     def base(self) -> ModelConfig | None:
@@ -558,6 +567,12 @@ def of_one_model(make: OfModel) -> OfModel:
         return last[3]
 
     return cast(OfModel, kept)
+
+
+def named_fields(model: ModelConfig) -> Iterator[tuple[str, str, Any]]:
+    """Yield ``(dotted name, role, value)`` of every field, each option of the architecture by itself."""
+    yield from leaves(replace(model, options={}))
+    yield from ((f"options.{name}", NUMERICS, value) for name, value in model.options.items())
 
 
 def field_of(model: ModelConfig, name: str) -> Any:

@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.data import DataConfig
-from harness.config.data_kinds import WITHOUT_TEXT
-from harness.config.fields import LARGEST_INTEGER, execution, label, numerics, part
+from harness.config.fields import LARGEST_INTEGER, execution, label, numerics
 from harness.config.optimizer import ScheduleConfig
 from harness.config.registry import Registry
-from harness.contrib.flux.config import FlowConfig
 from harness.util.errors import ConfigError, divisors
 
 Changes = Sequence[tuple[int, int]]
@@ -219,8 +217,8 @@ class TrainingConfig:
     """Backend of attention: ``sdpa``, ``flex`` (FlexAttention) or ``varlen`` (flash attention over
     concatenated documents). All compute the same. The last two need a GPU, and skip the masked blocks between
     documents. flex needs a head dimension of at least 16."""
-    flow: FlowConfig = part(FlowConfig)
-    """With model.architecture=flux: noise, times and captions."""
+    objective_options: dict[str, Any] = numerics(factory=dict, id_omits_default=True)
+    """Options of what a model is trained on, for an architecture that another package has added."""
     gc_interval: int = execution(50, least=0)
     """Steps between garbage collections, at the same step on all ranks; 0: Python decides when to collect."""
     observers: list[str] = label(factory=list, choices=OBSERVERS)
@@ -318,11 +316,8 @@ class ValidationConfig:
     """Steps between validations (one more after the last step); 0 means none."""
     steps: int = label(10, least=1)
     """Global batches per validation."""
-    pictures: int = label(0, least=0)
-    """Models that make pictures: pictures of held-out captions that each validation samples, at most a global
-    batch, into ``samples/step-<step>.png`` of the run folder."""
-    picture_steps: int = label(28, least=1)
-    """Euler steps from noise to these pictures."""
+    options: dict[str, Any] = label(factory=dict)
+    """Options of validation, for an architecture that another package has added."""
 
 
 @dataclass(frozen=True)
@@ -345,7 +340,7 @@ class EvaluationConfig:
         require_tasks("evaluation.tasks", self.tasks, lm_eval=False)
         require_stride("evaluation.stride", self.stride, seq_len)
         if DATA in self.tasks:
-            if data.kind in WITHOUT_TEXT:
+            if not data.has_text:
                 rule = f"data.kind={data.kind} has no text"
                 raise ConfigError("evaluation.tasks", DATA, rule, "a .jsonl file, or other data")
             if data.kind == "mixture":

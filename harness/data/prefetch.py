@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from harness.data.batch import AnyBatch, Batch, ImageBatch, Loader
+from harness.data.batch import AnyBatch, Batch, Loader
 from harness.data.samples import IGNORE_INDEX
 
 # How long the end of a run waits for a read that does not return.
@@ -30,8 +30,8 @@ class DeviceBatch(Batch):
 
 
 def count_valid(batch: AnyBatch) -> int:
-    """Number of labels that are not ignored; of pictures, number of their tokens."""
-    if isinstance(batch, ImageBatch):
+    """Number of tokens that have a loss: labels that are not ignored."""
+    if not isinstance(batch, Batch):
         return batch.count_valid()
     if isinstance(batch, DeviceBatch):
         return batch.num_valid
@@ -54,7 +54,7 @@ def place(batch: AnyBatch, device: torch.device) -> Any:
     """Count a batch's valid labels and copy it to the device asynchronously, through pinned memory."""
     if isinstance(batch, DeviceBatch):
         return batch
-    if isinstance(batch, ImageBatch):
+    if not isinstance(batch, Batch):
         return batch.to(device)
     copy = batch
     if device.type != "cpu":

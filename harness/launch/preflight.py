@@ -14,10 +14,10 @@ from pathlib import Path
 
 from harness.checkpoint.catalog import is_url
 from harness.config.data import ASSET_PREFIX, DataConfig, TokenizerConfig
-from harness.config.data_kinds import DATA_KINDS, FORMATS_OF
+from harness.config.data_kinds import DATA_KINDS
 from harness.config.job import Job
 from harness.config.mixture import sources_of
-from harness.config.pictures import PATCHES
+from harness.config.registry import load_attribute
 from harness.data.size_limit import is_small, too_large
 from harness.data.sources import expand, source_of
 from harness.data.token_format import named_by_prefix
@@ -46,14 +46,11 @@ def require_inputs(job: Job) -> None:
 
 
 def _require_files(data: DataConfig) -> None:
-    encoders = data.encoders
-    autoencoder = None if encoders.autoencoder == PATCHES else encoders.autoencoder
-    for name, folder in (("autoencoder", autoencoder), ("t5", encoders.t5), ("clip", encoders.clip)):
+    named = DATA_KINDS[data.kind].folders
+    for name, folder in (load_attribute(named)(data) if named else {}).items():
         if folder and _is_missing(os.path.expanduser(folder)):
-            raise ConfigError(
-                f"data.encoders.{name}", folder, "there is no such folder", "the model's folder"
-            )
-    if data.kind not in FORMATS_OF:
+            raise ConfigError(f"data.options.{name}", folder, "there is no such folder", "the model's folder")
+    if not data.reads_files:
         return
     for name in ("paths", "validation_paths"):
         patterns = tuple(getattr(data, name))

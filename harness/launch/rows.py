@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.fields import LABEL, leaves
-from harness.config.job import Job, from_dict
+from harness.config.job import Job
 from harness.launch.naming import names_of
 from harness.launch.queue import SlurmError
 from harness.launch.state import RunState, read_states, states_in_folders
@@ -186,7 +186,7 @@ def job_of(row: Row) -> Job | None:
             for step in path:
                 inner = inner.setdefault(step, {})
             inner[leaf] = value
-    return from_dict(Job, plain) if plain else None
+    return Job.from_stored(row.get("id"), plain) if plain else None
 
 
 def shortened(label: str) -> str:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.config.fields import default_of, leaf_fields
 from harness.config.model import ARCHITECTURES, ModelConfig, of_one_model
+from harness.config.registry import resolve_options
 from harness.util.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,6 +29,11 @@ class Architecture(ABC):
 
     batches: str = "tokens"
     """What its batches hold, as ``DataKind.batches``; other names than tokens also name a rate of samples."""
+
+    makes: str = "texts"
+    """What its models make, in the plural, for messages."""
+    options: type | None = None
+    """Dataclass of ``model.options``; None: there are none."""
 
     def resolve(self, model: ModelConfig) -> ModelConfig:
         """Return the model with derived fields set."""
@@ -83,7 +89,9 @@ def resolve_model(model: ModelConfig) -> ModelConfig:
         ConfigError: the fields do not describe a model.
     """
     architecture = architecture_of(model)
-    resolved = architecture.resolve(model)
+    owner = f"model.architecture={model.architecture}"
+    options = resolve_options(model.options, architecture.options, "model.options", owner)
+    resolved = architecture.resolve(replace(model, options=options))
     architecture.validate(resolved)
     return model if resolved == model else resolved
 
@@ -104,6 +112,7 @@ def changed(config: Any, prefix: str) -> Iterator[tuple[str, Any, Any]]:
 
 def require_decoder(model: ModelConfig, does: str, works: str) -> None:
     """Raise ConfigError for a model of something else than text; ``does``: what only models of text do."""
-    if (batches := architecture_of(model).batches) != "tokens":
-        rule = f"model={model.name} makes {batches}, and this command {does}"
+    architecture = architecture_of(model)
+    if architecture.batches != "tokens":
+        rule = f"model={model.name} makes {architecture.makes}, and this command {does}"
         raise ConfigError("model.architecture", model.architecture, rule, works)

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from itertools import chain
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from harness.config.registry import Registry
-from harness.model.architecture import changed
-from harness.util.errors import ConfigError
+from harness.config.registry import Registry, resolve_options
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +18,7 @@ if TYPE_CHECKING:
     from harness.config.data import DataConfig
     from harness.config.job import Job
     from harness.config.model import ModelConfig
-    from harness.config.training import TrainingConfig
+    from harness.config.training import TrainingConfig, ValidationConfig
     from harness.data.batch import Loader
     from harness.data.tokenizer import Tokenizer
     from harness.parallelism.execute import Executor
@@ -30,6 +28,31 @@ if TYPE_CHECKING:
 
 class Objective(ABC):
     """How models of an architecture are trained. Instances have no state."""
+
+    options: type | None = None
+    """Dataclass of ``training.objective_options``; None: there are none."""
+    validation_options: type | None = None
+    """Dataclass of ``validation.options``; None: there are none."""
+
+    def resolve(
+        self, training: TrainingConfig, validation: ValidationConfig, model: ModelConfig
+    ) -> dict[str, Any]:
+        """Return ``training`` and ``validation`` with the defaults of their options.
+
+        Raises:
+            ConfigError: naming the option.
+        """
+        owner = f"model.architecture={model.architecture}"
+        options = resolve_options(
+            training.objective_options, self.options, "training.objective_options", owner
+        )
+        of_validation = resolve_options(
+            validation.options, self.validation_options, "validation.options", owner
+        )
+        return {
+            "training": replace(training, objective_options=options),
+            "validation": replace(validation, options=of_validation),
+        }
 
     def check(self, job: Job) -> None:  # noqa: B027
         """Raise ConfigError for parts of the job that such a model does not allow."""
@@ -70,15 +93,6 @@ class Objective(ABC):
 class NextToken(Objective):
     """The decoder's: predict the next token."""
 
-    def check(self, job: Job) -> None:
-        if job.validation.pictures:
-            rule = f"has no effect: model={job.model.name} makes no pictures"
-            raise ConfigError("validation.pictures", job.validation.pictures, rule, [0])
-        others = chain(changed(job.model.flux, "model.flux."), changed(job.training.flow, "training.flow."))
-        for name, value, default in others:
-            rule = f"has no effect: model={job.model.name} is a decoder"
-            raise ConfigError(name, value, rule, str(default).lower())
-
     def build_loss(self, job: Job, mesh: Mesh, parts: Sequence[Any]) -> TokenLoss:
         from harness.parallelism.chunked_loss import build_loss
 
@@ -110,7 +124,7 @@ class NextToken(Objective):
 
 OBJECTIVES: Registry[type[Objective]] = Registry(
     "objective",
-    {"decoder": NextToken, "flux": "harness.contrib.flux.objective_entry:FlowMatching"},
+    {"decoder": NextToken},
     field="model.architecture",
     expects="harness.train.objective:Objective",
 )

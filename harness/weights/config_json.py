@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.fields import NUMERICS, leaves
-from harness.config.model import FAMILIES, ModelConfig
-from harness.model.architecture import architecture_of
+from harness.config.model import FAMILIES, ModelConfig, named_fields
 from harness.util import encoding
 from harness.util.errors import ConfigError, UserError
 from harness.weights.families.core import NEEDED, ConfigField, Family
@@ -98,9 +97,8 @@ def relevant(model: ModelConfig) -> Iterator[tuple[str, object]]:
         unread |= {"moe.top_groups", "moe.group_score"}
     if len(model.expert_layers) == model.num_blocks:
         unread.add("ffn_hidden_dim")
-    for name, role, value in leaves(model):
+    for name, role, value in named_fields(model):
         without = name.startswith("moe.") and not of.enabled and name != "moe.num_experts"
-        without |= name.startswith("flux.") and architecture_of(model).batches == "tokens"
         if role == NUMERICS and name not in unread and not without:
             yield name, value
 
@@ -131,7 +129,7 @@ def _has_field(family: Family, in_config: set[str | None], name: str, value: obj
 
 def _required(family: Family, name: str) -> object:
     """The only value that a family supports for a field that is not in its config.json."""
-    return family.requires.get(name, _DEFAULTS[name])
+    return family.requires.get(name, _DEFAULTS.get(name))
 
 
 _DEFAULTS = {name: value for name, _, value in leaves(ModelConfig())}

@@ -16,10 +16,10 @@ from harness.checkpoint.catalog import (
     open_checkpoint,
 )
 from harness.config.data import DataConfig, TokenizerConfig
-from harness.config.fields import LABEL, leaves
+from harness.config.fields import LABEL, known_fields
 from harness.config.formats import WEIGHT_FORMATS
 from harness.config.job import Job, from_dict
-from harness.config.model import FAMILIES, ModelConfig
+from harness.config.model import FAMILIES, ModelConfig, named_fields
 from harness.config.registry import load_attribute
 from harness.util.errors import ConfigError, UserError
 from harness.weights.format import weight_formats
@@ -135,11 +135,11 @@ def choose_model(job: Job, overrides: list[str], found: WeightFolder) -> ModelCo
             works = "model=NAME, an option of conf/model"
             raise UserError(f"{found.path}: does not record its model; would work: {works}")
         return job.model
-    stored: ModelConfig = from_dict(ModelConfig, found.manifest["model"])
-    theirs = {name: value for name, role, value in leaves(stored) if role != LABEL}
-    for name, role, value in leaves(job.model):
-        if role != LABEL and _covers(typed, name) and value != theirs[name]:
-            rule = f"the checkpoint says model.{name}={theirs[name]} (model={stored.name})"
+    stored = ModelConfig.from_stored(found.manifest["model"])
+    theirs = {name: value for name, role, value in named_fields(stored) if role != LABEL}
+    for name, role, value in named_fields(job.model):
+        if role != LABEL and _covers(typed, name) and value != theirs.get(name):
+            rule = f"the checkpoint says model.{name}={theirs.get(name)} (model={stored.name})"
             raise ConfigError(f"model.{name}", value, rule, "no model= at all")
     return stored
 
@@ -168,7 +168,7 @@ def _chosen(group: str, composed: Any, overrides: list[str], stored: dict[str, A
     if not stored:
         return composed if typed else None
     names = [field.name for field in dataclasses.fields(composed) if _covers(typed, field.name)]
-    chosen = from_dict(type(composed), stored)
+    chosen = from_dict(type(composed), known_fields(type(composed), stored))
     return dataclasses.replace(chosen, **{name: getattr(composed, name) for name in names})
 
 
@@ -216,7 +216,7 @@ def recorded_model(source: str, field: str) -> dict[str, Any]:
     except DamagedCheckpoint as error:
         raise ConfigError(field, source, str(error)) from error
     if found.manifest.get("model"):
-        return {**found.manifest["model"], "path": source}
+        return {**dataclasses.asdict(ModelConfig.from_stored(found.manifest["model"])), "path": source}
     if found.kind == "hf":
         return {**model_node(found.path), "path": source}
     raise UserError(

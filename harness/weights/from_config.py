@@ -13,7 +13,7 @@ from typing import Any, get_args, get_origin
 
 from harness.config.fields import check_rules, type_hints, with_value
 from harness.config.model import FAMILIES, ModelConfig
-from harness.model.architecture import resolve_model
+from harness.model.architecture import architecture_of, resolve_model
 from harness.util.errors import UserError
 from harness.weights.config_json import (
     CONFIG,
@@ -27,10 +27,7 @@ from harness.weights.families.core import Family
 
 # Some config fields depend on others; two rounds are enough for the existing families.
 _MOST_ROUNDS = 5
-_MAY_BE_ZERO = (
-    *("moe.first_dense_layers", "moe.shared_hidden_dim", "moe.num_experts"),
-    "flux.double_layers",
-)
+_MAY_BE_ZERO = ("moe.first_dense_layers", "moe.shared_hidden_dim", "moe.num_experts")
 _MOST, _MOST_OF_ANY = {"n_layers": 10_000}, 2**40
 
 
@@ -124,11 +121,14 @@ def _set(model: ModelConfig, name: str, value: Any, theirs: str) -> ModelConfig:
     owner: Any = model
     for group in groups:
         owner = getattr(owner, group)
-    hint = type_hints(owner.__class__)[last]
+    kind: Any = architecture_of(model).options if owner is model.options else owner.__class__
+    hint = type_hints(kind)[last]
     kinds = get_args(hint) if isinstance(hint, UnionType) else (get_origin(hint) or hint,)
     if value is None and type(None) not in kinds:
         raise UserError(f"it has no {theirs}")
     least = 0 if name in _MAY_BE_ZERO else 1
+    if owner is model.options:
+        least = kind.__dataclass_fields__[last].metadata.get("least", 1)
     if type(value) is int and float in kinds:
         is_out = abs(value) > _MOST_OF_ANY
         value = value if is_out else float(value)

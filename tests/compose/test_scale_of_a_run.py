@@ -44,7 +44,7 @@ def test_a_flux_keeps_its_proportions() -> None:
     assert count(own, "all") == account(own, 512).parameters == 11_891_178_560
     made = compose_job([*typed, "scale.parameters=1B"]).model
     assert count(made, "all") == account(made, 512).parameters == pytest.approx(1e9, rel=0.1)
-    assert made.flux.double_layers / made.n_layers == pytest.approx(1 / 3, rel=0.1)
+    assert made.options["double_layers"] / made.n_layers == pytest.approx(1 / 3, rel=0.1)
     assert made.head_width == own.head_width and made.ffn_hidden_dim == 4 * made.dim
 
 

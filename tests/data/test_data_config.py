@@ -37,11 +37,10 @@ def test_shipped_data(file):
         with pytest.raises(ConfigError, match=r"^data.paths=\[\]: .*would work: 'data.paths="):
             config.validate()
         config = dataclasses.replace(config, paths=["corpus/*"])
-    if config.encoders.text == "t5_clip":
-        with pytest.raises(ConfigError, match=r"^data.encoders.t5=null"):
+    if config.options.get("text") == "t5_clip":
+        with pytest.raises(ConfigError, match=r"^data.options.t5=null"):
             config.validate()
-        encoders = dataclasses.replace(config.encoders, t5="t5", clip="clip")
-        config = dataclasses.replace(config, encoders=encoders)
+        config = dataclasses.replace(config, options={**config.options, "t5": "t5", "clip": "clip"})
     if config.kind in ("pictures", "latents"):
         config = dataclasses.replace(config, paths=["photos/*"])
     if config.kind == "hub_pictures":

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from harness.contrib.flux import spec
+from harness.contrib.flux.config import FluxConfig, flux_of
 from harness.model.accounting import Accounting
 from harness.model.architecture import Architecture, changed
 from harness.util.errors import ConfigError, divisors
@@ -27,21 +28,21 @@ _DECODERS = (
 class FluxArchitecture(Architecture):
     """A diffusion transformer that makes pictures from captions."""
 
-    batches = "images"
+    batches, makes, options = "images", "pictures", FluxConfig
 
     def resolve(self, model: ModelConfig) -> ModelConfig:
         return replace(model, head_dim=model.head_dim or model.dim // model.n_heads)
 
     def at_depth(self, model: ModelConfig, n_layers: int) -> ModelConfig:
-        double = round(model.flux.double_layers * n_layers / model.n_layers)
-        return replace(model, n_layers=n_layers, flux=replace(model.flux, double_layers=double))
+        double = round(flux_of(model).double_layers * n_layers / model.n_layers)
+        return replace(model, n_layers=n_layers, options={**model.options, "double_layers": double})
 
     def validate(self, model: ModelConfig) -> None:
-        flux = model.flux
+        flux = flux_of(model)
         if flux.double_layers > model.n_layers:
             rule = f"must not exceed model.n_layers={model.n_layers}, the blocks of both kinds"
             raise ConfigError(
-                "model.flux.double_layers", flux.double_layers, rule, f"at most {model.n_layers}"
+                "model.options.double_layers", flux.double_layers, rule, f"at most {model.n_layers}"
             )
         if model.n_kv_heads != model.n_heads:
             rule = f"model.architecture=flux has as many as model.n_heads={model.n_heads}"
@@ -55,10 +56,10 @@ class FluxArchitecture(Architecture):
             third = model.head_width // 8 * 2
             works = f"[{model.head_width - 2 * third},{third},{third}]"
             works = works if model.head_width % 2 == 0 else "an even model.head_dim"
-            raise ConfigError("model.flux.axes_dims", flux.axes_dims, rule, works)
+            raise ConfigError("model.options.axes_dims", flux.axes_dims, rule, works)
         if flux.time_dim % 2:
             rule = "must be even: cosines and sines"
-            raise ConfigError("model.flux.time_dim", flux.time_dim, rule, [flux.time_dim + 1])
+            raise ConfigError("model.options.time_dim", flux.time_dim, rule, [flux.time_dim + 1])
         if model.vocab_size != 1:
             rule = "Flux has no vocabulary: captions come as embeddings"
             raise ConfigError("model.vocab_size", model.vocab_size, rule, [1])

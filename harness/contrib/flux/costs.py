@@ -12,12 +12,12 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-from harness.contrib.flux.config import PATCH
+from harness.contrib.flux.config import PATCH, flux_of
 from harness.tools.plan.costs import Costs
 
 if TYPE_CHECKING:
     from harness.config.job import Job
-    from harness.data.batch import ImageBatch
+    from harness.contrib.flux.batch import ImageBatch
 
 from harness.config.model import ModelConfig
 from harness.contrib.flux import spec
@@ -56,23 +56,23 @@ class FluxCosts(Costs):
         return row_share(model, tensor, seq_len)
 
     def outputs(self, model: ModelConfig) -> int:
-        return model.flux.token_width
+        return flux_of(model).token_width
 
     def stage_module(self, module: str) -> str:
         return {"final_mod": "norm", "output": "output"}.get(module, "tok_embeddings")
 
     def sample_bytes(self, model: ModelConfig, seq_len: int) -> float:
         """Latents (mean and standard deviation) and embeddings of the caption, float32."""
-        flux = model.flux
+        flux = flux_of(model)
         latents = 2 * flux.token_width * max(0, seq_len - flux.text_length)
         return 4.0 * (latents + flux.text_length * flux.context_dim + flux.pooled_dim)
 
     def fake_batch(self, job: Job, rows: int) -> ImageBatch:
         import torch
 
-        from harness.data.batch import ImageBatch
+        from harness.contrib.flux.batch import ImageBatch
 
-        flux = job.model.flux
+        flux = flux_of(job.model)
         side = PATCH * math.isqrt(job.training.seq_len - flux.text_length)
         latents = torch.zeros(rows, flux.latent_channels, side, side)
         return ImageBatch(
@@ -127,14 +127,15 @@ def block_activations(model: ModelConfig, layer: int, seq_len: int) -> PartActiv
 
 def entry_activations(model: ModelConfig, seq_len: int) -> PartActivations:
     """The inputs of the linears that make the residual stream."""
-    flux, text = model.flux, model.flux.text_length / max(1, seq_len)
+    flux = flux_of(model)
+    text = flux.text_length / max(1, seq_len)
     width = text * flux.context_dim + (1 - text) * flux.token_width
     return PartActivations(kept=(SavedTensor("tokens", width, ActivationSplit.STREAM),))
 
 
 def head_activations(model: ModelConfig, seq_len: int) -> PartActivations:
     """The final modulation of the picture's tokens, without the prediction."""
-    width = model.dim * (1 - model.flux.text_length / max(1, seq_len))
+    width = model.dim * (1 - flux_of(model).text_length / max(1, seq_len))
     return PartActivations(
         kept=_modulated("final", width),
         backward=(SavedTensor("grad of the output's input", width, ActivationSplit.WHOLE),),

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from harness.config.job import Job
-from harness.contrib.flux.config import PATCH
+from harness.contrib.flux.batch import ImageBatch
+from harness.contrib.flux.config import PATCH, flow_of, flux_of
 from harness.contrib.flux.model import Flux
 from harness.contrib.flux.objective import Flow, FlowLoss, training_flow, validation_flow
-from harness.data.batch import ImageBatch
 from harness.parallelism.fsdp import sync_gradients
 from harness.util.annotation import annotated
 from harness.util.errors import DataError
@@ -20,8 +20,8 @@ class FlowExecutor:
 
     def __init__(self, job: Job, part: Flux, loss: FlowLoss) -> None:
         self.part, self.loss, self.layout = part, loss, job.parallelism
-        self.config, self.seed = job.training.flow, job.training.seed
-        self.guidance = self.config.guidance if job.model.flux.guidance else None
+        self.config, self.seed = flow_of(job), job.training.seed
+        self.guidance = self.config.guidance if flux_of(job.model).guidance else None
 
     def forward_backward(self, batch: ImageBatch, *, last: bool) -> Tensor:
         sync_gradients(self.part, self.layout, last)
@@ -47,17 +47,17 @@ class FlowExecutor:
         Raises:
             DataError: the batch has other shapes than the model.
         """
-        flux = self.part.config.flux
+        flux = self.part.flux
         rows, columns = (size // PATCH for size in batch.mean_BCHW.shape[2:])
         text, width = batch.text_BLD.shape[1:]
         differing = [
             each
             for each in (
                 ("training.seq_len", self.part.job_seq_len, text + rows * columns),
-                ("model.flux.text_length", flux.text_length, text),
-                ("model.flux.latent_channels", flux.latent_channels, batch.mean_BCHW.shape[1]),
-                ("model.flux.context_dim", flux.context_dim, width),
-                ("model.flux.pooled_dim", flux.pooled_dim, batch.pooled_BP.shape[1]),
+                ("model.options.text_length", flux.text_length, text),
+                ("model.options.latent_channels", flux.latent_channels, batch.mean_BCHW.shape[1]),
+                ("model.options.context_dim", flux.context_dim, width),
+                ("model.options.pooled_dim", flux.pooled_dim, batch.pooled_BP.shape[1]),
             )
             if each[1] != each[2]
         ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.config.model import ModelConfig
-from harness.contrib.flux.config import PATCH
+from harness.contrib.flux.config import PATCH, flux_of
 from harness.model.spec import tensor_shapes
 from harness.util.errors import ConfigError
 from harness.weights.families.core import ConfigField, Family, Names, TensorMapping, TensorSlot
@@ -77,7 +77,7 @@ class FluxFamily(Family):
                 yield _mapping(name, f"{_OUTSIDE[module]}.{kind}")
                 continue
             _, number, inner = module.split(".", 2)
-            single = int(number) - model.flux.double_layers
+            single = int(number) - flux_of(model).double_layers
             if single < 0:
                 yield _mapping(name, f"transformer_blocks.{number}.{_DOUBLE[inner]}.{kind}")
                 continue
@@ -99,18 +99,18 @@ def _mapping(ours: str, theirs: str) -> TensorMapping:
 
 
 def _fields(model: ModelConfig) -> list[ConfigField]:
-    flux = model.flux
+    flux = flux_of(model)
     return [
         ConfigField("patch_size", 1, default=1),
         ConfigField(
             "in_channels",
             flux.token_width,
-            "flux.latent_channels",
+            "options.latent_channels",
             shown=flux.latent_channels,
             default=64,
             to_ours=lambda value, _: _whole(value, PATCH**2),
         ),
-        ConfigField("num_layers", flux.double_layers, "flux.double_layers", default=19),
+        ConfigField("num_layers", flux.double_layers, "options.double_layers", default=19),
         ConfigField(
             "num_single_layers",
             model.n_layers - flux.double_layers,
@@ -129,10 +129,10 @@ def _fields(model: ModelConfig) -> list[ConfigField]:
             default=24,
             to_ours=lambda value, found: value * found.get("attention_head_dim", 128),
         ),
-        ConfigField("joint_attention_dim", flux.context_dim, "flux.context_dim", default=4096),
-        ConfigField("pooled_projection_dim", flux.pooled_dim, "flux.pooled_dim", default=768),
-        ConfigField("guidance_embeds", flux.guidance, "flux.guidance", default=False),
-        ConfigField("axes_dims_rope", flux.axes_dims, "flux.axes_dims", default=[16, 56, 56]),
+        ConfigField("joint_attention_dim", flux.context_dim, "options.context_dim", default=4096),
+        ConfigField("pooled_projection_dim", flux.pooled_dim, "options.pooled_dim", default=768),
+        ConfigField("guidance_embeds", flux.guidance, "options.guidance", default=False),
+        ConfigField("axes_dims_rope", flux.axes_dims, "options.axes_dims", default=[16, 56, 56]),
     ]
 
 
@@ -153,17 +153,17 @@ def _refuse(model: ModelConfig) -> None:
 
 
 def _assumed(model: ModelConfig) -> dict[str, object]:
-    text = TEXT_LENGTHS[model.flux.guidance]
+    text = TEXT_LENGTHS[flux_of(model).guidance]
     return {
         "norm_eps": NORM_EPS,
         "n_kv_heads": model.n_heads,
         "ffn_hidden_dim": MLP_RATIO * model.dim,
-        "flux.text_length": text,
+        "options.text_length": text,
         "max_seq_len": text + PICTURE_TOKENS,
     }
 
 
-_REQUIRED: Mapping[str, object] = {"architecture": "flux"}
+_REQUIRED: Mapping[str, object] = {"architecture": "flux", "options.time_dim": 256}
 
 FLUX = FluxFamily(
     name="flux",
@@ -175,7 +175,7 @@ FLUX = FluxFamily(
     # The first is not used by Flux; a picture's size and the length of captions are not the model's.
     kept=(
         *("vocab_size", "norm_eps", "n_kv_heads", "ffn_hidden_dim", "max_seq_len"),
-        *("flux.text_length", "flux.zero_init"),
+        *("options.text_length", "options.zero_init"),
     ),
     refuse=_refuse,
     assumed=_assumed,

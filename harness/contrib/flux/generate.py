@@ -3,55 +3,60 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from harness.compose.generator import Generator, Request
 from harness.compose.verb import Result
-from harness.config.data import DataConfig
-from harness.config.fields import leaves, with_value
-from harness.config.job import from_dict
+from harness.config.fields import with_value
+from harness.config.job import Job
 from harness.config.parallelism import degrees_in_words
-from harness.tools.inference.generate.config import GenerateJob
-from harness.tools.inference.generate.prompts import read_texts
-from harness.tools.inference.ranks import is_first, run_on_ranks
-from harness.tools.inference.source import use_checkpoint
+from harness.contrib.flux.config import SamplingConfig
+from harness.contrib.flux.pictures.config import EncodersConfig
 from harness.util.errors import EXIT_OK
 from harness.weights.detect import WeightFolder
 
 
-def generate(job: GenerateJob, overrides: list[str]) -> int | Result:
-    """Generate a picture of each prompt."""
-    used = use_checkpoint(job, overrides, "generate.checkpoint", has_text=False)
-    prompts = [str(each) for each in read_texts(job)]
-    job = with_encoders(used.job, overrides, used.found)
-    output = Path(job.generate.pictures.output)
-    output.mkdir(parents=True, exist_ok=True)
-    outcome = run_on_ranks(job, "harness.contrib.flux.generate_rank:generate", used.found, prompts)
-    if not is_first():
-        return EXIT_OK
-    count = "1 picture" if len(prompts) == 1 else f"{len(prompts)} pictures"
-    sys.stderr.write(
-        f"{count} of {outcome.size} x {outcome.size} pixels in {outcome.seconds:.1f} s; "
-        f"encoders and weights loaded in {outcome.load_seconds:.1f} s\n"
+class Pictures(Generator):
+    """A picture of each prompt."""
+
+    has_text, options = False, SamplingConfig
+    ignores = (
+        *("chat", "special_tokens", "max_new_tokens", "temperature", "top_k", "top_p"),
+        *("stop", "stop_at_end"),
     )
-    text = "".join(f"{file}  {prompt}\n" for file, prompt in zip(outcome.files, prompts, strict=True))
-    return Result(as_dict(job, used.found.path, prompts, outcome), text)
+
+    def generate(self, request: Request) -> int | Result:
+        prompts, found = [str(each) for each in request.prompts], request.found
+        job = with_encoders(request.job, request.overrides, found)
+        output = Path(job.generate.options["output"])
+        output.mkdir(parents=True, exist_ok=True)
+        outcome = request.run(job, "harness.contrib.flux.generate_rank:generate", found, prompts)
+        if outcome is None:
+            return EXIT_OK
+        count = "1 picture" if len(prompts) == 1 else f"{len(prompts)} pictures"
+        sys.stderr.write(
+            f"{count} of {outcome.size} x {outcome.size} pixels in {outcome.seconds:.1f} s; "
+            f"encoders and weights loaded in {outcome.load_seconds:.1f} s\n"
+        )
+        text = "".join(f"{file}  {prompt}\n" for file, prompt in zip(outcome.files, prompts, strict=True))
+        return Result(as_dict(job, found.path, prompts, outcome), text)
 
 
-def with_encoders(job: GenerateJob, overrides: list[str], found: WeightFolder) -> GenerateJob:
+def with_encoders(job: Any, overrides: list[str], found: WeightFolder) -> Any:
     """Return the job with the encoders of training, where overrides do not set them."""
-    stored = (found.manifest.get("job") or {}).get("data")
-    if not stored:
-        return job
-    trained: DataConfig = from_dict(DataConfig, stored)
+    stored = (found.manifest.get("job") or {}).get("data") or {}
+    trained = {**stored.get("encoders", {}), **stored.get("options", {})}  # earlier versions had the first
     typed = {each.split("=")[0].lstrip("+~") for each in overrides}
-    for name, _, value in leaves(trained.encoders, "data.encoders."):
-        if "data" not in typed and name not in typed:
-            job = with_value(job, name, value)
+    for name in (each.name for each in fields(EncodersConfig)):
+        option = f"data.options.{name}"
+        if name in trained and "data" not in typed and option not in typed:
+            job = with_value(job, option, trained[name])
     return job
 
 
-def as_dict(job: GenerateJob, path: str, prompts: list[str], outcome: Any) -> dict[str, Any]:
+def as_dict(job: Job, path: str, prompts: list[str], outcome: Any) -> dict[str, Any]:
     """The pictures as plain containers."""
     files = zip(prompts, outcome.files, strict=True)
     return {

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from harness.config.fields import with_value
-from harness.contrib.flux.config import PATCH
+from harness.config.job import Job
+from harness.contrib.flux.config import PATCH, SamplingConfig, flow_of, flux_of
+from harness.contrib.flux.pictures.config import encoders_of
 from harness.contrib.flux.pictures.encoder_base import Autoencoder, Embeddings
 from harness.contrib.flux.pictures.encoders import as_bytes, build_autoencoder, build_text_encoder
 from harness.contrib.flux.pictures.sheet import write_picture
 from harness.contrib.flux.sampling import Sampler, Sampling, noise_of, without_shift
-from harness.tools.inference.generate.config import GenerateJob
-from harness.tools.inference.model import InferenceModel
 from harness.util.errors import ConfigError
 from harness.weights.detect import WeightFolder
 
@@ -33,12 +34,19 @@ class Outcome:
     seconds: float = 0.0
 
 
-def generate(job: GenerateJob, device: torch.device, found: WeightFolder, prompts: Sequence[str]) -> Outcome:
+def generate(
+    job: Any,
+    device: torch.device,
+    load: Callable[[Job], Any],
+    found: WeightFolder,
+    prompts: Sequence[str],
+) -> Outcome:
     """Generate on this rank of a process group.
 
     Args:
         job: the resolved job.
         device: where this rank computes.
+        load: returns a job's model with its weights (``harness.compose.generator.Request``).
         found: the weights.
         prompts: all prompts.
 
@@ -47,17 +55,16 @@ def generate(job: GenerateJob, device: torch.device, found: WeightFolder, prompt
     """
     started = time.perf_counter()
     captions = _embeddings(job, device, ["", *prompts])
-    autoencoder = build_autoencoder(job.data.encoders, device)
-    config = job.generate.pictures
+    autoencoder = build_autoencoder(encoders_of(job.data), device)
+    config = SamplingConfig(**job.generate.options)
     size = config.size or trained_size(job, found, autoencoder)
     _check(job, autoencoder, captions, size)
     side = size // autoencoder.pixels
     tokens = (side // PATCH) ** 2
-    job = with_value(job, "training.seq_len", job.model.flux.text_length + tokens)
-    model = InferenceModel(job, device)
-    model.load(found)
+    job = with_value(job, "training.seq_len", flux_of(job.model).text_length + tokens)
+    model = load(job)
     loaded = time.perf_counter()
-    flow = job.training.flow if config.shift else without_shift(job.training.flow)
+    flow = flow_of(job) if config.shift else without_shift(flow_of(job))
     sampler = Sampler(model.part, model.mesh, flow)
     shape = autoencoder.channels, side, side
     how = Sampling(config.steps, config.guidance, config.cfg)
@@ -88,14 +95,14 @@ def generate(job: GenerateJob, device: torch.device, found: WeightFolder, prompt
     return outcome
 
 
-def _embeddings(job: GenerateJob, device: torch.device, texts: Sequence[str]) -> Embeddings:
+def _embeddings(job: Any, device: torch.device, texts: Sequence[str]) -> Embeddings:
     """Encode captions, in host memory. The encoder is freed on return: T5 is as large as the model."""
-    encoder, count = build_text_encoder(job.data.encoders, device, shard=True), job.generate.batch_size
+    encoder, count = build_text_encoder(encoders_of(job.data), device, shard=True), job.generate.batch_size
     parts = [encoder.encode(texts[start : start + count]) for start in range(0, len(texts), count)]
     return Embeddings(*(torch.cat([each.cpu() for each in same]) for same in zip(*parts, strict=True)))
 
 
-def trained_size(job: GenerateJob, found: WeightFolder, autoencoder: Autoencoder) -> int:
+def trained_size(job: Any, found: WeightFolder, autoencoder: Autoencoder) -> int:
     """Height and width in pixels of the pictures that the model was trained on.
 
     Raises:
@@ -104,22 +111,22 @@ def trained_size(job: GenerateJob, found: WeightFolder, autoencoder: Autoencoder
     recorded = (found.manifest.get("job") or {}).get("training")
     if recorded is None:
         rule = f"must be given, because {found.path} records no job that trained it"
-        raise ConfigError("generate.pictures.size", None, rule, [1024])
-    tokens = recorded["seq_len"] - job.model.flux.text_length
+        raise ConfigError("generate.options.size", None, rule, [1024])
+    tokens = recorded["seq_len"] - flux_of(job.model).text_length
     return math.isqrt(tokens) * PATCH * autoencoder.pixels
 
 
-def _check(job: GenerateJob, autoencoder: Autoencoder, captions: Embeddings, size: int) -> None:
+def _check(job: Any, autoencoder: Autoencoder, captions: Embeddings, size: int) -> None:
     """Check that the encoders are those of the model, and that the size can be cut into tokens.
 
     Raises:
         ConfigError: another shape.
     """
-    flux, unit = job.model.flux, autoencoder.pixels * PATCH
+    flux, unit = flux_of(job.model), autoencoder.pixels * PATCH
     if size % unit:
         rule = f"must be a multiple of {unit}, the pixels of a token"
-        raise ConfigError("generate.pictures.size", size, rule, [max(1, size // unit) * unit])
-    encoders = job.data.encoders
+        raise ConfigError("generate.options.size", size, rule, [max(1, size // unit) * unit])
+    encoders = encoders_of(job.data)
     for name, value, has, wants in (
         ("autoencoder", encoders.autoencoder, autoencoder.channels, flux.latent_channels),
         ("text_length", encoders.text_length, captions.text_BLD.shape[1], flux.text_length),
@@ -128,4 +135,4 @@ def _check(job: GenerateJob, autoencoder: Autoencoder, captions: Embeddings, siz
     ):
         if has != wants:
             rule = f"makes {has} values where model={job.model.name} takes {wants}"
-            raise ConfigError(f"data.encoders.{name}", value, rule, "the encoders of training")
+            raise ConfigError(f"data.options.{name}", value, rule, "the encoders of training")

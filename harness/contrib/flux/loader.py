@@ -10,7 +10,8 @@ import numpy as np
 
 from harness.config.job import Job
 from harness.config.training import Sizes
-from harness.contrib.flux.config import PATCH
+from harness.contrib.flux.config import PATCH, flow_of, flux_of
+from harness.contrib.flux.pictures.config import encoders_of, pictures_of
 from harness.contrib.flux.pictures.encoders import build_encoders
 from harness.contrib.flux.pictures.latents import LatentSamples, check_files
 from harness.contrib.flux.pictures.loader import (
@@ -32,7 +33,7 @@ class SyntheticPictures:
     num_per_epoch: int | None = None
 
     def __init__(self, job: Job, split: str) -> None:
-        self._flux, self._seed, self._split = job.model.flux, job.training.seed, split
+        self._flux, self._seed, self._split = flux_of(job.model), job.training.seed, split
         side = PATCH * math.isqrt(job.training.seq_len - self._flux.text_length)
         self._shape = self._flux.latent_channels, side, side
 
@@ -62,7 +63,7 @@ def build_loader(
     Raises:
         DataError: the data is missing, unreadable, or has no pictures of the split.
     """
-    dropped = job.training.flow.caption_dropout if split == "train" else 0.0
+    dropped = flow_of(job).caption_dropout if split == "train" else 0.0
     dropout = CaptionDropout(dropped, job.training.seed)
     sizes = job.sizes if split == "train" else Sizes(job.global_batch_size, job.training.seq_len)
     if job.data.kind == "latents_synthetic":
@@ -84,9 +85,9 @@ def build_loader(
         ),
         seed=job.training.seed,
         shuffle=job.data.shuffle and split == "train",
-        skips=job.data.images.on_error == "skip",
+        skips=pictures_of(job.data).on_error == "skip",
     )
-    encoders = build_encoders(job.data.encoders, pick_device(job), shard=True)
+    encoders = build_encoders(encoders_of(job.data), pick_device(job), shard=True)
     return EncodingLoader(
-        pictures, encoders, rows, sizes, dropout, runs_in_loop=job.data.encoders.has_weights
+        pictures, encoders, rows, sizes, dropout, runs_in_loop=encoders_of(job.data).has_weights
     )

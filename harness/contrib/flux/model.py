@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harness.config.model import ModelConfig, Span
-from harness.contrib.flux.config import PATCH
+from harness.contrib.flux.config import PATCH, flux_of
 from harness.model.kernels import AttentionSpec, SdpaKernel
 from harness.model.part import ModelPart
 from harness.model.rope import rotate, signed_table
@@ -147,7 +147,8 @@ class Flux(ModelPart):
                 layers.<i>, norm and output (all after them); None means all.
         """
         super().__init__()
-        flux, dim = config.flux, config.dim
+        self.flux = flux = flux_of(config)
+        dim = config.dim
         has = (lambda name: True) if modules is None else set(modules).__contains__
         self.config, self.seq_len = config, seq_len
         # The engine follows the length of batches (set_length); Flux refuses those of other lengths.
@@ -181,14 +182,14 @@ class Flux(ModelPart):
 
     @property
     def segments(self) -> tuple[int, ...]:
-        text = self.config.flux.text_length
+        text = self.flux.text_length
         return (text, self.seq_len - text)
 
     def take_positions(self, positions_T: Tensor) -> None:
         self._share = positions_T
 
     def set_length(self, length: int, positions_T: Tensor | None) -> None:
-        side = math.isqrt(max(0, length - self.config.flux.text_length))
+        side = math.isqrt(max(0, length - self.flux.text_length))
         self.seq_len, self._share, self.grid = length, positions_T, (side, side)
         self.materialize_buffers(self.rope.device)
 
@@ -201,7 +202,7 @@ class Flux(ModelPart):
     def materialize_buffers(self, device: torch.device) -> None:
         self.rope = self._table(device)
         if self._share is not None:
-            text = self.config.flux.text_length
+            text = self.flux.text_length
             own = len(self._share) * text // self.seq_len
             self._own_text = self._share[:own].to(device)
             self._own_image = (self._share[own:] - text).to(device)
@@ -243,10 +244,10 @@ class Flux(ModelPart):
     def embed(self, pooled_BP: Tensor, times_B: Tensor, guidance_B: Tensor | None) -> Tensor:
         """Embed what modulates all blocks: time, caption, and guidance."""
         assert self.time_in is not None and self.vector_in is not None
-        width = self.config.flux.time_dim
+        width = self.flux.time_dim
         vec_BC: Tensor = self.time_in(sinusoids(times_B, width))
         if self.guidance_in is not None:
-            assert guidance_B is not None, "model.flux.guidance needs the strength of guidance"
+            assert guidance_B is not None, "model.options.guidance needs the strength of guidance"
             vec_BC = vec_BC + self.guidance_in(sinusoids(guidance_B, width))
         vec_BC = vec_BC + self.vector_in(pooled_BP)
         return vec_BC
@@ -262,18 +263,18 @@ class Flux(ModelPart):
         text = self.num_text(x_BTC)
         rope = self.rope, self._joined_rope(self.rope.shape[1] // x_BTC.shape[1])
         for layer, block in self.blocks.items():
-            x_BTC = block(x_BTC, vec_BC, rope[layer >= self.config.flux.double_layers], text)
+            x_BTC = block(x_BTC, vec_BC, rope[layer >= self.flux.double_layers], text)
         return x_BTC
 
     def num_text(self, x_BTC: Tensor) -> int:
         """Tokens of the caption in the residual stream, which tensor parallel may have split."""
-        return x_BTC.shape[1] * self.config.flux.text_length // self.seq_len
+        return x_BTC.shape[1] * self.flux.text_length // self.seq_len
 
     def _joined_rope(self, pieces: int) -> Tensor:
         """The table in the order of a joined stream that ``pieces`` tensor-parallel ranks have gathered."""
         if pieces == 1:
             return self.rope
-        text = self.rope.shape[1] * self.config.flux.text_length // self.seq_len
+        text = self.rope.shape[1] * self.flux.text_length // self.seq_len
         parts = [part.unflatten(1, (pieces, -1)) for part in (self.rope[:, :text], self.rope[:, text:])]
         return torch.cat(parts, dim=2).flatten(1, 2)
 
@@ -307,13 +308,13 @@ def rotation_table(config: ModelConfig, grid: tuple[int, int], device: torch.dev
     A position has three numbers, each of which rotates its own part of a head: 0, row and column; all are 0
     in a caption.
     """
-    rows, columns = grid
+    (rows, columns), flux = grid, flux_of(config)
     index = torch.arange(rows * columns, device=device)
-    positions = torch.zeros(config.flux.text_length + len(index), 3, dtype=torch.float64, device=device)
-    positions[config.flux.text_length :, 1] = (index // columns).double()
-    positions[config.flux.text_length :, 2] = (index % columns).double()
+    positions = torch.zeros(flux.text_length + len(index), 3, dtype=torch.float64, device=device)
+    positions[flux.text_length :, 1] = (index // columns).double()
+    positions[flux.text_length :, 2] = (index % columns).double()
     angles = []
-    for axis, width in enumerate(config.flux.axes_dims):
+    for axis, width in enumerate(flux.axes_dims):
         exponents = torch.arange(0, width, 2, dtype=torch.float64, device=device) / width
         angles.append(positions[:, axis, None] * config.rope.theta**-exponents)
     joined = torch.cat(angles, dim=-1)

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from harness.contrib.flux.batch import ImageBatch
 from harness.contrib.flux.config import FlowConfig
 from harness.contrib.flux.model import pack
-from harness.data.batch import ImageBatch
 
 VALIDATION_TIMES = 8
 """Validation samples have the times 1/16, 3/16, ..., 15/16 in turn, by their number."""

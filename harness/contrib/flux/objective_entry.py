@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from harness.config.data_kinds import DATA_KINDS
-from harness.contrib.flux.config import PATCH, PIXELS, FlowConfig
+from harness.contrib.flux.config import PATCH, PIXELS, FlowConfig, SheetConfig, flow_of, flux_of, sheet_of
 from harness.train.objective import Objective
 from harness.util import torch_version
 from harness.util.errors import ConfigError, divisors
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 class FlowMatching(Objective):
     """Predict the direction from noise to a picture."""
 
+    options, validation_options = FlowConfig, SheetConfig
+
     def check(self, job: Job) -> None:
         layout, training = job.parallelism, job.training
         self._check_length(job)
@@ -46,21 +48,23 @@ class FlowMatching(Objective):
             if value != works:
                 rule = f"is not possible with model.architecture=flux: {why}"
                 raise ConfigError(field, value, rule, str(works))
-        guidance = training.flow.guidance
-        if not job.model.flux.guidance and guidance != FlowConfig().guidance:
-            rule = f"is read only with model.flux.guidance=true, and model={job.model.name} has no such input"
-            raise ConfigError("training.flow.guidance", guidance, rule, [FlowConfig().guidance])
+        guidance = flow_of(job).guidance
+        if not flux_of(job.model).guidance and guidance != FlowConfig().guidance:
+            rule = (
+                f"is read only with model.options.guidance=true, and model={job.model.name} has no such input"
+            )
+            raise ConfigError("training.objective_options.guidance", guidance, rule, [FlowConfig().guidance])
         if layout.cp > 1 and layout.cp_method == "ring":
             rule = "its kernels support the causal mask only, and model.architecture=flux has none"
             raise ConfigError("parallelism.cp_method", "ring", rule, ["ulysses"])
 
     def _check_length(self, job: Job) -> None:
         """Check that the sequence is a caption and a square picture, which the layout can split."""
-        length, text, layout = job.training.seq_len, job.model.flux.text_length, job.parallelism
+        length, text, layout = job.training.seq_len, flux_of(job.model).text_length, job.parallelism
         side = math.isqrt(max(0, length - text))
         if not side or length != text + side**2:
             near, pixels = max(1, side), PATCH * PIXELS
-            rule = f"must be model.flux.text_length={text} and the tokens of a square picture"
+            rule = f"must be model.options.text_length={text} and the tokens of a square picture"
             works = [
                 f"{text + n**2} ({pixels * n} x {pixels * n} pixels)"
                 for n in (near, near + 1)
@@ -75,9 +79,9 @@ class FlowMatching(Objective):
             )
             divides = f"degrees whose product divides {math.gcd(text, side**2)}"
             raise ConfigError("training.seq_len", length, rule, divides)
-        if job.model.flux.token_width % layout.tp:
-            rule = f"must divide the {job.model.flux.token_width} values of a token"
-            raise ConfigError("parallelism.tp", layout.tp, rule, divisors(job.model.flux.token_width))
+        if flux_of(job.model).token_width % layout.tp:
+            rule = f"must divide the {flux_of(job.model).token_width} values of a token"
+            raise ConfigError("parallelism.tp", layout.tp, rule, divisors(flux_of(job.model).token_width))
 
     def for_generation(
         self, data: DataConfig, training: TrainingConfig, model: ModelConfig
@@ -86,11 +90,11 @@ class FlowMatching(Objective):
         kind = data.kind if DATA_KINDS[data.kind].batches == "images" else "latents_synthetic"
         return {
             "data": replace(data, kind=kind),
-            "training": replace(training, seq_len=model.flux.text_length + 1),
+            "training": replace(training, seq_len=flux_of(model).text_length + 1),
         }
 
     def observers(self, job: Job) -> Sequence[str]:
-        return ["samples"] if job.validation.interval and job.validation.pictures else []
+        return ["samples"] if job.validation.interval and sheet_of(job).pictures else []
 
     def build_loss(self, job: Job, mesh: Mesh, parts: Sequence[Any]) -> FlowLoss:
         from harness.contrib.flux.objective import FlowLoss

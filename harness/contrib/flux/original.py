@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from harness.config.model import ModelConfig
+from harness.contrib.flux.config import flux_of
 from harness.model.spec import tensor_shapes
 from harness.util.errors import UserError
 from harness.weights.source import TensorFacts
@@ -110,7 +111,7 @@ def place_of(name: str, model: ModelConfig) -> Place:
         return Place(f"{_OUTSIDE[module]}.{kind}", swapped)
     _, number, inner = module.split(".", 2)
     leaf = inner.rpartition(".")[2]
-    single = int(number) - model.flux.double_layers
+    single = int(number) - flux_of(model).double_layers
     prefix = f"double_blocks.{number}." if single < 0 else f"single_blocks.{single}."
     stream = f"{inner[:3]}_" if single < 0 else ""
     if leaf in _NORMS:

@@ -104,7 +104,7 @@ class Sampler:
         part, device = self._part, tokens_BIP.device
         text_BLD, own_BIP = part.own_tokens(captions.text_BLD, tokens_BIP)
         times_B = torch.full((len(tokens_BIP),), time, device=device)
-        guidance_B = torch.full_like(times_B, how.guidance) if part.config.flux.guidance else None
+        guidance_B = torch.full_like(times_B, how.guidance) if part.flux.guidance else None
         predicted = part(own_BIP, text_BLD, captions.pooled_BP, times_B, guidance_B).float()
         if self._mesh.size("cp") == 1:
             return predicted  # type: ignore[no-any-return]

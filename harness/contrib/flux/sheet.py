@@ -5,13 +5,15 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from harness.contrib.flux.batch import ImageBatch
+from harness.contrib.flux.config import flow_of, flux_of, sheet_of
 from harness.contrib.flux.model import Flux
+from harness.contrib.flux.pictures.config import encoders_of
 from harness.contrib.flux.pictures.encoder_base import Embeddings
 from harness.contrib.flux.pictures.encoders import as_bytes, build_autoencoder
 from harness.contrib.flux.pictures.loader import PictureLoader
 from harness.contrib.flux.pictures.sheet import write_sheet
 from harness.contrib.flux.sampling import Sampler, Sampling, noise_of
-from harness.data.batch import ImageBatch
 from harness.train.observer import Periodic, Row, Run
 from harness.util.errors import ConfigError
 
@@ -29,17 +31,18 @@ class SampleSheet(Periodic):
         super().__init__(run, run.job.validation.interval)
         job = run.job
         self._folder = run.folder / FOLDER
-        self._autoencoder = build_autoencoder(job.data.encoders, run.engine.device)
-        channels, wanted = self._autoencoder.channels, job.model.flux.latent_channels
+        self._autoencoder = build_autoencoder(encoders_of(job.data), run.engine.device)
+        channels, wanted = self._autoencoder.channels, flux_of(job.model).latent_channels
         if channels != wanted:
-            rule = f"its latents have {channels} channels, and model.flux.latent_channels is {wanted}"
-            works = "the autoencoder that made the latents, or validation.pictures=0"
-            raise ConfigError("data.encoders.autoencoder", job.data.encoders.autoencoder, rule, works)
+            rule = f"its latents have {channels} channels, and model.options.latent_channels is {wanted}"
+            works = "the autoencoder that made the latents, or validation.options.pictures=0"
+            raise ConfigError("data.options.autoencoder", encoders_of(job.data).autoencoder, rule, works)
 
     def act(self, step: int) -> Row:
         """Sample the pictures, and write them on rank 0."""
         job, engine, loader = self.run.job, self.run.engine, self.run.validation_loader
-        mesh, count = engine.mesh, job.validation.pictures
+        sheet, flow = sheet_of(job), flow_of(job)
+        mesh, count = engine.mesh, sheet.pictures
         assert isinstance(loader, PictureLoader)
         loader.reset()
         batch: ImageBatch = loader.next()
@@ -47,10 +50,10 @@ class SampleSheet(Periodic):
         numbers = batch.numbers_B[:rows].tolist()
         noise = noise_of(job.training.seed, numbers, batch.mean_BCHW.shape[1:], engine.device)
         captions = Embeddings(batch.text_BLD[:rows], batch.pooled_BP[:rows])
-        how = Sampling(job.validation.picture_steps, job.training.flow.guidance)
+        how = Sampling(sheet.picture_steps, flow.guidance)
         part = engine.parts[0]
         assert isinstance(part, Flux)
-        sampler = Sampler(part, mesh, job.training.flow)
+        sampler = Sampler(part, mesh, flow)
         latents = sampler.sample(noise, captions, None, how)
         own: list[tuple[int, str, np.ndarray]] = []
         if mesh.rank("tp") == 0 and mesh.rank("cp") == 0:

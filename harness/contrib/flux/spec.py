@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 from harness.config.model import ModelConfig
+from harness.contrib.flux.config import flux_of
 from harness.model.spec import ONES, ZEROS, Init, ModuleSpec, Split, TensorSpec
 
 STREAMS = ("img", "txt")
@@ -13,7 +14,7 @@ STREAMS = ("img", "txt")
 
 def modules(model: ModelConfig) -> Iterator[ModuleSpec]:
     """Every module, in order."""
-    flux, dim = model.flux, model.dim
+    flux, dim = flux_of(model), model.dim
     yield _linear("img_in", dim, flux.token_width, Split.ENTRY)
     yield _linear("txt_in", dim, flux.context_dim, Split.ENTRY)
     embedded = {"time_in": flux.time_dim, "vector_in": flux.pooled_dim}
@@ -31,7 +32,7 @@ def modules(model: ModelConfig) -> Iterator[ModuleSpec]:
 def block_modules(model: ModelConfig, layer: int) -> Iterator[ModuleSpec]:
     """Every module of one block."""
     at = f"layers.{layer}."
-    if layer >= model.flux.double_layers:
+    if layer >= flux_of(model).double_layers:
         yield _modulation(f"{at}mod", 3, model)
         yield from _attention(f"{at}attn", model)
         # One linear takes the results of both; it is stored as two, because tensor parallel splits each.
@@ -66,7 +67,7 @@ def _feed_forward(at: str, model: ModelConfig, *, output_bias: bool = True) -> I
 
 
 def _modulation(name: str, vectors: int, model: ModelConfig) -> ModuleSpec:
-    return _linear(name, vectors * model.dim, model.dim, Split.MODULATION, zero=model.flux.zero_init)
+    return _linear(name, vectors * model.dim, model.dim, Split.MODULATION, zero=flux_of(model).zero_init)
 
 
 def _linear(
@@ -83,7 +84,7 @@ def rows_of(model: ModelConfig, tensor: TensorSpec, seq_len: int) -> int:
     """Rows of one sample that a matrix multiplies: tokens of one stream or both, or one for the sample."""
     if tensor.split in (Split.MODULATION, Split.REPLICATED):
         return 1
-    text = model.flux.text_length
+    text = flux_of(model).text_length
     if tensor.module == "txt_in" or ".txt_" in tensor.module:
         return text
     joined = tensor.module.startswith("layers.") and ".img_" not in tensor.module
@@ -92,4 +93,4 @@ def rows_of(model: ModelConfig, tensor: TensorSpec, seq_len: int) -> int:
 
 def is_double(model: ModelConfig, layer: int) -> bool:
     """Whether a block has separate weights for captions and pictures."""
-    return layer < model.flux.double_layers
+    return layer < flux_of(model).double_layers

@@ -16,6 +16,7 @@ from harness.checkpoint.load import opened
 from harness.checkpoint.rank_group import RankGroup
 from harness.checkpoint.state import model_state
 from harness.config.job import Job
+from harness.config.registry import load_attribute
 from harness.data.loader import Batch
 from harness.data.prefetch import place
 from harness.parallelism.execute import Executor
@@ -98,3 +99,18 @@ class InferenceModel:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             full = source.read(name)
             local.copy_(full[tuple(slice(r.start, r.stop) for r in local_ranges(tensor))])
+
+
+def with_model(job: Job, device: torch.device, function: str, found: WeightFolder, *arguments: Any) -> Any:
+    """Call a function on this rank, as ``harness.compose.generator.Request.run``.
+
+    Raises:
+        ConfigError, UserError: those of the function, and of ``InferenceModel``.
+    """
+
+    def load(job: Job) -> InferenceModel:
+        model = InferenceModel(job, device)
+        model.load(found)
+        return model
+
+    return load_attribute(function)(job, device, load, *arguments)

@@ -127,7 +127,7 @@ class DecoderCosts(Costs):
 
 COSTS: Registry[type[Costs]] = Registry(
     "costs",
-    {"decoder": DecoderCosts, "flux": "harness.contrib.flux.costs:FluxCosts"},
+    {"decoder": DecoderCosts},
     field="model.architecture",
     expects="harness.tools.plan.costs:Costs",
 )

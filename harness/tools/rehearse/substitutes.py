@@ -25,7 +25,7 @@ from torch._meta_registrations import alloc_with_matching_layout
 from torch.distributed.pipelining.stage import PipelineStage
 
 from harness.config.job import Job
-from harness.data.batch import AnyBatch, Batch, ImageBatch, Loader
+from harness.data.batch import AnyBatch, Batch, Loader
 from harness.model.kernels import VarlenKernel
 from harness.parallelism.expert import ExpertExchange
 from harness.tools.plan.costs import costs_of
@@ -148,7 +148,7 @@ class Zeros(Loader):
 
     def next(self) -> AnyBatch:
         batch = costs_of(self._job.model).fake_batch(self._job, self._rows)
-        if isinstance(batch, ImageBatch):
+        if not isinstance(batch, Batch):
             return batch
         (rows, length), documents = batch.shape, None
         if not self._job.data.attend_across_documents:

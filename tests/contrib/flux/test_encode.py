@@ -20,6 +20,7 @@ from harness.config.training import Sizes
 from harness.contrib.flux.encode.config import EncodeJob
 from harness.contrib.flux.encode.verb import encode
 from harness.contrib.flux.encode.writer import LatentWriter
+from harness.contrib.flux.pictures.config import encoders_of
 from harness.contrib.flux.pictures.encoders import build_encoders
 from harness.contrib.flux.pictures.latents import LatentSamples
 from harness.contrib.flux.pictures.loader import CaptionDropout, EncodedLoader, EncodingLoader
@@ -27,7 +28,7 @@ from harness.contrib.flux.pictures.sources import RawSamples, open_pictures
 from harness.util.errors import ConfigError, DataError
 
 CPU = torch.device("cpu")
-SHAPES = ("data=drawn_shapes", "data.images.size=16", "encode.samples=20", "encode.validation_samples=4")
+SHAPES = ("data=drawn_shapes", "data.options.size=16", "encode.samples=20", "encode.validation_samples=4")
 UNITS = ("encode.unit=6", "encode.batch_size=4", "cluster.device=cpu")
 
 
@@ -50,7 +51,7 @@ def loaders(folder: Path, data: DataConfig, dropout: CaptionDropout) -> tuple[En
     source = open_pictures(data, "train", seed=42)
     source.num = 20  # as many as were encoded
     pictures = RawSamples(source, seed=3, shuffle=True, skips=False)
-    encoders = build_encoders(data.encoders, CPU)
+    encoders = build_encoders(encoders_of(data), CPU)
     return (
         EncodedLoader(LatentSamples(folder, "train", seed=3, shuffle=True), rows, sizes, dropout),
         EncodingLoader(pictures, encoders, rows, sizes, dropout, runs_in_loop=False),
@@ -80,7 +81,7 @@ def test_latents_are_those_of_training(pretrained: bool, tmp_path: Path) -> None
                 torch.testing.assert_close(*pair, rtol=1e-5, atol=1e-5)  # batches of other sizes
         captions = [encoded.caption(number) for number in found.numbers_B.tolist()]
         assert captions == [encoding.caption(number) for number in found.numbers_B.tolist()]
-        with_captions = build_encoders(job_of(*SHAPES, *more).data.encoders, CPU).text.encode(captions)
+        with_captions = build_encoders(encoders_of(job_of(*SHAPES, *more).data), CPU).text.encode(captions)
         kept = [
             torch.allclose(*each, atol=1e-5)
             for each in zip(found.text_BLD, with_captions.text_BLD, strict=True)
@@ -106,9 +107,9 @@ def test_stopped_encoding_continues(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DataError, match=r"would work: harness encode encode.target=stopped$"):
         LatentSamples(Path("stopped"), "train", seed=0, shuffle=False)
     with pytest.raises(
-        ConfigError, match=r"has an unfinished folder of latents with another value of data\.images"
+        ConfigError, match=r"has an unfinished folder of latents with another value of data\.options"
     ):
-        run(*typed, "data.images.size=24")
+        run(*typed, "data.options.size=24")
     monkeypatch.setattr(
         LatentWriter, "write_unit", lambda *each: (written.append(each[1].name), write(*each))
     )
@@ -155,7 +156,7 @@ def test_order_does_not_depend_on_ranks_and_resumes() -> None:
 
 def test_the_encoding_loader_resumes_and_does_not_read_ahead_of_its_state() -> None:
     data = job_of(*SHAPES).data
-    encoders, dropout = build_encoders(data.encoders, CPU), CaptionDropout(0.0, 0)
+    encoders, dropout = build_encoders(encoders_of(data), CPU), CaptionDropout(0.0, 0)
 
     def loader() -> EncodingLoader:
         source = RawSamples(open_pictures(data, "train", seed=0), seed=0, shuffle=True, skips=False)
@@ -208,8 +209,8 @@ def test_damage_is_found() -> None:
             "encode.samples=null: drawn shapes have no end; would work: encode.samples=10000",
         ),
         (
-            ("encode.target=a", "encode.samples=1", "data.images.crop=random"),
-            "data.images.crop=random: a picture",
+            ("encode.target=a", "encode.samples=1", "data.options.crop=random"),
+            "data.options.crop=random: a picture",
         ),
     ],
 )

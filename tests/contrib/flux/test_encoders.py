@@ -15,7 +15,7 @@ import torch
 sys.path.append(str(Path(__file__).parent))
 from tiny_encoders import LENGTH, POOLED, WIDTH, save_encoders
 
-from harness.config.pictures import EncodersConfig
+from harness.contrib.flux.pictures.config import EncodersConfig
 from harness.contrib.flux.pictures.encoders import (
     Patches,
     Words,
@@ -135,9 +135,9 @@ def test_encoders_for_debugging() -> None:
 
 
 def test_folders_that_cannot_be_loaded(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^data.encoders.t5=.*: there is no such folder"):
+    with pytest.raises(ConfigError, match=r"^data.options.t5=.*: there is no such folder"):
         build_encoders(config_of(folder, t5=str(tmp_path / "none")), torch.device("cpu"))
-    with pytest.raises(ConfigError, match=r"^data.encoders.autoencoder=.*: cannot be loaded") as raised:
+    with pytest.raises(ConfigError, match=r"^data.options.autoencoder=.*: cannot be loaded") as raised:
         build_encoders(config_of(folder, autoencoder=str(tmp_path)), torch.device("cpu"))
     assert "\n" not in str(raised.value)
     first, second = fingerprint_of(config_of(folder)), fingerprint_of(config_of(folder, text_length=5))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from harness.compose.composer import compose_job
 from harness.config.model import ModelConfig
+from harness.contrib.flux.config import flux_of
 from harness.contrib.flux.model import Flux, pack, unpack
 from harness.model.accounting import account
 from harness.model.spec import tensor_shapes
@@ -25,22 +26,22 @@ from harness.weights.source import TensorFacts
 
 diffusers = pytest.importorskip("diffusers")
 SMALL = (
-    *("model=flux_debug", "data=latents_synthetic", "training.seq_len=25", "model.flux.text_length=9"),
+    *("model=flux_debug", "data=latents_synthetic", "training.seq_len=25", "model.options.text_length=9"),
     *("model.dim=32", "model.n_heads=2", "model.n_kv_heads=2", "model.ffn_hidden_dim=128"),
-    *("model.flux.axes_dims=[4,6,6]", "model.flux.time_dim=256", "model.flux.latent_channels=4"),
+    *("model.options.axes_dims=[4,6,6]", "model.options.time_dim=256", "model.options.latent_channels=4"),
 )
 PUBLISHED = {"flux_schnell": 11_891_178_560, "flux_dev": 11_901_408_320}
 """Parameters of diffusers' model built with the config.json of each repository."""
 
 
 def small(guidance: bool) -> ModelConfig:
-    job = compose_job([*SMALL, f"model.flux.guidance={str(guidance).lower()}"])
+    job = compose_job([*SMALL, f"model.options.guidance={str(guidance).lower()}"])
     return job.model
 
 
 def theirs(model: ModelConfig) -> torch.nn.Module:
     """diffusers' model with random weights, also where it starts with zeros or ones."""
-    flux = model.flux
+    flux = flux_of(model)
     torch.manual_seed(0)
     built = diffusers.FluxTransformer2DModel(
         in_channels=flux.token_width,
@@ -67,7 +68,7 @@ def ours(folder: Path, model: ModelConfig) -> Flux:
 
 
 def inputs(model: ModelConfig, grid: tuple[int, int]) -> dict[str, Tensor]:
-    flux, generator = model.flux, torch.Generator().manual_seed(1)
+    flux, generator = flux_of(model), torch.Generator().manual_seed(1)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
@@ -116,7 +117,7 @@ def test_output_and_gradients_equal_diffusers(guidance: bool, tmp_path: Path) ->
         timestep=x["times"],
         guidance=guided,
         img_ids=image_ids(*grid),
-        txt_ids=torch.zeros(model.flux.text_length, 3),
+        txt_ids=torch.zeros(flux_of(model).text_length, 3),
         return_dict=False,
     )[0]
     found = part(x["image"], x["text"], x["pooled"], x["times"], guided)
@@ -145,7 +146,7 @@ def test_files_of_diffusers_both_ways(tmp_path: Path) -> None:
         for field in dataclasses.fields(ModelConfig)
         if getattr(read, field.name) != getattr(model, field.name)
     }
-    assert differing - assumed <= {"flux", "norm_eps"} and read.flux.text_length == 512
+    assert differing - assumed <= {"options", "norm_eps"} and flux_of(read).text_length == 512
     source = HuggingFaceSource(tmp_path / "theirs", model)
     write_huggingface(source, model, None, tmp_path / "ours", max_shard_gb=1e-4)
     assert len(list((tmp_path / "ours").glob("*.safetensors"))) > 1
@@ -168,7 +169,7 @@ def test_a_model_that_diffusers_does_not_have_is_refused(tmp_path: Path) -> None
         HuggingFaceSource(tmp_path, wide)
     content = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(content | {"num_layers": 5}))
-    with pytest.raises(UserError, match=r"model.flux.double_layers=2: config.json has num_layers 5"):
+    with pytest.raises(UserError, match=r"model.options.double_layers=2: config.json has num_layers 5"):
         HuggingFaceSource(tmp_path, small(guidance=False))
 
 
@@ -200,7 +201,7 @@ def test_original_file(guidance: bool, tmp_path: Path) -> None:
 
 def original_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes of Black Forest Labs' files, written down from their src/flux/modules/layers.py."""
-    flux, dim, hidden, head = model.flux, model.dim, model.ffn_hidden_dim, model.head_width
+    flux, dim, hidden, head = flux_of(model), model.dim, model.ffn_hidden_dim, model.head_width
     linears = {
         "img_in": (flux.token_width, dim),
         "txt_in": (flux.context_dim, dim),
@@ -245,7 +246,7 @@ def test_published_parameters(name: str) -> None:
     seq_len = {"flux_schnell": 256, "flux_dev": 512}[name] + 1024
     job = compose_job([f"model={name}", "data=latents_synthetic", f"training.seq_len={seq_len}"])
     with torch.device("meta"):
-        reference = diffusers.FluxTransformer2DModel(guidance_embeds=job.model.flux.guidance)
+        reference = diffusers.FluxTransformer2DModel(guidance_embeds=flux_of(job.model).guidance)
         built = Flux(job.model, job.training.seq_len)
     counts = [sum(p.numel() for p in each.parameters()) for each in (reference, built)]
     assert {account(job.model, job.training.seq_len).parameters, *counts} == {PUBLISHED[name]}

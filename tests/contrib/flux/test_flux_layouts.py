@@ -18,10 +18,10 @@ from resumable_runs import Outcome, train
 # Blocks of both kinds. Modulations that are not zero: with zeros most gradients would be 0 at first.
 SMALL = (
     *("model=flux_debug", "model.dim=32", "model.n_layers=3", "model.ffn_hidden_dim=64"),
-    *("model.flux.axes_dims=[4,2,2]", "model.flux.text_length=8", "model.flux.context_dim=16"),
-    *("model.flux.pooled_dim=16", "model.flux.time_dim=16", "model.flux.zero_init=false"),
-    *("model.flux.guidance=true", "data=latents_synthetic", "training.seq_len=24"),
-    *("training.flow.caption_dropout=0.5", "training.global_batch_size=8"),
+    *("model.options.axes_dims=[4,2,2]", "model.options.text_length=8", "model.options.context_dim=16"),
+    *("model.options.pooled_dim=16", "model.options.time_dim=16", "model.options.zero_init=false"),
+    *("model.options.guidance=true", "data=latents_synthetic", "training.seq_len=24"),
+    *("training.objective_options.caption_dropout=0.5", "training.global_batch_size=8"),
 )
 LAYOUTS = (
     *("single_accumulate", "ddp", "fsdp", "fsdp_uneven", "fsdp_accumulate", "fsdp_offload", "hsdp"),

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from harness.compose.composer import compose_job
-from harness.contrib.flux.config import FlowConfig
+from harness.contrib.flux.batch import ImageBatch
+from harness.contrib.flux.config import FlowConfig, flux_of
 from harness.contrib.flux.model import unpack
 from harness.contrib.flux.objective import FlowLoss, shift_of, training_flow, validation_flow
-from harness.data.batch import ImageBatch
 from harness.model.architecture import architecture_of
 from harness.tools.inference.evaluate.config import EvaluateJob
 from harness.tools.study.coordcheck.config import CoordCheckJob
@@ -102,7 +102,7 @@ SMALL = ("model=flux_debug", "data=latents_synthetic", "training.seq_len=32", "t
 
 
 def test_captions_are_dropped_by_the_samples_number() -> None:
-    job = compose_job([*SMALL, "training.flow.caption_dropout=0.5"])
+    job = compose_job([*SMALL, "training.objective_options.caption_dropout=0.5"])
     loader = loader_of(job, None, range(4))  # type: ignore[arg-type]
     texts = torch.cat([loader.next().text_BLD for _ in range(16)])
     [empty] = {tuple(text.flatten().tolist()) for text in texts if (texts == text).all(-1).all(-1).sum() > 1}
@@ -120,12 +120,14 @@ REFUSED = {
     "training.loss_chunks=2": "the loss has no vocabulary",
     "parallelism=pp": "stages pass on one tensor",
     "parallelism=cp": "cp_method=ring: its kernels support the causal mask only.*would work: ulysses",
-    "model.flux.axes_dims=[8,12,10]": r"whose sum is the width of a head, 32; would work: \[16,8,8\]",
-    "model.flux.double_layers=5": "must not exceed model.n_layers=4",
+    "model.options.axes_dims=[8,12,10]": r"whose sum is the width of a head, 32; would work: \[16,8,8\]",
+    "model.options.double_layers=5": "must not exceed model.n_layers=4",
     "model.n_kv_heads=2": "as many as model.n_heads=4",
     "model.mtp.depth=1": "is a decoder's, and model.architecture is flux; would work: 0",
     "model.rope.scaling=yarn": "is a decoder's, and model.architecture is flux; would work: none",
-    "training.flow.guidance=4": "only with model.flux.guidance=true, and model=flux_debug has no such input",
+    "training.objective_options.guidance=4": (
+        "only with model.options.guidance=true, and model=flux_debug has no such input"
+    ),
     "data=synthetic": "model=flux_debug is a flux, which does not train on this data; would work:.*latents",
     "model=llama3_debug": "is a decoder, which does not train on this data",
 }
@@ -142,11 +144,11 @@ def test_what_does_not_compose_is_refused(override: str) -> None:
     [
         (
             {"pooled_BP": (4, 64)},
-            "model.flux.pooled_dim is 32, and the data has 64; would work: model.flux.poo",
+            "model.options.pooled_dim is 32, and the data has 64; would work: model.options.poo",
         ),
         (
             {"text_BLD": (4, 8, 64), "mean_BCHW": (4, 16, 12, 8)},
-            "model.flux.text_length is 16, and the data has 8; would work: model.flux.text_length=8",
+            "model.options.text_length is 16, and the data has 8; would work: model.options.text_length=8",
         ),
     ],
 )
@@ -176,10 +178,10 @@ def test_flops_are_those_that_torch_counts() -> None:
     model, tokens = job.model, job.training.seq_len
     with torch.device("meta"):
         part = Flux(model, tokens)
-        image = torch.zeros(1, 16, model.flux.token_width)
-        text = torch.zeros(1, 16, model.flux.context_dim)
+        image = torch.zeros(1, 16, flux_of(model).token_width)
+        text = torch.zeros(1, 16, flux_of(model).context_dim)
         with FlopCounterMode(display=False) as counter:
-            part(image, text, torch.zeros(1, model.flux.pooled_dim), torch.zeros(1)).sum().backward()
+            part(image, text, torch.zeros(1, flux_of(model).pooled_dim), torch.zeros(1)).sum().backward()
     counted = architecture_of(model).account(model, tokens).flops_per_token_full * tokens
     # The inputs' gradients of the first linears are not computed; attention's backward recomputes scores.
     assert counter.get_total_flops() == pytest.approx(counted, rel=0.02)

@@ -31,10 +31,15 @@ from harness.weights.detect import WeightFolder
 
 TINY = (
     *("experiment=flux_debug", "model.dim=32", "model.n_heads=2", "model.n_kv_heads=2", "model.n_layers=2"),
-    *("model.flux.double_layers=1", "model.ffn_hidden_dim=32", "model.flux.axes_dims=[4,6,6]"),
-    *("model.flux.time_dim=16", "data.images.size=8", "training.seq_len=12", "training.global_batch_size=4"),
+    *("model.options.double_layers=1", "model.ffn_hidden_dim=32", "model.options.axes_dims=[4,6,6]"),
+    *(
+        "model.options.time_dim=16",
+        "data.options.size=8",
+        "training.seq_len=12",
+        "training.global_batch_size=4",
+    ),
     *("schedule.warmup_steps=0", "cluster.device=cpu", "metrics.console=none", "validation.steps=1"),
-    *("validation.pictures=3", "validation.picture_steps=2", "model.flux.zero_init=false"),
+    *("validation.options.pictures=3", "validation.options.picture_steps=2", "model.options.zero_init=false"),
 )
 
 
@@ -51,7 +56,7 @@ def train(folder: Path, *typed: str) -> RunFolder:
 
 def pictures(run: Path, folder: Path, *typed: str) -> list[np.ndarray]:
     typed = (f"generate.checkpoint={run}", "model=from_config", "cluster.device=cpu", *typed)
-    typed = (*typed, f"generate.pictures.output={folder}", "generate.pictures.steps=2")
+    typed = (*typed, f"generate.options.output={folder}", "generate.options.steps=2")
     result = generate(compose_job([*typed], config_name="generate", schema=GenerateJob), [*typed])
     assert not isinstance(result, int)
     return [np.asarray(Image.open(each["file"])) for each in result.data["pictures"]]
@@ -68,9 +73,9 @@ def test_a_run_its_sheets_and_its_pictures(tmp_path: Path, capfd: Any) -> None:
     # A picture depends on the seed and its number, not on the other prompts.
     again = pictures(run.path, tmp_path / "b", prompts, "generate.batch_size=1")
     assert np.abs(np.subtract(first, again, dtype=int)).max() <= 1  # rounded
-    for other in ("generate.seed=1", "generate.pictures.cfg=3", "ema=true", "generate.pictures.shift=false"):
+    for other in ("generate.seed=1", "generate.options.cfg=3", "ema=true", "generate.options.shift=false"):
         assert np.any(pictures(run.path, tmp_path / "c", prompts, other)[1] != first[1]), other
-    large = pictures(run.path, tmp_path / "d", prompts, "generate.pictures.size=16")
+    large = pictures(run.path, tmp_path / "d", prompts, "generate.options.size=16")
     assert large[0].shape == (16, 16, 3)
 
 
@@ -78,25 +83,25 @@ def test_online_encoders_of_folders(tmp_path: Path) -> None:
     """The encoders compute in the training loop, and harness generate finds them in the checkpoint."""
     typed = (
         *overrides(save_encoders(tmp_path / "flux")),
-        *("model.flux.latent_channels=4", "model.flux.text_length=10", "model.flux.context_dim=16"),
-        *("model.flux.pooled_dim=12", "training.seq_len=14", "training.steps=1", "validation.interval=1"),
+        *("model.options.latent_channels=4", "model.options.text_length=10", "model.options.context_dim=16"),
+        *("model.options.pooled_dim=12", "training.seq_len=14", "training.steps=1", "validation.interval=1"),
     )
     run = train(tmp_path, *typed)
     [found] = pictures(run.path, tmp_path / "a", "generate.prompts=[a red circle]")
     assert found.shape == (8, 8, 3)
-    with pytest.raises(ConfigError, match=r"^data.encoders.autoencoder=patches: makes 12 values where"):
-        changed = ("data.encoders.autoencoder=patches", "data.encoders.patch=2")
+    with pytest.raises(ConfigError, match=r"^data.options.autoencoder=patches: makes 12 values where"):
+        changed = ("data.options.autoencoder=patches", "data.options.patch=2")
         pictures(run.path, tmp_path / "a", "generate.prompts=[a red circle]", *changed)
 
 
 def test_pictures_have_the_size_of_training() -> None:
     """It follows from the length of sequences: encoded pictures have no other field that says it."""
-    typed = ("model=flux_debug", "model.flux.text_length=8", "generate.checkpoint=x", "cluster.device=cpu")
+    typed = ("model=flux_debug", "model.options.text_length=8", "generate.checkpoint=x", "cluster.device=cpu")
     job = compose_job([*typed], config_name="generate", schema=GenerateJob)
     trained = WeightFolder("dcp", "x", {"job": {"training": {"seq_len": 8 + 6 * 6}}})
     assert trained_size(job, trained, Patches(2)) == 24
     rule = "must be given, because x records no job that trained it"
-    with pytest.raises(ConfigError, match=f"^generate.pictures.size=null: {rule}; would work: 1024$"):
+    with pytest.raises(ConfigError, match=f"^generate.options.size=null: {rule}; would work: 1024$"):
         trained_size(job, WeightFolder("hf", "x", {}), Patches(2))
 
 
@@ -119,8 +124,8 @@ def test_stopped_and_resumed_is_bitwise_the_run_that_was_not(tmp_path: Path) -> 
     ("typed", "message"),
     [
         (("generate.temperature=1",), "generate.temperature=1.0: has no effect: model=flux_debug makes"),
-        (("generate.pictures.size=10",), "generate.pictures.size=10: must be a multiple of 4"),
-        (("data.encoders.text_length=9",), "data.encoders.text_length=9: makes 9 values where"),
+        (("generate.options.size=10",), "generate.options.size=10: must be a multiple of 4"),
+        (("data.options.text_length=9",), "data.options.text_length=9: makes 9 values where"),
     ],
 )
 def test_mistakes_get_one_line(typed: tuple[str, ...], message: str, tmp_path: Path) -> None:
@@ -132,10 +137,14 @@ def test_mistakes_get_one_line(typed: tuple[str, ...], message: str, tmp_path: P
 
 def test_decoders_make_no_pictures() -> None:
     tiny = ("model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "cluster.device=cpu")
-    with pytest.raises(ConfigError, match=r"^validation.pictures=4: has no effect"):
-        compose_job([*tiny, "validation.pictures=4"])
-    with pytest.raises(ConfigError, match=r"^generate.pictures.steps=4: has no effect"):
-        compose_job([*tiny, "generate.pictures.steps=4"], config_name="generate", schema=GenerateJob)
+    with pytest.raises(
+        ConfigError, match=r"^validation.options.pictures=4: model.architecture=decoder has no options"
+    ):
+        compose_job([*tiny, "validation.options.pictures=4"])
+    with pytest.raises(
+        ConfigError, match=r"^generate.options.steps=4: model.architecture=decoder has no options"
+    ):
+        compose_job([*tiny, "generate.options.steps=4"], config_name="generate", schema=GenerateJob)
 
 
 def test_a_sheet_has_the_pictures_and_the_reader_reads_the_rule(tmp_path: Path) -> None:

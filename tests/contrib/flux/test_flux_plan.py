@@ -16,7 +16,7 @@ from harness.tools.plan.verify import verify
 
 # Wide enough that activations, and not the batch, decide.
 WIDE = (
-    *("model=flux_debug", "model.dim=512", "model.ffn_hidden_dim=2048", "model.flux.axes_dims=[32,48,48]"),
+    *("model=flux_debug", "model.dim=512", "model.ffn_hidden_dim=2048", "model.options.axes_dims=[32,48,48]"),
     *("model.n_layers=5", "data=latents_synthetic", "training.seq_len=272", "cluster.device=cpu"),
     *("training.global_batch_size=16", "training.local_batch_size=4"),
 )
@@ -49,7 +49,7 @@ def test_planned_memory_is_that_of_the_step(name: str) -> None:
 @pytest.mark.thorough
 def test_flops_and_extrapolation() -> None:
     """From blocks of both kinds to many of them."""
-    job, _ = cpu_version(job_of("model.n_layers=9", "model.flux.double_layers=3"))
+    job, _ = cpu_version(job_of("model.n_layers=9", "model.options.double_layers=3"))
     found, expected = extrapolated(job, 0), statistics_of(job, 0)
     for key, value in expected.items():
         assert found[key] == pytest.approx(value, rel=0.01 if key[0] in ("peak", "kept") else 1e-9), key

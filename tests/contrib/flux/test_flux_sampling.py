@@ -14,7 +14,7 @@ sys.path.append(str(Path(__file__).parent))
 from test_flux_exchange import ours, small, theirs
 
 from harness.compose.composer import compose_job
-from harness.contrib.flux.config import FlowConfig
+from harness.contrib.flux.config import FlowConfig, flow_of, flux_of
 from harness.contrib.flux.pictures.encoder_base import Embeddings
 from harness.contrib.flux.sampling import Sampler, Sampling, noise_of, sampling_times, without_shift
 from harness.launch.pool import RankPool
@@ -46,7 +46,7 @@ def scheduler(shifted: bool) -> Any:
 
 def inputs(model: Any) -> tuple[Tensor, Embeddings, Embeddings]:
     generator = torch.Generator().manual_seed(2)
-    flux = model.flux
+    flux = flux_of(model)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
@@ -105,8 +105,8 @@ def test_times_are_those_of_the_scheduler(shifted: bool) -> None:
 
 SMALL = (
     *("model=flux_debug", "model.dim=32", "model.n_layers=3", "model.ffn_hidden_dim=64"),
-    *("model.flux.axes_dims=[4,2,2]", "model.flux.text_length=8", "model.flux.context_dim=16"),
-    *("model.flux.pooled_dim=16", "model.flux.time_dim=16", "model.flux.zero_init=false"),
+    *("model.options.axes_dims=[4,2,2]", "model.options.text_length=8", "model.options.context_dim=16"),
+    *("model.options.pooled_dim=16", "model.options.time_dim=16", "model.options.zero_init=false"),
     *("data=latents_synthetic", "training.seq_len=24", "training.global_batch_size=8"),
 )
 
@@ -120,7 +120,7 @@ def sampled(job_json: str) -> list[list[float]]:
     generator = torch.Generator().manual_seed(3)
     noise = noise_of(7, [4, 9], (16, 8, 8), torch.device("cpu"))
     captions = Embeddings(torch.randn(2, 8, 16, generator=generator), torch.randn(2, 16, generator=generator))
-    sampler = Sampler(engine.parts[0], engine.mesh, job.training.flow)  # type: ignore[arg-type]
+    sampler = Sampler(engine.parts[0], engine.mesh, flow_of(job))  # type: ignore[arg-type]
     latents = sampler.sample(noise, captions, None, Sampling(3))
     assert not any(p.isnan().any() for p in engine.parameters)
     return latents.flatten(1).tolist()  # type: ignore[no-any-return]

@@ -13,7 +13,6 @@ import pytest
 from PIL import Image
 
 from harness.config.data import DataConfig
-from harness.config.pictures import ImagesConfig
 from harness.contrib.flux.pictures.shapes import SHAPES, DrawnShapes, captions
 from harness.contrib.flux.pictures.sources import (
     PictureSource,
@@ -77,8 +76,8 @@ def write_parquet() -> DataConfig:
     }
     features = datasets.Features({"photo": datasets.Image(), "alt": datasets.Value("string")})
     datasets.Dataset.from_dict(rows, features=features).save_to_disk("saved")
-    images = ImagesConfig(image_field="photo", caption_field="alt")
-    return DataConfig("hub_pictures", dataset="saved", images=images)
+    options = {"image_field": "photo", "caption_field": "alt"}
+    return DataConfig("hub_pictures", options, dataset="saved")
 
 
 def opened(data: DataConfig, split: str = "train", **changed: object) -> PictureSource:
@@ -88,7 +87,7 @@ def opened(data: DataConfig, split: str = "train", **changed: object) -> Picture
 @pytest.mark.parametrize("write", [write_files, write_tars, write_parquet])
 def test_pictures_and_captions(write: object) -> None:
     data = write()  # type: ignore[operator]
-    data = DataConfig(**{**vars(data), "images": ImagesConfig(**{**vars(data.images), "size": 8})})
+    data = DataConfig(**{**vars(data), "options": {**data.options, "size": 8}})
     source = opened(data)
     assert source.num == NUMBER
     for number in range(NUMBER):
@@ -104,14 +103,14 @@ def test_pictures_and_captions(write: object) -> None:
 
 def test_order_and_crops_are_functions_of_seed_and_number() -> None:
     data = write_files()
-    images = ImagesConfig(size=8, crop="random")
-    samples = RawSamples(opened(data, images=images), seed=3, shuffle=True, skips=False)
+    options = {"size": 8, "crop": "random"}
+    samples = RawSamples(opened(data, options=options), seed=3, shuffle=True, skips=False)
     epochs = [[samples.sample(epoch * NUMBER + i) for i in range(NUMBER)] for epoch in range(2)]
     orders = [[caption for _, caption in epoch] for epoch in epochs]
     assert sorted(orders[0]) == sorted(orders[1]) and orders[0] != orders[1]
     shares = {float((pixels[0] > 0).any(1).mean()) for pixels, caption in epochs[0] if caption != "caption 0"}
     assert len(shares) > 3, "crops are at different places"
-    again = RawSamples(opened(data, images=images), seed=3, shuffle=True, skips=False)
+    again = RawSamples(opened(data, options=options), seed=3, shuffle=True, skips=False)
     for number in (17, 2):
         assert np.array_equal(again.sample(number)[0], samples.sample(number)[0])
 
@@ -171,7 +170,7 @@ def test_a_damaged_picture_is_an_error_or_skipped() -> None:
     data = write_files()
     Path("03.png").write_bytes(content(3)[:60])
     strict, skipping = (RawSamples(opened(data), seed=0, shuffle=False, skips=each) for each in (False, True))
-    with pytest.raises(DataError, match=r"03.png: is no picture .*would work: data.images.on_error=skip$"):
+    with pytest.raises(DataError, match=r"03.png: is no picture .*would work: data.options.on_error=skip$"):
         strict.sample(3)
     assert skipping.sample(3)[1] == "caption 4"
     for number in range(NUMBER):
@@ -204,7 +203,7 @@ def test_a_damaged_table_of_tar_files_is_rebuilt(
     data = write_tars()
 
     def captions_of_pictures() -> list[tuple[int, str]]:
-        read = (opened(data, images=ImagesConfig(size=8)).read(i, i) for i in range(NUMBER))
+        read = (opened(data, options={"size": 8}).read(i, i) for i in range(NUMBER))
         return [(int(pixels[0, 0, 0]), caption) for pixels, caption in read]
 
     expected = captions_of_pictures()
@@ -229,7 +228,7 @@ def test_a_damaged_table_of_tar_files_is_rebuilt(
         (lambda: Path("01.txt").unlink(), "01.png: has no caption; would work: a .txt or .json file"),
         (
             lambda: Path("00.json").write_text("{}"),
-            "no field 'text' among none; set data.images.caption_field",
+            "no field 'text' among none; set data.options.caption_field",
         ),
         (lambda: Path("00.json").write_text("{"), "00.png: its caption cannot be read"),
         (lambda: Path("00.json").write_text("[" * 100_000), "00.png: its caption cannot be read"),
@@ -255,8 +254,8 @@ def test_sources_that_cannot_be_opened() -> None:
     with pytest.raises(DataError, match=r"a\.tar: not a readable tar file"):
         opened(DataConfig("pictures", paths=["*.tar"], cache_dir="cache"))
     data = write_parquet()
-    with pytest.raises(DataError, match=r"no column 'image' among alt, photo; set data\.images"):
-        opened(data, images=ImagesConfig())
+    with pytest.raises(DataError, match=r"no column 'image' among alt, photo; set data\.options"):
+        opened(data, options={})
 
 
 def test_drawn_shapes_hold_captions_out() -> None:

@@ -71,8 +71,8 @@ def _tokenizer(vocabulary: dict[str, int], last: str) -> Any:
 def overrides(folder: Path) -> tuple[str, ...]:
     """Overrides of a job that uses the encoders."""
     return (
-        f"data.encoders.autoencoder={folder / 'vae'}",
-        *("data.encoders.text=t5_clip", f"data.encoders.text_length={LENGTH}", "data.encoders.dtype=float32"),
-        f"data.encoders.t5={folder / 'text_encoder_2'}",
-        f"data.encoders.clip={folder / 'text_encoder'}",
+        f"data.options.autoencoder={folder / 'vae'}",
+        *("data.options.text=t5_clip", f"data.options.text_length={LENGTH}", "data.options.dtype=float32"),
+        f"data.options.t5={folder / 'text_encoder_2'}",
+        f"data.options.clip={folder / 'text_encoder'}",
     )

@@ -17,7 +17,7 @@ from harness.compose.composer import compose_job
 from harness.compose.verb import guarded
 from harness.data.tokenizer import build_tokenizer
 from harness.tools.inference.generate.config import GenerateJob
-from harness.tools.inference.generate.prompts import read_prompts
+from harness.tools.inference.generate.prompts import read_prompts, read_texts
 from harness.tools.inference.generate.verb import generate
 from harness.util.errors import EXIT_MACHINE, UserError
 
@@ -114,11 +114,11 @@ def test_conversations(weights: Path, tmp_path: Path) -> None:
         config_name="generate",
         schema=GenerateJob,
     )
-    [prompt] = read_prompts(job, build_tokenizer(job.tokenizer))
+    [prompt] = read_prompts(job, read_texts(job), build_tokenizer(job.tokenizer))
     assert (prompt.ids, prompt.end_of_turn) == ([ord("x"), 256], 256)
     template.write_text("{% macro a() %}b{% endmacro %}")
     with pytest.raises(UserError, match="the chat template renders no text; would work: "):
-        read_prompts(job, build_tokenizer(job.tokenizer))
+        read_prompts(job, read_texts(job), build_tokenizer(job.tokenizer))
 
 
 def test_special_tokens_in_prompts(weights: Path) -> None:

@@ -18,7 +18,7 @@ from harness.launch.pool import RankPool
 from harness.model.cache import CachedPass
 from harness.tools.inference.generate.config import GenerateJob
 from harness.tools.inference.generate.prompts import Prompt
-from harness.tools.inference.generate.rank import generate
+from harness.tools.inference.model import with_model
 from harness.train.setup import process_group
 from harness.weights.detect import find_source
 
@@ -101,7 +101,8 @@ def job_of(folder: Path, *overrides: str) -> GenerateJob:
 
 
 def on_rank(job: GenerateJob, folder: str, given: list[Prompt]) -> list[list[int]]:
-    outcome = generate(job, torch.device("cpu"), find_source(folder), given, False)
+    function = "harness.tools.inference.generate.rank:generate"
+    outcome = with_model(job, torch.device("cpu"), function, find_source(folder), given, False)
     return [text.tokens for text in outcome.texts]
 
 

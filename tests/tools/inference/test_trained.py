@@ -17,7 +17,7 @@ from harness.config.fields import with_value
 from harness.data.tokenizer import build_tokenizer
 from harness.launch.pool import RankPool
 from harness.tools.inference.generate.config import GenerateJob
-from harness.tools.inference.generate.prompts import Prompt, read_prompts
+from harness.tools.inference.generate.prompts import Prompt, read_prompts, read_texts
 from harness.tools.inference.source import use_checkpoint
 from harness.train.setup import process_group
 
@@ -55,7 +55,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         folder / "hf", attn_implementation="eager", dtype=torch.float32
     ).eval()
     job = job_of(run.folder.path, f"generate.prompts=[{','.join(map(repr, PROMPTS))}]")
-    prompts = read_prompts(job, build_tokenizer(job.tokenizer))
+    prompts = read_prompts(job, read_texts(job), build_tokenizer(job.tokenizer))
     return Trained(run.folder.path, folder / "hf", prompts, theirs)
 
 

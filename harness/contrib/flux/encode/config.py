@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from harness.config.data import DataConfig
 from harness.config.fields import label, part
 from harness.config.job import Job
+from harness.contrib.flux.pictures.config import pictures_of
 from harness.util.errors import ConfigError
 
 SOURCES = ("pictures", "hub_pictures", "drawn_shapes")
@@ -45,9 +46,9 @@ class EncodeConfig:
         if data.kind not in SOURCES:
             rule = "is encoded" if data.kind == "latents" else "has no pictures to encode"
             raise ConfigError("data.kind", data.kind, rule, [*SOURCES])
-        if data.images.crop == "random":
+        if pictures_of(data).crop == "random":
             rule = "a picture is encoded once, with one crop"
-            raise ConfigError("data.images.crop", "random", rule, "data.images.crop=center")
+            raise ConfigError("data.options.crop", "random", rule, "data.options.crop=center")
         if data.kind == "drawn_shapes" and self.samples is None:
             raise ConfigError("encode.samples", None, "drawn shapes have no end", "encode.samples=10000")
         if data.kind != "drawn_shapes" and self.samples is not None:

@@ -1,6 +1,6 @@
 """``harness encode``: encode pictures with captions, which training reads with ``data=latents``.
 
-    harness encode data=cc12m data.images.crop=center ... encode.target=latents/cc12m
+    harness encode data=cc12m data.options.crop=center ... encode.target=latents/cc12m
     harness encode data=drawn_shapes encode.samples=10000 encode.target=latents/shapes
     harness encode ... cluster=slurm_h100 encode.shards=32      one task of an array for each shard
 

@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import save
 
 from harness.contrib.flux.encode.config import EncodeConfig, EncodeJob
+from harness.contrib.flux.pictures.config import encoders_of, images_of, pictures_of
 from harness.contrib.flux.pictures.encoders import Encoders, as_floats, build_encoders, fingerprint_of
 from harness.contrib.flux.pictures.latents import EMPTY, LatentFile, LatentManifest, checksum, pack_rows
 from harness.contrib.flux.pictures.loader import MOST_THREADS
@@ -84,11 +85,11 @@ class LatentWriter(ShardWriter):
         self.units = list(_units(counts, job.encode.unit))
         self.shards = cut_units(self.units, min(job.encode.shards or 1, len(self.units)))
 
-        self._fingerprint = fingerprint_of(job.data.encoders)
+        self._fingerprint = fingerprint_of(encoders_of(job.data))
 
     @property
     def _encoders(self) -> Encoders:
-        return build_encoders(self._job.data.encoders, self._device)
+        return build_encoders(encoders_of(self._job.data), self._device)
 
     @property
     def key(self) -> str:
@@ -101,8 +102,8 @@ class LatentWriter(ShardWriter):
         data = self._job.data
         return {
             "data": self.source_name,
-            "data.images": dataclasses.asdict(data.images),
-            "data.encoders": dataclasses.asdict(data.encoders),
+            "data.options": dataclasses.asdict(images_of(data)),
+            "data.options (encoders)": dataclasses.asdict(encoders_of(data)),
             "data.validation_fraction": data.validation_fraction,
             "encode.samples": self._config.samples,
             "encode.unit": self._config.unit,
@@ -141,7 +142,7 @@ class LatentWriter(ShardWriter):
         """
         data, encoders = self._job.data, self._encoders
         samples = RawSamples(
-            self._sources[unit.split], seed=0, shuffle=False, skips=data.images.on_error == "skip"
+            self._sources[unit.split], seed=0, shuffle=False, skips=pictures_of(data).on_error == "skip"
         )
         parts: list[dict[str, torch.Tensor]] = []
         captions: list[str] = []
@@ -174,7 +175,7 @@ class LatentWriter(ShardWriter):
 
     def _stored(self, **tensors: torch.Tensor | None) -> dict[str, torch.Tensor]:
         """Tensors in the format that encoders with weights computed in; exact ones stay float32."""
-        encoders = self._job.data.encoders
+        encoders = encoders_of(self._job.data)
         dtype = getattr(torch, encoders.dtype) if encoders.has_weights else torch.float32
         return {name: tensor.to("cpu", dtype) for name, tensor in pack_rows(tensors).items()}
 
@@ -183,10 +184,10 @@ class LatentWriter(ShardWriter):
             return None
         manifest = LatentManifest(
             version=FORMAT_VERSION,
-            encoders=dataclasses.asdict(self._job.data.encoders),
+            encoders=dataclasses.asdict(encoders_of(self._job.data)),
             fingerprint=self._fingerprint,
             source=self.source_name,
-            size=self._job.data.images.size,
+            size=pictures_of(self._job.data).size,
             files=[LatentFile(**json.loads(self._described(unit).read_bytes())) for unit in self.units],
             key=self.key,
         )

@@ -49,7 +49,7 @@ class TextEncoder(Protocol):
     """Makes embeddings of captions."""
 
     def encode(self, captions: Sequence[str]) -> Embeddings:
-        """Encode captions, cut or padded to ``data.encoders.text_length`` tokens."""
+        """Encode captions, cut or padded to ``data.options.text_length`` tokens."""
         ...
 
 

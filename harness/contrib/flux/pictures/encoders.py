@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from harness.config.pictures import PATCHES, WORDS, EncodersConfig
 from harness.contrib.flux.pictures import pretrained
+from harness.contrib.flux.pictures.config import PATCHES, WORDS, EncodersConfig
 from harness.contrib.flux.pictures.encoder_base import Autoencoder, Embeddings, Moments, TextEncoder
 from harness.data.samples import random_stream
 
@@ -32,11 +32,11 @@ def fingerprint_of(config: EncodersConfig) -> str:
     """
     pixels, words = f"patches of {config.patch}", f"words, {config.text_length} of width {config.width}"
     if config.autoencoder != PATCHES:
-        pixels = pretrained.fingerprint("data.encoders.autoencoder", config.autoencoder, config.dtype)
+        pixels = pretrained.fingerprint("data.options.autoencoder", config.autoencoder, config.dtype)
     if config.text != WORDS:
         settings = config.dtype, config.text_length
         words = " ".join(
-            pretrained.fingerprint(f"data.encoders.{name}", getattr(config, name), *settings)
+            pretrained.fingerprint(f"data.options.{name}", getattr(config, name), *settings)
             for name in ("t5", "clip")
         )
     return f"{pixels}, {words}"

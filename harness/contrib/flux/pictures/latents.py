@@ -58,7 +58,7 @@ class LatentManifest:
 
     Attributes:
         version: of the format.
-        encoders: fields of ``data.encoders``.
+        encoders: of ``data.options``.
         fingerprint: of the encoders.
         source: name of the pictures.
         size: height and width of the pictures, in pixels.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from harness.config.pictures import EncodersConfig
+from harness.contrib.flux.pictures.config import EncodersConfig
 from harness.contrib.flux.pictures.encoder_base import Embeddings, Moments, hash_of
 from harness.data.documents import describe
 from harness.util.encoding import parse_object
@@ -29,11 +29,11 @@ class PretrainedAutoencoder:
     """An AutoencoderKL of diffusers."""
 
     def __init__(self, config: EncodersConfig, device: torch.device) -> None:
-        diffusers = _import("diffusers", "data.encoders.autoencoder")
+        diffusers = _import("diffusers", "data.options.autoencoder")
         self._device, self._dtype = device, getattr(torch, config.dtype)
         folder = Path(config.autoencoder).expanduser()
         model = _load(
-            "data.encoders.autoencoder",
+            "data.options.autoencoder",
             folder,
             partial(
                 diffusers.AutoencoderKL.from_pretrained,
@@ -73,7 +73,7 @@ class T5AndClip:
     """
 
     def __init__(self, config: EncodersConfig, device: torch.device, *, shard: bool) -> None:
-        transformers = _import("transformers", "data.encoders.text")
+        transformers = _import("transformers", "data.options.text")
         transformers.utils.logging.disable_progress_bar()
         assert config.t5 is not None and config.clip is not None, "checked when the job was composed"
         self._device, self._length, dtype = device, config.text_length, getattr(torch, config.dtype)
@@ -82,7 +82,7 @@ class T5AndClip:
             ("t5", config.t5, transformers.T5EncoderModel),
             ("clip", config.clip, transformers.CLIPTextModel),
         ):
-            folder, field = Path(path).expanduser(), f"data.encoders.{name}"
+            folder, field = Path(path).expanduser(), f"data.options.{name}"
             model = _load(field, folder, partial(kind.from_pretrained, folder, dtype=dtype))
             self._models[name] = _frozen(model)
             found = _tokenizer_folder(folder)

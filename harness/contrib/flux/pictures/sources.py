@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from harness.config.data import DataConfig
-from harness.config.pictures import ImagesConfig
+from harness.contrib.flux.pictures.config import ImagesConfig, pictures_of
 from harness.contrib.flux.pictures.shapes import DrawnShapes
 from harness.contrib.flux.pictures.tar_index import SUFFIXES, TarIndex, open_tar_index
 from harness.data.documents import describe, named
@@ -26,7 +26,7 @@ from harness.util.encoding import parse_object
 from harness.util.errors import DataError
 
 MOST_SKIPPED = 100
-"""Pictures in a row that cannot be decoded, after which data.images.on_error=skip gives up."""
+"""Pictures in a row that cannot be decoded, after which data.options.on_error=skip gives up."""
 
 MOST_ASPECT = 32
 """Times the shorter side: what exceeds it of the longer side is cropped before the picture is resized."""
@@ -83,7 +83,7 @@ class RawSamples:
                 return self._source.read(index, number)
             except UnreadablePicture as error:
                 unreadable = error
-        works = "" if self._skips else "; would work: data.images.on_error=skip"
+        works = "" if self._skips else "; would work: data.options.on_error=skip"
         raise DataError(f"{unreadable}{works}")
 
 
@@ -104,7 +104,7 @@ def open_pictures(
     if split == "validation":
         data.require_validation()
     if data.kind == "drawn_shapes":
-        return DrawnShapes(split, data.images.size, seed)
+        return DrawnShapes(split, pictures_of(data).size, seed)
     separate = data.validation_split or data.validation_paths
     held_out = 0.0 if separate else data.validation_fraction
     stored: _Stored
@@ -114,7 +114,7 @@ def open_pictures(
     else:
         field = "validation_paths" if split == "validation" and separate else "paths"
         stored = _FilePictures(data, field, wait_for_all, is_builder=is_builder)
-    return Part(stored, data.images, split, held_out, seed)
+    return Part(stored, pictures_of(data), split, held_out, seed)
 
 
 class _Stored(Protocol):
@@ -201,7 +201,7 @@ def _cropped(picture: Any, width: int, height: int, place: float) -> Any:
 def caption_of(fields: dict[str, Any], name: str, where: str) -> str:
     """Return the caption of a row or a .json file; null is the empty caption."""
     if name not in fields:
-        raise DataError(f"{where}: no field {name!r} among {named(fields)}; set data.images.caption_field")
+        raise DataError(f"{where}: no field {name!r} among {named(fields)}; set data.options.caption_field")
     caption = fields[name]
     if isinstance(caption, list) and caption and isinstance(caption[0], str):
         caption = caption[0]  # several captions of one picture
@@ -217,10 +217,11 @@ class _FilePictures:
         self, data: DataConfig, field: str, wait_for_all: Callable[[], None] | None, *, is_builder: bool
     ) -> None:
         patterns: list[str] = getattr(data, field)
-        self.name, self._field = f"data.{field}=[{', '.join(patterns)}]", data.images.caption_field
+        self.name, self._field = f"data.{field}=[{', '.join(patterns)}]", pictures_of(data).caption_field
         found = find_files(patterns, data.exclude)
         tars = [file for file in found if file.suffix == ".tar"]
-        if data.format == "webdataset" or (data.format == "auto" and tars):
+        options = pictures_of(data)
+        if options.format == "webdataset" or (options.format == "auto" and tars):
             if len(tars) < len(found):
                 other = next(file for file in found if file.suffix != ".tar")
                 raise DataError(f"{self.name}: {other} is no .tar file; would work: other data.paths")
@@ -270,13 +271,13 @@ class _HubPictures:
     """One split of a dataset with a column of pictures and a column of captions."""
 
     def __init__(self, data: DataConfig, split: str) -> None:
-        self._images, self._data, self._split = data.images, data, split
+        self._images, self._data, self._split = pictures_of(data), data, split
         self.name = f"data.dataset={data.dataset}, split {split}"
         for field in ("image_field", "caption_field"):
-            name, columns = getattr(data.images, field), self._table.column_names
+            name, columns = getattr(pictures_of(data), field), self._table.column_names
             if name not in columns:
                 raise DataError(
-                    f"{self.name}: no column {name!r} among {named(columns)}; set data.images.{field}"
+                    f"{self.name}: no column {name!r} among {named(columns)}; set data.options.{field}"
                 )
 
     @cached_property

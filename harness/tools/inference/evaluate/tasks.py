@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from harness.config.data import DataConfig
-from harness.config.data_kinds import WITHOUT_TEXT
 from harness.config.training import DATA
 from harness.data.sources import Source, source_of
 from harness.data.tokenizer import Tokenizer, with_bos, with_bos_eos
@@ -277,11 +276,9 @@ def _parsed(line: str, where: str) -> dict[str, Any]:
 def _source(setting: Setting) -> tuple[Source, Any]:
     """The documents of a split: their source, and whether the one at an index belongs to it."""
     data, split = setting.data, setting.split
-    rules = dict.fromkeys(WITHOUT_TEXT, "has no text to evaluate")
-    rules["mixture"] = "has several sources, and one is evaluated"
-    if data.kind in rules:
-        works = "data=local_text 'data.paths=[FILES]'"
-        raise ConfigError("data.kind", data.kind, rules[data.kind], works)
+    if not data.has_text or data.kind == "mixture":
+        rule = "has several sources, and one is evaluated" if data.has_text else "has no text to evaluate"
+        raise ConfigError("data.kind", data.kind, rule, "data=local_text 'data.paths=[FILES]'")
     if split == "all":
         return source_of(data, "train")[0], lambda index: True
     try:

@@ -3,41 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
-from operator import attrgetter
-from typing import ClassVar, Self
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
+from harness.compose.generator import generator_of
 from harness.compose.overrides import with_quoted_text
 from harness.config.fields import label, part
+from harness.config.registry import resolve_options
 from harness.model.architecture import architecture_of
 from harness.tools.inference.config import InferenceJob
 from harness.train.objective import objective_of
 from harness.util.errors import ConfigError
-
-_TEXTS_ONLY = (
-    *("chat", "special_tokens", "max_new_tokens", "temperature", "top_k", "top_p"),
-    *("stop", "stop_at_end"),
-)
-
-
-@dataclass(frozen=True)
-class PicturesConfig:
-    """How pictures are sampled, by models that make pictures."""
-
-    output: str = label("pictures", written="folder")
-    """Folder of the PNG files, 000.png for the first prompt."""
-    size: int | None = label(None, least=1)
-    """Height and width in pixels; null: those of training, which weights of other software do not record."""
-    steps: int = label(28, least=1)
-    """Euler steps from noise to the picture. FLUX.1-schnell needs 4."""
-    guidance: float = label(3.5, least=0)
-    """Strength of guidance for models with ``model.flux.guidance``, such as FLUX.1-dev."""
-    cfg: float = label(1.0, least=0)
-    """Weight of classifier-free guidance (arXiv:2207.12598), with a second pass for the empty caption; 1:
-    none."""
-    shift: bool = label(True)
-    """Whether times are shifted towards noise as in training (``training.flow``). FLUX.1-schnell needs
-    false."""
 
 
 @dataclass(frozen=True)
@@ -70,15 +46,15 @@ class GenerateConfig:
     top_p: float = label(1.0, above=0, most=1)
     """Sample from the most probable tokens whose probabilities sum to this (arXiv:1904.09751)."""
     seed: int = label(0, least=0)
-    """Seed of sampling. The i-th prompt's text or picture depends on the seed and i only."""
+    """Seed of sampling. What is made of the i-th prompt depends on the seed and i only."""
     stop: list[str] = label(factory=list)
     """Strings that end a text; they are not part of it."""
     stop_at_end: bool = label(True)
     """Whether the tokenizer's end-of-document token ends a text; with ``chat`` also the end of a turn."""
     json: bool = label(False)
     """Print one JSON object instead of text, as ``--json`` does."""
-    pictures: PicturesConfig = part(PicturesConfig)
-    """Models that make pictures: how they are sampled."""
+    options: dict[str, Any] = label(factory=dict)
+    """Options of generating, for an architecture that another package has added."""
 
 
 @dataclass(frozen=True)
@@ -108,18 +84,23 @@ class GenerateJob(InferenceJob):
         if self.generate.chat and not self.generate.special_tokens:
             rule = f"has no effect with generate.chat={self.generate.chat}"
             raise ConfigError("generate.special_tokens", False, rule, "leave it out")
-        architecture = architecture_of(self.model)
-        self._refuse_options("texts" if architecture.batches == "tokens" else "pictures")
-        job = replace(self, **objective_of(self.model).for_generation(self.data, self.training, self.model))
+        generator, config = generator_of(self.model), self.generate
+        self._refuse_fields(generator.ignores)
+        owner = f"model.architecture={self.model.architecture}"
+        options = resolve_options(config.options, generator.options, "generate.options", owner)
+        job = replace(
+            self,
+            generate=replace(config, options=options),
+            **objective_of(self.model).for_generation(self.data, self.training, self.model),
+        )
         return super(GenerateJob, job).resolve(launched_ranks=launched_ranks, gpus=gpus)
 
-    def _refuse_options(self, makes: str) -> None:
-        """Refuse options that have no effect for this kind of model."""
-        of_pictures = [f"pictures.{field.name}" for field in fields(PicturesConfig)]
-        default = GenerateConfig()
-        for name in _TEXTS_ONLY if makes == "pictures" else of_pictures:
-            value, usual = (attrgetter(name)(each) for each in (self.generate, default))
-            if value != usual:
+    def _refuse_fields(self, names: Iterable[str]) -> None:
+        """Refuse values of fields that have no effect for this kind of model."""
+        default, makes = GenerateConfig(), architecture_of(self.model).makes
+        for name in names:
+            value = getattr(self.generate, name)
+            if value != getattr(default, name):
                 rule = f"has no effect: model={self.model.name} makes {makes}"
                 raise ConfigError(f"generate.{name}", value, rule, "leave it out")
 

@@ -33,14 +33,13 @@ class Prompt:
     end_of_turn: int | None = None
 
 
-def read_prompts(job: GenerateJob, tokenizer: Tokenizer) -> list[Prompt]:
-    """Read and tokenize all prompts.
+def read_prompts(job: GenerateJob, found: Sequence[str | Conversation], tokenizer: Tokenizer) -> list[Prompt]:
+    """Tokenize all prompts, as ``read_texts`` returns them.
 
     Raises:
-        UserError: there is none, one cannot be read, is empty, or has tokens that the model does not have.
+        UserError: one is empty, or has tokens that the model does not have.
     """
     config = job.generate
-    found = read_texts(job)
     if config.chat:
         prompts = _turns(config.chat, found, tokenizer)
     else:

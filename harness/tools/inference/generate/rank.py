@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from harness.config.job import Job
 from harness.data.tokenizer import build_tokenizer
 from harness.data.tokenizer_base import Tokenizer
 from harness.tools.inference.generate.config import GenerateConfig, GenerateJob
@@ -17,7 +18,6 @@ from harness.tools.inference.generate.prompts import Prompt
 from harness.tools.inference.generate.sampling import Sampler
 from harness.tools.inference.generate.text import TextStream
 from harness.tools.inference.model import InferenceModel
-from harness.weights.detect import WeightFolder
 
 # Reasons why a text ended.
 LENGTH, END, STOP = "length", "end", "stop"
@@ -49,14 +49,18 @@ class Outcome:
 
 
 def generate(
-    job: GenerateJob, device: torch.device, found: WeightFolder, prompts: Sequence[Prompt], show: bool
+    job: GenerateJob,
+    device: torch.device,
+    load: Callable[[Job], InferenceModel],
+    prompts: Sequence[Prompt],
+    show: bool,
 ) -> Outcome:
     """Generate on this rank of a process group.
 
     Args:
         job: the resolved job; training.seq_len is the longest sequence.
         device: where this rank computes.
-        found: the weights.
+        load: returns a job's model with its weights.
         prompts: all prompts.
         show: whether to print a single prompt, and its text while it is generated.
 
@@ -64,8 +68,7 @@ def generate(
         The texts of all prompts in their order, and the durations of the slowest rank.
     """
     started = time.perf_counter()
-    model = InferenceModel(job, device)
-    model.load(found)
+    model = load(job)
     model.part.use_cache(job.training.seq_len)
     seconds, tokenizer = time.perf_counter() - started, build_tokenizer(job.tokenizer)
     outcome = generate_texts(model, prompts, job.generate, tokenizer, show=show)

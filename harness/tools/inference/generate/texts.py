@@ -6,30 +6,29 @@ import dataclasses
 import sys
 from typing import Any
 
+from harness.compose.generator import Generator, Request
 from harness.compose.verb import Result
 from harness.config.fields import with_value
 from harness.config.parallelism import degrees_in_words
 from harness.data.tokenizer import build_tokenizer
 from harness.tools.inference.generate.config import GenerateJob
 from harness.tools.inference.generate.prompts import read_prompts, require_room
-from harness.tools.inference.ranks import is_first, run_on_ranks
-from harness.tools.inference.source import use_checkpoint
 from harness.util.errors import EXIT_OK
 
 
-def generate(job: GenerateJob, overrides: list[str]) -> int | Result:
-    """Generate text after each prompt."""
-    used = use_checkpoint(job, overrides, "generate.checkpoint")
-    prompts = read_prompts(used.job, build_tokenizer(used.job.tokenizer))
-    job = with_value(used.job, "training.seq_len", require_room(prompts, used.job))
-    streams = not job.wants_json and len(prompts) == 1
-    outcome = run_on_ranks(
-        job, "harness.tools.inference.generate.rank:generate", used.found, prompts, streams
-    )
-    if not is_first():
-        return EXIT_OK
-    sys.stderr.write(_rates_in_words(outcome))
-    return Result(as_dict(job, used.found.path, outcome), "\n" if streams else _texts(outcome))
+class Texts(Generator):
+    """Text after each prompt, by decoders."""
+
+    def generate(self, request: Request) -> int | Result:
+        job: GenerateJob = request.job
+        prompts = read_prompts(job, request.prompts, build_tokenizer(job.tokenizer))
+        job = with_value(job, "training.seq_len", require_room(prompts, job))
+        streams = not job.wants_json and len(prompts) == 1
+        outcome = request.run(job, "harness.tools.inference.generate.rank:generate", prompts, streams)
+        if outcome is None:
+            return EXIT_OK
+        sys.stderr.write(_rates_in_words(outcome))
+        return Result(as_dict(job, request.found.path, outcome), "\n" if streams else _texts(outcome))
 
 
 def _texts(outcome: Any) -> str:

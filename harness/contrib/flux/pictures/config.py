@@ -1,0 +1,174 @@
+"""Kinds of data with pictures and captions, and their options: of pictures, and of their encoders."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TypeVar
+
+from harness.config.data import DataConfig
+from harness.config.data_kinds import DataKind
+from harness.config.fields import numerics
+from harness.util.errors import ConfigError
+
+ENCODED = ("latents", "latents_synthetic")
+"""Those that need no encoders for training."""
+CROPS = ("center", "random")
+ON_ERROR = ("strict", "skip")
+PATCHES = "patches"
+WORDS, T5_CLIP = "words", "t5_clip"
+DTYPES = ("float32", "bfloat16")
+FORMATS = ("auto", "files", "webdataset")
+
+
+Part = TypeVar("Part", "ImagesConfig", "EncodersConfig")
+
+
+@dataclass(frozen=True)
+class ImagesConfig:
+    """Pictures and captions, before they are encoded."""
+
+    size: int = numerics(32, least=1)
+    """Height and width in pixels. The shorter side is resized to it, and the longer side is cropped."""
+
+    crop: str = numerics("center", choices=CROPS)
+    """The part of the longer side that is kept: the center, or a random part, which depends on the seed and
+    the sample number. Validation keeps the center."""
+
+    image_field: str = numerics("image", nonempty=True)
+    """hub_pictures: the column with the pictures."""
+
+    caption_field: str = numerics("text", nonempty=True)
+    """hub_pictures: the column with the captions. pictures: the field of a .json file beside a picture, which
+    is read if there is no .txt file."""
+
+    on_error: str = numerics("strict", choices=ON_ERROR)
+    """A picture that cannot be decoded: `strict` ends the run with an error, `skip` takes the next one."""
+
+
+@dataclass(frozen=True)
+class EncodersConfig:
+    """Frozen encoders of pictures and captions."""
+
+    autoencoder: str = numerics(PATCHES, nonempty=True)
+    """`patches` (each square of pixels is a latent: exact and without weights, for debugging), or the folder
+    of an AutoencoderKL of diffusers."""
+
+    patch: int = numerics(4, least=1)
+    """patches: side of a square in pixels. A latent has 3 * patch ** 2 channels."""
+
+    text: str = numerics(WORDS, choices=(WORDS, T5_CLIP))
+    """`words` (a fixed random vector for each word and for each position, for debugging) or `t5_clip` (T5 for
+    the text embeddings, CLIP for the pooled one)."""
+
+    t5: str | None = numerics(None)
+    """t5_clip: folder of a T5EncoderModel of transformers. Its tokenizer is in the same folder, or in that of
+    the same name with `tokenizer` in place of `text_encoder`."""
+
+    clip: str | None = numerics(None)
+    """t5_clip: folder of a CLIPTextModel of transformers, likewise."""
+
+    text_length: int = numerics(16, least=1)
+    """Number of text embeddings: longer captions are cut, shorter ones padded. Published: 256 for
+    FLUX.1-schnell, 512 for FLUX.1-dev."""
+
+    width: int = numerics(64, least=1)
+    """words: width of the text embeddings and of the pooled one."""
+
+    dtype: str = numerics("bfloat16", choices=DTYPES)
+    """Format in which encoders with weights compute."""
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether an encoder is read from a folder, and computes on the job's device."""
+        return self.text == T5_CLIP or self.autoencoder != PATCHES
+
+
+@dataclass(frozen=True)
+class PictureOptions(EncodersConfig, ImagesConfig):
+    """Options of the kinds with pictures."""
+
+    format: str = numerics("auto", choices=FORMATS)
+    """pictures: `files` (pictures with a .txt or .json file beside each), `webdataset` (.tar with the same
+    files), or `auto` (by extension)."""
+
+
+def pictures_of(data: DataConfig) -> PictureOptions:
+    """The options of the data."""
+    return PictureOptions(**data.options)
+
+
+def encoders_of(data: DataConfig) -> EncodersConfig:
+    """The encoders of the data alone."""
+    return _only(EncodersConfig, data)
+
+
+def images_of(data: DataConfig) -> ImagesConfig:
+    """The options of pictures before they are encoded."""
+    return _only(ImagesConfig, data)
+
+
+def _only(part: type[Part], data: DataConfig) -> Part:
+    options = pictures_of(data)
+    return part(**{each.name: getattr(options, each.name) for each in fields(part)})
+
+
+def folders(data: DataConfig) -> dict[str, str | None]:
+    """The folders of encoders, by option."""
+    options = pictures_of(data)
+    autoencoder = None if options.autoencoder == PATCHES else options.autoencoder
+    return {"autoencoder": autoencoder, "t5": options.t5, "clip": options.clip}
+
+
+def check_pictures(data: DataConfig) -> None:
+    """Check the fields of pictures and encoders.
+
+    Raises:
+        ConfigError: a field would have no effect, or two contradict each other.
+    """
+    options = pictures_of(data)
+    for name in ("t5", "clip"):
+        path = getattr(options, name)
+        if options.text == T5_CLIP and not path and data.kind not in ENCODED:
+            rule = "data.options.text=t5_clip needs the folder of this encoder"
+            raise ConfigError(f"data.options.{name}", path, rule, "the folder that transformers saved")
+        if options.text == WORDS and path:
+            rule = "is read only with data.options.text=t5_clip"
+            raise ConfigError(f"data.options.{name}", path, rule, "data.options.text=t5_clip")
+    if options.autoencoder == PATCHES and options.size % options.patch and data.kind not in ENCODED:
+        rule = f"must be a multiple of data.options.patch={options.patch}"
+        works = [max(1, options.size // options.patch) * options.patch]
+        raise ConfigError("data.options.size", options.size, rule, works)
+    if data.kind != "pictures" and options.format != "auto":
+        rule = f"is read only by data.kind=pictures, and data.kind is {data.kind}"
+        raise ConfigError("data.options.format", options.format, rule, "auto")
+    if data.kind == "latents" and len(data.paths) > 1:
+        rule = "is one folder of harness encode"
+        raise ConfigError("data.paths", data.paths, rule, f"'data.paths=[{data.paths[0]}]'")
+    if data.kind == "latents_synthetic":
+        data.validate_synthetic()
+    if data.kind == "drawn_shapes" and data.validation_fraction:
+        rule = "drawn shapes hold captions out by themselves"
+        raise ConfigError("data.validation_fraction", data.validation_fraction, rule, "0")
+    if data.kind == "hub_pictures" and data.streaming:
+        rule = "pictures are read by number, so that a run resumes exactly"
+        raise ConfigError("data.streaming", True, rule, "false, which downloads the dataset")
+
+
+def _kind(*read: str, example: str = "", holds_out: bool = False) -> DataKind:
+    """A kind that reads the given fields."""
+    return DataKind(
+        batches="images",
+        options=PictureOptions,
+        fields=read,
+        example=example,
+        holds_out=holds_out,
+        check=f"{__name__}:check_pictures",
+        folders=f"{__name__}:folders",
+    )
+
+
+PICTURES = _kind("paths", "validation_paths", "exclude", example="photos/**/*.jpg")
+HUB_PICTURES = _kind("dataset", "subset", "split", "validation_split", "streaming", "data_files")
+DRAWN_SHAPES = _kind(holds_out=True)
+LATENTS = _kind("paths", example="latents/photos", holds_out=True)
+LATENTS_SYNTHETIC = _kind(holds_out=True)
