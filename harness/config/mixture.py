@@ -33,7 +33,7 @@ STEP = "step"
 """Key of a change of weights that is not a source."""
 _NAME = re.compile(r"[A-Za-z_][\w-]*")
 _COMMAND_OR_FIELD = re.compile(
-    r"(python -m harness\.tokenize .*?tokenize\.target=[^\s']+'?)"
+    r"(harness tokenize .*?tokenize\.target=[^\s']+'?)"
     r"|(?<![\w/.@-])data(?:\.([a-z_]+)\b(?![./])|=)"
 )
 _EXAMPLE = "'data.sources={web: {kind: local, paths: [web/*.txt]}, code: {kind: local, paths: [code/*.py]}}'"
