@@ -107,7 +107,8 @@ def _has_no_field(family: Family, model: ModelConfig, name: str, value: object) 
     able = [
         f"model.family={each.name}"
         for each in FAMILIES.values()
-        if _has_field(each, _fields_in_config(each, model), name, value)
+        if _required(each, "architecture") == model.architecture
+        and _has_field(each, _fields_in_config(each, model), name, value)
     ]
     lacks = "cannot store it"
     if name == "moe.balance_coeff":

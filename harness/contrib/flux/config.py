@@ -96,8 +96,8 @@ class SamplingConfig:
     """Weight of classifier-free guidance (arXiv:2207.12598), with a second pass for the empty caption; 1:
     none."""
     shift: bool = label(True)
-    """Whether times are shifted towards noise as in training (``objective_options``). FLUX.1-schnell needs
-    false."""
+    """Whether times are shifted towards noise as in training (``training.objective_options``).
+    FLUX.1-schnell needs false."""
 
 
 def flux_of(model: ModelConfig) -> FluxConfig:
