@@ -21,7 +21,7 @@ class DataKind:
             that the architecture's ``Objective`` reads itself.
         batches: what its batches hold: ``tokens``, or what another architecture takes.
         options: dataclass of ``data.options``; None: there are none.
-        fields: fields of ``data`` that it reads of those that only some kinds read
+        fields: fields of ``data`` that it reads and other kinds do not
             (``READ_ONLY_BY``). With ``paths`` they are files that must exist, with ``dataset``
             a dataset of the hub.
         example: of a path, for errors.

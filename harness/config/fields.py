@@ -358,7 +358,7 @@ def from_dict(cls: type, plain: dict[str, Any], prefix: str = "") -> Any:
 
 
 def known_fields(cls: type, plain: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields, of what an earlier version stored, that a (nested) config dataclass still has."""
+    """Return the stored fields that a (nested) config dataclass still has; an earlier version had more."""
     known = {name: value for name, value in plain.items() if name in type_hints(cls)}
     for name, value in known.items():
         inner = _inner_classes(cls)[name]

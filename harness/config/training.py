@@ -218,7 +218,7 @@ class TrainingConfig:
     concatenated documents). All compute the same. The last two need a GPU, and skip the masked blocks between
     documents. flex needs a head dimension of at least 16."""
     objective_options: dict[str, Any] = numerics(factory=dict, id_omits_default=True)
-    """Options of what a model is trained on, for an architecture that another package has added."""
+    """Options of the objective, for an architecture that another package has added."""
     gc_interval: int = execution(50, least=0)
     """Steps between garbage collections, at the same step on all ranks; 0: Python decides when to collect."""
     observers: list[str] = label(factory=list, choices=OBSERVERS)

@@ -52,7 +52,7 @@ class TokenFormat:
     """Endings of files beside token files, and the ending of the token file that each stands for: with
     ``{".idx": ".bin"}``, PREFIX.idx and PREFIX name PREFIX.bin. None: the file is passed over."""
     reads: tuple[str, ...] = ()
-    """Fields of ``data`` that it reads, of those that only some formats do."""
+    """Fields of ``data`` that it reads and other formats do not."""
     boundary: str = "eos"
     """The token at which documents are separated if files have no index (``data.boundaries``)."""
     tokenizer_of: Callable[[Path], str | None] = lambda file: None

@@ -1,4 +1,4 @@
-"""What watches the training loop: the interface of observers, and what they know of a run."""
+"""Observers of the training loop: their interface, and their view of a run."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ class WeightFormat:
     """Weights that other software writes. Functions that need torch are named: ``module:function``."""
 
     files: str
-    """What a folder of this format holds, for errors, such as ``consolidated.*.pth``."""
+    """Files of this format, for errors, such as ``consolidated.*.pth``."""
     recognizes: Callable[[str], bool]
     """Whether a folder, or an fsspec URL, holds such weights. Formats are asked in the order of their names,
     if there are no safetensors and no manifest of ours."""

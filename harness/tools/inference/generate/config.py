@@ -46,7 +46,7 @@ class GenerateConfig:
     top_p: float = label(1.0, above=0, most=1)
     """Sample from the most probable tokens whose probabilities sum to this (arXiv:1904.09751)."""
     seed: int = label(0, least=0)
-    """Seed of sampling. What is made of the i-th prompt depends on the seed and i only."""
+    """Seed of sampling. The result of the i-th prompt depends on the seed and i only."""
     stop: list[str] = label(factory=list)
     """Strings that end a text; they are not part of it."""
     stop_at_end: bool = label(True)

@@ -23,7 +23,7 @@ from harness.tools.inference.source import use_checkpoint
 
 
 def generate(job: GenerateJob, overrides: list[str]) -> int | Result:
-    """Generate what the models of the architecture make of each prompt."""
+    """Generate the answer of the architecture's models to each prompt."""
     generator = generator_of(job.model)
     used = use_checkpoint(job, overrides, "generate.checkpoint", has_text=generator.has_text)
 
