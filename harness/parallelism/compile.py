@@ -51,9 +51,9 @@ def prepare_compiler(
     if hasattr(torch._functorch.config, "unsafe_treat_script_objects_as_zero_size"):
         torch._functorch.config.unsafe_treat_script_objects_as_zero_size = True
     if layout.tp > 1:
-        # This cache finds a graph with DTensors by their mesh, which ranks have in common. Graphs of a split
-        # vocabulary differ: a rank would get another's, and a wrong loss (torch 2.13, pytorch#188390). The
-        # cache of compiled code, keyed by each rank's own graph, stays.
+        # torch 2.13 looks traced graphs up by the mesh of their DTensors, which ranks have in common; but in
+        # the loss of a split vocabulary each rank has its own rows, and would get another rank's graph
+        # (github.com/pytorch/pytorch/issues/188390). Kernels stay cached, by their source.
         torch._functorch.config.enable_autograd_cache = False
         torch._functorch.config.enable_remote_autograd_cache = False
     # A zero-bubble schedule takes gradients of inputs and of weights in two passes over one graph.
