@@ -175,7 +175,7 @@ class Rehearsal:
         engine.update = measure_and_update
         with tempfile.TemporaryDirectory() as folder:
             job = _only_training(self.job, self.steps + 1)
-            trainer = Trainer(job, RunFolder(Path(folder)), engine, None, time.time())
+            trainer = Trainer(job, RunFolder(Path(folder)), engine, None, time.monotonic())
             trainer.profiler.begin_step = begin  # type: ignore  # called when a step of the loop begins
             with suppress(_AllRehearsed):
                 trainer.train()
