@@ -18,9 +18,6 @@ from harness.config.data_kinds import DATA_KINDS
 from harness.config.job import Job
 from harness.config.mixture import sources_of
 from harness.config.registry import load_attribute
-from harness.data.size_limit import is_small, too_large
-from harness.data.sources import expand, source_of
-from harness.data.token_format import named_by_prefix
 from harness.util.errors import ConfigError, DataError
 from harness.util.files import matching
 
@@ -56,8 +53,7 @@ def _require_files(data: DataConfig) -> None:
         patterns = tuple(getattr(data, name))
         if not patterns or _matches_any(patterns):
             continue
-        prefixes = patterns if data.kind == "tokens" else ()
-        if not _matches_any(tuple(path for prefix in prefixes for path in named_by_prefix(prefix))):
+        if not (data.kind == "tokens" and _matches_any(_named_by_prefix(patterns))):
             rule = f"no file matches, seen from {os.getcwd()}"
             raise ConfigError(f"data.{name}", f"[{','.join(patterns)}]", rule, "files that exist")
 
@@ -121,7 +117,15 @@ def require_tokenized(job: Job, passed: set[str] | None = None) -> None:
             passed.add(source)
 
 
+def _named_by_prefix(patterns: tuple[str, ...]) -> tuple[str, ...]:
+    from harness.data.token_format import named_by_prefix
+
+    return tuple(path for prefix in patterns for path in named_by_prefix(prefix))
+
+
 def _require_tokenized(data: DataConfig, job: Job) -> None:
+    from harness.data.size_limit import is_small, too_large
+    from harness.data.sources import source_of
 
     is_chat = data.kind == "chat"
     if is_chat:
@@ -147,6 +151,7 @@ def _require_tokenized(data: DataConfig, job: Job) -> None:
 @functools.cache
 def _matches_any(patterns: tuple[str, ...]) -> bool:
     """Whether a pattern matches a path here, or may match one that is not visible here."""
+    from harness.data.sources import expand
 
     return any(
         next(matching(path), None) is not None or not _is_visible(_without_wildcards(path))

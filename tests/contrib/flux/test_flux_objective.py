@@ -164,7 +164,7 @@ def test_data_of_another_shape_is_one_line(changed: dict[str, tuple[int, ...]], 
 
 @pytest.mark.parametrize("schema", [EvaluateJob, CoordCheckJob])
 def test_commands_for_text_refuse_pictures(schema: type) -> None:
-    with pytest.raises(ConfigError, match=r"model=flux_debug makes images, and this command .*would work"):
+    with pytest.raises(ConfigError, match=r"model=flux_debug makes pictures, and this command .*would work"):
         job = compose_job([*SMALL, "cluster.device=cpu", "tokenizer=bytes"], schema=schema)
         job.coordcheck.validate(job)
 
