@@ -1,7 +1,7 @@
 """Measures what plans and searches cost: CPU seconds of whole processes of ``harness plan``.
 
-    python experiments/plan_speed.py                  all commands, three rounds
-    python experiments/plan_speed.py 405b --rounds 1  one of them
+    python tests/measure/plan_speed.py                  all commands, three rounds
+    python tests/measure/plan_speed.py 405b --rounds 1  one of them
 
 A command runs once before it counts, so that orders of schedules are cached
 (``harness/tools/plan/order.py``). The median of the rounds and their range are printed, and a digest of a
@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 _H100 = ("cluster=slurm_h100", "precision=bf16")
 _SEARCH = (*_H100, "search=true", "compile=on")
 _8K, _4K = "training.seq_len=8192", "training.seq_len=4096"

@@ -1,6 +1,6 @@
 """torchtitan 0.2.2's Llama 3.1 8B on 8 virtual H100, beside this project's: ``8b_fsdp8_sel_op`` of full.txt.
 
-    .venv-rehearsal/bin/python experiments/rehearsal/titan_side.py FOLDER [compile] [float8]
+    .venv-rehearsal/bin/python tests/measure/rehearsal/titan_side.py FOLDER [compile] [float8]
 
 With float8 linears are converted as in its published tables: scales of whole tensors, all-gathers in float8.
 

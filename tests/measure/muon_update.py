@@ -1,6 +1,6 @@
 """Measures an update of harness's Muon against torch.optim.Muon, on one process.
 
-    python experiments/muon/update_speed.py --rounds 10
+    python tests/measure/muon_update.py --rounds 10
 
 Both sides update the matrices of one model from the same gradients, and take turns in every round, in
 another order each time. torch's iterates in bfloat16 only, so ours does too; a third column is ours in

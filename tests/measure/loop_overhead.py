@@ -1,6 +1,6 @@
 """Measures what the training loop costs beside the training: data, decisions, books, metrics.
 
-    python experiments/loop_overhead.py --steps 60
+    python tests/measure/loop_overhead.py --steps 60
 
 The loop runs in this process with clocks around passes, gradient norm, clipping and optimizer. What is left
 of a step's time is the loop's, data included. Without overrides every step is logged, and a step takes
@@ -24,7 +24,7 @@ from typing import Any
 
 from harness.launch.begin import begin
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 # A step of about 100 ms.
 JOB = [
     *("model=llama3_tiny", "model.vocab_size=258", "model.dim=128", "model.ffn_hidden_dim=384"),

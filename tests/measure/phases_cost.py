@@ -1,7 +1,7 @@
 """Measures what ``profiling.phases`` costs: the CPU time of steps with it and without it, in turn.
 
-    python experiments/phases_cost.py --parts
-    python experiments/phases_cost.py
+    python tests/measure/phases_cost.py --parts
+    python tests/measure/phases_cost.py
 
 The cost depends on the number of marks, not on the size of tensors. So ranks train blocks of short steps,
 with phases and without, in changing order: the time of long steps varies by more than the cost. The figure
@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 WARMUP = 3

@@ -1,8 +1,8 @@
 """Rehearses the jobs of small.txt and full.txt and writes tables of what was found.
 
-    .venv-rehearsal/bin/python experiments/rehearsal/rehearse.py            all jobs that have no row yet
-    .venv-rehearsal/bin/python experiments/rehearsal/rehearse.py small fsdp fsdp_tp       these, anew
-    python experiments/rehearsal/rehearse.py tables                         the tables, from the rows
+    .venv-rehearsal/bin/python tests/measure/rehearsal/rehearse.py            all jobs that have no row yet
+    .venv-rehearsal/bin/python tests/measure/rehearsal/rehearse.py small fsdp fsdp_tp       these, anew
+    python tests/measure/rehearsal/rehearse.py tables                         the tables, from the rows
 
 Rows stand in results.jsonl, one for each rehearsed rank; the last one of a job and rank counts.
 """
@@ -121,7 +121,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def write_tables() -> None:
-    """Writes TABLES.md."""
+    """Writes experiments/rehearsal/TABLES.md."""
     of_sets = {name: [row for row in rows() if row["set"] == name] for name in SETS}
     count = sum(len({row["job"] for row in found}) for found in of_sets.values())
     text = [
@@ -136,7 +136,7 @@ def write_tables() -> None:
         *memory_summary(of_sets["full"]),
         full_table(of_sets["full"]),
     ]
-    (FOLDER / "TABLES.md").write_text("\n".join(text))
+    (FOLDER.parents[2] / "experiments/rehearsal/TABLES.md").write_text("\n".join(text))
 
 
 def small_table(found: list[dict[str, Any]]) -> str:
