@@ -132,7 +132,7 @@ class ShardWriter(ABC):
         return bool(read_object(self.target / PLAN).get("key") == self.key)
 
     def write_all(self, workers: int | None) -> None:
-        """Write what is missing of all shards, and the manifest, as the folder's only builder."""
+        """Write the missing units of all shards, and the manifest, as the folder's only builder."""
         self.begin()
         self.write(range(len(self.shards)), workers)
         self.finish()
