@@ -10,7 +10,7 @@ from typing import Any
 from harness.config.fields import NUMERICS, leaves
 from harness.launch.naming import MOST_FIELDS, by_part, in_short
 from harness.launch.rows import fastest_first, job_of
-from harness.launch.sweep.study_record import StudyRecord
+from harness.launch.sweep.study import StudyRecord
 from harness.metrics.window import THROUGHPUT
 from harness.run.evaluations import PREFIX, evaluated_columns
 from harness.tools.plan.constants import Calibration

@@ -17,7 +17,7 @@ from harness.launch.state import HELD, RunState, read_states, states_in_folders
 from harness.launch.sweep.registry import Point, Registry, labels, points_in
 from harness.launch.sweep.run import log_table, states_of
 from harness.launch.sweep.run import resume as resume_points
-from harness.launch.sweep.study_record import StudyRecord
+from harness.launch.sweep.study import StudyRecord
 from harness.launch.sweep.table import best_in_words, counted, rows_of, table_markdown, table_text, write_csv
 from harness.run.evaluations import evaluations_markdown, newest
 from harness.run.folder import RunFolder
