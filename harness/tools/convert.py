@@ -14,7 +14,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from harness.checkpoint.catalog import DamagedCheckpoint, reading
 from harness.compose.verb import Verb
@@ -181,22 +181,28 @@ def _write(
     elif config.format == "dcp":
         from harness.weights.dcp import write_distributed
 
-        manifest = {
-            "step": found.manifest.get("step", 0),
-            "holds": "model",
-            "world_size": 1,
-            "model": dataclasses.asdict(model),
-            "tokenizer": tokenizer and dataclasses.asdict(tokenizer),  # null if unknown
-            "job": found.manifest.get("job"),
-            "state": {},
-            "options": {},
-            "created": time.time(),
-        }
-        write_distributed(source, target, manifest)
+        write_distributed(source, target, model_manifest(found, model, tokenizer))
     else:
         write = load_attribute(WEIGHT_FORMATS[config.format].write)
         return str(write(folded(source, model), model, target))
     return ""
+
+
+def model_manifest(
+    found: WeightFolder, model: ModelConfig, tokenizer: TokenizerConfig | None
+) -> dict[str, Any]:
+    """Manifest of a converted checkpoint; ``tokenizer`` is null if unknown."""
+    return {
+        "step": found.manifest.get("step", 0),
+        "holds": "model",
+        "world_size": 1,
+        "model": dataclasses.asdict(model),
+        "tokenizer": tokenizer and dataclasses.asdict(tokenizer),
+        "job": found.manifest.get("job"),
+        "state": {},
+        "options": {},
+        "created": time.time(),
+    }
 
 
 def _print(text: str) -> None:

@@ -227,11 +227,6 @@ def _half(theirs: Tensor, piece: TensorMapping, shape: Shape) -> Tensor:
     return theirs.transpose(-1, -2) if slot.transposed else theirs
 
 
-def full_ranges(shape: Shape) -> list[range]:
-    """All indices of every dimension."""
-    return [range(size) for size in shape]
-
-
 # -- files ----
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
