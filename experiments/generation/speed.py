@@ -32,7 +32,7 @@ from harness.tools.inference.generate.decode import generate_batch
 from harness.tools.inference.generate.sampling import Sampler
 from harness.tools.inference.model import InferenceModel
 from harness.train.setup import process_group
-from harness.util.tables import markdown
+from harness.util.tables import Table, to_markdown
 from harness.weights.detect import find_source
 from harness.weights.huggingface import write_huggingface
 from harness.weights.source import TensorFacts
@@ -126,7 +126,7 @@ def main() -> None:
         f"{typed.rounds} rounds\n"
     )
     headings = ("prompts", "pass", "harness, tokens/s", "transformers, tokens/s", "ratio", "range")
-    print(markdown(headings, rows, right=range(2, 5)))
+    print(to_markdown(Table.of_cells(headings, rows, right=range(2, 5))))
 
 
 def measure(own: InferenceModel, other: Any, size: int, rounds: int, vocabulary: int) -> list[list[str]]:

@@ -9,7 +9,7 @@ from typing import Any
 from gpu_cases import BASELINE, TARGET_SHAPE, Targets
 
 from harness.tools.study.bench import Spread, ratios_by_round
-from harness.util.tables import GIB, markdown
+from harness.util.tables import GIB, Table, to_markdown
 
 Row = dict[str, Any]
 HEADER = (
@@ -39,7 +39,7 @@ def render(facts: Row, rows: Sequence[Row]) -> str:
     lines = [
         about(facts),
         "",
-        markdown(HEADER, table),
+        to_markdown(Table.of_cells(HEADER, table)),
         "",
         f"MFU is against bfloat16 in every mode: {'; '.join(origins) or 'nothing ran'}.",
     ]
