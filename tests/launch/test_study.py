@@ -225,11 +225,11 @@ MISTAKES = {
     "sweep.objective=los": "sweep.objective=los: must be a column of result.json with a ",
     "sweep.n_trials=0": "sweep.n_trials=0: must be at least 1",
     "sweep.n_jobs=x": "sweep.n_jobs",
-    "sweep.nope=x": "sweep.nope: no such field; ",
+    "sweep.nope=x": "sweep.nope=x: no such field; ",
     "name=../out": "name=../out: must name a folder inside runs_dir",
     "training.steps=abc": "training.steps=abc: must be",
     "cluster.wait=true,false": "cluster.wait: configures the command, not its runs; ",
-    "sweep.sampler=grid": "sweep.sampler=grid: must be one of ",
+    "sweep.sampler=grid": "sweep.sampler=grid: no such choice; would work: tpe, ",
     "optimizer.lr=1e-3": "sweep=optuna: there are no axes to choose from; would work: 'optimizer",
 }
 

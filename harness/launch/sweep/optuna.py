@@ -220,8 +220,10 @@ class Study:
                 raise UserError(f"sweep=optuna: {one_line(str(error))}") from error
             values = self._run_batch([self.compose(self._overrides(trial.params)) for trial in trials])
             for trial, value in zip(trials, values, strict=True):
-                is_failed = isinstance(value, PointFailedError)
-                stored.tell(trial, None if is_failed else value, TrialState.FAIL if is_failed else None)
+                if isinstance(value, PointFailedError):
+                    stored.tell(trial, state=TrialState.FAIL)
+                else:
+                    stored.tell(trial, value)
             left -= len(trials)
             self._done += len(trials)
             failed = [value for value in values if isinstance(value, PointFailedError)]
@@ -247,6 +249,7 @@ class Study:
         A trial of a killed process is asked for again with the same parameters, so that its run resumes.
         """
         import optuna
+        from optuna.study import StudyDirection
         from optuna.trial import TrialState
 
         settings = self.settings
@@ -254,7 +257,7 @@ class Study:
             study = optuna.create_study(
                 storage=self._storage,
                 study_name=settings.study_name or self.registry.name,
-                directions=self.record.direction,
+                directions=[StudyDirection[each.upper()] for each in self.record.direction],
                 load_if_exists=True,
             )
             killed = set(study.user_attrs.get(_KILLED, []))
@@ -375,11 +378,10 @@ def distribution(axis: Any) -> optuna.distributions.BaseDistribution:
 
     value = axis.value()
     if axis.is_interval_sweep():
-        ends = (value.start, value.end)
-        kind = IntDistribution if all(isinstance(end, int) for end in ends) else FloatDistribution
-        return kind(*ends, log="log" in value.tags)
+        kind: Any = IntDistribution if isinstance(value.start + value.end, int) else FloatDistribution
+        return kind(value.start, value.end, log="log" in value.tags)
     values = list(axis.sweep_iterator(transformer=Transformer.encode))
     if isinstance(value, RangeSweep) and not value.shuffle:
-        kind = IntDistribution if all(isinstance(each, int) for each in values) else FloatDistribution
+        kind = IntDistribution if isinstance(sum(values), int) else FloatDistribution
         return kind(min(values), max(values), step=abs(value.step))
     return CategoricalDistribution(values)
