@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from harness.config.registry import Registry, resolve_options
+from harness.metrics.columns import Metric
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +34,13 @@ class Objective(ABC):
     """Dataclass of ``training.objective_options``; None: there are none."""
     validation_options: type | None = None
     """Dataclass of ``validation.options``; None: there are none."""
+
+    metrics: Sequence[Metric] = ()
+    """Columns that ``rates`` returns."""
+
+    def rates(self, samples_per_second: float | None) -> dict[str, float | None]:
+        """Return the throughput in units of the model's own, beside tokens; None is unknown."""
+        return {}
 
     def resolve(
         self, training: TrainingConfig, validation: ValidationConfig, model: ModelConfig

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from harness.metrics.columns import Metric
 from harness.metrics.jsonl import MetricsFile
 from harness.metrics.phases import Phases, StepPhases
 from harness.metrics.slow import FILE, KINDS, WINDOW, SlowRanks, own_seconds
@@ -30,6 +31,13 @@ class PhaseLog(Observer):
     Raises:
         OSError: the file cannot be written.
     """
+
+    metrics = (
+        Metric("slow_ranks", "count", "Ranks that compute longer than others.", "`profiling.phases=true`"),
+    )
+    metrics_of_rank = (
+        Metric("phase.*", "s", "Mean time of a phase in the steps done last.", "`profiling.phases=true`"),
+    )
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)

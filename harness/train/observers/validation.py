@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+from harness.metrics.columns import Metric
 from harness.train.mixture_loss import add_up
 from harness.train.observer import Periodic, Row, Run
 
 
 class Validation(Periodic):
     """Computes the loss of the first held-out batches."""
+
+    metrics = (
+        Metric(
+            "validation_loss",
+            "nats/token",
+            "Loss on held-out samples; a row of its own with `step`.",
+            "validation",
+            line="validation_loss {:.4f}",
+        ),
+        Metric(
+            "validation_loss.*",
+            "nats/token",
+            "The same for a source.",
+            "`data=mixture`, validation",
+            line="validation_loss.{rest} {:.5g}",
+        ),
+    )
 
     def __init__(self, run: Run) -> None:
         super().__init__(run, run.job.validation.interval)
