@@ -2,9 +2,9 @@
 
     python experiments/mup/transfer.py
 
-trains a small model at every width with every learning rate, in this process, and writes ``results.jsonl``,
-``transfer.md`` and ``transfer.png`` beside this file. The same command again trains only the points that
-``results.jsonl`` has not. At the base width both parametrizations are the same, so it is trained once.
+trains a small model at every width with every learning rate, in this process, and writes ``transfer.md``
+beside this file, and a picture into runs/mup. The same command again trains only the points that
+runs/mup/results.jsonl has not. At the base width both parametrizations are the same, so it is trained once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from harness.util.plots import new_figure, save
 from harness.util.tables import markdown
 
 HERE = Path(__file__).parent
-RESULTS = HERE / "results.jsonl"
+RESULTS = Path("runs/mup/results.jsonl")
 BASE, WIDTHS, RATES = 256, (32, 64, 128, 256), [2.0**exponent for exponent in range(-11, -3)]
 STEPS, LAST = 100, 10
 JOB = (
@@ -51,6 +51,7 @@ NAMES = {"standard": "standard parametrization", "mup": f"muP, base width {BASE}
 def main() -> None:
     """Train what is missing, then write the table and the picture."""
     rows = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    RESULTS.parent.mkdir(parents=True, exist_ok=True)
     done = {(row["parametrization"], row["width"], row["lr"]) for row in rows}
     with RESULTS.open("a") as out:
         for name in NAMES:
@@ -133,7 +134,7 @@ def draw(rows: list[dict[str, Any]]) -> None:
     worst = max(row["loss"] for row in rows if row["lr"] == max(RATES))
     panels[0].set(ylabel=f"loss, mean of the last {LAST} steps", ylim=(None, worst + 0.1))
     panels[0].legend(frameon=False, fontsize=8)
-    save(figure, HERE / "transfer.png")
+    save(figure, RESULTS.with_name("transfer.png"))
 
 
 if __name__ == "__main__":

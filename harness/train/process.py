@@ -135,8 +135,8 @@ def keep_freed_memory() -> bool:
     """Make glibc's malloc keep freed memory, for a process whose tensors are in host memory.
 
     By default malloc maps large blocks one by one and unmaps them when they are freed, so the kernel zeroes
-    the same pages at every step: 40,000 to 80,000 page faults in a step of 2.5 s (experiments/LOG.md,
-    2026-11-22). With this there are none, and the process keeps its peak size.
+    the same pages at every step: 40,000 to 80,000 page faults in a step of 2.5 s
+    (docs/measurements.md). With this there are none, and the process keeps its peak size.
 
     Returns:
         Whether it was done: False with another C library, or if the user has configured malloc.
@@ -238,7 +238,7 @@ def openmp_environment(job: Job) -> dict[str, str]:
 
     GNU's OpenMP threads spin for milliseconds at every barrier. On cores shared with other processes they
     take time from the thread they wait for: on two shared cores steps took up to ten times as long. A spin
-    count of 1000 is as fast on an idle machine (experiments/LOG.md). Variables set by the user are kept.
+    count of 1000 is as fast on an idle machine (docs/measurements.md). Variables set by the user are kept.
     """
     wanted = {"OMP_NUM_THREADS": str(threads_per_rank(job)), "GOMP_SPINCOUNT": "1000"}
     from_job = "OMP_NUM_THREADS" if job.cluster.threads_per_rank is not None else ""
