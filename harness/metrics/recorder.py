@@ -53,7 +53,7 @@ class Recorder:
         Args:
             start_step: the last step already done, 0 for a new run. Rows of later steps, which an earlier
                 attempt wrote after its last checkpoint, are dropped: they will be written again.
-            metrics: what the console shows of rows, in order.
+            metrics: columns of rows, in the order of a line on the console.
             has_curve: whether this folder should have the rows up to that step; missing rows are reported.
 
         Raises:
