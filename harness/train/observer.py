@@ -17,9 +17,9 @@ from harness.data.batch import Loader
 from harness.data.tokenizer import Tokenizer
 from harness.metrics.columns import Metric
 from harness.metrics.window import VALIDATION
-from harness.train.batches import loader_of
 from harness.train.engine import Engine
-from harness.train.progress import Progress
+from harness.train.objective import loader_of
+from harness.train.rows import Progress
 
 Row = dict[str, Any]
 

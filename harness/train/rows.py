@@ -1,10 +1,10 @@
-"""Rows of metrics: of a training step, and the trainer's fields of result.json."""
+"""Rows of metrics and their columns, and the progress of a run that they show. Imports no torch."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from harness.metrics.columns import Metric
@@ -16,7 +16,7 @@ from harness.train.objective import OBJECTIVES
 
 if TYPE_CHECKING:
     from harness.train.observer import Observer
-    from harness.train.steps import Step
+    from harness.train.step import Step
     from harness.train.trainer import Trainer
 
 Row = dict[str, Any]
@@ -102,6 +102,38 @@ _RESULT = (
     *UTILIZATION,
     *MEMORY,
 )
+
+
+_KEPT = ("step", "tokens", "loss", "validation_loss", "skipped_steps")
+
+
+@dataclass
+class Progress:
+    """Step, tokens, losses and memory of a run so far."""
+
+    step: int = 0
+    start_step: int = 0
+    tokens: int = 0
+    loss: float | None = None
+    validation_loss: float | None = None
+    source_validation: dict[str, float] = field(default_factory=dict)
+    evaluation: dict[str, Any] = field(default_factory=dict)
+    skipped_steps: int = 0
+    running: int | None = None
+    """The step in which this process may wait for collectives; None between steps."""
+    first_step_seconds: float | None = None
+    maxima: dict[str, float | None] = field(default_factory=lambda: {"memory_gib": None})
+    """Columns of observers that are maxima over all ranks, of the newest row."""
+
+    def saved(self) -> dict[str, Any]:
+        """Return the values that a checkpoint keeps: those of the run, not those of this process."""
+        return {name: getattr(self, name) for name in _KEPT}
+
+    def resume(self, saved: dict[str, Any]) -> None:
+        """Continue from the values of ``saved``; an empty dict starts from the beginning."""
+        for name in _KEPT:
+            setattr(self, name, saved.get(name, getattr(self, name)))
+        self.start_step = self.step
 
 
 def metrics_of_rows(observers: Iterable[Observer | type[Observer]]) -> list[Metric]:

@@ -24,18 +24,15 @@ from harness.parallelism.compile import CompileWatch
 from harness.parallelism.tensor import describe_fused, fused
 from harness.precision.linears import sort_linears, warning_of_eager
 from harness.run.folder import RunFolder
-from harness.train.batches import loader_of
 from harness.train.engine import Engine
 from harness.train.non_finite import NonFinitePolicy, unwrap_non_finite
+from harness.train.objective import loader_of
 from harness.train.observer import Need, Observer, Run
 from harness.train.observers import observers_of
-from harness.train.process import garbage_collection
-from harness.train.progress import Progress, device_name, device_peak
-from harness.train.rows import Row, metrics_of_rows, rank_row, result_row, source_progress, step_row
-from harness.train.setup import set_timeouts
-from harness.train.signals import StopRequest, ignore_stop_signals
-from harness.train.step_outcome import HostCopy
-from harness.train.steps import Noted, Step, StepQueue
+from harness.train.process import StopRequest, garbage_collection, ignore_stop_signals
+from harness.train.rows import Progress, Row, metrics_of_rows, rank_row, result_row, source_progress, step_row
+from harness.train.setup import device_name, device_peak, set_timeouts
+from harness.train.step import HostCopy, Noted, Step, StepQueue
 from harness.util.annotation import annotated
 from harness.util.errors import NonFiniteError, UserError
 from harness.weights import on_ranks

@@ -12,13 +12,12 @@ import torch.distributed as dist
 
 from harness.metrics.columns import Metric
 from harness.metrics.jsonl import MetricsFile
-from harness.metrics.phases import Phases, StepPhases
-from harness.metrics.slow import FILE, KINDS, WINDOW, SlowRanks, own_seconds
+from harness.metrics.phases import FILE, KINDS, WINDOW, Phases, SlowRanks, StepPhases, own_seconds
 from harness.metrics.window import EXCLUDED
 from harness.parallelism.marks import Marks
 from harness.run.result import write_json_atomically
 from harness.train.observer import Observer, Row, Run
-from harness.train.observers.rank_metrics import where_is
+from harness.train.observers.values import where_is
 
 FOLDER = "phases"
 WITH_SPANS = 5
