@@ -107,8 +107,8 @@ def register_model(overrides: Iterable[str]) -> str | None:
     overrides, store = list(overrides), ConfigStore.instance()
     if typed_value(overrides, "model") != FROM_CONFIG:
         return None
+    from harness.weights.config_json import model_node
     from harness.weights.detect import recorded_model
-    from harness.weights.from_config import model_node
 
     for field in WEIGHTS:
         path = typed_value(overrides, field)

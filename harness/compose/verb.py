@@ -29,6 +29,7 @@ from harness.util.errors import (
     HarnessError,
     MachineError,
     UserError,
+    missing_package,
     one_line,
 )
 
@@ -348,6 +349,8 @@ def reported(error: Exception | KeyboardInterrupt) -> int:
         return EXIT_INTERRUPTED
     if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop from "):
         error = UserError(str(error))  # pathlib's error for a loop of links before Python 3.13
+    elif isinstance(error, ImportError):
+        error = missing_package(error) or error
     elif isinstance(error, OSError) and isinstance(error.filename, str | bytes):
         known = PATH_ERRORS.get(error.errno or 0)
         error = error if known is None else known(f"{os.fsdecode(error.filename)}: {error.strerror}")
@@ -383,7 +386,7 @@ VERBS: Registry[Verb] = Registry(
         "verify": "harness.tools.verify:VERB",
         "convert": "harness.tools.convert:VERB",
         "download": "harness.tools.download:VERB",
-        "tokenize": "harness.tools.tokenize.verb:VERB",
+        "tokenize": "harness.tools.tokenize:VERB",
     },
     field="verb",
     expects="harness.compose.verb:Verb",

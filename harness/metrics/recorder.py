@@ -12,6 +12,7 @@ from harness.metrics.columns import Metric
 from harness.metrics.console import PlainConsole, SilentConsole, make_console
 from harness.metrics.jsonl import MetricsFile
 from harness.metrics.views import ShownRun, View
+from harness.util.errors import missing_package
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -137,5 +138,6 @@ class Recorder:
         Only here every exception is caught: clients of remote services may raise anything, metrics.jsonl has
         all data, and a broken plot must not end a run.
         """
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        missing = missing_package(error)
+        reason = " ".join((str(missing) if missing else f"{type(error).__name__}: {error}").split())
         self._tell(lambda console: console.warn(f"{name} is off, metrics.jsonl continues: {reason}"))

@@ -227,10 +227,8 @@ class MlflowView:
     def __init__(self, run: ShownRun) -> None:
         # Usage statistics that MLflow sends to its authors.
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        try:
-            from mlflow import MlflowClient
-        except ImportError as error:
-            raise ImportError(f"{error}; would work: pip install 'harness[mlflow]'") from error
+        from mlflow import MlflowClient
+
         self._client = MlflowClient(tracking_uri=run.options.tracking_uri)
         self._id = self._begin(run)
         self._rows: queue.SimpleQueue[_Row | None] = queue.SimpleQueue()

@@ -35,7 +35,7 @@ from harness.train.setup import device_name, device_peak, set_timeouts
 from harness.train.step import HostCopy, Noted, Step, StepQueue
 from harness.util.annotation import annotated
 from harness.util.errors import NonFiniteError, UserError
-from harness.weights import on_ranks
+from harness.weights import huggingface
 
 
 class Trainer:
@@ -72,7 +72,7 @@ class Trainer:
         prefetches = ahead and not loader.runs_in_loop
         self.loader = Prefetcher(loader, ahead, engine.device) if prefetches else loader
         ranks = RankGroup(job.checkpoint.timeout_seconds)
-        self.saver = Saver(job, folder.path, engine, self.loader, ranks, on_ranks, self._message)
+        self.saver = Saver(job, folder.path, engine, self.loader, ranks, huggingface, self._message)
         self.non_finite = NonFinitePolicy(job.debug, folder.path, engine)
         self._note_of_data = loader.note
         self.run = Run(job, folder.path, engine, tokenizer, ranks, self.progress, self._message)
@@ -228,7 +228,7 @@ class Trainer:
         if self.job.checkpoint.enable:
             self.saver.prepare()
             starter = CheckpointLoader(
-                self.job, self.run.folder, self.engine, self.loader, self.run.ranks, on_ranks
+                self.job, self.run.folder, self.engine, self.loader, self.run.ranks, huggingface
             )
             resumed = starter.start()
             for message in resumed.messages:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from harness.config.cluster import node_name
 from harness.metrics.columns import Metric
 from harness.metrics.jsonl import MetricsFile
 from harness.metrics.memory import MEMORY, allocator, peak_memory_gib
@@ -16,6 +15,7 @@ from harness.train.engine import Engine
 from harness.train.observer import Observer, Periodic, Row, Run
 from harness.train.setup import device_name
 from harness.train.step import add_up
+from harness.util.hardware import node_name
 
 
 class Memory(Observer):
