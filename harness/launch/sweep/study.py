@@ -10,9 +10,9 @@ from typing import Any
 
 from harness.config.fields import from_dict
 from harness.launch.sweep.registry import Point
-from harness.metrics.columns import RESULT
 from harness.run.folder import RunFolder
 from harness.run.result import write_json_atomically
+from harness.train.rows import metrics_of_result
 from harness.util.encoding import read_object
 from harness.util.errors import ConfigError, UserError
 
@@ -152,7 +152,7 @@ def check_objective(value: Any) -> list[str]:
         ConfigError: one is not a number of ``result.json``.
     """
     names = [str(each) for each in value] if isinstance(value, list) else [str(value)]
-    known = {column.name for column in RESULT if column.unit not in _NO_NUMBERS}
+    known = {column.name for column in metrics_of_result() if column.unit not in _NO_NUMBERS}
     for name in names:
         prefixes = [f"{name[:end]}.*" for end, letter in enumerate(name) if letter == "."]
         if name not in known and not any(each in known or each == f"{_EITHER}*" for each in prefixes):
