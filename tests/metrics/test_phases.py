@@ -23,8 +23,7 @@ from harness.config.fields import with_value
 from harness.config.job import Job
 from harness.launch.pool import RankPool
 from harness.metrics.jsonl import read_metrics
-from harness.metrics.phases import Phases, Span
-from harness.metrics.slow import KINDS, SlowRanks, own_seconds
+from harness.metrics.phases import KINDS, Phases, SlowRanks, Span, own_seconds
 from harness.run.folder import RunFolder
 from harness.tools.plan.constants import Calibration, Constants
 from harness.tools.plan.make import make_plan
