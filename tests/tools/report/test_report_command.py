@@ -278,9 +278,7 @@ def test_a_calibration_beside_the_rows_applies(tmp_path: Path, plan_with: Put) -
         return plan_of(rate_of)(job)
 
     plan_with(make_plan)
-    [job] = [
-        point.job for point in compose_points(["cluster.device=cpu", "data=synthetic", "training.seed=1,"])
-    ][:1]
+    job = compose_points(["cluster.device=cpu", "data=synthetic", "training.seed=1,2"])[0].job
     row = {**as_planned("x", job, []), **flatten(result(job, 1.0, DEVICE)), "state": "completed"}
     for path in (None, tmp_path / "other.json"):
         with_predictions([row], calibration_of(tmp_path, path))
