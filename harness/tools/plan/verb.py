@@ -86,7 +86,7 @@ def _search(job: PlanJob, overrides: list[str]) -> Result:
     try:
         found = search(Space.of(plain, overrides), job.top, calibration, job.headroom)
     except NothingFits as failed:
-        from harness.tools.plan.nothing_fits import what_would_fit
+        from harness.tools.plan.remedies import what_would_fit
 
         return what_would_fit(failed, job, overrides)
     path = sweep_path(job.name, job.sweep_file)
