@@ -383,7 +383,7 @@ VERBS: Registry[Verb] = Registry(
         "verify": "harness.tools.verify:VERB",
         "convert": "harness.tools.convert:VERB",
         "download": "harness.tools.download:VERB",
-        "tokenize": "harness.tools.tokenize.verb:VERB",
+        "tokenize": "harness.tools.tokenize:VERB",
     },
     field="verb",
     expects="harness.compose.verb:Verb",

@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 
 from harness.checkpoint.rank_group import CHECKPOINT_GROUP
-from harness.config.cluster import count_gpus, node_name
+from harness.config.cluster import count_gpus
 from harness.config.job import Job
 from harness.util.errors import ConfigError, UserError
+from harness.util.hardware import node_name
 
 
 def local_rank() -> int:

@@ -12,12 +12,16 @@ from harness.config.job import Job
 from harness.config.registry import MissingPackageError
 from harness.launch.rows import job_of
 from harness.tools.plan.constants import Calibration
-from harness.tools.report.statistics import delta
 from harness.util.tables import GIB
 
 Row = dict[str, Any]
 CALIBRATION = "calibration.json"
 METRICS = ("tokens_per_second_per_rank", "memory_gib", "mfu")
+
+
+def delta(value: float | None, reference: float | None) -> float | None:
+    """Return ``value / reference - 1``; None if either is unknown or the reference is 0."""
+    return None if value is None or not reference else value / reference - 1
 
 
 def predicted(job: Job, cluster: ClusterConfig | None = None, calibration: Calibration | None = None) -> Row:

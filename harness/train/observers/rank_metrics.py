@@ -8,11 +8,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from harness.config.cluster import node_name
 from harness.metrics.jsonl import MetricsFile
 from harness.train.engine import Engine
 from harness.train.observer import Observer, Row, Run
 from harness.train.progress import device_name
+from harness.util.hardware import node_name
 
 FOLDER = "metrics"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from harness.launch.rows import job_of, load
 from harness.tools.report.experiment import workload
 from harness.tools.report.predict import calibration_of, with_predictions
-from harness.tools.report.statistics import spearman
+from harness.tools.report.runs import spearman
 
 FOLDER = Path(__file__).parents[3] / "experiments" / "cpu_layouts"
 RATE = "tokens_per_second_per_rank"

@@ -110,9 +110,6 @@ def test_a_sweep(
     assert "| **tp=1 pp=1** | FSDP8 | 8 | 1,008.0 | 4.0% | 1,108.8 | +10.0% |" in text
     assert "| tp=2 pp=2 | failed | out_of_memory | rank 3: Tried to allocate 2 GiB |" in text
     assert re.search(r"\| tp=3 pp=1 \| parallelism.dp_shard=-1: .*world size 8", text)
-    assert re.search(r"\| 3 \| – \| – \| – \| – \| – \| – \| skipped: parallelism.dp_shard", text)
-    assert "- commit: 0123456789" in text and "- versions: torch 2.x, python 3.x" in text
-    assert f"- device: {DEVICE}" in text
     rows = list(csv.DictReader((folder / "report" / "table.csv").open()))
     assert [row["state"] for row in rows] == ["completed"] * 3 + ["failed"] + ["skipped"] * 2
     assert float(rows[0]["predicted.tokens_per_second_per_rank"]) == pytest.approx(1.1 * 1008)
@@ -270,7 +267,6 @@ def test_a_program_of_experiments_has_its_rows_in_runs(
     assert "throughput median error 10.0%, worst 10.0% (1 rows)" in capsys.readouterr().out
     text = (tmp_path / "out" / "tables.md").read_text()
     assert "| **tiny bf16 full** | single | 1 | 100.0 | 0.0% | 110.0 | +10.0% | 40.0% | 2.00 | 4.00 |" in text
-    assert "python experiments/gpu_single/run.py" in text
 
 
 def test_a_calibration_applies_to_the_measured_machine(

@@ -7,8 +7,11 @@ TARGET/manifest.json     written last: the folder is complete
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
+import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,12 +19,13 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from harness.data.shards.manifest import MANIFEST
-from harness.util.encoding import read_object
-from harness.util.errors import ConfigError
+from harness.util.encoding import parse_object, read_object
+from harness.util.errors import ConfigError, DataError, MachineError
 from harness.util.files import write_atomically
+from harness.util.store import only_builder
 
-UNFINISHED, PLAN = ".unfinished", "plan.json"
+MANIFEST, PLAN, UNFINISHED = "manifest.json", "plan.json", ".unfinished"
+FORMAT_VERSION = 1
 
 
 class Sized(Protocol):
@@ -127,6 +131,13 @@ class ShardWriter(ABC):
         """Whether the source has not changed since the plan was written."""
         return bool(read_object(self.target / PLAN).get("key") == self.key)
 
+    def write_all(self, workers: int | None) -> None:
+        """Write the missing units of all shards, and the manifest, as the folder's only builder."""
+        self.begin()
+        self.write(range(len(self.shards)), workers)
+        self.finish()
+        self.remove_unfinished()
+
     def remove_unfinished(self) -> None:
         """Remove what is not part of the complete folder."""
         for folder in (self.work, *self.target.glob(".shard-*")):
@@ -143,3 +154,63 @@ def cut_units(units: Sequence[U], count: int) -> list[list[U]]:
         middle = end - unit.nbytes / 2
         ranges[min(count - 1, int(middle * count / total)) if total else 0].append(unit)
     return ranges
+
+
+def write_here(writer: ShardWriter, workers: int | None) -> float:
+    """Write what is missing, and the manifest; return the seconds.
+
+    Raises:
+        MachineError: the disk is full or not writable.
+    """
+    started = time.monotonic()
+    try:
+        with only_builder(writer.target / UNFINISHED, lambda: writer.is_complete) as building:
+            if building is not None:
+                writer.write_all(workers)
+                building.is_useless = True
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        name = f"{writer.verb}.target={writer.target}"
+        raise MachineError(f"{name}: {error.strerror}; finished units are kept") from error
+    except KeyboardInterrupt:
+        sys.stderr.write("stopped; the same command continues\n")
+        raise
+    return time.monotonic() - started
+
+
+def write_manifest(folder: Path, manifest: Any) -> None:
+    """Write the manifest, a dataclass, which makes a folder complete.
+
+    Raises:
+        OSError: the folder is full or not writable.
+    """
+    text = json.dumps(dataclasses.asdict(manifest), indent=1, ensure_ascii=False)
+    write_atomically(folder / MANIFEST, f"{text}\n".encode())
+
+
+def load_manifest(folder: Path, verb: str, noun: str) -> dict[str, Any]:
+    """Read the manifest of a folder.
+
+    Args:
+        folder: the folder.
+        verb: the verb that writes such folders.
+        noun: their name, for messages.
+
+    Raises:
+        DataError: there is none, it is not JSON, or a later version wrote it.
+    """
+    path = folder / MANIFEST
+    try:
+        found = parse_object(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        rule = f"is not a complete {noun} of harness {verb}: it has no {MANIFEST}"
+        raise DataError(f"{folder} {rule}; would work: harness {verb} {verb}.target={folder}") from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise DataError(f"{path} is damaged: {error}") from None
+    version = found.get("version")
+    if version != FORMAT_VERSION:
+        raise DataError(f"{path} has format version {version!r}; this harness reads version {FORMAT_VERSION}")
+    return found

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.data import build_lock
-from harness.data.build_lock import HEARTBEAT, LOCK, only_builder
+from harness.util import store
+from harness.util.store import HEARTBEAT, LOCK, only_builder
 
 
 def never() -> bool:
@@ -54,8 +54,8 @@ def test_a_builder_of_another_node_is_dead_when_its_heart_stops(
 ) -> None:
     """Its lock may not be visible here."""
     if not has_locks:
-        monkeypatch.setattr(build_lock, "lock", lambda *_, **__: None)
-    monkeypatch.setattr(build_lock, "DEAD_SECONDS", 0.5)
+        monkeypatch.setattr(store, "lock", lambda *_, **__: None)
+    monkeypatch.setattr(store, "DEAD_SECONDS", 0.5)
     heart = tmp_path / HEARTBEAT
     heart.write_text("other-node 1 0")
     built: list[str] = []
@@ -70,6 +70,6 @@ def test_a_builder_of_another_node_is_dead_when_its_heart_stops(
 
 def test_a_builder_of_this_node_is_dead_when_its_lock_is_free(tmp_path: Path) -> None:
     (tmp_path / LOCK).touch()
-    (tmp_path / HEARTBEAT).write_text(f"{build_lock.node_name()} 1 0")
+    (tmp_path / HEARTBEAT).write_text(f"{store.node_name()} 1 0")
     with only_builder(tmp_path, never) as building:
         assert building is not None
