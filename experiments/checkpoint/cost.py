@@ -50,8 +50,8 @@ def measure(job_json: str, folder: str, rounds: int) -> list[dict[str, float]]:
         rng_state,
     )
     from harness.data.tokenizer import build_tokenizer
-    from harness.train.batches import loader_of
     from harness.train.engine import Engine
+    from harness.train.objective import loader_of
     from harness.train.setup import set_up_process
 
     job = Job.from_json(job_json)

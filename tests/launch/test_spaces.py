@@ -26,7 +26,7 @@ from harness.util.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 ROWS = dict(re.findall(r"^\| `(\w+)` \| (\d+)", (ROOT / "sweeps" / "README.md").read_text(), re.MULTILINE))
-SPACES = sorted(path.stem for path in (ROOT / "sweeps").glob("*.yaml"))
+SPACES = sorted(path.stem for path in (ROOT / "sweeps").glob("*.yaml") if path.stem != "optuna")
 
 
 @functools.cache

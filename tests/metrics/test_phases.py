@@ -21,8 +21,7 @@ from tiers import THOROUGH
 from harness.config.job import Job
 from harness.launch.pool import RankPool
 from harness.metrics.jsonl import read_metrics
-from harness.metrics.phases import Phases, Span
-from harness.metrics.slow import KINDS, SlowRanks, own_seconds
+from harness.metrics.phases import KINDS, Phases, SlowRanks, Span, own_seconds
 from harness.run.folder import RunFolder
 from harness.tools.plan.constants import Calibration
 from harness.tools.plan.make import make_plan
