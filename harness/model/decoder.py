@@ -44,8 +44,6 @@ class Head(nn.Linear):
         return losses[0] if len(losses) == 1 else torch.stack(losses)
 
 
-# Multi-token prediction: predicts the token after the next one.
-
 class MTP(nn.Module):
     """Multi-token prediction of DeepSeek V3 (arXiv:2412.19437, section 2.2).
 

@@ -135,11 +135,12 @@ class UlyssesAttention(Kernel):
         return all_to_all_single_autograd(pieces, None, None, self.group).view(pieces.shape)
 
 
-# torch's ring attention as one custom operator: torch implements causal ring attention in `_templated_ring_attention`: keys and values rotate over the
-# ranks and partial results are merged by their log-sum-exps (arXiv:2310.01889). torch's public interface
-# replaces scaled_dot_product_attention for the entire process, and supports CUDA kernels only. So the
-# function is called directly here, with the kernel of the device, as one operator that is opaque to compile
-# and recomputation. Keys and values are sent without being repeated for grouped queries.
+# Ring attention as one custom operator. torch implements causal ring attention in
+# `_templated_ring_attention`: keys and values rotate over the ranks and partial results are merged by their
+# log-sum-exps (arXiv:2310.01889). Its public interface replaces scaled_dot_product_attention for the entire
+# process, and supports CUDA kernels only. So the function is called directly here, with the kernel of the
+# device, as one operator that is opaque to compile and recomputation. Keys and values are sent without being
+# repeated for grouped queries.
 
 aten = torch.ops.aten
 
