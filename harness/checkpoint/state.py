@@ -156,7 +156,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def non_finite_warning(names: Sequence[str], tensors: int, what: str) -> str | None:
-    """Return a warning about ``names``, of so many ``tensors``, with non-finite values; None if there are none.
+    """Return a warning about ``names`` of so many ``tensors``, with non-finite values; None without any.
 
     ``what`` is a participle for the message, ``written`` or ``loaded``.
     """
