@@ -36,6 +36,11 @@ _CUTS = {Split.COLUMN: ActivationSplit.INNER, Split.ROW: ActivationSplit.PARTIAL
 class FluxCosts(Costs):
     """Costs of Flux."""
 
+    sample = "image"
+
+    def kind(self, model: ModelConfig) -> str:
+        return "models of pictures"
+
     def block_activations(
         self, model: ModelConfig, layer: int, seq_len: int, *, on_cpu: bool
     ) -> PartActivations:

@@ -78,6 +78,13 @@ def pre_norm_operations(model: ModelConfig, layer: int, seq_len: int) -> Operati
 class Costs(ABC):
     """Costs of an architecture. Instances have no state."""
 
+    sample = ""
+    """What a sample is called if its cost and rate are shown beside those of a token, such as "image"."""
+
+    def kind(self, model: ModelConfig) -> str:
+        """What such models are called where published figures are compared with the plan."""
+        return "mixtures of experts" if model.moe.enabled else "dense models"
+
     @abstractmethod
     def block_activations(
         self, model: ModelConfig, layer: int, seq_len: int, *, on_cpu: bool
