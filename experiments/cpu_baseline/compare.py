@@ -29,7 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from harness.tools.study.bench import Spread, order_of, ratios_by_round
-from harness.util.tables import markdown
+from harness.util.tables import Table, to_markdown
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -156,7 +156,7 @@ def table(rows: list[dict[str, Any]], layouts: list[str]) -> str:
                 median, between = spread.shown(".3f")
                 cells += [f"{statistics.median(theirs.values()):.1f}", f"{median} ({between})"]
             lines.append(cells)
-    return markdown(["layout", "figure", "harness", *heads], lines)
+    return to_markdown(Table.of_cells(["layout", "figure", "harness", *heads], lines))
 
 
 def against_the_best(rows: list[dict[str, Any]], layouts: list[str]) -> list[str]:

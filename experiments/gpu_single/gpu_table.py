@@ -13,7 +13,7 @@ from harness.metrics.mfu import peak_of
 from harness.tools.study.bench import Spread, ratios_by_round
 from harness.util.encoding import flatten
 from harness.util.hardware import find_accelerator
-from harness.util.tables import GIB, markdown
+from harness.util.tables import GIB, Table, to_markdown
 
 Row = dict[str, Any]
 TORCHTITAN = "torchtitan.tokens_per_second_per_rank"
@@ -44,8 +44,7 @@ def render(facts: Row, rows: Sequence[Row]) -> str:
     lines = [
         about(facts),
         "",
-        markdown(HEADER, table),
-        "",
+        to_markdown(Table.of_cells(HEADER, table)),
         f"MFU is against bfloat16 in every mode: {'; '.join(origins) or 'nothing ran'}.",
     ]
     lines += [*targets_in_words(facts, best), ""]

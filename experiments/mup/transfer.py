@@ -24,11 +24,11 @@ from harness.compose.composer import compose_job
 from harness.compose.resolve import resolve
 from harness.config.job import Job
 from harness.data.tokenizer import build_tokenizer
-from harness.train.batches import loader_of
 from harness.train.engine import Engine
+from harness.train.objective import loader_of
 from harness.train.setup import process_group, set_up_process
 from harness.util.plots import new_figure, save
-from harness.util.tables import markdown
+from harness.util.tables import Table, to_markdown
 
 HERE = Path(__file__).parent
 RESULTS = Path("runs/mup/results.jsonl")
@@ -112,7 +112,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             shown = [f"**{losses[lr]:.3f}**" if losses[lr] == best else f"{losses[lr]:.3f}" for lr in RATES]
             cells.append([title, str(width), *shown])
     headings = ["parametrization", "width", *(f"{rate:.2g}" for rate in RATES)]
-    made = markdown(headings, cells, right=range(1, len(headings)))
+    made = to_markdown(Table.of_cells(headings, cells, right=range(1, len(headings))))
     return f"Loss by width and learning rate, mean of the last {LAST} of {STEPS} steps.\n\n{made}"
 
 
