@@ -62,7 +62,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"shuffle": False}, "is a field of each source; would work: data.sources.NAME.shuffle"),
     (
         {"paths": ["x"]},
-        "has no effect with data.kind=mixture; only data.kind=local or tokens or chat or latents or pictures uses",
+        "has no effect with data.kind=mixture; only data.kind=local or tokens or chat or latents or ",
     ),
     ({"weight_changes": [{"a": 1}]}, "each change needs a whole number `step` above 1"),
     ({"weight_changes": [{"step": 9, "a": 1}, {"step": 9, "b": 1}]}, "`step` above 9"),
