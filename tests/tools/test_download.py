@@ -266,9 +266,7 @@ def test_disks(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     with monkeypatch.context() as patched:
         patched.setattr("huggingface_hub.file_download.http_get", fail)
         said = refused(f"repo={REPO}", "what=weights", "to=out", kind=MachineError)
-        assert (
-            "the disk is full, or a quota is; with more space the same command" in said
-        )
+        assert "the disk is full, or a quota is; with more space the same command" in said
     (tmp_path / "file").write_text("x")
     assert refused(f"repo={REPO}", "to=file") == "to=file: is a file; would work: a folder"
     said = refused(f"repo={REPO}", "to=file/below")
