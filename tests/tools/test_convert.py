@@ -149,12 +149,8 @@ def read_target(format: str, path: Path, model: ModelConfig) -> Any:
     if format == "hf":
         again = transformers.AutoModelForCausalLM.from_pretrained(path)
         require_same(HuggingFaceSource(path, model), ours(again, model))
-    read = {
-        "hf": HuggingFaceSource,
-        "dcp": read_dcp,
-        "torchtitan": lambda *of: TorchtitanSource(str(of[0]), of[1]),
-    }
-    return read[format](path, model)
+        return HuggingFaceSource(path, model)
+    return read_dcp(path, model) if format == "dcp" else TorchtitanSource(str(path), model)
 
 
 SOURCES = ["hf", "dcp", "meta", "meta_columns", "meta_1", "foreign", "foreign_nested"]
