@@ -17,13 +17,12 @@ from lm_eval.tasks import TaskManager
 
 from harness.config.training import LM_EVAL
 from harness.model.decoder import Decoder
-from harness.tools.inference.evaluate.config import EvaluateJob
-from harness.tools.inference.evaluate.scoring import Scorer
-from harness.tools.inference.evaluate.tasks import Row, Setting, encode_pair, windows
-from harness.tools.inference.generate.config import GenerateConfig
-from harness.tools.inference.generate.prompts import Prompt
-from harness.tools.inference.generate.rank import generate_texts
+from harness.tools.inference.decode import generate_texts
+from harness.tools.inference.evaluate import EvaluateJob
+from harness.tools.inference.generate import GenerateConfig, Prompt
 from harness.tools.inference.model import InferenceModel
+from harness.tools.inference.scoring import Scorer
+from harness.tools.inference.tasks import Row, Setting, encode_pair, windows
 from harness.util.errors import ConfigError, HarnessError, UserError, one_line
 
 NEW_TOKENS = 256
