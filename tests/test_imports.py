@@ -79,8 +79,8 @@ def test_the_way_to_the_first_forward_pass_is_short(tmp_path: Path) -> None:
 def test_imports_are_found() -> None:
     assert "harness.train.engine" in imports_of("harness.train.trainer")
     assert "harness.train.trainer" in imports_of("harness.train.rank"), "an import inside of a function"
-    assert "harness.train.steps" in imports_of("harness.train.rows"), "an import for type checkers"
-    assert "harness.train.steps" not in imports_of("harness.train.rows", of_types=False)
+    assert "harness.train.step" in imports_of("harness.train.rows"), "an import for type checkers"
+    assert "harness.train.step" not in imports_of("harness.train.rows", of_types=False)
 
 
 def test_arrows_point_down() -> None:

@@ -98,7 +98,9 @@ FIELDS_AND_GROUPS = [
     mistake("schedule=cosin", "no such option; did you mean cosine?", "cosine"),
     mistake("debug=yes", "no such option; options: anomaly, default, ", "deterministic"),
     mistake("experiment=nothing", "no such option; options"),
-    mistake("hydra/launcher=none", "jobs are started by hydra/launcher=harness; would work: cluster=slurm "),
+    mistake(
+        "hydra/launcher=none", "has no effect, because Hydra only composes here; would work: cluster=slurm "
+    ),
     mistake("hydra.verbose=true", "has no effect, because Hydra only composes here; would work: metrics."),
     mistake(
         "model=[llama3_tiny,llama3_8b]",

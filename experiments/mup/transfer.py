@@ -24,8 +24,8 @@ from harness.compose.composer import compose_job
 from harness.compose.resolve import resolve
 from harness.config.job import Job
 from harness.data.tokenizer import build_tokenizer
-from harness.train.batches import loader_of
 from harness.train.engine import Engine
+from harness.train.objective import loader_of
 from harness.train.setup import process_group, set_up_process
 from harness.util.plots import new_figure, save
 from harness.util.tables import Table, to_markdown

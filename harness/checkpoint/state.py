@@ -61,7 +61,7 @@ class Trained(HasWeights, Protocol):
 
 
 class Exchange(Protocol):
-    """Load and export weights in another project's format, on all ranks (``weights.on_ranks``)."""
+    """Load and export weights in another project's format, on all ranks (``weights.huggingface``)."""
 
     def check(self, path: str, model: ModelConfig) -> None: ...
     def load(self, path: str, model: ModelConfig, state: Mapping[str, Tensor], ranks: RankGroup) -> None: ...

@@ -25,8 +25,8 @@ from harness.checkpoint.storage import Reader, Writer
 from harness.config.model import ModelConfig
 from harness.model.spec import is_buffer, tensor_shapes
 from harness.util.files import sync_file
+from harness.weights.hf_tensors import check_tensors
 from harness.weights.source import EMBEDDING, HEAD, Source, TensorFacts, refuse_untied
-from harness.weights.tensor_names import check_tensors
 
 
 def average_of(name: str) -> str:

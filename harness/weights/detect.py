@@ -22,8 +22,8 @@ from harness.config.job import Job, from_dict
 from harness.config.model import FAMILIES, ModelConfig, named_fields
 from harness.config.registry import load_attribute
 from harness.util.errors import ConfigError, UserError
+from harness.weights.config_json import model_node
 from harness.weights.format import weight_formats
-from harness.weights.from_config import model_node
 
 if TYPE_CHECKING:
     from harness.weights.source import Source
@@ -200,7 +200,7 @@ def open_source(found: WeightFolder, model: ModelConfig, dequantized: str = "bfl
         from harness.weights.dcp import DistributedSource
 
         return DistributedSource(found.path, found.manifest, model, ema=found.ema)
-    from harness.weights.mup import unfolded
+    from harness.weights.source import unfolded
 
     return unfolded(load_attribute(WEIGHT_FORMATS[found.kind].read)(found.path, model), model)
 

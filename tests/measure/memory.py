@@ -88,8 +88,8 @@ def measure_pass(job: Job) -> dict[str, float]:
 
     from harness.data.tokenizer import build_tokenizer
     from harness.metrics.memory import peak_memory_gib
-    from harness.train.batches import loader_of
     from harness.train.engine import Engine
+    from harness.train.objective import loader_of
     from harness.train.setup import process_group, set_up_process
     from harness.util.tables import GIB
 

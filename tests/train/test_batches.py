@@ -15,7 +15,7 @@ from harness.data.cache import cache_folder
 from harness.data.sources import LocalFiles
 from harness.data.tokenizer import build_tokenizer
 from harness.launch.pool import RankPool
-from harness.train.batches import _wait_for_all, loader_of
+from harness.train.objective import _wait_for_all, loader_of
 from harness.util.store import only_builder
 
 TIMEOUT_SECONDS, BUILDING_SECONDS = 0.5, 1.0

@@ -19,8 +19,8 @@ from harness.config.model import ModelConfig
 from harness.model.spec import parameter_shapes
 from harness.util.errors import UserError
 from harness.weights.config_json import read_object
+from harness.weights.hf_tensors import check_tensors
 from harness.weights.source import EMBEDDING, HEAD, TensorFacts, refuse_untied
-from harness.weights.tensor_names import check_tensors
 
 PATTERN, PARAMS = "consolidated.*.pth", "params.json"
 

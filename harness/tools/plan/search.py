@@ -191,7 +191,7 @@ class _Ranking:
         self.planned = 0
         self._base, self._top, self._rejected = space.base, top, rejected
         self._calibration, self._headroom = calibration, headroom
-        device = device_of(space.base, calibration)
+        device = device_of(space.base)
         machine = machine_of(points[0].job(space.base), calibration)
         if device is None:
             rule = "a search ranks by speed, and the hardware of these ranks is unknown"

@@ -19,7 +19,7 @@ from harness.launch.slurm_record import SlurmJobRecord
 from harness.launch.state import read_states
 from harness.launch.sweep.registry import Registry, command_of
 from harness.launch.sweep.table import rows_of, table_text
-from harness.metrics.slow import SlowRank
+from harness.metrics.phases import SlowRank
 from harness.metrics.window import THROUGHPUT, Window
 from harness.run.result import write_result
 from harness.tools.report.runs import report_runs
