@@ -8,8 +8,6 @@ from itertools import product
 
 import numpy as np
 
-from harness.util.plots import of_extra
-
 Array = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
 HUBER = 1e-3
@@ -211,8 +209,10 @@ def _minimize(start: Array, logs: Array, targets: Array) -> tuple[Array, float]:
         shares = np.exp(terms - np.logaddexp.reduce(terms, axis=1)[:, None])
         return np.concatenate([shares, -shares[:, 1:] * logs], axis=1)
 
+    from scipy.optimize import least_squares
+
     many = len(targets) >= MANY
-    found = of_extra("scipy.optimize").least_squares(
+    found = least_squares(
         lambda values: _log_loss(values, logs) - targets,
         start,
         slopes,
