@@ -62,7 +62,7 @@ class Rows(Recorder):
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
 
-    def begin(self, start_step: int, *, has_curve: bool = False) -> None:
+    def begin(self, start_step: int, metrics: Any = (), *, has_curve: bool = False) -> None:
         return
 
     def log(self, row: Mapping[str, Any]) -> None:
