@@ -9,14 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from harness.config.model import ModelConfig
+from harness.model.architecture import block_of
 from harness.model.attention import build_attention
-from harness.model.blocks import block_of
 from harness.model.cache import CachedPass
-from harness.model.feed_forward import FeedForward
-from harness.model.head import Head
 from harness.model.kernels import AttentionSpec
+from harness.model.layers import MTP, FeedForward, Head
 from harness.model.moe import MoE
-from harness.model.mtp import MTP
 from harness.model.part import ModelPart
 from harness.model.rope import rope_table, signed_table
 
