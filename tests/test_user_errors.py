@@ -14,8 +14,8 @@ from processes import python
 from harness.compose.composer import compose_job
 from harness.compose.paths import using_folders
 from harness.tools.parity.parity import ParityJob
+from harness.tools.plan.compare import job_against
 from harness.tools.plan.config import PlanJob
-from harness.tools.plan.differences import job_against
 from harness.util.errors import EXIT_USER, UserError
 
 ROOT = Path(__file__).parents[1]
@@ -98,7 +98,9 @@ FIELDS_AND_GROUPS = [
     mistake("schedule=cosin", "no such option; did you mean cosine?", "cosine"),
     mistake("debug=yes", "no such option; options: anomaly, default, ", "deterministic"),
     mistake("experiment=nothing", "no such option; options"),
-    mistake("hydra/launcher=none", "jobs are started by hydra/launcher=harness; would work: cluster=slurm "),
+    mistake(
+        "hydra/launcher=none", "has no effect, because Hydra only composes here; would work: cluster=slurm "
+    ),
     mistake("hydra.verbose=true", "has no effect, because Hydra only composes here; would work: metrics."),
     mistake(
         "model=[llama3_tiny,llama3_8b]",

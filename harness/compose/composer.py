@@ -18,9 +18,8 @@ from harness.compose.errors import MISSING, to_user_error
 from harness.compose.layers import (
     CONFIG_JSON,
     Layers,
-    adapt_sweepers,
+    empty_axes,
     files_of_option,
-    find_launcher,
     plain_node,
     register_model,
     register_schema,
@@ -34,7 +33,6 @@ from harness.compose.overrides import (
     in_hydra_syntax,
     options_of,
     sets_field,
-    settings_of_sweeper,
     typed_value,
     with_one_length,
 )
@@ -94,12 +92,11 @@ class Composer:
         from hydra.core.override_parser.overrides_parser import OverridesParser
 
         register_schema(self.schema)
-        find_launcher()
         GlobalHydra.instance().clear()
         self._hydra.enter_context(initialize_config_dir(config_dir=conf_dir(), version_base="1.3"))
         loader = GlobalHydra.instance().config_loader()
         add_folders(loader)
-        adapt_sweepers()
+        empty_axes()
         self.parser = OverridesParser.create(loader)
         self._conf = config_folders().stamp()
         return self
@@ -145,33 +142,18 @@ class Composer:
         except Exception as error:
             raise to_user_error(error, self.schema) from error
 
-    def sweep_config(self, overrides: list[str]) -> Any:
-        """Compose the config that a sweeper of Hydra gets; fields with several values keep their defaults."""
-        from hydra.core.global_hydra import GlobalHydra
-        from hydra.types import RunMode
+    def axes(self, overrides: list[str]) -> dict[str, Any]:
+        """Axes of the sweep in the job's files, of overrides with one value.
 
-        register_model(overrides)
-        hydra = GlobalHydra.instance().hydra
-        assert hydra is not None
-        try:
-            typed = overrides_for_hydra(overrides)
-            return hydra.compose_config(self.config_name, typed, RunMode.MULTIRUN, from_shell=False)
-        except Exception as error:
-            raise to_user_error(error, self.schema) from error
-
-    def sweeper(self, overrides: list[str]) -> Any:
-        """Return ``hydra.sweeper`` of a job's files and of overrides with one value."""
+        Values by name of the field or group, ``sweep.NAME`` for settings, and POINTS.
+        """
         register_model(overrides)
         try:
             layers, config = self._config(overrides)
             layers.add_hydra(config)
-            return config.hydra.sweeper
+            return dict(config.hydra.sweeper.get("params") or {})
         except Exception as error:
             raise to_user_error(error, self.schema) from error
-
-    def axes(self, overrides: list[str]) -> dict[str, Any]:
-        """Axes of the sweep in the job's files: values by name of the field or group, and POINTS."""
-        return dict(self.sweeper(overrides).get("params") or {})
 
     def _parsed(self, typed: str) -> Any:
         """Parse one override; sweeps have the parser's folder and are not kept."""
@@ -231,14 +213,14 @@ class Composed:
 
 
 def require_one_point(overrides: list[str], config_name: str, schema: type, *, can_sweep: bool) -> None:
-    """Refuse settings of sweepers, and a sweep in the job's files without a choice of one of its points.
+    """Refuse ``sweep=optuna``, and a sweep in the job's files without a choice of one of its points.
 
     Raises:
-        UserError: naming the setting, or the open axes.
+        UserError: naming the sweep, or the open axes.
     """
-    if of_sweeper := settings_of_sweeper(overrides):
+    if "sweep=optuna" in overrides:
         works = "-m" if can_sweep else "python -m harness.train -m"
-        raise UserError(f"{of_sweeper[0]}: is for several jobs; would work: {works}")
+        raise UserError(f"sweep=optuna: is for several jobs; would work: {works}")
     chosen = [each for each in overrides if each.startswith(("sweep=", "experiment=", AXES))]
     if not chosen:
         return
@@ -247,7 +229,7 @@ def require_one_point(overrides: list[str], config_name: str, schema: type, *, c
     listed = str(axes.pop(POINTS, "")).splitlines()
     keys = {each.lstrip("+").partition("=")[0] for each in overrides}
     is_listed = any(line.split() and set(line.split()) <= set(overrides) for line in listed)
-    remaining = [str(name) for name in axes if str(name) not in keys]
+    remaining = [name for name in map(str, axes) if name not in keys and not name.startswith("sweep.")]
     if listed and not is_listed:
         remaining = [POINTS, *remaining]
     if remaining:

@@ -27,7 +27,7 @@ _HIDDEN = (
     "Config search path",
     "provider=",
 )
-INTERVAL = "interval() is a range for sweepers that optimize (hydra/sweeper=optuna), and a grid needs points"
+INTERVAL = "interval() is a range for sweepers that optimize (sweep=optuna), and a grid needs points"
 MISSING = "{}: must be given, on the command line or in a file of the job"
 
 

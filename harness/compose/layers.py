@@ -13,7 +13,6 @@ from typing import Any, get_origin
 from harness.compose.overrides import FROM_CONFIG, OVERRIDE, check_setting, groups, options_of, typed_value
 from harness.compose.paths import config_folders
 from harness.config.job import Job
-from harness.util import PACKAGE
 from harness.util.errors import UserError
 
 WEIGHTS = ("generate.checkpoint", "evaluate.checkpoint")
@@ -62,35 +61,12 @@ def schema_node(schema: type) -> Any:
     return unlock(OmegaConf.structured(schema))
 
 
-def find_launcher() -> None:
-    """Let Hydra find the harness's launcher, before it imports its plugins.
-
-    An editable install makes ``hydra_plugins`` importable by a finder, which does not list its modules.
-    """
-    try:
-        import hydra_plugins
-    except ImportError:
-        return  # a copy of the package alone; only sweepers need the launcher
-    folder = str(PACKAGE.parent / "hydra_plugins")
-    if folder not in hydra_plugins.__path__:
-        hydra_plugins.__path__.append(folder)
-
-
-def adapt_sweepers() -> None:
-    """Change defaults of Hydra's sweepers, after Hydra has imported its plugins.
-
-    ``params`` is empty instead of null: Hydra cannot merge ``hydra.sweeper.params={...}`` into null. Optuna's
-    ``max_failure_rate`` is 1 instead of 0: some points of a space are not valid jobs, which must not end the
-    study. Its ``direction`` is null, which stands for that in which the objective improves.
-    """
+def empty_axes() -> None:
+    """Let Hydra merge ``hydra.sweeper.params={...}``, which it cannot merge into its default, null."""
     from hydra.core.config_store import ConfigStore
 
-    stored = ConfigStore.instance().repo["hydra"]["sweeper"]
-    for name in ("basic.yaml", "optuna.yaml"):
-        if name in stored and stored[name].node.params is None:
-            stored[name].node.params = {}
-            if name == "optuna.yaml":
-                stored[name].node.max_failure_rate, stored[name].node.direction = 1.0, None
+    node = ConfigStore.instance().repo["hydra"]["sweeper"]["basic.yaml"].node
+    node.params = {} if node.params is None else node.params
 
 
 def register_model(overrides: Iterable[str]) -> str | None:

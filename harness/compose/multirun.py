@@ -1,47 +1,105 @@
-"""The points of ``-m``: of a grid, or chosen by a sweeper of Hydra by their results."""
+"""The points of ``-m``: of a grid, or the axes of which Optuna chooses points by their results."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 from harness.compose.composer import POINTS, Composed, Composer
 from harness.compose.errors import INTERVAL, to_user_error
 from harness.compose.overrides import (
+    AXES,
     FROM_CONFIG,
     check_overrides,
     groups,
     in_hydra_syntax,
-    settings_of_sweeper,
     typed_value,
 )
 from harness.compose.search_path import search_path, sets_search_path
 from harness.config.job import Job
 from harness.util.errors import UserError
 
-GRID = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
-"""Hydra's default sweeper, whose points ``compose_points`` makes: all combinations of values."""
+SETTINGS = "sweep."
+"""Prefix of the settings of a sweep whose points are chosen by their results, such as ``sweep.n_trials``."""
 
 
 def chooses_points(overrides: Iterable[str], *, config_name: str = "train", schema: type = Job) -> bool:
-    """Whether a sweeper of Hydra chooses the points by their results, such as ``hydra/sweeper=optuna``.
+    """Whether points are chosen by their results, as with ``sweep=optuna``: a ``sweep.NAME`` is given.
 
     Raises:
-        UserError: the overrides are wrong for every point, or set what has no effect on a grid.
+        UserError: the overrides are wrong for every point.
     """
+    overrides = list(overrides)
+    if any(each.startswith(SETTINGS) for each in overrides):
+        return True
     with search_path(overrides, config_name) as overrides, Composer(config_name, schema) as composer:
         check_overrides(overrides, schema)
-        typed = in_hydra_syntax(overrides, schema)
-        values = [each for each in settings_of_sweeper(typed) if not each.startswith("hydra/sweeper=")]
-        # Without settings that only another sweeper or launcher has.
-        once = with_one_value(composer, [each for each in typed if each not in values])
-        sweeper = composer.sweeper(once)
-    if sweeper.get("_target_") != GRID:
-        return True
-    if values := [each for each in values if "/" not in each.partition("=")[0]]:
-        rule = "is for a sweeper that chooses points by their results"
-        raise UserError(f"{values[0]}: {rule}; would work: hydra/sweeper=optuna")
-    return False
+        params = composer.axes(with_one_value(composer, in_hydra_syntax(overrides, schema)))
+    return any(name.startswith(SETTINGS) for name in params)
+
+
+@dataclass(frozen=True)
+class Space:
+    """Axes of which points are chosen.
+
+    Attributes:
+        settings: values of ``sweep.NAME``, by NAME.
+        axes: parsed by Hydra, by name of the field or group.
+        fixed: overrides of all points, in Hydra's syntax.
+    """
+
+    settings: dict[str, Any]
+    axes: dict[str, Any]
+    fixed: list[str]
+
+
+def read_space(composer: Composer, overrides: Iterable[str]) -> Space:
+    """Read the axes and settings of a command line and of the files that it names.
+
+    Raises:
+        UserError: an override is wrong, or the points are listed.
+    """
+    overrides, schema = list(overrides), composer.schema
+    typed = [each for each in overrides if not each.startswith(SETTINGS)]
+    check_overrides(typed, schema)
+    typed = in_hydra_syntax(typed, schema)
+    params = composer.axes(with_one_value(composer, typed))
+    if POINTS in params:
+        rule = "is a list of points, so there is nothing to choose"
+        raise UserError(f"{AXES}.{POINTS}: {rule}; would work: a sweep without {SETTINGS}NAME")
+    in_files = [f"{name}={'null' if value is None else value}" for name, value in params.items()]
+    given = [each for each in overrides if each.startswith(SETTINGS)]
+    try:
+        parsed = composer.parser.parse_overrides([*in_files, *typed, *given])
+    except Exception as error:
+        raise to_user_error(error, schema) from error
+    axes, fixed, settings = {}, [], []
+    for each in parsed:
+        name = each.get_key_element()
+        if name.startswith(SETTINGS):
+            settings.append(each)
+        elif each.is_sweep_override():
+            axes[name] = each
+        elif str(each.input_line) != "sweep=optuna":
+            axes.pop(name, None)
+            fixed.append(str(each.input_line))
+    return Space(_settings(settings), axes, fixed)
+
+
+def _settings(parsed: list[Any]) -> dict[str, Any]:
+    from hydra._internal.config_loader_impl import ConfigLoaderImpl
+    from omegaconf import OmegaConf
+
+    for each in parsed:
+        if each.is_sweep_override():
+            raise UserError(f"{each.input_line}: a setting of the sweep has one value, or a list in [ ]")
+    config = OmegaConf.create({"sweep": {}})
+    try:
+        ConfigLoaderImpl._apply_overrides_to_config(parsed, config)
+        return cast("dict[str, Any]", OmegaConf.to_container(config.sweep, resolve=True))
+    except Exception as error:
+        raise to_user_error(error) from error
 
 
 def compose_points(

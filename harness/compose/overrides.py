@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import importlib.util
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,17 +16,8 @@ from harness.config.job import Job
 from harness.config.texts import refuse_secrets
 from harness.util.errors import ConfigError, UserError
 
-HONOURED = ("searchpath", "sweeper", "launcher")
+HONOURED = ("searchpath", "sweeper.params")
 """Settings that have an effect, without ``hydra.``, each with the settings below it."""
-PLUGINS = {
-    "optuna": ("hydra_optuna_sweeper", "pip install 'harness[optuna]'"),
-    "ax": ("hydra_ax_sweeper", "pip install hydra-ax-sweeper"),
-    "nevergrad": ("hydra_nevergrad_sweeper", "pip install hydra-nevergrad-sweeper"),
-}
-"""Modules of ``hydra_plugins`` with Hydra's sweepers, and what installs them."""
-LAUNCHER = "harness"
-"""The only option of ``hydra/launcher``."""
-
 _FOLDERS = "runs_dir=FOLDER name=NAME, a run's folder is FOLDER/NAME/ID, a sweep's is FOLDER/NAME"
 _RECORDS = "job.json and overrides.txt in the run's folder, which are always written"
 _OUTPUT = "metrics.console=plain metrics.log_interval=N; logs/ in the run's folder has each rank's output"
@@ -35,6 +25,8 @@ _ENVIRONMENT = "cluster.env.NAME=VALUE"
 
 INSTEAD = {
     "defaults": "group=option, or the defaults list of an own primary config (--config-dir, --config-name)",
+    "sweeper": "sweep=optuna for points chosen by results, with sweep.NAME=VALUE for its settings",
+    "launcher": "cluster=slurm on a cluster, cluster=local here",
     "mode": "-m for a sweep, the command without -m for one job",
     "run": _FOLDERS,
     "sweep": _FOLDERS,
@@ -78,7 +70,6 @@ def check_setting(override: str, key: str) -> None:
         UserError: naming what to use instead.
     """
     if is_honoured(key):
-        _check_choice(key, override.partition("=")[2].strip("'\""))
         return
     parts = _name(key).split(".")
     names = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
@@ -87,39 +78,6 @@ def check_setting(override: str, key: str) -> None:
         known = sorted({*HONOURED, *INSTEAD})
         raise UserError(f"{override}: no such setting of Hydra; Hydra has: {', '.join(known)}")
     raise UserError(f"{override}: has no effect, because Hydra only composes here; would work: {works}")
-
-
-def _check_choice(key: str, option: str) -> None:
-    """Refuse another launcher, and a sweeper whose package is missing.
-
-    Raises:
-        UserError: naming what to use instead.
-    """
-    if key == "hydra/launcher" and option != LAUNCHER:
-        works = "cluster=slurm on a cluster, cluster=local here, without a launcher"
-        raise UserError(f"{key}={option}: jobs are started by hydra/launcher={LAUNCHER}; would work: {works}")
-    if key == "hydra/sweeper" and option in PLUGINS:
-        module, command = PLUGINS[option]
-        if not _is_installed(module):
-            raise UserError(f"{key}={option}: its package is not installed; would work: {command}")
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(f"hydra_plugins.{module}") is not None
-    except ModuleNotFoundError:  # no plugins at all
-        return False
-
-
-def settings_of_sweeper(overrides: Iterable[str]) -> list[str]:
-    """Return the overrides that choose or configure a sweeper or launcher, except the axes of a grid."""
-    found = []
-    for override in overrides:
-        key = override.lstrip("+~").partition("=")[0]
-        name = f"{_name(key)}." if key.startswith(("hydra.", "hydra/")) else ""
-        if name.startswith(("sweeper.", "launcher.")) and not name.startswith("sweeper.params."):
-            found.append(override)
-    return found
 
 
 def _name(key: str) -> str:
@@ -190,6 +148,8 @@ def check_overrides(overrides: Iterable[str], schema: type = Job) -> None:
             raise UserError(
                 f"{override}: an option of a group has one place; would work: {key}=OPTION, {works}"
             )
+        if key.startswith("sweep."):
+            raise UserError(f"{override}: is for several jobs, chosen by results; would work: -m")
         if key == "hydra" or key.startswith(("hydra.", "hydra/")):
             check_setting(override, key)
             continue

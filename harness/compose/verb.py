@@ -168,8 +168,8 @@ class Verb:
         arguments: arguments and flags of its own.
         has_json: whether ``run`` returns a ``Result``, so that ``--json`` can print it.
         sweep: function of ``-m``; gets all points and returns what ``run`` does.
-        study: function of ``-m`` with a sweeper that chooses points by their results
-            (``hydra/sweeper=optuna``); gets the overrides and the name of the primary config.
+        study: function of ``-m`` with points chosen by their results (``sweep=optuna``); gets the overrides
+            and the name of the primary config.
         parts: the verbs that it consists of, such as ``status`` of ``harness sweep``.
         prepare: called first in a process of its own, such as to handle signals.
     """
@@ -292,7 +292,7 @@ class Verb:
             if chooses_points(line.overrides, config_name=name, schema=schema):
                 if self.study is None:
                     rule = "this verb takes all points of a grid at once"
-                    raise UserError(f"hydra/sweeper: {rule}; would work: python -m harness.train -m")
+                    raise UserError(f"sweep=optuna: {rule}; would work: python -m harness.train -m")
                 return partial(self.study, line.overrides, name), False
             points = compose_points(line.overrides, config_name=name, schema=schema, show=_show_composing)
             return partial(self.sweep, points), self.has_json and line.json

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from harness.config.model import ModelConfig
+from harness.model.feed_forward import FeedForward, gated
 from harness.model.grouped import (
     ends_for_linear,
     grouped_linear,
@@ -23,7 +24,6 @@ from harness.model.grouped import (
     to_local,
     unpad,
 )
-from harness.model.layers import FeedForward, gated
 
 # N: tokens, C: residual width, E: experts, K: experts of a token, R: rows (tokens times K), F: hidden width,
 # B: batch, T: sequence

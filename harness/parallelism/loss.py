@@ -1,4 +1,4 @@
-"""The loss: a sum over tokens, divided by the global number of tokens before backward; whole or in chunks."""
+"""The loss: a sum over tokens, divided by the global number of tokens before backward."""
 
 from __future__ import annotations
 
@@ -156,17 +156,18 @@ def token_scores(
     return scores_N2 * (labels_N != IGNORE_INDEX).unsqueeze(1)
 
 
+# Output projection fused with cross entropy, in chunks of rows: the full logits are never in memory.
+#
+# At a vocabulary of 128,256 the logits of 8192 tokens are 4.2 GB in float32, and a plain loss holds three
+# such tensors at once. Here a chunk's gradient is computed right after its logits, as in Liger Kernel
+# (arXiv:2410.10989, section 3.2), so nothing of a chunk is saved or recomputed. Instead the gradient of the
+# projection is kept, in float32: chunks are added to it, and a bfloat16 sum would be rounded each time.
+
 # N: rows (tokens) of a chunk or of all, C: residual width, V: vocabulary (of this rank, when it is split)
 
 
 class ChunkedLoss:
-    """Loss computed by the Head (its ``loss``) in chunks of rows: the same sum and denominator as TokenLoss.
-
-    The full logits are never in memory. At a vocabulary of 128,256 the logits of 8192 tokens are 4.2 GB in
-    float32, and a plain loss holds three such tensors at once. Here a chunk's gradient is computed right
-    after its logits, as in Liger Kernel (arXiv:2410.10989, section 3.2), so nothing of a chunk is saved or
-    recomputed. Instead the gradient of the projection is kept, in float32: chunks are added to it, and a
-    bfloat16 sum would be rounded each time.
+    """Loss computed by the Head (its ``loss``): the same sum and denominator as TokenLoss.
 
     Args:
         loss: has the denominator.

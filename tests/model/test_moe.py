@@ -9,8 +9,8 @@ from torch import Tensor
 
 from harness.compose.composer import compose_job
 from harness.config.model import ModelConfig
+from harness.model.feed_forward import gated
 from harness.model.grouped import grouped_linear
-from harness.model.layers import gated
 from harness.model.moe import MoE, Router, count_by_expert, inverse_of
 
 B, T = 2, 10

@@ -93,7 +93,7 @@ def test_a_new_shape_is_counted_as_unexpected() -> None:
 
 
 def test_a_graph_break_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from harness.model.layers import FeedForward
+    from harness.model.feed_forward import FeedForward
 
     original = FeedForward.forward
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from harness.launch.state import RunState
 from harness.launch.sweep.registry import Point, Skipped, command_of, labels
-from harness.launch.sweep.study_record import StudyRecord
+from harness.launch.sweep.study import StudyRecord
 from harness.metrics.window import THROUGHPUT
 from harness.run.folder import RunFolder
 from harness.util.tables import Table, shortened, to_text
@@ -78,7 +78,7 @@ def best_in_words(record: StudyRecord, points: Sequence[Point]) -> str:
     lines = []
     for point, name in zip(points, names, strict=True):
         if point in best:
-            value = record.format(record.value(RunFolder(point.run_dir).row))
+            value = record.format(record.values(RunFolder(point.run_dir).row))
             lines.append(f"best ({record.describe()}): {name}: {value}\n")
             lines.append(f"  {command_of(point.overrides)}\n")
     return "".join(lines)

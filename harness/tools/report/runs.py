@@ -14,7 +14,7 @@ from harness.config.fields import NUMERICS, leaves
 from harness.config.job import Job
 from harness.launch.naming import MOST_FIELDS, by_part, in_short
 from harness.launch.rows import fastest_first, job_of
-from harness.launch.sweep.study_record import StudyRecord
+from harness.launch.sweep.study import StudyRecord
 from harness.metrics.window import THROUGHPUT
 from harness.run.evaluations import PREFIX, evaluated_columns
 from harness.tools.plan.constants import Calibration
@@ -149,7 +149,7 @@ def _best_of_study(study: StudyRecord | None, rows: Sequence[Row]) -> list[str]:
     if study is None:
         return []
     best = [rows[index] for index in study.best(rows)]
-    found = [f"`{row['point']}`, {study.format(study.value(row))}" for row in best]
+    found = [f"`{row['point']}`, {study.format(study.values(row))}" for row in best]
     return [f"The best ({study.describe()}): {each}." for each in found]
 
 

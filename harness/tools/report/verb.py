@@ -10,7 +10,7 @@ from harness.compose.verb import Result, Verb
 from harness.config.training import COUNTED
 from harness.launch.rows import KEPT, Row, keep, load
 from harness.launch.sweep.registry import FILE as SWEEP
-from harness.launch.sweep.study_record import StudyRecord
+from harness.launch.sweep.study import StudyRecord
 from harness.tools.report import experiment
 from harness.tools.report.fits import fits_of
 from harness.tools.report.of_fits import report_fits

@@ -20,7 +20,7 @@ from harness.weights.families.core import (
     layers_in,
 )
 
-_ALPHA, _LIMIT = 1.702, 7.0  # as in harness.model.layers
+_ALPHA, _LIMIT = 1.702, 7.0  # as in harness.model.feed_forward
 
 _EXPERTS = {
     "w1": TensorSlot("mlp.experts.gate_up_proj", half=0, interleaved=True, transposed=True),
