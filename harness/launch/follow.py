@@ -7,10 +7,8 @@ import time
 from pathlib import Path
 
 from harness.config.job import Job
-from harness.launch.close_lost import record_lost
 from harness.launch.queue import Queued, SlurmError, jobs
-from harness.launch.slurm_record import SlurmJobRecord
-from harness.launch.state import BUSY
+from harness.launch.state import BUSY, SlurmJobRecord, record_lost
 from harness.run.folder import RunFolder
 from harness.train.finish import format_failure
 from harness.util.errors import EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_OK, UserError

@@ -7,13 +7,11 @@ import sys
 
 from harness.config.job import Job
 from harness.launch.begin import begin
-from harness.launch.close_lost import close_run
 from harness.launch.follow import follow, queued
 from harness.launch.preflight import require_inputs
 from harness.launch.queue import Jobs, Queued, describe, is_live, jobs, last_states, require_slurm
 from harness.launch.slurm import Submission, device_hours, shape_of
-from harness.launch.slurm_record import SlurmJobRecord
-from harness.launch.state import read_state
+from harness.launch.state import SlurmJobRecord, close_run, read_state
 from harness.run.folder import RunFolder
 from harness.util.errors import EXIT_OK, ConfigError, UserError
 from harness.util.tables import dollars, summed

@@ -9,10 +9,10 @@ import pytest
 
 from harness.compose.composer import compose_job
 from harness.config.job import Job
-from harness.launch import close_lost as lost
 from harness.launch import follow, queue, slurm, submit
+from harness.launch import state as lost
 from harness.launch.queue import Jobs, Queued
-from harness.launch.slurm_record import SlurmJobRecord
+from harness.launch.state import SlurmJobRecord
 from harness.run.folder import RunFolder
 from harness.util.errors import EXIT_MACHINE, EXIT_OK, UserError
 
