@@ -156,12 +156,9 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def non_finite_warning(names: Sequence[str], tensors: int, what: str) -> str | None:
-    """Return a warning about tensors with non-finite values; None if ``names`` is empty.
+    """Return a warning about ``names`` of so many ``tensors``, with non-finite values; None without any.
 
-    Args:
-        names: the tensors with non-finite values.
-        tensors: the number of all tensors.
-        what: a participle for the message, ``written`` or ``loaded``.
+    ``what`` is a participle for the message, ``written`` or ``loaded``.
     """
     if not names:
         return None

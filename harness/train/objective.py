@@ -103,7 +103,7 @@ class NextToken(Objective):
     """The decoder's: predict the next token."""
 
     def build_loss(self, job: Job, mesh: Mesh, parts: Sequence[Any]) -> TokenLoss:
-        from harness.parallelism.chunked_loss import build_loss
+        from harness.parallelism.loss import build_loss
 
         return build_loss(job, mesh, parts)
 

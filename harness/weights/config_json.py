@@ -64,11 +64,7 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def family_of(model: ModelConfig) -> Family:
-    """The family of a model's checkpoints.
-
-    Raises:
-        ConfigError: the family's files cannot represent the model.
-    """
+    """The family of a model's checkpoints."""
     family = _checked_family(model)
     if family.refuse is not None:
         family.refuse(model)
@@ -144,13 +140,8 @@ def hf_config(model: ModelConfig, *, dtype: str, bos_id: int | None, eos_id: int
     """The content of a config.json from which transformers (or diffusers) builds the same model.
 
     Rotation and dtype are written twice: transformers 4.x reads ``rope_theta``, ``rope_scaling`` and
-    ``torch_dtype``, and 5.x writes ``rope_parameters`` and ``dtype``.
-
-    Args:
-        model: the model.
-        dtype: torch's name of the stored weights' dtype, e.g. ``bfloat16``.
-        bos_id: id of the token that begins a document, if any.
-        eos_id: id of the token that ends a document, if any.
+    ``torch_dtype``, and 5.x writes ``rope_parameters`` and ``dtype``. ``dtype`` is torch's name of the stored
+    weights' dtype; the ids are those of the tokens that begin and end a document.
 
     Raises:
         ConfigError: the family's files cannot represent the model, or transformers cannot build it.
@@ -315,11 +306,7 @@ class FoundRope:
 
 
 def found_rope(family: Family, found: Mapping[str, Any]) -> FoundRope:
-    """Read the rotation from a config.json of transformers 4 or 5.
-
-    Raises:
-        UserError: it is invalid, or has a scaling that training does not support.
-    """
+    """Read the rotation from a config.json of transformers 4 or 5; UserError if it is not supported."""
     # In this order, because transformers 5 prefers rope_scaling where a file has both.
     name = "rope_scaling" if found.get("rope_scaling") else "rope_parameters"
     parameters = found.get(name) or {}
@@ -348,10 +335,7 @@ _MOST, _MOST_OF_ANY = {"n_layers": 10_000}, 2**40
 
 
 def model_from_config(path: str) -> ModelConfig:
-    """Read the model that a config.json describes, resolved and checked against it.
-
-    Args:
-        path: the file, or its folder.
+    """Read the model that a config.json, or its folder, describes, resolved and checked against it.
 
     Raises:
         UserError: the file cannot be read, or the decoder cannot be this model.
@@ -428,11 +412,7 @@ def _read_fields(family: Family, found: Mapping[str, Any], model: ModelConfig) -
 
 
 def _set(model: ModelConfig, name: str, value: Any, theirs: str) -> ModelConfig:
-    """Return the model with a field, by its dotted name, set.
-
-    Raises:
-        UserError: the value has another type, or is out of range for any model.
-    """
+    """The model with a field, by its dotted name, set; UserError for another type or out of range."""
     *groups, last = name.split(".")
     owner: Any = model
     for group in groups:

@@ -107,7 +107,6 @@ def _of_other_software(source: str) -> WeightFolder | None:
 
 
 def _newest(folder: CheckpointFolder) -> tuple[Checkpoint, tuple[str, ...]]:
-    """The newest complete checkpoint, and notes about those that are not."""
     complete, wrong = folder.complete()
     if not complete:
         path, reason = next(iter(wrong.items()))
@@ -163,7 +162,6 @@ def choose_data(job: Job, overrides: list[str], found: WeightFolder) -> DataConf
 
 
 def _chosen(group: str, composed: Any, overrides: list[str], stored: dict[str, Any] | None) -> Any:
-    """The stored config of a group, with the fields of the overrides."""
     typed = _typed(overrides, group)
     if not stored:
         return composed if typed else None

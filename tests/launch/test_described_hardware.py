@@ -15,11 +15,9 @@ from harness.config.fields import leaves, with_value
 from harness.config.job import Job
 from harness.metrics.mfu import peak_of
 from harness.tools.plan.calibrate import START, Measured, calibrate, predicted_rate
-from harness.tools.plan.config import PlanJob
-from harness.tools.plan.constants import Calibration, Constants
-from harness.tools.plan.kernel_peaks import achieved_by
+from harness.tools.plan.constants import ACHIEVED, Calibration
 from harness.tools.plan.machine import device_of, machine_of
-from harness.tools.plan.make import make_plan, planned
+from harness.tools.plan.make import make_plan
 from harness.tools.plan.search import search
 from harness.tools.plan.space import Space
 from harness.tools.report.predict import machine_of as machine_of_row
@@ -48,10 +46,7 @@ JOB = ["model=llama3_8b", "data=synthetic", "tokenizer=bytes", "precision=bf16",
 SAME = [
     *("half_tflops=989.4", "tf32_tflops=494.7", "float32_tflops=66.9", "float8_tflops=1978.9"),
     *("memory_gib=80", "memory_tb_s=3.35", "link_gb_s=450", "units=132"),
-    *(
-        f"achieved_{name}={getattr(achieved_by('H100 SXM'), name)}"
-        for name in ("half", "float8", "attention")
-    ),
+    *(f"achieved_{name}={getattr(ACHIEVED['H100 SXM'], name)}" for name in ("half", "float8", "attention")),
 ]
 TYPED = ["parallelism.tp=1", "parallelism.pp=1", "parallelism.cp=1", "activation_checkpoint.mode=none"]
 
@@ -126,20 +121,6 @@ def test_a_search_fits_layouts_into_the_described_memory(on_h20: Job) -> None:
     assert peak(500.0) > 96 * 2**30
     with pytest.raises(UserError, match=r"none of the .* fits"):
         peak(96.0)
-
-
-def test_the_accelerator_of_a_calibration_limits_memory(on_h20: Job, tmp_path: Path) -> None:
-    """A calibration may describe the device too; a search and a report know its memory."""
-    path = tmp_path / "mine.json"
-    Calibration(Constants(), replace(ACCELERATORS["H100 SXM"], name="Mine", memory_gib=20.0)).write(str(path))
-    unknown = ["cluster=slurm", "cluster.device=auto", f"calibration={path}"]
-    asked = compose_job([*JOB, *unknown], config_name="plan", schema=PlanJob)
-    job, calibration = planned(asked)
-    plan = make_plan(job, calibration)
-    assert plan.memory_limit is not None and plan.memory_limit < 20 * 2**30 and plan.fits is False
-    assert predicted(asked.plain, None, calibration)["fits"] is False
-    with pytest.raises(UserError, match=r"none of the .* fits"):
-        search(Space.of(job, ["parallelism.dp_shard=8", *TYPED]), 1, calibration)
 
 
 def test_formats_are_those_of_the_description(on_h20: Job) -> None:

@@ -146,9 +146,9 @@ def test_a_changed_file_is_composed_again(tmp_path: Path) -> None:
             "sweep=degrees: has several points (parallelism.tp, parallelism.pp); would work: -m",
         ),
         ("sweep=degrees parallelism.tp=2", "sweep=degrees: has several points (parallelism.pp)"),
-        ("experiment=cpu_layouts/layouts", "experiment=cpu_layouts/layouts: has several points (points)"),
+        ("experiment=ladder/stdlib", "experiment=ladder/stdlib: has several points (points)"),
         ("sweep=degrees parallelism.tp=2 parallelism.pp=1", ""),
-        ("experiment=cpu_layouts/layouts parallelism.dp_shard=8", ""),
+        ("experiment=ladder/stdlib scale.parameters=13k training.seed=1", ""),
     ],
 )
 def test_a_space_is_no_job(

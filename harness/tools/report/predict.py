@@ -30,17 +30,12 @@ def predicted(job: Job, cluster: ClusterConfig | None = None, calibration: Calib
     Args:
         job: the job.
         cluster: has the accelerator of the nodes; None means the job's.
-        calibration: calibrated constants in place of the defaults. A calibration with its own accelerator is
-            ignored if ``cluster`` is given.
+        calibration: calibrated constants in place of the defaults.
     """
-    from harness.tools.plan.machine import on_hardware_of
     from harness.tools.plan.make import make_plan
 
     if cluster is not None:
         job = job.on_accelerator_of(cluster)
-        if calibration is not None and calibration.accelerator is not None:
-            calibration = None
-    job = on_hardware_of(job, calibration)
     plan = make_plan(job, calibration)
     speed = plan.speed
     return {

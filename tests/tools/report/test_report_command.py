@@ -8,13 +8,12 @@ import re
 import struct
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu_rows import report_rows
+from gpu_table import report_rows
 from made import DEVICE, leave, make_sweep, plan_of, rate_of, result
 
 from harness.compose.multirun import compose_points
@@ -26,7 +25,6 @@ from harness.tools.report import experiment, published
 from harness.tools.report.predict import CALIBRATION, calibration_of, with_predictions
 from harness.tools.report.verb import VERB
 from harness.util.encoding import flatten
-from harness.util.hardware import ACCELERATORS
 
 ROOT = Path(__file__).parents[3]
 LLAMA = ROOT / "experiments" / "llama3_h100"
@@ -269,14 +267,10 @@ def test_a_program_of_experiments_has_its_rows_in_runs(
     assert "| **tiny bf16 full** | single | 1 | 100.0 | 0.0% | 110.0 | +10.0% | 40.0% | 2.00 | 4.00 |" in text
 
 
-def test_a_calibration_applies_to_the_measured_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plan_with: Put
-) -> None:
-    """Constants of a CPU apply to rows of that CPU, and not to those of a known accelerator."""
-    cpu = Calibration(Constants(), replace(ACCELERATORS["H100 SXM"], name="a CPU"), source="here")
-    cpu.write(str(tmp_path / CALIBRATION))
-    plain = replace(cpu, accelerator=None)
-    plain.write(str(tmp_path / "other.json"))
+def test_a_calibration_beside_the_rows_applies(tmp_path: Path, plan_with: Put) -> None:
+    here, other = Calibration(Constants(), source="here"), Calibration(Constants(), source="other")
+    here.write(str(tmp_path / CALIBRATION))
+    other.write(str(tmp_path / "other.json"))
     used: list[Calibration | None] = []
 
     def make_plan(job: Job, calibration: Calibration | None) -> Any:
@@ -284,23 +278,9 @@ def test_a_calibration_applies_to_the_measured_machine(
         return plan_of(rate_of)(job)
 
     plan_with(make_plan)
-    jobs = [
-        point.job for point in compose_points(["cluster.device=cpu", "data=synthetic", "training.seed=1,2"])
-    ]
-    for job, device in zip(jobs, ("x86_64 CPU, 2 cores", DEVICE), strict=True):
-        row = {**as_planned("x", job, []), **flatten(result(job, 1.0, device)), "state": "completed"}
-        with_predictions([row], calibration_of(tmp_path))
-    assert used == [cpu, None]
-    with_predictions([row], calibration_of(tmp_path, tmp_path / "other.json"))
-    assert used[2] == plain
+    job = compose_points(["cluster.device=cpu", "data=synthetic", "training.seed=1,2"])[0].job
+    row = {**as_planned("x", job, []), **flatten(result(job, 1.0, DEVICE)), "state": "completed"}
+    for path in (None, tmp_path / "other.json"):
+        with_predictions([row], calibration_of(tmp_path, path))
+    assert used == [here, other]
     assert calibration_of(tmp_path / "elsewhere") is None
-
-
-def test_layouts_of_8_cpu_ranks() -> None:
-    jobs = [point.job for point in compose_points(["experiment=cpu_layouts/layouts"])]
-    assert len({job.id for job in jobs}) == 20
-    assert {job.world_size for job in jobs} == {8}
-    assert len({job.numerics_id for job in jobs}) == 1
-    axes = {axis for job in jobs for axis, degree in job.parallelism.degrees.items() if degree > 1}
-    assert axes == {"pp", "dp_replicate", "dp_shard", "cp", "tp"}
-    assert {job.cluster.device for job in jobs} == {"cpu"}

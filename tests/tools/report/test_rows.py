@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from gpu_rows import report_rows
+from gpu_table import report_rows
 from made import DEVICE, make_sweep, rate_of, result
 
 from harness.compose.composer import compose_job
