@@ -200,7 +200,6 @@ class TensorBoardView:
 
 
 _JOB_ID, _FOLDER = "harness.job_id", "harness.run_dir"
-_UPLOAD_SECONDS = 300.0
 # Rows that come while a request is on its way are sent by the next one.
 _ROWS_PER_REQUEST = 50
 # Limits of MLflow's REST API (mlflow/utils/validation.py).

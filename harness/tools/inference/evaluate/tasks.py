@@ -18,9 +18,8 @@ import numpy as np
 from harness.config.data import DataConfig
 from harness.config.training import DATA
 from harness.data.sources import Source, source_of
-from harness.data.tokenizer import Tokenizer, with_bos, with_bos_eos
+from harness.data.tokenizer import Tokenizer, check_vocab_size, with_bos, with_bos_eos
 from harness.data.tokenizing import is_held_out
-from harness.data.vocabulary import check_vocab_size
 from harness.tools.inference.lines import numbered_lines, parse_json
 from harness.util.errors import ConfigError, UserError
 
@@ -276,7 +275,7 @@ def _parsed(line: str, where: str) -> dict[str, Any]:
 def _source(setting: Setting) -> tuple[Source, Any]:
     """The documents of a split: their source, and whether the one at an index belongs to it."""
     data, split = setting.data, setting.split
-    if not data.has_text or data.kind == "mixture":
+    if not data.has_text or data.sources:
         rule = "has several sources, and one is evaluated" if data.has_text else "has no text to evaluate"
         raise ConfigError("data.kind", data.kind, rule, "data=local_text 'data.paths=[FILES]'")
     if split == "all":
