@@ -160,8 +160,8 @@ def _check_job(command: Command, name: str, schema: type, line: CommandLine) -> 
             compose_job(line.overrides, config_name=name, schema=schema)
         assert f"error: {refused.value}" == command.output[0]
     elif line.multirun and chooses_points(line.overrides, config_name=name, schema=schema):
-        with Composer(name, schema) as composer:
-            composer.sweep_config(["hydra/launcher=harness", *in_hydra_syntax(line.overrides, schema)])
+        composer = Composer(name, schema)
+        composer.sweep_config(["hydra/launcher=harness", *in_hydra_syntax(line.overrides, schema)])
     elif line.multirun:
         points = compose_points(line.overrides, config_name=name, schema=schema)
         reasons = {point.reason for point in points if point.job is None}

@@ -13,8 +13,7 @@ from harness.config.fields import check_written
 from harness.util.errors import UserError
 
 CFG = ("job", "hydra", "all")
-INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
-SHOWS = ("help", "cfg", "info")
+SHOWS = ("help", "cfg")
 _CONF = "--config-dir FOLDER, which adds your files to those of conf/"
 # Hydra's flags that are not supported, and what to type instead.
 REFUSED = {
@@ -25,6 +24,8 @@ REFUSED = {
     "-sc": "--help, which lists groups, options and fields",
     "--run": "the command without it",
     "-r": "the command without it",
+    "--info": "--cfg all, which prints the composed job and Hydra's settings",
+    "-i": "--cfg all, which prints the composed job and Hydra's settings",
     "--experimental-rerun": "the overrides of overrides.txt in the run's folder",
 }
 
@@ -65,13 +66,6 @@ JOB_FLAGS = (
     ),
     Argument("-p", "--package", metavar="NAME", help="with `--cfg`: print one part, e.g. `parallelism`"),
     Argument("--resolve", help="with `--cfg`: resolve interpolations such as `${model.name}`"),
-    Argument(
-        *("-i", "--info"),
-        nargs="?",
-        const=INFO[0],
-        metavar="WHAT",
-        help=f"print how Hydra composes the job: {', '.join(f'`{each}`' for each in INFO)}",
-    ),
     Argument("-m", "--multirun", help="run one job for each combination of values (`harness train` only)"),
     Argument(
         "-cn", "--config-name", metavar="NAME", help="compose another primary file, of `conf/` or your own"
@@ -91,7 +85,6 @@ class CommandLine(argparse.Namespace):
 
     overrides: list[str]
     """Arguments that are not flags, in order."""
-    info: str | None = None
     json: bool = False
 
     @property
@@ -105,9 +98,6 @@ class CommandLine(argparse.Namespace):
         Raises:
             UserError: naming the flag.
         """
-        if self.info not in (None, *INFO):  # argparse took an override as its value
-            self.overrides.insert(0, self.info)
-            self.info = INFO[0]
         given = [each.names[-1] for each in JOB_FLAGS if getattr(self, each.name) not in (None, False)]
         if len(self.shown) > 1:
             first, second, *_ = self.shown

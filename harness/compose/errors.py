@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
-from harness.compose.overrides import OVERRIDE, fields_of, unknown_field
+from harness.compose.overrides import check_setting
 from harness.compose.paths import config_folders
 from harness.config.failures import chain_of
-from harness.config.fields import describe_type
-from harness.config.job import Job
-from harness.util.errors import ConfigError, UserError
+from harness.util.errors import UserError
 
 # Starts of lines that only concern Python or Hydra.
 _HIDDEN = (
@@ -31,27 +27,16 @@ INTERVAL = "interval() is a range for sweepers that optimize (hydra/sweeper=optu
 MISSING = "{}: must be given, on the command line or in a file of the job"
 
 
-def to_user_error(error: BaseException, schema: type = Job) -> UserError:
+def to_user_error(error: BaseException) -> UserError:
     """Turn an error of Hydra or OmegaConf into a one-line UserError."""
     import yaml
     from hydra.errors import MissingConfigException, OverrideParseException
-    from omegaconf.errors import (
-        ConfigAttributeError,
-        ConfigKeyError,
-        OmegaConfBaseException,
-        ValidationError,
-    )
+    from omegaconf.errors import OmegaConfBaseException
 
     if isinstance(error, UserError):
         return error
     chain = chain_of(error, suppressed=True)
     text = "; ".join(dict.fromkeys(part for each in chain[:2] for part in _lines(each)))
-    typed = OVERRIDE.match(_after(text, "Error merging override ", "; "))
-    place = _after(text, "In '", "'")
-    place = f" (in {place}.yaml)" if place and place != "train" else ""
-    if typed and "Cannot merge DictConfig with ListConfig" in text:
-        rule = f"must be {_wanted(schema, typed['key'], typed['key'])}"
-        return ConfigError(typed["key"], typed["value"], rule)
     for each in chain:
         if isinstance(each, yaml.MarkedYAMLError):
             return UserError(f"{_marked(each)}; would work: YAML, indented by spaces, each key once")
@@ -64,53 +49,31 @@ def to_user_error(error: BaseException, schema: type = Job) -> UserError:
         if isinstance(each, OverrideParseException):
             works = "closed brackets and quotes, and quotes around other signs: field='\"a b\"'"
             message, *more = _lines(each)
-            typed_so = str(each.override).removeprefix("++")
             if message.startswith("Error parsing override") and more:
                 message = more[0]
             if " while evaluating '" in message:
                 message = message.partition("': ")[2]
                 works = "a function of Hydra, such as range(1,3), or quotes around a text: field='\"a(b)\"'"
-                return UserError(f"{typed_so}: {message}; would work: {works}")
+                return UserError(f"{each.override}: {message}; would work: {works}")
             # The lexer only repeats the override.
             why = "" if message.startswith("Lexer") else f", {message}"
-            return UserError(f"{typed_so}: cannot be read{why}; would work: {works}")
+            return UserError(f"{each.override}: cannot be read{why}; would work: {works}")
         if isinstance(each, MissingConfigException) and each.missing_cfg_file:
             group, _, option = str(each.missing_cfg_file).rpartition("/")
+            place = _after(text, "In '", "'")
+            place = f" (in {place}.yaml)" if place and place != "train" else ""
             return UserError(
                 f"{group}={option}{place}: no such option; options: {', '.join(each.options or ())}"
             )
-        if not isinstance(each, OmegaConfBaseException):
-            continue
-        key = "" if each.full_key is None else str(each.full_key)
-        unknown = ConfigKeyError, ConfigAttributeError
-        if isinstance(each, unknown) and dataclasses.is_dataclass(each.object_type):
-            if place and key in ("experiment", "sweep"):
-                return UserError(f"{text.split(':')[0]}: the file must begin with '# @package _global_'")
-            known, prefix = fields_of(each.object_type), key.removesuffix(str(each.key))
-            return UserError(f"{unknown_field(key, None, str(each.key), known, prefix)}{place}")
-        if isinstance(each, ValidationError):
-            # For an element of a list the key is only its index; the override has the field.
-            key = re.sub(r"\[\d+\]", "", key)
-            if key.isdigit():
-                key = typed["key"] if typed else ""
-            owner = each.object_type if dataclasses.is_dataclass(each.object_type) else None
-            wanted = _wanted(owner, str(each.key), key) if owner else _wanted(schema, key, key)
-            if wanted:
-                value = typed["value"] if typed and typed["key"] == key else each.value
-                return ConfigError(key, value, f"must be {wanted}{place}")
-        if "Missing mandatory value: " in text:
-            return UserError(MISSING.format(_after(text, "Missing mandatory value: ", ";")))
-        return UserError(f"{key}{place}: {text}" if key and key not in text else text)
-    if text.startswith("Sweep parameters '"):
-        axis = _after(text, "Sweep parameters '", "' requires")
-        if "=interval(" in axis:
-            return UserError(f"{axis}: {INTERVAL}; would work: one value, or range(START,STOP) with -m")
-        return UserError(f"{axis}: is a sweep; would work: -m, which runs one job for each value")
-    if text.startswith("Ambiguous value for argument"):
-        works = "-m to run one job for each, [...] around a list, quotes around one text with commas"
-        return UserError(f"{text.split(chr(39))[1]}: has several values; would work: {works}")
+        if isinstance(each, OmegaConfBaseException):
+            if "Missing mandatory value: " in text:
+                return UserError(MISSING.format(_after(text, "Missing mandatory value: ", ";")))
+            key = "" if each.full_key is None else str(each.full_key)
+            return UserError(f"{key}: {text}" if key and key not in text else text)
     if text.startswith("Could not override '") and "No match in the defaults list" in text:
         group, works = _after(text, "'", "'"), _after(text + ";", "use ", ";")
+        if group.startswith("hydra/"):
+            check_setting(group, f"{group} in a file of the job")
         return UserError(f"{group}: the primary config does not list this group; would work: {works}")
     if text.startswith("Multiple values for "):
         group = _after(text, "Multiple values for ", ".")
@@ -160,22 +123,10 @@ def _files_of_conf() -> Iterator[Path]:
 
 def _lines(error: BaseException) -> list[str]:
     """Lines of an error's message, without those about Python or Hydra."""
-    # Keys of mappings have ++ in Hydra's syntax, which nobody has typed.
-    lines = [re.sub(r"(^|[ '])\+\+(?=\w)", r"\1", line.strip()) for line in str(error).splitlines()]
+    lines = [line.strip() for line in str(error).splitlines()]
     return [line for line in lines if line and not line.startswith(_HIDDEN)]
 
 
 def _after(text: str, start: str, end: str) -> str:
     """Text between two markers; empty if the first is missing."""
     return text.split(start, 1)[1].split(end, 1)[0] if start in text else ""
-
-
-def _wanted(schema: Any, path: str, key: str) -> str | None:
-    """Describe the values of field ``key``, which is at ``path`` in ``schema``; None if it does not exist."""
-    hint = schema
-    for name in path.split("."):
-        owner = next((t for t in (hint, *get_args(hint)) if dataclasses.is_dataclass(t)), None)
-        if owner is None or name not in get_type_hints(owner):
-            return None
-        hint = get_type_hints(owner)[name]
-    return describe_type(hint, key)

@@ -1,4 +1,4 @@
-"""Show a job instead of running it: ``--help``, ``--cfg``, ``--info``."""
+"""Show a job instead of running it: ``--help`` and ``--cfg``."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import Any
 from harness.compose.arguments import CommandLine, Parser
 from harness.compose.composer import Composer
 from harness.compose.errors import to_user_error
-from harness.compose.overrides import check_overrides, groups, in_hydra_syntax, options_of
-from harness.compose.search_path import overrides_for_hydra
+from harness.compose.overrides import check_overrides, groups, options_of
 from harness.config.fields import default_of, docstrings, leaf_fields, rules_of
 from harness.config.job import Job
 from harness.config.registry import Registry
@@ -22,22 +21,14 @@ from harness.util.errors import EXIT_OK, UserError
 def show(line: CommandLine, parser: Parser, *, config_name: str, schema: type) -> int:
     """Show a job as the flags of the command line say; return the exit code."""
     check_overrides(line.overrides, schema)
-    overrides = in_hydra_syntax(line.overrides, schema)
     if line.help:
-        sys.stdout.write(help_text(overrides, parser, config_name=config_name, schema=schema))
-    elif line.cfg is not None:
-        sys.stdout.write(
-            shown_config(
-                overrides,
-                line.cfg,
-                package=line.package,
-                resolve=line.resolve,
-                config_name=config_name,
-                schema=schema,
-            )
-        )
+        text = help_text(line.overrides, parser, config_name=config_name, schema=schema)
     else:
-        _show_by_hydra(line, overrides, config_name, schema)
+        names = {"config_name": config_name, "schema": schema}
+        text = shown_config(
+            line.overrides, str(line.cfg), package=line.package, resolve=line.resolve, **names
+        )
+    sys.stdout.write(text)
     return EXIT_OK
 
 
@@ -53,7 +44,7 @@ def shown_config(
     """Return the composed configuration as YAML, before it becomes a job.
 
     Args:
-        overrides: checked, and in Hydra's syntax.
+        overrides: checked.
         kind: ``job``, ``hydra`` (Hydra's own part) or ``all``.
         package: dotted name of the part to show.
         resolve: whether to replace ``${...}`` by values.
@@ -65,20 +56,17 @@ def shown_config(
     """
     from omegaconf import OmegaConf
 
-    with Composer(config_name, schema) as composer:
-        config = composer.config(overrides)
-        hydra = None if kind == "job" else composer.config(overrides, with_hydra=True).hydra
+    composer = Composer(config_name, schema)
+    plain = composer.config(overrides, resolve=resolve)
+    config: Any = OmegaConf.create({} if kind == "hydra" else plain)
+    if kind != "job":
+        config = OmegaConf.merge(config, {"hydra": composer.settings(overrides)})
     try:
-        if resolve:
-            OmegaConf.to_container(config, resolve=True)  # its errors name the field, those of resolve do not
-        if hydra is not None:
-            parts: dict[str, Any] = {} if kind == "hydra" else {str(name): config[name] for name in config}
-            config = OmegaConf.create(parts | {"hydra": hydra})
         if resolve:
             OmegaConf.resolve(config)
         shown = config if package in (None, "_global_") else OmegaConf.select(config, package)
     except Exception as error:
-        raise to_user_error(error, schema) from error
+        raise to_user_error(error) from error
     if shown is None:
         raise UserError(f"--package={package}: no such part; would work: {', '.join(map(str, config))}")
     head = "" if package is None else f"# @package {package}\n"
@@ -92,8 +80,7 @@ def help_text(overrides: list[str], parser: Parser, *, config_name: str, schema:
     """
     from omegaconf import OmegaConf
 
-    with Composer(config_name, schema) as composer:
-        config = composer.config(overrides)
+    config = OmegaConf.create(Composer(config_name, schema).config(overrides))
     rules = {name: rules_of(field) for name, field, _ in leaf_fields(schema())}
     for name, kind in _options_of_entries(config):
         texts = docstrings(kind)
@@ -152,16 +139,3 @@ def _with_rules(shown: str, rules: dict[str, str]) -> str:
             line += f"  # {rule}" if rule else ""
         lines.append(line)
     return "\n".join(lines)
-
-
-def _show_by_hydra(line: CommandLine, overrides: list[str], config_name: str, schema: type) -> None:
-    """Let Hydra show how it composes a job."""
-    from hydra.core.global_hydra import GlobalHydra
-
-    with Composer(config_name, schema):
-        hydra = GlobalHydra.instance().hydra
-        assert hydra is not None
-        try:
-            hydra.show_info(str(line.info), config_name, overrides_for_hydra(overrides))
-        except Exception as error:
-            raise to_user_error(error, schema) from error

@@ -11,8 +11,6 @@ from harness.compose.overrides import (
     FROM_CONFIG,
     check_overrides,
     groups,
-    in_hydra_syntax,
-    settings_of_sweeper,
     typed_value,
 )
 from harness.compose.search_path import search_path, sets_search_path
@@ -29,18 +27,6 @@ def chooses_points(overrides: Iterable[str], *, config_name: str = "train", sche
     Raises:
         UserError: the overrides are wrong for every point, or set what has no effect on a grid.
     """
-    with search_path(overrides, config_name) as overrides, Composer(config_name, schema) as composer:
-        check_overrides(overrides, schema)
-        typed = in_hydra_syntax(overrides, schema)
-        values = [each for each in settings_of_sweeper(typed) if not each.startswith("hydra/sweeper=")]
-        # Without settings that only another sweeper or launcher has.
-        once = with_one_value(composer, [each for each in typed if each not in values])
-        sweeper = composer.sweeper(once)
-    if sweeper.get("_target_") != GRID:
-        return True
-    if values := [each for each in values if "/" not in each.partition("=")[0]]:
-        rule = "is for a sweeper that chooses points by their results"
-        raise UserError(f"{values[0]}: {rule}; would work: hydra/sweeper=optuna")
     return False
 
 
@@ -65,21 +51,22 @@ def compose_points(
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 
     points = []
-    with search_path(overrides, config_name) as overrides, Composer(config_name, schema) as composer:
+    with search_path(overrides, config_name) as overrides:
         check_overrides(overrides, schema)
+        composer = Composer(config_name, schema)
         # The points have the search path as it is written here, and not as the sweeper would.
         searched = [each for each in overrides if sets_search_path(each)]
-        typed = in_hydra_syntax([each for each in overrides if each not in searched], schema)
+        typed = [each for each in overrides if each not in searched]
 
         def read(overrides: list[str]) -> list[Any]:
-            parsed: list[Any] = composer.parser.parse_overrides(overrides)
+            parsed: list[Any] = composer.parsed(overrides)
             check_axes(parsed)
             return parsed
 
+        params = composer.axes(with_one_value(composer, typed))
+        listed = _listed_points(params.pop(POINTS, ""), schema)
+        axes = [f"{name}={values}" for name, values in params.items()]
         try:
-            params = composer.axes(with_one_value(composer, typed))
-            listed = _listed_points(params.pop(POINTS, ""), schema)
-            axes = [f"{name}={values}" for name, values in params.items()]
             spelled = [
                 [*searched, *point]
                 for own in listed or [[]]
@@ -88,7 +75,7 @@ def compose_points(
         except UserError:
             raise
         except Exception as error:
-            raise to_user_error(error, schema) from error
+            raise to_user_error(error) from error
         for done, point in enumerate(spelled, start=1):
             points.append(composer.point_of_sweep(point))
             show(done, len(spelled))
@@ -97,11 +84,7 @@ def compose_points(
 
 def with_one_value(composer: Composer, typed: list[str]) -> list[str]:
     """Return the overrides that are no axes; without the model's config, which no sweep depends on."""
-    try:
-        parsed = composer.parser.parse_overrides(typed)
-    except Exception as error:
-        raise to_user_error(error, composer.schema) from error
-    once = [str(each.input_line) for each in parsed if not each.is_sweep_override()]
+    once = [str(each.input_line) for each in composer.parsed(typed) if not each.is_sweep_override()]
     return [each for each in once if typed_value([each], "model") != FROM_CONFIG]
 
 
@@ -114,7 +97,7 @@ def _listed_points(text: str, schema: type) -> list[list[str]]:
     lines = [line.split() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
     for line in lines:
         check_overrides(line, schema)
-    return [in_hydra_syntax(line, schema) for line in lines]
+    return lines
 
 
 WORKS = "values separated by commas, range(START,STOP,STEP), or glob(PATTERN) for options of a group"
@@ -134,7 +117,7 @@ def check_axes(parsed: Iterable[Any]) -> None:
     for each in parsed:
         if not each.is_sweep_override():
             continue
-        typed, name, value = str(each.input_line).removeprefix("++"), each.key_or_group, each.value()
+        typed, name, value = str(each.input_line), each.key_or_group, each.value()
         if each.is_interval_sweep():
             raise UserError(f"{typed}: {INTERVAL}; would work: {WORKS}")
         if isinstance(value, Glob) and name not in groups():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import importlib.util
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,121 +16,15 @@ from harness.config.job import Job
 from harness.config.texts import refuse_secrets
 from harness.util.errors import ConfigError, UserError
 
-HONOURED = ("searchpath", "sweeper", "launcher")
-"""Settings that have an effect, without ``hydra.``, each with the settings below it."""
-PLUGINS = {
-    "optuna": ("hydra_optuna_sweeper", "pip install 'harness[optuna]'"),
-    "ax": ("hydra_ax_sweeper", "pip install hydra-ax-sweeper"),
-    "nevergrad": ("hydra_nevergrad_sweeper", "pip install hydra-nevergrad-sweeper"),
-}
-"""Modules of ``hydra_plugins`` with Hydra's sweepers, and what installs them."""
-LAUNCHER = "harness"
-"""The only option of ``hydra/launcher``."""
-
-_FOLDERS = "runs_dir=FOLDER name=NAME, a run's folder is FOLDER/NAME/ID, a sweep's is FOLDER/NAME"
-_RECORDS = "job.json and overrides.txt in the run's folder, which are always written"
-_OUTPUT = "metrics.console=plain metrics.log_interval=N; logs/ in the run's folder has each rank's output"
-_ENVIRONMENT = "cluster.env.NAME=VALUE"
-
-INSTEAD = {
-    "defaults": "group=option, or the defaults list of an own primary config (--config-dir, --config-name)",
-    "mode": "-m for a sweep, the command without -m for one job",
-    "run": _FOLDERS,
-    "sweep": _FOLDERS,
-    "output": _FOLDERS,
-    "output_subdir": _RECORDS,
-    "hydra_logging": _OUTPUT,
-    "job_logging": _OUTPUT,
-    "verbose": _OUTPUT,
-    "callbacks": "metrics.wandb=true, or result.json in the run's folder",
-    "env": _ENVIRONMENT,
-    "help": "--help",
-    "hydra_help": "--help",
-    "overrides": _RECORDS,
-    "runtime": "--info, or code.json in the run's folder",
-    "job.name": "name=NAME",
-    "job.chdir": "paths relative to the current folder, which does not change",
-    "job.override_dirname": "name=NAME with fields in it: 'name=a-${training.seed}'",
-    "job.id": "the id in job.json, a hash of the job",
-    "job.num": "the id in job.json, a hash of the job",
-    "job.config_name": "--config-name NAME",
-    "job.env_set": _ENVIRONMENT,
-    "job.env_copy": _ENVIRONMENT,
-    "job.config": "name=NAME with fields in it: 'name=a-${training.seed}'",
-}
-"""What would work instead of the settings without an effect; a name covers the settings below it."""
-
-
-def is_honoured(key: str) -> bool:
-    """Whether ``key`` (``hydra.NAME``, or ``hydra/GROUP``) is a setting that has an effect."""
-    return any(f"{_name(key)}.".startswith(f"{name}.") for name in HONOURED)
-
-
-def check_setting(override: str, key: str) -> None:
-    """Refuse a setting of Hydra that would have no effect.
-
-    Args:
-        override: as typed, or ``key=value`` of a file.
-        key: its key, which begins with ``hydra``.
-
-    Raises:
-        UserError: naming what to use instead.
-    """
-    if is_honoured(key):
-        _check_choice(key, override.partition("=")[2].strip("'\""))
-        return
-    parts = _name(key).split(".")
-    names = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-    works = next((INSTEAD[name] for name in names if name in INSTEAD), None)
-    if works is None:
-        known = sorted({*HONOURED, *INSTEAD})
-        raise UserError(f"{override}: no such setting of Hydra; Hydra has: {', '.join(known)}")
-    raise UserError(f"{override}: has no effect, because Hydra only composes here; would work: {works}")
-
-
-def _check_choice(key: str, option: str) -> None:
-    """Refuse another launcher, and a sweeper whose package is missing.
-
-    Raises:
-        UserError: naming what to use instead.
-    """
-    if key == "hydra/launcher" and option != LAUNCHER:
-        works = "cluster=slurm on a cluster, cluster=local here, without a launcher"
-        raise UserError(f"{key}={option}: jobs are started by hydra/launcher={LAUNCHER}; would work: {works}")
-    if key == "hydra/sweeper" and option in PLUGINS:
-        module, command = PLUGINS[option]
-        if not _is_installed(module):
-            raise UserError(f"{key}={option}: its package is not installed; would work: {command}")
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(f"hydra_plugins.{module}") is not None
-    except ModuleNotFoundError:  # no plugins at all
-        return False
-
-
-def settings_of_sweeper(overrides: Iterable[str]) -> list[str]:
-    """Return the overrides that choose or configure a sweeper or launcher, except the axes of a grid."""
-    found = []
-    for override in overrides:
-        key = override.lstrip("+~").partition("=")[0]
-        name = f"{_name(key)}." if key.startswith(("hydra.", "hydra/")) else ""
-        if name.startswith(("sweeper.", "launcher.")) and not name.startswith("sweeper.params."):
-            found.append(override)
-    return found
-
-
-def _name(key: str) -> str:
-    return key.removeprefix("hydra").lstrip("./").replace("/", ".")
-
-
 OVERRIDE = re.compile(r"^(?P<sign>\+\+|\+|~)?(?P<key>[A-Za-z_][\w./@:-]*)(?:=(?P<value>.*))?$", re.DOTALL)
 
 LISTED = ("experiment",)
 """Groups that allow a list of options; later options override earlier ones."""
 AXES = "hydra.sweeper.params"
 """The setting of Hydra that has the axes of a sweep."""
+SETTING = "hydra.searchpath"
+HONOURED = (SETTING, AXES)
+"""The settings of Hydra that have an effect, each with the settings below it."""
 
 LENGTHS = {
     "training.steps": "steps",
@@ -154,12 +47,15 @@ _NON_ASCII = re.compile(
 )
 
 
-def sets_field(override: str) -> bool:
-    """Whether an override sets a field, so that it does not change which files are composed."""
-    match = OVERRIDE.match(override)
-    if match is None or match["sign"] is not None or match["key"].startswith("hydra"):
-        return False
-    return match["key"] not in groups()
+def check_setting(key: str, shown: str) -> None:
+    """Refuse a setting of Hydra that would have no effect.
+
+    Raises:
+        UserError: beginning with ``shown``.
+    """
+    if not any(f"{key}.".startswith(f"{each}.") for each in HONOURED):
+        works = f"{' or '.join(HONOURED)}, and the fields and flags that --help lists"
+        raise UserError(f"{shown}: has no effect, because Hydra only composes here; would work: {works}")
 
 
 def groups() -> dict[str, tuple[Path, ...]]:
@@ -191,7 +87,7 @@ def check_overrides(overrides: Iterable[str], schema: type = Job) -> None:
                 f"{override}: an option of a group has one place; would work: {key}=OPTION, {works}"
             )
         if key == "hydra" or key.startswith(("hydra.", "hydra/")):
-            check_setting(override, key)
+            check_setting(key, override)
             continue
         if key not in known_groups:
             _check_field(key, value, schema, list(known_groups), sign)
@@ -204,25 +100,10 @@ def check_overrides(overrides: Iterable[str], schema: type = Job) -> None:
             raise UserError(f"{override}: every job needs an option of it; would work: {key}={options}")
 
 
-def in_hydra_syntax(overrides: Iterable[str], schema: type = Job) -> list[str]:
-    """Return the overrides in Hydra's syntax.
-
-    Hydra needs ``++`` before keys of mappings, ``+`` before an option of a group for another place
-    (data@data.sources.web=local_text), and quotes around options that look like numbers (debug=nan) and
-    around characters that are not ASCII.
+def with_quotes(override: str) -> str:
+    """Add the quotes that Hydra needs: around options that look like numbers (debug=nan), and around
+    characters that are not ASCII.
     """
-    return [_missing_sign(override, schema) + _with_quotes(override) for override in overrides]
-
-
-def _missing_sign(override: str, schema: type) -> str:
-    match = OVERRIDE.match(override)
-    sets_axes = match is not None and match["sign"] is None and match["key"] == AXES
-    if sets_axes or _is_own_key(override, schema):
-        return "++"
-    return "+" if match is not None and match["sign"] is None and "@" in match["key"] else ""
-
-
-def _with_quotes(override: str) -> str:
     match = OVERRIDE.match(override)
     if match is None or match["value"] is None:
         return override
@@ -247,20 +128,6 @@ def with_quoted_text(override: str, field: str) -> str:
         r"(\\*)('|$)", lambda found: found[1] * 2 + (found[2] and "\\'"), text.replace("${", "\\${")
     )
     return f"{field}='{escaped}'"
-
-
-def _is_own_key(override: str, schema: type) -> bool:
-    """Whether a plain override sets a mapping, or a key of one."""
-    match = OVERRIDE.match(override)
-    current = schema
-    for name in match["key"].split(".") if match is not None and match["sign"] is None else ():
-        if not dataclasses.is_dataclass(current) or name not in fields_of(current):
-            return False
-        hint = type_hints(current)[name]
-        if get_origin(hint) is dict:
-            return True
-        current = fields_of(current)[name]
-    return False
 
 
 def typed_value(overrides: Iterable[str], key: str) -> str | None:

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.compose.errors import to_user_error
-from harness.compose.overrides import OVERRIDE, options_of
+from harness.compose.overrides import OVERRIDE, SETTING, options_of
 from harness.compose.paths import (
-    SETTING,
     ConfigFolders,
     conf_dir,
     config_folders,
@@ -73,25 +72,6 @@ def search_path(
         return
     with using_folders([*found.values()] or now.added, names):
         yield [f"{SETTING}=[{','.join(map(_quoted, found))}]", *rest] if found else rest
-
-
-def overrides_for_hydra(overrides: Iterable[str]) -> list[str]:
-    """Return the overrides for a Hydra to which ``add_folders`` has added the search path."""
-    rest = [each for each in overrides if not sets_search_path(each)]
-    # Else Hydra would add the search path of the primary config again.
-    return [f"{SETTING}=[]", *rest] if config_folders().added else rest
-
-
-def add_folders(loader: Any) -> None:
-    """Add all folders but ``conf/`` to Hydra's search path, where Hydra's own ``--config-dir`` adds one."""
-    from hydra.core.config_search_path import SearchPathQuery
-
-    _, *folders = config_folders().paths
-    for folder in folders:
-        before = SearchPathQuery(provider="schema")
-        loader.get_search_path().prepend("command-line", f"file://{folder}", before)
-    if folders:
-        loader.repository.initialize_sources(loader.get_search_path())
 
 
 def shadowed() -> str:

@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 
 from harness.compose.arguments import JOB_FLAGS, JSON, VERSION, Argument, CommandLine, Parser
 from harness.compose.composer import Composed, compose_job, require_one_point, spelled_out
-from harness.compose.overrides import in_hydra_syntax
 from harness.compose.paths import config_folders
 from harness.compose.search_path import search_path, shadowed
 from harness.config.registry import Registry
@@ -297,8 +296,7 @@ class Verb:
             return partial(self.sweep, points), self.has_json and line.json
         job = compose_job(line.overrides, config_name=name, schema=schema)
         require_one_point(line.overrides, name, schema, can_sweep=self.sweep is not None)
-        overrides = in_hydra_syntax(line.overrides, schema)
-        return partial(run, job, overrides), line.json or getattr(job, "wants_json", False)
+        return partial(run, job, line.overrides), line.json or getattr(job, "wants_json", False)
 
 
 def _warn_of_shadowed_files() -> None:
