@@ -21,9 +21,9 @@ from test_imports import ROOMS
 
 from harness.compose.arguments import JOB_FLAGS, CommandLine
 from harness.compose.composer import Composer, compose_job
+from harness.compose.hydra import search_path
 from harness.compose.multirun import chooses_points, compose_points
 from harness.compose.overrides import in_hydra_syntax
-from harness.compose.search_path import search_path
 from harness.config import failures
 from harness.config.fields import leaves
 from harness.config.job import Job

@@ -12,30 +12,33 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
-from harness.compose.errors import INTERVAL, MISSING, to_user_error
 from harness.compose.hydra import (
     UNSET,
     Hydra,
     apply_value,
     hydra_of,
     resolve_references,
+    search_path,
+    sets_search_path,
     special_texts,
     with_types,
 )
 from harness.compose.overrides import (
     AXES,
     FROM_CONFIG,
+    INTERVAL,
+    MISSING,
     check_overrides,
     check_setting,
     fields_of,
     groups,
     options_of,
+    to_user_error,
     typed_value,
     with_one_length,
 )
 from harness.compose.paths import config_folders
 from harness.compose.resolve import resolve
-from harness.compose.search_path import search_path, sets_search_path
 from harness.config.fields import from_dict, type_hints
 from harness.config.job import Job
 from harness.config.texts import SecretError, masked

@@ -6,14 +6,15 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from harness.compose.composer import POINTS, Composed, Composer
-from harness.compose.errors import INTERVAL, to_user_error
+from harness.compose.hydra import search_path, sets_search_path
 from harness.compose.overrides import (
     FROM_CONFIG,
+    INTERVAL,
     check_overrides,
     groups,
+    to_user_error,
     typed_value,
 )
-from harness.compose.search_path import search_path, sets_search_path
 from harness.config.job import Job
 from harness.util.errors import UserError
 

@@ -15,10 +15,10 @@ from tiers import THOROUGH
 
 import harness.compose.hydra
 from harness.compose.composer import Composer, compose_job
+from harness.compose.hydra import search_path
 from harness.compose.multirun import compose_points
 from harness.compose.overrides import groups, options_of
 from harness.compose.paths import config_folders
-from harness.compose.search_path import search_path
 from harness.config.job import Job
 from harness.tools.parity.parity import ParityJob
 
@@ -36,7 +36,7 @@ SCHEMAS = {"train": Job, "parity": ParityJob, "own_train": Job}
 
 
 def typed_node(schema: type) -> DictConfig:
-    """A dataclass with the types of OmegaConf, except inside of mappings of dataclasses and lists of mappings."""
+    """A dataclass as OmegaConf types it; mappings of dataclasses and lists of mappings have no types inside."""
 
     def unlock(node: DictConfig) -> DictConfig:
         node._set_flag("readonly", None)

@@ -10,7 +10,7 @@ from jobs import tiny
 
 from harness.compose.composer import Composer, compose_job
 from harness.compose.multirun import compose_points
-from harness.compose.size import count
+from harness.compose.scale import count
 from harness.config.job import Job
 from harness.config.model import ModelConfig
 from harness.model.accounting import account

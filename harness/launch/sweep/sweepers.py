@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.compose.composer import POINTS, Composed, Composer
-from harness.compose.errors import to_user_error
-from harness.compose.overrides import LAUNCHER, in_hydra_syntax, typed_value
-from harness.compose.search_path import sets_search_path
+from harness.compose.hydra import sets_search_path
+from harness.compose.overrides import LAUNCHER, in_hydra_syntax, to_user_error, typed_value
 from harness.config.fields import check_rules
 from harness.config.job import Job
 from harness.launch.sweep import optuna_study

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from harness.compose.composer import Composed
-from harness.compose.size import count
+from harness.compose.scale import count
 from harness.compose.verb import Result
 from harness.tools.plan.make import make_plan, planned
 from harness.tools.plan.plan import Plan

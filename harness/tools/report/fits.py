@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.compose.size import count
+from harness.compose.scale import count
 from harness.config.fields import NUMERICS, leaves
 from harness.config.job import Job
 from harness.launch.rows import job_of
