@@ -1,7 +1,7 @@
 """Write docs/reference from the code: ``python docs/reference.py [FOLDER]``.
 
 Fields and their documentation are read from the dataclasses, options from conf/, flags from the declared
-verbs, columns from ``harness/metrics/columns.py``, failure classes from ``harness/config/failures.py``.
+verbs, columns (``harness/metrics/columns.py``), failure classes from ``harness/config/failures.py``.
 Imports no torch.
 """
 
@@ -26,8 +26,10 @@ from harness.config.data_kinds import DATA_KINDS
 from harness.config.fields import docstrings, rules_of, type_hints
 from harness.config.job import Job
 from harness.config.model import ARCHITECTURES
-from harness.metrics import columns
+from harness.config.training import OBSERVERS
+from harness.metrics.columns import Metric
 from harness.train.objective import OBJECTIVES
+from harness.train.rows import metrics_of_ranks, metrics_of_result, metrics_of_rows
 from harness.util import errors
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -296,16 +298,23 @@ def own_fields(verb: Verb) -> str:
     return "\n" + table(FIELD_HEADER, rows)
 
 
+def columns() -> tuple[list[Metric], list[Metric], list[Metric]]:
+    """The columns of metrics.jsonl, of the rows of ranks, and of result.json."""
+    observers = list(OBSERVERS.values())
+    return metrics_of_rows(observers), metrics_of_ranks(observers), metrics_of_result()
+
+
 def columns_page() -> str:
     """Every column of metrics.jsonl, of the rows of ranks, and of result.json."""
     header = ("column", "unit", "meaning", "present")
     tables = [
         table(header, [[f"`{c.name}`", c.unit, c.text, c.when or "always"] for c in found])
-        for found in (columns.METRICS, columns.OF_RANK, columns.RESULT)
+        for found in columns()
     ]
     return (
         "# Columns of metrics.jsonl and result.json\n\nAll are in the run folder. A value that is not\n"
-        "known is null; a number that is not finite is the text `nan`, `inf` or `-inf`.\n\n"
+        "known is null; a number that is not finite is the text `nan`, `inf` or `-inf`. Columns of memory\n"
+        "are those of a rank, or the maximum over all ranks.\n\n"
         f"## metrics.jsonl\n\nOne row for every `metrics.log_interval` steps.\n\n{tables[0]}\n"
         "## metrics/rank&lt;r&gt;.jsonl\n\nWith `metrics.all_ranks=true`: one row of each rank's own\n"
         f"values for every row of metrics.jsonl.\n\n{tables[1]}\n"

@@ -22,16 +22,16 @@ from test_imports import ROOMS
 from harness.compose.arguments import JOB_FLAGS, CommandLine
 from harness.compose.composer import Composer, compose_job
 from harness.compose.hydra import search_path
-from harness.compose.multirun import chooses_points, compose_points
-from harness.compose.overrides import in_hydra_syntax
+from harness.compose.multirun import chooses_points, compose_points, read_space
 from harness.config import failures
 from harness.config.fields import leaves
 from harness.config.job import Job
-from harness.metrics import columns
+from harness.config.training import OBSERVERS
 from harness.metrics.memory import ALLOCATOR
 from harness.tools.plan.compare import compare
 from harness.tools.plan.config import PlanJob
 from harness.tools.plan.verb import plan
+from harness.train.rows import metrics_of_ranks, metrics_of_result, metrics_of_rows
 from harness.util import errors
 from harness.util.errors import ConfigError
 
@@ -160,8 +160,7 @@ def _check_job(command: Command, name: str, schema: type, line: CommandLine) -> 
             compose_job(line.overrides, config_name=name, schema=schema)
         assert f"error: {refused.value}" == command.output[0]
     elif line.multirun and chooses_points(line.overrides, config_name=name, schema=schema):
-        composer = Composer(name, schema)
-        composer.sweep_config(["hydra/launcher=harness", *in_hydra_syntax(line.overrides, schema)])
+        assert read_space(Composer(name, schema), line.overrides).axes
     elif line.multirun:
         points = compose_points(line.overrides, config_name=name, schema=schema)
         reasons = {point.reason for point in points if point.job is None}
@@ -381,8 +380,12 @@ def test_every_column_that_runs_write_is_described_and_no_other(tmp_path: Path) 
         for path in folder.glob("metrics/rank0.jsonl"):
             of_rank |= json.loads(path.read_text().splitlines()[-1]).keys()
         result |= json.loads((folder / "result.json").read_text()).keys()
-    tables = ((metrics, columns.METRICS), (of_rank, columns.OF_RANK), (result, columns.RESULT))
-    for written, described in tables:
+    observers = list(OBSERVERS.values())
+    for written, described in (
+        (metrics, metrics_of_rows(observers)),
+        (of_rank, metrics_of_ranks(observers)),
+        (result, metrics_of_result()),
+    ):
         names = {column.name for column in described}
         stems = tuple(name.removesuffix("*") for name in names if name.endswith("*"))
         exact = {name for name in names if not name.endswith("*")}

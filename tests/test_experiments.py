@@ -15,13 +15,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "experiments" / "cpu_baseline"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "experiments" / "gpu_single"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "experiments" / "memory"))
+sys.path.insert(0, str(Path(__file__).parent / "measure"))
 
 import bare_loop
 import compare
 import gpu_cases
 import gpu_table
-import measure
+import memory as measure
 import titan_gpu
 
 from harness.compose.composer import compose_job
@@ -285,23 +285,3 @@ def test_gpu_command_without_a_gpu(tmp_path: Path) -> None:
     assert row["tokens_per_second"] == pytest.approx(64 / row["step_seconds"], rel=1e-6)
     assert (tmp_path / "table.md").read_text() == done.stdout
     assert "| tiny | 4 | full | bf16 |" in done.stdout
-
-
-def test_mixture_against_its_products(tmp_path: Path) -> None:
-    """Tiny layers, end to end: a line for each shape and format, and the figures behind it."""
-    command = [sys.executable, str(EXPERIMENTS / "moe_layer.py"), "--rounds", "3", "--shapes"]
-    command += ["16,32,4,2,16", "16,32,8,2,16,24", "--output", str(tmp_path / "figures.json")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    figures = json.loads((tmp_path / "figures.json").read_text())
-    assert figures["torch"] == torch.__version__
-    rows = figures["rows"]
-    assert [(row["experts"], row["shared"], row["dtype"]) for row in rows] == [
-        (experts, shared, dtype) for experts, shared in ((4, 0), (8, 24)) for dtype in ("float32", "bfloat16")
-    ]
-    for row in rows:
-        assert row["ratio"] == pytest.approx(row["layer_seconds"] / row["products_seconds"])
-        assert 0 < row["least_ratio"] <= row["most_ratio"]
-    assert "| 16 tokens, dim 32, 2 of 8 experts of 16, shared 24 | bfloat16 |" in done.stdout
-    refused = subprocess.run([*command[:5], "16,32"], capture_output=True, text=True, cwd=tmp_path)
-    assert refused.returncode == 2 and "invalid shape_of value: '16,32'" in refused.stderr

@@ -13,10 +13,10 @@ from harness.compose.composer import compose_job
 from harness.config.metrics import ProfilingConfig
 from harness.data.loader import Batch, Loader
 from harness.data.prefetch import Prefetcher
-from harness.metrics.profiler import Profiler
 from harness.model import init
 from harness.tools.parity.parity import full_gradients
 from harness.train.engine import Engine
+from harness.train.observers.profiler import Profiler
 from harness.train.setup import process_group, set_up_process
 
 SMALL = [

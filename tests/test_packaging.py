@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
 
+from harness.compose.verb import guarded
+from harness.util.errors import EXTRAS
+
 ROOT = Path(__file__).resolve().parent.parent
+# Names on the package index, where they differ from the import.
+DISTRIBUTIONS = {"PIL": "pillow", "lm_eval": "lm-eval", "mlflow": "mlflow-skinny"}
 
 
 @pytest.fixture(scope="module")
@@ -90,3 +98,18 @@ def test_console_script_composes_from_anywhere(unpacked: Path, tmp_path: Path) -
     assert str(unpacked) in done.stdout
     assert "name: quickstart" in done.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("package", EXTRAS)
+def test_an_optional_package_that_is_missing_names_its_extra(
+    monkeypatch: pytest.MonkeyPatch, package: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert any(
+        re.match(rf"{DISTRIBUTIONS.get(package, package)}\b", each) for each in declared[EXTRAS[package]]
+    )
+    monkeypatch.setitem(sys.modules, package, None)
+    assert guarded(lambda: bool(importlib.import_module(package))) == 2
+    assert capsys.readouterr().err == (
+        f"error: the package {package} is not installed; would work: pip install -e '.[{EXTRAS[package]}]'\n"
+    )

@@ -99,7 +99,7 @@ FIELDS_AND_GROUPS = [
     mistake("debug=yes", "no such option; options: anomaly, default, ", "deterministic"),
     mistake("experiment=nothing", "no such option; options"),
     *(
-        mistake(typed, "has no effect, because Hydra only composes here; would work: hydra.searchpath or ")
+        mistake(typed, "has no effect, because Hydra only composes here; would work: hydra.searchpath, ")
         for typed in (
             "hydra/launcher=none",
             "hydra.verbose=true",
@@ -824,7 +824,7 @@ def test_a_job_to_compare_with(against: str, start: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("other", ["search=true", "verify=true", "rehearse=true", "picture=a.png"])
+@pytest.mark.parametrize("other", ["search=true", "rehearse=true", "picture=a.png"])
 def test_only_plans_are_compared(other: str) -> None:
     start = "against=parallelism.tp=2: compares the plans of two jobs, and "
     with pytest.raises(UserError, match=f"^{start}.*; would work: against without {other.split('=')[0]}$"):

@@ -22,7 +22,7 @@ from harness.compose.composer import compose_job
 from harness.config.fields import with_value
 from harness.config.job import Job
 from harness.launch.pool import RankPool
-from harness.weights import on_ranks
+from harness.weights import huggingface
 
 TURNS = 3
 SHAPE = [
@@ -50,8 +50,8 @@ def measure(job_json: str, folder: str, rounds: int) -> list[dict[str, float]]:
         rng_state,
     )
     from harness.data.tokenizer import build_tokenizer
-    from harness.train.batches import loader_of
     from harness.train.engine import Engine
+    from harness.train.objective import loader_of
     from harness.train.setup import set_up_process
 
     job = Job.from_json(job_json)
@@ -81,7 +81,7 @@ def measure(job_json: str, folder: str, rounds: int) -> list[dict[str, float]]:
     def saver_in(name: str, mode: str) -> Saver:
         own = with_value(Job.from_json(job_json), "checkpoint.folder", str(root / name))
         own = with_value(own, "checkpoint.async_mode", mode)
-        return Saver(own, root, engine, loader, together, on_ranks, lambda _: None)
+        return Saver(own, root, engine, loader, together, huggingface, lambda _: None)
 
     def clear() -> None:
         dist.barrier()
@@ -111,7 +111,7 @@ def measure(job_json: str, folder: str, rounds: int) -> list[dict[str, float]]:
 
         def load_ours() -> None:
             own = with_value(Job.from_json(job_json), "checkpoint.folder", str(root / "ours"))
-            started_from = CheckpointLoader(own, root, engine, loader, together, on_ranks).start()
+            started_from = CheckpointLoader(own, root, engine, loader, together, huggingface).start()
             assert started_from.path is not None
 
         def best(sides: list[tuple[str, Callable[[], None]]], before: Callable[[], None]) -> None:

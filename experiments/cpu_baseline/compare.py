@@ -1,4 +1,4 @@
-"""Measures training speed on this CPU against torchtitan 0.2.2 and a bare loop, and the loop's own overhead.
+"""Measures training speed on this CPU against torchtitan 0.2.2 and a bare loop.
 
     python experiments/cpu_baseline/compare.py --rounds 5 --titan-python PATH/TO/ENV/bin/python
     python experiments/cpu_baseline/compare.py --rounds 5 --titan-python PATH/TO/ENV/bin/python --compile \\
@@ -15,6 +15,7 @@ Writes ``runs/cpu_baseline/compare.json`` (``compare_compiled.json``) and prints
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import os
 import platform
@@ -26,12 +27,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from loop_overhead import measure
-
 from harness.tools.study.bench import Spread, order_of, ratios_by_round
-from harness.util.tables import markdown
+from harness.util.tables import Table, to_markdown
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -59,18 +57,13 @@ def main() -> None:
             for side in order_of(sides, number):
                 rows.append({"round": number, "layout": layout, "side": side, **run(side, layout, arguments)})
                 print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-    overhead = measure(["experiment=cpu_baseline/shape", "metrics.log_interval=1"], arguments.steps)
     out = ROOT / "runs" / "cpu_baseline"
     out.mkdir(parents=True, exist_ok=True)
     name = "compare_compiled.json" if arguments.compile else "compare.json"
-    (out / name).write_text(json.dumps({"rows": rows, "overhead": overhead}, indent=2) + "\n")
+    (out / name).write_text(json.dumps({"rows": rows}, indent=2) + "\n")
     print(table(rows, arguments.layouts))
     print("\n".join(["", *against_the_best(rows, arguments.layouts)]))
-    print(
-        f"\nloop overhead (all but passes, norm, clip, optimizer), single: median {overhead['median']:.2%} "
-        f"of a {overhead['step_seconds']:.2f} s step, largest {overhead['max']:.2%}"
-    )
-    print(f"\n{platform.machine()}, {os.cpu_count()} cores, torch {overhead['torch']}")
+    print(f"\n{platform.machine()}, {os.cpu_count()} cores, torch {importlib.metadata.version('torch')}")
 
 
 def sides_of(layout: str, *, with_torchtitan: bool) -> list[str]:
@@ -163,7 +156,7 @@ def table(rows: list[dict[str, Any]], layouts: list[str]) -> str:
                 median, between = spread.shown(".3f")
                 cells += [f"{statistics.median(theirs.values()):.1f}", f"{median} ({between})"]
             lines.append(cells)
-    return markdown(["layout", "figure", "harness", *heads], lines)
+    return to_markdown(Table.of_cells(["layout", "figure", "harness", *heads], lines))
 
 
 def against_the_best(rows: list[dict[str, Any]], layouts: list[str]) -> list[str]:

@@ -2,9 +2,9 @@
 
     python experiments/mup/transfer.py
 
-trains a small model at every width with every learning rate, in this process, and writes ``results.jsonl``,
-``transfer.md`` and ``transfer.png`` beside this file. The same command again trains only the points that
-``results.jsonl`` has not. At the base width both parametrizations are the same, so it is trained once.
+trains a small model at every width with every learning rate, in this process, and writes ``transfer.md``
+beside this file, and a picture into runs/mup. The same command again trains only the points that
+runs/mup/results.jsonl has not. At the base width both parametrizations are the same, so it is trained once.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from harness.compose.composer import compose_job
 from harness.compose.resolve import resolve
 from harness.config.job import Job
 from harness.data.tokenizer import build_tokenizer
-from harness.train.batches import loader_of
 from harness.train.engine import Engine
+from harness.train.objective import loader_of
 from harness.train.setup import process_group, set_up_process
 from harness.util.plots import new_figure, save
-from harness.util.tables import markdown
+from harness.util.tables import Table, to_markdown
 
 HERE = Path(__file__).parent
-RESULTS = HERE / "results.jsonl"
+RESULTS = Path("runs/mup/results.jsonl")
 BASE, WIDTHS, RATES = 256, (32, 64, 128, 256), [2.0**exponent for exponent in range(-11, -3)]
 STEPS, LAST = 100, 10
 JOB = (
@@ -51,6 +51,7 @@ NAMES = {"standard": "standard parametrization", "mup": f"muP, base width {BASE}
 def main() -> None:
     """Train what is missing, then write the table and the picture."""
     rows = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    RESULTS.parent.mkdir(parents=True, exist_ok=True)
     done = {(row["parametrization"], row["width"], row["lr"]) for row in rows}
     with RESULTS.open("a") as out:
         for name in NAMES:
@@ -111,7 +112,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             shown = [f"**{losses[lr]:.3f}**" if losses[lr] == best else f"{losses[lr]:.3f}" for lr in RATES]
             cells.append([title, str(width), *shown])
     headings = ["parametrization", "width", *(f"{rate:.2g}" for rate in RATES)]
-    made = markdown(headings, cells, right=range(1, len(headings)))
+    made = to_markdown(Table.of_cells(headings, cells, right=range(1, len(headings))))
     return f"Loss by width and learning rate, mean of the last {LAST} of {STEPS} steps.\n\n{made}"
 
 
@@ -133,7 +134,7 @@ def draw(rows: list[dict[str, Any]]) -> None:
     worst = max(row["loss"] for row in rows if row["lr"] == max(RATES))
     panels[0].set(ylabel=f"loss, mean of the last {LAST} steps", ylim=(None, worst + 0.1))
     panels[0].legend(frameon=False, fontsize=8)
-    save(figure, HERE / "transfer.png")
+    save(figure, RESULTS.with_name("transfer.png"))
 
 
 if __name__ == "__main__":

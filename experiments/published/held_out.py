@@ -29,7 +29,7 @@ from harness.tools.plan import evidence
 from harness.tools.plan.calibrate import FITTED, START, descend, moved, predicted_rate
 from harness.tools.plan.constants import Calibration
 from harness.tools.plan.evidence import GENERATIONS, class_of
-from harness.tools.report.statistics import spearman
+from harness.tools.report.runs import spearman
 from harness.util.tables import GIB
 
 REPORT = Path(__file__).with_name("held_out.md")

@@ -45,14 +45,10 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _is_object(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
 _COUNT: _Check = ("a number of 0 or more", _is_count)
 _INTEGER: _Check = ("an integer", lambda value: isinstance(value, int) and not isinstance(value, bool))
-_OBJECT: _Check = ("an object", _is_object)
-_OBJECT_OR_NULL: _Check = ("an object or null", lambda value: value is None or _is_object(value))
+_OBJECT: _Check = ("an object", lambda value: isinstance(value, dict))
+_OBJECT_OR_NULL: _Check = ("an object or null", lambda value: value is None or isinstance(value, dict))
 _TEXT_OR_NULL: _Check = ("a string or null", lambda value: value is None or isinstance(value, str))
 _HOLDS: _Check = (f"one of {', '.join(HOLDS)}", lambda value: isinstance(value, str) and value in HOLDS)
 # NaN and infinity are written as strings.
@@ -119,7 +115,11 @@ def decode_manifest(content: bytes) -> dict[str, Any]:
     if full:
         _require(manifest, _REQUIRED_TO_RESUME)
         _check_position(manifest["state"]["data_loader"])
-    _check_files(manifest["files"])
+    for name, facts in manifest["files"].items():
+        if not isinstance(facts, dict) or not _is_count(facts.get("size")):
+            raise ValueError(f"files: {name} has no size")
+        if not isinstance(facts.get(CHECKSUM), str):
+            raise ValueError(f"files: {name} has no checksum")
     if manifest.get("holds") != "hf" and METADATA not in manifest["files"]:
         raise ValueError(f"files: {METADATA} is missing")
     return manifest
@@ -162,19 +162,11 @@ def _check_position(position: dict[str, Any]) -> None:
         return
     _require(position, {"step": _COUNT, "global_batch_size": _COUNT, "slots": _OBJECT})
     for slot in position["slots"].values():
-        if not _is_object(slot):
+        if not isinstance(slot, dict):
             raise ValueError("state.data_loader.slots has an entry that is not an object")
         # Null: the beginning of a part of the dataset.
         _require(slot, {"document": _OBJECT_OR_NULL, "offset": _COUNT})
         _check(slot, dict.fromkeys(("shards", "part", "example", "block", "index"), _COUNT))
-
-
-def _check_files(files: dict[str, Any]) -> None:
-    for name, facts in files.items():
-        if not _is_object(facts) or not _is_count(facts.get("size")):
-            raise ValueError(f"files: {name} has no size")
-        if not isinstance(facts.get(CHECKSUM), str):
-            raise ValueError(f"files: {name} has no checksum")
 
 
 SUPERSEDED = "superseded"
@@ -252,11 +244,7 @@ class CheckpointFolder:
         return sorted(int(match[1]) for match in map(_STEP.fullmatch, names) if match)
 
     def find(self, step: int) -> Checkpoint:
-        """The checkpoint of a step.
-
-        Raises:
-            DamagedCheckpoint: it is not complete.
-        """
+        """The checkpoint of a step."""
         return open_checkpoint(self.path_of(step))
 
     def complete(self, most: int | None = None) -> tuple[list[Checkpoint], dict[str, DamagedCheckpoint]]:
@@ -279,14 +267,6 @@ class CheckpointFolder:
                 wrong[self.path_of(step)] = error
         return found, wrong
 
-    def remove(self, step: int) -> None:
-        """Remove the checkpoint of a step, complete or not.
-
-        Raises:
-            OSError: it cannot be removed.
-        """
-        remove(self.path_of(step))
-
     def hold(self) -> None:
         """Lock the folder for writing until ``release`` or the end of the process; local folders only.
 
@@ -294,7 +274,11 @@ class CheckpointFolder:
             LockedError: another process has the lock.
             OSError: the folder cannot be written.
         """
-        self._try_writing()
+        # Create the folder; write and remove a file in it.
+        probe = f"{self._root}/.writable-{uuid.uuid4().hex}"
+        self._fs.makedirs(self._root, exist_ok=True)
+        self._fs.pipe_file(probe, b"x")
+        self._fs.rm_file(probe)
         file = _local(self.path, LOCK)
         if file is not None:
             self._lock = lock(file, create=True)
@@ -305,19 +289,8 @@ class CheckpointFolder:
             self._lock.close()
             self._lock = None
 
-    def _try_writing(self) -> None:
-        """Create the folder; write and remove a file in it."""
-        probe = f"{self._root}/.writable-{uuid.uuid4().hex}"
-        self._fs.makedirs(self._root, exist_ok=True)
-        self._fs.pipe_file(probe, b"x")
-        self._fs.rm_file(probe)
-
     def supersede_after(self, step: int) -> None:
-        """Move checkpoints later than ``step`` to ``superseded/``; remove unfinished ones.
-
-        Raises:
-            OSError: they cannot be moved or removed.
-        """
+        """Move checkpoints later than ``step`` to ``superseded/``; remove unfinished ones."""
         later = [self.path_of(each) for each in self.steps() if each > step]
         for path in later:
             remove_unfinished(path)
@@ -327,9 +300,6 @@ class CheckpointFolder:
         """Remove complete checkpoints except the newest ``keep`` (0 keeps all), and unfinished older ones.
 
         Always kept: the newest complete one, the newest that a run can resume from, and any being read.
-
-        Raises:
-            OSError: something cannot be removed.
         """
         complete = self.complete(None if keep else 1)[0]
         if not complete:
@@ -362,18 +332,15 @@ def open_checkpoint(path: str) -> Checkpoint:
 
 
 def check_files(path: str, files: dict[str, Any]) -> None:
-    """Check that this process sees the files of a checkpoint, with their recorded sizes.
-
-    Raises:
-        DamagedCheckpoint: a file is missing or has another size.
-    """
+    """Check that this process sees the files of a checkpoint, with their recorded sizes."""
     fs, root = _open_url(path)
     fs.invalidate_cache()
     _check_sizes(fs, root, files)
 
 
 def _check_sizes(fs: Any, root: str, files: dict[str, Any]) -> None:
-    sizes = _sizes(fs, root)
+    entries = fs.ls(root, detail=True)
+    sizes = {_name(entry["name"]): entry["size"] for entry in entries if entry["type"] == "file"}
     for name, facts in files.items():
         if name not in sizes:
             raise DamagedCheckpoint(f"{name} is missing")
@@ -399,11 +366,7 @@ def remove(path: str) -> None:
 
 
 def make_room(path: str) -> None:
-    """Free the path of a new checkpoint: move a finished one to ``superseded/``, remove an unfinished one.
-
-    Raises:
-        OSError: it cannot be moved or removed.
-    """
+    """Free the path of a new checkpoint: move a finished one to ``superseded/``, remove an unfinished one."""
     fs, root = _open_url(path)
     if fs.exists(f"{root}/{MANIFEST}"):
         _set_aside([path])
@@ -412,11 +375,7 @@ def make_room(path: str) -> None:
 
 
 def remove_unfinished(path: str) -> None:
-    """Remove a checkpoint if it has no manifest.
-
-    Raises:
-        OSError: it cannot be removed.
-    """
+    """Remove a checkpoint if it has no manifest."""
     fs, root = _open_url(path)
     if not fs.exists(f"{root}/{MANIFEST}"):
         remove(path)
@@ -460,23 +419,13 @@ def _read_manifest(fs: Any, root: str) -> dict[str, Any]:
         raise DamagedCheckpoint(f"{MANIFEST} is damaged: {error}") from None
 
 
-def _sizes(fs: Any, root: str) -> dict[str, int]:
-    return {
-        _name(entry["name"]): entry["size"] for entry in fs.ls(root, detail=True) if entry["type"] == "file"
-    }
-
-
 def _name(path: str) -> str:
     return path.rstrip("/").rsplit("/", 1)[-1]
 
 
 @contextmanager
 def reading(path: str) -> Iterator[None]:
-    """Context in which a local checkpoint is not removed by ``purge``.
-
-    Raises:
-        DamagedCheckpoint: it is being removed.
-    """
+    """Context in which a local checkpoint is not removed by ``purge``."""
     manifest = _local(path, MANIFEST)
     if manifest is None or not manifest.is_file():
         yield
@@ -490,7 +439,6 @@ def reading(path: str) -> Iterator[None]:
 
 
 def _remove_unless_read(path: str) -> None:
-    """Remove a checkpoint, unless a process is inside ``reading`` for it."""
     manifest = _local(path, MANIFEST)
     try:
         with (None if manifest is None else lock(manifest)) or nullcontext():

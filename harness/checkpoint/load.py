@@ -103,11 +103,7 @@ class CheckpointLoader:
         return Resumed(start.initial.path, state, tuple(messages))
 
     def _move_later_aside(self, step: int) -> None:
-        """Move checkpoints after ``step`` to ``superseded/``: the run's own must be the newest.
-
-        Raises:
-            UserError: one cannot be moved.
-        """
+        """Move checkpoints after ``step`` to ``superseded/``: the run's own must be the newest."""
         if self.config.writes:
             self.ranks.on_rank_zero(lambda: self._supersede_after(step))
 
@@ -120,11 +116,7 @@ class CheckpointLoader:
             ) from error
 
     def _load(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """Load everything that is not excluded; return the counters.
-
-        Raises:
-            DamagedCheckpoint: on all ranks, if any found damage.
-        """
+        """Load everything that is not excluded; return the counters."""
         state = checkpoint.state
         if checkpoint.holds != "full":
             return state["train_state"]  # the run has completed
@@ -156,11 +148,7 @@ class CheckpointLoader:
         return counters
 
     def _load_initial(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """Load initial_load_path.
-
-        Raises:
-            UserError: it is damaged, or its tensors do not match the model.
-        """
+        """Load initial_load_path."""
         path, group = checkpoint.path, self.ranks.group
         try:
             if self.config.initial_load_in_hf:
@@ -177,7 +165,6 @@ class CheckpointLoader:
             raise UserError(f"checkpoint.initial_load_path={path}: {error}") from error
 
     def _warnings_of_values(self) -> list[str]:
-        """A warning if any rank holds non-finite weights."""
         local = {
             name: each.to_local() if isinstance(each, DTensor) else each
             for name, each in model_state(self.engine).items()
@@ -223,7 +210,6 @@ def opened(checkpoint: Checkpoint, ranks: RankGroup) -> Iterator[Reader]:
 
 
 def _sizes(reader: Reader, *prefixes: str) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors in a checkpoint whose names start with one of ``prefixes``."""
     return {
         name: tuple(facts.size)
         for name, facts in reader.read_metadata().state_dict_metadata.items()

@@ -77,32 +77,25 @@ class _Record:
         self.state = state
 
 
-class _Metadata(_Record):
-    pass
+class _Metadata(_Record): ...
 
 
-class _Tensor(_Record):
-    pass
+class _Tensor(_Record): ...
 
 
-class _Properties(_Record):
-    pass
+class _Properties(_Record): ...
 
 
-class _Chunk(_Record):
-    pass
+class _Chunk(_Record): ...
 
 
-class _Bytes(_Record):
-    pass
+class _Bytes(_Record): ...
 
 
-class _Index(_Record):
-    pass
+class _Index(_Record): ...
 
 
-class _Place(_Record):
-    pass
+class _Place(_Record): ...
 
 
 class _Unused(_Record):
@@ -165,15 +158,13 @@ def _entry(name: str, record: Any) -> STORAGE_TYPES:
     # A tuple of torch's: dtype, layout, requires_grad, memory format, pinned.
     dtype = _checked(_checked(properties, tuple, "properties")[0], torch.dtype, "dtype")
     size = _size(fields["size"])
-    chunks = [_chunk(chunk) for chunk in _checked(fields["chunks"], list, "chunks")]
+    chunks = [
+        ChunkStorageMetadata(_size(of["offsets"]), _size(of["sizes"]))
+        for of in (_fields(chunk, _Chunk) for chunk in _checked(fields["chunks"], list, "chunks"))
+    ]
     if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
         _refuse(f"the chunks of {name} do not add up to the tensor")
     return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
-
-
-def _chunk(record: Any) -> ChunkStorageMetadata:
-    fields = _fields(record, _Chunk)
-    return ChunkStorageMetadata(_size(fields["offsets"]), _size(fields["sizes"]))
 
 
 def _index(record: Any) -> MetadataIndex:

@@ -79,7 +79,9 @@ def find_start(job: Job, run_dir: Path) -> Start:
     candidates = [each for each in candidates if each.holds == "full" or _ended(job, each)]
     newest = candidates[0].step if candidates else -1
     warnings = [
-        f"WARNING {path} cannot be used: {reason}" for path, reason in wrong.items() if _step(path) > newest
+        f"WARNING {path} cannot be used: {reason}"
+        for path, reason in wrong.items()
+        if int(path.rsplit("-", 1)[1]) > newest
     ]
     if warnings and candidates:
         warnings[-1] += f"; using {candidates[0].path}"
@@ -91,7 +93,7 @@ def find_start(job: Job, run_dir: Path) -> Start:
         return Start([candidates[0], *fallbacks], warnings=warnings)
     damaged = {path: reason for path, reason in wrong.items() if not isinstance(reason, UnfinishedCheckpoint)}
     if damaged and config.resume:
-        reasons = [f"{_name(path)}: {reason}" for path, reason in damaged.items()]
+        reasons = [f"{path.rsplit('/', 1)[-1]}: {reason}" for path, reason in damaged.items()]
         raise no_usable_error(folder_of(job, run_dir), reasons)
     if config.initial_load_path is not None:
         return Start([], _initial(job, config.initial_load_path), warnings)
@@ -247,7 +249,6 @@ def _describe(job: Job, checkpoint: Checkpoint, only: str = "") -> str:
 
 
 def _shown(name: str, values: dict[str, Any]) -> str:
-    """Return the value of a field, of a source its kind."""
     return as_typed(values.get(name, values.get(f"{name}.kind", "none")))
 
 
@@ -302,11 +303,7 @@ def _continued(run_dir: Path) -> list[str]:
 
 
 def _initial(job: Job, path: str) -> Checkpoint:
-    """The checkpoint of initial_load_path: that folder, or the newest in a run or checkpoint folder.
-
-    Raises:
-        ConfigError: there is none, or it does not fit the job.
-    """
+    """The checkpoint of initial_load_path: that folder, or the newest in a run or checkpoint folder."""
     name = "checkpoint.initial_load_path"
     if job.checkpoint.initial_load_in_hf:
         return Checkpoint(path, {})
@@ -340,11 +337,3 @@ def _single(path: str) -> Checkpoint:
     except DamagedCheckpoint as error:
         works = f"a folder step-<n> with a {MANIFEST}, or a run folder"
         raise ConfigError(name, path, f"not a checkpoint: {error}", works) from None
-
-
-def _step(path: str) -> int:
-    return int(path.rsplit("-", 1)[1])
-
-
-def _name(path: str) -> str:
-    return path.rsplit("/", 1)[-1]

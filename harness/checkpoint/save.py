@@ -119,12 +119,7 @@ class Saver:
         self._purger = ThreadPoolExecutor(1, thread_name_prefix="purge")
 
     def prepare(self) -> None:
-        """Check before training what would otherwise fail in the first or last save.
-
-        Raises:
-            UserError: the folder cannot be written, another run writes into it, or config.json or the
-                tokenizer cannot be exported.
-        """
+        """Check before training what would otherwise fail in the first or last save."""
         if self.config.writes:
             self.ranks.on_rank_zero(self._prepare)
 
@@ -211,7 +206,6 @@ class Saver:
         self.account.seconds += time.perf_counter() - started
 
     def _write(self, step: int, manifest: dict[str, Any], final: bool) -> None:
-        """Write the checkpoint in the format that the job asks for."""
         last = final and step == self.job.steps
         if last and self.config.last_save_in_hf:
             self._write_huggingface(step, {**manifest, "holds": "hf"})
@@ -223,7 +217,6 @@ class Saver:
             self._start_background_save(step, manifest)
 
     def _write_now(self, step: int, state: dict[str, Tensor], manifest: dict[str, Any]) -> None:
-        """Write a checkpoint while training waits."""
         started = time.perf_counter()
         self._dcp_save(self.folder.path_of(step), state, manifest)
         self._record_success(step)
@@ -236,7 +229,14 @@ class Saver:
             # The copy runs in a stream of its own, which does not wait for the update.
             torch.cuda.synchronize(self.engine.device)
         if self._stager is None:
-            self._stager = _Stager(self._staging_options())
+            # Copy in a thread during the next step's forward and backward, which do not change the state.
+            options = StagingOptions(
+                use_pinned_memory=self.config.async_mode == "async_with_pinned_mem",
+                use_shared_memory=False,
+                use_async_staging=True,
+                use_non_blocking_copy=self.engine.device.type == "cuda",
+            )
+            self._stager = _Stager(options)
         response: Any = dcp.async_save(
             dict(self._everything()),
             storage_writer=Writer(self.folder.path_of(step), manifest),
@@ -244,15 +244,6 @@ class Saver:
             async_stager=self._stager,
         )
         self._background = _BackgroundSave(step, response.upload_completion)
-
-    def _staging_options(self) -> StagingOptions:
-        """Copy in a thread during the next step's forward and backward, which do not change the state."""
-        return StagingOptions(
-            use_pinned_memory=self.config.async_mode == "async_with_pinned_mem",
-            use_shared_memory=False,
-            use_async_staging=True,
-            use_non_blocking_copy=self.engine.device.type == "cuda",
-        )
 
     def _write_huggingface(self, step: int, manifest: dict[str, Any]) -> None:
         """Write safetensors: save a temporary DCP checkpoint, from which each rank converts a share."""
@@ -266,17 +257,13 @@ class Saver:
             self.ranks.on_rank_zero(lambda: self.weights.finish(temporary, target, self.job, manifest))
         finally:
             if rank == 0:
-                self._drop(temporary)
+                try:
+                    remove(temporary)
+                except OSError as error:
+                    self.say(f"WARNING {temporary} could not be removed: {error}")
         self._record_success(step)
         self.say(f"saved {target} for transformers in {time.perf_counter() - started:.1f} s")
         self._purge()
-
-    def _drop(self, path: str) -> None:
-        """Remove a temporary checkpoint; only warn if that fails."""
-        try:
-            remove(path)
-        except OSError as error:
-            self.say(f"WARNING {path} could not be removed: {error}")
 
     def _dcp_save(self, path: str, state: dict[str, Tensor], manifest: dict[str, Any]) -> None:
         dcp.save(dict(state), storage_writer=Writer(path, manifest), process_group=self.ranks.group)
@@ -294,6 +281,7 @@ class Saver:
 
     def _manifest(self, step: int, train_state: dict[str, Any]) -> dict[str, Any]:
         """The manifest without ``files``; called on all ranks, because it gathers their data positions."""
+        position = self.loader.state_dict()
         return {
             "step": step,
             "holds": "full",
@@ -304,18 +292,13 @@ class Saver:
             "state": {
                 "train_state": train_state,
                 "lr_scheduler": {"last_epoch": self.engine.schedule.last_epoch},
-                "data_loader": self._data_position(),
+                # Only streams have different states on different ranks.
+                "data_loader": merge_states(self.ranks.gather(position)) if "slots" in position else position,
             },
             "model": dataclasses.asdict(self.job.model),
             "tokenizer": dataclasses.asdict(self.job.tokenizer),
             "job": self.job.to_dict(),
         }
-
-    def _data_position(self) -> dict[str, Any]:
-        """The loader's state for all rows of the global batch."""
-        state = self.loader.state_dict()
-        # Only streams have different states on different ranks.
-        return merge_states(self.ranks.gather(state)) if "slots" in state else state
 
     def _finish_background_save(self, *, tolerant: bool = False) -> None:
         """Wait for the background save, so that there is at most one.
@@ -345,11 +328,6 @@ class Saver:
     def _record_failure(
         self, step: int, error: BaseException, *, tolerant: bool, reported: bool = False
     ) -> None:
-        """Count a failed save and remove its files; then warn if tolerant, otherwise raise.
-
-        Raises:
-            SaveFailed: not tolerant.
-        """
         failure = _failure(step, error, self.ranks.rank)
         self.account.failed += 1
         self._failed_in_a_row += 1
@@ -363,7 +341,6 @@ class Saver:
             self.say(f"WARNING {failure}")
 
     def _purge(self) -> None:
-        """Remove old checkpoints, in a background thread of rank 0."""
         if self.ranks.rank == 0:
             self._purger.submit(self._purge_now)
 
@@ -375,11 +352,7 @@ class Saver:
 
 
 def _failure(step: int, error: BaseException, own_rank: int) -> SaveFailed:
-    """Describe a failed save in one line, with the rank on which it happened.
-
-    Raises:
-        BaseException: ``error`` itself, if it is a bug, or happened outside of DCP on this rank only.
-    """
+    """Describe a failed save in one line, with the rank on which it happened."""
     cause, where, rank = error, "", own_rank
     if isinstance(error, CheckpointException):
         rank, (cause, _) = next(iter(error.failures.items()))

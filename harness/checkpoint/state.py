@@ -61,7 +61,7 @@ class Trained(HasWeights, Protocol):
 
 
 class Exchange(Protocol):
-    """Load and export weights in another project's format, on all ranks (``weights.on_ranks``)."""
+    """Load and export weights in another project's format, on all ranks (``weights.huggingface``)."""
 
     def check(self, path: str, model: ModelConfig) -> None: ...
     def load(self, path: str, model: ModelConfig, state: Mapping[str, Tensor], ranks: RankGroup) -> None: ...
@@ -156,12 +156,9 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def non_finite_warning(names: Sequence[str], tensors: int, what: str) -> str | None:
-    """Return a warning about tensors with non-finite values; None if ``names`` is empty.
+    """Return a warning about ``names`` of so many ``tensors``, with non-finite values; None without any.
 
-    Args:
-        names: the tensors with non-finite values.
-        tensors: the number of all tensors.
-        what: a participle for the message, ``written`` or ``loaded``.
+    ``what`` is a participle for the message, ``written`` or ``loaded``.
     """
     if not names:
         return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import mmap
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from operator import gt, itemgetter
 from pathlib import Path
 from typing import IO, Any, cast
 
+import torch
 import xxhash
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
@@ -45,8 +47,8 @@ from harness.checkpoint.catalog import (
     is_url,
     make_room,
 )
-from harness.checkpoint.entry import Entry
-from harness.checkpoint.metadata import parse_metadata
+from harness.checkpoint.metadata import load_failure, parse_metadata
+from harness.config.failures import kind_of_text
 from harness.util.files import sync_file, sync_folder
 
 
@@ -104,20 +106,16 @@ class HashingStream(io.IOBase):
             self._raw.close()
 
 
-class HashingFileSystem(FileSystemBase):
-    """DCP's file system, local or fsspec's, that records digests of the files written through it.
+class _Hashing(FileSystemBase):
+    """A file system of DCP that records digests of the files written through it."""
 
-    Args:
-        inner: the file system that stores the files.
-    """
-
-    def __init__(self, inner: FileSystemBase) -> None:
-        self.inner = inner
+    def __init__(self) -> None:
+        super().__init__()
         self.digests: dict[str, FileDigest] = {}
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Generator[io.IOBase, None, None]:
-        with self.inner.create_stream(path, mode) as raw:
+        with super().create_stream(path, mode) as raw:  # type: ignore[safe-super]
             if "w" not in mode:
                 yield raw
                 return
@@ -131,28 +129,15 @@ class HashingFileSystem(FileSystemBase):
             self.digests[Path(path).name] = stream.digest
 
     def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
-        self.inner.rename(path, new_path)
+        super().rename(path, new_path)  # type: ignore[safe-super]
         if Path(path).name in self.digests:
             self.digests[Path(new_path).name] = self.digests.pop(Path(path).name)
 
-    def concat_path(self, path: str | os.PathLike, suffix: str) -> str | os.PathLike:
-        return self.inner.concat_path(path, suffix)
 
-    def init_path(self, path: str | os.PathLike) -> str | os.PathLike:
-        return self.inner.init_path(path)
+class _HashingLocal(_Hashing, LocalFileSystem): ...
 
-    def mkdir(self, path: str | os.PathLike) -> None:
-        self.inner.mkdir(path)
 
-    def exists(self, path: str | os.PathLike) -> bool:
-        return self.inner.exists(path)
-
-    def rm_file(self, path: str | os.PathLike) -> None:
-        self.inner.rm_file(path)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
-        return True
+class _HashingRemote(_Hashing, RemoteFileSystem): ...
 
 
 @dataclass(frozen=True)
@@ -175,7 +160,7 @@ class Writer(FileSystemWriter):
         remote = is_url(path)
         # For a remote stream, sync_files would call os.sync, which flushes every disk of the machine.
         super().__init__(path, sync_files=not remote)
-        self.fs: Any = HashingFileSystem(RemoteFileSystem() if remote else LocalFileSystem())
+        self.fs: Any = _HashingRemote() if remote else _HashingLocal()
         self.path = self.fs.init_path(path)
         self.manifest = manifest
 
@@ -231,6 +216,105 @@ def write_last(fs: FileSystemBase, folder: str | os.PathLike, name: str, content
     fs.rename(temporary, final)
     if isinstance(folder, Path):
         sync_folder(folder)
+
+
+def _view(file: Any, offset: int, length: int) -> memoryview:
+    """Return a part of an open file; a local file is mapped, not copied."""
+    try:
+        handle = file.fileno()
+    except (AttributeError, OSError):
+        file.seek(offset)
+        return memoryview(file.read(length))
+    start = offset - offset % mmap.ALLOCATIONGRANULARITY
+    available = max(0, min(length, os.fstat(handle).st_size - offset))
+    if not available:
+        return memoryview(b"")
+    size = offset - start + available
+    # Populate all pages at once: hashing and copying would otherwise fault every few pages.
+    flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+    mapped = mmap.mmap(handle, size, flags=flags, prot=mmap.PROT_READ, offset=start)
+    return memoryview(mapped)[offset - start :]
+
+
+# Bytes to copy and then hash at once, while they are still in the CPU cache.
+_BLOCK = 1 << 18
+
+
+class Entry(io.RawIOBase):
+    """File-like view of one entry that computes its checksum while it is read.
+
+    Args:
+        file: the open file.
+        place: DCP's storage info of the entry (file, offset, length), with its checksum if there is one.
+
+    Raises:
+        DamagedCheckpoint: the file ends before the entry does.
+    """
+
+    def __init__(self, file: Any, place: Any) -> None:
+        self._place, self._end = place, place.offset + place.length
+        self._view, self._position = _view(file, place.offset, place.length), 0
+        self._digest, self._hashed = xxhash.xxh3_128(), 0
+        if len(self._view) != place.length:
+            raise DamagedCheckpoint(f"{place.relative_path} ends before byte {self._end}")
+
+    @property
+    def span(self) -> str:
+        """File and byte range of the entry, for messages."""
+        return f"{self._place.relative_path}: bytes {self._place.offset} to {self._end}"
+
+    def load(self) -> torch.Tensor:
+        """Return the tensor that the entry holds.
+
+        Raises:
+            DamagedCheckpoint: the entry is damaged or not a tensor.
+        """
+        try:
+            tensor = torch.load(cast("IO[bytes]", self), map_location="cpu", weights_only=True)
+        except Exception as error:  # damaged bytes make torch raise almost anything
+            self.verify()
+            if isinstance(error, MemoryError) or kind_of_text(str(error)) is not None:
+                raise  # out of memory or a similar failure of the machine, not of the file
+            raise DamagedCheckpoint(f"{self.span}: the entry {load_failure(error)}") from error
+        self.verify()
+        if not isinstance(tensor, torch.Tensor):
+            raise DamagedCheckpoint(f"{self.span}: the entry is not a tensor")
+        return tensor
+
+    def verify(self) -> None:
+        """Raise DamagedCheckpoint if the entry has a recorded checksum and its bytes do not match it."""
+        wanted = getattr(self._place, CHECKSUM, None)
+        if wanted is None:
+            return
+        self._digest.update(self._view[self._hashed :])
+        self._hashed = len(self._view)
+        if self._digest.hexdigest() != wanted:
+            raise DamagedCheckpoint(f"{self.span} do not have the checksum they were written with")
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        start, end = self._position, min(self._position + len(buffer), len(self._view))
+        self._position = end
+        if end - start < _BLOCK or start < self._hashed:
+            buffer[: end - start] = self._view[start:end]
+            return end - start
+        self._digest.update(self._view[self._hashed : start])
+        for begin in range(start, end, _BLOCK):
+            block = self._view[begin : min(begin + _BLOCK, end)]
+            buffer[begin - start : begin - start + len(block)] = block
+            self._digest.update(block)
+        self._hashed = end
+        return end - start
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: len(self._view)}[whence]
+        self._position = base + offset
+        return self._position
 
 
 class Reader(FileSystemReader):

@@ -77,7 +77,12 @@ def verify_all(folders: Sequence[str], *, newest: bool) -> tuple[list[Verdict], 
         states, paths = [], paths_in(folder)
         for path in paths[-1:] if newest else paths:
             verdict = verify(path)
-            if verdict.state == "unfinished" and path == paths[-1] and _has_completed(Path(path)):
+            # A checkpoint of a run is in RUN/checkpoints.
+            if (
+                verdict.state == "unfinished"
+                and path == paths[-1]
+                and RunStatus(Path(path).parent.parent).state == "completed"
+            ):
                 reason = f"{verdict.reason}, and {STATUS} says that the run has completed"
                 verdict = replace(verdict, state="damaged", reason=reason)
             states.append(verdict.state)
@@ -87,11 +92,6 @@ def verify_all(folders: Sequence[str], *, newest: bool) -> tuple[list[Verdict], 
         if "damaged" in states or "ok" not in states:
             code = EXIT_MACHINE
     return verdicts, code
-
-
-def _has_completed(checkpoint: Path) -> bool:
-    """Whether the run of a checkpoint in ``RUN/checkpoints`` has completed; false if there is no such run."""
-    return RunStatus(checkpoint.parent.parent).state == "completed"
 
 
 def paths_in(folder: str) -> list[str]:
@@ -116,7 +116,6 @@ def paths_in(folder: str) -> list[str]:
 
 
 def _checkpoint_folders(folder: str) -> Iterator[str]:
-    """Folders that may hold the checkpoints of a path."""
     if not is_url(folder) and (Path(folder) / "job.json").is_file():
         from harness.checkpoint.resume import folder_of
         from harness.config.job import Job

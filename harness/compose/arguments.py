@@ -177,9 +177,13 @@ def show(line: CommandLine, parser: Parser, *, config_name: str, schema: type) -
     if line.help:
         text = help_text(line.overrides, parser, config_name=config_name, schema=schema)
     else:
-        names = {"config_name": config_name, "schema": schema}
         text = shown_config(
-            line.overrides, str(line.cfg), package=line.package, resolve=line.resolve, **names
+            line.overrides,
+            str(line.cfg),
+            package=line.package,
+            resolve=line.resolve,
+            config_name=config_name,
+            schema=schema,
         )
     sys.stdout.write(text)
     return EXIT_OK

@@ -85,12 +85,6 @@ class Composer:
         self.config_name, self.schema = config_folders().primaries.get(config_name, config_name), schema
         self._hydra: Hydra = hydra_of(config_folders().stamp())
 
-    def __enter__(self) -> Composer:
-        return self
-
-    def __exit__(self, *_raised: object) -> None:
-        pass
-
     def job(self, overrides: Iterable[str]) -> Any:
         """Compose one job, like ``compose_job``.
 
@@ -141,7 +135,10 @@ class Composer:
             raise to_user_error(error) from error
 
     def axes(self, overrides: Iterable[str]) -> dict[str, Any]:
-        """Axes of the sweep in the job's files: values by name of the field or group, and POINTS."""
+        """Axes of the sweep in the job's files, of overrides with one value.
+
+        Values by name of the field or group, ``sweep.NAME`` for settings, and POINTS.
+        """
         settings = self._merged(overrides)[1]
         return dict((settings.get("sweeper") or {}).get("params") or {})
 
@@ -237,8 +234,8 @@ class Composer:
         Raises:
             UserError: config.json does not describe a valid model.
         """
+        from harness.weights.config_json import model_node
         from harness.weights.detect import recorded_model
-        from harness.weights.from_config import model_node
 
         field, path = self._source_of_model(overrides)
         if path is None:
@@ -270,11 +267,14 @@ class Composed:
 
 
 def require_one_point(overrides: list[str], config_name: str, schema: type, *, can_sweep: bool) -> None:
-    """Refuse settings of sweepers, and a sweep in the job's files without a choice of one of its points.
+    """Refuse ``sweep=optuna``, and a sweep in the job's files without a choice of one of its points.
 
     Raises:
-        UserError: naming the setting, or the open axes.
+        UserError: naming the sweep, or the open axes.
     """
+    if "sweep=optuna" in overrides:
+        works = "-m" if can_sweep else "python -m harness.train -m"
+        raise UserError(f"sweep=optuna: is for several jobs; would work: {works}")
     chosen = [each for each in overrides if each.startswith(("sweep=", "experiment=", AXES))]
     if not chosen:
         return
@@ -283,7 +283,7 @@ def require_one_point(overrides: list[str], config_name: str, schema: type, *, c
     listed = str(axes.pop(POINTS, "")).splitlines()
     keys = {each.lstrip("+").partition("=")[0] for each in overrides}
     is_listed = any(line.split() and set(line.split()) <= set(overrides) for line in listed)
-    remaining = [str(name) for name in axes if str(name) not in keys]
+    remaining = [name for name in map(str, axes) if name not in keys and not name.startswith("sweep.")]
     if listed and not is_listed:
         remaining = [POINTS, *remaining]
     if remaining:

@@ -1,4 +1,4 @@
-"""Hydra's part of composition: its search path and grammar, and the files that a job is made of, in their order.
+"""Hydra's part of composition: its search path, its grammar, and the files of a job in their order.
 
 ``hydra.compose`` merges files as nodes of OmegaConf, which takes twenty times as long as plain dictionaries.
 So this module uses parts of Hydra 1.3 that are private: ``create_defaults_list`` and the repository of files.
@@ -156,11 +156,11 @@ def hydra_of(_stamp: Stamp) -> Hydra:
 
 def plain_defaults(kind: type) -> dict[str, Any]:
     """Return the defaults of a dataclass as dictionaries; ``???`` stands for values that must be given."""
-    values = {}
+    values: dict[str, Any] = {}
     for field in dataclasses.fields(kind):
         hint = type_hints(kind)[field.name]
         if dataclasses.is_dataclass(hint):
-            values[field.name] = plain_defaults(hint)  # type: ignore[arg-type]
+            values[field.name] = plain_defaults(hint)
         else:
             value = default_of(field)
             values[field.name] = UNSET if value is dataclasses.MISSING else copied(value)

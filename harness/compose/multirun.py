@@ -1,13 +1,15 @@
-"""The points of ``-m``: of a grid, or chosen by a sweeper of Hydra by their results."""
+"""The points of ``-m``: of a grid, or the axes of which Optuna chooses points by their results."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from harness.compose.composer import POINTS, Composed, Composer
-from harness.compose.hydra import search_path, sets_search_path
+from harness.compose.hydra import apply_value, resolve_references, search_path, sets_search_path
 from harness.compose.overrides import (
+    AXES,
     FROM_CONFIG,
     INTERVAL,
     check_overrides,
@@ -18,17 +20,74 @@ from harness.compose.overrides import (
 from harness.config.job import Job
 from harness.util.errors import UserError
 
-GRID = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
-"""Hydra's default sweeper, whose points ``compose_points`` makes: all combinations of values."""
+SETTINGS = "sweep."
+"""Prefix of the settings of a sweep whose points are chosen by their results, such as ``sweep.n_trials``."""
 
 
 def chooses_points(overrides: Iterable[str], *, config_name: str = "train", schema: type = Job) -> bool:
-    """Whether a sweeper of Hydra chooses the points by their results, such as ``hydra/sweeper=optuna``.
+    """Whether points are chosen by their results, as with ``sweep=optuna``: a ``sweep.NAME`` is given.
 
     Raises:
-        UserError: the overrides are wrong for every point, or set what has no effect on a grid.
+        UserError: the overrides are wrong for every point.
     """
-    return False
+    overrides = list(overrides)
+    if any(each.startswith(SETTINGS) for each in overrides):
+        return True
+    with search_path(overrides, config_name) as overrides:
+        check_overrides(overrides, schema)
+        composer = Composer(config_name, schema)
+        params = composer.axes(with_one_value(composer, overrides))
+    return any(name.startswith(SETTINGS) for name in params)
+
+
+@dataclass(frozen=True)
+class Space:
+    """Axes of which points are chosen.
+
+    Attributes:
+        settings: values of ``sweep.NAME``, by NAME.
+        axes: parsed by Hydra, by name of the field or group.
+        fixed: overrides of all points.
+    """
+
+    settings: dict[str, Any]
+    axes: dict[str, Any]
+    fixed: list[str]
+
+
+def read_space(composer: Composer, overrides: Iterable[str]) -> Space:
+    """Read the axes and settings of a command line and of the files that it names.
+
+    Raises:
+        UserError: an override is wrong, or the points are listed.
+    """
+    overrides = list(overrides)
+    typed = [each for each in overrides if not each.startswith(SETTINGS)]
+    check_overrides(typed, composer.schema)
+    params = composer.axes(with_one_value(composer, typed))
+    if POINTS in params:
+        rule = "is a list of points, so there is nothing to choose"
+        raise UserError(f"{AXES}.{POINTS}: {rule}; would work: a sweep without {SETTINGS}NAME")
+    in_files = [f"{name}={'null' if value is None else value}" for name, value in params.items()]
+    given = [each for each in overrides if each.startswith(SETTINGS)]
+    space = Space({}, {}, [])
+    settings: dict[str, Any] = {"sweep": {}}
+    for each in composer.parsed([*in_files, *typed, *given]):
+        name = each.get_key_element()
+        if name.startswith(SETTINGS) and each.is_sweep_override():
+            raise UserError(f"{each.input_line}: a setting of the sweep has one value, or a list in [ ]")
+        if name.startswith(SETTINGS):
+            apply_value(settings, each)
+        elif each.is_sweep_override():
+            space.axes[name] = each
+        elif str(each.input_line) != "sweep=optuna":
+            space.axes.pop(name, None)
+            space.fixed.append(str(each.input_line))
+    try:
+        space.settings.update(resolve_references(settings)["sweep"])
+    except Exception as error:
+        raise to_user_error(error) from error
+    return space
 
 
 def compose_points(

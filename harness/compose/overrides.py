@@ -57,7 +57,7 @@ def check_setting(key: str, shown: str) -> None:
         UserError: beginning with ``shown``.
     """
     if not any(f"{key}.".startswith(f"{each}.") for each in HONOURED):
-        works = f"{' or '.join(HONOURED)}, and the fields and flags that --help lists"
+        works = f"{', '.join(HONOURED)}, sweep=optuna, and the fields and flags that --help lists"
         raise UserError(f"{shown}: has no effect, because Hydra only composes here; would work: {works}")
 
 
@@ -89,6 +89,8 @@ def check_overrides(overrides: Iterable[str], schema: type = Job) -> None:
             raise UserError(
                 f"{override}: an option of a group has one place; would work: {key}=OPTION, {works}"
             )
+        if key.startswith("sweep."):
+            raise UserError(f"{override}: is for several jobs, chosen by results; would work: -m")
         if key == "hydra" or key.startswith(("hydra.", "hydra/")):
             check_setting(key, override)
             continue
@@ -246,7 +248,7 @@ _HIDDEN = (
     "Config search path",
     "provider=",
 )
-INTERVAL = "interval() is a range for sweepers that optimize (hydra/sweeper=optuna), and a grid needs points"
+INTERVAL = "interval() is a range for sweepers that optimize (sweep=optuna), and a grid needs points"
 MISSING = "{}: must be given, on the command line or in a file of the job"
 
 

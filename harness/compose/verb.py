@@ -28,6 +28,7 @@ from harness.util.errors import (
     HarnessError,
     MachineError,
     UserError,
+    missing_package,
     one_line,
 )
 
@@ -166,8 +167,8 @@ class Verb:
         arguments: arguments and flags of its own.
         has_json: whether ``run`` returns a ``Result``, so that ``--json`` can print it.
         sweep: function of ``-m``; gets all points and returns what ``run`` does.
-        study: function of ``-m`` with a sweeper that chooses points by their results
-            (``hydra/sweeper=optuna``); gets the overrides and the name of the primary config.
+        study: function of ``-m`` with points chosen by their results (``sweep=optuna``); gets the overrides
+            and the name of the primary config.
         parts: the verbs that it consists of, such as ``status`` of ``harness sweep``.
         prepare: called first in a process of its own, such as to handle signals.
     """
@@ -288,7 +289,7 @@ class Verb:
             if chooses_points(line.overrides, config_name=name, schema=schema):
                 if self.study is None:
                     rule = "this verb takes all points of a grid at once"
-                    raise UserError(f"hydra/sweeper: {rule}; would work: python -m harness.train -m")
+                    raise UserError(f"sweep=optuna: {rule}; would work: python -m harness.train -m")
                 return partial(self.study, line.overrides, name), False
             points = compose_points(line.overrides, config_name=name, schema=schema, show=_show_composing)
             return partial(self.sweep, points), self.has_json and line.json
@@ -344,6 +345,8 @@ def reported(error: Exception | KeyboardInterrupt) -> int:
         return EXIT_INTERRUPTED
     if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop from "):
         error = UserError(str(error))  # pathlib's error for a loop of links before Python 3.13
+    elif isinstance(error, ImportError):
+        error = missing_package(error) or error
     elif isinstance(error, OSError) and isinstance(error.filename, str | bytes):
         known = PATH_ERRORS.get(error.errno or 0)
         error = error if known is None else known(f"{os.fsdecode(error.filename)}: {error.strerror}")
@@ -379,7 +382,7 @@ VERBS: Registry[Verb] = Registry(
         "verify": "harness.tools.verify:VERB",
         "convert": "harness.tools.convert:VERB",
         "download": "harness.tools.download:VERB",
-        "tokenize": "harness.tools.tokenize.verb:VERB",
+        "tokenize": "harness.tools.tokenize:VERB",
     },
     field="verb",
     expects="harness.compose.verb:Verb",

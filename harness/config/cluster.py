@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from harness.config.fields import execution, label, part
 from harness.config.registry import Registry, load_attribute, resolve_options
 from harness.util.errors import ConfigError
-from harness.util.hardware import ACCELERATORS, Accelerator, find_accelerator
+from harness.util.hardware import ACCELERATORS, Accelerator, find_accelerator, node_name
 
 if TYPE_CHECKING:
     from harness.config.job import Job
@@ -523,11 +522,6 @@ class ClusterConfig:
                 f"the layout takes {ranks} ranks, one GPU each, and this machine has {gpus}",
                 f"cpu, or degrees of parallelism that multiply to at most {gpus}",
             )
-
-
-def node_name() -> str:
-    """Return this machine's name; inside a job, SLURM's name for the node."""
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def count_gpus() -> int:

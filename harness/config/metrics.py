@@ -40,7 +40,7 @@ VIEWS: Registry[ViewKind] = Registry(
     {
         "wandb": ViewKind("harness.metrics.views:WandbView"),
         "tensorboard": ViewKind("harness.metrics.views:TensorBoardView"),
-        "mlflow": ViewKind("harness.metrics.mlflow_view:MlflowView", MlflowOptions),
+        "mlflow": ViewKind("harness.metrics.views:MlflowView", MlflowOptions),
     },
     field="metrics.views",
     expects="harness.config.metrics:ViewKind",

@@ -1,81 +1,31 @@
-"""The token cache: documents tokenized once, stored on disk, read through a memory map.
+"""The token cache: documents that the job itself tokenizes, stored as a corpus with one shard.
 
-A cache is a folder named by a hash of everything that determines its content, so it is never stale and never
-modified. A damaged cache (``cache_check.py``) is rebuilt:
-
-    <cache_dir>/tokens-<key>/meta.json             dtype, counts, checksums
-    <cache_dir>/tokens-<key>/train.tokens          every document as [bos] text [eos], concatenated
-    <cache_dir>/tokens-<key>/train.starts          int64, offset of each document
-    <cache_dir>/tokens-<key>/validation.*          the held-out documents, if any
-    <cache_dir>/.tokens-<key>-<id>/                a cache that is being written
-    <cache_dir>/.unfinished-tokens-<key>/          tokenized units of a cache that is being built
+Its folder, ``<cache_dir>/corpus-<key>``, is named by a hash of everything that determines its content, so it
+is never stale and never modified. A damaged cache is rebuilt.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
-import os
+import shlex
 import shutil
 import sys
-import time
-import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-
-from harness.data.build_lock import LOCK, only_builder
-from harness.data.cache_check import DamagedCache, check_contents, check_sizes, files_of, read_meta
+from harness.config.data import DataConfig, TokenizerConfig
+from harness.data.corpus import CorpusWriter, TokenizedSplit, content_key, open_shard, read_manifest
 from harness.data.documents import Source
-from harness.data.size_limit import require_small
+from harness.data.shards import MANIFEST, UNFINISHED
 from harness.data.tokenizer import Tokenizer
-from harness.data.tokenizing import TokenizedUnits, concatenate, tokenize
-from harness.data.tokens import map_file
-from harness.data.units import UNIT_BYTES, token_dtype, units_of
-from harness.util.errors import DataError, MachineError
-from harness.util.files import LockedError, lock
+from harness.util.errors import ConfigError, DataError, MachineError, as_typed
+from harness.util.store import Damaged, only_builder, remove_abandoned, remove_folder
 
-FORMAT_VERSION = 1
-# Longest time between making a folder and locking it; on file systems without locks, between two writes.
-_LOCKING_SECONDS, _ABANDONED_SECONDS = 60.0, 86400.0
+UNIT_MIB = 16.0
 # How long the finished units of a cache that nobody continues are kept.
 _KEPT_SECONDS = 7 * 86400.0
-
-
-@dataclass(frozen=True)
-class TokenizedSplit:
-    """The tokens of one split, on disk (``tokens.Tokens``).
-
-    Attributes:
-        tokens: all documents, concatenated (integers, 1-d memory map).
-        starts: offset of each document in ``tokens`` (ascending).
-        name: the source and the split, for error messages.
-        damaged: number of documents of the source that were not UTF-8, and were repaired or left out.
-    """
-
-    tokens: np.ndarray
-    starts: np.ndarray
-    name: str
-    damaged: int = 0
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def num_documents(self) -> int:
-        return len(self.starts)
-
-    def read(self, begin: int, end: int) -> np.ndarray:
-        return self.tokens[begin:end].astype(np.int64)
-
-    def starts_between(self, begin: int, end: int) -> np.ndarray:
-        # Keys of the array's type: for keys of another type numpy converts all of the array.
-        first, last = np.searchsorted(self.starts, np.array([begin, end], dtype=self.starts.dtype))
-        return self.starts[first:last].astype(np.int64)
+_GIB = 2**30
+_OPTIONS = {"text": "local_text", "jsonl": "local_jsonl", "parquet": "local_parquet"}
 
 
 def open_cache(
@@ -101,154 +51,127 @@ def open_cache(
         ConfigError: the source is larger than data.tokenize_limit_gib, and there is no cache.
         DataError: the source cannot be read or holds no text, or the builder's cache is not visible here.
     """
-    root, stored_split = Path(cache_dir).expanduser(), split if held_out > 0 else "train"
+    name, stored_split = f"{source.name}, {split} documents", split if held_out > 0 else "train"
     if is_builder:
         folder = cache_folder(source, tokenizer, held_out, cache_dir)
-        remove_abandoned(root)
-        damage = _find_damage(folder, stored_split) if folder.exists() else None
-        if damage is not None:
-            sys.stderr.write(f"WARNING token cache {folder} is damaged and is rebuilt: {damage}\n")
-            remove_damaged(folder)
-        if not folder.exists():
-            require_small(source, tokenizer)
+        for other in folder.parent.glob(f"corpus-*/{UNFINISHED}"):
+            if not (other.parent / MANIFEST).exists():
+                remove_abandoned(other.parent, other, _KEPT_SECONDS)
+        if (folder / MANIFEST).exists():
+            try:
+                _open(folder, stored_split, name, check=True)
+            except Damaged as error:
+                sys.stderr.write(f"WARNING token cache {folder} is damaged and is rebuilt: {error}\n")
+                remove_folder(folder)
+            except OSError as error:
+                raise DataError(f"token cache {folder} cannot be read: {error.strerror}") from error
+        if not (folder / MANIFEST).exists():
+            if not is_small(source):
+                raise too_large(source, tokenizer.config)
             _build(folder, source, tokenizer, held_out)
     if wait_for_all is not None:
         wait_for_all()
     folder = cache_folder(source, tokenizer, held_out, cache_dir)
-    if not folder.exists():
+    if not (folder / MANIFEST).exists():
         raise DataError(
             f"token cache {folder} is not visible to this rank; "
             "data.cache_dir must be a folder that all ranks share"
         )
     try:
-        return open_split(folder, stored_split, f"{source.name}, {split} documents")
-    except DamagedCache as error:
+        return _open(folder, stored_split, name, check=False)
+    except Damaged as error:
         raise DataError(f"token cache {folder} is damaged: {error}; remove the folder") from None
 
 
-def _find_damage(folder: Path, split: str) -> str | None:
-    """Describe the damage to the files of a split; None if they are intact.
-
-    Raises:
-        DataError: the files cannot be read.
-    """
-    try:
-        check_contents(folder, read_meta(folder), split)
-    except DamagedCache as error:
-        return str(error)
-    except OSError as error:
-        raise DataError(f"token cache {folder} cannot be read: {error.strerror}") from error
-    return None
-
-
-def remove_abandoned(root: Path) -> None:
-    """Remove unfinished caches of builders that were killed; running builders hold a lock.
-
-    Finished units are kept for some days, because the next job of the source continues with them.
-    """
-    for path in (*root.glob(".tokens-*"), *root.glob(".unfinished-*")):
-        can_continue = path.name.startswith(".unfinished-")
-        # A builder makes its folder and then locks it; locking it in between would stop the builder.
-        age = _seconds_since_change(path)
-        if age <= (_KEPT_SECONDS if can_continue else _LOCKING_SECONDS):
-            continue
-        try:
-            held = lock(path / LOCK)
-        except FileNotFoundError:
-            held = None
-        except (LockedError, OSError):  # OSError: another user's lock file cannot be opened
-            continue
-        with held or contextlib.nullcontext():
-            # Without locks, the folder's age decides.
-            if held is not None or age > _ABANDONED_SECONDS:
-                shutil.rmtree(path, ignore_errors=True)
-
-
-def _seconds_since_change(folder: Path) -> float:
-    """Seconds since the last write in a folder; 0 if the folder is gone."""
-    try:
-        return time.time() - max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
-    except OSError:
-        return 0.0
-
-
 def cache_folder(source: Source, tokenizer: Tokenizer, held_out: float, cache_dir: str) -> Path:
-    """Folder of a source's token cache, whether it exists or not.
+    """Folder of a source's token cache, which is complete if it has a manifest.
 
     Raises:
         DataError: the source cannot be read.
     """
-    key = [FORMAT_VERSION, source.identity, tokenizer.fingerprint, held_out]
-    name = f"tokens-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]}"
-    return Path(cache_dir).expanduser() / name
+    return Path(cache_dir).expanduser() / f"corpus-{content_key(source, tokenizer, held_out)[:24]}"
+
+
+def _open(folder: Path, split: str, name: str, *, check: bool) -> TokenizedSplit:
+    try:
+        (shard,) = read_manifest(folder).shards
+    except (DataError, ValueError) as error:
+        raise Damaged(str(error)) from None
+    return open_shard(folder, shard, split, name, check=check)
 
 
 def _build(folder: Path, source: Source, tokenizer: Tokenizer, held_out: float) -> None:
-    """Write the cache to a temporary folder and rename it: a reader sees all of it or nothing.
+    """Write the cache, or wait for another process that does.
 
-    If another process builds the same cache, wait for it. Finished units survive this process, unless the
-    source or the disk must change.
+    Finished units survive this process, unless the source or the disk must change.
     """
-    work = folder.with_name(f".unfinished-{folder.name}")
     try:
-        work.mkdir(parents=True, exist_ok=True)
+        (folder / UNFINISHED).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DataError(f"data.cache_dir: cannot write to {folder.parent}: {error.strerror}") from error
     try:
-        with only_builder(work, folder.exists) as building:
+        with only_builder(folder / UNFINISHED, (folder / MANIFEST).exists) as building:
             if building is None:
                 return
             try:
-                _write(folder, work, source, tokenizer, held_out)
+                writer = CorpusWriter(folder, source, tokenizer, held_out, unit_mib=UNIT_MIB, shards=1)
+                writer.write_all(source.config.tokenize_workers)
             except (DataError, OSError):
-                building.is_useless = True
+                shutil.rmtree(folder, ignore_errors=True)
                 raise
             building.is_useless = True
     except OSError as error:
         raise MachineError(f"data.cache_dir: {folder.parent}: {error.strerror or error}") from error
 
 
-def _write(folder: Path, work: Path, source: Source, tokenizer: Tokenizer, held_out: float) -> None:
-    units = units_of(source, tokenizer, UNIT_BYTES)
-    tokenize(work, units, source, tokenizer, workers=source.config.tokenize_workers)
-    unfinished = folder.with_name(f".{folder.name}-{uuid.uuid4().hex}")
-    unfinished.mkdir()
-    try:
-        with lock(unfinished / LOCK, create=True) or contextlib.nullcontext():
-            concatenate(unfinished, TokenizedUnits(work, units), token_dtype(tokenizer), held_out)
-            if not any(read_meta(unfinished)["tokens"].values()):
-                raise DataError(f"{source.name} {source.without_tokens}")
-            (unfinished / LOCK).unlink()
-            try:
-                unfinished.rename(folder)
-            except OSError:
-                # On a file system without locks another builder may have been faster, with the same content.
-                if not folder.exists():
-                    raise
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+def is_small(source: Source) -> bool:
+    """Whether a source is within data.tokenize_limit_gib; all ranks of a job wait while it is tokenized."""
+    limit = source.config.tokenize_limit_gib
+    return limit is None or _size(source) <= limit * _GIB
 
 
-def remove_damaged(folder: Path) -> None:
-    """Remove a damaged cache; it is renamed first, so that no reader finds part of it."""
-    damaged = folder.with_name(f".{folder.name}-{uuid.uuid4().hex}")
-    with contextlib.suppress(FileNotFoundError):  # another builder was faster
-        folder.rename(damaged)
-        shutil.rmtree(damaged, ignore_errors=True)
+def _size(source: Source) -> int:
+    return sum(span.nbytes for span in source.spans(sys.maxsize))
 
 
-def open_split(folder: Path, split: str, name: str) -> TokenizedSplit:
-    """Map the files of a split of a token cache.
+def too_large(source: Source, tokenizer: TokenizerConfig | None) -> ConfigError:
+    """Return the error for a source that a job may not tokenize, with the command that does."""
+    size = f"{_size(source) / _GIB:.3g} GiB"
+    rule = f"{source.name} has {size} that are not tokenized, and all ranks would wait for them"
+    limit = source.config.tokenize_limit_gib
+    if source.config.kind == "chat":
+        rule += "; harness tokenize does not read conversations"
+        return ConfigError("data.tokenize_limit_gib", limit, rule, "null, which is no limit")
+    command = ["harness", "tokenize", *_data_overrides(source.config)]
+    if tokenizer is not None:
+        like = TokenizerConfig(kind="", path="")
+        command += _differing("tokenizer", tokenizer, like, ("kind", "path", "special", "bos", "eos"))
+    works = (
+        f"{shlex.join([*command, 'tokenize.target=corpus/NAME'])} and then data=tokens "
+        "'data.paths=[corpus/NAME]', or data.tokenize_limit_gib=null"
+    )
+    return ConfigError("data.tokenize_limit_gib", limit, rule, works)
 
-    Raises:
-        DamagedCache: a file is missing or has another size.
-    """
-    meta = read_meta(folder)
-    check_sizes(folder, meta, split)
-    tokens, starts = (folder / file for file in files_of(split))
-    mapped = _map(tokens, meta["dtype"]), _map(starts, "int64")
-    return TokenizedSplit(*mapped, name, meta.get("damaged", 0))
+
+def _data_overrides(config: DataConfig) -> list[str]:
+    """Overrides that select a source; the defaults are those of the files in conf/data."""
+    if config.kind == "local":
+        format = config.format if config.format in _OPTIONS else "text"
+        option, like = _OPTIONS[format], DataConfig(format=format, validation_fraction=0.01)
+        names: tuple[str, ...] = ("paths", "exclude", "format", "encoding_errors")
+    else:
+        option, like = (
+            "c4",
+            DataConfig(subset="en", streaming=True, validation_split="validation", shuffle=False),
+        )
+        names = ("dataset", "subset", "split", "data_files", "streaming", "validation_split", "shuffle")
+    names = (*names, "text_field", "validation_fraction")
+    return [f"data={option}", *_differing("data", config, like, names)]
 
 
-def _map(file: Path, dtype: str) -> np.ndarray:
-    return map_file(str(file), dtype, 0, os.path.getsize(file) // np.dtype(dtype).itemsize)
+def _differing(group: str, config: Any, like: Any, names: tuple[str, ...]) -> list[str]:
+    return [
+        f"{group}.{name}={as_typed(getattr(config, name))}"
+        for name in names
+        if getattr(config, name) != getattr(like, name)
+    ]

@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 
 from harness.config.data import DataConfig
-from harness.data.cache import TokenizedSplit, open_cache
+from harness.data.cache import open_cache
 from harness.data.chat_packing import PackedConversations
 from harness.data.chat_sandbox import MARKS
 from harness.data.chat_template import ASSISTANT, ChatTemplate, message_of, template_of
+from harness.data.corpus import TokenizedSplit
 from harness.data.documents import Span
 from harness.data.parquet_files import read_columns
 from harness.data.sources import LocalFiles, file_stats

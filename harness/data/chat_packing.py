@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from harness.data.cache import TokenizedSplit
+from harness.data.corpus import TokenizedSplit
 from harness.data.samples import IGNORE_INDEX, random_stream
 from harness.util.errors import DataError
 

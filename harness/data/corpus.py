@@ -1,27 +1,125 @@
-"""A corpus: the folder that ``harness tokenize`` writes, with token caches as shards and a manifest.
+"""A corpus: tokens of documents in shards, with a manifest, by ``harness tokenize`` or for the token cache.
 
-    corpus/web/manifest.json     tokenizer, counts, source files, checksums; written last
-    corpus/web/shard-00000/      a token cache (``cache.py``): a contiguous range of the source's documents
+    corpus/web/plan.json                 source, tokenizer and number of shards; written first
+    corpus/web/.unfinished/units/        tokenized units (``tokenizing.py``)
+    corpus/web/shard-00000/meta.json     dtype, counts, checksums
+    corpus/web/shard-00000/train.tokens  documents as [bos] text [eos], concatenated
+    corpus/web/shard-00000/train.starts  int64, offset of each document
+    corpus/web/shard-00000/validation.*  the held-out documents
+    corpus/web/manifest.json             tokenizer, counts, source files, checksums; written last
 
-The documents of a split are those of its shards, one shard after the other, whatever the number of shards.
+A shard has a contiguous range of the source's documents. The documents of a split are those of its shards,
+one after the other, whatever the number of shards. Everything is written under another name and renamed, so
+finished units and shards are kept when a process is killed.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+import hashlib
+import json
+import shutil
+import uuid
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+import numpy as np
 import xxhash
 
 from harness.config.fields import from_dict
-from harness.data.cache import TokenizedSplit, open_split
-from harness.data.cache_check import META, SPLITS, DamagedCache, check_contents, read_meta
-from harness.data.shards.manifest import MANIFEST, load_manifest
+from harness.data.documents import Source
+from harness.data.shards import (
+    FORMAT_VERSION,
+    MANIFEST,
+    ShardWriter,
+    cut_units,
+    load_manifest,
+    write_manifest,
+)
 from harness.data.tokenizer import Tokenizer
+from harness.data.tokenizing import (
+    Index,
+    Unit,
+    bytes_of,
+    is_held_out,
+    read_index,
+    remove_unit,
+    token_dtype,
+    tokenize,
+    units_of,
+)
+from harness.data.tokens import map_file
+from harness.util.encoding import parse_object
 from harness.util.errors import ConfigError, DataError
 from harness.util.files import is_file_name
+from harness.util.store import NO_FILE, Damaged, check_files, check_sizes, describe_files, only_builder
+
+META = "meta.json"
+SPLITS = ("train", "validation")
+SHARD_BYTES = 16 << 30
+_SOURCE_DOCUMENTS = "source_documents"
+
+
+@dataclass(frozen=True)
+class TokenizedSplit:
+    """The tokens of one split, on disk (``tokens.Tokens``).
+
+    Attributes:
+        tokens: all documents, concatenated (integers, 1-d memory map).
+        starts: offset of each document in ``tokens`` (ascending).
+        name: the source and the split, for error messages.
+        damaged: number of documents of the source that were not UTF-8, and were repaired or left out.
+    """
+
+    tokens: np.ndarray
+    starts: np.ndarray
+    name: str
+    damaged: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.starts)
+
+    def read(self, begin: int, end: int) -> np.ndarray:
+        return self.tokens[begin:end].astype(np.int64)
+
+    def starts_between(self, begin: int, end: int) -> np.ndarray:
+        # Keys of the array's type: for keys of another type numpy converts all of the array.
+        first, last = np.searchsorted(self.starts, np.array([begin, end], dtype=self.starts.dtype))
+        return self.starts[first:last].astype(np.int64)
+
+
+def files_of(split: str) -> tuple[str, str]:
+    """Names of the two files of a split: its tokens, and the offsets of its documents."""
+    return f"{split}.tokens", f"{split}.starts"
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    """Read the description of a shard.
+
+    Raises:
+        Damaged: it is missing or damaged.
+    """
+    try:
+        meta = parse_object((folder / META).read_bytes())
+        if meta["dtype"] not in ("uint16", "uint32"):
+            raise ValueError(f"dtype {meta['dtype']}")
+        for split in SPLITS:
+            tokens, starts = files_of(split)
+            nbytes, known = meta["tokens"][split] * np.dtype(meta["dtype"]).itemsize, meta["files"]
+            if known[tokens]["size"] != nbytes or known[starts]["size"] % 8:
+                raise ValueError(f"{split} has other numbers of tokens and bytes")
+    except (*NO_FILE, ValueError, KeyError, TypeError) as error:
+        raise Damaged(f"{META}: {error}") from None
+    return meta
 
 
 @dataclass(frozen=True)
@@ -111,9 +209,26 @@ def _check_plain(manifest: Manifest, shards: list[Shard]) -> None:
                 raise ValueError(f"{counts[0]} {kind}, and its shards have {sum(counts[1:])}")
 
 
-def describe_shard(folder: Path, counts: Counts) -> Shard:
-    """Return the manifest's entry of a complete shard."""
-    return Shard(folder.name, counts, xxhash.xxh3_64_hexdigest((folder / META).read_bytes()))
+def open_shard(folder: Path, shard: Shard, split: str, name: str, *, check: bool) -> TokenizedSplit:
+    """Map the files of a split of a shard.
+
+    Args:
+        folder: the corpus.
+        check: compare checksums, not only sizes.
+
+    Raises:
+        Damaged: a file is missing or damaged.
+    """
+    path = folder / shard.folder
+    meta, files = read_meta(path), files_of(split)
+    if check and xxhash.xxh3_64_hexdigest((path / META).read_bytes()) != shard.meta_xxh3_64:
+        raise Damaged(f"{META} does not have the checksum in {MANIFEST}")
+    (check_files if check else check_sizes)(path, {file: meta["files"][file] for file in files})
+    tokens, starts = (
+        map_file(str(path / file), dtype, 0, meta["files"][file]["size"] // np.dtype(dtype).itemsize)
+        for file, dtype in zip(files, (meta["dtype"], "int64"), strict=True)
+    )
+    return TokenizedSplit(tokens, starts, name, meta.get("damaged", 0))
 
 
 def open_shards(folder: Path, split: str, *, check: bool = True) -> list[TokenizedSplit]:
@@ -122,8 +237,8 @@ def open_shards(folder: Path, split: str, *, check: bool = True) -> list[Tokeniz
     Args:
         folder: the corpus.
         split: ``train`` or ``validation``.
-        check: compare checksums, as when a token cache is opened (``cache_check.py``); sizes are always
-            compared. One rank of a node is enough.
+        check: compare checksums, as a token cache does; sizes are always compared. One rank of a
+            node is enough.
 
     Raises:
         DataError: the corpus is not complete or damaged, or no documents are in the split.
@@ -136,10 +251,8 @@ def open_shards(folder: Path, split: str, *, check: bool = True) -> list[Tokeniz
     for shard in manifest.shards:
         path = folder / shard.folder
         try:
-            if check:
-                _check(path, shard, split)
-            part = open_split(path, split, f"{path}, {split} documents")
-        except DamagedCache as error:
+            part = open_shard(folder, shard, split, f"{path}, {split} documents", check=check)
+        except Damaged as error:
             raise DataError(
                 f"{path} is damaged: {error}; would work: remove {folder / MANIFEST} and {path}, then the "
                 "harness tokenize command of this corpus"
@@ -154,13 +267,6 @@ def open_shards(folder: Path, split: str, *, check: bool = True) -> list[Tokeniz
         if len(part.tokens):
             opened.append(part)
     return opened
-
-
-def _check(folder: Path, shard: Shard, split: str) -> None:
-    meta = read_meta(folder)
-    if xxhash.xxh3_64_hexdigest((folder / META).read_bytes()) != shard.meta_xxh3_64:
-        raise DamagedCache(f"{META} does not have the checksum in {MANIFEST}")
-    check_contents(folder, meta, split)
 
 
 def check_tokenizer(manifest: Manifest, tokenizer: Tokenizer, name: str) -> None:
@@ -180,3 +286,242 @@ def check_tokenizer(manifest: Manifest, tokenizer: Tokenizer, name: str) -> None
             f"{name}: was tokenized by {found['name']} ({found['vocab_size']} tokens), and the job has "
             f"another tokenizer ({tokenizer.vocab_size} tokens); would work: the same tokenizer"
         )
+
+
+def content_key(source: Source, tokenizer: Tokenizer, held_out: float) -> str:
+    """Hash of everything that determines the documents and their ids.
+
+    Raises:
+        DataError: the source cannot be read.
+    """
+    content = [FORMAT_VERSION, source.identity, tokenizer.fingerprint, held_out]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+class CorpusWriter(ShardWriter):
+    """Writes the corpus of a source; several processes may write different shards at the same time.
+
+    Args:
+        target: the folder.
+        source: of the documents.
+        tokenizer: of the ids.
+        held_out: fraction of documents for validation.
+        unit_mib: MiB of source that are tokenized at a time.
+        shards: number of shards; None: one for each 16 GiB of source.
+
+    Raises:
+        DataError: the source cannot be read.
+    """
+
+    verb, noun = "tokenize", "corpus"
+
+    def __init__(
+        self,
+        target: Path,
+        source: Source,
+        tokenizer: Tokenizer,
+        held_out: float,
+        *,
+        unit_mib: float = 16.0,
+        shards: int | None = None,
+    ) -> None:
+        self.target, self.held_out, self._unit_mib = target, held_out, unit_mib
+        self._source, self._tokenizer = source, tokenizer
+        self.source_name = source.name
+        self._dtype = token_dtype(tokenizer)
+        self._units_folder = self.work / "units"
+        self.units = units_of(source, tokenizer, max(1, int(unit_mib * 2**20)))
+        wanted = shards or -(-bytes_of(self.units) // SHARD_BYTES)
+        self.shards = cut_units(self.units, max(1, min(wanted, len(self.units))))
+
+    def folder(self, shard: int) -> Path:
+        """Folder of a shard."""
+        return self.target / f"shard-{shard:05}"
+
+    @property
+    def key(self) -> str:
+        return content_key(self._source, self._tokenizer, self.held_out)
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        return {
+            "data": [self._source.name, *self._source.reading],
+            "tokenizer": self._tokenizer.fingerprint,
+            "data.validation_fraction": self.held_out,
+            "tokenize.shards": len(self.shards),
+            "tokenize.unit_mib": self._unit_mib,
+        }
+
+    def forget(self, shard: int) -> None:
+        shutil.rmtree(self.folder(shard), ignore_errors=True)
+
+    def missing(self, shard: int) -> list[Unit]:
+        """Units of a shard that are not tokenized."""
+        if self.folder(shard).exists():
+            return []
+        return [
+            unit for unit in self.shards[shard] if read_index(self._units_folder, unit, self._dtype) is None
+        ]
+
+    def write(self, shards: Sequence[int], workers: int | None) -> None:
+        """Tokenize the units of shards.
+
+        Raises:
+            DataError: of the first document that cannot be read.
+            OSError: the target is full or not writable.
+            MachineError: a process died.
+        """
+        units = [unit for shard in shards for unit in self.shards[shard] if not self.folder(shard).exists()]
+        self._units_folder.mkdir(parents=True, exist_ok=True)
+        tokenize(self._units_folder, units, self._source, self._tokenizer, workers=workers)
+
+    def finish(self) -> Manifest | None:
+        """Write all shards whose documents can be numbered, and the manifest when all shards are there.
+
+        Returns:
+            The manifest; None while units are missing.
+
+        Raises:
+            DataError: the source holds no text.
+            OSError: the target is full or not writable.
+        """
+        document = 0
+        for shard in range(len(self.shards)):
+            if self.missing(shard):
+                # Without held-out documents their numbers do not matter.
+                if self.held_out > 0:
+                    return None
+                continue
+            self._write_shard(shard, document)
+            document += read_meta(self.folder(shard))[_SOURCE_DOCUMENTS]
+        if not all(self.folder(shard).exists() for shard in range(len(self.shards))):
+            return None
+        manifest = self._manifest()
+        write_manifest(self.target, manifest)
+        return manifest
+
+    def _write_shard(self, shard: int, first_document: int) -> None:
+        folder, units = self.folder(shard), self.shards[shard]
+        with only_builder(self.work / folder.name, folder.exists) as building:
+            if building is None:
+                return
+            building.is_useless = True  # the lock
+            unfinished = self.target / f".{folder.name}-{uuid.uuid4().hex}"
+            unfinished.mkdir()
+            try:
+                self._concatenate(unfinished, units, first_document)
+                unfinished.rename(folder)
+            finally:
+                shutil.rmtree(unfinished, ignore_errors=True)
+        for unit in units:
+            remove_unit(self._units_folder, unit)
+
+    def _concatenate(self, folder: Path, units: Sequence[Unit], first_document: int) -> None:
+        """Write the documents of units to the files of a shard."""
+        writers = {split: _Writer(folder, split) for split in SPLITS}
+        document, damaged = first_document, 0
+        try:
+            for unit in units:
+                tokens = self._units_folder / f"{unit.key}.tokens"
+                index = read_index(self._units_folder, unit, self._dtype)
+                if index is None:
+                    raise DataError(f"{tokens} was removed while it was used")
+                if self.held_out > 0:
+                    numbers = (index.numbers + document).tolist()
+                    held = np.array([is_held_out(number, self.held_out) for number in numbers], dtype=bool)
+                    _append_parts(writers, tokens, index, held, self._dtype)
+                else:
+                    with tokens.open("rb") as content:
+                        shutil.copyfileobj(content, writers["train"].tokens, 1 << 24)
+                    writers["train"].add_starts(index.starts, index.num_tokens)
+                document += index.num_documents
+                damaged += index.damaged
+        finally:
+            for writer in writers.values():
+                writer.close()
+        meta = {
+            "dtype": self._dtype.name,
+            "tokens": {split: writers[split].num_tokens for split in SPLITS},
+            "damaged": damaged,
+            "files": describe_files(folder, [file for split in SPLITS for file in files_of(split)]),
+            _SOURCE_DOCUMENTS: document - first_document,
+        }
+        (folder / META).write_text(json.dumps(meta))
+
+    def _manifest(self) -> Manifest:
+        folders = [self.folder(shard) for shard in range(len(self.shards))]
+        counts = [_counts(folder) for folder in folders]
+        total = Counts(
+            {split: sum(each.tokens[split] for each in counts) for split in SPLITS},
+            {split: sum(each.documents[split] for each in counts) for split in SPLITS},
+            sum(each.damaged for each in counts),
+        )
+        if not any(total.tokens.values()):
+            raise DataError(f"{self._source.name} {self._source.without_tokens}")
+        sizes: Counter[str] = Counter()
+        for unit in self.units:
+            for span in unit.spans:
+                sizes[span.name] += span.nbytes
+        tokenizer = self._tokenizer
+        config = {} if tokenizer.config is None else asdict(tokenizer.config)  # of conversations
+        return Manifest(
+            version=FORMAT_VERSION,
+            tokenizer={
+                "name": " ".join(filter(None, [config.get("kind"), config.get("path")])),
+                **config,
+                "fingerprint": tokenizer.fingerprint,
+                "vocab_size": tokenizer.vocab_size,
+                "bos_id": tokenizer.bos_id,
+                "eos_id": tokenizer.eos_id,
+            },
+            source={
+                "name": self._source.name,
+                "files": [{"path": path, "size": size} for path, size in sizes.items()],
+            },
+            held_out=self.held_out,
+            counts=total,
+            shards=[
+                Shard(folder.name, each, xxhash.xxh3_64_hexdigest((folder / META).read_bytes()))
+                for folder, each in zip(folders, counts, strict=True)
+            ],
+            key=self.key,
+        )
+
+
+def _counts(folder: Path) -> Counts:
+    meta = read_meta(folder)
+    documents = {split: meta["files"][files_of(split)[1]]["size"] // 8 for split in SPLITS}
+    return Counts({split: meta["tokens"][split] for split in SPLITS}, documents, meta["damaged"])
+
+
+class _Writer:
+    """Appends documents to the two files of a split."""
+
+    def __init__(self, folder: Path, split: str) -> None:
+        self.num_tokens = 0
+        self.tokens: IO[bytes] = (folder / f"{split}.tokens").open("wb")
+        self._starts = (folder / f"{split}.starts").open("wb")
+
+    def add_starts(self, starts: np.ndarray, num_tokens: int) -> None:
+        """Add documents whose ids were appended: their offsets in them, and the number of ids."""
+        self._starts.write((starts + self.num_tokens).tobytes())
+        self.num_tokens += num_tokens
+
+    def close(self) -> None:
+        self.tokens.close()
+        self._starts.close()
+
+
+def _append_parts(
+    writers: dict[str, _Writer], file: Path, index: Index, held: np.ndarray, dtype: np.dtype
+) -> None:
+    """Append the documents of a unit, each to its split; ``held`` has a value for each document."""
+    ends = np.append(index.starts[1:], index.num_tokens)
+    changes = (np.flatnonzero(held[1:] != held[:-1]) + 1).tolist()
+    with file.open("rb") as content:
+        # Consecutive documents of a split are one run, and the file is read in order.
+        for begin, end in pairwise([0, *changes, len(held)] if len(held) else []):
+            writer = writers["validation" if held[begin] else "train"]
+            num_tokens = int(ends[end - 1] - index.starts[begin])
+            writer.tokens.write(content.read(num_tokens * dtype.itemsize))
+            writer.add_starts(index.starts[begin:end] - index.starts[begin], num_tokens)

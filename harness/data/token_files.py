@@ -11,7 +11,7 @@ from pathlib import Path
 from harness.config.data import DataConfig
 from harness.config.formats import TOKEN_FORMATS
 from harness.data.corpus import check_tokenizer, open_shards, read_manifest
-from harness.data.shards.manifest import MANIFEST
+from harness.data.shards import MANIFEST
 from harness.data.sources import expand
 from harness.data.token_format import Opening, TokenFormat, companions, named_by_prefix, token_formats
 from harness.data.tokenizer import NoTokenizer, Tokenizer

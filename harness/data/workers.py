@@ -35,6 +35,13 @@ Work = Callable[[Any, Callable[[int], None]], None]
 """Works on a unit, and calls the function with the progress since the last call."""
 
 
+def cpus() -> int:
+    """Number of CPUs that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def can_start_processes() -> bool:
     """Whether this process may have children: multiprocessing forbids it for its daemons (``RankPool``)."""
     return not mp.current_process().daemon

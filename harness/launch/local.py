@@ -21,14 +21,12 @@ from harness.run.folder import RunFolder
 from harness.train.finish import finish_run
 from harness.train.process import (
     CONTROLLER,
+    StopRequest,
+    ignore_stop_signals,
     importing_torch,
     openmp_environment,
     rank_environment,
     rendezvous_store,
-)
-from harness.train.signals import (
-    StopRequest,
-    ignore_stop_signals,
     stop_signals_ignored,
     stop_signals_interrupt,
 )

@@ -124,7 +124,8 @@ def _named_by_prefix(patterns: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _require_tokenized(data: DataConfig, job: Job) -> None:
-    from harness.data.size_limit import is_small, too_large
+    from harness.data.cache import cache_folder, is_small, too_large
+    from harness.data.shards import MANIFEST
     from harness.data.sources import source_of
 
     is_chat = data.kind == "chat"
@@ -135,7 +136,6 @@ def _require_tokenized(data: DataConfig, job: Job) -> None:
         try:
             if is_small(source):
                 continue
-            from harness.data.cache import cache_folder
             from harness.data.tokenizer import build_tokenizer
 
             tokenizer = build_tokenizer(job.tokenizer)
@@ -144,7 +144,7 @@ def _require_tokenized(data: DataConfig, job: Job) -> None:
             folder = cache_folder(source, tokenizer, held_out, data.cache_dir)
         except DataError:  # the ranks may see other files
             continue
-        if not folder.exists():
+        if not (folder / MANIFEST).exists():
             raise too_large(source, job.tokenizer)
 
 

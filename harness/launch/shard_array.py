@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from harness.config.fields import with_value
 from harness.config.job import Job
-from harness.data.shards.writer import ShardWriter
+from harness.data.shards import ShardWriter
 from harness.launch.queue import jobs, require_slurm
 from harness.launch.slurm import Submission
 from harness.launch.slurm_record import SlurmJobRecord

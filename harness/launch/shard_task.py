@@ -14,12 +14,12 @@ from typing import Any, NoReturn
 
 from harness.compose.verb import guarded
 from harness.config.fields import from_dict
-from harness.data.build_lock import only_builder
-from harness.data.shards.writer import ShardWriter
+from harness.data.shards import ShardWriter
 from harness.launch.batch import folder_of_task, parse_task
 from harness.launch.shard_array import JOB
 from harness.util.encoding import read_object
 from harness.util.errors import EXIT_OK, UserError
+from harness.util.store import only_builder
 
 
 def run_task(module: str, job_class: type, writer_of: Callable[[Any], ShardWriter]) -> NoReturn:

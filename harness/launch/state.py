@@ -11,7 +11,7 @@ from typing import Any
 
 from harness.launch.queue import Jobs, Queued, SlurmError, jobs
 from harness.launch.slurm_record import FILE, SlurmJobRecord
-from harness.metrics.slow import SlowRank, slow_ranks
+from harness.metrics.phases import SlowRank, slow_ranks
 from harness.run.folder import RunFolder
 from harness.util.errors import UserError
 

@@ -13,9 +13,8 @@ from harness.config.job import Job
 from harness.launch.begin import begin
 from harness.run.folder import RunFolder
 from harness.train.finish import finish_run
-from harness.train.process import importing_torch, openmp_environment
+from harness.train.process import importing_torch, openmp_environment, stop_signals_interrupt
 from harness.train.rank import end_with_launcher, leave, run_rank
-from harness.train.signals import stop_signals_interrupt
 from harness.util.errors import EXIT_OK, EXIT_USER, STOPPED, MachineError, UserError
 
 if TYPE_CHECKING:

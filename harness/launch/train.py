@@ -49,8 +49,8 @@ def train_sweep(points: list[Composed]) -> int:
 
 
 def train_study(overrides: list[str], config_name: str) -> int:
-    """Train the points that a sweeper of Hydra chooses by their results; return the exit code."""
-    from harness.launch.sweep.sweepers import run_study
+    """Train points that Optuna chooses by their results; return the exit code."""
+    from harness.launch.sweep.optuna import run_study
 
     _refuse_torchrun()
     return run_study(overrides, config_name=config_name, check=partial(_checked, passed=set()))

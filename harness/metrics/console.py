@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
-from harness.metrics.lines import metrics_text, row_line, summary_lines
+from harness.metrics.columns import Metric
 
 if TYPE_CHECKING:
     from rich.console import Console as Terminal
@@ -27,13 +27,32 @@ class PlainConsole:
     def __init__(self, total_steps: int, stream: TextIO | None = None) -> None:
         self._total_steps = total_steps
         self._stream = stream or sys.stdout
+        self._metrics: Sequence[Metric] = ()
 
-    def start_at(self, step: int) -> None:
-        """Set the last finished step, at the start; the remaining time is estimated from later steps only."""
+    def begin(self, step: int, metrics: Sequence[Metric]) -> None:
+        """Set what rows show, in order, and the last finished step: the remaining time is estimated from
+        later steps only."""
+        self._metrics = metrics
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Show one row of metrics; it has a ``step``."""
-        self.message(row_line(row, self._total_steps))
+        self.message(self._line(row))
+
+    def _line(self, row: Mapping[str, Any]) -> str:
+        """``step    20/100  loss 5.1234  grad_norm 1.234 ...``."""
+        width = max(5, len(str(self._total_steps)))
+        return f"step {row['step']:>{width}}/{self._total_steps}  {self._text(row)}".rstrip()
+
+    def _text(self, row: Mapping[str, Any]) -> str:
+        """Format the metrics of a row, without its step; None is left out."""
+        shown = []
+        for metric in self._metrics:
+            stem, is_prefix = metric.name.removesuffix("*"), metric.name.endswith("*")
+            keys = [key for key in row if key.startswith(stem)] if is_prefix else [metric.name]
+            shown += [
+                metric.format(key, row[key]) for key in keys if metric.line and row.get(key) is not None
+            ]
+        return "  ".join(shown)
 
     def message(self, text: str) -> None:
         """Show a line of text."""
@@ -46,7 +65,7 @@ class PlainConsole:
 
     def summary(self, title: str, values: Mapping[str, Any]) -> None:
         """Show the final values of a run, except those that are None."""
-        self.message("\n".join(summary_lines(title, values)))
+        self.message("\n".join(_summary_lines(title, values)))
 
     def close(self) -> None:
         """Restore the terminal."""
@@ -108,25 +127,26 @@ class RichConsole(PlainConsole):
         self._task = self._progress.add_task("steps", total=total_steps, metrics="")
         self._progress.start()
 
-    def start_at(self, step: int) -> None:
+    def begin(self, step: int, metrics: Sequence[Metric]) -> None:
+        super().begin(step, metrics)
         # Reset, so that the speed is not estimated from steps of an earlier process.
         self._progress.reset(self._task, completed=step, total=self._total_steps, metrics="")
 
     def log(self, row: Mapping[str, Any]) -> None:
         if "loss" not in row:
-            self.message(row_line(row, self._total_steps))
+            self.message(self._line(row))
             return
-        beside = metrics_text({key: row.get(key) for key in _BESIDE_THE_BAR})
+        beside = self._text({key: row.get(key) for key in _BESIDE_THE_BAR})
         self._progress.update(self._task, completed=row["step"], metrics=beside)
         if self._clock() >= self._next_line or row["step"] == self._total_steps:
             self._next_line = self._clock() + _SECONDS_BETWEEN_LINES
-            self.message(row_line(row, self._total_steps))
+            self.message(self._line(row))
 
     def warn(self, text: str) -> None:
         self.message(f"warning: {text}", style="yellow")
 
     def summary(self, title: str, values: Mapping[str, Any]) -> None:
-        heading, *lines = summary_lines(title, values)
+        heading, *lines = _summary_lines(title, values)
         self.message(heading, style="bold")
         for line in lines:
             self.message(line)
@@ -144,3 +164,19 @@ def make_console(kind: str, total_steps: int) -> PlainConsole:
     if kind == "auto":
         kind = "rich" if sys.stdout.isatty() else "plain"
     return {"rich": RichConsole, "none": SilentConsole, "plain": PlainConsole}[kind](total_steps)
+
+
+def _summary_lines(title: str, values: Mapping[str, Any]) -> list[str]:
+    shown = {name: _format(value) for name, value in values.items() if value is not None}
+    width = max(map(len, shown), default=0)
+    return [title, *(f"  {name:<{width}}  {text}" for name, text in shown.items())]
+
+
+def _format(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
+    return str(value)

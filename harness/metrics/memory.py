@@ -7,6 +7,7 @@ import resource
 import sys
 from pathlib import Path
 
+from harness.metrics.columns import Metric
 from harness.util.tables import GIB
 
 _STATUS = Path("/proc/self/status")
@@ -27,6 +28,20 @@ def peak_memory_gib(device_type: str) -> float:
     return _peak_resident_bytes() / GIB
 
 
+MEMORY = (
+    Metric(
+        "memory_gib",
+        "GiB",
+        "Peak memory since the process started.",
+        line="mem {:.2f} GiB",
+        in_summary=True,
+    ),
+    Metric("memory.active_gib", "GiB", "Peak memory in use by tensors.", "GPUs"),
+    Metric("memory.reserved_gib", "GiB", "Peak memory reserved by the allocator.", "GPUs"),
+    Metric("memory.retries", "count", "Allocations that first had to free cached memory.", "GPUs"),
+    Metric("memory.out_of_memory", "count", "Allocations that failed.", "GPUs"),
+)
+"""Columns of memory: of a rank; in metrics.jsonl and result.json those of the rank with the most."""
 ALLOCATOR = {
     "memory.active_gib": "active_bytes.all.peak",
     "memory.reserved_gib": "reserved_bytes.all.peak",

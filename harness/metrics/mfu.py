@@ -12,10 +12,36 @@ Hardware that is not in the table has no MFU, because its peak is unknown.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
-from harness.model.accounting import Accounting
+from harness.config.model import ModelConfig
+from harness.metrics.columns import Metric
+from harness.model.accounting import Accounting, account
 from harness.util.hardware import Accelerator, find_accelerator
+
+UTILIZATION = (
+    Metric(
+        "tokens_per_second_per_rank",
+        "tokens/s",
+        "`tokens_per_second` divided by the number of ranks.",
+        in_summary=True,
+    ),
+    Metric(
+        "tflops_per_device",
+        "TFLOP/s",
+        "Model FLOPs per second and rank, attention counted in full.",
+        line=lambda v: f"TFLOP/s {v:,.1f}" if v >= 1 else f"TFLOP/s {v:.2g}",
+    ),
+    Metric(
+        "mfu",
+        "0 to 1",
+        "Model FLOPs utilization, attention counted in full; null without a known peak.",
+        line="mfu {:.1%}",
+        in_summary=True,
+    ),
+    Metric("mfu_causal", "0 to 1", "Model FLOPs utilization with half of attention, as a causal mask needs."),
+)
 
 
 @dataclass(frozen=True)
@@ -54,9 +80,10 @@ def mfu(
 def utilization(
     tokens_per_second_per_device: float | None, flops: Accounting, peak: Peak
 ) -> dict[str, float | None]:
-    """Fields of a row: ``tflops_per_device`` and ``mfu`` (full attention), ``mfu_causal`` (half)."""
+    """Return the columns ``UTILIZATION``; a rate of None is unknown."""
     rate = tokens_per_second_per_device
     return {
+        "tokens_per_second_per_rank": rate,
         "tflops_per_device": None if rate is None else rate * flops.flops_per_token_full / 1e12,
         "mfu": mfu(rate, flops.flops_per_token_full, peak.flops),
         "mfu_causal": mfu(rate, flops.flops_per_token_causal, peak.flops),
@@ -70,3 +97,42 @@ def describe_inputs(flops: Accounting, peak: Peak) -> str:
     if peak.flops is None:
         return f"no MFU: {peak.origin}; {work}"
     return f"MFU from {work}, peak {peak.flops / 1e12:,.1f} TFLOP/s ({peak.origin})"
+
+
+class Efficiency:
+    """Convert the throughput of a job to its speed per rank and MFU.
+
+    Args:
+        model: the model, resolved.
+        seq_len: full length of the sequences.
+        peak: peak of the device.
+        world_size: number of ranks.
+    """
+
+    def __init__(self, model: ModelConfig, seq_len: int, peak: Peak, world_size: int) -> None:
+        self.accounting, self.peak = account(model, seq_len), peak
+        self._model, self._world_size = model, world_size
+        self._known = {seq_len: self.accounting}
+
+    def row(self, tokens_per_second: float | None, lengths: Mapping[int, int]) -> dict[str, float | None]:
+        """Return ``UTILIZATION`` for a throughput of all ranks; ``lengths`` as in ``mean``."""
+        per_rank = None if tokens_per_second is None else tokens_per_second / self._world_size
+        return utilization(per_rank, self.mean(lengths), self.peak)
+
+    def mean(self, lengths: Mapping[int, int]) -> Accounting:
+        """Return the accounting with the mean FLOPs per token: attention's depend on the length.
+
+        Args:
+            lengths: number of tokens by the length of their sequence; empty: all have the full length.
+        """
+        total = sum(lengths.values())
+        if not total:
+            return self.accounting
+        for length in lengths.keys() - self._known.keys():
+            self._known[length] = account(self._model, length)
+        counts = [(self._known[length], tokens / total) for length, tokens in lengths.items()]
+        return replace(
+            self.accounting,
+            flops_per_token_full=sum(each.flops_per_token_full * share for each, share in counts),
+            flops_per_token_causal=sum(each.flops_per_token_causal * share for each, share in counts),
+        )

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from harness.config.metrics import VIEWS, MetricsConfig
 from harness.config.registry import load_attribute
+from harness.metrics.columns import Metric
 from harness.metrics.console import PlainConsole, SilentConsole, make_console
 from harness.metrics.jsonl import MetricsFile
 from harness.metrics.views import ShownRun, View
+from harness.util.errors import missing_package
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -46,12 +48,13 @@ class Recorder:
         self._views: list[View] = []
         self._closed = False
 
-    def begin(self, start_step: int, *, has_curve: bool = False) -> None:
+    def begin(self, start_step: int, metrics: Sequence[Metric] = (), *, has_curve: bool = False) -> None:
         """Open the file and the views.
 
         Args:
             start_step: the last step already done, 0 for a new run. Rows of later steps, which an earlier
                 attempt wrote after its last checkpoint, are dropped: they will be written again.
+            metrics: columns of rows, in the order of a line on the console.
             has_curve: whether this folder should have the rows up to that step; missing rows are reported.
 
         Raises:
@@ -63,7 +66,7 @@ class Recorder:
         if has_curve:
             self._file.expect_rows_up_to(start_step, config.log_interval)
         self._show_notes()
-        self._tell(lambda console: console.start_at(start_step))
+        self._tell(lambda console: console.begin(start_step, metrics))
         for name, options in config.shown.items():
             self._add_view(name, options, start_step)
 
@@ -135,5 +138,6 @@ class Recorder:
         Only here every exception is caught: clients of remote services may raise anything, metrics.jsonl has
         all data, and a broken plot must not end a run.
         """
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        missing = missing_package(error)
+        reason = " ".join((str(missing) if missing else f"{type(error).__name__}: {error}").split())
         self._tell(lambda console: console.warn(f"{name} is off, metrics.jsonl continues: {reason}"))

@@ -13,11 +13,40 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from statistics import median
 
+from harness.metrics.columns import Metric
+
 DATA, VALIDATION, CHECKPOINT, PROFILING = "data", "validation", "checkpoint", "profiling"
 THROUGHPUT = "tokens/s: all tokens over all seconds of the steps after warm-up"
 """The definition of throughput, as tables name it; ``tokens/s/rank`` is this divided by the ranks."""
 SECTIONS = (DATA, VALIDATION, CHECKPOINT, PROFILING)
 EXCLUDED = (VALIDATION, CHECKPOINT, PROFILING)
+
+RATE = Metric(
+    "tokens_per_second",
+    "tokens/s",
+    "Throughput of all ranks since the last row, without warm-up.",
+    line="tokens/s {:,.0f}",
+)
+INTERVAL = (
+    Metric("step_seconds", "s", "Mean time of the steps since the last row, warm-up included."),
+    Metric("data_share", "0 to 1", "Share of the step's time spent waiting for data.", line="data {:.1%}"),
+    Metric("profiled_steps", "count", "Steps left out of throughput: a profiler ran.", "`profiling=on`"),
+)
+SUMMARY = (
+    Metric("window.window_steps", "count", "Steps after warm-up, without profiled ones."),
+    Metric("window.window_seconds", "s", "Their total time."),
+    Metric("window.window_tokens", "tokens", "Their total tokens."),
+    Metric("window.step_seconds_median", "s", "Median time of a step."),
+    Metric("window.step_seconds_p10", "s", "10th percentile of the time of a step."),
+    Metric("window.step_seconds_p90", "s", "90th percentile of the time of a step."),
+    Metric("window.step_seconds_spread", "ratio", "(p90 - p10) / median."),
+    Metric("window.tokens_per_second", "tokens/s", "All tokens over all seconds, as in every table."),
+    Metric("window.tokens_per_second_p10", "tokens/s", "10th percentile of the rates of single steps."),
+    Metric("window.tokens_per_second_p90", "tokens/s", "90th percentile of the rates of single steps."),
+    Metric("window.tokens_per_second_median", "tokens/s", "Mean tokens of a step over the median time."),
+    Metric("window.data_share", "0 to 1", "Share of the window spent waiting for data."),
+    Metric("window.profiled_steps", "count", "Steps left out because a profiler ran; null if none."),
+)
 
 
 @dataclass(frozen=True)
@@ -173,13 +202,9 @@ class Window:
             self._measured.append(step)
 
     def interval(self) -> dict[str, float | int | None]:
-        """Return the statistics since the last call (or the start), and begin the next interval.
+        """Return ``RATE`` and ``INTERVAL`` since the last call (or the start), and begin the next interval.
 
-        Returns:
-            ``step_seconds``: the mean over all steps, including warm-up.
-            ``tokens_per_second`` (all ranks) and ``data_share`` (0 to 1): over the steps after warm-up.
-            ``profiled_steps``, if there are any: they are excluded from these two.
-            A value is None without a step to compute it from.
+        A value is None without a step to compute it from.
         """
         steps, measured = self._unlogged, self._measured[self._logged :]
         self._unlogged, self._logged = [], len(self._measured)
@@ -198,21 +223,7 @@ class Window:
         return _lengths(self._measured)
 
     def summary(self) -> dict[str, float | int | None]:
-        """Return the statistics of the window.
-
-        Returns:
-            ``window_steps``, ``window_seconds``, ``window_tokens``: totals of the window.
-            ``step_seconds_median``, ``step_seconds_p10``, ``step_seconds_p90``, and ``step_seconds_spread``,
-            which is (p90 - p10) / median.
-            ``tokens_per_second``: all tokens over all seconds, including slow steps. Every table shows this
-            throughput.
-            ``tokens_per_second_p10``, ``tokens_per_second_p90``: of the rates of single steps.
-            ``tokens_per_second_median``: mean tokens per step over the median step time, which a few slow
-            steps do not affect.
-            ``data_share``: fraction of the seconds spent waiting for data, 0 to 1.
-            ``profiled_steps``: steps excluded because a profiler ran; None if there are none.
-            Without a step after warm-up all other values are None.
-        """
+        """Return ``SUMMARY``, without the prefix; values other than counts are None without a step."""
         steps = self._measured
         ordered = sorted(step.seconds for step in steps)
         middle = median(ordered) if ordered else None

@@ -28,7 +28,7 @@ class Architecture(ABC):
     """One kind of model. Instances have no state."""
 
     batches: str = "tokens"
-    """What its batches hold, as ``DataKind.batches``; other names than tokens also name a rate of samples."""
+    """What its batches hold, as ``DataKind.batches``."""
 
     makes: str = "texts"
     """What its models make, in the plural, for messages."""

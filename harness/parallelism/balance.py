@@ -14,8 +14,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.config.job import Job
+from harness.metrics.columns import Metric
 from harness.model.part import ModelPart
 from harness.util.annotation import annotated
+
+LOADS = (
+    Metric("moe.load_max", "ratio", "Largest load of an expert over its layer's mean.", "mixtures"),
+    Metric("moe.load_min", "ratio", "Smallest load of an expert over its layer's mean.", "mixtures"),
+    Metric("moe.load_max.*", "ratio", "The same for one layer; the name ends in its number.", "mixtures"),
+    Metric("moe.load_min.*", "ratio", "The same for one layer; the name ends in its number.", "mixtures"),
+    Metric("moe.unused", "count", "Experts without a token, over all layers.", "mixtures"),
+    Metric("moe.dropped", "count", "Choices of an expert that were not computed: always 0.", "mixtures"),
+)
 
 # M: layers with experts, E: experts
 
@@ -77,12 +87,7 @@ class Balance:
         return update_E - update_E.mean()
 
     def metrics(self, load_ME: Tensor, tokens: int) -> dict[str, float]:
-        """Load metrics of a step of so many tokens, from its ``load_ME`` in host memory.
-
-        ``moe.load_max`` and ``moe.load_min`` are the largest and smallest load of an expert divided by the
-        mean of its layer, ``moe.unused`` the number of experts without a token, ``moe.dropped`` the number of
-        token-expert pairs that no expert computed. Metrics of a single layer end in the layer's number.
-        """
+        """Return ``LOADS`` of a step of so many tokens, from its ``load_ME`` in host memory."""
         moe, load_ME = self.job.model.moe, load_ME.double()
         mean = tokens * moe.top_k / moe.num_experts
         most, least = (load_ME.amax(1) / mean).tolist(), (load_ME.amin(1) / mean).tolist()

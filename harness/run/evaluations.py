@@ -9,7 +9,6 @@ from typing import Any
 from harness.config.training import short_name
 from harness.run.folder import EVALUATIONS
 from harness.util.encoding import parse_object
-from harness.util.tables import markdown
 
 PREFIX = "evaluation"
 """First part of a column's name: ``evaluation.<task>.<metric>``."""
@@ -60,18 +59,6 @@ def evaluated_columns(rows: Sequence[Metrics]) -> list[str]:
     """Names of the evaluation columns that any row has, without numbers of examples, tokens and bytes."""
     names = dict.fromkeys(name for row in rows for name in row if name.startswith(f"{PREFIX}."))
     return [name for name in names if name.rpartition(".")[2] not in COUNTS]
-
-
-def evaluations_markdown(points: Sequence[str], rows: Sequence[Metrics]) -> str:
-    """A table of the evaluations of some runs; empty if none has any."""
-    names = evaluated_columns(rows)
-    if not names:
-        return ""
-    cells = [
-        [point, *(shown(row.get(name)) for name in names)] for point, row in zip(points, rows, strict=True)
-    ]
-    headings = ["point", *(name.removeprefix(f"{PREFIX}.") for name in names)]
-    return f"\n{markdown(headings, cells)}\n"
 
 
 def shown(value: Any) -> str:

@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from harness.metrics.columns import Metric
 from harness.util import __version__
 from harness.util.encoding import dumps, flatten, parse_object
 from harness.util.files import write_atomically
@@ -25,6 +26,26 @@ _KINDS: dict[str, Any] = {
     **dict.fromkeys(("flops_per_token_full", "peak_flops", "first_step_seconds"), _NUMBER),
     **dict.fromkeys(("loss", "validation_loss"), (*_NUMBER, str)),  # NaN is written as a string
 }
+RUN = (
+    Metric("id", "hash", "Job id: hash of all numerics and execution fields."),
+    Metric("numerics_id", "hash", "Hash of the numerics fields; layouts of one experiment share it."),
+    Metric("name", "text", "Field `name` of the job."),
+    Metric("exit_reason", "text", "`completed`, `interrupted` or `failed`."),
+    Metric("exit_code", "number", "Exit code of the command (see verbs)."),
+    Metric("world_size", "count", "Number of ranks."),
+    Metric("error.kind", "text", "Failure class (see troubleshooting).", "failure"),
+    Metric("error.type", "text", "Class of the exception.", "failure"),
+    Metric("error.rank", "number", "Rank that failed first; null for the controller.", "failure"),
+    Metric("error.step", "count", "Last step that rank completed.", "failure"),
+    Metric("error.message", "text", "Message of the exception.", "failure"),
+    Metric("error.allocation", "text", "Size of the allocation that failed.", "`out_of_memory`"),
+    Metric("error.operation", "text", "Collective that timed out.", "`collective_timeout`"),
+    Metric("error.absent_ranks", "list", "Ranks that never reached the collective.", "`collective_timeout`"),
+    Metric("job.*", "field", "Every field of the resolved job."),
+    Metric("code.*", "text", "Commit, whether the tree was dirty, and versions of the packages."),
+    Metric("host.*", "text", "Host name, system and cores."),
+)
+"""Columns of result.json beside the trainer's (``RunFolder.write_result``)."""
 
 
 def write_json_atomically(path: Path, obj: Any) -> None:

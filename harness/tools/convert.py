@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from harness.weights.format import WeightFormat
     from harness.weights.source import Source
 
-FORMATS = Choices(lambda: (name for name in WEIGHT_FORMATS if _is_written(name)))
-"""Formats that weights are written in."""
-# Files of conf/experiment and conf/sweep may set any group.
-_SETS_ANY_GROUP = ("experiment", "sweep")
+FORMATS = Choices(
+    lambda: (name for name in WEIGHT_FORMATS if not (of := WEIGHT_FORMATS[name]) or of.write is not None)
+)
+"""Formats that weights are written in: all of ours, and some of other software."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,7 @@ class ConvertConfig:
             raise ConfigError("convert.source", self.source, "must be given", "a folder with weights")
         if not self.target:
             raise ConfigError("convert.target", self.target, "must be given", "a path that does not exist")
-        self._validate_target(self.target)
-
-    def _validate_target(self, target: str) -> None:
-        path = Path(target)
+        target, path = self.target, Path(self.target)
         if path.is_dir() and self.format == "torch":
             raise ConfigError(
                 "convert.target", target, "is a folder; format=torch writes a file", f"{target}/model.pt"
@@ -124,42 +121,44 @@ def _convert(
 ) -> None:
     import torch
 
-    from harness.checkpoint.progress import progress
+    from harness.checkpoint.state import non_finite_warning
     from harness.train.process import keep_freed_memory
-    from harness.weights.source import Cast, FiniteCheckSource, ProgressSource, atomic_target, total_bytes
+    from harness.weights.source import (
+        atomic_target,
+        cast,
+        progress,
+        record_non_finite,
+        total_bytes,
+        with_progress,
+    )
 
     keep_freed_memory()
     started = time.monotonic()
-    for note in _notes(config, found, model, tokenizer):
-        _print(f"note: {note}")
-    # Cast rounds float32 values once.
-    checked = FiniteCheckSource(open_source(found, model, "float32" if config.dtype else "bfloat16"))
-    source = Cast(checked, getattr(torch, config.dtype) if config.dtype else None)
-    nbytes = total_bytes(source)
-    with atomic_target(target, nbytes) as temporary, progress(nbytes) as advance:
-        remark = _write(config, found, model, tokenizer, ProgressSource(source, advance), temporary)
-    seconds = time.monotonic() - started
-    _print(
-        f"{len(source.tensors)} tensors, {nbytes / 1e9:.3f} GB in {seconds:.1f} s "
-        f"({nbytes / 1e9 / seconds:.2f} GB/s): {target}"
-    )
-    if warning := checked.warning():
-        _print(warning)
-    if remark:
-        _print(f"note: {remark}")
-
-
-def _notes(
-    config: ConvertConfig, found: WeightFolder, model: ModelConfig, tokenizer: TokenizerConfig | None
-) -> list[str]:
-    """Notes to print before the conversion."""
     notes = list(found.notes)
     foreign: WeightFormat | None = WEIGHT_FORMATS[found.kind]
     if foreign and foreign.note:
         notes.append(f"{found.path} {foreign.note}")
     if config.format == "hf" and tokenizer is None and not FAMILIES[model.family].is_diffusers:
         notes.append("no tokenizer is written: the source does not record one; would work: tokenizer=NAME")
-    return notes
+    for note in notes:
+        _print(f"note: {note}")
+    # cast rounds float32 values once.
+    source = open_source(found, model, "float32" if config.dtype else "bfloat16")
+    not_finite: list[str] = []
+    source = record_non_finite(source, not_finite)
+    source = cast(source, getattr(torch, config.dtype) if config.dtype else None)
+    nbytes = total_bytes(source)
+    with atomic_target(target, nbytes) as temporary, progress(nbytes) as advance:
+        remark = _write(config, found, model, tokenizer, with_progress(source, advance), temporary)
+    seconds = time.monotonic() - started
+    _print(
+        f"{len(source.tensors)} tensors, {nbytes / 1e9:.3f} GB in {seconds:.1f} s "
+        f"({nbytes / 1e9 / seconds:.2f} GB/s): {target}"
+    )
+    if warning := non_finite_warning(not_finite, len(source.tensors), "written"):
+        _print(warning)
+    if remark:
+        _print(f"note: {remark}")
 
 
 def _write(
@@ -171,31 +170,22 @@ def _write(
     target: Path,
 ) -> str:
     """Write the weights; return what a user has to know of them."""
+    from harness.weights.source import folded, write_torch
+
     if config.format == "hf":
         from harness.weights.huggingface import write_huggingface
 
         write_huggingface(source, model, tokenizer, target, config.max_shard_gb)
     elif config.format == "torch":
-        from harness.weights.mup import folded
-        from harness.weights.torch_file import write_torch
-
         write_torch(folded(source, model), target, tied=model.tied_embeddings)
     elif config.format == "dcp":
         from harness.weights.dcp import write_distributed
 
         write_distributed(source, target, model_manifest(found, model, tokenizer))
     else:
-        from harness.weights.mup import folded
-
         write = load_attribute(WEIGHT_FORMATS[config.format].write)
         return str(write(folded(source, model), model, target))
     return ""
-
-
-def _is_written(name: str) -> bool:
-    """Whether weights can be written in a format: all of ours, and some of other software."""
-    format: WeightFormat | None = WEIGHT_FORMATS[name]
-    return format is None or format.write is not None
 
 
 def model_manifest(

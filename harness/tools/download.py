@@ -25,8 +25,7 @@ from harness.config.job import from_dict
 from harness.config.model import ModelConfig
 from harness.config.texts import validate_texts
 from harness.util.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, UserError
-from harness.weights.config_json import CONFIG, check_hf_config, read_object
-from harness.weights.from_config import model_from_config
+from harness.weights.config_json import CONFIG, check_hf_config, model_from_config, read_object
 
 if TYPE_CHECKING:
     from harness.weights.hub import RemoteFile, Repository

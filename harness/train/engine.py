@@ -29,9 +29,8 @@ from harness.parallelism.fsdp import reshard
 from harness.parallelism.mesh import Mesh, build_mesh, stage_group
 from harness.parallelism.parallelize import build_model_parts
 from harness.precision.swap import precompute_scales
-from harness.train.mixture_loss import LossSum, SourceLosses
 from harness.train.objective import objective_of
-from harness.train.step_outcome import HOST, StepOutcome
+from harness.train.step import HOST, LossSum, SourceLosses, StepOutcome
 from harness.util.annotation import annotated
 from harness.util.errors import LostGradientError
 

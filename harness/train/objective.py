@@ -1,16 +1,18 @@
-"""Objectives of kinds of models: their batches, loss and passes (no torch until they are built).
+"""Objectives of kinds of models: their loader, loss and passes (no torch until they are built).
 
 ``model.architecture`` names an entry here too. An architecture without one cannot be trained.
 """
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from harness.config.registry import Registry, resolve_options
+from harness.metrics.columns import Metric
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +35,13 @@ class Objective(ABC):
     """Dataclass of ``training.objective_options``; None: there are none."""
     validation_options: type | None = None
     """Dataclass of ``validation.options``; None: there are none."""
+
+    metrics: Sequence[Metric] = ()
+    """Columns that ``rates`` returns."""
+
+    def rates(self, samples_per_second: float | None) -> dict[str, float | None]:
+        """Return the throughput in units of the model's own, beside tokens; None is unknown."""
+        return {}
 
     def resolve(
         self, training: TrainingConfig, validation: ValidationConfig, model: ModelConfig
@@ -94,7 +103,7 @@ class NextToken(Objective):
     """The decoder's: predict the next token."""
 
     def build_loss(self, job: Job, mesh: Mesh, parts: Sequence[Any]) -> TokenLoss:
-        from harness.parallelism.chunked_loss import build_loss
+        from harness.parallelism.loss import build_loss
 
         return build_loss(job, mesh, parts)
 
@@ -134,3 +143,43 @@ OBJECTIVES: Registry[type[Objective]] = Registry(
 def objective_of(model: ModelConfig) -> Objective:
     """Return the entry of a model."""
     return OBJECTIVES[model.architecture]()
+
+
+def loader_of(job: Job, tokenizer: Tokenizer, rows: range, split: str = "train") -> Loader:
+    """Return a loader of the given rows of every global batch.
+
+    Args:
+        job: the resolved job.
+        tokenizer: the job's tokenizer.
+        rows: rows of the global batch.
+        split: ``train`` or ``validation``.
+    """
+    from harness.train.setup import local_rank
+
+    return objective_of(job.model).build_loader(
+        job, tokenizer, rows, split, wait_for_all=_wait_for_all, is_builder=local_rank() == 0
+    )
+
+
+_ARRIVED = "tokens are there"
+_LONGEST_POLL_SECONDS = 1.0
+
+
+def _wait_for_all() -> None:
+    """Wait until every rank has called this, however long one of them tokenizes.
+
+    Uses a counter in the rendezvous store. A collective would time out and end the job.
+    """
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    if not dist.is_initialized():
+        return
+    store, ranks, pause = _get_default_store(), dist.get_world_size(), 0.01
+    arrived = store.add(_ARRIVED, 1)
+    # The counter covers all calls so far. No rank calls again before all ranks have made the same call.
+    expected = -(-arrived // ranks) * ranks
+    while arrived < expected:
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_POLL_SECONDS)
+        arrived = store.add(_ARRIVED, 0)

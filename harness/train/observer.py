@@ -15,10 +15,11 @@ from harness.config.job import Job
 from harness.config.training import Sizes
 from harness.data.batch import Loader
 from harness.data.tokenizer import Tokenizer
+from harness.metrics.columns import Metric
 from harness.metrics.window import VALIDATION
-from harness.train.batches import loader_of
 from harness.train.engine import Engine
-from harness.train.progress import Progress
+from harness.train.objective import loader_of
+from harness.train.rows import Progress
 
 Row = dict[str, Any]
 
@@ -79,6 +80,10 @@ class Observer:
 
     section = VALIDATION
     """The section (``harness.metrics.window``) that time aside counts for."""
+    metrics: Sequence[Metric] = ()
+    """Columns that it adds to rows, as the console and the documentation show them."""
+    metrics_of_rank: Sequence[Metric] = ()
+    """Columns that ``log`` adds to the values of this rank."""
     maxima: Sequence[str] = ()
     """Columns of ``end_step`` of which a row has the maximum over all ranks; each rank returns all of them
     or none."""

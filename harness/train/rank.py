@@ -21,8 +21,13 @@ from harness.model.accounting import account
 from harness.run.folder import RunFolder
 from harness.train import process
 from harness.train.finish import finish_run
-from harness.train.process import CONTROLLER, STARTED
-from harness.train.signals import ignore_stop_signals, stop_signals_ignored, stop_signals_interrupt
+from harness.train.process import (
+    CONTROLLER,
+    STARTED,
+    ignore_stop_signals,
+    stop_signals_ignored,
+    stop_signals_interrupt,
+)
 from harness.util.errors import (
     EXIT_INTERRUPTED,
     EXIT_OK,

@@ -1,19 +1,161 @@
-"""Rows of metrics: of a training step, and the trainer's fields of result.json."""
+"""Rows of metrics and their columns, and the progress of a run that they show. Imports no torch."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from harness.train.progress import device_name
+from harness.metrics.columns import Metric
+from harness.metrics.memory import MEMORY
+from harness.metrics.mfu import UTILIZATION
+from harness.metrics.window import INTERVAL, RATE, SUMMARY
+from harness.run.result import RUN
+from harness.train.objective import OBJECTIVES
 
 if TYPE_CHECKING:
-    from harness.train.steps import Step
+    from harness.train.observer import Observer
+    from harness.train.step import Step
     from harness.train.trainer import Trainer
 
 Row = dict[str, Any]
-_SHOWN = ("step", "tokens", "loss", "validation_loss", "tokens_per_second_per_rank", "mfu", "memory_gib")
+_STEP = Metric("step", "count", "Optimizer step, from 1.")
+_TIME = Metric("time", "s", "Unix time at which the row was written.")
+_SOURCES = (
+    Metric("tokens.*", "tokens", "Tokens of a source since step 1.", "`data=mixture`"),
+    Metric("epochs.*", "count", "Epochs of a source since step 1; not of streams.", "`data=mixture`"),
+)
+_ROW = (
+    _STEP,
+    Metric(
+        "loss",
+        "nats/token",
+        "Mean cross entropy over all valid tokens of the global batch.",
+        line="loss {:.4f}",
+    ),
+    Metric(
+        "loss_max",
+        "nats/token",
+        "Largest mean loss of one rank's share of the batch.",
+        line="loss_max {:.4f}",
+    ),
+    Metric(
+        "mtp_loss",
+        "nats/token",
+        "Loss of multi-token prediction, without its weight.",
+        "`model.mtp`",
+        line="mtp_loss {:.4f}",
+    ),
+    Metric("grad_norm", "2-norm", "Norm of all gradients before clipping.", line="grad_norm {:.3f}"),
+    Metric("lr", "1", "Learning rate of this step.", line="lr {:.2e}"),
+    Metric("tokens", "tokens", "Tokens processed since step 1, masked ones included."),
+    Metric("valid_tokens", "tokens", "Tokens of this step whose label is not masked."),
+    Metric("loss.*", "nats/token", "Loss of a source; null if the step has none of it.", "`data=mixture`"),
+    Metric("valid_tokens.*", "tokens", "Tokens of a source in this step, not masked.", "`data=mixture`"),
+    *_SOURCES,
+    Metric("skipped_steps", "count", "Updates skipped so far because a number was not finite."),
+    Metric("schedule.batch_size", "sequences", "Sequences of this step.", "`schedule.batch_size`"),
+    Metric("schedule.seq_len", "tokens", "Tokens per sequence of this step.", "`schedule.seq_len`"),
+    _TIME,
+)
+_RANK = (
+    _STEP,
+    Metric("rank", "number", "The rank."),
+    Metric("stage", "number", "Its pipeline stage."),
+    Metric("host", "text", "Name of its node."),
+    Metric("device", "text", "Name of its device."),
+    Metric("loss", "nats/token", "Mean loss of the tokens that it counts; null if another rank does."),
+    Metric("step_seconds", "s", "Mean time of its steps since the last row, warm-up included."),
+    Metric("data_share", "0 to 1", "Share of its time spent waiting for data, without warm-up."),
+    _TIME,
+)
+_RESULT = (
+    Metric("step", "count", "Last step completed.", in_summary=True),
+    Metric("start_step", "count", "Step that this attempt started from; 0 for a new run."),
+    Metric("resumed_from", "path", "Checkpoint that was loaded; null for a new run."),
+    Metric("saved", "bool", "Whether the last step is checkpointed."),
+    Metric("checkpoint.step", "count", "Step of the newest checkpoint of this attempt."),
+    Metric("checkpoint.saves", "count", "Checkpoints written by this attempt."),
+    Metric("checkpoint.failed", "count", "Saves that failed."),
+    Metric("checkpoint.seconds", "s", "Time that training waited for checkpoints."),
+    Metric("tokens", "tokens", "Tokens processed since step 1.", in_summary=True),
+    Metric("loss", "nats/token", "Loss of the last step.", in_summary=True),
+    Metric(
+        "validation_loss", "nats/token", "Loss of the last validation; null without one.", in_summary=True
+    ),
+    Metric("validation_loss.*", "nats/token", "The same for a source, of this attempt.", "`data=mixture`"),
+    Metric("evaluation.*", "number", "Metrics of the last evaluation of this attempt.", "evaluation"),
+    *_SOURCES,
+    Metric("skipped_steps", "count", "Updates skipped because a number was not finite."),
+    Metric("damaged_documents", "count", "Documents that could not be read and were left out."),
+    Metric("first_step_seconds", "s", "Time from the start of the command to the end of the first step."),
+    Metric("compile_seconds", "s", "Time spent in torch.compile."),
+    Metric("recompiles", "count", "Graphs compiled again after the first step."),
+    Metric("parameters", "count", "Parameters of the model."),
+    Metric("flops_per_token_full", "FLOP", "Model FLOPs per token of the window, attention counted in full."),
+    Metric("flops_per_token_causal", "FLOP", "Model FLOPs per token with half of attention."),
+    Metric("peak_flops", "FLOP/s", "Peak of the device that MFU is computed against; null if unknown."),
+    Metric("peak_origin", "text", "Source of that peak, or why there is none."),
+    Metric("device", "text", "Name of the device."),
+    *SUMMARY,
+    *UTILIZATION,
+    *MEMORY,
+)
+
+
+_KEPT = ("step", "tokens", "loss", "validation_loss", "skipped_steps")
+
+
+@dataclass
+class Progress:
+    """Step, tokens, losses and memory of a run so far."""
+
+    step: int = 0
+    start_step: int = 0
+    tokens: int = 0
+    loss: float | None = None
+    validation_loss: float | None = None
+    source_validation: dict[str, float] = field(default_factory=dict)
+    evaluation: dict[str, Any] = field(default_factory=dict)
+    skipped_steps: int = 0
+    running: int | None = None
+    """The step in which this process may wait for collectives; None between steps."""
+    first_step_seconds: float | None = None
+    maxima: dict[str, float | None] = field(default_factory=lambda: {"memory_gib": None})
+    """Columns of observers that are maxima over all ranks, of the newest row."""
+
+    def saved(self) -> dict[str, Any]:
+        """Return the values that a checkpoint keeps: those of the run, not those of this process."""
+        return {name: getattr(self, name) for name in _KEPT}
+
+    def resume(self, saved: dict[str, Any]) -> None:
+        """Continue from the values of ``saved``; an empty dict starts from the beginning."""
+        for name in _KEPT:
+            setattr(self, name, saved.get(name, getattr(self, name)))
+        self.start_step = self.step
+
+
+def metrics_of_rows(observers: Iterable[Observer | type[Observer]]) -> list[Metric]:
+    """The columns of metrics.jsonl, in the order of a line on the console."""
+    from harness.parallelism.balance import LOADS  # imports torch
+
+    of_observers = [metric for observer in observers for metric in observer.metrics]
+    return [*_ROW, RATE, *_rates(), *UTILIZATION, *LOADS, *of_observers, *INTERVAL]
+
+
+def metrics_of_ranks(observers: Iterable[Observer | type[Observer]]) -> list[Metric]:
+    """The columns of the rows of ranks."""
+    return [*_RANK, *MEMORY, *(metric for observer in observers for metric in observer.metrics_of_rank)]
+
+
+def metrics_of_result() -> list[Metric]:
+    """The columns of result.json."""
+    return [*RUN, *_RESULT, *_rates()]
+
+
+def _rates() -> Iterator[Metric]:
+    return (metric for objective in OBJECTIVES.values() for metric in objective.metrics)
 
 
 def step_row(step: Step, trainer: Trainer, loss_max: float) -> Row:
@@ -25,15 +167,15 @@ def step_row(step: Step, trainer: Trainer, loss_max: float) -> Row:
         "step": step.number,
         "loss": outcome.loss,
         "loss_max": loss_max,
+        **({} if outcome.mtp_loss is None else {"mtp_loss": outcome.mtp_loss}),
         "grad_norm": outcome.grad_norm,
         "lr": step.lr,
         "tokens": progress.tokens,
         "valid_tokens": outcome.valid_tokens,
-        **({} if outcome.mtp_loss is None else {"mtp_loss": outcome.mtp_loss}),
         **_source_losses(step, trainer),
         **noted.sources,
         **interval,
-        **trainer.efficiency.fields(interval["tokens_per_second"], trainer.window.interval_lengths),
+        **_speed(trainer, interval["tokens_per_second"], trainer.window.interval_lengths),
         **progress.maxima,
         "skipped_steps": progress.skipped_steps,
         **_scheduled_sizes(step.number, trainer),
@@ -89,11 +231,18 @@ def result_row(trainer: Trainer) -> Row:
         "flops_per_token_causal": accounting.flops_per_token_causal,
         "peak_flops": peak.flops,
         "peak_origin": peak.origin,
-        "device": device_name(trainer.engine.device),
+        "device": trainer.device_name,
         "window": window,
-        **trainer.efficiency.fields(window["tokens_per_second"], trainer.window.lengths),
+        **_speed(trainer, window["tokens_per_second"], trainer.window.lengths),
         **progress.maxima,
     }
+
+
+def _speed(trainer: Trainer, tokens_per_second: float | None, lengths: Mapping[int, int]) -> Row:
+    """Return the columns of a throughput; ``lengths`` as in ``Efficiency.mean``."""
+    samples = None if tokens_per_second is None else tokens_per_second / trainer.job.training.seq_len
+    rates = trainer.engine.objective.rates(samples)
+    return {**rates, **trainer.efficiency.row(tokens_per_second, lengths)}
 
 
 def _source_losses(step: Step, trainer: Trainer) -> Row:
@@ -120,6 +269,6 @@ def source_progress(trainer: Trainer) -> Row:
 
 def shown_summary(result: Row) -> Row:
     """Return the fields of ``result_row`` that the console shows at the end."""
-    shown = {name: result[name] for name in _SHOWN if result[name] is not None}
-    rate = result["window"]["tokens_per_second"]
-    return {**shown, "tokens_per_second": rate} if rate is not None else shown
+    shown = {each.name: result[each.name] for each in _RESULT if each.in_summary}
+    shown["tokens_per_second"] = result["window"]["tokens_per_second"]
+    return {name: value for name, value in shown.items() if value is not None}

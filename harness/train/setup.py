@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import re
 import socket
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,9 +18,11 @@ import torch
 import torch.distributed as dist
 
 from harness.checkpoint.rank_group import CHECKPOINT_GROUP
-from harness.config.cluster import count_gpus, node_name
+from harness.config.cluster import count_gpus
 from harness.config.job import Job
+from harness.metrics.mfu import Peak, peak_of
 from harness.util.errors import ConfigError, UserError
+from harness.util.hardware import node_name
 
 
 def local_rank() -> int:
@@ -213,3 +217,29 @@ def loopback_interface() -> str | None:
 def backend_of(device: torch.device) -> str:
     """Backend of the process group: gloo on CPUs; on GPUs NCCL, and gloo for tensors in host memory."""
     return "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+
+
+def device_name(device: torch.device) -> str:
+    """Name of the device; of a CPU, its architecture and number of cores."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} CPU, {os.cpu_count()} cores"
+
+
+def device_peak(job: Job, device: torch.device) -> Peak:
+    """Peak of the device for MFU, in the format of the job's matrix products.
+
+    For float8 jobs it is the bfloat16 peak, as in torchtitan: attention and head multiply in bfloat16, and
+    with the same peak the MFU shows what float8 gains. It can exceed 1.
+    """
+    name = device_name(device)
+    cluster = job.cluster.with_device(name)
+    accelerator = None if cluster is None else cluster.gpu
+    if job.precision.linear != "none":
+        peak = peak_of(name, "bfloat16", accelerator)
+        convention = f"; {job.precision.linear} is measured against the bfloat16 peak, as in torchtitan"
+        return peak if peak.flops is None else replace(peak, origin=peak.origin + convention)
+    dtype = job.precision.param_dtype
+    if device.type == "cuda" and dtype == "float32" and torch.backends.cuda.matmul.allow_tf32:
+        dtype = "tf32"
+    return peak_of(name, dtype, accelerator)

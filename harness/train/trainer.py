@@ -17,29 +17,25 @@ from harness.checkpoint.save import SaveFailed, Saver
 from harness.config.job import Job
 from harness.data.prefetch import Prefetcher
 from harness.data.tokenizer import build_tokenizer
-from harness.metrics.efficiency import Efficiency
-from harness.metrics.mfu import describe_inputs
+from harness.metrics.mfu import Efficiency, describe_inputs
 from harness.metrics.recorder import Recorder
 from harness.metrics.window import StepTimer, Window
 from harness.parallelism.compile import CompileWatch
 from harness.parallelism.tensor import describe_fused, fused
 from harness.precision.linears import sort_linears, warning_of_eager
 from harness.run.folder import RunFolder
-from harness.train.batches import loader_of
 from harness.train.engine import Engine
 from harness.train.non_finite import NonFinitePolicy, unwrap_non_finite
+from harness.train.objective import loader_of
 from harness.train.observer import Need, Observer, Run
 from harness.train.observers import observers_of
-from harness.train.process import garbage_collection
-from harness.train.progress import Progress, device_peak
-from harness.train.rows import Row, rank_row, result_row, source_progress, step_row
-from harness.train.setup import set_timeouts
-from harness.train.signals import StopRequest, ignore_stop_signals
-from harness.train.step_outcome import HostCopy
-from harness.train.steps import Noted, Step, StepQueue
+from harness.train.process import StopRequest, garbage_collection, ignore_stop_signals
+from harness.train.rows import Progress, Row, metrics_of_rows, rank_row, result_row, source_progress, step_row
+from harness.train.setup import device_name, device_peak, set_timeouts
+from harness.train.step import HostCopy, Noted, Step, StepQueue
 from harness.util.annotation import annotated
 from harness.util.errors import NonFiniteError, UserError
-from harness.weights import on_ranks
+from harness.weights import huggingface
 
 
 class Trainer:
@@ -69,14 +65,14 @@ class Trainer:
         self.unread, self.compiler = StepQueue(engine.device.type), CompileWatch()
         synchronize = torch.cuda.synchronize if engine.device.type == "cuda" else None
         self.timer = StepTimer(synchronize, annotated=annotated)
-        peak = device_peak(job, engine.device)
+        self.device_name, peak = device_name(engine.device), device_peak(job, engine.device)
         self.efficiency = Efficiency(job.model, job.training.seq_len, peak, job.world_size)
         tokenizer = build_tokenizer(job.tokenizer)
         loader, ahead = loader_of(job, tokenizer, engine.rows), job.data.prefetch
         prefetches = ahead and not loader.runs_in_loop
         self.loader = Prefetcher(loader, ahead, engine.device) if prefetches else loader
         ranks = RankGroup(job.checkpoint.timeout_seconds)
-        self.saver = Saver(job, folder.path, engine, self.loader, ranks, on_ranks, self._message)
+        self.saver = Saver(job, folder.path, engine, self.loader, ranks, huggingface, self._message)
         self.non_finite = NonFinitePolicy(job.debug, folder.path, engine)
         self._note_of_data = loader.note
         self.run = Run(job, folder.path, engine, tokenizer, ranks, self.progress, self._message)
@@ -232,7 +228,7 @@ class Trainer:
         if self.job.checkpoint.enable:
             self.saver.prepare()
             starter = CheckpointLoader(
-                self.job, self.run.folder, self.engine, self.loader, self.run.ranks, on_ranks
+                self.job, self.run.folder, self.engine, self.loader, self.run.ranks, huggingface
             )
             resumed = starter.start()
             for message in resumed.messages:
@@ -241,7 +237,8 @@ class Trainer:
             self.progress.resume(resumed.state)
         if self.recorder is not None:
             step = self.progress.step
-            self.recorder.begin(step, has_curve=self.saver.folder.path_of(step) == self.resumed_from)
+            has_curve = self.saver.folder.path_of(step) == self.resumed_from
+            self.recorder.begin(step, metrics_of_rows(self.observers), has_curve=has_curve)
 
     def _save_seed(self) -> str:
         if self.resumed_from is not None and self.progress.step > 0:

@@ -26,6 +26,19 @@ LONGEST_MESSAGE = 2000
 MOST_VALUES = 40
 """Values that a message lists after "would work"."""
 
+EXTRAS = {
+    "matplotlib": "report",
+    "scipy": "report",
+    "tensorboard": "tensorboard",
+    "mlflow": "mlflow",
+    "optuna": "optuna",
+    "lm_eval": "eval",
+    "PIL": "diffusion",
+    "diffusers": "diffusion",
+    "transformers": "chat",
+}
+"""Optional packages, and the extra of pyproject.toml that installs each."""
+
 # Exit codes of a run that stopped on request: with its state saved, or without.
 STOPPED = (EXIT_RESUMABLE, EXIT_INTERRUPTED)
 
@@ -59,6 +72,14 @@ class ConfigError(UserError):
         self.works = works if isinstance(works, str) else _listed(works)
         would_work = f"; would work: {self.works}" if self.works else ""
         super().__init__(f"{one_line(field)}={one_line(_format_value(value))}: {rule}{would_work}")
+
+
+def missing_package(error: BaseException) -> UserError | None:
+    """The user's error for an optional package that could not be imported; None for any other error."""
+    name = (error.name or "").split(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if name not in EXTRAS:
+        return None
+    return UserError(f"the package {name} is not installed; would work: pip install -e '.[{EXTRAS[name]}]'")
 
 
 class DataError(UserError):

@@ -7,7 +7,9 @@ from a similar name.
 
 from __future__ import annotations
 
+import os
 import re
+import socket
 from dataclasses import dataclass, field
 
 
@@ -179,3 +181,8 @@ def find_accelerator(device_name: str) -> Accelerator | None:
         if re.fullmatch(pattern, device_name.strip(), re.IGNORECASE):
             return accelerator
     return None
+
+
+def node_name() -> str:
+    """Return this machine's name; inside a job, SLURM's name for the node."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()

@@ -1,14 +1,27 @@
-"""Numbers, layouts and tables as text."""
+"""Numbers as text, and tables and documents as text, Markdown, CSV and HTML.
+
+A document is a list of blocks: paragraphs, tables and figures. Cells keep raw values until they are written:
+files of numbers get the values themselves, and only the others get formatted text.
+"""
 
 from __future__ import annotations
 
+import base64
+import csv
+import html
+import io
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from harness.util.files import write_atomically
 
 MISSING = "–"
 NOT_MEASURED = "not measured"
 GIB = 2**30
+Row = Mapping[str, Any]
 
 
 def seconds(value: float | None) -> str:
@@ -58,6 +71,239 @@ def shortened(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[: length - 1]}…"
 
 
+def formatted(value: Any, form: str | Callable[[Any], str] = "", missing: str = MISSING) -> str:
+    """Format a value for a cell. A form is a format spec, or a function of the value."""
+    if value is None or value == "":
+        return missing
+    if callable(form):
+        return form(value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return format(value, form) if form and isinstance(value, int | float) else str(value)
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a table."""
+
+    key: str
+    """Key in the rows."""
+    heading: str
+    form: str | Callable[[Any], str] = ""
+    """Form of its numbers, which are aligned to the right; empty: text."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Columns and rows of raw values; columns that are empty in all rows are left out."""
+
+    columns: Sequence[Column]
+    rows: Sequence[Row]
+    title: str = ""
+    notes: Sequence[str] = ()
+    """Paragraphs: between title and table in documents, below it on the terminal."""
+    marked: Any = None
+    """Value in the first column of the row to highlight."""
+    missing: str = MISSING
+    """Text of unknown values."""
+
+    @classmethod
+    def of_cells(
+        cls, headings: Sequence[str], cells: Iterable[Sequence[Any]], right: Collection[int] = ()
+    ) -> Table:
+        """Make a table of lists; the columns with an index in ``right`` are aligned to the right."""
+        columns = [Column(name, name, str if n in right else "") for n, name in enumerate(headings)]
+        return cls(columns, [dict(zip(headings, row, strict=True)) for row in cells], missing="")
+
+    @property
+    def shown(self) -> list[Column]:
+        """Columns that have values."""
+        filled = {key for row in self.rows for key, value in row.items() if value not in (None, "")}
+        return [each for each in self.columns if each.key in filled] if self.rows else list(self.columns)
+
+    def cells(self) -> list[list[str]]:
+        """Return the text of all rows, in the shown columns."""
+        columns = self.shown
+        return [[formatted(row.get(c.key), c.form, self.missing) for c in columns] for row in self.rows]
+
+    def is_marked(self, row: Row) -> bool:
+        """Whether a row is highlighted."""
+        return self.marked is not None and row.get(self.columns[0].key) == self.marked
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A picture in a document, by its path relative to the document."""
+
+    path: str
+    alt: str
+
+
+Block = str | Table | Figure
+"""A part of a document. A text is a paragraph, a list if it begins with ``- ``, a heading if with ``## ``;
+words in backticks are code."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """A title, a summary that is also printed on the terminal, blocks, and the numbers behind them."""
+
+    title: str
+    summary: Sequence[str]
+    blocks: Sequence[Block]
+    rows: Sequence[Row]
+    columns: Sequence[Column] = ()
+    """Columns of the CSV file; empty: all keys of the rows."""
+
+    def write(self, folder: Path, markdown: str, table: str, page: str) -> list[str]:
+        """Write Markdown, CSV and HTML under these names; return the paths, with those of its pictures."""
+        blocks = ["\n".join(f"- {line}" for line in self.summary), *self.blocks]
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / markdown, to_markdown(f"# {self.title}", *blocks).encode())
+        write_atomically(folder / table, to_csv(self.rows, self.columns).encode())
+        write_atomically(folder / page, to_html(self.title, blocks, folder).encode())
+        pictures = [each.path for each in self.blocks if isinstance(each, Figure)]
+        return [str(folder / name) for name in (markdown, table, page, *pictures)]
+
+
+def to_text(table: Table, indent: str = "") -> str:
+    """Format a table for the terminal, each line after ``indent``; empty without rows."""
+    if not table.rows:
+        return ""
+    columns = table.shown
+    lines = [[each.heading for each in columns], *table.cells()]
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    text = ""
+    for cells in lines:
+        placed = [
+            cell.rjust(width) if column.form else cell.ljust(width)
+            for column, cell, width in zip(columns, cells, widths, strict=True)
+        ]
+        text += f"{indent}{'  '.join(placed).rstrip()}\n"
+    return text + "".join(f"{indent}{note}\n" for note in table.notes)
+
+
+def to_markdown(*blocks: Block) -> str:
+    """Format blocks as Markdown in which names of runs, fields and files are no HTML; ``a < b`` stays."""
+    parts: list[str] = []
+    for each in blocks:
+        if isinstance(each, str):
+            parts.append(each)
+        elif isinstance(each, Figure):
+            parts.append(f"![{each.alt}]({each.path})")
+        else:
+            parts += [f"## {each.title}" if each.title else "", *each.notes, _grid(each)]
+    return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", "\n\n".join(part for part in parts if part) + "\n")
+
+
+def _grid(table: Table) -> str:
+    columns = table.shown
+    lines = [[each.heading for each in columns], ["---:" if each.form else "---" for each in columns]]
+    for row, texts in zip(table.rows, table.cells(), strict=True):
+        cells = [text.replace("|", "\\|").replace("\n", " ") for text in texts]
+        lines.append([f"**{cells[0]}**", *cells[1:]] if table.is_marked(row) else cells)
+    rows = [f"| {' | '.join(line)} |" for line in lines]
+    return "\n".join([rows[0], f"|{'|'.join(lines[1])}|", *rows[2:]])
+
+
+def to_csv(rows: Sequence[Row], columns: Sequence[Column] = ()) -> str:
+    """Format rows as CSV with raw values, under the columns' keys, or under all keys of the rows."""
+    keys = [each.key for each in columns] or list(dict.fromkeys(key for row in rows for key in row))
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(keys)
+    writer.writerows([row.get(key) for key in keys] for row in rows)  # None is written as an empty cell
+    return text.getvalue()
+
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>
+:root {{ color-scheme: light dark; }}
+body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 76rem; padding: 0 1.5rem; }}
+h2 {{ margin-top: 2.5rem; border-bottom: 1px solid #8888; }}
+code {{ font: 0.85em ui-monospace, monospace; overflow-wrap: anywhere; }}
+.scroll {{ overflow-x: auto; }}
+table {{ border-collapse: collapse; font-size: 0.86rem; font-variant-numeric: tabular-nums; }}
+th, td {{ padding: 0.3rem 0.7rem; text-align: left; vertical-align: top; border-bottom: 1px solid #8884; }}
+th {{ cursor: pointer; }}
+.number {{ text-align: right; white-space: nowrap; }}
+.marked {{ font-weight: 600; background: #ffaa0022; }}
+img {{ max-width: 100%; background: #fff; }}
+</style>
+</head>
+<body>
+{body}
+<script>
+for (const head of document.querySelectorAll("th")) head.addEventListener("click", () => {{
+  const body = head.closest("table").tBodies[0], column = head.cellIndex, down = head.dataset.down ^= 1;
+  const value = row => row.cells[column].dataset.value;
+  const compare = (a, b) => {{
+    const [x, y] = [value(a), value(b)];
+    if (x === "" || y === "") return (x === "") - (y === "");
+    const order = isNaN(x) || isNaN(y) ? x.localeCompare(y, "en", {{numeric: true}}) : x - y;
+    return down ? order : -order;
+  }};
+  body.append(...[...body.rows].sort(compare));
+}});
+</script>
+</body>
+</html>
+"""
+
+
+def to_html(title: str, blocks: Sequence[Block], folder: Path) -> str:
+    """Format blocks as a page that fetches nothing; a click on a heading of a column sorts by its values.
+
+    Args:
+        title: title of the page.
+        blocks: the blocks.
+        folder: folder of the pictures, which become part of the page.
+    """
+    parts = [f"<h1>{html.escape(title)}</h1>"]
+    for each in blocks:
+        if isinstance(each, str):
+            parts.append(_paragraph(each))
+        elif isinstance(each, Figure):
+            data = base64.b64encode((folder / each.path).read_bytes()).decode()
+            parts.append(f'<img alt="{html.escape(each.alt)}" src="data:image/png;base64,{data}">')
+        else:
+            parts += [_paragraph(f"## {each.title}") if each.title else "", *map(_paragraph, each.notes)]
+            parts.append(_html_table(each))
+    return _PAGE.format(title=html.escape(title), body="\n".join(part for part in parts if part))
+
+
+def _paragraph(text: str) -> str:
+    if text.startswith("## "):
+        return f"<h2>{html.escape(text[3:])}</h2>"
+    if text.startswith("- "):
+        return f"<ul>{''.join(f'<li>{_code(line[2:])}</li>' for line in text.splitlines())}</ul>"
+    return f"<p>{_code(text)}</p>" if text else ""
+
+
+def _code(text: str) -> str:
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text))
+
+
+def _html_table(table: Table) -> str:
+    columns = table.shown
+    kinds = [' class="number"' if each.form else "" for each in columns]
+    heads = [f"<th{kind}>{html.escape(each.heading)}</th>" for each, kind in zip(columns, kinds, strict=True)]
+    lines = [f"<thead><tr>{''.join(heads)}</tr></thead>\n<tbody>"]
+    for row, texts in zip(table.rows, table.cells(), strict=True):
+        values = ["" if (value := row.get(each.key)) is None else value for each in columns]
+        cells = "".join(
+            f'<td{kind} data-value="{html.escape(str(value))}">{_code(cell)}</td>'
+            for kind, value, cell in zip(kinds, values, texts, strict=True)
+        )
+        lines.append(f'<tr class="marked">{cells}</tr>' if table.is_marked(row) else f"<tr>{cells}</tr>")
+    return '<div class="scroll"><table>\n' + "\n".join(lines) + "\n</tbody></table></div>"
+
+
 def aligned_facts(facts: Sequence[tuple[str, str]]) -> str:
     """Format pairs of name and text as aligned lines."""
     width = max(len(name) for name, _ in facts)
@@ -65,46 +311,6 @@ def aligned_facts(facts: Sequence[tuple[str, str]]) -> str:
 
 
 def aligned(rows: Sequence[Mapping[str, str]], left: Collection[str] = (), *, indent: str = "  ") -> str:
-    """Format a table for the terminal; empty columns are left out.
-
-    Args:
-        rows: cells as text, all rows with the same columns.
-        left: columns to align left; the others are aligned right.
-        indent: text before each line.
-    """
-    columns = [name for name in rows[0] if any(row[name] for row in rows)]
-    widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in columns}
-
-    def line(cells: Mapping[str, str]) -> str:
-        placed = [cells[c].ljust(widths[c]) if c in left else cells[c].rjust(widths[c]) for c in columns]
-        return indent + "  ".join(placed).rstrip() + "\n"
-
-    return line({name: name for name in columns}) + "".join(line(row) for row in rows)
-
-
-def without_html(text: str) -> str:
-    """Return Markdown in which names of runs, fields and files are no HTML; ``a < b`` stays."""
-    return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", text)
-
-
-def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
-    """Format a table as Markdown; columns with an index in ``right`` are aligned right."""
-    marks = ["---:" if index in right else "---" for index in range(len(headings))]
-    cells = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
-    return "\n".join(
-        [f"| {' | '.join(headings)} |", f"|{'|'.join(marks)}|", *(f"| {' | '.join(row)} |" for row in cells)]
-    )
-
-
-def formatted(value: Any, form: str = "") -> str:
-    """Format a value for a table cell; an unknown value is a dash."""
-    if value is None or value == "":
-        return MISSING
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return format(value, form) if form and isinstance(value, int | float) else str(value)
-
-
-def percent(value: float | None) -> str:
-    """Format a fraction as a signed percentage."""
-    return formatted(value, "+.1%")
+    """Format cells of text for the terminal: equal columns in all rows, those in ``left`` to the left."""
+    columns = [Column(name, name, "" if name in left else str) for name in rows[0]]
+    return to_text(Table(columns, rows, missing=""), indent)

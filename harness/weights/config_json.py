@@ -1,15 +1,21 @@
-"""Hugging Face's config.json: write it for a model, and check one that exists (no torch)."""
+"""Hugging Face's config.json: write it for a model, check one that exists, and read a model (no torch)."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
+import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin
 
-from harness.config.fields import NUMERICS, leaves
+from harness.config.fields import NUMERICS, check_rules, leaves, type_hints, with_value
 from harness.config.model import FAMILIES, ModelConfig, named_fields
+from harness.model.architecture import architecture_of, resolve_model
 from harness.util import encoding
 from harness.util.errors import ConfigError, UserError
 from harness.weights.families.core import NEEDED, ConfigField, Family
@@ -42,7 +48,7 @@ STRETCHING: dict[str, dict[str, tuple[str, object]]] = {
 # Fields that only affect training.
 _TRAINING = ("embedding_std", "moe.aux_loss_coeff", "mtp.loss_weight")
 _MUP = ("mup.base_dim", "mup.base_widths")
-"""A part of the weights in files (``harness.weights.mup``)."""
+"""A part of the weights in files (``harness.weights.source``)."""
 
 
 def read_object(file: Path) -> dict[str, Any]:
@@ -58,11 +64,7 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def family_of(model: ModelConfig) -> Family:
-    """The family of a model's checkpoints.
-
-    Raises:
-        ConfigError: the family's files cannot represent the model.
-    """
+    """The family of a model's checkpoints."""
     family = _checked_family(model)
     if family.refuse is not None:
         family.refuse(model)
@@ -70,7 +72,6 @@ def family_of(model: ModelConfig) -> Family:
 
 
 def _checked_family(model: ModelConfig) -> Family:
-    """Return the model's family after checking each field by itself."""
     family = FAMILIES[model.family]
     if family.is_mixture and not model.moe.enabled:
         rule = f"checkpoints of model.family={family.name} have experts"
@@ -118,7 +119,6 @@ def _has_no_field(family: Family, model: ModelConfig, name: str, value: object) 
 
 
 def _fields_in_config(family: Family, model: ModelConfig) -> set[str | None]:
-    """Our fields that are in config.json of a family."""
     return {field.ours for field in family.config_fields(model)}
 
 
@@ -140,13 +140,8 @@ def hf_config(model: ModelConfig, *, dtype: str, bos_id: int | None, eos_id: int
     """The content of a config.json from which transformers (or diffusers) builds the same model.
 
     Rotation and dtype are written twice: transformers 4.x reads ``rope_theta``, ``rope_scaling`` and
-    ``torch_dtype``, and 5.x writes ``rope_parameters`` and ``dtype``.
-
-    Args:
-        model: the model.
-        dtype: torch's name of the stored weights' dtype, e.g. ``bfloat16``.
-        bos_id: id of the token that begins a document, if any.
-        eos_id: id of the token that ends a document, if any.
+    ``torch_dtype``, and 5.x writes ``rope_parameters`` and ``dtype``. ``dtype`` is torch's name of the stored
+    weights' dtype; the ids are those of the tokens that begin and end a document.
 
     Raises:
         ConfigError: the family's files cannot represent the model, or transformers cannot build it.
@@ -311,11 +306,7 @@ class FoundRope:
 
 
 def found_rope(family: Family, found: Mapping[str, Any]) -> FoundRope:
-    """Read the rotation from a config.json of transformers 4 or 5.
-
-    Raises:
-        UserError: it is invalid, or has a scaling that training does not support.
-    """
+    """Read the rotation from a config.json of transformers 4 or 5; UserError if it is not supported."""
     # In this order, because transformers 5 prefers rope_scaling where a file has both.
     name = "rope_scaling" if found.get("rope_scaling") else "rope_parameters"
     parameters = found.get(name) or {}
@@ -333,3 +324,122 @@ def found_rope(family: Family, found: Mapping[str, Any]) -> FoundRope:
         scaling="none" if kind == "default" else kind,
         fields={"original_max_position_embeddings": found.get("max_position_embeddings", 2048), **parameters},
     )
+
+
+# -- read a model ----
+
+# Some config fields depend on others; two rounds are enough for the existing families.
+_MOST_ROUNDS = 5
+_MAY_BE_ZERO = ("moe.first_dense_layers", "moe.shared_hidden_dim", "moe.num_experts")
+_MOST, _MOST_OF_ANY = {"n_layers": 10_000}, 2**40
+
+
+def model_from_config(path: str) -> ModelConfig:
+    """Read the model that a config.json, or its folder, describes, resolved and checked against it.
+
+    Raises:
+        UserError: the file cannot be read, or the decoder cannot be this model.
+    """
+    file = Path(path) / CONFIG if os.path.isdir(path) else Path(path)
+    # Reading a device file may never end.
+    if os.path.exists(file) and not os.path.isfile(file):
+        raise UserError(f"{file}: is not a regular file")
+    content = read_object(file)
+    try:
+        family = _family(content)
+        model = _read(family, decoder_part(family, content))
+        name = re.sub(r"[^\w.-]+", "_", file.resolve().parent.name) or "from_config"
+        model = dataclasses.replace(model, name=name, path=path)
+        check_rules(model, "model.")
+        model = resolve_model(model)
+        check_hf_config(model, content)
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
+    return model
+
+
+def _family(content: Mapping[str, Any]) -> Family:
+    model_type = content.get("model_type", content.get("_class_name"))
+    for family in FAMILIES.values():
+        if model_type in (family.model_type, family.nested and family.nested.model_type):
+            return family
+    known = ", ".join(family.model_type for family in FAMILIES.values())
+    raise UserError(f"model_type {model_type!r} is not supported; would work: {known}")
+
+
+def _read(family: Family, found: Mapping[str, Any]) -> ModelConfig:
+    """Read the model, without resolving it."""
+    unknown = [each.name for each in dataclasses.fields(ModelConfig) if each.default == "???"]
+    numbers: dict[str, Any] = {name: 1 for name in unknown if name != "name"}  # config_fields needs a value
+    model = ModelConfig(family=family.name, **numbers)
+    for name, value in family.requires.items():
+        model = _set(model, name, value, name)
+    for _ in range(_MOST_ROUNDS):
+        before, model = model, _read_fields(family, found, model)
+        if model == before:
+            break
+    for theirs, ours in family.trained.items():
+        if isinstance(found.get(theirs), int | float):
+            model = _set(model, ours, found[theirs], theirs)
+    for name, value in (family.assumed(model) if family.assumed else {}).items():
+        model = _set(model, name, value, name)
+    rope = found_rope(family, found)
+    model = _set(model, "rope.theta", rope.theta, "rope_theta")
+    if rope.scaling not in list(STRETCHING):  # it may be a list or an object
+        known = [name if name != "none" else "default" for name in STRETCHING]
+        raise UserError(f"it has rope_type {rope.scaling!r}; would work: {', '.join(known)}")
+    model = with_value(model, "rope.scaling", str(rope.scaling))
+    for name, (theirs, value) in rope.values().items():
+        model = _set(model, f"rope.{name}", value, theirs)
+    return model
+
+
+def _read_fields(family: Family, found: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
+    for field in family.config_fields(model):
+        if field.ours is None:
+            continue
+        try:
+            value = field.our_value(found)
+        except ValueError as error:
+            raise UserError(f"it has {error}, which no value of model.{field.ours} matches") from None
+        # Null is a value of nullable fields; else a config.json without a value leaves the field as it is.
+        if value is not None or (field.nullable and field.to_ours is None):
+            model = _set(model, field.ours, value, field.theirs)
+        elif field.to_ours is None:
+            follows = ", and fields of its default are missing or invalid" if callable(field.default) else ""
+            raise UserError(f"it has no {field.theirs}{follows}")
+    return model
+
+
+def _set(model: ModelConfig, name: str, value: Any, theirs: str) -> ModelConfig:
+    """The model with a field, by its dotted name, set; UserError for another type or out of range."""
+    *groups, last = name.split(".")
+    owner: Any = model
+    for group in groups:
+        owner = getattr(owner, group)
+    kind: Any = architecture_of(model).options if owner is model.options else owner.__class__
+    hint = type_hints(kind)[last]
+    kinds = get_args(hint) if isinstance(hint, UnionType) else (get_origin(hint) or hint,)
+    if value is None and type(None) not in kinds:
+        raise UserError(f"it has no {theirs}")
+    least = 0 if name in _MAY_BE_ZERO else 1
+    if owner is model.options:
+        least = kind.__dataclass_fields__[last].metadata.get("least", 1)
+    if type(value) is int and float in kinds:
+        is_out = abs(value) > _MOST_OF_ANY
+        value = value if is_out else float(value)
+    elif type(value) is int and int in kinds:
+        is_out = not least <= value <= _MOST.get(name, _MOST_OF_ANY)
+    else:
+        is_out = type(value) is float and not math.isfinite(value)
+    if is_out:
+        raise UserError(f"it has {theirs} {value!r}, which is out of range")
+    if type(value) not in kinds:
+        wanted = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
+        raise UserError(f"it has {theirs} {value!r} instead of a value of type {wanted}")
+    return with_value(model, name, value)
+
+
+def model_node(path: str) -> dict[str, Any]:
+    """``model_from_config`` as plain values, an option of the config group ``model``."""
+    return dataclasses.asdict(model_from_config(path))

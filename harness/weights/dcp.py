@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -25,8 +25,8 @@ from harness.checkpoint.storage import Reader, Writer
 from harness.config.model import ModelConfig
 from harness.model.spec import is_buffer, tensor_shapes
 from harness.util.files import sync_file
+from harness.weights.hf_tensors import check_tensors
 from harness.weights.source import EMBEDDING, HEAD, Source, TensorFacts, refuse_untied
-from harness.weights.tensor_names import check_tensors
 
 
 def average_of(name: str) -> str:
@@ -51,9 +51,14 @@ class DistributedSource:
     def __init__(
         self, path: str, manifest: Mapping[str, Any], model: ModelConfig, *, ema: bool = False
     ) -> None:
-        self._path, self._model, self._foreign = path, model, not manifest
+        self._path, self._model, foreign = path, model, not manifest
         self._reader = Reader(path, dict(manifest))
-        self._metadata = self._read_metadata()
+        try:
+            self._metadata = self._reader.read_metadata()
+        except OSError as error:
+            raise DamagedCheckpoint(f"{METADATA} cannot be read: {first_line(error)}") from error
+        if foreign and any(hasattr(place, CHECKSUM) for place in self._metadata.storage_data.values()):
+            raise DamagedCheckpoint("the harness did not finish writing it: the manifest is missing")
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         self._found = {
             name: TensorFacts(tuple(entry.size), entry.properties.dtype)
@@ -61,22 +66,16 @@ class DistributedSource:
             if isinstance(entry, TensorStorageMetadata)
         }
         # Some software keeps the model beside the optimizer, as {"model": ..., "optimizer": ...}.
-        nested = self._foreign and EMBEDDING not in self._found
+        nested = foreign and EMBEDDING not in self._found
         self._prefix = "model." if nested else ""
         shapes = tensor_shapes(model)
-        keys = {name: average_of(name) if ema else self._prefix + name for name in shapes}
-        self._keys = keys
+        self._keys = keys = {name: average_of(name) if ema else self._prefix + name for name in shapes}
         found = {name: self._found[key].shape for name, key in keys.items() if key in self._found}
         check_tensors(path, model, found, shapes)
         self.tensors: Mapping[str, TensorFacts] = {name: self._found[key] for name, key in keys.items()}
 
     def read(self, name: str) -> Tensor:
-        """Return one parameter, after checking its checksum if there is one.
-
-        Raises:
-            DamagedCheckpoint: it is damaged.
-            UserError: the model ties embeddings, and the checkpoint's two tables differ.
-        """
+        """Return one parameter, after comparing its checksum and a tied output projection."""
         tensor = self._read(self._keys[name])
         if name == EMBEDDING and self._model.tied_embeddings and self._prefix + HEAD in self._found:
             refuse_untied(tensor, self._read(self._prefix + HEAD), self._path)
@@ -93,15 +92,6 @@ class DistributedSource:
             raise DamagedCheckpoint(f"{key} cannot be read: {first_line(error)}") from error
         return tensor
 
-    def _read_metadata(self) -> Metadata:
-        try:
-            metadata = self._reader.read_metadata()
-        except OSError as error:
-            raise DamagedCheckpoint(f"{METADATA} cannot be read: {first_line(error)}") from error
-        if self._foreign and any(hasattr(place, CHECKSUM) for place in metadata.storage_data.values()):
-            raise DamagedCheckpoint("the harness did not finish writing it: the manifest is missing")
-        return metadata
-
 
 def write_distributed(source: Source, folder: Path, manifest: Mapping[str, Any]) -> None:
     """Write a checkpoint that training can start from on any layout; one tensor is in memory at a time.
@@ -110,19 +100,12 @@ def write_distributed(source: Source, folder: Path, manifest: Mapping[str, Any])
         source: the weights.
         folder: must not hold a checkpoint.
         manifest: content of the manifest without ``files``.
-
-    Raises:
-        OSError: the folder cannot be written to.
-        RuntimeError: the same, raised by torch.save with the OSError in its context.
     """
     _write(source, _StreamingWriter(str(folder), dict(manifest)))
 
 
 def write_plain(source: Source, folder: Path) -> None:
-    """Write a checkpoint as torch's own writer does, without checksums and manifest.
-
-    Arguments and errors as for ``write_distributed``.
-    """
+    """Write a checkpoint as torch's own writer does, without checksums and manifest."""
     _write(source, _OneByOne(str(folder)))
 
 

@@ -22,8 +22,8 @@ from harness.config.job import Job, from_dict
 from harness.config.model import FAMILIES, ModelConfig, named_fields
 from harness.config.registry import load_attribute
 from harness.util.errors import ConfigError, UserError
+from harness.weights.config_json import model_node
 from harness.weights.format import weight_formats
-from harness.weights.from_config import model_node
 
 if TYPE_CHECKING:
     from harness.weights.source import Source
@@ -107,7 +107,6 @@ def _of_other_software(source: str) -> WeightFolder | None:
 
 
 def _newest(folder: CheckpointFolder) -> tuple[Checkpoint, tuple[str, ...]]:
-    """The newest complete checkpoint, and notes about those that are not."""
     complete, wrong = folder.complete()
     if not complete:
         path, reason = next(iter(wrong.items()))
@@ -163,7 +162,6 @@ def choose_data(job: Job, overrides: list[str], found: WeightFolder) -> DataConf
 
 
 def _chosen(group: str, composed: Any, overrides: list[str], stored: dict[str, Any] | None) -> Any:
-    """The stored config of a group, with the fields of the overrides."""
     typed = _typed(overrides, group)
     if not stored:
         return composed if typed else None
@@ -200,7 +198,7 @@ def open_source(found: WeightFolder, model: ModelConfig, dequantized: str = "bfl
         from harness.weights.dcp import DistributedSource
 
         return DistributedSource(found.path, found.manifest, model, ema=found.ema)
-    from harness.weights.mup import unfolded
+    from harness.weights.source import unfolded
 
     return unfolded(load_attribute(WEIGHT_FORMATS[found.kind].read)(found.path, model), model)
 

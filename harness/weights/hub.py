@@ -1,10 +1,8 @@
 """Download a repository's files from the Hugging Face hub with ``huggingface_hub.snapshot_download``.
 
-The library finds the token and the hub (HF_TOKEN or a login; HF_ENDPOINT), transfers files in parallel and
-resumes broken connections. Added here: other files are not overwritten, every file is compared with the hub's
-checksum, and errors are one line.
-
-``download.json`` records the downloaded files; a file that matches its record is not read again.
+The library finds the token and the hub (HF_TOKEN or a login; HF_ENDPOINT), transfers files in parallel,
+resumes broken connections, and records each file's checksum and time in ``.cache/huggingface``. Added here:
+other files are not overwritten, every new file is compared with the hub's checksum, and errors are one line.
 """
 
 from __future__ import annotations
@@ -27,13 +25,10 @@ from typing import Any, cast
 from harness.util.encoding import parse_object
 from harness.util.errors import DISK_FULL, ConfigError, MachineError, UserError
 
-RECORD, CACHE = "download.json", ".cache"  # huggingface_hub keeps its own records in .cache/huggingface
+RECORD = "download.json"  # the repository and commit of a folder's files
 _WORKERS = 4  # files at once; more would share the same bandwidth
 _ABANDONED_SECONDS = 600.0  # since the last write to a partial file
 _AGAIN = "the same command downloads the missing files"
-
-_Record = dict[str, dict[str, Any]]
-"""Checksum, size and modification time of each downloaded file."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +38,12 @@ class RemoteFile:
     Attributes:
         name: path in the repository.
         size: bytes.
-        checksum: ``sha256:...`` of the content, or ``git:...``, git's hash of the blob (SHA-1).
+        etag: SHA-256 of the content of a large file; of others git's hash of the blob (SHA-1).
     """
 
     name: str
     size: int
-    checksum: str
+    etag: str
 
 
 @dataclass(frozen=True)
@@ -73,10 +68,10 @@ def look_up(repo: str, revision: str) -> Repository:
         info = HfApi().model_info(repo, revision=revision, files_metadata=True)
     files = []
     for each in info.siblings or []:
-        checksum = f"sha256:{each.lfs.sha256}" if each.lfs else f"git:{each.blob_id}"
-        if each.size is None or checksum == "git:None":
+        etag = each.lfs.sha256 if each.lfs else each.blob_id
+        if each.size is None or etag is None:
             raise MachineError(f"{_endpoint()} does not give the size or the checksum of {each.rfilename}")
-        files.append(RemoteFile(each.rfilename, each.size, checksum))
+        files.append(RemoteFile(each.rfilename, each.size, etag))
     return Repository(repo, cast(str, info.sha), tuple(files))
 
 
@@ -91,17 +86,54 @@ def fetch(repository: Repository, files: list[RemoteFile], target: Path) -> list
         MachineError: the hub cannot be reached, a file is damaged, or the disk is full.
     """
     with _disk_errors(target):
-        (target / CACHE).mkdir(parents=True, exist_ok=True)
-        record = _read_record(target, repository.name)
-        missing = [file for file in files if not _is_there(target, file, record)]
-        _require_space(target, missing)
-        _write_record(target, repository, record)
+        target.mkdir(parents=True, exist_ok=True)
+        _refuse_other_repository(target, repository.name)
+        missing = [file for file in files if not _is_there(target, file, repository.commit)]
+        needed, free = sum(file.size for file in missing), shutil.disk_usage(target).free
+        if free < needed:
+            rule = f"needs {needed / 1e9:.3f} GB, and the disk has {free / 1e9:.3f} GB left"
+            raise MachineError(f"{target}: {rule}")
+        record = json.dumps({"repo": repository.name, "commit": repository.commit}, indent=2)
+        (target / RECORD).write_text(record + "\n", encoding="utf-8")
         if missing:
             _download(repository, missing, target)
-            _check(missing, target)
-            record |= {file.name: _facts(target / file.name, file.checksum) for file in missing}
-            _write_record(target, repository, record)
+            _compare(missing, target)
     return missing
+
+
+def _refuse_other_repository(target: Path, repo: str) -> None:
+    if not (target / RECORD).exists():
+        return
+    try:
+        owner = parse_object((target / RECORD).read_bytes())["repo"]
+    except (ValueError, KeyError) as error:
+        raise UserError(f"{target / RECORD}: cannot be read; would work: removing it") from error
+    if owner != repo:
+        raise ConfigError("to", target, f"holds files of {owner}", "another folder")
+
+
+def _is_there(target: Path, file: RemoteFile, commit: str) -> bool:
+    """Whether a file exists with the hub's content; an unchanged older download may be replaced."""
+    # Private in huggingface_hub 0.34 to 2.4: there is no other access to its records.
+    from huggingface_hub._local_folder import read_download_metadata, write_download_metadata
+
+    path = target / file.name
+    if not path.exists():
+        return False
+    known = read_download_metadata(target, file.name)  # None: not downloaded, or changed since
+    if known is not None and known.etag != file.etag:
+        return False
+    # The library does not notice a change within a second of the download.
+    if path.is_file() and path.stat().st_size == file.size:
+        if known is not None:
+            return True
+        if _matches(path, file):
+            write_download_metadata(target, file.name, commit, file.etag)
+            return True
+    raise UserError(
+        f"{path}: already exists and differs from the hub's; "
+        "would work: another folder in to=, or removing the file"
+    )
 
 
 def _download(repository: Repository, files: list[RemoteFile], target: Path) -> None:
@@ -118,7 +150,7 @@ def _download(repository: Repository, files: list[RemoteFile], target: Path) -> 
             bars.append(self)
 
     # A process that was killed leaves the files that it was writing; their random names are not used again.
-    for partial in (target / CACHE).rglob("*.????????.incomplete"):
+    for partial in (target / ".cache").rglob("*.????????.incomplete"):
         if time.time() - partial.stat().st_mtime > _ABANDONED_SECONDS:
             partial.unlink(missing_ok=True)
     try:
@@ -136,7 +168,7 @@ def _download(repository: Repository, files: list[RemoteFile], target: Path) -> 
             bar.close()
 
 
-def _check(files: list[RemoteFile], target: Path) -> None:
+def _compare(files: list[RemoteFile], target: Path) -> None:
     """Compare downloaded files with the hub's checksums; remove those that differ."""
     # If the hub stops answering, snapshot_download only warns when the folder is not empty.
     for file in files:
@@ -152,75 +184,16 @@ def _check(files: list[RemoteFile], target: Path) -> None:
         raise MachineError(f"{', '.join(damaged)}: {rule}; the same command downloads it again")
 
 
-# -- files on disk ----
-
-
-def _is_there(target: Path, file: RemoteFile, record: _Record) -> bool:
-    """Whether a file exists with the hub's content; an unchanged older download may be replaced.
-
-    Raises:
-        UserError: another file has the same path.
-    """
-    path = target / file.name
-    if not path.exists():
-        return False
-    known = record.get(file.name)
-    if known is not None and known == _facts(path, known.get("checksum")):
-        return known["checksum"] == file.checksum
-    if path.is_file() and _matches(path, file):
-        record[file.name] = _facts(path, file.checksum)
-        return True
-    raise UserError(
-        f"{path}: already exists and differs from the hub's; "
-        "would work: another folder in to=, or removing the file"
-    )
-
-
-def _facts(path: Path, checksum: Any) -> dict[str, Any]:
-    """A file's entry in ``download.json``."""
-    found = path.stat()
-    return {"checksum": checksum, "size": found.st_size, "mtime_ns": found.st_mtime_ns}
-
-
 def _matches(path: Path, file: RemoteFile) -> bool:
-    """Whether a file has the hub's size and checksum."""
+    """Whether a file has the hub's content."""
     if path.stat().st_size != file.size:
         return False
-    kind, _, expected = file.checksum.partition(":")
     # git hashes a blob's length and content (git-scm.com/book, "Git Objects").
-    digest = hashlib.sha256() if kind == "sha256" else hashlib.sha1(b"blob %d\0" % file.size)
+    is_blob = len(file.etag) == hashlib.sha1().digest_size * 2
+    digest = hashlib.sha1(b"blob %d\0" % file.size) if is_blob else hashlib.sha256()
     with path.open("rb") as stream:
         hashlib.file_digest(stream, lambda: digest)
-    return digest.hexdigest() == expected
-
-
-def _read_record(target: Path, repo: str) -> _Record:
-    path = target / RECORD
-    if not path.exists():
-        return {}
-    try:
-        content = parse_object(path.read_bytes())
-        owner, files = content["repo"], {name: dict(facts) for name, facts in content["files"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}: cannot be read; would work: removing it") from error
-    if owner != repo:
-        raise ConfigError("to", target, f"holds files of {owner}", "another folder")
-    return files
-
-
-def _write_record(target: Path, repository: Repository, record: _Record) -> None:
-    content = {"repo": repository.name, "commit": repository.commit, "files": dict(sorted(record.items()))}
-    written = target / CACHE / RECORD
-    written.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    os.replace(written, target / RECORD)
-
-
-def _require_space(target: Path, files: list[RemoteFile]) -> None:
-    needed, free = sum(file.size for file in files), shutil.disk_usage(target).free
-    if free < needed:
-        raise MachineError(
-            f"{target}: needs {needed / 1e9:.3f} GB, and the disk has {free / 1e9:.3f} GB left"
-        )
+    return digest.hexdigest() == file.etag
 
 
 # -- errors ----
@@ -234,7 +207,6 @@ def _endpoint() -> str:
 
 @contextmanager
 def _disk_errors(target: Path) -> Iterator[None]:
-    """Turn errors of the file system into one-line errors."""
     try:
         yield
     except OSError as error:
@@ -248,7 +220,6 @@ def _disk_errors(target: Path) -> Iterator[None]:
 
 @contextmanager
 def _hub_errors(repo: str, revision: str) -> Iterator[None]:
-    """Turn errors of the hub and the network into one-line errors."""
     from huggingface_hub import errors
 
     # The HTTP library's base error: requests.HTTPError in huggingface_hub 0.x (requests' other errors are
@@ -263,7 +234,6 @@ def _hub_errors(repo: str, revision: str) -> Iterator[None]:
 
 
 def _hub_error(error: BaseException, repo: str, revision: str) -> Exception:
-    """The one-line error for an error of huggingface_hub."""
     from huggingface_hub import errors
 
     if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ is not None:
@@ -286,7 +256,6 @@ def _hub_error(error: BaseException, repo: str, revision: str) -> Exception:
 
 
 def _refusal(repo: str, revision: str, error: Any) -> Exception:
-    """The one-line error for an HTTP error of the hub."""
     from huggingface_hub import errors, get_token
 
     page, tokens = f"{_endpoint()}/{repo}", f"{_endpoint()}/settings/tokens"

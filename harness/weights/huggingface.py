@@ -8,27 +8,51 @@ It is written here because the library's writers need two copies of a shard in m
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.tensor import DTensor
 
+from harness.checkpoint.catalog import CHECKSUM, MANIFEST, encode_manifest, open_checkpoint
+from harness.checkpoint.rank_group import RankGroup
+from harness.checkpoint.storage import write_last
 from harness.config.data import TokenizerConfig
+from harness.config.job import Job
 from harness.config.model import FAMILIES, ModelConfig
 from harness.data.tokenizer import build_tokenizer
 from harness.model.spec import is_buffer, tensor_shapes
+from harness.parallelism.materialize import local_ranges
 from harness.util.errors import ConfigError, UserError
 from harness.util.files import sync_file, sync_folder
 from harness.weights.config_json import CONFIG, check_hf_config, decoder_part, hf_config, read_object
-from harness.weights.mup import multipliers
-from harness.weights.pieces import HuggingFaceNames, fill, full_ranges
+from harness.weights.dcp import DistributedSource
+from harness.weights.hf_tensors import (
+    DTYPES,
+    HF_HEAD,
+    INDEX_ENDING,
+    HuggingFaceNames,
+    StoredTensors,
+    check_hf_tensors,
+    copied_tensors,
+    fill,
+    our_tensors,
+)
 from harness.weights.quantization import quantization_of
-from harness.weights.source import EMBEDDING, Source, TensorFacts, bytes_view, refuse_untied, total_bytes
-from harness.weights.stored import DTYPES, INDEX_ENDING, StoredTensors
-from harness.weights.tensor_names import HF_HEAD, check_hf_tensors, copied_tensors, our_tensors
-from harness.weights.tokenizer import export_tokenizer
+from harness.weights.source import (
+    EMBEDDING,
+    Source,
+    TensorFacts,
+    bytes_view,
+    multipliers,
+    refuse_untied,
+    total_bytes,
+)
 
 MAX_SHARD_GB = 5.0  # transformers' own default
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -65,18 +89,14 @@ class HuggingFaceSource:
         }
 
     def read(self, name: str) -> Tensor:
-        """Return one tensor; tied or copied tensors are compared with it.
-
-        Raises:
-            UserError: its file is damaged, or a tied or copied tensor differs.
-        """
+        """Return one tensor, after comparing tied and copied tensors with it."""
         facts, [first, *_] = self.tensors[name], self._pieces[name]
         if first.is_same:
             tensor = self._stored.read(first.theirs).to(facts.dtype)
             tensor = tensor / self._multipliers[name] if name in self._multipliers else tensor
         else:
             tensor = torch.empty(facts.shape, dtype=facts.dtype)
-            self.fill(name, tensor, full_ranges(facts.shape))
+            self.fill(name, tensor, [range(size) for size in facts.shape])
         if name == EMBEDDING and self._tied and HF_HEAD in self._stored.tensors:
             refuse_untied(tensor, self._stored.read(HF_HEAD), str(self._folder))
         for copy in self._copies.get(name, ()):
@@ -96,9 +116,6 @@ class HuggingFaceSource:
             name: our name of the tensor.
             out: the slice, with any dtype and on any device.
             ranges: the indices of the slice in each dimension.
-
-        Raises:
-            UserError: a file is damaged.
         """
         fill(out, self._pieces[name], self.tensors[name].shape, ranges, self._stored.read_slice)
         if name in self._multipliers:
@@ -152,10 +169,9 @@ def finish_huggingface(
     folder: Path,
     max_shard_gb: float = MAX_SHARD_GB,
 ) -> None:
-    """Write everything except the weights: the index, config.json, the tokenizer's files.
+    """Write everything except the weights: the index, config.json, the tokenizer's files."""
+    from harness.weights.tokenizer import export_tokenizer  # training without an export needs no such library
 
-    Arguments and errors as for ``write_huggingface``.
-    """
     # config.json has one dtype; if the source mixes several, it is the embedding table's, the first tensor.
     first, family = next(iter(tensor_shapes(model))), FAMILIES[model.family]
     name = str(source.tensors[first].dtype).removeprefix("torch.")
@@ -186,16 +202,7 @@ def _special_ids(model: ModelConfig, tokenizer: TokenizerConfig | None) -> tuple
 
 
 def plan_shards(source: Source, max_shard_gb: float, stem: str = "model") -> dict[str, list[str]]:
-    """Assign tensors to files, filling one file after another as transformers does.
-
-    Args:
-        source: the tensors under their final names.
-        max_shard_gb: most GB of values per file.
-        stem: the beginning of the files' names.
-
-    Returns:
-        The tensors' names by file name, in order.
-    """
+    """The tensors of each file, filling files of ``max_shard_gb`` one after another as transformers does."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, facts in source.tensors.items():
@@ -234,3 +241,81 @@ def _write_json(file: Path, content: Mapping[str, Any]) -> None:
     with file.open("wb") as stream:
         stream.write(json.dumps(content, indent=2).encode() + b"\n")
         sync_file(stream)
+
+
+# -- on all ranks: checkpoint.state.Exchange ----
+
+_CHUNK = 1 << 24
+
+
+def check(path: str, model: ModelConfig) -> None:
+    """Check that a folder holds the model's weights, or raise UserError."""
+    HuggingFaceSource(Path(path), model)
+
+
+def load(path: str, model: ModelConfig, state: Mapping[str, Tensor], ranks: RankGroup) -> None:
+    """Load a folder of safetensors into this rank's tensors; each rank reads only its local shards.
+
+    Args:
+        path: the folder.
+        model: the model.
+        state: this rank's tensors by our names, with any dtype and placement.
+        ranks: the ranks; a damaged file that one finds is a UserError on all.
+    """
+
+    def load_own() -> None:
+        source = HuggingFaceSource(Path(path), model)
+        for name, tensor in state.items():
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            source.fill(name, local, local_ranges(tensor))
+
+    ranks.everywhere(load_own)
+
+
+class _Announced:
+    """Names, shapes and dtypes of the weights that the job will export; they cannot be read yet."""
+
+    def __init__(self, job: Job) -> None:
+        dtype = getattr(torch, job.checkpoint.export_dtype)
+        self.tensors: Mapping[str, TensorFacts] = {
+            name: TensorFacts(shape, torch.float32 if is_buffer(name) else dtype)
+            for name, shape in tensor_shapes(job.model).items()
+        }
+
+    def read(self, name: str) -> Tensor:
+        raise AssertionError(f"{name} is read before it was trained")
+
+
+def check_export(job: Job) -> None:
+    """Try to write config.json, index and tokenizer, so that errors appear before training and not after."""
+    with tempfile.TemporaryDirectory() as folder:
+        finish_huggingface(_Announced(job), job.model, job.tokenizer, Path(folder))
+
+
+def write_share(source: str, target: str, job: Job, share: tuple[int, int]) -> None:
+    """Write the share (rank, number of ranks) of safetensors files from a DCP checkpoint to a folder."""
+    write_huggingface(_source(source, job), job.model, None, Path(target), share=share, finish=False)
+
+
+def finish(source: str, target: str, job: Job, manifest: dict[str, Any]) -> None:
+    """Write config.json, index and tokenizer, then the manifest; on one rank, after all shares."""
+    folder = Path(target)
+    finish_huggingface(_source(source, job), job.model, job.tokenizer, folder)
+    files = {
+        file.name: {"size": file.stat().st_size, CHECKSUM: _checksum(file)}
+        for file in sorted(folder.iterdir())
+        if file.is_file()
+    }
+    write_last(FileSystem(), folder, MANIFEST, encode_manifest({**manifest, "files": files}))
+
+
+def _source(path: str, job: Job) -> DistributedSource:
+    return DistributedSource(path, open_checkpoint(path).manifest, job.model)
+
+
+def _checksum(file: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with file.open("rb") as stream:
+        while chunk := stream.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()

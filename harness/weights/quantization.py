@@ -136,7 +136,6 @@ def _block(field: str, value: object) -> Block:
 
 
 def _fp8_finder(suffix: str, block: Block) -> Find:
-    """Find weights in FP8 whose scales have a name with this suffix."""
     return lambda stored: _fp8_tensors(stored, suffix, block)
 
 

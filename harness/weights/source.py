@@ -4,7 +4,7 @@ A source yields tensors under our names and in our layout, one at a time, in the
 a function that takes a source and a path. Every source works with every writer:
 
     sources   harness.weights.{huggingface,dcp}, and those of other packages (harness.weights.format)
-    writers   harness.weights.{huggingface,dcp,torch_file}, likewise
+    writers   harness.weights.{huggingface,dcp}, write_torch, likewise
 """
 
 from __future__ import annotations
@@ -12,22 +12,28 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TextIO
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.serialization import skip_data
 
-from harness.checkpoint.state import is_finite, non_finite_warning
+from harness.checkpoint.state import is_finite
 from harness.config.failures import chain_of
-from harness.model.spec import is_buffer
-from harness.util.errors import DISK_FULL, MachineError, UserError
-from harness.util.files import require_space, sync_folder
+from harness.config.model import ModelConfig
+from harness.model.spec import Split, is_buffer, modules
+from harness.util.errors import DISK_FULL, ConfigError, MachineError, UserError
+from harness.util.files import require_space, sync_file, sync_folder
 
 EMBEDDING, HEAD = "tok_embeddings.weight", "output.weight"
+_SECONDS_BETWEEN_LINES = 5.0
 
 
 @dataclass(frozen=True)
@@ -59,80 +65,70 @@ class Source(Protocol):
         ...
 
 
-class Cast:
-    """A source that casts floating-point parameters; buffers keep their dtype.
+class Changed:
+    """A source whose tensors are changed when they are read.
 
     Args:
         source: the source to read from.
-        dtype: the target dtype; None leaves every tensor as it is.
+        change: takes the name and the tensor; returns the tensor.
+        tensors: shapes and dtypes of the changed tensors; by default the source's.
     """
 
-    def __init__(self, source: Source, dtype: torch.dtype | None) -> None:
-        self._source = source
-        self.tensors: Mapping[str, TensorFacts] = {
-            name: replace(facts, dtype=dtype) if dtype and _is_cast(name, facts) else facts
-            for name, facts in source.tensors.items()
-        }
+    def __init__(
+        self,
+        source: Source,
+        change: Callable[[str, Tensor], Tensor],
+        tensors: Mapping[str, TensorFacts] | None = None,
+    ) -> None:
+        self._source, self._change = source, change
+        self.tensors: Mapping[str, TensorFacts] = source.tensors if tensors is None else tensors
 
     def read(self, name: str) -> Tensor:
-        """Return one tensor, cast.
+        """Return one tensor, changed."""
+        return self._change(name, self._source.read(name))
 
-        Raises:
-            UserError: a finite value overflows float16.
-        """
-        tensor, dtype = self._source.read(name), self.tensors[name].dtype
-        cast = tensor.to(dtype)
+
+def cast(source: Source, dtype: torch.dtype | None) -> Source:
+    """The source with floating-point parameters cast to ``dtype``, if given; buffers keep theirs.
+
+    Reading raises UserError if a finite value overflows float16.
+    """
+    tensors = {
+        name: replace(facts, dtype=dtype)
+        if dtype and facts.dtype.is_floating_point and not is_buffer(name)
+        else facts
+        for name, facts in source.tensors.items()
+    }
+
+    def change(name: str, tensor: Tensor) -> Tensor:
+        result = tensor.to(tensors[name].dtype)
         # The largest float16 is 65504; the other formats do not overflow in a sane model.
-        if dtype == torch.float16 and cast.isinf().sum() > tensor.isinf().sum():
+        if result.dtype == torch.float16 and result.isinf().sum() > tensor.isinf().sum():
             raise UserError(f"{name} has values that float16 cannot hold; would work: bfloat16, float32")
-        return cast
+        return result
+
+    return Changed(source, change, tensors)
 
 
-def _is_cast(name: str, facts: TensorFacts) -> bool:
-    return facts.dtype.is_floating_point and not is_buffer(name)
+def with_progress(source: Source, advance: Callable[[int], None]) -> Source:
+    """The source that calls ``advance`` with the number of bytes of every tensor it reads."""
 
-
-class ProgressSource:
-    """A source that reports the bytes of each read.
-
-    Args:
-        source: the source to read from.
-        advance: called with the number of bytes of every tensor before it is returned.
-    """
-
-    def __init__(self, source: Source, advance: Callable[[int], None]) -> None:
-        self._source, self._advance = source, advance
-        self.tensors = source.tensors
-
-    def read(self, name: str) -> Tensor:
-        """Return one tensor."""
-        tensor = self._source.read(name)
-        self._advance(tensor.nbytes)
+    def change(name: str, tensor: Tensor) -> Tensor:
+        advance(tensor.nbytes)
         return tensor
 
+    return Changed(source, change)
 
-class FiniteCheckSource:
-    """A source that records which tensors have non-finite values.
 
-    Args:
-        source: the source to read from.
-    """
+def record_non_finite(source: Source, names: list[str]) -> Source:
+    """The source that appends the name of every tensor with NaN or infinite values to ``names``."""
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
-        self.tensors = source.tensors
-        self._not_finite: list[str] = []
-
-    def read(self, name: str) -> Tensor:
-        """Return one tensor."""
-        tensor = self._source.read(name)
+    def change(name: str, tensor: Tensor) -> Tensor:
         if not is_finite(tensor):
-            self._not_finite.append(name)
+            names.append(name)
         return tensor
 
-    def warning(self) -> str | None:
-        """Warning for the tensors read so far; None if all values were finite."""
-        return non_finite_warning(self._not_finite, len(self.tensors), "written")
+    return Changed(source, change)
 
 
 def total_bytes(source: Source) -> int:
@@ -141,11 +137,7 @@ def total_bytes(source: Source) -> int:
 
 
 def refuse_untied(embedding: Tensor, head: Tensor, where: str) -> None:
-    """Check that the output projection of a model with tied embeddings equals its embedding table.
-
-    Raises:
-        UserError: they differ.
-    """
+    """Refuse different values of the two tables of a model with tied embeddings, with a UserError."""
     if embedding.shape != head.shape or not torch.equal(embedding, head):
         raise UserError(
             f"{where}: the output projection differs from the embedding table; "
@@ -153,9 +145,53 @@ def refuse_untied(embedding: Tensor, head: Tensor, where: str) -> None:
         )
 
 
-def bytes_view(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, without a copy."""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+# -- muP's multipliers as a part of the weights: the files of other software have no field for them ----
+
+
+def multipliers(model: ModelConfig) -> dict[str, float]:
+    """Factors that fold muP's multipliers into the weights, by tensor; tensors without one have none.
+
+    The factor of the logits is moved to the norm before the output projection, which may be tied; that of a
+    router's logits to its weight; that of attention scores to the queries.
+
+    Raises:
+        ConfigError: queries are normalized without weights, which would remove a factor.
+    """
+    output, scores = model.output_multiplier, model.score_multiplier
+    if scores != 1 and model.attention.qk_norm == "l2":
+        rule = "model.attention.qk_norm=l2 removes the factor of queries that would replace muP's score scale"
+        works = f"head_dim: {model.head_width}, or none"
+        raise ConfigError("model.mup.base_widths", model.mup.base_widths, rule, works)
+    queries = ("q_norm",) if model.attention.qk_norm == "learned" else ("wq", "wq_b")
+    found = {}
+    for module in modules(model):
+        inner = module.name.rpartition("attention.")[2]
+        is_router = module.split is Split.ROUTER
+        factor = output if module.name in ("norm", "mtp.norm") or is_router else 1.0
+        factor = scores if inner in queries and inner != module.name else factor
+        for tensor in module.tensors:
+            # A bias of a router is added to scaled logits.
+            if factor != 1 and (tensor.is_matrix or not is_router):
+                found[tensor.name] = factor
+    return found
+
+
+def folded(source: Source, model: ModelConfig) -> Source:
+    """The weights for software without muP's multipliers."""
+    return _multiplied(source, multipliers(model))
+
+
+def unfolded(source: Source, model: ModelConfig) -> Source:
+    """The weights of software without muP's multipliers, for a model that has them."""
+    return _multiplied(source, {name: 1 / factor for name, factor in multipliers(model).items()})
+
+
+def _multiplied(source: Source, factors: Mapping[str, float]) -> Source:
+    # A Python number multiplies in float32, and the result is rounded once.
+    return Changed(source, lambda name, tensor: tensor * factors[name] if name in factors else tensor)
+
+
+# -- targets ----
 
 
 @contextmanager
@@ -183,7 +219,10 @@ def atomic_target(target: Path, nbytes: int) -> Iterator[Path]:
             os.rename(temporary, target)
             sync_folder(target.parent)
     except BaseException:
-        _remove(temporary)
+        if temporary.is_dir():
+            shutil.rmtree(temporary, ignore_errors=True)
+        with contextlib.suppress(OSError):  # it does not exist, or was removed above
+            temporary.unlink()
         for folder in created:  # innermost first
             with contextlib.suppress(OSError):
                 folder.rmdir()
@@ -210,8 +249,72 @@ def _storage_errors(target: Path) -> Iterator[None]:
         raise UserError(f"{target}: cannot be written: {place}: {cause.strerror}") from error
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    with contextlib.suppress(OSError):  # it does not exist, or was removed above
-        path.unlink()
+def bytes_view(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, without a copy."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+def write_torch(source: Source, file: Path, *, tied: bool) -> None:
+    """Write a state dict for ``torch.load(file, weights_only=True)``, with and without ``mmap=True``.
+
+    ``Decoder.load_state_dict`` accepts it: a ``tied`` embedding table is stored under both its names. The
+    file is first written with gaps for the values (``skip_data``), which are then filled in at the offsets
+    that loading under FakeTensorMode reports. The archive's checksums of the filled records stay empty, as
+    with ``set_crc32_options(False)``: torch.load ignores them, unzip complains.
+
+    Raises:
+        OSError: the file cannot be written.
+        RuntimeError: the same, raised by torch.save with the OSError in its context.
+    """
+    with FakeTensorMode():
+        state = {name: torch.empty(facts.shape, dtype=facts.dtype) for name, facts in source.tensors.items()}
+    if tied:
+        state[HEAD] = state[EMBEDDING]
+    with file.open("wb") as stream, skip_data(materialize_fake_tensors=True):
+        torch.save(state, stream)
+    with FakeTensorMode():
+        offsets = torch.load(file, weights_only=True)
+    with file.open("r+b") as stream:
+        for name in source.tensors:
+            stream.seek(offsets[name].untyped_storage()._checkpoint_offset)
+            stream.write(bytes_view(source.read(name)))
+        sync_file(stream)
+
+
+@contextmanager
+def progress(total: int, stream: TextIO | None = None) -> Iterator[Callable[[int], None]]:
+    """Show the progress of ``total`` bytes: a bar on a terminal, plain lines elsewhere.
+
+    Yields:
+        A function to call with the number of bytes processed since the last call.
+    """
+    stream = stream or sys.stdout
+    if not stream.isatty():
+        yield _Lines(total, stream).advance
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    # transient: remove the bar at the end; the caller prints a summary line.
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(file=stream), transient=True) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda nbytes: bar.advance(task, nbytes)
+
+
+class _Lines:
+    """Writes a line every few seconds."""
+
+    def __init__(self, total: int, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        self._total, self._stream, self._clock = total, stream, clock
+        self._done, self._start = 0, clock()
+        self._next = self._start + _SECONDS_BETWEEN_LINES
+
+    def advance(self, nbytes: int) -> None:
+        self._done += nbytes
+        now = self._clock()
+        if now >= self._next:
+            self._next = now + _SECONDS_BETWEEN_LINES
+            speed = self._done / 1e9 / (now - self._start)
+            self._stream.write(f"{self._done / 1e9:.2f} of {self._total / 1e9:.2f} GB, {speed:.2f} GB/s\n")
+            self._stream.flush()

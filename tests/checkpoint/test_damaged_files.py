@@ -27,7 +27,7 @@ from harness.launch.sweep.registry import Point
 from harness.launch.sweep.table import rows_of, table_text
 from harness.run.folder import RunFolder
 from harness.train.finish import format_failure
-from harness.train.progress import Progress
+from harness.train.rows import Progress
 from harness.util.errors import UserError
 from harness.weights.detect import find_source
 

@@ -20,7 +20,7 @@ from harness.compose.composer import compose_job
 from harness.config.job import Job
 from harness.data.tokenizer import build_tokenizer
 from harness.launch.pool import RankFailed, RankPool
-from harness.train.batches import loader_of
+from harness.train.objective import loader_of
 from harness.weights.config_json import hf_config
 
 LAYOUTS = {

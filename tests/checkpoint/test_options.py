@@ -15,7 +15,7 @@ from tiers import rest_is_thorough
 from torch.distributed.checkpoint.planner import SavePlan
 
 from harness.checkpoint import save
-from harness.checkpoint.catalog import CheckpointFolder, reading
+from harness.checkpoint.catalog import CheckpointFolder, reading, remove
 from harness.checkpoint.storage import Writer
 from harness.metrics.jsonl import read_metrics
 from harness.run.folder import RunFolder
@@ -69,7 +69,7 @@ def forget_the_end(folder: RunFolder, *steps: int) -> None:
     """Make a finished run look as if killed before it wrote the checkpoints of ``steps``."""
     (folder.path / "result.json").unlink()
     for step in steps:
-        CheckpointFolder(str(folder.path / "checkpoints")).remove(step)
+        remove(str(folder.path / "checkpoints" / f"step-{step}"))
 
 
 def test_when_checkpoints_are_written(tmp_path: Path) -> None:
@@ -348,7 +348,7 @@ def test_a_changed_batch_goes_on_with_the_next_sample(tmp_path: Path) -> None:
     allowed = "checkpoint.allow_changed=[training.global_batch_size]"
     shared = (f"checkpoint.folder={tmp_path / 'shared'}", allowed)
     start(tmp_path, *shared, "training.global_batch_size=6", "checkpoint.interval=4", "data.mask_fraction=0")
-    CheckpointFolder(str(tmp_path / "shared")).remove(8)
+    remove(str(tmp_path / "shared" / "step-8"))
     start(tmp_path, *shared, "training.global_batch_size=4", "data.mask_fraction=0")
     state = CheckpointFolder(str(tmp_path / "shared")).find(8).state
     assert state["data_loader"]["samples"] == 4 * 6 + 4 * 4
@@ -501,9 +501,9 @@ def test_fsspec_urls(tmp_path: Path) -> None:
     whole = losses_of(folder)
     remote = CheckpointFolder(url)
     assert remote.steps() == [8]
-    remote.remove(8)
+    remove(remote.path_of(8))
     start(tmp_path, *options, "checkpoint.keep_latest_k=0")
-    remote.remove(8)
+    remove(remote.path_of(8))
     _, folder = start(tmp_path, *options)
     assert folder.row["resumed_from"] == f"{url}/step-4"
     assert losses_of(folder) == whole

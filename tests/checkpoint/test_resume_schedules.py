@@ -9,7 +9,7 @@ from jobs import train as train_here
 from resumable_runs import SMALL, Outcome, train
 from tiers import rest_is_thorough
 
-from harness.checkpoint.catalog import CheckpointFolder
+from harness.checkpoint.catalog import remove
 from harness.compose.composer import compose_job
 from harness.config.training import Sizes
 from harness.launch.pool import RankPool
@@ -58,7 +58,7 @@ def test_another_layout_goes_on(pool: RankPool, tmp_path: Path, layouts: tuple[s
 def test_sizes_follow_the_step_where_the_data_begins_again(tmp_path: Path) -> None:
     options = [*SMALL, *SCHEDULE, "checkpoint.interval=4"]
     folder = train_here(tmp_path, *options, "training.steps=8").folder
-    CheckpointFolder(str(folder.path / "checkpoints")).remove(8)
+    remove(str(folder.path / "checkpoints" / "step-8"))
     excluded = "checkpoint.exclude_from_loading=[data_loader]"
     folder = train_here(tmp_path, *options, "training.steps=8", excluded).folder
     rows = {row["step"]: row for row in read_metrics(folder.path / "metrics.jsonl") if "tokens" in row}

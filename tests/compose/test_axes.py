@@ -51,7 +51,7 @@ def test_functions_of_options_and_order() -> None:
         ("model=glob(llama3*)", ": is a sweep; would work: -m"),
         (
             "optimizer.lr=interval(0,1)",
-            ": interval() is a range for sweepers that optimize (hydra/sweeper",
+            ": interval() is a range for sweepers that optimize (sweep",
         ),
         ("training.seed=shuffle(1,2)", ": has several values; would work: -m "),
         ("training.seed=sort(2,1)", ": has several values; would work: -m "),
@@ -71,7 +71,7 @@ def test_without_a_multirun(typed: str, message: str) -> None:
     [
         (
             "optimizer.lr=interval(0,1)",
-            ": interval() is a range for sweepers that optimize (hydra/sweeper=optuna), ",
+            ": interval() is a range for sweepers that optimize (sweep=optuna), ",
         ),
         ("optimizer.lr=tag(log,interval(0.1,1))", ": interval() is a range for sweepers that optimize"),
         ("training.seed=glob(*)", ": glob() chooses options of a group, and training.seed is a field"),

@@ -36,7 +36,7 @@ SCHEMAS = {"train": Job, "parity": ParityJob, "own_train": Job}
 
 
 def typed_node(schema: type) -> DictConfig:
-    """A dataclass as OmegaConf types it; mappings of dataclasses and lists of mappings have no types inside."""
+    """A dataclass as OmegaConf types it, but not inside of mappings of dataclasses and lists of mappings."""
 
     def unlock(node: DictConfig) -> DictConfig:
         node._set_flag("readonly", None)

@@ -18,8 +18,7 @@ from harness.data.chat_template import TEMPLATES
 from harness.data.loader import IGNORE_INDEX, build_loader
 from harness.data.tokenizer import build_tokenizer
 from harness.model.spec import tensor_shapes
-from harness.weights.pieces import fill, full_ranges
-from harness.weights.tensor_names import our_tensors
+from harness.weights.hf_tensors import fill, our_tensors
 
 transformers = pytest.importorskip("transformers")
 
@@ -71,7 +70,9 @@ def test_loss_and_gradients(name: str, tmp_path: Path) -> None:
     compared = 0
     for key, pieces in our_tensors(config).items():
         expected = torch.empty(shapes[key])
-        fill(expected, pieces, shapes[key], full_ranges(shapes[key]), lambda of, part: gradients[of][part])
+        fill(
+            expected, pieces, shapes[key], list(map(range, shapes[key])), lambda of, part: gradients[of][part]
+        )
         gradient = own[key].grad
         assert gradient is not None
         close(gradient, expected, tolerance=5e-5, name=key)

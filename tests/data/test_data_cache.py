@@ -1,7 +1,6 @@
 """The token cache: content, when it is built, and that readers never see a partial cache."""
 
 import errno
-import json
 import os
 import subprocess
 import sys
@@ -13,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import harness.data.build_lock as build_lock
 import harness.data.cache as cache
-import harness.data.cache_check as cache_check
-import harness.data.units as units
+import harness.data.tokenizing as tokenizing
+import harness.util.store as store
 from harness.config.data import DataConfig, TokenizerConfig
 from harness.data.cache import open_cache
+from harness.data.corpus import CorpusWriter
 from harness.data.sources import LocalFiles
 from harness.data.tokenizer import build_tokenizer
 from harness.data.tokenizing import is_held_out
@@ -79,7 +78,7 @@ def test_a_large_vocabulary_gets_wider_tokens():
 
 
 def test_documents_of_many_batches_keep_their_order(monkeypatch):
-    monkeypatch.setattr(units, "CHARS_PER_BATCH", 5)
+    monkeypatch.setattr(tokenizing, "CHARS_PER_BATCH", 5)
     texts = [str(i) * (i % 7 + 1) for i in range(40)]
     write_documents(*texts)
     assert documents_of(opened()) == texts
@@ -135,10 +134,12 @@ def test_only_the_builder_builds():
 
 def test_one_of_two_builders_builds_and_the_other_waits(monkeypatch):
     write_documents("ab", "cd")
-    builds, write, waits = [], cache._write, threading.Event()
-    monkeypatch.setattr(cache, "_write", lambda *each: (builds.append(1), waits.wait(20), write(*each)))
+    builds, write, waits = [], CorpusWriter.write_all, threading.Event()
+    monkeypatch.setattr(
+        CorpusWriter, "write_all", lambda *each: (builds.append(1), waits.wait(20), write(*each))
+    )
     sleep = time.sleep
-    monkeypatch.setattr(build_lock.time, "sleep", lambda seconds: (waits.set(), sleep(seconds)))
+    monkeypatch.setattr(store.time, "sleep", lambda seconds: (waits.set(), sleep(seconds)))
     found = []
     threads = [threading.Thread(target=lambda: found.append(documents_of(opened()))) for _ in range(2)]
     for thread in threads:
@@ -194,7 +195,7 @@ def test_a_damaged_cache_is_rebuilt(damage, opened_before, capsys):
     write_documents("ab", "c")
     for _ in range(2 if opened_before else 1):
         expected = documents_of(opened())
-    (file,) = Path("cache").glob(f"*/{name}")
+    (file,) = Path("cache").glob(f"**/{name}")
     content = change(file.read_bytes())
     if content is None:
         file.unlink()
@@ -211,71 +212,57 @@ def test_a_damaged_cache_is_rebuilt(damage, opened_before, capsys):
 def test_only_the_builder_rebuilds_a_damaged_cache():
     write_documents("abc")
     opened()
-    (tokens,) = Path("cache").glob("*/train.tokens")
+    (tokens,) = Path("cache").glob("*/*/train.tokens")
     tokens.write_bytes(tokens.read_bytes()[:-2])
     with pytest.raises(DataError, match=r"train\.tokens has 8 bytes instead of 10; remove the folder"):
         opened(is_builder=False)
 
 
-def test_a_cache_of_an_earlier_version_gets_checksums(capsys):
-    write_documents("ab", "c")
-    opened()
-    (meta,) = Path("cache").glob("*/meta.json")
-    old = {key: value for key, value in json.loads(meta.read_text()).items() if key != "files"}
-    meta.write_text(json.dumps(old))
-    assert documents_of(opened()) == ["ab", "c"]
-    assert "files" in json.loads(meta.read_text())
-    meta.write_text(json.dumps(old))
-    starts = meta.with_name("train.starts")
-    starts.write_bytes(bytes(16))
-    assert documents_of(opened()) == ["ab", "c"]
-    assert "ascending offsets" in capsys.readouterr().err
-
-
 def test_a_large_cache_that_was_checked_is_sampled(monkeypatch):
-    monkeypatch.setattr(cache_check, "BLOCK_BYTES", 4)
-    monkeypatch.setattr(cache_check, "SAMPLE_BLOCKS", 3)
+    monkeypatch.setattr(store, "BLOCK_BYTES", 4)
+    monkeypatch.setattr(store, "SAMPLE_BLOCKS", 3)
     write_documents("a" * 100)
     opened()  # builds
     opened()  # checks all of it
     hashed = []
-    hash_blocks = cache_check._hash_blocks
+    hash_blocks = store._hash_blocks
     monkeypatch.setattr(
-        cache_check,
+        store,
         "_hash_blocks",
         lambda file, blocks: hashed.append(len(blocks)) or hash_blocks(file, blocks),
     )
     opened()
     assert hashed == [3, 2], "204 bytes of tokens are 51 blocks; starts are 2, fewer than the sample"
-    (tokens,) = Path("cache").glob("*/train.tokens")
+    (tokens,) = Path("cache").glob("*/*/train.tokens")
     os.utime(tokens)
     opened()
     assert hashed[2:] == [51, 2]
 
 
-def test_files_of_a_killed_builder_are_removed(monkeypatch):
+def test_unfinished_caches_of_killed_builders_are_removed(monkeypatch):
     write_documents("ab")
     code = (
         "import os, sys; from pathlib import Path; from harness.util.files import lock;"
         "held = lock(Path(sys.argv[1]) / '.lock', create=True); os.kill(os.getpid(), 9)"
     )
-    killed, unlocked, busy, closed = (
-        Path(f"cache/.tokens-key-{name}") for name in ("killed", "unlocked", "busy", "closed")
+    killed, unlocked, busy, closed, complete = (
+        Path(f"cache/corpus-{name}/.unfinished")
+        for name in ("killed", "unlocked", "busy", "closed", "complete")
     )
     (closed / ".lock").mkdir(parents=True)  # cannot be opened, like another user's file
-    for path in (killed, unlocked, busy):
+    for path in (killed, unlocked, busy, complete):
         path.mkdir(parents=True)
-        (path / "train.tokens").write_bytes(b"ab")
+    (complete.parent / "manifest.json").touch()
     assert subprocess.run([sys.executable, "-c", code, str(killed)]).returncode == -9
-    monkeypatch.setattr(cache, "_LOCKING_SECONDS", -1.0)
+    monkeypatch.setattr(cache, "_KEPT_SECONDS", -1.0)
     with lock(busy / ".lock", create=True):
         opened()
-        assert not killed.exists() and unlocked.exists() and busy.exists()
+        assert not killed.parent.exists() and unlocked.exists() and busy.exists() and complete.exists()
     day_ago = time.time() - 2 * 86400
-    for path in (unlocked / "train.tokens", unlocked):
+    for path in (unlocked, unlocked.parent):
         os.utime(path, (day_ago, day_ago))
     opened()
-    assert not unlocked.exists() and not busy.exists()
+    assert not unlocked.parent.exists() and not busy.parent.exists()
 
 
 def test_a_full_disk_is_the_machines_error(monkeypatch):
@@ -283,7 +270,7 @@ def test_a_full_disk_is_the_machines_error(monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     write_documents("ab")
-    monkeypatch.setattr(cache, "_write", full)
+    monkeypatch.setattr(CorpusWriter, "write_all", full)
     with pytest.raises(MachineError, match=r"data\.cache_dir: cache: No space left on device"):
         opened()
     assert list(Path("cache").iterdir()) == []
@@ -296,13 +283,14 @@ def test_a_cache_dir_that_cannot_be_written():
         opened()
 
 
-def test_a_builder_that_has_not_locked_yet_is_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_builder_that_has_not_locked_yet_is_left_alone(monkeypatch):
     """Cleaning up must not hold the lock that the builder is about to take."""
-    folder = tmp_path / ".tokens-new"
-    folder.mkdir()
-    (folder / cache.LOCK).touch()
-    monkeypatch.setattr(cache, "lock", lambda *_, **__: pytest.fail("locked"))
-    cache.remove_abandoned(tmp_path)
-    assert folder.is_dir()
+    write_documents("abc")
+    work = Path("cache/corpus-new/.unfinished")
+    work.mkdir(parents=True)
+    (work / ".lock").touch()
+    opened()
+    assert work.is_dir()
+    monkeypatch.setattr(store, "lock", lambda *_, **__: pytest.fail("locked"))
+    store.remove_abandoned(work.parent, work, cache._KEPT_SECONDS)
+    assert work.is_dir()

@@ -32,9 +32,9 @@ from token_writers import (
 from harness.compose.composer import compose_job
 from harness.config.data import DataConfig, TokenizerConfig
 from harness.data.cache import open_cache
-from harness.data.corpus import Counts, Manifest, describe_shard
+from harness.data.corpus import SPLITS, Counts, read_manifest
 from harness.data.loader import IGNORE_INDEX, merge_states
-from harness.data.shards.manifest import write_manifest
+from harness.data.shards import write_manifest
 from harness.data.sources import LocalFiles
 from harness.data.tokenizer import build_tokenizer
 from harness.tools.inference.evaluate.tasks import Setting, open_task
@@ -164,7 +164,7 @@ def test_a_saved_dataset():
 
 def write_corpus(folder, shards, validation_fraction=0.0):
     """A corpus, each shard a token cache of its texts."""
-    entries, totals = [], {"train": 0, "validation": 0}
+    entries = []
     for number, texts in enumerate(shards):
         for index, text in enumerate(texts):
             file = Path(f"text/{folder}-{number}-{index:02}.txt")
@@ -173,15 +173,17 @@ def write_corpus(folder, shards, validation_fraction=0.0):
         source = LocalFiles(DataConfig(paths=[f"text/{folder}-{number}-*.txt"]), "paths")
         settings = {"wait_for_all": None, "is_builder": True, "held_out": validation_fraction}
         open_cache(source, BYTES, split="train", cache_dir=f"{folder}/{number}", **settings)
-        (built,) = Path(f"{folder}/{number}").glob("tokens-*")
-        shard = built.rename(f"{folder}/shard-{number:05}")
-        meta = json.loads((shard / "meta.json").read_text())
-        for split in totals:
-            totals[split] += meta["tokens"][split]
-        entries.append(describe_shard(shard, Counts(meta["tokens"], {"train": 0, "validation": 0})))
-    tokenizer = {"name": "bytes", "fingerprint": BYTES.fingerprint, "vocab_size": 258}
-    counts = Counts(totals, {"train": 0, "validation": 0})
-    write_manifest(Path(folder), Manifest(1, tokenizer, {}, validation_fraction, counts, entries, "key"))
+        (built,) = Path(f"{folder}/{number}").glob("corpus-*")
+        manifest = read_manifest(built)
+        (built / "shard-00000").rename(f"{folder}/shard-{number:05}")
+        entries.append(dataclasses.replace(manifest.shards[0], folder=f"shard-{number:05}"))
+    counts = Counts(
+        *(
+            {split: sum(getattr(each.counts, kind)[split] for each in entries) for split in SPLITS}
+            for kind in ("tokens", "documents")
+        )
+    )
+    write_manifest(Path(folder), dataclasses.replace(manifest, counts=counts, shards=entries))
 
 
 def test_a_corpus_in_shards_has_the_samples_of_one_cache():

@@ -28,8 +28,7 @@ from harness.data.cache import open_cache
 from harness.data.documents import LongText, Span
 from harness.data.sources import LocalFiles
 from harness.data.tokenizer import build_tokenizer
-from harness.data.tokenizing import Progress, is_held_out
-from harness.data.units import Unit, units_of
+from harness.data.tokenizing import Progress, Unit, is_held_out, units_of
 from harness.util.errors import DataError, MachineError
 
 HELD_OUT = 0.2
@@ -88,7 +87,7 @@ def tokenized(config: TokenizerConfig = PLAIN, **settings: Any) -> dict[str, tup
         )
         found[split] = opened.tokens.tolist(), opened.starts.tolist()
         assert opened.damaged == 1
-    assert [path.name.startswith("tokens-") for path in Path("cache").iterdir()] == [True]
+    assert [path.name.startswith("corpus-") for path in Path("cache").iterdir()] == [True]
     return found
 
 
@@ -103,14 +102,14 @@ def test_units_of_any_size_give_the_same_cache(
     unit_bytes: int, config: TokenizerConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     documents = write_corpus()
-    monkeypatch.setattr(cache, "UNIT_BYTES", unit_bytes)
+    monkeypatch.setattr(cache, "UNIT_MIB", unit_bytes / 2**20)
     monkeypatch.setattr(sources, "LONG_FILE_BYTES", 50)
     assert tokenized(config, tokenize_workers=1) == expected(documents, config)
 
 
 def test_processes_give_the_same_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     documents = write_corpus()
-    monkeypatch.setattr(cache, "UNIT_BYTES", 500)
+    monkeypatch.setattr(cache, "UNIT_MIB", 500 / 2**20)
     assert tokenized(PYTHON, tokenize_workers=2) == expected(documents, PYTHON)
     assert not workers()
 
@@ -147,7 +146,7 @@ def test_the_first_of_several_errors_is_reported(monkeypatch: pytest.MonkeyPatch
     lines = [json.dumps({"text": "x" * (3000 if i == 0 else 10)}) for i in range(200)]
     lines[1] = lines[150] = lines[199] = "no JSON"
     Path("a.jsonl").write_text("\n".join(lines))
-    monkeypatch.setattr(cache, "UNIT_BYTES", 3020)
+    monkeypatch.setattr(cache, "UNIT_MIB", 3020 / 2**20)
     with pytest.raises(DataError, match=r"a\.jsonl, line 2: not a JSON object"):
         tokenized(tokenize_workers=2)
     assert not list(Path("cache").iterdir()) and not workers()
@@ -187,12 +186,12 @@ def kill_builders(kills: int, processes: int) -> None:
 
     A builder is killed a random time after it has begun, or after it has completed some units.
     """
-    cache.UNIT_BYTES = 50
+    cache.UNIT_MIB = 50 / 2**20
     moments = random.Random(0)
     complete = 0
     for _ in range(kills):
         builder, more = start_builder(processes), moments.randrange(6)
-        while count_complete() < complete + more and not list(Path("cache").glob("tokens-*")):
+        while count_complete() < complete + more and not list(Path("cache").glob("*/manifest.json")):
             time.sleep(0.001)
         time.sleep(moments.uniform(0, 0.005 if more else 0.1))
         os.killpg(builder, signal.SIGKILL)
@@ -202,7 +201,7 @@ def kill_builders(kills: int, processes: int) -> None:
 
 
 def count_complete() -> int:
-    return len(list(Path("cache").glob(".unfinished-*/*.index")))
+    return len(list(Path("cache").glob("*/.unfinished/units/*.index")))
 
 
 def start_builder(processes: int) -> int:
@@ -231,7 +230,7 @@ def test_a_builder_that_is_killed_many_times(
     complete = list(map(int, ended.stdout.split()))
     assert len(complete) == kills, ended.stderr
     assert complete == sorted(complete) and len(set(complete)) > kills / 3, "kills hit the middle of the work"
-    monkeypatch.setattr(cache, "UNIT_BYTES", 50)
+    monkeypatch.setattr(cache, "UNIT_MIB", 50 / 2**20)
     assert tokenized(PLAIN, tokenize_workers=1) == expected(documents, PLAIN)
 
 
@@ -239,7 +238,7 @@ def test_a_killed_process_is_the_machines_error_and_its_work_is_continued(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     documents = write_corpus()
-    monkeypatch.setattr(cache, "UNIT_BYTES", 500)
+    monkeypatch.setattr(cache, "UNIT_MIB", 500 / 2**20)
 
     def kill_first(*_: object) -> None:
         os.kill(workers()[0], signal.SIGKILL)
@@ -248,7 +247,7 @@ def test_a_killed_process_is_the_machines_error_and_its_work_is_continued(
     with monkeypatch.context() as patched, pytest.raises(MachineError, match=message):
         patched.setattr(Progress, "advance", kill_first)
         tokenized(tokenize_workers=2)
-    assert list(Path("cache").glob(".unfinished-*")) and not workers()
+    assert list(Path("cache").glob("*/.unfinished")) and not workers()
     assert tokenized(tokenize_workers=1) == expected(documents, PLAIN)
 
 
@@ -282,4 +281,4 @@ def test_token_files_are_of_the_smallest_type() -> None:
     write_corpus()
     tokenized()
     (folder,) = Path("cache").iterdir()
-    assert np.fromfile(folder / "train.tokens", np.uint16).tolist() == tokenized()["train"][0]
+    assert np.fromfile(folder / "shard-00000" / "train.tokens", np.uint16).tolist() == tokenized()["train"][0]

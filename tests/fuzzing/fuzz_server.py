@@ -144,7 +144,7 @@ def _environment() -> dict[str, str]:
 def serve() -> None:
     """Answers requests until there are no more."""
     from harness.compose.composer import compose_job
-    from harness.data.shards.writer import ShardWriter
+    from harness.data.shards import ShardWriter
     from harness.run.folder import _code
 
     compose_job(["model=llama3_tiny"])

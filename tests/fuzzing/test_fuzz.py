@@ -94,7 +94,7 @@ KNOWN = [
     ("train", ["--cfg", "jobs"], "--cfg=jobs: would work: job, hydra, all"),
     ("train", ["-m", "--cfg"], "--cfg: takes a value; would work: --cfg job"),
     ("train", ["-m", "--cfg", "job"], "--cfg: works for one job only; would work: the command without -m"),
-    ("train", ["--info", "--help"], "--info: cannot be combined with --help"),
+    ("train", ["--info"], "--info: is not supported; would work: --cfg all"),
     (
         "train",
         ["--config-dir", "nope"],

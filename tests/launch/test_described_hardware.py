@@ -15,11 +15,10 @@ from harness.config.fields import leaves, with_value
 from harness.config.job import Job
 from harness.metrics.mfu import peak_of
 from harness.tools.plan.calibrate import START, Measured, calibrate, predicted_rate
-from harness.tools.plan.config import PlanJob
-from harness.tools.plan.constants import Calibration, Constants
+from harness.tools.plan.constants import Calibration
 from harness.tools.plan.kernel_peaks import achieved_by
 from harness.tools.plan.machine import device_of, machine_of
-from harness.tools.plan.make import make_plan, planned
+from harness.tools.plan.make import make_plan
 from harness.tools.plan.search import search
 from harness.tools.plan.space import Space
 from harness.tools.report.predict import machine_of as machine_of_row
@@ -126,20 +125,6 @@ def test_a_search_fits_layouts_into_the_described_memory(on_h20: Job) -> None:
     assert peak(500.0) > 96 * 2**30
     with pytest.raises(UserError, match=r"none of the .* fits"):
         peak(96.0)
-
-
-def test_the_accelerator_of_a_calibration_limits_memory(on_h20: Job, tmp_path: Path) -> None:
-    """A calibration may describe the device too; a search and a report know its memory."""
-    path = tmp_path / "mine.json"
-    Calibration(Constants(), replace(ACCELERATORS["H100 SXM"], name="Mine", memory_gib=20.0)).write(str(path))
-    unknown = ["cluster=slurm", "cluster.device=auto", f"calibration={path}"]
-    asked = compose_job([*JOB, *unknown], config_name="plan", schema=PlanJob)
-    job, calibration = planned(asked)
-    plan = make_plan(job, calibration)
-    assert plan.memory_limit is not None and plan.memory_limit < 20 * 2**30 and plan.fits is False
-    assert predicted(asked.plain, None, calibration)["fits"] is False
-    with pytest.raises(UserError, match=r"none of the .* fits"):
-        search(Space.of(job, ["parallelism.dp_shard=8", *TYPED]), 1, calibration)
 
 
 def test_formats_are_those_of_the_description(on_h20: Job) -> None:

@@ -8,20 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from harness.compose.composer import Composed, compose_job
+from harness.compose.composer import compose_job
 from harness.compose.multirun import compose_points
 from harness.config.job import Job
 from harness.launch import submit as submit_module
-from harness.launch.begin import begin
 from harness.launch.naming import names_of
 from harness.launch.queue import Queued
 from harness.launch.rows import of_sweep
 from harness.launch.slurm_record import SlurmJobRecord
 from harness.launch.sweep import run
-from harness.launch.sweep import study as study_module
 from harness.launch.sweep.distinct import OF_THE_COMMAND, run_dir_of, unique_points
 from harness.launch.sweep.registry import Point, Registry, Skipped, labels, typed_overrides
-from harness.launch.sweep.study_record import StudyRecord
 from harness.run.folder import RunFolder
 from harness.util.errors import UserError
 
@@ -210,29 +207,3 @@ def test_a_job_in_the_queue_is_quoted_as_it_was_submitted(
         "n: already submitted (PENDING) as job 5, 1 node x 1 rank, at most 1 GPU-hours; it keeps "
         "no partition, time=60, scancel it first to change that"
     )
-
-
-def test_each_value_of_a_label_is_a_point_of_a_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sweeper that optimizes asks for one value at a time, so no two points can be compared."""
-
-    def run_point(job: Job, point: Point) -> int:
-        folder = RunFolder(point.run_dir)
-        begin(folder, job, point.overrides)
-        folder.write_result(job, "completed", 0, {"loss": float(job.cluster.threads_per_rank or 0)})
-        folder.release()
-        return 0
-
-    def composed(overrides: list[str]) -> Composed:
-        return Composed(overrides, compose_job([*COMMON, f"runs_dir={tmp_path}", *overrides]))
-
-    monkeypatch.setattr(study_module, "run_point", run_point)
-    record = StudyRecord("optuna", ["loss"], ["minimize"], [], [])
-    registry = Registry(tmp_path / "n")
-    registry.path.mkdir()
-    axis = "cluster.threads_per_rank"
-    study = study_module.Study(registry, record, composed, axes=[axis])
-    values = [study.run([[f"{axis}={threads}"]])[0].value for threads in (3, 5, 3)]
-    assert values == [3, 5, 3]
-    assert len(registry.points()) == 2
-    with pytest.raises(UserError, match=r"^cluster.wait: configures the command"):
-        study_module.Study(registry, record, composed, axes=["cluster.wait"])

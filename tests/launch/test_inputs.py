@@ -17,7 +17,7 @@ from harness.data.sources import source_of
 from harness.data.tokenizer import build_tokenizer
 from harness.launch import preflight as inputs
 from harness.launch.preflight import require_inputs, require_tokenized
-from harness.tools.tokenize.config import TokenizeJob
+from harness.tools.tokenize import TokenizeJob
 from harness.util.errors import ConfigError
 
 

@@ -14,7 +14,7 @@ from harness.util.errors import EXIT_OK
 
 
 def test_a_killed_study_resumes_its_run(launch: Callable[..., Launch], tmp_path: Path) -> None:
-    sweeper = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "hydra.sweeper.n_jobs=1")
+    sweeper = ("sweep=optuna", "sweep.n_trials=2", "sweep.n_jobs=1")
     typed = ("-m", *sweeper, "optimizer.lr=interval(1e-4,1e-2)", "name=cut", "metrics.console=none")
     typed = (*typed, "training.steps=30", "checkpoint.interval=5")
 

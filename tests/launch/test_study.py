@@ -14,20 +14,17 @@ from typing import Any
 
 import optuna
 import pytest
-from hydra.core.plugins import Plugins
-from hydra.plugins.launcher import Launcher
 from optuna.trial import TrialState
 from tiers import rest_is_thorough
 
-from harness.compose import overrides as hydra_settings
 from harness.compose.composer import compose_job
 from harness.compose.multirun import chooses_points
 from harness.config.job import Job
 from harness.launch.begin import begin
-from harness.launch.sweep import study as study_module
+from harness.launch.sweep import optuna as study_module
+from harness.launch.sweep.optuna import run_study
 from harness.launch.sweep.registry import Point
-from harness.launch.sweep.study_record import StudyRecord, check_directions, check_objective
-from harness.launch.sweep.sweepers import run_study
+from harness.launch.sweep.study import StudyRecord, check_directions, check_objective
 from harness.launch.train import VERB
 from harness.run.folder import RunFolder
 from harness.tools.report.sweep import collect, resume, status
@@ -36,7 +33,7 @@ from harness.util.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, MachineE
 LOG_LR = "optimizer.lr=tag(log,interval(1e-5,1e-1))"
 # 3 does not divide the global batch of 4.
 LAYOUTS = "parallelism.dp_shard=1,2,3"
-OPTUNA = ("hydra/sweeper=optuna", "hydra.sweeper.sampler.seed=3", "hydra.sweeper.n_jobs=1")
+OPTUNA = ("sweep=optuna", "sweep.seed=3", "sweep.n_jobs=1")
 
 
 def loss(lr: float, ranks: int) -> float:
@@ -94,7 +91,7 @@ def trials(folder: Path) -> list[optuna.trial.FrozenTrial]:
 def test_values_failures_and_invalid_points_reach_optuna(
     study: Callable[..., int], trainer: Trainer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert study(LOG_LR, LAYOUTS, "hydra.sweeper.n_trials=10") == EXIT_OK
+    assert study(LOG_LR, LAYOUTS, "sweep.n_trials=10") == EXIT_OK
     seen, legal = trials(tmp_path), 0
     assert len(seen) == 10
     for trial in seen:
@@ -115,7 +112,6 @@ def test_values_failures_and_invalid_points_reach_optuna(
     command = shlex.split(shown.out.splitlines()[-1])
     assert compose_job(command[3:]).optimizer.lr == best.params["optimizer.lr"]
     assert f"optimizer.lr={best.params['optimizer.lr']}" in shown.out.splitlines()[-2]
-    assert (tmp_path / "s" / "optimization_results.yaml").is_file()
 
     shown_now = status(tmp_path / "s")
     assert shown_now.text.splitlines()[-1] == shown.out.splitlines()[-1]
@@ -132,12 +128,12 @@ def test_a_study_continues_where_it_was_stopped(
     study: Callable[..., int], trainer: Trainer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Stopped in the second point of a batch: the first has run, and Optuna does not know its value yet."""
-    typed = ("optimizer.lr=interval(1e-4,1e-2)", "hydra.sweeper.n_jobs=2")
+    typed = ("optimizer.lr=interval(1e-4,1e-2)", "sweep.n_jobs=2")
     trainer.interrupt_at = 4
-    assert study(*typed, "hydra.sweeper.n_trials=4") == EXIT_INTERRUPTED
+    assert study(*typed, "sweep.n_trials=4") == EXIT_INTERRUPTED
     before = trials(tmp_path)
     assert [trial.state for trial in before] == [TrialState.COMPLETE] * 2 + [TrialState.RUNNING] * 2
-    assert study(*typed, "hydra.sweeper.n_trials=5") == EXIT_OK
+    assert study(*typed, "sweep.n_trials=5") == EXIT_OK
     assert "3 of 5 trials left\n" in capsys.readouterr().err
     # The third is not started again, the fourth is.
     assert len(trainer.started) == 6 and len(set(trainer.started)) == 5
@@ -151,24 +147,24 @@ def test_a_study_continues_where_it_was_stopped(
 @pytest.mark.thorough
 def test_a_finished_study_runs_nothing(study: Callable[..., int], trainer: Trainer, tmp_path: Path) -> None:
     for _ in range(2):
-        assert study("optimizer.lr=interval(1e-4,1e-2)", "hydra.sweeper.n_trials=2") == EXIT_OK
+        assert study("optimizer.lr=interval(1e-4,1e-2)", "sweep.n_trials=2") == EXIT_OK
         assert len(trainer.started) == len(trials(tmp_path)) == 2
 
 
 def test_each_value_of_a_label_has_its_own_run(
     study: Callable[..., int], trainer: Trainer, tmp_path: Path
 ) -> None:
-    sampler = ("hydra/sweeper/sampler=random", "hydra.sweeper.sampler.seed=1", "hydra.sweeper.n_trials=4")
+    sampler = ("sweep.sampler=random", "sweep.seed=1", "sweep.n_trials=4")
     assert study("cluster.threads_per_rank=1,2", *sampler) == EXIT_OK
     chosen = {trial.params["cluster.threads_per_rank"] for trial in trials(tmp_path)}
     assert chosen == {1, 2} and len(trainer.started) == 2
 
 
 def test_a_study_of_something_else_needs_another_name(study: Callable[..., int]) -> None:
-    typed = ("optimizer.lr=1e-3,1e-4", "hydra.sweeper.n_trials=1")
+    typed = ("optimizer.lr=1e-3,1e-4", "sweep.n_trials=1")
     assert study(*typed) == EXIT_OK
     with pytest.raises(UserError) as caught:
-        study(*typed, "training.steps=7", "hydra.launcher.objective=mfu")
+        study(*typed, "training.steps=7", "sweep.objective=mfu")
     assert str(caught.value).endswith(
         "/s: has points of another study, this one is without minimize loss, with maximize mfu, with "
         "training.steps=7; would work: another name=NAME"
@@ -177,12 +173,12 @@ def test_a_study_of_something_else_needs_another_name(study: Callable[..., int])
 
 @pytest.mark.thorough
 def test_labels_do_not_make_another_study(study: Callable[..., int]) -> None:
-    assert study("optimizer.lr=1e-3,1e-4", "hydra.sweeper.n_trials=1") == EXIT_OK
-    assert study("optimizer.lr=1e-3,1e-4", "hydra.sweeper.n_trials=2", "metrics.log_interval=2") == EXIT_OK
+    assert study("optimizer.lr=1e-3,1e-4", "sweep.n_trials=1") == EXIT_OK
+    assert study("optimizer.lr=1e-3,1e-4", "sweep.n_trials=2", "metrics.log_interval=2") == EXIT_OK
 
 
 def test_nothing_valid_can_be_corrected(study: Callable[..., int], tmp_path: Path) -> None:
-    wrong = ("optimizer.lr=1e-3,1e-4", "parallelism.dp_shard=3", "hydra.sweeper.n_trials=2")
+    wrong = ("optimizer.lr=1e-3,1e-4", "parallelism.dp_shard=3", "sweep.n_trials=2")
     assert study(*wrong) == 1
     assert [trial.state for trial in trials(tmp_path)] == [TrialState.FAIL] * 2
     assert study(wrong[0], "parallelism.dp_shard=2", wrong[2]) == EXIT_OK
@@ -191,20 +187,20 @@ def test_nothing_valid_can_be_corrected(study: Callable[..., int], tmp_path: Pat
 
 def test_a_failure_ends_the_study_or_has_a_value(study: Callable[..., int], tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
-        study("optimizer.lr=0.05,0.02", "hydra.sweeper.max_failure_rate=0")
+        study("optimizer.lr=0.05,0.02", "sweep.max_failure_rate=0")
     assert str(caught.value) == (
-        "hydra/sweeper=optuna: ends at a failed point: failed: machine: too hot; would work: "
-        "hydra.sweeper.max_failure_rate=1, or hydra.launcher.failed=VALUE, the value of a failed point"
+        "sweep=optuna: ends at a failed point: failed: machine: too hot; would work: "
+        "sweep.max_failure_rate=1, or sweep.failed=VALUE, the value of a failed point"
     )
-    assert study("optimizer.lr=0.05,0.02", "hydra.sweeper.n_trials=2", "hydra.launcher.failed=50") == 1
+    assert study("optimizer.lr=0.05,0.02", "sweep.n_trials=2", "sweep.failed=50") == 1
     assert trials(tmp_path)[-1].values == [50.0]
 
 
 def test_several_objectives(
     study: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    typed = ("optimizer.lr=interval(1e-4,1e-2)", "hydra.launcher.objective=[loss,mfu]")
-    typed = (*typed, "hydra/sweeper/sampler=nsgaii", "hydra.sweeper.n_trials=6")
+    typed = ("optimizer.lr=interval(1e-4,1e-2)", "sweep.objective=[loss,mfu]")
+    typed = (*typed, "sweep.sampler=nsgaii", "sweep.n_trials=6")
     assert study(*typed) == EXIT_OK
     stored = optuna.load_study(study_name="s", storage=f"sqlite:///{tmp_path}/s/study.db")
     assert [each.name for each in stored.directions] == ["MINIMIZE", "MAXIMIZE"]
@@ -214,51 +210,31 @@ def test_several_objectives(
     assert {tuple(trial.values) for trial in stored.best_trials} == set(front)
 
 
-def test_the_launcher_is_a_plugin_of_hydra() -> None:
-    found = {each.__name__: each for each in Plugins.instance().discover(Launcher)}
-    assert found["HarnessLauncher"].__module__ == "hydra_plugins.hydra_harness_launcher"
-
-
-@pytest.mark.parametrize(
-    ("typed", "message"),
-    [
-        (
-            "hydra/launcher=joblib",
-            "hydra/launcher=joblib: jobs are started by hydra/launcher=harness; would ",
-        ),
-        ("hydra.sweeper.n_trials=3", "hydra.sweeper.n_trials=3: is for a sweeper that chooses points by "),
-        ("hydra.launcher.failed=3", "hydra.launcher.failed=3: is for a sweeper that chooses points by "),
-        ("hydra/sweeper=nope", "hydra/sweeper=nope (in hydra/config.yaml): no such option; options: "),
-    ],
-)
-def test_settings_without_a_sweeper(typed: str, message: str) -> None:
-    with pytest.raises(UserError) as caught:
-        chooses_points([typed, "training.seed=1,2"])
-    assert str(caught.value).startswith(message)
-
-
-def test_a_sweeper_is_chosen_by_its_name() -> None:
-    assert not chooses_points(["training.seed=1,2", "hydra/sweeper=basic"])
-    assert chooses_points(["training.seed=1,2", "hydra/sweeper=optuna"])
+def test_a_setting_or_a_file_with_one_chooses_points_by_results() -> None:
+    assert not chooses_points(["training.seed=1,2"])
+    assert not chooses_points(["sweep=degrees"])
+    assert chooses_points(["training.seed=1,2", "sweep=optuna"])
+    assert chooses_points(["sweep=degrees", "sweep.n_trials=3"])
 
 
 MISTAKES = {
     "hydra.sweeper.params={points:a}": "hydra.sweeper.params.points: is a list of points, so ",
-    "hydra.sweeper.storage=sqlite:////none/there.db": "hydra.sweeper.storage=sqlite:////none/there.db: ",
+    "sweep.storage=sqlite:////none/there.db": "sweep.storage=sqlite:////none/there.db: ",
     "cluster.dry_run=true": "cluster.dry_run=true: shows a sweep whose points are known before it starts; ",
-    "hydra.sweeper.direction=down": "hydra.sweeper.direction=down: must be a direction; would work: minimize",
-    "hydra.launcher.objective=los": "hydra.launcher.objective=los: must be a column of result.json with a ",
-    "hydra.sweeper.n_trials=0": "hydra.sweeper.n_trials=0: must be at least 1",
-    "hydra.sweeper.n_jobs=x": "hydra.sweeper.n_jobs",
-    "hydra.sweeper.nope=x": "hydra.sweeper.nope: no such field; ",
+    "sweep.direction=down": "sweep.direction=down: must be a direction; would work: minimize",
+    "sweep.objective=los": "sweep.objective=los: must be a column of result.json with a ",
+    "sweep.n_trials=0": "sweep.n_trials=0: must be at least 1",
+    "sweep.n_jobs=x": "sweep.n_jobs",
+    "sweep.nope=x": "sweep.nope=x: no such field; ",
     "name=../out": "name=../out: must name a folder inside runs_dir",
     "training.steps=abc": "training.steps=abc: must be",
-    "hydra/sweeper/sampler=grid": "hydra/sweeper/sampler=grid: chooses nothing by results; would work: -m ",
-    "optimizer.lr=1e-3": "hydra/sweeper=optuna: there are no axes to choose from; would work: 'optimizer",
+    "cluster.wait=true,false": "cluster.wait: configures the command, not its runs; ",
+    "sweep.sampler=grid": "sweep.sampler=grid: no such choice; would work: tpe, ",
+    "optimizer.lr=1e-3": "sweep=optuna: there are no axes to choose from; would work: 'optimizer",
 }
 
 
-@pytest.mark.parametrize("typed", rest_is_thorough(MISTAKES, *list(MISTAKES)[:3], "hydra.sweeper.n_trials=0"))
+@pytest.mark.parametrize("typed", rest_is_thorough(MISTAKES, *list(MISTAKES)[:3], "sweep.n_trials=0"))
 def test_mistakes(study: Callable[..., int], typed: str) -> None:
     with pytest.raises(UserError) as caught:
         study("optimizer.lr=1e-3,1e-4", typed)
@@ -268,30 +244,28 @@ def test_mistakes(study: Callable[..., int], typed: str) -> None:
 
 @pytest.mark.thorough
 def test_other_choices_do_not_fit_a_stored_study(study: Callable[..., int]) -> None:
-    assert study("optimizer.lr=1e-3,1e-4", "hydra.sweeper.n_trials=1") == EXIT_OK
-    with pytest.raises(UserError, match=r"hydra/sweeper=optuna: CategoricalDistribution does not support"):
-        study("optimizer.lr=1e-3,1e-2", "hydra.sweeper.n_trials=2")
+    assert study("optimizer.lr=1e-3,1e-4", "sweep.n_trials=1") == EXIT_OK
+    with pytest.raises(UserError, match=r"sweep=optuna: CategoricalDistribution does not support"):
+        study("optimizer.lr=1e-3,1e-2", "sweep.n_trials=2")
 
 
-def test_a_missing_package_names_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hydra_settings, "_is_installed", lambda module: False)
-    for sweeper, command in (
-        ("optuna", "pip install 'harness[optuna]'"),
-        ("ax", "pip install hydra-ax-sweeper"),
-    ):
-        with pytest.raises(UserError) as caught:
-            chooses_points([f"hydra/sweeper={sweeper}", "training.seed=1,2"])
-        rule = "its package is not installed; would work: "
-        assert str(caught.value) == f"hydra/sweeper={sweeper}: {rule}{command}"
+def test_a_missing_package_names_its_command(
+    study: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(UserError) as caught:
+        study(LOG_LR)
+    works = "would work: pip install 'harness[optuna]'"
+    assert str(caught.value) == f"sweep=optuna: its package is not installed; {works}"
 
 
 def test_a_sweeper_needs_several_jobs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["train", "hydra/sweeper=optuna"])
+    monkeypatch.setattr(sys, "argv", ["train", "sweep=optuna"])
     with pytest.raises(SystemExit):
         VERB.main()
-    assert capsys.readouterr().err == "error: hydra/sweeper=optuna: is for several jobs; would work: -m\n"
+    assert capsys.readouterr().err == "error: sweep=optuna: is for several jobs; would work: -m\n"
 
 
 def test_objectives_and_their_directions() -> None:
@@ -338,10 +312,10 @@ def test_a_damaged_record_is_one_line(change: dict[str, Any], tmp_path: Path) ->
 
 
 def test_a_study_whose_points_are_lost(study: Callable[..., int], tmp_path: Path) -> None:
-    assert study(LOG_LR, "hydra.sweeper.n_trials=1") == EXIT_OK
+    assert study(LOG_LR, "sweep.n_trials=1") == EXIT_OK
     (tmp_path / "s" / "sweep.jsonl").write_text("")
     with pytest.raises(UserError, match=r"sweep\.jsonl: has none of the 1 points of the stored study"):
-        study(LOG_LR, "hydra.sweeper.n_trials=1")
+        study(LOG_LR, "sweep.n_trials=1")
 
 
 def test_the_best_of_several_objectives_by_brute_force() -> None:

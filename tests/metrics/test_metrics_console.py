@@ -8,7 +8,11 @@ import logging
 import pytest
 from rich.console import Console as Terminal
 
+from harness.config.training import OBSERVERS
 from harness.metrics.console import PlainConsole, RichConsole, SilentConsole, make_console
+from harness.train.rows import metrics_of_rows
+
+METRICS = metrics_of_rows(OBSERVERS.values())
 
 ROW = {
     "step": 20,
@@ -25,7 +29,9 @@ ROW = {
 
 def test_plain_row() -> None:
     out = io.StringIO()
-    PlainConsole(100, out).log(ROW)
+    console = PlainConsole(100, out)
+    console.begin(0, METRICS)
+    console.log(ROW)
     assert out.getvalue() == (
         "step    20/100  loss 5.1234  grad_norm 1.234  lr 3.00e-04  tokens/s 2,345  mfu 41.2%"
         "  mem 1.23 GiB  data 0.4%\n"
@@ -34,7 +40,9 @@ def test_plain_row() -> None:
 
 def test_none_is_left_out_and_nan_is_not() -> None:
     out = io.StringIO()
-    PlainConsole(100, out).log({"step": 1, "loss": float("nan"), "mfu": None, "tokens_per_second": None})
+    console = PlainConsole(100, out)
+    console.begin(0, METRICS)
+    console.log({"step": 1, "loss": float("nan"), "mfu": None, "tokens_per_second": None})
     assert out.getvalue() == "step     1/100  loss nan\n"
 
 
@@ -56,7 +64,7 @@ def test_rich_bar_and_lines_above_it() -> None:
     now = [0.0]
     terminal = Terminal(file=out, force_terminal=True, width=160, color_system=None)
     console = RichConsole(100, terminal, clock=lambda: now[0])
-    console.start_at(10)
+    console.begin(10, METRICS)
     for step in (11, 12, 13):
         console.log({**ROW, "step": step})
     now[0] = 60.0

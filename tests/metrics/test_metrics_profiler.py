@@ -16,9 +16,9 @@ from harness.config.job import Job
 from harness.config.metrics import ProfilingConfig
 from harness.launch.pool import RankPool
 from harness.metrics.jsonl import read_metrics
-from harness.metrics.profiler import Profiler
 from harness.run.folder import RunFolder
 from harness.train.engine import Engine
+from harness.train.observers.profiler import Profiler
 from harness.train.trainer import Trainer
 from harness.util.errors import ConfigError
 

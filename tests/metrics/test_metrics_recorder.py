@@ -8,15 +8,17 @@ from typing import Any
 import pytest
 
 from harness.config.metrics import MetricsConfig
+from harness.config.training import OBSERVERS
 from harness.metrics import views
 from harness.metrics.jsonl import read_metrics
 from harness.metrics.recorder import Recorder
+from harness.train.rows import metrics_of_rows
 
 
 def record(run_dir: Path, start_step: int = 0, **fields: Any) -> Recorder:
     config = MetricsConfig(**{"console": "plain", **fields})
     recorder = Recorder(config, run_dir, run_id="id", name="name", job={}, total_steps=10)
-    recorder.begin(start_step)
+    recorder.begin(start_step, metrics_of_rows(OBSERVERS.values()))
     return recorder
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -18,13 +19,13 @@ import torch
 import torch.distributed as dist
 from tiers import THOROUGH
 
+from harness.config.fields import with_value
 from harness.config.job import Job
 from harness.launch.pool import RankPool
 from harness.metrics.jsonl import read_metrics
-from harness.metrics.phases import Phases, Span
-from harness.metrics.slow import KINDS, SlowRanks, own_seconds
+from harness.metrics.phases import KINDS, Phases, SlowRanks, Span, own_seconds
 from harness.run.folder import RunFolder
-from harness.tools.plan.constants import Calibration
+from harness.tools.plan.constants import Calibration, Constants
 from harness.tools.plan.make import make_plan
 from harness.tools.report import phases as of_phases
 from harness.tools.report.verb import report
@@ -38,7 +39,6 @@ SMALL = (
     *("model.n_layers=2", "training.seq_len=16", "training.global_batch_size=8", "checkpoint=disabled"),
     *("profiling.phases=true", "metrics.warmup_steps=1"),
 )
-CALIBRATION = Path("experiments/cpu_layouts/calibration.json")
 LAYOUT = ("parallelism.dp_shard=2", "parallelism.tp=2", "parallelism.pp=2")
 EXPERTS = ("model=qwen3_moe_debug", "parallelism.dp_shard=4", "parallelism.ep=4", "parallelism.cp=2")
 
@@ -244,14 +244,20 @@ def test_every_rank_writes_its_own_values(traced: tuple[Path, Any]) -> None:
 
 
 def test_the_report_has_the_means_and_the_plan(traced: tuple[Path, Any], tmp_path: Path) -> None:
-    folder, _ = traced
-    result = report(folder, what="phases", out=tmp_path, calibration=CALIBRATION)
+    """The plan has no times of CPUs, so the job is said to have run on GPUs."""
+    folder, calibration = tmp_path / "run", Calibration(Constants(launch=1e-4))
+    shutil.copytree(traced[0], folder)
+    job = with_value(Job.read(folder / "job.json"), "cluster.device", "cuda")
+    job = with_value(job, "cluster.accelerator", "H100 SXM")
+    (folder / "job.json").write_text(job.to_json())
+    calibration.write(str(tmp_path / "calibration.json"))
+    result = report(folder, what="phases", out=tmp_path, calibration=tmp_path / "calibration.json")
     rows = {row["part"]: row for row in result.data["rows"]}
     every = [row["phases"] for rank in range(8) for row in rows_of(folder, rank)]
     for part, prefixes in {"compute": ("forward.", "backward."), "tp": ("tp.",), "pp": ("pp.",)}.items():
         seconds = [sum(s for name, s in row.items() if name.startswith(prefixes)) for row in every]
         assert rows[part]["seconds"] == pytest.approx(np.mean(seconds))
-    speed = make_plan(Job.read(folder / "job.json"), Calibration.read(str(CALIBRATION))).speed
+    speed = make_plan(job, calibration).speed
     assert speed is not None
     assert rows["pp"]["planned"] == pytest.approx(speed.parts["pp"] + speed.parts["bubble"])
     assert rows["step"]["planned"] == pytest.approx(speed.step_seconds)

@@ -22,10 +22,10 @@ from harness.model.init import draw
 from harness.model.spec import Split, tensors
 from harness.optimizer import settings
 from harness.optimizer.settings import check_mup, tensor_settings
-from harness.train.batches import loader_of
 from harness.train.engine import Engine
+from harness.train.objective import loader_of
 from harness.train.setup import process_group, set_up_process
-from harness.train.step_outcome import HOST
+from harness.train.step import HOST
 from harness.util.errors import ConfigError
 
 BASE = set_fields(PLAIN, dim=32, n_heads=4, n_kv_heads=2, head_dim=8, ffn_hidden_dim=64, n_layers=2)

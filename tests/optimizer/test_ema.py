@@ -17,8 +17,8 @@ from harness.optimizer.ema import keep_average
 from harness.optimizer.lion import Lion
 from harness.run.folder import RunFolder
 from harness.tools.convert import ConvertConfig, ConvertJob, convert
-from harness.train.batches import loader_of
 from harness.train.engine import Engine
+from harness.train.objective import loader_of
 from harness.util.errors import ConfigError
 from harness.weights.detect import find_source, open_source
 

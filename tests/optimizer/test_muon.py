@@ -15,8 +15,7 @@ from waits import waits
 from harness.config.optimizer import LR_SCALES, OptimizerConfig, lr_scale
 from harness.optimizer import assignment
 from harness.optimizer.assignment import Matrices
-from harness.optimizer.muon import Muon
-from harness.optimizer.orthogonalize import orthogonalize
+from harness.optimizer.muon import Muon, orthogonalize
 
 CONFIG = OptimizerConfig(kind="muon", lr=0.03, weight_decay=0.2, momentum=0.9)
 

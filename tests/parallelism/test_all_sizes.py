@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from fake_world import fake_process_group
 from tiers import rest_is_thorough
 from torch.distributed.tensor import DTensor
 
@@ -27,7 +28,6 @@ from harness.model.spec import is_expert, parameter_shapes
 from harness.parallelism.materialize import local_ranges
 from harness.parallelism.mesh import build_mesh
 from harness.parallelism.parallelize import build_on_meta
-from harness.tools.plan.fake import fake_process_group
 
 CPU = torch.device("cpu")
 SEQ_LEN = 2048

@@ -10,8 +10,7 @@ from torch import Tensor
 from waits import waits
 
 from harness.data.loader import IGNORE_INDEX
-from harness.parallelism.chunked_loss import ChunkedLoss, _add_product
-from harness.parallelism.loss import TokenLoss
+from harness.parallelism.loss import ChunkedLoss, TokenLoss, _add_product
 
 ROWS, WIDTH, VOCABULARY = 48, 32, 1031
 

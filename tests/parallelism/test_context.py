@@ -102,21 +102,21 @@ def test_compiled_in_one_graph(pool: RankPool, name: str) -> None:
 def rounds(layout: ParallelismConfig) -> int:
     """Number of ring passes in forward and backward of a block with selective_op checkpointing."""
     from harness.config.blocks import ActivationCheckpointConfig
-    from harness.parallelism import activation_checkpoint, ring
+    from harness.parallelism import activation_checkpoint, context
 
-    group, original, calls = dist.group.WORLD, ring._templated_ring_attention, []
+    group, original, calls = dist.group.WORLD, context._templated_ring_attention, []
     assert group is not None
     block = RingAttention(REACH, group, layout.balances_context, layout.cp_rotate_method)
     part = SimpleNamespace(blocks={0: block})
     config = ActivationCheckpointConfig(mode="selective_op")
     activation_checkpoint.apply_activation_checkpoint(part, config)  # type: ignore[arg-type]
-    ring._templated_ring_attention = lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs)  # type: ignore
+    context._templated_ring_attention = lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs)  # type: ignore
     try:
         generator = torch.Generator().manual_seed(0)
         tensors = [torch.randn(B, T, heads, D, generator=generator) for heads in (H, K, K)]
         run(block, tensors, torch.ones(B, T, H, D))
     finally:
-        ring._templated_ring_attention = original
+        context._templated_ring_attention = original
     return len(calls)
 
 

@@ -127,8 +127,8 @@ def test_sabotage_is_detected(
 def loads(job_json: str) -> list[list[int]]:
     """Number of tokens routed to each expert in one step."""
     from harness.data.tokenizer import build_tokenizer
-    from harness.train.batches import loader_of
     from harness.train.engine import Engine
+    from harness.train.objective import loader_of
 
     job = Job.from_json(job_json)
     engine = Engine(job, torch.device("cpu"))
@@ -160,8 +160,8 @@ def count_waits(job_json: str) -> int:
     from waits import ON_HOST, waits
 
     from harness.data.tokenizer import build_tokenizer
-    from harness.train.batches import loader_of
     from harness.train.engine import Engine
+    from harness.train.objective import loader_of
 
     job = Job.from_json(job_json)
     engine = Engine(job, torch.device("cpu"))

@@ -60,8 +60,8 @@ def exchanged(job_json: str) -> list[list[list[Operation]]]:
     from torch.distributed.pipelining import schedules
 
     from harness.data.tokenizer import build_tokenizer
-    from harness.train.batches import loader_of
     from harness.train.engine import Engine
+    from harness.train.objective import loader_of
 
     job = Job.from_json(job_json)
     engine = Engine(job, torch.device("cpu"))

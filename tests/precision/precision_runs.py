@@ -14,8 +14,8 @@ from harness.config.job import Job
 from harness.data.tokenizer import build_tokenizer
 from harness.launch.pool import RankPool
 from harness.tools.parity.parity import Trace, trace
-from harness.train.batches import loader_of
 from harness.train.engine import Engine
+from harness.train.objective import loader_of
 from harness.train.setup import set_up_process
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from harness.train.missing_ranks import absent_ranks
+from harness.train.finish import absent_ranks
 
 ERROR = {"rank": 0, "time": 100.0}
 

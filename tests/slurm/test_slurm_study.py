@@ -20,8 +20,8 @@ def commands(slurm: Scheduler, tmp_path_factory: pytest.TempPathFactory) -> Comm
 def test_batches_are_arrays_whose_values_are_waited_for(commands: Commands) -> None:
     """Three points at once: jobs of one and of two nodes, and one that is not valid."""
     # With this seed the three trials are of 2, 1 and 3 ranks.
-    sweeper = ("hydra/sweeper=optuna", "hydra/sweeper/sampler=random", "hydra.sweeper.sampler.seed=1")
-    sweeper = (*sweeper, "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=3")
+    sweeper = ("sweep=optuna", "sweep.sampler=random", "sweep.seed=1")
+    sweeper = (*sweeper, "sweep.n_trials=3", "sweep.n_jobs=3")
     typed = ("-m", *sweeper, *TINY, "parallelism.dp_shard=1,2,3", "cluster.ranks_per_node=1", *ON_SLURM)
     shown = commands.run("train", *typed, f"runs_dir={commands.home}", "name=s")
     assert shown.count("submitted ") == 2 and "1 x 2 nodes x 1 rank" in shown

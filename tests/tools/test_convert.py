@@ -24,7 +24,6 @@ from peak_memory import bytes_of_converting
 from tiers import rest_is_thorough
 from torch import Tensor
 
-from harness.checkpoint import progress
 from harness.checkpoint.catalog import CheckpointFolder, encode_manifest, open_checkpoint
 from harness.checkpoint.storage import Writer
 from harness.config.data import TokenizerConfig
@@ -38,8 +37,8 @@ from harness.weights import source as sources
 from harness.weights.config_json import hf_config
 from harness.weights.dcp import DistributedSource, write_distributed
 from harness.weights.detect import WeightFolder, find_source
+from harness.weights.hf_tensors import our_tensors
 from harness.weights.huggingface import HuggingFaceSource, finish_huggingface, plan_shards, write_huggingface
-from harness.weights.tensor_names import our_tensors
 
 transformers = pytest.importorskip("transformers")
 
@@ -567,7 +566,7 @@ def test_a_disk_that_is_too_small(theirs: Path, tmp_path: Path, monkeypatch: pyt
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("place", ["sources.ProgressSource.read", "storage.HashingStream.write"])
+@pytest.mark.parametrize("place", ["sources.Changed.read", "storage.HashingStream.write"])
 def test_an_end_from_outside(place: str, theirs: Path, tmp_path: Path) -> None:
     """SIGTERM while a tensor is read, or while torch writes one."""
     kill = (
@@ -628,7 +627,7 @@ def test_refusing_imports_no_torch(tmp_path: Path) -> None:
 
 def test_progress_is_printed_in_lines() -> None:
     stream, clock = io.StringIO(), itertools.count(start=0, step=3)
-    lines = progress._Lines(4_000_000_000, stream, lambda: float(next(clock)))
+    lines = sources._Lines(4_000_000_000, stream, lambda: float(next(clock)))
     for _ in range(4):
         lines.advance(1_000_000_000)
     assert stream.getvalue() == "2.00 of 4.00 GB, 0.33 GB/s\n4.00 of 4.00 GB, 0.33 GB/s\n"
@@ -640,7 +639,7 @@ def test_progress_is_printed_in_lines() -> None:
 def test_ranks_share_the_shards(network: Any, tmp_path: Path) -> None:
     """Three processes write the same bytes as one."""
     model = model_of(*TINY)
-    source = sources.Cast(Held(ours(network, model)), torch.bfloat16)
+    source = sources.cast(Held(ours(network, model)), torch.bfloat16)
     options = (source, model, TokenizerConfig(kind="bytes"))
     limit = 5e-5
     write_huggingface(*options, tmp_path / "alone", limit)

@@ -406,7 +406,7 @@ def test_mistakes(overrides: list[str], says: str) -> None:
 
 
 def of_files(*listed: str) -> Repository:
-    return Repository("a/b", "0" * 40, tuple(RemoteFile(name, 1, "git:0") for name in listed))
+    return Repository("a/b", "0" * 40, tuple(RemoteFile(name, 1, "0") for name in listed))
 
 
 def chosen(what: Any, *listed: str) -> list[str]:

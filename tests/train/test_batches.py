@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 from harness.compose.composer import compose_job
 from harness.config.job import Job
-from harness.data.build_lock import only_builder
 from harness.data.cache import cache_folder
 from harness.data.sources import LocalFiles
 from harness.data.tokenizer import build_tokenizer
 from harness.launch.pool import RankPool
-from harness.train.batches import _wait_for_all, loader_of
+from harness.train.objective import _wait_for_all, loader_of
+from harness.util.store import only_builder
 
 TIMEOUT_SECONDS, BUILDING_SECONDS = 0.5, 1.0
 
@@ -61,7 +61,7 @@ def test_ranks_wait_for_the_builder_of_another_node(pool: RankPool, tmp_path: Pa
     job = compose_job([*typed, f"data.cache_dir={tmp_path}/cache", "data.validation_fraction=0"])
     tokenizer = build_tokenizer(job.tokenizer)
     folder = cache_folder(LocalFiles(job.data, "paths"), tokenizer, 0.0, job.data.cache_dir)
-    work = folder.with_name(f".unfinished-{folder.name}")
+    work = folder / ".unfinished"
     holds, ended = threading.Event(), []
 
     def build() -> None:

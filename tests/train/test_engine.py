@@ -19,7 +19,7 @@ from harness.model.spec import tensors
 from harness.optimizer.build import build_optimizer
 from harness.parallelism.clip import copy_async
 from harness.train.engine import Engine
-from harness.train.step_outcome import StepOutcome
+from harness.train.step import StepOutcome
 
 SMALL = ("training.steps=10", "training.seq_len=32", "training.global_batch_size=4")
 

@@ -15,9 +15,9 @@ from harness.compose.composer import compose_job
 from harness.launch.begin import begin
 from harness.launch.local import launch
 from harness.run.folder import RunFolder
-from harness.train import signals
+from harness.train import process
 from harness.train.engine import Engine
-from harness.train.signals import StopRequest, stop_signals_interrupt
+from harness.train.process import StopRequest, stop_signals_interrupt
 
 TINY = (
     *("model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "cluster.device=cpu", "metrics.console=none"),
@@ -67,7 +67,7 @@ def test_a_pipe_of_stderr_may_be_closed() -> None:
 
 
 def test_a_second_interrupt_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signals, "SAME_KEY_PRESS_SECONDS", 0.0)
+    monkeypatch.setattr(process, "SAME_KEY_PRESS_SECONDS", 0.0)
     with StopRequest(), pytest.raises(KeyboardInterrupt):
         send(signal.SIGINT)
         send(signal.SIGINT)
@@ -82,7 +82,7 @@ def test_one_key_press_that_arrives_twice_is_one() -> None:
 
 def test_a_second_termination_does_not_insist(monkeypatch: pytest.MonkeyPatch) -> None:
     # Schedulers send SIGTERM to a process and to its group, and a lost terminal several SIGHUPs.
-    monkeypatch.setattr(signals, "SAME_KEY_PRESS_SECONDS", 0.0)
+    monkeypatch.setattr(process, "SAME_KEY_PRESS_SECONDS", 0.0)
     with StopRequest(raises=False) as request:
         send(signal.SIGTERM)
         send(signal.SIGTERM)
@@ -121,10 +121,10 @@ def test_termination_interrupts_before_the_loop_begins() -> None:
 
 
 def test_signals_that_are_ignored_meanwhile_stay_so_when_a_request_ends() -> None:
-    before = {number: signal.getsignal(number) for number in signals.STOP_SIGNALS}
+    before = {number: signal.getsignal(number) for number in process.STOP_SIGNALS}
     try:
         with StopRequest():
-            signals.ignore_stop_signals()
+            process.ignore_stop_signals()
         send(signal.SIGTERM)
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
     finally:
@@ -166,6 +166,6 @@ def test_a_row_that_is_being_written_is_not_interrupted(
         assert launch(job, folder, ends_process=True) == 1 and folder.row["error.type"] == "LookupError"
         send(signal.SIGTERM)  # the interpreter takes a while to end
     finally:
-        for number in signals.STOP_SIGNALS:
+        for number in process.STOP_SIGNALS:
             signal.signal(number, before if number != signal.SIGINT else signal.default_int_handler)
     assert seen == ["write_result", "ensure_result"] * 2

@@ -21,9 +21,9 @@ from harness.launch.pool import RankPool
 from harness.metrics.jsonl import read_metrics
 from harness.parallelism.loss import TokenLoss
 from harness.run.folder import RunFolder
-from harness.train.batches import loader_of
 from harness.train.engine import Engine
-from harness.train.mixture_loss import SourceLosses
+from harness.train.objective import loader_of
+from harness.train.step import SourceLosses
 from harness.util.errors import EXIT_OK, EXIT_USER
 
 SMALL = ("training.seq_len=32", "training.global_batch_size=8")

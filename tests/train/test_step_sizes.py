@@ -11,9 +11,8 @@ from equal import assert_equal
 from jobs import tiny
 
 from harness.data.loader import Batch
-from harness.metrics.efficiency import Efficiency
 from harness.metrics.jsonl import read_metrics
-from harness.metrics.mfu import Peak
+from harness.metrics.mfu import Efficiency, Peak
 from harness.model.accounting import account
 from harness.train.engine import Engine
 from harness.train.setup import process_group
@@ -80,10 +79,10 @@ def test_utilization_counts_attention_at_each_length() -> None:
     model = tiny().model
     efficiency = Efficiency(model, 64, Peak(1e9, "made up"), world_size=2)
     short, full = (account(model, length).flops_per_token_full for length in (16, 64))
-    assert efficiency.fields(1000.0, {})["mfu"] == pytest.approx(500 * full / 1e9)
-    mixed = efficiency.fields(1000.0, {16: 10, 64: 30})
+    assert efficiency.row(1000.0, {})["mfu"] == pytest.approx(500 * full / 1e9)
+    mixed = efficiency.row(1000.0, {16: 10, 64: 30})
     assert mixed["mfu"] == pytest.approx(500 * (0.25 * short + 0.75 * full) / 1e9)
-    assert efficiency.fields(None, {16: 10})["mfu"] is None
+    assert efficiency.row(None, {16: 10})["mfu"] is None
 
 
 def test_a_compiled_run_compiles_once_for_each_length(tmp_path: Path) -> None:

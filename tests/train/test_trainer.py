@@ -19,7 +19,7 @@ from harness.metrics.jsonl import read_metrics
 from harness.metrics.recorder import Recorder
 from harness.run.folder import RunFolder
 from harness.train.engine import Engine
-from harness.train.steps import LATE_STEPS
+from harness.train.step import LATE_STEPS
 from harness.util.errors import EXIT_NON_FINITE, DataError
 
 SMALL = ("training.steps=6", "training.seq_len=32", "training.global_batch_size=4")
@@ -98,7 +98,7 @@ def plain_validation_loss(job: Job) -> float:
     from harness.data.tokenizer import build_tokenizer
     from harness.model.decoder import Decoder
     from harness.parallelism.materialize import materialize
-    from harness.train.batches import loader_of
+    from harness.train.objective import loader_of
 
     loader = loader_of(job, build_tokenizer(job.tokenizer), range(4), "validation")
     batches = [loader.next() for _ in range(3)]

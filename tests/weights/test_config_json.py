@@ -16,7 +16,7 @@ from harness.config.model import FAMILIES, ModelConfig
 from harness.model.rope import rope_table
 from harness.util.errors import UserError
 from harness.weights.config_json import check_hf_config, hf_config
-from harness.weights.tensor_names import check_hf_tensors, hf_shapes
+from harness.weights.hf_tensors import check_hf_tensors, hf_shapes
 
 transformers = pytest.importorskip("transformers")
 

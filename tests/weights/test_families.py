@@ -35,10 +35,9 @@ from harness.model.spec import is_buffer, parameter_shapes, tensor_shapes
 from harness.util.errors import ConfigError, UserError
 from harness.weights.config_json import check_hf_config, hf_config, relevant
 from harness.weights.dcp import DistributedSource
+from harness.weights.hf_tensors import HuggingFaceNames, fill, our_tensors
 from harness.weights.huggingface import HuggingFaceSource, write_huggingface
-from harness.weights.pieces import HuggingFaceNames, fill, full_ranges
-from harness.weights.source import Cast
-from harness.weights.tensor_names import our_tensors
+from harness.weights.source import cast
 
 # transformers does not load the block of multi-token prediction.
 WITH_MTP = "deepseek_v3_mtp"
@@ -127,7 +126,7 @@ def from_theirs(model: ModelConfig, theirs: Mapping[str, Tensor]) -> Iterator[tu
     shapes = tensor_shapes(model)
     for name, pieces in our_tensors(model).items():
         out = torch.empty(shapes[name], dtype=theirs[pieces[0].theirs].dtype)
-        fill(out, pieces, shapes[name], full_ranges(shapes[name]), lambda key, part: theirs[key][part])
+        fill(out, pieces, shapes[name], list(map(range, shapes[name])), lambda key, part: theirs[key][part])
         yield name, out
 
 
@@ -291,7 +290,7 @@ def test_each_tensor_is_read_once(case: str) -> None:
     """Stacked experts are not read again for every expert, and at most two stacks are cached."""
     model = CONVERTED[case]
     source = Held(random_tensors(model))
-    renamed = HuggingFaceNames(Cast(source, torch.float32), model)
+    renamed = HuggingFaceNames(cast(source, torch.float32), model)
     for name in renamed.tensors:
         tensor = renamed.read(name)
         assert tensor.is_contiguous() and tuple(tensor.shape) == renamed.tensors[name].shape
@@ -303,7 +302,7 @@ def test_each_tensor_is_read_once(case: str) -> None:
 def test_balancing_biases_are_never_cast(tmp_path: Path) -> None:
     model = CASES["deepseek_v3"]
     tensors = random_tensors(model, torch.float32)
-    write_huggingface(Cast(Held(tensors), torch.bfloat16), model, None, tmp_path / "hf")
+    write_huggingface(cast(Held(tensors), torch.bfloat16), model, None, tmp_path / "hf")
     expected = {name: tensor if is_buffer(name) else tensor.bfloat16() for name, tensor in tensors.items()}
     require_same(HuggingFaceSource(tmp_path / "hf", model), expected)
     assert any(is_buffer(name) for name in tensors)

@@ -17,8 +17,7 @@ from harness.compose.multirun import compose_points
 from harness.config.model import ModelConfig
 from harness.tools.convert import ConvertJob
 from harness.util.errors import ConfigError, UserError
-from harness.weights.config_json import check_hf_config, hf_config, relevant
-from harness.weights.from_config import model_from_config
+from harness.weights.config_json import check_hf_config, hf_config, model_from_config, relevant
 
 # What config.json does not say: how initial values are drawn, and speeds of training.
 UNSAID = {"embedding_std", "moe.balance_coeff", "moe.force_balance", "mtp.loss_weight"}

@@ -12,7 +12,7 @@ from tiers import rest_is_thorough
 
 from harness.util.errors import ConfigError
 from harness.weights.huggingface import HuggingFaceSource
-from harness.weights.mup import folded, multipliers, unfolded
+from harness.weights.source import folded, multipliers, unfolded
 
 NARROW_HEADS = {"head_dim": 4}
 CASES = {

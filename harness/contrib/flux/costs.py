@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
+from typing import TYPE_CHECKING
 
 from harness.contrib.flux.config import PATCH, flux_of
 from harness.tools.plan.costs import Costs
@@ -82,11 +80,6 @@ class FluxCosts(Costs):
             torch.zeros(rows, flux.pooled_dim),
             torch.zeros(rows, dtype=torch.int64),
         )
-
-    def without_values(self) -> AbstractContextManager[Any]:
-        from harness.contrib.flux import objective
-
-        return patch.object(objective, "numbers_of", lambda batch: [0] * len(batch.numbers_B))
 
 
 def row_share(model: ModelConfig, tensor: spec.TensorSpec, seq_len: int) -> float:

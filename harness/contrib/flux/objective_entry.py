@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.config.data_kinds import DATA_KINDS
 from harness.contrib.flux.config import PATCH, PIXELS, FlowConfig, SheetConfig, flow_of, flux_of, sheet_of
+from harness.metrics.columns import Metric
 from harness.train.objective import Objective
 from harness.util import torch_version
 from harness.util.errors import ConfigError, divisors
@@ -31,6 +32,12 @@ class FlowMatching(Objective):
     """Predict the direction from noise to a picture."""
 
     options, validation_options = FlowConfig, SheetConfig
+    metrics = (
+        Metric("images_per_second", "images/s", "Pictures of all ranks.", "`model.architecture=flux`"),
+    )
+
+    def rates(self, samples_per_second: float | None) -> dict[str, float | None]:
+        return {"images_per_second": samples_per_second}
 
     def check(self, job: Job) -> None:
         layout, training = job.parallelism, job.training

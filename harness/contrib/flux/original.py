@@ -17,9 +17,8 @@ from harness.config.model import ModelConfig
 from harness.contrib.flux.config import flux_of
 from harness.model.spec import tensor_shapes
 from harness.util.errors import UserError
+from harness.weights.hf_tensors import DTYPES, check_tensors
 from harness.weights.source import TensorFacts
-from harness.weights.stored import DTYPES
-from harness.weights.tensor_names import check_tensors
 
 MARK = "double_blocks.0.img_attn.qkv.weight"
 _MLP = {"w1": "in_layer", "w2": "out_layer"}

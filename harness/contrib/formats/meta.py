@@ -19,8 +19,8 @@ from harness.config.model import ModelConfig
 from harness.model.spec import parameter_shapes
 from harness.util.errors import UserError
 from harness.weights.config_json import read_object
+from harness.weights.hf_tensors import check_tensors
 from harness.weights.source import EMBEDDING, HEAD, TensorFacts, refuse_untied
-from harness.weights.tensor_names import check_tensors
 
 PATTERN, PARAMS = "consolidated.*.pth", "params.json"
 
@@ -78,11 +78,7 @@ class LlamaSource:
         }
 
     def read(self, name: str) -> Tensor:
-        """Return one parameter, merged from all shards, with rotary pairs in our order.
-
-        Raises:
-            UserError: its file is damaged, or the model ties embeddings and the two tables differ.
-        """
+        """Return one parameter, merged from all shards, with rotary pairs in our order."""
         tensor = self._read(name)
         if name == EMBEDDING and self._model.tied_embeddings and self._has_head:
             refuse_untied(tensor, self._read(HEAD), str(self._folder))
@@ -118,11 +114,7 @@ def _load(file: Path) -> dict[str, Tensor]:
 
 
 def check_params(model: ModelConfig, file: Path) -> None:
-    """Check that params.json describes the model.
-
-    Raises:
-        UserError: naming every field that differs.
-    """
+    """Check that params.json describes the model."""
     params = {**_DEFAULTS, **read_object(file)}
     for name in ("dim", "n_layers", "n_heads", "vocab_size", "multiple_of", "ffn_dim_multiplier"):
         wanted = (int, float, type(None)) if name == "ffn_dim_multiplier" else int

@@ -37,22 +37,13 @@ class TorchtitanSource:
         self.tensors: Mapping[str, TensorFacts] = self._source.tensors
 
     def read(self, name: str) -> Tensor:
-        """Return one parameter.
-
-        Raises:
-            UserError, DamagedCheckpoint: raised by ``DistributedSource``.
-        """
+        """Return one parameter."""
         tensor, heads = self._source.read(name), _interleaved_heads(name, self._model)
         return tensor if heads is None else permute_rope(tensor, heads)
 
 
 def write_torchtitan(source: Source, model: ModelConfig, folder: Path) -> str:
-    """Write a checkpoint for torchtitan; return what its user has to know.
-
-    Raises:
-        UserError: torchtitan has no such model.
-        OSError, RuntimeError: as for ``write_plain``.
-    """
+    """Write a checkpoint for torchtitan; return what its user has to know."""
     write_plain(Torchtitan(source, model), folder)
     return f"torchtitan's model needs {torchtitan_arguments(model)}"
 
@@ -65,11 +56,7 @@ def _interleaved_heads(name: str, model: ModelConfig) -> int | None:
 
 
 def check_torchtitan(model: ModelConfig) -> None:
-    """Check that torchtitan has the model, with our parameter names.
-
-    Raises:
-        UserError: naming what differs.
-    """
+    """Check that torchtitan has the model, with our parameter names."""
     family = model.family
     if family not in INTERLEAVES:
         rule = f"only dense models can be written; torchtitan has other names for model.family={family}"
@@ -127,11 +114,7 @@ class Torchtitan:
         }
 
     def read(self, name: str) -> Tensor:
-        """Return one parameter.
-
-        Raises:
-            UserError, DamagedCheckpoint: raised by the source.
-        """
+        """Return one parameter."""
         if name == HEAD and self._model.tied_embeddings:
             name = EMBEDDING
         tensor, heads = self._source.read(name), _interleaved_heads(name, self._model)

@@ -1,183 +1,196 @@
-"""Run the points that a sweeper chooses, batch by batch, and return their values. Imports no Hydra."""
+"""``study.json``: the objective of a sweep whose points are chosen by their results, and its best points."""
 
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from harness.compose.composer import Composed
-from harness.launch.state import BUSY, HELD
-from harness.launch.submit import confirm
-from harness.launch.sweep.distinct import check_swept, run_dir_of, unique_points
-from harness.launch.sweep.registry import Point, Registry, Skipped, override_key, sets_label
-from harness.launch.sweep.run import (
-    Task,
-    busy_points,
-    follow_points,
-    run_point,
-    states_of,
-    submit_points,
-    with_group,
-)
-from harness.launch.sweep.study_record import PointFailedError, StudyRecord
+from harness.config.fields import from_dict
+from harness.launch.sweep.registry import Point
 from harness.run.folder import RunFolder
-from harness.util.errors import STOPPED, ConfigError, UserError
+from harness.run.result import write_json_atomically
+from harness.train.rows import metrics_of_result
+from harness.util.encoding import read_object
+from harness.util.errors import ConfigError, UserError
+
+FILE = "study.json"
+OBJECTIVE = "sweep.objective"
+MINIMIZE, MAXIMIZE = "minimize", "maximize"
+DIRECTIONS = (MINIMIZE, MAXIMIZE)
+# Units of columns that are no numbers to optimize.
+_NO_NUMBERS = ("text", "hash", "path", "bool", "list", "field", "number")
+_MORE_IS_BETTER = ("tokens_per_second", "tflops", "mfu")
+# Metrics of tasks: accuracy, but also perplexity.
+_EITHER = "evaluation."
+
+
+class PointFailedError(UserError):
+    """A point has no value: it failed, is no valid job, or its result has no number there."""
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a sweeper gets for a point: its value, or the reason why it has none."""
+class StudyRecord:
+    """What a study optimizes, and what all of its points share.
 
-    value: float | list[float] | None = None
-    error: PointFailedError | None = None
-
-
-class Study:
-    """Runs points for one of Hydra's sweepers, in the folder of a sweep.
-
-    A point that has already run gives its value at once. A point that failed is not started again by the same
-    process, but when the study continues.
-
-    Args:
-        registry: the folder.
-        record: the objective.
-        compose: returns the point of some overrides; its job is None if it is not valid.
-        axes: fields and groups that the sweeper chooses, which name a point.
-        failed: value of failed and illegal points; None reports them as failed.
-        trials: number of points that the sweeper will choose from now on; None if unknown.
-        before: number of points of earlier processes.
+    Attributes:
+        sweeper: ``optuna``; of earlier versions, also another sweeper of Hydra.
+        objective: columns of ``result.json``.
+        direction: ``minimize`` or ``maximize``, for each column.
+        shared: overrides of all points, without labels.
+        command: the overrides that the study was last started with.
     """
 
-    def __init__(
-        self,
-        registry: Registry,
-        record: StudyRecord,
-        compose: Callable[[list[str]], Composed],
-        *,
-        axes: Sequence[str],
-        failed: float | None = None,
-        trials: int | None = None,
-        before: int = 0,
-    ) -> None:
-        self.registry, self.record, self.compose = registry, record, compose
-        self.axes, self.failed, self.trials, self.before = set(axes), failed, trials, before
-        # Each value of a label that is an axis has a run of its own.
-        self._swept = check_swept([name for name in axes if sets_label(name)])
-        self.done = 0
-        self.bug: Exception | None = None
-        self._tried: set[Path] = set()
-        self._confirmed = False
+    sweeper: str
+    objective: list[str]
+    direction: list[str]
+    shared: list[str]
+    command: list[str]
 
-    def run(self, batch: Sequence[Sequence[str]]) -> list[Outcome]:
-        """Run a batch of points, and wait until all have ended.
-
-        Args:
-            batch: the overrides of each point, in Hydra's syntax.
+    @classmethod
+    def read(cls, folder: Path) -> StudyRecord | None:
+        """Read the record of a sweep's folder; None if it is no study.
 
         Raises:
-            KeyboardInterrupt: the user stopped a run, or following.
-            UserError: the points cannot be started here.
+            UserError: the file is damaged.
         """
-        try:
-            return self._run([self.compose(list(point)) for point in batch])
-        except UserError:
-            raise
-        except Exception as error:
-            self.bug = error  # not an error of the sweeper, through which it is raised
-            raise
-
-    def _run(self, batch: Sequence[Composed]) -> list[Outcome]:
-        legal = [each for each in batch if each.job is not None]
-        tasks = [(point, with_group(job, self.registry)) for point, job in unique_points(legal, self._swept)]
-        for point, job in tasks:
-            if job.cluster.dry_run:
-                rule = "shows a sweep whose points are known before it starts"
-                raise ConfigError("cluster.dry_run", True, rule, "the overrides of one point, without -m")
-            RunFolder(point.run_dir).plan(job, point.overrides)
-        skipped = [Skipped(each.overrides, each.reason) for each in batch if each.job is None]
-        self.registry.add([point for point, _ in tasks], skipped)
-        local = self._submit(tasks, len(batch))
-        outcomes: list[Outcome | None] = []
-        for index, each in enumerate(batch):
-            sys.stderr.write(f"{self._number(index)} {self._name(each)}\n")
-            task = None if each.job is None else local.pop(run_dir_of(each.job, self._swept), None)
-            if task is not None and run_point(task[1], task[0]) in STOPPED:
-                raise KeyboardInterrupt
-            outcomes.append(self._outcome(each))
-            self._show(index, outcomes[-1])
-        busy = [index for index, outcome in enumerate(outcomes) if outcome is None]
-        self._follow([batch[index] for index in busy], [self._number(index) for index in busy])
-        for index in busy:
-            outcomes[index] = self._outcome(batch[index])
-            self._show(index, outcomes[index])
-        self.done += len(batch)
-        return [self._reported(each) for each in outcomes if each is not None]
-
-    def _submit(self, tasks: Sequence[Task], batch: int) -> dict[Path, Task]:
-        """Submit the points that need it to SLURM; return those to run here, by run folder."""
-        seen = states_of([point for point, _ in tasks])
-        wanted = [
-            task
-            for task, each in zip(tasks, seen, strict=True)
-            if each.state not in ("completed", *HELD)
-            # A point that ran out of memory does so again.
-            and each.kind != "out_of_memory"
-            and each.run_dir not in self._tried
-        ]
-        self._tried |= {point.run_dir for point, _ in wanted}
-        remote = [task for task in wanted if task[1].cluster.kind == "slurm"]
-        if remote:
-            self._confirm(remote, batch)
-            submit_points(self.registry, remote, busy_points(self.registry, tasks, seen))
-        return {task[0].run_dir: task for task in wanted if task not in remote}
-
-    def _confirm(self, tasks: Sequence[Task], batch: int) -> None:
-        """Ask once for the cost of all points, which is estimated by the first batch."""
-        if not self._confirmed:
-            batches = 1 if self.trials is None else math.ceil(self.trials / batch)
-            confirm([job for _, job in tasks] * batches)
-        self._confirmed = True
-
-    def _follow(self, waiting: Sequence[Composed], names: Sequence[str]) -> None:
-        points = [self._point(each) for each in waiting]
-        if points and follow_points(points, names):
-            raise KeyboardInterrupt
-
-    def _point(self, composed: Composed) -> Point:
-        return Point(composed.job.id, run_dir_of(composed.job, self._swept), composed.overrides)
-
-    def _outcome(self, point: Composed) -> Outcome | None:
-        """Return the value of a point, or its failure; None while it is pending or running."""
-        if point.job is None:
-            return Outcome(error=PointFailedError(f"not a valid job: {point.reason}"))
-        [seen] = states_of([self._point(point)])
-        if seen.state in BUSY:
+        path = folder / FILE
+        if not path.is_file():
             return None
-        if seen.state != "completed":
-            return Outcome(error=PointFailedError(f"{seen.state}: {seen.about}"))
         try:
-            return Outcome(self.record.value(RunFolder(seen.run_dir).row))
-        except PointFailedError as error:
-            return Outcome(error=error)
+            record: StudyRecord = from_dict(cls, read_object(path))
+            if not 0 < len(record.objective) == len(record.direction):
+                raise ConfigError("direction", record.direction, "must have one for each of objective")
+            check_directions(record.direction, record.objective, "direction")
+        except ConfigError as error:
+            raise UserError(f"{path}: damaged, or another version wrote it: {error}") from None
+        return record
 
-    def _reported(self, outcome: Outcome) -> Outcome:
-        """Replace a failure by ``failed``, the value that stands for it."""
-        if outcome.error is None or self.failed is None:
-            return outcome
-        several = len(self.record.objective)
-        return Outcome([self.failed] * several if several > 1 else self.failed)
+    def is_same(self, other: StudyRecord) -> bool:
+        """Whether values of both are comparable."""
+        return replace(self, command=other.command) == other
 
-    def _number(self, index: int) -> str:
-        of = "" if self.trials is None else f"/{self.before + self.trials}"
-        return f"[{self.before + self.done + index + 1}{of}]"
+    def write(self, folder: Path) -> None:
+        """Write the record into a sweep's folder."""
+        write_json_atomically(folder / FILE, asdict(self))
 
-    def _name(self, point: Composed) -> str:
-        return " ".join(each for each in point.overrides if override_key(each) in self.axes)
+    def values(self, row: dict[str, Any]) -> list[float]:
+        """Return the columns of a completed run.
 
-    def _show(self, index: int, outcome: Outcome | None) -> None:
-        if outcome is not None:
-            shown = outcome.error or self.record.format(outcome.value)
-            sys.stderr.write(f"{self._number(index)} {shown}\n")
+        Raises:
+            PointFailedError: a column has no finite number.
+        """
+        values = []
+        for name in self.objective:
+            value = _number(row.get(name))
+            if value is None:
+                raise PointFailedError(f"{name} of its result is {row.get(name)}, no finite number")
+            values.append(value)
+        return values
+
+    def best(self, rows: Sequence[dict[str, Any]]) -> list[int]:
+        """Return the indices of the best completed runs; for several columns, those that no run beats in all.
+
+        Args:
+            rows: rows of ``result.json``, empty where there is none.
+        """
+        costs = self._costs(rows)
+        if len(self.objective) == 1:
+            return [min(costs, key=lambda index: costs[index])] if costs else []
+        return [
+            index
+            for index, cost in costs.items()
+            if not any(_dominates(other, cost) for other in costs.values())
+        ]
+
+    def ranked(self, rows: Sequence[dict[str, Any]]) -> list[int]:
+        """Return the indices of completed runs: the best, then the others by the first column."""
+        costs, best = self._costs(rows), self.best(rows)
+        return sorted(costs, key=lambda index: (index not in best, costs[index]))
+
+    def _costs(self, rows: Sequence[dict[str, Any]]) -> dict[int, list[float]]:
+        """Return the values of completed runs by index, with the sign that makes less better."""
+        signs = [-1.0 if each == MAXIMIZE else 1.0 for each in self.direction]
+        costs = {}
+        for index, row in enumerate(rows):
+            values = [value for name in self.objective if (value := _number(row.get(name))) is not None]
+            if row.get("exit_reason") == "completed" and len(values) == len(signs):
+                costs[index] = [sign * value for sign, value in zip(signs, values, strict=True)]
+        return costs
+
+    def best_of(self, points: Sequence[Point]) -> list[Point]:
+        """Return the best completed points; none if no point completed."""
+        return [points[index] for index in self.best([RunFolder(each.run_dir).row for each in points])]
+
+    def format(self, values: Sequence[float]) -> str:
+        """Format values: ``loss=3.214``."""
+        return ", ".join(f"{name}={each:.6g}" for name, each in zip(self.objective, values, strict=True))
+
+    def describe(self) -> str:
+        """Return the objective in words: ``minimize loss``."""
+        pairs = zip(self.direction, self.objective, strict=True)
+        return ", ".join(f"{direction} {name}" for direction, name in pairs)
+
+
+def _dominates(first: list[float], second: list[float]) -> bool:
+    """Whether costs are nowhere higher than others, and somewhere lower."""
+    return first != second and all(a <= b for a, b in zip(first, second, strict=True))
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def check_objective(value: Any) -> list[str]:
+    """Return the columns that ``sweep.objective`` names.
+
+    Raises:
+        ConfigError: one is not a number of ``result.json``.
+    """
+    names = [str(each) for each in value] if isinstance(value, list) else [str(value)]
+    known = {column.name for column in metrics_of_result() if column.unit not in _NO_NUMBERS}
+    for name in names:
+        prefixes = [f"{name[:end]}.*" for end, letter in enumerate(name) if letter == "."]
+        if name not in known and not any(each in known or each == f"{_EITHER}*" for each in prefixes):
+            rule = "must be a column of result.json with a number, or a list of columns"
+            close = [each for each in sorted(known) if name in each]
+            raise ConfigError(OBJECTIVE, name, rule, close or sorted(known))
+    if not names or len(set(names)) < len(names):
+        raise ConfigError(OBJECTIVE, names, "must name each column once", "loss")
+    return names
+
+
+def natural_direction(name: str) -> str | None:
+    """Return in which direction a column improves; None if its name does not tell."""
+    if name.startswith(_EITHER):
+        return None
+    return MAXIMIZE if any(word in name for word in _MORE_IS_BETTER) else MINIMIZE
+
+
+def check_directions(given: Any, objective: Sequence[str], field: str) -> list[str]:
+    """Return the direction of each column: the given ones, or without any those in which they improve.
+
+    Args:
+        given: a direction, a list of them, or None.
+        objective: columns.
+        field: the setting, for errors.
+
+    Raises:
+        ConfigError: a direction is unknown, missing, or cannot be derived.
+    """
+    if given is None:
+        found = [natural_direction(name) for name in objective]
+        for name, direction in zip(objective, found, strict=True):
+            if direction is None:
+                rule = f"must be given, because {name} may improve in either direction"
+                raise ConfigError(field, None, rule, DIRECTIONS)
+        return [each for each in found if each is not None]
+    names = given if isinstance(given, list) else [given]
+    if len(names) != len(objective) or any(name not in DIRECTIONS for name in names):
+        each = f" for each of {', '.join(objective)}" if len(objective) > 1 else ""
+        raise ConfigError(field, ",".join(names), f"must be a direction{each}", DIRECTIONS)
+    return names

@@ -1,23 +1,20 @@
-"""Points as tables: aligned text, Markdown and CSV."""
+"""The table of a sweep's points on the terminal."""
 
 from __future__ import annotations
 
-import csv
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
 
 from harness.launch.state import RunState
 from harness.launch.sweep.registry import Point, Skipped, command_of, labels
-from harness.launch.sweep.study_record import StudyRecord
+from harness.launch.sweep.study import StudyRecord
 from harness.metrics.window import THROUGHPUT
 from harness.run.folder import RunFolder
-from harness.util.tables import aligned, markdown, shortened
+from harness.util.tables import Table, shortened, to_text
 
-COLUMNS = ("point", "state", "step", "tokens/s", "tokens/s/rank", "MFU", "memory GiB", "loss", "reason")
 LONGEST_REASON = 110
-# Columns of result.json that COLUMNS has under another name.
+# Columns of result.json that the table has under another name.
 SHOWN = ("loss", "window.tokens_per_second", "tokens_per_second_per_rank", "mfu", "memory_gib")
 
 
@@ -62,14 +59,10 @@ def table_text(rows: Sequence[dict[str, str]]) -> str:
     """Format a table for the terminal; empty without rows."""
     if not rows:
         return ""
-    footnote = f"{THROUGHPUT}\n" if any(row["tokens/s"] for row in rows) else ""
-    return aligned(rows, left=("point", "state", "reason"), indent="") + footnote
-
-
-def table_markdown(rows: Sequence[dict[str, str]]) -> str:
-    """Format a table as Markdown."""
-    columns = rows[0] if rows else COLUMNS
-    return f"{markdown(list(columns), [list(row.values()) for row in rows])}\n\n{THROUGHPUT}.\n"
+    right = [number for number, name in enumerate(rows[0]) if name not in ("point", "state", "reason")]
+    notes = [THROUGHPUT] if any(row["tokens/s"] for row in rows) else []
+    table = Table.of_cells(list(rows[0]), [list(row.values()) for row in rows], right)
+    return to_text(replace(table, notes=notes))
 
 
 def counted(seen: Sequence[RunState], skipped: Sequence[Skipped]) -> str:
@@ -85,24 +78,10 @@ def best_in_words(record: StudyRecord, points: Sequence[Point]) -> str:
     lines = []
     for point, name in zip(points, names, strict=True):
         if point in best:
-            value = record.format(record.value(RunFolder(point.run_dir).row))
+            value = record.format(record.values(RunFolder(point.run_dir).row))
             lines.append(f"best ({record.describe()}): {name}: {value}\n")
             lines.append(f"  {command_of(point.overrides)}\n")
     return "".join(lines)
-
-
-def write_csv(
-    path: Path, points: Sequence[Point], seen: Sequence[RunState], results: Sequence[dict[str, Any]]
-) -> None:
-    """Write all fields of the results: one row per point, one column per field."""
-    names = labels([point.overrides for point in points])
-    known = list(dict.fromkeys(key for result in results for key in result))
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["point", "state", "kind", *known])
-        for name, each, result in zip(names, seen, results, strict=True):
-            # The writer writes None as an empty cell.
-            writer.writerow([name, each.state, each.kind, *(result.get(key) for key in known)])
 
 
 def _number(value: float | None, form: str) -> str:

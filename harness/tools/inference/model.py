@@ -25,7 +25,7 @@ from harness.parallelism.mesh import build_mesh
 from harness.parallelism.parallelize import build_on_meta
 from harness.train.objective import objective_of
 from harness.util.errors import UserError
-from harness.weights import on_ranks
+from harness.weights import huggingface
 from harness.weights.dcp import average_of
 from harness.weights.detect import WeightFolder, open_source
 
@@ -85,7 +85,7 @@ class InferenceModel:
     def _load(self, found: WeightFolder) -> None:
         state = model_state(self)
         if found.kind == "hf":
-            on_ranks.load(found.path, self.job.model, state, self.ranks)
+            huggingface.load(found.path, self.job.model, state, self.ranks)
         elif found.kind == "dcp" and found.manifest:
             with opened(open_checkpoint(found.path), self.ranks) as reader:
                 named = {average_of(name): t for name, t in state.items()} if found.ema else dict(state)

@@ -109,8 +109,8 @@ def trace(job_json: str, steps: int) -> Trace:
     import torch
 
     from harness.data.tokenizer import build_tokenizer
-    from harness.train.batches import loader_of
     from harness.train.engine import Engine
+    from harness.train.objective import loader_of
     from harness.train.setup import set_up_process
 
     job = Job.from_json(job_json)

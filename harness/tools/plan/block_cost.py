@@ -241,8 +241,6 @@ class Worker:
         return self.machine.pass_seconds(traffic * self.value_bytes / 2) + launches
 
     def _costs(self, *, compiled: bool) -> ElementWise:
-        if self.machine.shares_cores:
-            return moved.COMPILED_ON_CPU if compiled else moved.EAGER_ON_CPU
         if compiled:
             return moved.COMPILED
         return moved.EAGER if self.machine.software.fused_norm else moved.UNFUSED
@@ -253,8 +251,6 @@ class Worker:
 
     def _host_seconds(self, operations: Operations) -> float:
         """Seconds in which the host starts a block's forward; the device waits for it if it is faster."""
-        if self.machine.shares_cores:
-            return 0.0
         return self.machine.constants.host * (self._kernels(operations) + len(operations.products) + 1)
 
     # -- float8 ----

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -13,7 +12,6 @@ from harness.config.cluster import ClusterConfig
 from harness.config.job import Job
 from harness.config.parallelism import degrees_in_words
 from harness.tools.plan.constants import Calibration, Constants
-from harness.tools.plan.cpu import measure_cpu
 from harness.tools.plan.machine import machine_of
 from harness.tools.plan.step_time import StepModel
 from harness.util.errors import UserError
@@ -22,15 +20,9 @@ from harness.util.errors import UserError
 # sheets and papers: rows of one cluster seldom determine them.
 FITTED: tuple[str, ...] = ("matmul", "float8")
 START = replace(Constants(), matmul=0.78, float8=0.78)
-# Ranks on a CPU share its cores, wait for Python at every operation, and send through its memory.
-CPU_FITTED: tuple[str, ...] = ("matmul", "attention", "memory", "launch", "latency", "link")
-CPU_START = Constants(
-    matmul=0.8, attention=0.3, memory=0.5, link=0.2, latency=500e-6, launch=30e-6, grouped=1.0
-)
 # Expected deviation of constants from their start, and of predictions from rows, as standard deviations of
 # the logarithm. A constant on which no row depends keeps its start.
 PRIOR, NOISE = 0.25, 0.02
-CPU_PRIOR, CPU_NOISE = 1.0, 0.05
 # Upper limits: these constants are fractions.
 MOST = {"matmul": 1.0, "float8": 1.0, "attention": 1.0, "memory": 1.0}
 
@@ -120,9 +112,7 @@ def render_fit(calibration: Calibration, rows: Sequence[Measured]) -> str:
     """Format the constants, and the prediction error of each run."""
     lines = [f"constants of {calibration.source}"]
     for field in fields(calibration.constants):
-        value = getattr(calibration.constants, field.name)
-        if value is not None:
-            lines.append(f"  {field.name:<10} {value:.3g}")
+        lines.append(f"  {field.name:<10} {getattr(calibration.constants, field.name):.3g}")
     errors = []
     lines += ["", f"  {'measured':>10} {'planned':>10} {'error':>7}  tokens/s a rank"]
     for row in rows:
@@ -142,16 +132,13 @@ def calibrate(
 ) -> tuple[Calibration, list[Measured]]:
     """Fit constants to measured runs.
 
-    For runs on CPUs the cores of this machine are measured first (``cpu.py``), so it must be the machine of
-    the runs.
-
     Args:
         measured: the runs.
         folder: where they come from.
         cluster: may describe their accelerator; else their own clusters do, or harness/util/hardware.py.
 
     Returns:
-        The constants and their hardware; the runs, on nodes with this hardware.
+        The constants; the runs, on nodes with this hardware.
 
     Raises:
         UserError: there is no run, runs are from several devices, or their device is unknown.
@@ -165,20 +152,17 @@ def calibrate(
     source = f"{len(measured)} runs of {folder}, {device}"
     described = None if cluster is None else cluster.with_device(device)
     known = [described or one.job.cluster.with_device(device) for one in measured]
-    if None not in known:
-        measured = [
-            replace(one, job=one.job.on_accelerator_of(own))
-            for one, own in zip(measured, known, strict=True)
-            if own is not None
-        ]
-        start, names, expected = Calibration(START, source=source), FITTED, (PRIOR, NOISE)
-    elif "CPU" in device:
-        on_cores = replace(CPU_START, cores=len(os.sched_getaffinity(0)))
-        start, names = Calibration(on_cores, measure_cpu(), source=source), CPU_FITTED
-        expected = (CPU_PRIOR, CPU_NOISE)
-    else:
+    if "CPU" in device:
+        rule = "of which the plan has no times; would work: runs on GPUs"
+        raise UserError(f"calibrate={folder}: runs are from {device}, {rule}")
+    on_known = [
+        replace(one, job=one.job.on_accelerator_of(own))
+        for one, own in zip(measured, known, strict=True)
+        if own is not None
+    ]
+    if len(on_known) < len(measured):
         raise UserError(
             f"calibrate={folder}: runs are from {device}, which is unknown hardware; would work: a cluster "
             f"with its numbers and cluster.hardware.device_name='{device}'"
         )
-    return fit(measured, start, names, *expected), list(measured)
+    return fit(on_known, Calibration(START, source=source)), on_known

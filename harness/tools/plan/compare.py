@@ -16,7 +16,7 @@ from harness.util.hardware import POWER_SHARE
 from harness.util.tables import aligned, counted, dollars, figure, gib, seconds, shortened, summed
 
 REASON_CHARS = 120
-ONE_PLAN = ("search", "verify", "rehearse", "calibrate", "picture", "against")
+ONE_PLAN = ("search", "rehearse", "calibrate", "picture", "against")
 """Fields that ask for more than a plan."""
 
 

@@ -37,10 +37,6 @@ class PlanJob(Job):
     sweep_file: str | None = label(None)
     """With search: file of the sweep that measures the best; null: sweeps/search/<name>.yaml,
     or sweep/<name>-search.yaml in the current folder if the former cannot be written."""
-    verify: bool = label(False)
-    """Build the job on a fake process group, in this process, and compare its tensors with the plan."""
-    verify_step: bool = label(False)
-    """With verify: also run one step of every stage on fake tensors."""
     rehearse: bool = label(False)
     """Also rehearse the job on virtual GPUs (``harness rehearse``), and show its memory next to the plan."""
     calibration: str | None = label(None)
@@ -72,26 +68,18 @@ class PlanJob(Job):
         return resolve(job, launched_ranks=launched_ranks, gpus=gpus)
 
     def _validate_plan(self) -> None:
-        if self.search and self.verify:
-            rule = "checks one job, and search=true has many"
-            raise ConfigError(
-                "verify", True, rule, "verify=false, then verify=true for the layout you choose"
-            )
-        if self.rehearse and (self.search or self.verify):
-            other = "search" if self.search else "verify"
-            raise ConfigError("rehearse", True, f"cannot be combined with {other}=true", f"{other}=false")
-        for name in ("search", "verify", "picture", "rehearse"):
+        if self.rehearse and self.search:
+            raise ConfigError("rehearse", True, "cannot be combined with search=true", "search=false")
+        for name in ("search", "picture", "rehearse"):
             if self.calibrate is not None and getattr(self, name):
                 rule = "fits constants to runs and plans no job"
                 raise ConfigError("calibrate", self.calibrate, rule, f"calibrate alone, then {name} without")
-        for name in ("search", "verify", "rehearse", "calibrate", "picture"):
+        for name in ("search", "rehearse", "calibrate", "picture"):
             if self.against is not None and getattr(self, name):
                 rule = f"compares the plans of two jobs, and {name} works on one"
                 raise ConfigError("against", self.against or "''", rule, f"against without {name}")
         if self.headroom and not self.search:
             raise ConfigError("headroom", self.headroom, "is read by a search only", "search=true")
-        if self.verify_step and not self.verify:
-            raise ConfigError("verify_step", True, "needs verify=true", "verify=true verify_step=true")
         if self.sweep_file is not None and not self.search:
             raise ConfigError("sweep_file", self.sweep_file, "is written by a search only", "search=true")
         written = [("picture", ".png"), ("sweep_file", ".yaml")]

@@ -2,7 +2,7 @@
 
 The defaults are fitted (harness/tools/plan/calibrate.py) on Table 1 and one row of Table 5 of torchtitan's
 published tables (experiments/llama3_h100/published.csv) and on nothing else; the report prints the errors.
-``harness plan calibrate=FOLDER`` fits them to measured runs, on a cluster or on a CPU.
+``harness plan calibrate=FOLDER`` fits them to measured runs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from harness.config.fields import from_dict
 from harness.tools.plan.kernel_peaks import KERNELS
 from harness.util.encoding import parse_object
 from harness.util.errors import ConfigError, UserError
-from harness.util.hardware import Accelerator
 
 
 @dataclass(frozen=True)
@@ -69,12 +68,10 @@ class Constants:
     gains of 5 to 12 % in torchtitan's tables. It counts for all of them, though those that sum several
     products (the reduce-scatters of backward) are not fused, with any batch size."""
     launch: float = 3e-6
-    """Minimum seconds of a kernel, or of an operation on a CPU; assumed."""
+    """Minimum seconds of a kernel; assumed."""
     host: float = 20e-6
     """Seconds of the host for each kernel, with the Python around it; assumed, 10e-6 to 40e-6 (rehearsals
     took 35e-6 and more on a shared machine). A step takes as long as the host needs to start it."""
-    cores: int | None = None
-    """Cores that all ranks of a node share (CPU). None: each rank has its own device."""
 
 
 @dataclass(frozen=True)
@@ -109,19 +106,12 @@ _LARGEST = 1e30
 
 @dataclass(frozen=True)
 class Calibration:
-    """Constants, and their hardware."""
+    """Fitted constants."""
 
     constants: Constants
-    accelerator: Accelerator | None = None
-    """Measured hardware, if it is not in the table: a CPU."""
     source: str = ""
     """Runs that the constants were fitted on."""
     software: Software = field(default_factory=Software)
-
-    @property
-    def has_gpu(self) -> bool:
-        """Whether the measured hardware is a GPU."""
-        return self.accelerator is not None and self.constants.cores is None
 
     @staticmethod
     def read(path: str) -> Calibration:
@@ -136,8 +126,15 @@ class Calibration:
             raise UserError(f"{where}: is not a file; {works}")
         try:
             plain = parse_object(Path(path).read_bytes())
+            constants = plain.get("constants")
+            if plain.pop("accelerator", None) is not None:
+                raise ValueError(
+                    "an earlier version wrote it for a CPU, or for hardware that is in cluster.hardware now"
+                )
+            if isinstance(constants, dict) and constants.get("cores", 0) is None:
+                del constants["cores"]
             read: Calibration = from_dict(Calibration, plain)
-            if read.constants.cores is None and "grouped" not in plain["constants"]:
+            if "grouped" not in plain["constants"]:
                 # It has fractions of the data sheet's peak in place of fractions of achieved speeds.
                 raise ValueError("an earlier version wrote it for a GPU")
             read._validate()
@@ -169,14 +166,8 @@ class Calibration:
     def _numbers(self) -> Iterator[tuple[str, Any]]:
         """Yield the numbers with their dotted names in the file."""
         for name, value in asdict(self.constants).items():
-            if name != "cores" or value is not None:
-                yield f"constants.{name}", value
+            yield f"constants.{name}", value
         yield "software.speed", self.software.speed
-        if self.accelerator is not None:
-            for name in ("memory_gib", "memory_bandwidth", "link_bandwidth", "units"):
-                yield f"accelerator.{name}", getattr(self.accelerator, name)
-            for dtype in {"float32": None, "bfloat16": None, **self.accelerator.peak_flops}:
-                yield f"accelerator.peak_flops.{dtype}", self.accelerator.peak_flops.get(dtype)
 
     def write(self, path: str) -> None:
         """Write the calibration as JSON."""

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from harness.config.model import ModelConfig
 from harness.config.registry import MissingPackageError, Registry
@@ -62,10 +62,6 @@ class Costs(ABC):
     @abstractmethod
     def fake_batch(self, job: Job, rows: int) -> AnyBatch:
         """A batch of zeros with ``rows`` rows, for rehearsals."""
-
-    def without_values(self) -> AbstractContextManager[Any]:
-        """Context manager in which passes run on tensors that have no values."""
-        return nullcontext()
 
 
 class BlockCosts(ABC):

@@ -67,7 +67,6 @@ _BLACKWELL = Achieved(
     {"cudnn": 0.34, "cudnn9.10": 0.27, "flash2": 0.16, "flex": 0.14},
 )
 _MI300X = Achieved(0.514 * _CDNA_TYPICAL, 0.487 * _CDNA_TYPICAL_8, 0.38, {"aotriton0.10": 0.18})
-MEASURED = Achieved(1.0, 1.0, 1.0)
 _OTHER = Achieved(0.8, 0.72, 0.35)
 """Assumed for devices that nobody measured so."""
 

@@ -8,11 +8,10 @@ from math import ceil, gcd, prod
 from statistics import NormalDist
 from typing import Any
 
-from harness.config.fields import with_value
 from harness.config.job import Job
 from harness.config.parallelism import AXES
 from harness.tools.plan.constants import Calibration, Constants, Software
-from harness.tools.plan.kernel_peaks import MEASURED, Achieved, achieved_by
+from harness.tools.plan.kernel_peaks import Achieved, achieved_by
 from harness.util.hardware import Accelerator
 
 DIRECTLY_WIRED = ("A100 SXM 40GB", "A100 SXM 80GB", "H100 SXM", "H100 96GB", "H200 SXM")
@@ -67,16 +66,9 @@ class Machine:
     oversubscription: float = 1.0
     """Bandwidth under a leaf switch divided by that of its links to other leaves."""
 
-    @property
-    def shares_cores(self) -> bool:
-        """Whether ranks compute on the same cores."""
-        return self.constants.cores is not None
-
     @cached_property
     def achieved(self) -> Achieved:
-        """What the device's best kernels achieve; of a CPU the peaks are measured."""
-        if self.shares_cores:
-            return MEASURED
+        """What the device's best kernels achieve."""
         shares: Any = self.device.achieved
         return replace(achieved_by(self.device.name), **shares)
 
@@ -104,7 +96,7 @@ class Machine:
         else:
             share *= self.constants.matmul * achieved.half
         flops = 2.0 * rows * inputs * outputs * groups
-        filled = 1.0 if self.shares_cores else _filled(rows, outputs, groups, self.device.units)
+        filled = _filled(rows, outputs, groups, self.device.units)
         arithmetic = flops / (self.device.peak_flops[dtype] * share * filled)
         moved = (value_bytes * (rows * inputs + inputs * outputs) + 2 * rows * outputs) * groups
         return max(arithmetic * self.pace, self.pass_seconds(moved)) + self.constants.launch
@@ -117,12 +109,10 @@ class Machine:
     @cached_property
     def slowest(self) -> float:
         """Expected time of the slowest device, as a multiple of their mean."""
-        return 1.0 if self.shares_cores else 1.0 + self.constants.spread * largest_of(self.ranks)
+        return 1.0 + self.constants.spread * largest_of(self.ranks)
 
     def busiest(self, ranks: int, experts: int) -> float:
         """Expected rows of the busiest of ``ranks`` with ``experts`` each, as a multiple of their mean."""
-        if self.shares_cores:
-            return 1.0
         return 1.0 + self.constants.imbalance / max(1, experts) ** 0.5 * largest_of(ranks)
 
     @cached_property
@@ -143,8 +133,6 @@ class Machine:
 
     def link_of(self, group: Group) -> str:
         """Name of the slowest link between the ranks of a group."""
-        if self.shares_cores:
-            return "host"
         if group.nodes == 1:
             return self.device.link
         return "spine" if group.has_leaves and self.oversubscription > 1 else "network"
@@ -167,7 +155,7 @@ class Machine:
         there_and_back = 2.0 if collective == "all_reduce" else 1.0
         share = 1.0 if collective == "send" else (group.ranks - 1) / group.ranks
         rate = self.device.link_bandwidth * self.constants.link * self._wired(group)
-        if group.nodes > 1 and not self.shares_cores:
+        if group.nodes > 1:
             if collective == "all_to_all":
                 # Pieces for ranks of this node and of others are sent at the same time.
                 outside = (group.ranks - group.per_node) / group.ranks
@@ -237,22 +225,23 @@ def _filled(rows: int, outputs: int, groups: int, units: int) -> float:
     )
 
 
-def device_of(job: Job, calibration: Calibration | None = None) -> Accelerator | None:
-    """Return the device that a job runs on; None if it is unknown."""
-    measured = None if calibration is None else calibration.accelerator
-    return measured or job.cluster.gpu
+def on_cpu(job: Job) -> bool:
+    """Whether the planned ranks compute on a CPU.
+
+    ``auto`` means GPUs if the cluster's accelerator is set, otherwise this machine's CPU.
+    """
+    device = job.cluster.device
+    return device == "cpu" or (device == "auto" and job.cluster.accelerator is None)
 
 
-def on_hardware_of(job: Job, calibration: Calibration | None) -> Job:
-    """Return the job on the GPU that a calibration has; without one, the job itself."""
-    if calibration is None or not calibration.has_gpu or job.cluster.device != "auto":
-        return job
-    return with_value(job, "cluster.device", "cuda")
+def device_of(job: Job) -> Accelerator | None:
+    """Return the GPU that a job runs on; None if it is unknown, and for CPUs, whose time is not planned."""
+    return None if on_cpu(job) else job.cluster.gpu
 
 
 def machine_of(job: Job, calibration: Calibration | None = None) -> Machine | None:
     """Return the hardware of a job; None if the device, or the network that its ranks need, is unknown."""
-    device, cluster = device_of(job, calibration), job.cluster
+    device, cluster = device_of(job), job.cluster
     linked, gbps = cluster.linked_ranks(job.world_size), cluster.rank_gbps
     if device is None or (gbps is None and job.world_size > linked):
         return None

@@ -9,29 +9,16 @@ from harness.model.accounting import account
 from harness.precision.linears import warning_of_eager
 from harness.tools.plan.config import PlanJob
 from harness.tools.plan.constants import Calibration
-from harness.tools.plan.machine import Machine, device_of, machine_of, on_hardware_of
+from harness.tools.plan.machine import Machine, device_of, machine_of
 from harness.tools.plan.memory import memory_limit, rank_memory
-from harness.tools.plan.memory_activations import on_cpu
 from harness.tools.plan.parameters import parameters_of_ranks
 from harness.tools.plan.plan import Plan, PlannedPhase
 from harness.tools.plan.step_time import StepModel
-from harness.util.errors import ConfigError
 
 
 def planned(job: PlanJob) -> tuple[Job, Calibration | None]:
-    """Return the job, on the calibration's hardware, and the constants to plan with; None for the defaults.
-
-    Raises:
-        ConfigError: the constants were fitted on other hardware than ``cluster.accelerator``.
-    """
-    plain, named = job.plain, job.cluster.accelerator
-    if job.calibration is None:
-        return plain, None
-    read = Calibration.read(job.calibration)
-    if read.accelerator is not None and named is not None:
-        rule = f"was fitted on {read.accelerator.name}, and cluster.accelerator is {named}"
-        raise ConfigError("calibration", job.calibration, rule, "null, or cluster.accelerator=null")
-    return on_hardware_of(plain, read), read
+    """Return the job, and the constants to plan with; None for the defaults."""
+    return job.plain, None if job.calibration is None else Calibration.read(job.calibration)
 
 
 def make_plan(job: Job, calibration: Calibration | None = None) -> Plan:
@@ -39,7 +26,7 @@ def make_plan(job: Job, calibration: Calibration | None = None) -> Plan:
 
     Args:
         job: the resolved job.
-        calibration: constants other than the defaults, and measured hardware.
+        calibration: constants other than the defaults.
     """
     return with_speed(plan_memory(job, calibration), calibration)
 
@@ -55,7 +42,7 @@ def with_speed(plan: Plan, calibration: Calibration | None = None) -> Plan:
 
 def plan_memory(job: Job, calibration: Calibration | None = None) -> Plan:
     """Predict only the memory of a job; arguments as of ``make_plan``."""
-    device, parameters = device_of(job, calibration), parameters_of_ranks(job)
+    device, parameters = device_of(job), parameters_of_ranks(job)
     return Plan(
         job=job,
         accounting=account(job.model, job.training.seq_len),
@@ -64,7 +51,7 @@ def plan_memory(job: Job, calibration: Calibration | None = None) -> Plan:
         memory_limit=memory_limit(job, device),
         traffic=[],
         speed=None,
-        accelerator=None if device is None or on_cpu(job) else device,
+        accelerator=device,
         notes=_notes(job),
         phases=_phases(job, None),
         is_calibrated=calibration is not None,

@@ -15,7 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from harness.config.job import Job
 from harness.tools.plan.constants import Software
 from harness.tools.plan.costs import costs_of
-from harness.tools.plan.memory_activations import ActivationBytes, on_cpu
+from harness.tools.plan.machine import on_cpu
+from harness.tools.plan.memory_activations import ActivationBytes
 from harness.tools.plan.memory_stage import Bytes, StageMemory, heaviest, plus
 from harness.tools.plan.order import Moment, fullest, pipeline_order
 from harness.tools.plan.parameters import RankParameters, parameters_of_ranks
@@ -72,7 +73,7 @@ def memory_limit(job: Job, device: Accelerator | None) -> float | None:
     Memory of the driver, the CUDA context and NCCL is subtracted: neither ``torch.cuda.max_memory_reserved``
     nor the plan counts it.
     """
-    if device is None or on_cpu(job):
+    if device is None:
         return None
     layout = job.parallelism
     axes = [layout.pp, layout.dp_replicate, layout.parameter_shards, layout.cp, layout.tp, layout.ep]

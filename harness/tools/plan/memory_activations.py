@@ -16,18 +16,10 @@ from harness.tools.plan.activations import (
     prediction_activations,
 )
 from harness.tools.plan.costs import costs_of
+from harness.tools.plan.machine import on_cpu
 from harness.tools.plan.parameters import BYTES
 
 FLOAT32 = 4
-
-
-def on_cpu(job: Job) -> bool:
-    """Whether the planned ranks compute on a CPU.
-
-    ``auto`` means GPUs if the cluster's accelerator is set, otherwise this machine's CPU.
-    """
-    device = job.cluster.device
-    return device == "cpu" or (device == "auto" and job.cluster.accelerator is None)
 
 
 @dataclass(frozen=True)

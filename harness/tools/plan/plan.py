@@ -59,7 +59,7 @@ class Traffic:
     bytes: float
     """Bytes that the rank sends in all of them."""
     link: str
-    """``NVLink`` within a node, ``network`` between nodes, ``host`` between processes of a CPU."""
+    """``NVLink`` within a node; ``network`` between nodes, or ``spine`` between leaf switches."""
     seconds: float | None
     """Total time; None on unknown hardware."""
     exposed_seconds: float | None

@@ -297,13 +297,12 @@ def _verdict(plan: Plan) -> list[tuple[str, str]]:
 def _what_to_set(plan: Plan) -> str:
     if plan.accelerator is not None or plan.memory_limit is not None:
         return "unknown network between nodes; set cluster.network_gbps, e.g. 400 (Gbit/s for each device)"
-    measured = "calibration=FILE, fitted to runs of it by harness plan calibrate=FOLDER"
     if plan.job.cluster.device == "cpu":
-        return f"unknown CPU; set {measured}"
+        return "unknown: the plan has no times of CPUs"
     known = ", ".join(ACCELERATORS)
     return (
-        f"unknown hardware; set {measured}, or cluster.accelerator to one of {known}, or to a new name with "
-        "the numbers of cluster.hardware"
+        f"unknown hardware; set cluster.accelerator to one of {known}, or to a new name with the numbers of "
+        "cluster.hardware"
     )
 
 

@@ -1,7 +1,8 @@
 """Search the fastest layouts of a job: each legal point that fits is ranked, or proved to be slower.
 
-Points that cannot fit are excluded. The others are fully planned in the order of their lower
-bound on time (``prune.py``), until no remaining point can be among the best.
+Points that cannot fit are excluded. The others are fully planned in the order of their lower bound on time,
+until no remaining point can be among the best. Bounds are the sums of ``memory.py`` and ``step_time.py``
+over fewer passes; what depends on few of the searched fields is computed once.
 """
 
 from __future__ import annotations
@@ -9,24 +10,37 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, islice
+from typing import Any, TypeVar
 
+from harness.config.job import Job
+from harness.config.parallelism import ParallelismConfig
+from harness.config.pipeline import num_stages, split_modules, stages_of_rank
+from harness.model.architecture import block_kinds
+from harness.precision.linears import sort_linears
+from harness.tools.plan.block_cost import Worker
 from harness.tools.plan.constants import Calibration
-from harness.tools.plan.legality import Legality
-from harness.tools.plan.machine import device_of, machine_of
+from harness.tools.plan.fsdp_cost import Sharer
+from harness.tools.plan.machine import Machine, device_of, machine_of
 from harness.tools.plan.make import plan_memory, with_speed
-from harness.tools.plan.plan import PARTS, Plan
-from harness.tools.plan.prune import MemoryBounds, TimeBounds
+from harness.tools.plan.memory import RankStep, equal_stages, memory_limit
+from harness.tools.plan.memory_activations import ActivationBytes
+from harness.tools.plan.order import fullest, passes_of_rank
+from harness.tools.plan.parameters import RankParameters, parameters_of
+from harness.tools.plan.plan import PARTS, Action, Plan
 from harness.tools.plan.render import mesh_of
-from harness.tools.plan.space import MODES, Point, Space
+from harness.tools.plan.space import MODES, Legality, Point, Space
+from harness.tools.plan.traffic import Pass
 from harness.util.errors import ConfigError, UserError
-from harness.util.hardware import ACCELERATORS
+from harness.util.hardware import ACCELERATORS, Accelerator
 from harness.util.tables import gib
 
 MOST_LAYOUTS, MOST_POINTS = 20_000, 1_000_000
 """Limits of a search: a few minutes."""
+Key = tuple[Any, ...]
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -41,12 +55,6 @@ class Candidate:
         """Predicted time of a step."""
         assert self.plan.speed is not None, "a search knows its hardware"
         return self.plan.speed.step_seconds
-
-    @property
-    def parts(self) -> dict[str, float]:
-        """Parts of that time."""
-        assert self.plan.speed is not None, "a search knows its hardware"
-        return self.plan.speed.parts
 
     @property
     def order(self) -> tuple[float, int, float]:
@@ -72,12 +80,10 @@ class Rejected:
     """Slower points, by the part of the step in which they lose most to the best."""
 
     def add_illegal(self, error: ConfigError) -> None:
-        """Count a point that breaks a rule."""
         self.illegal[error.field] += 1
         self.rules.setdefault(error.field, error)
 
     def add_too_large(self, shortfall: float, point: Point) -> None:
-        """Count a point whose shortfall is at least ``shortfall`` bytes."""
         self.too_large += 1
         if self.closest is None or shortfall < self.closest[0]:
             self.closest = shortfall, point
@@ -92,7 +98,6 @@ class SearchResult:
     """The fastest, first."""
     rejected: Rejected
     points: int
-    """Number of all points."""
     layouts: int
     """Number of all meshes."""
     planned: int
@@ -131,164 +136,35 @@ def search(
         UserError: no point is legal, none fits, or the hardware is unknown.
     """
     began = time.perf_counter()
-    rejected, layouts = Rejected(), list(islice(space.layouts(), MOST_LAYOUTS + 1))
+    layouts = list(islice(space.layouts(), MOST_LAYOUTS + 1))
     if not layouts:
-        raise _no_layout(space)
+        axes = ", ".join(sorted(name for name in space.typed if name.startswith("parallelism.")))
+        raise UserError(
+            f"no layout has {space.world} ranks with the fields on the command line ({axes}); "
+            "would work: fewer of these fields, or other values"
+        )
     if len(layouts) > MOST_LAYOUTS:
         raise _too_many(space, f"{MOST_LAYOUTS:,} layouts")
-    legality = Legality(space.base)
-    legal: list[Point] = []
-    for degrees, ep in layouts:
-        for point in space.points(degrees, ep):
-            if len(legal) == MOST_POINTS:
-                raise _too_many(space, f"{MOST_POINTS:,} ways to run {space.world} ranks")
-            error = legality.broken(point)
-            if error is None:
-                legal.append(point)
-            else:
-                rejected.add_illegal(error)
+    legality, rejected, legal = Legality(space.base), Rejected(), list[Point]()
+    for point in (point for layout in layouts for point in space.points(*layout)):
+        if len(legal) == MOST_POINTS:
+            raise _too_many(space, f"{MOST_POINTS:,} ways to run {space.world} ranks")
+        error = legality.broken(point)
+        if error is None:
+            legal.append(point)
+        else:
+            rejected.add_illegal(error)
     points = len(legal) + sum(rejected.illegal.values())
-    if not legal:
-        raise _none_is_legal(space, rejected)
-    ranking = Ranking(space, legal, top, rejected, calibration, headroom)
-    ranking.run()
-    if not ranking.best:
-        raise NothingFits(space, rejected) if rejected.closest else _none_is_legal(space, rejected)
-    return SearchResult(
-        space, ranking.best, rejected, points, len(layouts), ranking.planned, time.perf_counter() - began
-    )
-
-
-class Ranking:
-    """Ranks legal points."""
-
-    def __init__(
-        self,
-        space: Space,
-        points: Sequence[Point],
-        top: int,
-        rejected: Rejected,
-        calibration: Calibration | None,
-        headroom: float,
-    ) -> None:
-        self.headroom = headroom
-        self.base, self.top, self.rejected, self.calibration = space.base, top, rejected, calibration
-        self.best: list[Candidate] = []
-        self.planned = 0
-        device, machine = (
-            device_of(space.base, calibration),
-            machine_of(points[0].job(space.base), calibration),
-        )
-        if device is None:
-            rule = "a search ranks by speed, and the hardware of these ranks is unknown"
-            value = space.base.cluster.accelerator
-            raise ConfigError("cluster.accelerator", value, rule, ACCELERATORS)
-        if machine is None:
-            rule = "a search ranks by speed, and the network between these nodes is unknown"
-            raise ConfigError("cluster.network_gbps", None, rule, "400, Gbit/s for each device")
-        self._memory_bounds, self._time_bounds = (
-            MemoryBounds(space.base, device, headroom),
-            TimeBounds(space.base, machine, space.world),
-        )
-        may_fit = []
-        for point in points:
-            shortfall = self._memory_bounds.persistent_shortfall(point)
-            if shortfall:
-                rejected.add_too_large(shortfall, point)
-            else:
-                may_fit.append(point)
-        bounded = [(self._time_bounds.seconds(point), point) for point in may_fit]
-        self._bounded = sorted(bounded, key=lambda pair: pair[0])
-        self._too_large: dict[tuple[object, ...], list[tuple[int, int, float]]] = {}
-        self._dropped: list[Point | Candidate] = []
-
-    def run(self) -> None:
-        """Plan the points that may be among the best."""
-        for seconds, point in self._bounded:
-            # Lower bound on its sort key.
-            least = rounded(seconds), point.axes
-            if len(self.best) == self.top and least > self.best[-1].order[:2]:
-                self._dropped.append(point)
-            else:
-                self._try(point)
-        self._count_slower()
-
-    def _try(self, point: Point) -> None:
-        if self._is_known_to_lack(point):
-            return
-        shortfall = self._memory_bounds.shortfall(point)
-        if shortfall:
-            self._note_too_large(point, shortfall)
-            return
-        try:
-            job = point.job(self.base)
-        except ConfigError as error:
-            self.rejected.add_illegal(error)
-            return
-        plan = plan_memory(job, self.calibration)
-        self.planned += 1
-        usable = None if plan.memory_limit is None else (1 - self.headroom) * plan.memory_limit
-        if usable is not None and plan.peak > usable:
-            self._note_too_large(point, plan.peak - usable)
-            return
-        self._insert(Candidate(point, with_speed(plan, self.calibration)))
-
-    def _insert(self, new: Candidate) -> None:
-        """Keep a candidate if it is among the best; among equally fast ones only the simplest."""
-        tied = next((each for each in self.best if each.order[0] == new.order[0]), None)
-        if tied is not None:
-            self.rejected.tied += 1
-            if tied.order <= new.order:
-                return
-            self.best.remove(tied)
-        insort(self.best, new, key=lambda candidate: candidate.order)
-        if len(self.best) > self.top:
-            self._dropped.append(self.best.pop())
-
-    # With all else equal, larger microbatches and less recomputation never take less memory.
-
-    def _is_known_to_lack(self, point: Point) -> bool:
-        """Whether a point takes at least as much memory as one that did not fit; if so, count it."""
-        for size, kept, shortfall in self._too_large.get(_group(point), ()):
-            if size <= point.rows and kept <= _kept(point):
-                self.rejected.add_too_large(shortfall, point)
-                return True
-        return False
-
-    def _note_too_large(self, point: Point, shortfall: float) -> None:
-        self._too_large.setdefault(_group(point), []).append((point.rows, _kept(point), shortfall))
-        self.rejected.add_too_large(shortfall, point)
-
-    def _count_slower(self) -> None:
-        """Count slower points by the part of the step in which they lose most to the best."""
-        if not self.best:
-            return
-        fastest = self.best[0]
-        bound = self._time_bounds.parts(fastest.point)
-        for each in self._dropped:
-            if isinstance(each, Candidate):
-                parts, others = each.parts, fastest.parts
-            else:
-                parts, others = self._time_bounds.parts(each), bound
-            worst = max(PARTS, key=lambda part: parts.get(part, 0.0) - others.get(part, 0.0))
-            self.rejected.slower[worst] += 1
-
-
-def _group(point: Point) -> tuple[object, ...]:
-    """Fields shared by points that differ only in microbatch size and recomputation."""
-    return point.degrees, point.ep, point.schedule, point.layers_per_stage
-
-
-def _kept(point: Point) -> int:
-    """Order of an activation checkpointing mode: a higher value saves more activations."""
-    return -MODES.index(point.mode) if point.mode in MODES else 0
-
-
-def _no_layout(space: Space) -> UserError:
-    axes = ", ".join(sorted(field for field in space.typed if field.startswith("parallelism.")))
-    return UserError(
-        f"no layout has {space.world} ranks with the fields on the command line ({axes}); "
-        "would work: fewer of these fields, or other values"
+    ranking = _Ranking(space, legal, top, rejected, calibration, headroom) if legal else None
+    if ranking is not None and ranking.best:
+        took = time.perf_counter() - began
+        return SearchResult(space, ranking.best, rejected, points, len(layouts), ranking.planned, took)
+    if rejected.closest:
+        raise NothingFits(space, rejected)
+    name, count = rejected.illegal.most_common(1)[0]
+    raise UserError(
+        f"none of the {sum(rejected.illegal.values()):,} ways to run {space.world} ranks is legal, "
+        f"for most of them ({count:,}): {rejected.rules[name]}"
     )
 
 
@@ -299,10 +175,333 @@ def _too_many(space: Space, what: str) -> UserError:
     )
 
 
-def _none_is_legal(space: Space, rejected: Rejected) -> UserError:
-    field, count = rejected.illegal.most_common(1)[0]
-    points = sum(rejected.illegal.values())
-    return UserError(
-        f"none of the {points:,} ways to run {space.world} ranks is legal, for most of them ({count:,}): "
-        f"{rejected.rules[field]}"
-    )
+class _Ranking:
+    """Plans the legal points that may be among the best."""
+
+    def __init__(
+        self,
+        space: Space,
+        points: Sequence[Point],
+        top: int,
+        rejected: Rejected,
+        calibration: Calibration | None,
+        headroom: float,
+    ) -> None:
+        self.best: list[Candidate] = []
+        self.planned = 0
+        self._base, self._top, self._rejected = space.base, top, rejected
+        self._calibration, self._headroom = calibration, headroom
+        device = device_of(space.base)
+        machine = machine_of(points[0].job(space.base), calibration)
+        if device is None:
+            rule = "a search ranks by speed, and the hardware of these ranks is unknown"
+            raise ConfigError("cluster.accelerator", space.base.cluster.accelerator, rule, ACCELERATORS)
+        if machine is None:
+            rule = "a search ranks by speed, and the network between these nodes is unknown"
+            raise ConfigError("cluster.network_gbps", None, rule, "400, Gbit/s for each device")
+        self._memory, times = MemoryBounds(space.base, device, headroom), TimeBounds(space.base, machine)
+        # Points that did not fit, by placement: rows, saved activations, shortfall.
+        self._too_large: dict[Key, list[tuple[int, int, float]]] = {}
+        dropped: list[Point | Candidate] = []
+        bounded = [(rounded(times.seconds(point)), point) for point in points if not self._persists(point)]
+        for least, point in sorted(bounded, key=lambda pair: pair[0]):
+            if len(self.best) == top and (least, point.axes) > self.best[-1].order[:2]:
+                dropped.append(point)
+            elif new := self._candidate(point):
+                dropped += self._insert(new)
+        for each in dropped:
+            if isinstance(each, Candidate):
+                parts, others = (one.plan.speed.parts for one in (each, self.best[0]) if one.plan.speed)
+            else:
+                parts, others = times.parts(each), times.parts(self.best[0].point)
+            worst = max(PARTS, key=lambda part: parts.get(part, 0.0) - others.get(part, 0.0))
+            rejected.slower[worst] += 1
+
+    def _persists(self, point: Point) -> bool:
+        """Whether a point is too large without activations; if so, count it."""
+        shortfall = self._memory.persistent_shortfall(point)
+        if shortfall:
+            self._rejected.add_too_large(shortfall, point)
+        return shortfall > 0
+
+    def _candidate(self, point: Point) -> Candidate | None:
+        """Plan a point, if it may fit; count it if it does not."""
+        # With all else equal, larger microbatches and less recomputation never take less memory.
+        too_large = self._too_large.setdefault(point.placement, [])
+        for rows, saved, shortfall in too_large:
+            if rows <= point.rows and saved <= _saved(point):
+                self._rejected.add_too_large(shortfall, point)
+                return None
+        shortfall, plan = self._memory.shortfall(point), None
+        if not shortfall:
+            try:
+                job = point.job(self._base)
+            except ConfigError as error:
+                self._rejected.add_illegal(error)
+                return None
+            plan = plan_memory(job, self._calibration)
+            self.planned += 1
+            if plan.memory_limit is not None:
+                shortfall = max(0.0, plan.peak - (1 - self._headroom) * plan.memory_limit)
+        if shortfall:
+            too_large.append((point.rows, _saved(point), shortfall))
+            self._rejected.add_too_large(shortfall, point)
+            return None
+        return Candidate(point, with_speed(plan, self._calibration))
+
+    def _insert(self, new: Candidate) -> list[Candidate]:
+        """Keep a candidate if it is among the best; among equally fast ones only the simplest.
+
+        Returns:
+            Those that are no longer among the best.
+        """
+        tied = next((each for each in self.best if each.order[0] == new.order[0]), None)
+        if tied is not None:
+            self._rejected.tied += 1
+            if tied.order <= new.order:
+                return []
+            self.best.remove(tied)
+        insort(self.best, new, key=lambda candidate: candidate.order)
+        self.best, slower = self.best[: self._top], self.best[self._top :]
+        return slower
+
+
+def _saved(point: Point) -> int:
+    """Order of an activation checkpointing mode: a higher value saves more activations."""
+    return -MODES.index(point.mode) if point.mode in MODES else 0
+
+
+class _Once:
+    """Computes what depends on few fields once."""
+
+    def __init__(self) -> None:
+        self._known: dict[Key, Any] = {}
+
+    def _once(self, key: Key, make: Callable[[], Made]) -> Made:
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]  # type: ignore[no-any-return]
+
+
+class MemoryBounds(_Once):
+    """Lower bounds of the memory of many points of one job.
+
+    That of some pipeline ranks: the first one has the most microbatches in flight, the second one most often
+    has more layers, and the last two have the most halves of backward passes left if they are split.
+    """
+
+    def __init__(self, base: Job, device: Accelerator | None, headroom: float = 0.0) -> None:
+        super().__init__()
+        self._base, self._device, self._headroom = base, device, headroom
+
+    def persistent_shortfall(self, point: Point) -> float:
+        """Least bytes by which a legal point exceeds the limit without activations; 0 if it may fit."""
+
+        def peak() -> float:
+            job = point.job_unchecked(self._base)
+            job = replace(job, training=replace(job.training, seq_len=0))
+            ranks = [(rank, self._stages(job.parallelism, rank)) for rank in _first_ranks(job)]
+            return max(
+                self._peak(job, rank, (), (Action(stage, kind, 0) for stage in stages for kind in "FB"))
+                for rank, stages in ranks
+            )
+
+        def shortfall() -> float:
+            layout = point.layout(self._base.parallelism)
+            return self._over_limit(point, self._once(("persistent", *self._shards(layout)), peak))
+
+        return self._once(point.placement, shortfall)
+
+    def shortfall(self, point: Point) -> float:
+        """Least bytes by which a legal point exceeds the limit with its own microbatches; 0 if it may fit."""
+        job = point.job_unchecked(self._base)
+        layout, order = job.parallelism, (job.microbatches, point.schedule)
+        for rank in _first_ranks(job):
+            if found := self._over_limit(point, self._peak(job, rank, order, self._first_passes(job, rank))):
+                return found
+        for rank in (layout.pp - 1, layout.pp - 2) if layout.pp > 2 and layout.splits_backward else ():
+            passes = passes_of_rank(layout, job.model.n_layers, job.microbatches, rank)
+            if found := self._over_limit(point, self._peak(job, rank, (*order, "all"), passes)):
+                return found
+        return 0.0
+
+    def _first_passes(self, job: Job, rank: int) -> Iterator[Action]:
+        """The first passes of a rank, until every stage has gradients; most microbatches are in flight."""
+        waiting = stages = set(self._stages(job.parallelism, rank))
+        order = passes_of_rank(job.parallelism, job.model.n_layers, job.microbatches, rank)
+        for action in order:
+            yield action
+            if action.kind in "BW":
+                waiting = waiting - {action.stage}
+            if not waiting:
+                break
+        yield from islice(order, 2 * len(stages))
+
+    def _over_limit(self, point: Point, peak: float) -> float:
+        limit = self._once(
+            ("limit", *(degree > 1 for degree in (*point.degrees, point.ep))),
+            lambda: memory_limit(point.job_unchecked(self._base), self._device),
+        )
+        if limit is None or self._base.parallelism.cpu_offload:
+            return 0.0
+        return max(0.0, peak - (1 - self._headroom) * limit)
+
+    def _peak(self, job: Job, rank: int, order: Key, actions: Iterable[Action]) -> float:
+        """Memory of a pipeline rank in some passes, which depend on ``order`` and the rank's stages."""
+
+        def held() -> tuple[RankParameters, dict[int, int]]:
+            parameters = parameters_of(job, rank)
+            return parameters, equal_stages(job, parameters)
+
+        parameters, equal = self._once(("held", rank, *self._shards(job.parallelism)), held)
+        key = ("passes", rank, *self._split(job.parallelism), *order)
+        passes = self._once(key, lambda: fullest(actions, equal))
+        return RankStep(job, parameters, ActivationBytes(job), equal, passes).memory().peak
+
+    def _shards(self, layout: ParallelismConfig) -> Key:
+        """The fields on which the parameters of a pipeline rank depend."""
+        shards = (layout.parameter_shards, layout.tp, layout.ep, layout.dp_replicate > 1)
+        return *self._split(layout), *shards
+
+    def _split(self, layout: ParallelismConfig) -> Key:
+        """The fields on which the stages of a rank depend."""
+        return layout.pp, num_stages(layout, self._base.model.n_layers), *self._stages(layout, 0)
+
+    def _stages(self, layout: ParallelismConfig, rank: int) -> list[int]:
+        return stages_of_rank(layout, self._base.model.n_layers, rank)
+
+
+def _first_ranks(job: Job) -> range:
+    return range(min(2, job.parallelism.pp))
+
+
+KNOWN = ("compute", "tp", "cp", "ep")
+"""Parts of a step's time that come from single blocks."""
+Load = tuple[float, ...]
+"""Seconds of one microbatch in a part of the model: forward, backward, and both by ``KNOWN``."""
+Held = tuple[tuple[Any, int], ...]
+"""Kinds of blocks, the embedding and the head, each with its number."""
+
+
+def _load(forward: Pass, *backward: Pass) -> Load:
+    parts = dict.fromkeys(KNOWN, 0.0)
+    for each in (forward, *backward):
+        parts["compute"] += each.compute
+        for collective in each.collectives:
+            parts[collective.axis] += collective.exposed
+    return forward.seconds, sum(each.seconds for each in backward), *parts.values()
+
+
+def _added(loads: Iterable[Load]) -> Load:
+    return tuple(map(sum, zip(*loads, strict=True)))
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """One pipeline rank."""
+
+    busy: float
+    """Seconds of one microbatch in its stages."""
+    idle: float
+    """Seconds at the start and end of the step in which it has no work."""
+    parts: Sequence[float]
+    """``busy`` by ``KNOWN``."""
+    blocks: Held
+
+
+class TimeBounds(_Once):
+    """Lower bounds on the step time of many points of one job.
+
+    A rank runs the passes of its stages once per microbatch. Before its first pass, the microbatch goes
+    through the earlier stages. If backward is not split, the gradients go back through them after its last
+    pass. No schedule of these passes is faster. FSDP's collectives slow down the computation that hides them.
+    """
+
+    def __init__(self, base: Job, machine: Machine) -> None:
+        super().__init__()
+        self._base, self._machine = base, machine
+        self._kinds = tuple(block_kinds(base.model))
+        self._first = {kind: layer for layer, kind in reversed(list(enumerate(self._kinds)))}
+        linear = base.precision.linear
+        converted = () if linear == "none" else sort_linears(base.model, base.precision).converted
+        self._converted = frozenset(converted)
+
+    def seconds(self, point: Point) -> float:
+        """Lower bound on the step time of a legal point."""
+        return sum(self.parts(point).values())
+
+    def parts(self, point: Point) -> dict[str, float]:
+        """The bound, split by ``KNOWN``, ``dp`` for FSDP, and the bubble."""
+        times = self._base.global_batch_size // point.data_parallel // point.rows
+        passes = times if point.pp == 1 else times * point.rows // point.local_batch_size
+        sharing = self._once(("sharing", point.degrees, point.ep), lambda: self._sharing(point))
+        key = ("ranks", point.tp, point.cp, point.ep, point.rows, point.mode)
+        pipeline = (point.pp, point.schedule, point.layers_per_stage)
+        ranks = self._once((*key, *pipeline), lambda: self._slowest(point))
+        of_ranks = [passes * sum(count * sharing[kind] for kind, count in rank.blocks) for rank in ranks]
+        bounds = [times * rank.busy + rank.idle + more for rank, more in zip(ranks, of_ranks, strict=True)]
+        at = max(range(len(ranks)), key=bounds.__getitem__)
+        parts = {name: times * part for name, part in zip(KNOWN, ranks[at].parts, strict=True)}
+        return parts | {"dp": of_ranks[at], "bubble": ranks[at].idle}
+
+    def _sharing(self, point: Point) -> dict[Any, float]:
+        """Least seconds that FSDP takes for a block of each kind in one pass over a local batch."""
+        sharer = Sharer(point.job_unchecked(self._base), self._machine)
+        gathers, contention = 1 + sharer.layout.reshards_after_forward, min(1.0, self._machine.contention)
+        sharing = {}
+        for kind, layer in self._first.items():
+            block = sharer.block(layer)
+            moving = gathers * sum(each.seconds for each in block.gather)
+            moving += sum(each.seconds for each in block.reduce)
+            sharing[kind] = contention * moving + gathers * block.copying
+        return sharing
+
+    def _slowest(self, point: Point) -> list[_Rank]:
+        """The ranks that can be the slowest for some number of microbatches."""
+        shared = (point.tp, point.cp, point.ep, point.rows, point.mode, point.schedule is not None)
+        loads = self._once(("loads", *shared), lambda: self._loads(point))
+        layout = point.layout(self._base.parallelism)
+        pipeline = ("pipeline", point.pp, point.schedule, point.layers_per_stage)
+        stages, owned = self._once(pipeline, lambda: self._pipeline(layout))
+        work = {
+            held: _added([count * part for part in loads[of]] for of, count in held) for held in set(stages)
+        }
+        reached = [0.0, *accumulate(work[held][0] for held in stages)]
+        left = [0.0, *accumulate(work[held][1] for held in stages)]
+        waits_for_gradients = layout.pp > 1 and not layout.splits_backward
+        ranks: list[_Rank] = []
+        for first, own, blocks in owned:
+            forward, backward, *parts = _added(work[held] for held in own)
+            idle = reached[first] + (left[first] if waits_for_gradients else 0.0)
+            if not any(other.busy >= forward + backward and other.idle >= idle for other in ranks):
+                ranks.append(_Rank(forward + backward, idle, parts, blocks))
+        return ranks
+
+    def _loads(self, point: Point) -> dict[Any, Load]:
+        """The loads of the kinds of blocks, the embedding and the head."""
+        worker = Worker(point.job_unchecked(self._base), self._machine, self._converted)
+        loads: dict[Any, Load] = {"tok_embeddings": _load(*worker.table()), "output": _load(*worker.head())}
+        for kind, layer in self._first.items():
+            block = worker.block(layer)
+            loads[kind] = _load(block.forward, block.recompute, block.inputs, block.weights)
+        return loads
+
+    def _pipeline(self, layout: ParallelismConfig) -> tuple[list[Held], list[tuple[int, list[Held], Held]]]:
+        """What each stage holds; the first stage of each rank, what its stages hold, and its blocks."""
+        n_layers = self._base.model.n_layers
+        stages = [Counter(map(self._kind, names)) for names in split_modules(layout, n_layers)]
+        # The lists of modules do not name the block of multi-token prediction.
+        stages[-1].update(self._kinds[n_layers:])
+        held = [tuple((of, count) for of, count in stage.items() if of != "norm") for stage in stages]
+        owned = []
+        for rank in range(layout.pp):
+            own = stages_of_rank(layout, n_layers, rank)
+            blocks = Counter(
+                kind for stage in own for kind in stages[stage].elements() if kind in self._first
+            )
+            owned.append((own[0], [held[stage] for stage in own], tuple(blocks.items())))
+        return held, owned
+
+    def _kind(self, name: str) -> Any:
+        """The kind of a block; of another module its name. The time of the last norm is negligible."""
+        return self._kinds[int(name.removeprefix("layers."))] if name.startswith("layers.") else name

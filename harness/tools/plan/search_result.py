@@ -28,8 +28,6 @@ _PLANNER_FIELDS = (
     "top",
     "headroom",
     "sweep_file",
-    "verify",
-    "verify_step",
     "calibrate",
     "calibration",
     "picture",

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
 
-from harness.compose.resolve import resolve
+from harness.compose.resolve import check_torch, resolve, resolve_layout
 from harness.config.cluster import count_gpus
 from harness.config.job import Job
 from harness.config.parallelism import AXES, ParallelismConfig
 from harness.config.pipeline import SCHEDULES, fitting_layers_per_stage, num_stages
 from harness.model.architecture import resolve_model
+from harness.precision.linears import check_layout, sort_linears
 from harness.util.errors import ConfigError, divisors
 
 MODES = ("none", "selective_op", "full")
@@ -21,9 +22,7 @@ MODES = ("none", "selective_op", "full")
 SCHEDULES_TRIED = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 """Without GPipe and LoopedBFS: they save all microbatches and idle as long as 1F1B and Interleaved1F1B."""
 
-_PP, _REPLICATE, _SHARD, _CP, _TP = (
-    AXES.index(axis) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-)
+_PP, _REPLICATE, _SHARD, _CP, _TP = map(AXES.index, ("pp", "dp_replicate", "dp_shard", "cp", "tp"))
 _KEY = re.compile(r"^(?:\+\+|\+)?(?P<key>[\w.]+)=(?P<value>.*)$", re.DOTALL)
 
 
@@ -33,7 +32,6 @@ class Point(NamedTuple):
     degrees: tuple[int, ...]
     """Degrees of ``AXES``, in their order."""
     ep: int
-    """Expert-parallel degree."""
     local_batch_size: int
     """Sequences per data-parallel rank and pass."""
     microbatch_size: int
@@ -43,21 +41,18 @@ class Point(NamedTuple):
     schedule: str | None
     """Pipeline schedule; None without a pipeline."""
     layers_per_stage: int | None
-    """Layers per pipeline stage; None: the number of stages that the schedule needs."""
+    """None: the number of stages that the schedule needs."""
 
     @property
     def pp(self) -> int:
-        """Pipeline degree."""
         return self.degrees[_PP]
 
     @property
     def cp(self) -> int:
-        """Context-parallel degree."""
         return self.degrees[_CP]
 
     @property
     def tp(self) -> int:
-        """Tensor-parallel degree."""
         return self.degrees[_TP]
 
     @property
@@ -67,13 +62,17 @@ class Point(NamedTuple):
 
     @property
     def data_parallel(self) -> int:
-        """Data-parallel degree."""
         return self.degrees[_REPLICATE] * self.degrees[_SHARD]
 
     @property
     def rows(self) -> int:
         """Sequences per forward pass."""
         return self.local_batch_size if self.schedule is None else self.microbatch_size
+
+    @property
+    def placement(self) -> tuple[Any, ...]:
+        """The point up to the size of microbatches and recomputation."""
+        return self.degrees, self.ep, self.schedule, self.layers_per_stage
 
     def layout(self, base: ParallelismConfig) -> ParallelismConfig:
         """Return ``base`` with this point's layout."""
@@ -149,18 +148,22 @@ class Space:
             raise ConfigError("training.global_batch_size", None, rule, "a number of sequences")
         base.schedule.validate_phases()
         base = replace(base, training=base.training.with_length(base.sizes))
-        return cls(base, _world_of(base), frozenset(_typed(base, overrides)))
-
-    @property
-    def per_node(self) -> int:
-        """Ranks of a node, or of the nodes that the accelerators' links join."""
-        return self.base.cluster.linked_ranks(self.world)
+        used = prod(max(degree, 1) for degree in base.parallelism.degrees.values())
+        cluster, searched = base.cluster, used if used > 1 else None
+        world = cluster.world_size or searched or cluster.default_world_size or gpus_of(base)
+        if not world or world == 1:
+            rule = "a search needs the number of ranks"
+            works = "8, or cluster=slurm_h100 cluster.nodes=4"
+            raise ConfigError("cluster.ranks", cluster.ranks, rule, works)
+        return cls(base, world, frozenset(_typed(base, overrides)))
 
     def layouts(self) -> Iterator[tuple[tuple[int, ...], int]]:
         """Yield all meshes: degrees of ``AXES``, and ep; tp stays within a node or its linked neighbours."""
-        for degrees in _products(self.world, [self._degrees(axis) for axis in AXES]):
+        linked = self.base.cluster.linked_ranks(self.world)
+        free = divisors(self.world)
+        for degrees in _products(self.world, [self._choices(f"parallelism.{axis}", free) for axis in AXES]):
             of = dict(zip(AXES, degrees, strict=True))
-            if "parallelism.tp" in self.typed or self.per_node % of["tp"] == 0:
+            if "parallelism.tp" in self.typed or linked % of["tp"] == 0:
                 yield from ((degrees, ep) for ep in self._expert_degrees(of))
 
     def points(self, degrees: tuple[int, ...], ep: int) -> Iterator[Point]:
@@ -175,16 +178,14 @@ class Space:
         for local in self._choices("training.local_batch_size", [share] if pipelined else divisors(share)):
             sizes = divisors(local) if pipelined and local else [1]
             for size in self._choices("parallelism.pp_microbatch_size", sizes) if pipelined else [1]:
-                for schedule, layers in self._schedules(degrees) if pipelined else [(None, None)]:
+                for schedule, layers in self._schedules(of["pp"]) if pipelined else [(None, None)]:
                     for mode in self._choices("activation_checkpoint.mode", reversed(MODES)):
                         yield Point(degrees, ep, local, size, mode, schedule, layers)
 
     def _choices(self, field: str, free: Iterable[Any]) -> list[Any]:
         """Values of a field: the fixed one, or all of ``free``."""
-        return [_value(self.base, field)] if field in self.typed else list(free)
-
-    def _degrees(self, axis: str) -> list[int]:
-        return self._choices(f"parallelism.{axis}", divisors(self.world))
+        part, name = field.split(".")
+        return [getattr(getattr(self.base, part), name)] if field in self.typed else list(free)
 
     def _expert_degrees(self, of: dict[str, int]) -> list[int]:
         moe = self.base.model.moe
@@ -194,8 +195,8 @@ class Space:
         ranks = of["dp_shard"] * of["cp"] * (1 if splits else of["tp"])
         return self._choices("parallelism.ep", divisors(moe.num_experts, ranks))
 
-    def _schedules(self, degrees: tuple[int, ...]) -> list[tuple[str, int | None]]:
-        """Schedules; those with a free number of stages once for every possible number."""
+    def _schedules(self, pp: int) -> list[tuple[str, int | None]]:
+        """Schedules with layers per stage; those with a free number of stages once for every number."""
         found: list[tuple[str, int | None]] = []
         for name in self._choices("parallelism.pp_schedule", SCHEDULES_TRIED):
             if "parallelism.pp_layers_per_stage" in self.typed:
@@ -203,30 +204,18 @@ class Space:
                 continue
             found.append((name, None))
             if name in SCHEDULES and SCHEDULES[name].stages_per_rank == "many":
-                found += [(name, layers) for layers in self._more_stages(degrees, name)]
+                found += [(name, layers) for layers in self._more_stages(pp, name)]
         return found
 
-    def _more_stages(self, degrees: tuple[int, ...], name: str) -> list[int]:
+    def _more_stages(self, pp: int, name: str) -> list[int]:
         """Layers per stage that give at least three stages per rank; one value per number of stages."""
-        degree = degrees[AXES.index("pp")]
-        layout = replace(self.base.parallelism, pp=degree, pp_schedule=name, pp_layers_per_stage=None)
+        layout = replace(self.base.parallelism, pp=pp, pp_schedule=name, pp_layers_per_stage=None)
         n_layers = self.base.model.n_layers
         by_stages = {
             num_stages(replace(layout, pp_layers_per_stage=layers), n_layers): layers
             for layers in fitting_layers_per_stage(layout, n_layers)
         }
-        return [layers for stages, layers in by_stages.items() if stages > 2 * degree]
-
-
-def _world_of(base: Job) -> int:
-    """Number of ranks to search layouts for."""
-    layout, cluster = base.parallelism, base.cluster
-    used = prod(max(degree, 1) for degree in layout.degrees.values())
-    world = cluster.world_size or (used if used > 1 else None) or cluster.default_world_size or gpus_of(base)
-    if not world or world == 1:
-        rule = "a search needs the number of ranks"
-        raise ConfigError("cluster.ranks", cluster.ranks, rule, "8, or cluster=slurm_h100 cluster.nodes=4")
-    return world
+        return [layers for stages, layers in by_stages.items() if stages > 2 * pp]
 
 
 def _typed(base: Job, overrides: Sequence[str]) -> Iterator[str]:
@@ -246,24 +235,104 @@ def _typed(base: Job, overrides: Sequence[str]) -> Iterator[str]:
         yield from (f"parallelism.{name}" for name in ("pp", "pp_schedule", "pp_layers_per_stage"))
 
 
-def _value(base: Job, field: str) -> Any:
-    part, name = field.split(".")
-    return getattr(getattr(base, part), name)
-
-
 def _products(number: int, choices: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
     """Yield all tuples with the given product, each element from its own choices."""
-    first, *rest = choices
-    for factor in first:
-        if number % factor:
-            continue
-        if not rest:
-            if factor == number:
-                yield (factor,)
-            continue
-        yield from ((factor, *others) for others in _products(number // factor, rest))
+    if not choices:
+        yield from [()] if number == 1 else []
+        return
+    for factor in choices[0]:
+        if number % factor == 0:
+            yield from ((factor, *others) for others in _products(number // factor, choices[1:]))
 
 
 def gpus_of(base: Job) -> int:
     """GPUs that the ranks of a job find on this machine."""
     return count_gpus() if base.cluster.is_here and base.cluster.device != "cpu" else 0
+
+
+class Legality:
+    """Evaluate the rules of a job for many points.
+
+    ``resolve`` takes a millisecond, and a search has a hundred thousand points. So a rule that depends on
+    few of the searched fields is evaluated once per combination of these. Points that the search selects are
+    resolved completely.
+    """
+
+    def __init__(self, base: Job) -> None:
+        self.base = base
+        base.precision.validate()
+        # Sorting the linears is the slowest part, and no layout changes it.
+        self._plain = replace(base, precision=base.precision.without_format())
+        linear = base.precision.linear
+        self._linears = None if linear == "none" else sort_linears(base.model, base.precision)
+        self._known: dict[tuple[Any, ...], ConfigError | None] = {}
+        self._passed = False
+        self._batch = base.global_batch_size
+        self._batches = [size for _, size in base.schedule.batch_sizes]
+
+    def broken(self, point: Point) -> ConfigError | None:
+        """The rule that a point breaks; None if it is legal."""
+        degrees, ep, local, size, mode, schedule, layers = point
+        pp, replicas, shards, cp, tp = degrees
+        share, rest = divmod(self._batch, replicas * shards)
+        rows = replicas * shards * local
+        uneven = rest or not rows or share % local
+        if uneven or any(size % rows for size in self._batches):
+            return self._error_of(self._check_all, point)
+        for rule, *key in (
+            (self._check_axes, degrees, ep),
+            (self._check_pipeline, pp, schedule, layers, share, local, size),
+            (self._check_mode, mode, schedule, tp),
+            (self._check_all, pp, cp, tp, ep, mode, share > local),
+            (self._check_format, tp, cp, point.rows),
+        ):
+            known = (rule.__name__, *key)
+            if known not in self._known:
+                self._known[known] = self._error_of(rule, point)
+            if (error := self._known[known]) is not None:
+                return error
+        return None
+
+    @staticmethod
+    def _error_of(rule: Callable[[Point], None], point: Point) -> ConfigError | None:
+        try:
+            rule(point)
+        except ConfigError as error:
+            return error
+        return None
+
+    def _check_axes(self, point: Point) -> None:
+        layout = replace(point.layout(self.base.parallelism), pp=1)
+        layout.validate(self.base.model, self.base.training.seq_len, 1, 1)
+
+    def _check_pipeline(self, point: Point) -> None:
+        alone = {axis: 1 for axis in (*AXES, "ep") if axis != "pp"}
+        # The error's suggestion for the global batch depends on the data-parallel degree.
+        alone["dp_replicate"] = point.data_parallel
+        layout = replace(point.layout(self.base.parallelism), **alone)  # type: ignore[arg-type]
+        share = self.base.global_batch_size // point.data_parallel
+        layout.validate(self.base.model, self.base.training.seq_len, point.local_batch_size, share)
+
+    def _check_mode(self, point: Point) -> None:
+        recompute = replace(self.base.activation_checkpoint, mode=point.mode)
+        layout = point.layout(self.base.parallelism)
+        recompute.validate(self.base.compile, splits_backward=layout.splits_backward)
+        check_torch(replace(self.base, parallelism=layout))
+
+    def _check_all(self, point: Point) -> None:
+        """Check all rules except those of formats; once those that no layout has an effect on."""
+        if not self._passed:
+            point.job(self._plain)
+            self._passed = True
+        resolve_layout(point.job_unchecked(self._plain), gpus=gpus_of(self.base))
+
+    def _check_format(self, point: Point) -> None:
+        """Check that the shapes a rank multiplies are legal in the format."""
+        if self._linears is None:
+            return
+        base, layout = self.base, point.layout(self.base.parallelism)
+        if base.schedule.seq_len:
+            point.job(base)  # the block of a format also limits the scheduled lengths
+        tokens, splits = base.training.seq_len // layout.cp, layout.splits_experts
+        own = (self._linears, base.model, base.precision)
+        check_layout(*own, layout.tp, point.rows, tokens, splits_experts=splits)

@@ -160,8 +160,6 @@ class StepModel:
             taken = sum(m.seconds for m in mine)
             # The first one, and tables, have nothing beside them.
             room = computing(blocks[i - 1]) if 0 < i <= len(blocks) else 0.0
-            if self.machine.shares_cores:
-                room = 0.0
             hidden = min(taken, room)
             exposed = 1 - hidden * (1 - self.machine.contention) / taken if taken else 0.0
             collectives += [
@@ -203,7 +201,7 @@ class StepModel:
         size = update.sent / update.exchanges * group.ranks / (group.ranks - 1)
         seconds = self.machine.collective_seconds("all_to_all", size, group)
         between = (update.exchanges - 2) * seconds
-        hidden = 0.0 if self.machine.shares_cores else min(between, computing)
+        hidden = min(between, computing)
         exposed = seconds - hidden / update.exchanges
         one = Collective("optimizer", "all_to_all", group, size, seconds, exposed)
         return Pass(computing, (one,) * update.exchanges)
@@ -237,15 +235,11 @@ class StepModel:
         ranks = [self._rank(rank, makespan) for rank in range(len(timeline))]
         slowest = max(ranks, key=lambda rank: sum(rank[0].values()) - rank[0]["bubble"])
         parts = slowest[0]
-        if self.machine.shares_cores:
-            parts = self._on_shared_cores([rank[0] for rank in ranks], parts)
         step = sum(parts.values())
         job = self.job
         rate = job.global_batch_size * job.training.seq_len / step / job.world_size
         peak = self.machine.device.peak_flops.get(job.precision.param_dtype)
-        share = None
-        if not self.machine.shares_cores:
-            share = mfu(rate, account(job.model, job.training.seq_len).flops_per_token_full, peak)
+        share = mfu(rate, account(job.model, job.training.seq_len).flops_per_token_full, peak)
         speed = Speed(step, parts, rate, share, timeline if self.layout.pp > 1 else [])
         return speed, self._traffic(slowest[1])
 
@@ -277,24 +271,7 @@ class StepModel:
         if self.layout.pp > 1:
             sends = self.sends[rank] * self.passes
             collectives.append((self._send, sends))
-            if self.machine.shares_cores:
-                parts["pp"] += self._send.seconds * sends
         return parts, collectives
-
-    def _on_shared_cores(self, ranks: list[dict[str, float]], slowest: dict[str, float]) -> dict[str, float]:
-        """Parts of the step if ranks share cores, so that others work while one waits.
-
-        The step takes as long as all ranks' work on all cores, or as the longest chain of one rank if that
-        leaves cores idle.
-        """
-        assert self.machine.constants.cores is not None
-        cores, world = self.machine.constants.cores, self.job.world_size
-        threads = max(1, cores // world)
-        busy = {name: sum(rank[name] for rank in ranks) / len(ranks) for name in PARTS}
-        busy["bubble"] = 0.0
-        total = {name: seconds * world / cores for name, seconds in busy.items()}
-        chain = {name: seconds / threads for name, seconds in slowest.items()}
-        return total if sum(total.values()) >= sum(chain.values()) else chain
 
     def _traffic(self, collectives: list[tuple[Collective, int]]) -> list[Traffic]:
         """Add up equal collectives of the same axis and group."""

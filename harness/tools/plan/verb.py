@@ -8,7 +8,6 @@ An illegal job is refused with the error of ``harness train``.
     harness plan ... against="parallelism.tp=8"    line by line beside the job with these
     harness plan ... picture=plan.png              memory by stage, and the pipeline's timeline
     harness plan ... search=true cluster.nodes=32  the fastest layouts on 32 nodes
-    harness plan ... verify=true                   compared with the job on a fake process group
     harness plan ... rehearse=true                 compared with a run on virtual GPUs
     harness plan calibrate=runs/NAME               fit the plan's constants to measured runs
 """
@@ -51,8 +50,6 @@ def plan(job: PlanJob, overrides: list[str]) -> Result:
         from harness.tools.plan.picture import draw
 
         draw(Path(job.picture), made)
-    if job.verify:
-        return _verify(made, step=job.verify_step)
     if job.rehearse:
         gc.enable()
         rehearsed: Result = load_attribute(REHEARSE)(made)
@@ -125,15 +122,6 @@ def _calibrate(folder: Path, target: str | None, cluster: ClusterConfig) -> Resu
         dataclasses.asdict(calibration) | {"written": path},
         f"{render_fit(calibration, runs)}\n{left_out}\nwritten: {path}\n",
     )
-
-
-def _verify(made: Plan, *, step: bool) -> Result:
-    """Build the job on a fake process group, and compare it with the plan."""
-    from harness.tools.plan.verify import render_verified, verify
-
-    gc.enable()
-    verified = verify(made, step=step)
-    return Result(dataclasses.asdict(verified), "\n".join(render_verified(verified, made)) + "\n")
 
 
 # Garbage collection takes a quarter of the time of importing torch, and a third of a search, and finds

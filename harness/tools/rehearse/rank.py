@@ -266,9 +266,7 @@ class _Groups:
         import torch.distributed as dist
         from torch.distributed.distributed_c10d import _process_group_color
 
-        from harness.tools.plan.meter import axes_of_groups
-
-        self._store, self._ranks, self._axes = store, dict[str, int](), axes_of_groups(mesh)
+        self._store, self._ranks, self._axes = store, dict[str, int](), _axes_of_groups(mesh)
         self._colours: dict[int, str] = {}
         for group in list(dist.distributed_c10d._world.pg_map):
             ranks = dist.get_process_group_ranks(group)
@@ -292,13 +290,34 @@ class _Groups:
         return communicator, 0
 
 
-def sent_by(kind: str, ranks: int) -> float:
-    """Return the bytes that a rank sends per input byte, as the plan assumes."""
-    from harness.tools.plan.meter import sent_by as planned
+def _axes_of_groups(mesh: Any) -> dict[str, str]:
+    """The axis of every process group of a ``Mesh``, by its name; one of all ranks may use the world's."""
+    import torch.distributed as dist
 
-    if kind in ("exchange", "send", "broadcast", "reduce") or ranks == 0:
+    from harness.parallelism.mesh import EXPERT, EXPERT_SHARD, EXPERT_TENSOR, SHARD
+
+    axis_of = {SHARD: "dp", "dp_replicate": "dp", EXPERT_SHARD: "dp", EXPERT: "ep", EXPERT_TENSOR: "tp"}
+    axes = {dist.group.WORLD.group_name: "world"}  # type: ignore[union-attr]
+    if mesh.context is not None:
+        axes[mesh.context.group_name] = "cp"
+    for device_mesh in filter(None, (mesh.experts, mesh.device_mesh)):
+        for name in device_mesh.mesh_dim_names or ():
+            axes[device_mesh.get_group(name).group_name] = axis_of.get(name, name)
+    return axes
+
+
+def sent_by(kind: str, ranks: int) -> float:
+    """Return the bytes that a rank sends per input byte, in a ring of so many ranks, as the plan assumes.
+
+    In all-gather and reduce-scatter a rank sends one part per other rank (Thakur, Rabenseifner, Gropp:
+    Optimization of Collective Communication Operations in MPICH, 2005, section 4); an all-reduce is a
+    reduce-scatter, then an all-gather.
+    """
+    if ranks == 0:
         return 1.0
-    return planned(kind, ranks)
+    shares = {"all_gather": ranks - 1.0, "all_reduce": 2 * (ranks - 1) / ranks}
+    shares |= dict.fromkeys(("reduce_scatter", "all_to_all"), (ranks - 1) / ranks)
+    return shares.get(kind, 1.0)
 
 
 def _bytes_on_device(tensors: Any) -> float:

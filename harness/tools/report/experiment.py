@@ -1,12 +1,16 @@
-"""Points of an experiment's folder, with published, predicted and measured results."""
+"""Points of an experiment's folder, with published, predicted, rehearsed and measured results."""
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from harness.compose.composer import compose_job
 from harness.compose.multirun import compose_points
 from harness.compose.paths import conf_dir
 from harness.config.cluster import ClusterConfig
@@ -15,15 +19,21 @@ from harness.config.job import Job
 from harness.launch.rows import as_planned, job_of, load, of_sweep, read_kept, shortened
 from harness.launch.sweep.registry import FILE as SWEEP
 from harness.launch.sweep.registry import Registry, labels
+from harness.tools.plan.config import PlanJob
 from harness.tools.plan.constants import Calibration, Constants
-from harness.tools.report import published, rehearsed
-from harness.tools.report.predict import METRICS, machine_of, predicted
+from harness.tools.plan.verb import plan
+from harness.tools.report import published
+from harness.tools.report.predict import METRICS, delta, machine_of, predicted
 from harness.tools.report.published import Published, Recipe, recipe_of
-from harness.tools.report.statistics import delta
+from harness.util.encoding import read_object
 from harness.util.errors import UserError
-from harness.util.tables import NOT_MEASURED
+from harness.util.files import write_atomically
+from harness.util.tables import GIB, NOT_MEASURED
 
 Row = dict[str, Any]
+REHEARSED = "rehearsed.json"
+"""Rehearsals of a folder's jobs by id: ``memory_gib`` (reserved by torch's allocator), the ``rank`` with the
+most, and ``torch``."""
 
 # Fields that determine speed and memory. Runs that differ only in others (seed, steps, data, checkpoints) are
 # measurements of one point.
@@ -36,7 +46,7 @@ _FIELDS = (
 
 
 @dataclass(frozen=True)
-class Table:
+class Experiment:
     """One experiment of the folder and its points."""
 
     name: str
@@ -51,6 +61,11 @@ class Table:
     """Recipe of each row, by which published tables distinguish runs."""
     source: str
     """Source of the published numbers; empty if there are none."""
+
+    @property
+    def once(self) -> list[tuple[Recipe, Row]]:
+        """Each recipe with its last row, even if several machines have measured it."""
+        return list(dict(zip(self.recipes, self.rows, strict=True)).items())
 
 
 def option_of(folder: Path) -> str | None:
@@ -88,7 +103,7 @@ def tables_of(
     calibration: Calibration | None = None,
     *,
     rehearse: bool = False,
-) -> list[Table]:
+) -> list[Experiment]:
     """Return the tables of an experiment, with the measurements made so far.
 
     Args:
@@ -109,7 +124,7 @@ def tables_of(
         own = [row for row in rows if row.table == path.stem]
         if rehearse:
             rows_of_jobs = [(job, overrides, published.find(job, own)) for job, overrides in jobs]
-            rehearsed.rehearse_missing(
+            rehearse_missing(
                 folder, [(job.id, overrides, row.accelerator) for job, overrides, row in rows_of_jobs if row]
             )
         tables.append(_table(path, option, jobs, own, measured, calibration))
@@ -136,24 +151,24 @@ def _table(
     own: list[Published],
     measured: list[Row],
     calibration: Calibration | None,
-) -> Table:
+) -> Experiment:
     found = [published.find(job, own) for job, _ in jobs]
     if own and (len([row for row in found if row]) != len(own) or None in found):
         raise UserError(f"{path}: its points do not match the published rows of {path.stem} one to one")
     words = published.names([row for row in found if row]) if own else None
     words = words or [shortened(name) for name in labels([overrides for _, overrides in jobs])]
-    of_rehearsals = rehearsed.read(path.parent)
+    rehearsed = read_rehearsed(path.parent)
     lines, recipes = [], []
     for (job, overrides), row, name in zip(jobs, found, words, strict=True):
         planned = {**as_planned(name, job, overrides), "state": NOT_MEASURED}
         matching = _measurements(job, measured) or [planned]
         for each in matching:
             line = _joined({**each, "point": name, "table": path.stem}, job, row, calibration)
-            lines.append(_with_rehearsal(line, of_rehearsals.get(job.id)))
+            lines.append(_with_rehearsal(line, rehearsed.get(job.id)))
             recipes.append(recipe_of(job))
     title = path.read_text().splitlines()[1].removeprefix("# ")
     command = f"python -m harness.train -m {option}"
-    return Table(path.stem, title, command, lines, recipes, own[0].source if own else "")
+    return Experiment(path.stem, title, command, lines, recipes, own[0].source if own else "")
 
 
 def _runs_of(job: Job, runs_dir: Path | None) -> list[Row]:
@@ -221,11 +236,52 @@ def _with_rehearsal(row: Row, found: Row | None) -> Row:
     """A row with the rehearsed memory, and its difference from the published one."""
     if found is None:
         return row
-    memory = found[rehearsed.RESERVED]
+    memory = found["memory_gib"]
     difference = delta(memory, row.get("published.memory_gib"))
     return {**row, "rehearsed.memory_gib": memory, "delta.rehearsed.memory_gib": difference}
 
 
-def measured_rows(tables: Sequence[Table]) -> list[Row]:
+def read_rehearsed(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the rehearsals of a folder by the job's id.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    path = folder / REHEARSED
+    return read_object(path) if path.is_file() else {}
+
+
+def rehearse_missing(folder: Path, jobs: Sequence[tuple[str, list[str], str]]) -> None:
+    """Rehearse the jobs that the file does not have, and add each when it is done.
+
+    Args:
+        folder: folder of the experiment.
+        jobs: for each its id, its overrides, and the accelerator of its published row.
+
+    Raises:
+        UserError: this machine has a GPU, or has no build of torch for CUDA; a rehearsal failed.
+    """
+    found = read_rehearsed(folder)
+    for job_id, overrides, accelerator in jobs:
+        if job_id in found:
+            continue
+        hardware = ["cluster=slurm_h100", f"cluster.accelerator={accelerator}", "checkpoint.enable=false"]
+        typed = [*overrides, *hardware, "rehearse=true"]
+        ranks = plan(compose_job(typed, config_name="plan", schema=PlanJob), typed).data["rehearsed"]
+        for rank in ranks:
+            if rank["failure"] is not None:
+                what = f"{rank['failure']['kind']}: {rank['failure']['message']}"
+                raise UserError(f"{' '.join(overrides)}: rank {rank['rank']} could not be rehearsed: {what}")
+        most = max(ranks, key=lambda rank: rank["memory"]["reserved"])
+        found[job_id] = {
+            "memory_gib": round(most["memory"]["reserved"] / GIB, 2),
+            "rank": most["rank"],
+            "torch": version("torch"),
+        }
+        write_atomically(folder / REHEARSED, f"{json.dumps(found, indent=1, sort_keys=True)}\n".encode())
+        sys.stderr.write(f"rehearsed {' '.join(overrides)}: {found[job_id]['memory_gib']:.1f} GiB\n")
+
+
+def measured_rows(tables: Sequence[Experiment]) -> list[Row]:
     """Return the rows to keep: those of completed and failed runs."""
     return [row for table in tables for row in table.rows if row["state"] in ("completed", "failed")]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from harness.tools.report.fits import Fits, Run, formula
 from harness.tools.report.isoflop import Growth
 from harness.tools.report.power_laws import COMPUTE, LEVEL, Fit
-from harness.util.plots import COLORS, new_figure, save, ticks
+from harness.util.plots import COLORS, new_figure, of_extra, save, ticks
 from harness.util.tables import counted
 
 if TYPE_CHECKING:
@@ -98,13 +98,14 @@ def _draw_forecasts(axis: Axes, made: Fits, positions: Sequence[float]) -> None:
 
 def draw_isoflop(path: Path, title: str, found: Growth) -> str:
     """Draw the parabola of each budget, and, if any has a minimum, the best sizes; return the file's name."""
-    import matplotlib
     import numpy as np
 
     has_minimum = any(each.best is not None for each in found.valleys)
     figure = new_figure(11 if has_minimum else 5.6, 4.6)
     left, *rest = axes = figure.subplots(1, 1 + has_minimum, squeeze=False)[0]
-    colors = [matplotlib.colormaps["viridis"](each) for each in np.linspace(0, 0.85, len(found.valleys))]
+    colors = [
+        of_extra("matplotlib").colormaps["viridis"](each) for each in np.linspace(0, 0.85, len(found.valleys))
+    ]
     for color, each in zip(colors, found.valleys, strict=True):
         left.scatter(each.variable, each.losses, color=color, s=22, label=f"{each.flops:.2g} FLOPs")
         grid = np.geomspace(each.variable.min(), each.variable.max(), _POINTS)
@@ -145,11 +146,10 @@ def _draw_best(axis: Axes, found: Growth, colors: Sequence[Any]) -> None:
 
 def _name_ticks(side: Axis, form: Callable[[float], str]) -> None:
     """Label a logarithmic axis with a few round numbers."""
-    from matplotlib.ticker import FixedLocator, NullLocator
-
+    ticker = of_extra("matplotlib.ticker")
     low, high = side.get_view_interval()
-    side.set_major_locator(FixedLocator(ticks(low, high)))
-    side.set_minor_locator(NullLocator())
+    side.set_major_locator(ticker.FixedLocator(ticks(low, high)))
+    side.set_minor_locator(ticker.NullLocator())
     side.set_major_formatter(lambda value, _: form(value))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,7 @@ from harness.tools.report import fit_plots
 from harness.tools.report.fits import Fits, Forecast, Run, formula, in_words
 from harness.tools.report.isoflop import Growth
 from harness.tools.report.power_laws import LEVEL
-from harness.tools.report.provenance import section_of
-from harness.util.document import Column, Report, Section, Table
+from harness.util.tables import Block, Column, Document, Figure, Table
 
 Row = dict[str, Any]
 
@@ -50,45 +48,34 @@ _VALLEYS = (
 )
 
 
-def report_of(title: str, made: Fits, rows: Sequence[Row], counted: str, folder: Path) -> Report:
-    """Create the report, and write its pictures.
+def report_fits(title: str, made: Fits, counted: str, folder: Path) -> Document:
+    """Report the fits, and write their pictures into ``folder``.
 
     Args:
         title: title of the report.
         made: the fits.
-        rows: rows of all runs, whose versions and machines are listed.
         counted: which parameters were counted.
         folder: folder for its pictures.
     """
-    sections, runs = [], _rows_of_runs(made)
+    blocks: list[Block] = []
+    runs, predictions = _rows_of_runs(made), [_of_forecast(each) for each in made.forecasts]
     if made.law is not None:
-        text = [
+        text = (
             f"`{formula(made.law.law)}`, fitted to the logarithm of the loss. "
             f"Intervals: {LEVEL:.0%}, by bootstrap. N: parameters ({counted.replace('_', '-')}), "
             "D: tokens, C: FLOPs with full attention."
-        ]
-        values = [(name, made.law.estimate(name)) for name in made.law.law.parameters]
-        table = Table(
-            _PARAMETERS,
-            [
-                {"name": name, "value": each.value, "low": each.low, "high": each.high}
-                for name, each in values
-            ],
         )
+        values = [{"name": name, **vars(made.law.estimate(name))} for name in made.law.law.parameters]
         picture = fit_plots.draw_law(folder / "fits_law.png", title, made)
-        sections.append(Section("Law", text, table, picture))
-    if made.forecasts:
-        text = ["The interval is that of one measured loss: uncertainty of the curve, and noise."]
-        table = Table(_FORECASTS, [_of_forecast(each) for each in made.forecasts])
-        sections.append(Section("Predictions", text, table))
+        blocks += [Table(_PARAMETERS, values, "Law", [text]), Figure(picture, "Law")]
+    if predictions:
+        text = "The interval is that of one measured loss: uncertainty of the curve, and noise."
+        blocks.append(Table(_FORECASTS, predictions, "Predictions", [text]))
     if made.by_parameters is not None:
         picture = fit_plots.draw_isoflop(folder / "fits_isoflop.png", title, made.by_parameters)
-        sections.append(Section("IsoFLOP curves", [], _valleys(made.by_parameters, made.by_tokens), picture))
-    sections.append(Section("Runs", [], Table(_RUNS, runs)))
-    origin = section_of(rows)
-    sections += [origin] if origin is not None else []
-    predictions = [_of_forecast(each) for each in made.forecasts]
-    return Report(title, sections, [f"- {each}" for each in made.words], [*runs, *predictions])
+        blocks += [_valleys(made.by_parameters, made.by_tokens), Figure(picture, "IsoFLOP curves")]
+    blocks.append(Table(_RUNS, runs, "Runs"))
+    return Document(title, made.words, blocks, [*runs, *predictions])
 
 
 def _of_run(run: Run) -> Row:
@@ -134,4 +121,4 @@ def _valleys(by_parameters: Growth, by_tokens: Growth | None) -> Table:
         if of_tokens is not None and of_tokens.best is not None:
             row["D"] = in_words(of_tokens.best, ".3g")
         rows.append(row)
-    return Table(_VALLEYS, rows)
+    return Table(_VALLEYS, rows, "IsoFLOP curves")

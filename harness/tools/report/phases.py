@@ -10,14 +10,15 @@ from typing import Any
 
 from harness.config.job import Job
 from harness.metrics.jsonl import read_metrics
-from harness.metrics.slow import own_seconds, slow_ranks
+from harness.metrics.phases import own_seconds, slow_ranks
 from harness.metrics.window import EXCLUDED
 from harness.run.folder import RunFolder
 from harness.tools.plan.constants import Calibration
 from harness.tools.plan.make import make_plan
-from harness.tools.report.words import layout_and_schedule
-from harness.util.document import Column, Report, Section, Table
+from harness.tools.report.runs import layout_and_schedule
 from harness.util.errors import UserError
+from harness.util.plots import new_figure, of_extra, save
+from harness.util.tables import Block, Column, Document, Figure, Table
 
 Row = dict[str, Any]
 FOLDER, PICTURE = "phases", "phases.png"
@@ -86,7 +87,7 @@ def part_of(phase: str) -> str:
     return part if part in PARTS else "host"
 
 
-def report_of(folder: Path, out: Path, calibration: Calibration | None) -> Report:
+def report_phases(folder: Path, out: Path, calibration: Calibration | None) -> Document:
     """Return the report on the phases of a run; writes its picture into ``out``.
 
     Raises:
@@ -106,18 +107,17 @@ def report_of(folder: Path, out: Path, calibration: Calibration | None) -> Repor
         f"{layout_and_schedule(job)}: {step:.4f} s a step, mean of {steps} steps on {len(means)} ranks"
     ]
     summary += [f"slow: {each}" for each in slow] or ["no rank was found slow"]
-    drawn = draw(out / PICTURE, by_rank, job)
-    text = [
+    text = (
         "Means over all ranks. A collective counts while computation waits for it; `pp` includes the bubble."
-    ]
-    sections = [
-        Section("Measured and planned", text, Table(_OF_PARTS, parts)),
-        *([Section("One step on all ranks", picture=PICTURE)] if drawn else []),
-        Section("Phases", (), Table(_OF_PHASES, _rows_of_phases(means, step))),
-        *([Section("Passes of each stage", (), Table(_OF_STAGES, staged))] if staged else []),
-        Section("Ranks", (), Table(_OF_RANKS, ranks)),
-    ]
-    return Report(f"Phases of {job.name}", sections, summary, parts)
+    )
+    blocks: list[Block] = [Table(_OF_PARTS, parts, "Measured and planned", [text])]
+    if draw(out / PICTURE, by_rank, job):
+        heading = "One step on all ranks"
+        blocks += [f"## {heading}", Figure(PICTURE, heading)]
+    blocks.append(Table(_OF_PHASES, _rows_of_phases(means, step), "Phases"))
+    blocks += [Table(_OF_STAGES, staged, "Passes of each stage")] if staged else []
+    blocks.append(Table(_OF_RANKS, ranks, "Ranks"))
+    return Document(f"Phases of {job.name}", summary, blocks, parts)
 
 
 def _read(folder: Path) -> dict[int, list[Row]]:
@@ -245,10 +245,6 @@ def draw(path: Path, by_rank: dict[int, list[Row]], job: Job) -> bool:
     Returns:
         whether there was a step to draw.
     """
-    from matplotlib.patches import Patch
-
-    from harness.util.plots import new_figure, save
-
     with_spans = [{row["step"]: row for row in rows if "spans" in row} for rows in by_rank.values()]
     common = set.intersection(*map(set, with_spans))
     if not common:
@@ -274,7 +270,11 @@ def draw(path: Path, by_rank: dict[int, list[Row]], job: Job) -> bool:
     axis.invert_yaxis()
     axis.set_xlabel("ms")
     axis.margins(x=0.005)
-    handles = [Patch(facecolor=color, label=name) for name, color in _COLORS.items() if name in used]
+    handles = [
+        of_extra("matplotlib.patches").Patch(facecolor=color, label=name)
+        for name, color in _COLORS.items()
+        if name in used
+    ]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=8)
     figure.suptitle(f"{job.name}, {layout_and_schedule(job)}: step {step}", fontsize=11)
     save(figure, path)

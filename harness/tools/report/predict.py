@@ -12,12 +12,16 @@ from harness.config.job import Job
 from harness.config.registry import MissingPackageError
 from harness.launch.rows import job_of
 from harness.tools.plan.constants import Calibration
-from harness.tools.report.statistics import delta
 from harness.util.tables import GIB
 
 Row = dict[str, Any]
 CALIBRATION = "calibration.json"
 METRICS = ("tokens_per_second_per_rank", "memory_gib", "mfu")
+
+
+def delta(value: float | None, reference: float | None) -> float | None:
+    """Return ``value / reference - 1``; None if either is unknown or the reference is 0."""
+    return None if value is None or not reference else value / reference - 1
 
 
 def predicted(job: Job, cluster: ClusterConfig | None = None, calibration: Calibration | None = None) -> Row:
@@ -26,17 +30,12 @@ def predicted(job: Job, cluster: ClusterConfig | None = None, calibration: Calib
     Args:
         job: the job.
         cluster: has the accelerator of the nodes; None means the job's.
-        calibration: calibrated constants in place of the defaults. A calibration with its own accelerator is
-            ignored if ``cluster`` is given.
+        calibration: calibrated constants in place of the defaults.
     """
-    from harness.tools.plan.machine import on_hardware_of
     from harness.tools.plan.make import make_plan
 
     if cluster is not None:
         job = job.on_accelerator_of(cluster)
-        if calibration is not None and calibration.accelerator is not None:
-            calibration = None
-    job = on_hardware_of(job, calibration)
     plan = make_plan(job, calibration)
     speed = plan.speed
     return {

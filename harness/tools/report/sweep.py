@@ -13,16 +13,18 @@ from harness.compose.arguments import Argument
 from harness.compose.verb import Result, Verb
 from harness.launch.queue import SlurmError
 from harness.launch.queue import cancel as cancel_jobs
+from harness.launch.rows import fastest_first, of_sweep
 from harness.launch.state import HELD, RunState, read_states, states_in_folders
 from harness.launch.sweep.registry import Point, Registry, labels, points_in
 from harness.launch.sweep.run import log_table, states_of
 from harness.launch.sweep.run import resume as resume_points
-from harness.launch.sweep.study_record import StudyRecord
-from harness.launch.sweep.table import best_in_words, counted, rows_of, table_markdown, table_text, write_csv
-from harness.run.evaluations import evaluations_markdown, newest
-from harness.run.folder import RunFolder
+from harness.launch.sweep.study import StudyRecord
+from harness.launch.sweep.table import best_in_words, counted, rows_of, table_text
+from harness.tools.report.plots import bars
+from harness.tools.report.runs import table_of_runs, table_of_study, tables_beside, with_layouts
 from harness.util.errors import EXIT_OK, UserError
-from harness.util.tables import without_html
+from harness.util.files import write_atomically
+from harness.util.tables import to_csv, to_markdown
 
 
 def status(folder: Path, *, verify: bool = False) -> Result:
@@ -96,37 +98,22 @@ def resume(folder: Path, *, out_of_memory: bool) -> int:
 def collect(folder: Path) -> int:
     """Write table.csv, table.md and plot.png into the folder."""
     registry = Registry.open(folder)
-    points = registry.points()
-    seen = states_of(points)
-    study = StudyRecord.read(folder)
-    rows = rows_of(points, seen, study.objective if study else (), full_reasons=True)
-    best = f"\n```text\n{best_in_words(study, points)}```\n" if study else ""
-    results = [{**RunFolder(each.run_dir).row, **newest(each.run_dir)} for each in seen]
-    write_csv(registry.path / "table.csv", points, seen, results)
-    evaluated = evaluations_markdown([row["point"] for row in rows], results)
-    text = f"# {registry.name}\n\n{table_markdown(rows)}{best}{evaluated}{_skipped_in_words(registry)}"
-    (registry.path / "table.md").write_text(without_html(text))
-    written = ["table.csv", "table.md", *(["plot.png"] if _draw(registry) else [])]
-    log_table(registry, [(point, point.job) for point in points], seen)
-    for name in written:
+    points, study = registry.points(), StudyRecord.read(folder)
+    rows = with_layouts(of_sweep(registry))
+    measured = rows[: len(points)]  # the others were skipped
+    names = labels([point.overrides for point in points])
+    csv = to_csv([{**row, "point": name} for row, name in zip(measured, names, strict=True)])
+    write_atomically(registry.path / "table.csv", csv.encode())
+    best = f"```text\n{best_in_words(study, points)}```" if study else ""
+    tables = [*table_of_study(study, rows), table_of_runs(rows), *tables_beside(rows)]
+    text = to_markdown(f"# {registry.name}", best, *tables)
+    write_atomically(registry.path / "table.md", text.encode())
+    ordered = fastest_first(measured)
+    drawn = bars(registry.path / "plot.png", registry.name, [row["point"] for row in ordered], ordered)
+    log_table(registry, [(point, point.job) for point in points], states_of(points))
+    for name in ["table.csv", "table.md", *(["plot.png"] if drawn else [])]:
         sys.stdout.write(f"{registry.path / name}\n")
     return EXIT_OK
-
-
-def _draw(registry: Registry) -> bool:
-    """Plot throughput and memory of the points, the fastest on top; return whether any has completed."""
-    from harness.launch.rows import fastest_first, of_points
-    from harness.util.plots import bars
-
-    rows = fastest_first(of_points(registry.points()))
-    return bars(registry.path / "plot.png", registry.name, [row["point"] for row in rows], rows)
-
-
-def _skipped_in_words(registry: Registry) -> str:
-    skipped = registry.skipped()
-    names = labels([each.overrides for each in skipped], [point.overrides for point in registry.points()])
-    lines = [f"- {name}: {each.reason}\n" for name, each in zip(names, skipped, strict=True)]
-    return "\nSkipped, because they are not valid jobs:\n\n" + "".join(lines) if lines else ""
 
 
 def cancel(folder: Path) -> int:

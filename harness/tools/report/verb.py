@@ -1,7 +1,8 @@
-"""``harness report FOLDER``: tables, plots and an HTML page of runs, a sweep or an experiment."""
+"""``harness report FOLDER``: tables and plots of runs, a sweep or an experiment."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from harness.compose.arguments import Argument, report_folder
@@ -9,17 +10,17 @@ from harness.compose.verb import Result, Verb
 from harness.config.training import COUNTED
 from harness.launch.rows import KEPT, Row, keep, load
 from harness.launch.sweep.registry import FILE as SWEEP
-from harness.launch.sweep.study_record import StudyRecord
-from harness.tools.plan.constants import Calibration
-from harness.tools.report import experiment, of_fits, of_runs, of_tables, phases, rehearsed
+from harness.launch.sweep.study import StudyRecord
+from harness.tools.report import experiment
 from harness.tools.report.fits import fits_of
+from harness.tools.report.of_fits import report_fits
+from harness.tools.report.phases import report_phases
 from harness.tools.report.predict import CALIBRATION, calibration_of, with_predictions
-from harness.util.document import Report, as_csv, markdown, table_markdown
+from harness.tools.report.runs import report_published, report_runs
 from harness.util.errors import UserError
-from harness.util.files import write_atomically
-from harness.util.page import page
+from harness.util.tables import Document, Table, to_markdown
 
-TABLES, CSV, PAGE = "tables.md", "table.csv", "index.html"
+FILES = ("tables.md", "table.csv", "index.html")
 OF_PHASES = ("phases.md", "phases.csv", "phases.html")
 OF_FITS = ("fits.md", "fits.csv", "fits.html")
 
@@ -55,50 +56,57 @@ def report(
         if value is not None:
             raise UserError(f"{name}={value}: is for fits; would work: --fits {name} {value}")
     if experiment.is_experiment(folder):
-        out = out or folder
-        constants = calibration_of(folder, calibration)
-        tables = experiment.tables_of(folder, runs, constants, rehearse=rehearse)
-        made = _of_experiment(folder, tables, out, constants)
-    else:
-        if rehearse:
-            raise UserError(
-                f"--rehearse: {folder} has no published rows; would work: experiments/llama3_h100"
-            )
-        if runs is not None:
-            raise UserError(f"--runs={runs}: is for experiments; would work: harness report {runs}")
-        source = _source_of(folder)
-        constants = calibration_of(folder, calibration)
-        rows = with_predictions(load(source), constants)
-        out = out or (folder if source != folder else folder / "report")
+        return _experiment(folder, out or folder, runs, calibration, rehearse=rehearse)
+    if rehearse:
+        raise UserError(f"--rehearse: {folder} has no published rows; would work: experiments/llama3_h100")
+    if runs is not None:
+        raise UserError(f"--runs={runs}: is for experiments; would work: harness report {runs}")
+    source = _source_of(folder)
+    constants = calibration_of(folder, calibration)
+    rows = with_predictions(load(source), constants)
+    out = out or (folder if source != folder else folder / "report")
+    study = StudyRecord.read(source)
+    return _written(report_runs(folder.resolve().name, rows, out, constants, study), out, FILES)
+
+
+def _experiment(
+    folder: Path, out: Path, runs: Path | None, calibration: Path | None, *, rehearse: bool
+) -> Result:
+    constants = calibration_of(folder, calibration)
+    tables = experiment.tables_of(folder, runs, constants, rehearse=rehearse)
+    rows = [row for table in tables for row in table.rows]
+    _keep(out, rows)
+    title = folder.resolve().name
+    if any(table.source for table in tables):
+        return _written(report_published(title, tables, out, constants), out, FILES)
+    return _written(report_runs(title, rows, out, constants), out, FILES)
+
+
+def _keep(out: Path, rows: list[Row]) -> None:
+    """Keep the rows of runs that have ended."""
+    ended = [row for row in rows if row["state"] in ("completed", "failed")]
+    if ended:
         out.mkdir(parents=True, exist_ok=True)
-        made = of_runs.report_of(folder.resolve().name, rows, out, constants, StudyRecord.read(source))
-    return _written(made, out, (TABLES, CSV, PAGE))
+        keep(out, ended)
 
 
 def _phases(folder: Path, out: Path | None, calibration: Path | None, others: dict[str, object]) -> Result:
-    """Report on the phases of one run."""
     for name, value in others.items():
         if value:
             raise UserError(f"{name}: cannot be combined with phases; would work: one of them")
     out = out or folder / "report"
-    constants = calibration_of(folder, calibration)
-    made = phases.report_of(folder, out, constants)
+    made = report_phases(folder, out, calibration_of(folder, calibration))
     written = _written(made, out, OF_PHASES)
-    shown = made.sections[0].table
-    assert shown is not None
-    return Result(written.data, f"{table_markdown(shown)}\n\n{written.text}")
+    shown = made.blocks[0]
+    assert isinstance(shown, Table)
+    return Result(written.data, f"{to_markdown(replace(shown, title='', notes=()))}\n{written.text}")
 
 
-def _written(made: Report, out: Path, names: tuple[str, str, str]) -> Result:
-    """Write the report as Markdown, CSV and HTML."""
-    for name, text in zip(names, (markdown(made), as_csv(made), page(made, out)), strict=True):
-        write_atomically(out / name, text.encode())
-    summary = [line.removeprefix("- ") for line in made.summary]
-    pictures = [section.picture for section in made.sections if section.picture is not None]
-    files = [str(out / name) for name in (*names, *pictures)]
+def _written(made: Document, out: Path, names: tuple[str, str, str]) -> Result:
+    files = made.write(out, *names)
     return Result(
-        {"title": made.title, "summary": summary, "files": files, "rows": list(made.rows)},
-        "".join(f"{line}\n" for line in [*summary, *files]),
+        {"title": made.title, "summary": list(made.summary), "files": files, "rows": list(made.rows)},
+        "".join(f"{line}\n" for line in [*made.summary, *files]),
     )
 
 
@@ -110,10 +118,9 @@ def _fits(folder: Path, out: Path | None, runs: Path | None, hold_out: int, coun
     rows = _rows_of_experiment(folder, runs) if is_experiment else load(_source_of(folder))
     made = fits_of(rows, counted=counted, hold_out=hold_out)
     out = out or (folder if is_experiment else folder / "report")
-    out.mkdir(parents=True, exist_ok=True)
     if is_experiment:
-        keep(out, [row for row in rows if row["state"] in ("completed", "failed")])
-    return _written(of_fits.report_of(folder.resolve().name, made, rows, counted, out), out, OF_FITS)
+        _keep(out, rows)
+    return _written(report_fits(folder.resolve().name, made, counted, out), out, OF_FITS)
 
 
 def _rows_of_experiment(folder: Path, runs: Path | None) -> list[Row]:
@@ -128,19 +135,6 @@ def _source_of(folder: Path) -> Path:
     left = Path("runs") / folder.resolve().name
     is_program = experiment.option_of(folder) is not None and not (folder / KEPT).is_file()
     return left if is_program and left.is_dir() else folder
-
-
-def _of_experiment(
-    folder: Path, tables: list[experiment.Table], out: Path, calibration: Calibration | None
-) -> Report:
-    out.mkdir(parents=True, exist_ok=True)
-    measured = experiment.measured_rows(tables)
-    if measured:
-        keep(out, measured)
-    title = folder.resolve().name
-    if any(table.source for table in tables):
-        return of_tables.report_of(title, tables, out, calibration)
-    return of_runs.report_of(title, [row for table in tables for row in table.rows], out, calibration)
 
 
 VERB = Verb(
@@ -172,8 +166,8 @@ VERB = Verb(
         ),
         Argument(
             "--rehearse",
-            help=f"of published rows: rehearse the jobs that {rehearsed.FILE} does not have, on a machine "
-            "without a GPU (`make rehearsal`)",
+            help=f"of published rows: rehearse the jobs that {experiment.REHEARSED} does not have, on a "
+            "machine without a GPU (`make rehearsal`)",
         ),
         Argument(
             "--fits",

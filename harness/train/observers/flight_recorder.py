@@ -1,7 +1,7 @@
 """Record where each rank is when a collective is about to time out.
 
     flight_recorder/stacks-rank<r>.txt   the step, the last collective and the stacks of all threads
-    flight_recorder/place-rank<r>.json   input of ``missing_ranks.py``, which names the missing rank
+    flight_recorder/place-rank<r>.json   input of ``absent_ranks``, which names the missing rank
     flight_recorder/gloo_<r>             collectives of gloo, for ``torchfrtrace --prefix gloo_``; no sends
     flight_recorder/rank_<r>             collectives of NCCL, written by its own watchdog (``--prefix rank_``)
 

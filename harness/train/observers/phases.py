@@ -10,14 +10,14 @@ from typing import Any
 
 import torch.distributed as dist
 
+from harness.metrics.columns import Metric
 from harness.metrics.jsonl import MetricsFile
-from harness.metrics.phases import Phases, StepPhases
-from harness.metrics.slow import FILE, KINDS, WINDOW, SlowRanks, own_seconds
+from harness.metrics.phases import FILE, KINDS, WINDOW, Phases, SlowRanks, StepPhases, own_seconds
 from harness.metrics.window import EXCLUDED
 from harness.parallelism.marks import Marks
 from harness.run.result import write_json_atomically
 from harness.train.observer import Observer, Row, Run
-from harness.train.observers.rank_metrics import where_is
+from harness.train.observers.values import where_is
 
 FOLDER = "phases"
 WITH_SPANS = 5
@@ -30,6 +30,13 @@ class PhaseLog(Observer):
     Raises:
         OSError: the file cannot be written.
     """
+
+    metrics = (
+        Metric("slow_ranks", "count", "Ranks that compute longer than others.", "`profiling.phases=true`"),
+    )
+    metrics_of_rank = (
+        Metric("phase.*", "s", "Mean time of a phase in the steps done last.", "`profiling.phases=true`"),
+    )
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)

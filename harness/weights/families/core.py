@@ -135,7 +135,10 @@ class ConfigField:
         """The value in a config.json, or the default."""
         for name in (self.theirs, self.alias or self.theirs):
             if name in content and (self.nullable or content[name] is not None):
-                return self._read(content[name])
+                try:
+                    return self.read(content[name]) if self.read else content[name]
+                except _NOT_SAID:
+                    return content[name]  # of another type, so it will differ
         if self.default is NEEDED:
             return None
         if not callable(self.default):
@@ -144,12 +147,6 @@ class ConfigField:
             return self.default(content)
         except _NOT_SAID:
             return None  # a field that the default depends on is missing or invalid, and reported itself
-
-    def _read(self, value: Any) -> object:
-        try:
-            return self.read(value) if self.read else value
-        except _NOT_SAID:
-            return value  # of another type, so it will differ
 
     def our_value(self, content: Mapping[str, Any]) -> object:
         """The value for our field; None if config.json does not determine it.
@@ -231,11 +228,7 @@ class Family:
         return "diffusion_pytorch_model" if self.is_diffusers else "model"
 
     def pieces(self, model: ModelConfig) -> Iterator[TensorMapping]:
-        """The mapping of all tensors, in our order.
-
-        Raises:
-            ConfigError: the family cannot store one of them.
-        """
+        """The mapping of all tensors, in our order."""
         shapes = tensor_shapes(model)
         for name, shape in shapes.items():
             try:
@@ -245,21 +238,13 @@ class Family:
                 raise ConfigError("model.family", self.name, rule) from None
         for name, theirs in self.mtp_copies.items() if model.mtp.depth else ():
             slot = TensorSlot(f"model.layers.{model.n_layers}.{theirs}")
-            # A tied output projection is the table.
-            yield TensorMapping(
-                name if name in shapes else "tok_embeddings.weight", slot.name, slot, is_copy=True
-            )
+            ours = name if name in shapes else "tok_embeddings.weight"  # a tied projection is the table
+            yield TensorMapping(ours, slot.name, slot, is_copy=True)
 
     def mappings_of(self, name: str, shape: Shape, n_layers: int | None = None) -> Iterator[TensorMapping]:
-        """The mapping of one of our tensors.
+        """The mapping of one of our tensors, by its name and shape; raises ValueError if the family has none.
 
-        Args:
-            name: our name.
-            shape: our shape.
-            n_layers: number of layers of the model, for tensors of multi-token prediction.
-
-        Raises:
-            ValueError: the family has no such tensor.
+        ``n_layers`` is the model's number of layers, for tensors of multi-token prediction.
         """
         block = _IN_BLOCK.fullmatch(name)
         known: Mapping[str, str | TensorSlot] = {**self.names, **self.mtp} if block else OUTSIDE
@@ -297,23 +282,20 @@ class Nested:
 
 
 def common(model: ModelConfig, *, head_dim: object = NEEDED, **defaults: object) -> list[ConfigField]:
-    """Fields of config.json that every family has.
-
-    Args:
-        model: the model.
-        head_dim: default of head_dim.
-        defaults: defaults of other fields, by name.
-    """
+    """Fields of config.json that every family has; ``defaults`` are those of fields by name."""
 
     def of(theirs: str, value: object, ours: str, default: object = NEEDED) -> ConfigField:
         return ConfigField(theirs, value, ours, default=defaults.get(theirs, default))
+
+    def all_heads(found: Mapping[str, Any]) -> object:
+        return found.get("num_attention_heads", defaults.get("num_attention_heads"))
 
     fields = [
         of("vocab_size", model.vocab_size, "vocab_size"),
         of("hidden_size", model.dim, "dim"),
         of("num_hidden_layers", model.n_layers, "n_layers"),
         of("num_attention_heads", model.n_heads, "n_heads"),
-        of("num_key_value_heads", model.n_kv_heads, "n_kv_heads", _heads(defaults)),
+        of("num_key_value_heads", model.n_kv_heads, "n_kv_heads", all_heads),
         of("rms_norm_eps", model.norm_eps, "norm_eps"),
         of("tie_word_embeddings", model.tied_embeddings, "tied_embeddings", False),
         of("max_position_embeddings", model.max_seq_len, "max_seq_len"),
@@ -324,16 +306,8 @@ def common(model: ModelConfig, *, head_dim: object = NEEDED, **defaults: object)
     return fields
 
 
-def _heads(defaults: Mapping[str, object]) -> Callable[[Mapping[str, Any]], object]:
-    return lambda found: found.get("num_attention_heads", defaults.get("num_attention_heads"))
-
-
 def layers_in(found: Mapping[str, Any]) -> range:
-    """The numbers of the blocks in a config.json.
-
-    Raises:
-        ValueError: num_hidden_layers is missing or out of range.
-    """
+    """The numbers of the blocks in a config.json."""
     layers = found["num_hidden_layers"]
     if not isinstance(layers, int) or not 0 < layers <= _MOST_LAYERS:
         raise ValueError(f"num_hidden_layers {layers!r}")
@@ -341,11 +315,7 @@ def layers_in(found: Mapping[str, Any]) -> range:
 
 
 def every_nth(marked: Sequence[bool]) -> int | None:
-    """The n such that exactly every n-th layer (n - 1, 2n - 1, ...) is marked; None if no layer is.
-
-    Raises:
-        ValueError: there is no such n.
-    """
+    """The n such that exactly every n-th layer (n - 1, 2n - 1, ...) is marked; None if no layer is."""
     if not any(marked):
         return None
     every = list(marked).index(True) + 1
@@ -369,11 +339,7 @@ def attention_biases(model: ModelConfig) -> list[ConfigField]:
 
 
 def both_biases(model: ModelConfig) -> None:
-    """Check that all of attention's projections have biases, or none.
-
-    Raises:
-        ConfigError: only one of the two fields is set.
-    """
+    """Check that all of attention's projections have biases, or none."""
     of = model.attention
     if of.qkv_bias != of.output_bias:
         rule = "checkpoints of this family have biases in all of attention's projections or in none"
@@ -381,11 +347,7 @@ def both_biases(model: ModelConfig) -> None:
 
 
 def dividing_heads(model: ModelConfig) -> None:
-    """Check that the number of heads divides the width.
-
-    Raises:
-        ConfigError: it does not.
-    """
+    """Check that the number of heads divides the width."""
     if model.dim % model.n_heads:
         rule = f"transformers wants it to divide model.dim={model.dim} here, whatever model.head_dim is"
         raise ConfigError("model.n_heads", model.n_heads, rule, divisors(model.dim))

@@ -116,15 +116,11 @@ def _v3(model: ModelConfig) -> list[ConfigField]:
 
 
 def _nothing(_theirs: object, _found: object) -> None:
-    """Another field determines ours."""
+    """This field does not determine ours."""
 
 
 def _refuse_v2(model: ModelConfig) -> None:
-    """Check that the shared experts' width is a multiple of an expert's: config.json has their number.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Refuse a width of shared experts that is no multiple of an expert's: config.json has their number."""
     of = model.moe
     if of.shared_hidden_dim < 1 or of.shared_hidden_dim % of.hidden_dim:
         rule = f"checkpoints of this family count shared experts of model.moe.hidden_dim={of.hidden_dim}"

@@ -1,6 +1,6 @@
 """GPT-OSS; fields and tensors as in transformers' models/gpt_oss and config.json at openai.
 
-Released weights of experts are in MXFP4, which ``harness.weights.stored`` dequantizes.
+Released weights of experts are in MXFP4, which ``harness.weights.hf_tensors`` dequantizes.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from harness.contrib.flux.model import Flux, pack, unpack
 from harness.model.accounting import account
 from harness.model.spec import tensor_shapes
 from harness.util.errors import UserError
+from harness.weights.config_json import model_from_config
 from harness.weights.detect import find_source, open_source
-from harness.weights.from_config import model_from_config
 from harness.weights.huggingface import HuggingFaceSource, write_huggingface
 from harness.weights.source import TensorFacts
 

@@ -17,8 +17,8 @@ from harness.contrib.flux.objective import FlowLoss, shift_of, training_flow, va
 from harness.model.architecture import architecture_of
 from harness.tools.inference.evaluate.config import EvaluateJob
 from harness.tools.study.coordcheck.config import CoordCheckJob
-from harness.train.batches import loader_of
 from harness.train.engine import Engine
+from harness.train.objective import loader_of
 from harness.train.setup import process_group
 from harness.util.errors import ConfigError, DataError
 

@@ -18,7 +18,7 @@ from harness.config.fields import check_rules
 from harness.config.formats import TOKEN_FORMATS, WEIGHT_FORMATS
 from harness.config.model import ModelConfig
 from harness.config.registry import Registry, load_attribute
-from harness.data.cache import TokenizedSplit
+from harness.data.corpus import TokenizedSplit
 from harness.data.token_files import open_token_files
 from harness.data.token_format import Opening, TokenFormat
 from harness.data.tokenizer import build_tokenizer

@@ -7,10 +7,11 @@ from pathlib import Path
 from jobs import train
 
 from harness.launch.rows import load
-from harness.run.evaluations import evaluations_markdown, newest
+from harness.run.evaluations import newest
 from harness.run.folder import EVALUATIONS
 from harness.tools.inference.evaluate.results import append
-from harness.tools.report.of_runs import report_of
+from harness.tools.report.runs import report_runs, tables_beside
+from harness.util.tables import Table
 
 
 def test_newest(tmp_path: Path) -> None:
@@ -25,10 +26,10 @@ def test_newest(tmp_path: Path) -> None:
 
 def test_markdown() -> None:
     rows = [{"loss": 1.0}, {"evaluation.q.acc": 0.5, "evaluation.q.examples": 4}]
-    assert evaluations_markdown(["a", "b"], [{}, {}]) == ""
-    lines = evaluations_markdown(["a", "b"], rows).split("\n")
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line]
-    assert [cells[0], *cells[2:]] == [["point", "q.acc"], ["a", "-"], ["b", "0.5000"]]
+    rows = [{"point": name, "state": "completed", **row} for name, row in zip("ab", rows, strict=True)]
+    assert tables_beside(rows[:1]) == []
+    [table] = tables_beside(rows)
+    assert ([each.heading for each in table.shown], table.cells()) == (["run", "q.acc"], [["b", "0.5000"]])
 
 
 def test_report_has_the_newest_evaluations(tmp_path: Path) -> None:
@@ -36,6 +37,6 @@ def test_report_has_the_newest_evaluations(tmp_path: Path) -> None:
     append(run.folder.path / EVALUATIONS, [{"task": "q.jsonl", "acc": 0.25, "examples": 4}])
     rows = load(tmp_path / "runs")
     assert [row["evaluation.q.acc"] for row in rows] == [0.25]
-    [section] = [each for each in report_of("runs", rows, tmp_path).sections if each.title == "Evaluations"]
-    assert section.table is not None
-    assert [column.cell(section.table.rows[0]) for column in section.table.shown][1:] == ["0.2500"]
+    tables = [each for each in report_runs("runs", rows, tmp_path).blocks if isinstance(each, Table)]
+    [table] = [each for each in tables if each.title == "Evaluations"]
+    assert table.cells()[0][1:] == ["0.2500"]

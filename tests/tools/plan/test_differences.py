@@ -10,6 +10,7 @@ import pytest
 
 from harness.compose.composer import compose_job
 from harness.tools.plan.config import PlanJob
+from harness.tools.plan.constants import Calibration, Constants
 from harness.tools.plan.differences import changed_fields, cost_changes, render_differences, traffic_pairs
 from harness.tools.plan.make import make_plan
 from harness.tools.plan.plan import KINDS, PARTS, Plan, Speed, Traffic
@@ -169,9 +170,11 @@ def test_without_a_known_device_there_is_memory_only() -> None:
     assert "peak" in result.text
 
 
-def test_a_file_of_a_calibration_is_that_of_both() -> None:
-    root = Path(__file__).resolve().parents[3]
-    file = root / "experiments" / "cpu_layouts" / "calibration.json"
-    typed = ["model=llama3_debug", f"calibration={file}", "against=parallelism.tp=2"]
-    result = plan(compose_job(typed, config_name="plan", schema=PlanJob), typed)
-    assert result.data["a"]["speed"] is not None and result.data["b"]["speed"] is not None
+def test_a_file_of_a_calibration_is_that_of_both(tmp_path: Path) -> None:
+    file, typed = str(tmp_path / "calibration.json"), ["model=llama3_debug", "cluster=slurm_h100"]
+    Calibration(Constants(matmul=0.1)).write(file)
+    plans = [
+        plan(compose_job([*typed, *more], config_name="plan", schema=PlanJob), [*typed, *more]).data
+        for more in (["against=parallelism.tp=2"], ["against=parallelism.tp=2", f"calibration={file}"])
+    ]
+    assert all(plans[0][job]["speed"] != plans[1][job]["speed"] for job in "ab")

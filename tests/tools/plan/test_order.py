@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import product
+from unittest import mock
 
 import pytest
+import torch
+from tiers import rest_is_thorough
 
+from harness.compose.composer import compose_job
+from harness.config.fields import with_value
+from harness.config.job import Job
 from harness.config.parallelism import ParallelismConfig
 from harness.config.pipeline import SCHEDULES, num_stages, stages_of_rank
+from harness.data.loader import Batch
+from harness.launch.pool import RankPool
+from harness.tools.plan.machine import machine_of
 from harness.tools.plan.order import fullest, pipeline_order
 from harness.tools.plan.plan import Action
+from harness.tools.plan.step_time import StepModel
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -85,3 +95,39 @@ def test_the_fullest_passes_have_at_least_as_much_as_every_other(name: str) -> N
                 alike = [m.counts for m in moments if (m.stage, m.kind, m.again) == (stage, kind, again)]
                 assert any(all(more[key] >= held[key] for key in held) for more in alike)
             assert len(moments) < len(actions)
+
+
+FREEING = [f"{name} {reshard}" for name in SCHEDULES for reshard in ("always", "never")]
+
+
+def gathers_of(job_json: str) -> int:
+    """Number of FSDP's all-gathers in a real step."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+    from harness.train.engine import Engine
+
+    job = Job.from_json(job_json)
+    engine = Engine(job, torch.device("cpu"))
+    tokens = torch.zeros(len(engine.rows), job.training.seq_len, dtype=torch.int64)
+    gather = _fsdp_param_group.foreach_all_gather
+    with mock.patch.object(_fsdp_param_group, "foreach_all_gather", side_effect=gather) as counted:
+        engine.gradients(Batch(tokens, tokens))
+    return counted.call_count
+
+
+@pytest.mark.parametrize(
+    "row", rest_is_thorough(FREEING, "1F1B always", "InterleavedZeroBubble always", "DualPipeV never")
+)
+def test_parameters_are_gathered_as_often_as_planned(pool: RankPool, row: str) -> None:
+    schedule, reshard = row.split()
+    layout = f"pp=2 dp_shard=2 pp_schedule={schedule} reshard_after_forward={reshard}"
+    typed = [f"parallelism.{degree}" for degree in layout.split()]
+    shape = ["training.seq_len=16", "training.global_batch_size=8"]
+    job = compose_job(["model=llama3_tiny", "data=synthetic", "tokenizer=bytes", *shape, *typed])
+    on_gpus = with_value(with_value(job, "cluster.device", "cuda"), "cluster.accelerator", "H100 SXM")
+    machine = machine_of(on_gpus)
+    assert machine is not None
+    traffic = [StepModel(on_gpus, machine).traffic(rank) for rank in (0, 1)]
+    planned = [sum(each.count for each in own if each.collective == "all_gather") for own in traffic]
+    real = pool.run(4, gathers_of, job.to_json())
+    assert planned == [real[0], real[2]]

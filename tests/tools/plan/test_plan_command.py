@@ -181,8 +181,9 @@ def test_unknown_hardware_has_memory_and_no_time() -> None:
     text = render(plan)
     assert "job         llama3_tiny on 1 rank: legal\nmesh        1 rank\n" in text
     assert "  ranks  parameters  runtime  peak\n  all         0.001     0.25  0.25\n" in text
-    assert "\ntime    unknown hardware; set calibration=FILE, " in text
-    assert "or cluster.accelerator to one of A100 SXM 40GB, " in text
+    assert "\ntime    unknown hardware; set cluster.accelerator to one of A100 SXM 40GB, " in text
+    on_cpu = make_plan(compose_job(["model=llama3_tiny", "cluster=slurm_h100", "cluster.device=cpu"]))
+    assert "\ntime    unknown: the plan has no times of CPUs\n" in render(on_cpu)
     assert "\nfits    unknown hardware; the fullest rank takes 0.25 GiB\n" in text
     assert "\nbudget  100 steps, 204,800 tokens\n" in text
     assert not any(word in text for word in ("MFU", "tokens/s", "communication", "schedule", "hours"))
@@ -231,8 +232,7 @@ def test_units() -> None:
     ("overrides", "message"),
     [
         (["top=0"], "^top=0: must be at least 1"),
-        (["search=true", "verify=true"], "^verify=true: checks one job.*would work: verify=false"),
-        (["verify_step=true"], "^verify_step=true: needs verify=true; would work: verify=true"),
+        (["search=true", "rehearse=true"], "^rehearse=true: cannot be .*would work: search=false"),
         (["sweep_file=a.yaml"], "^sweep_file=a.yaml: is written by a search only; would work: search=true"),
         (["search=true", "sweep_file=a.txt"], r"^sweep_file=a.txt: must end in \.yaml"),
         (["picture=plan.pdf"], r"^picture=plan.pdf: must end in \.png; would work: plan.png"),
@@ -258,14 +258,6 @@ def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
         capture_output=True,
         text=True,
     )
-
-
-def test_calibration_of_other_hardware() -> None:
-    measured = "experiments/cpu_layouts/calibration.json"
-    result = command("model=llama3_debug", "cluster=slurm_h100", f"calibration={measured}")
-    assert result.returncode == 2 and result.stderr.count("\n") == 1
-    assert result.stderr.startswith(f"error: calibration={measured}: was fitted on ")
-    assert "and cluster.accelerator is H100 SXM; would work: null, or cluster.acc" in result.stderr
 
 
 SMALL = ["model=llama3_debug", "cluster=slurm_h100", "training.global_batch_size=8"]

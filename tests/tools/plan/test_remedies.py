@@ -38,7 +38,7 @@ def limit(monkeypatch: pytest.MonkeyPatch) -> Limit:
     """Set the memory of every device, in GiB."""
 
     def set_limit(gib: float) -> None:
-        for where in ("make", "prune"):
+        for where in ("make", "search"):
             monkeypatch.setattr(f"harness.tools.plan.{where}.memory_limit", lambda job, device: gib * GIB)
 
     return set_limit

@@ -29,14 +29,12 @@ from harness.tools.plan import search_result as found_module
 from harness.tools.plan.config import PlanJob
 from harness.tools.plan.constants import Calibration, Constants
 from harness.tools.plan.evidence import Resolution
-from harness.tools.plan.legality import Legality
 from harness.tools.plan.machine import device_of, machine_of
 from harness.tools.plan.make import make_plan
 from harness.tools.plan.plan import Plan
-from harness.tools.plan.prune import MemoryBounds, TimeBounds
-from harness.tools.plan.search import NothingFits, search
+from harness.tools.plan.search import MemoryBounds, NothingFits, TimeBounds, search
 from harness.tools.plan.search_result import sweep_path
-from harness.tools.plan.space import SCHEDULES_TRIED, Point, Space
+from harness.tools.plan.space import SCHEDULES_TRIED, Legality, Point, Space
 from harness.tools.plan.verb import plan
 from harness.util.encoding import loads
 from harness.util.errors import ConfigError, UserError
@@ -147,7 +145,7 @@ def test_the_best_are_those_of_brute_force(
     plans = {key: replace(plan, memory_limit=limit) for key, plan in plans.items()}
     monkeypatch.setattr("harness.tools.plan.search.plan_memory", lambda job, _: plans[key_of(job)])
     monkeypatch.setattr("harness.tools.plan.search.with_speed", lambda plan, _: plan)
-    monkeypatch.setattr("harness.tools.plan.prune.memory_limit", lambda job, device: limit)
+    monkeypatch.setattr("harness.tools.plan.search.memory_limit", lambda job, device: limit)
     found = search(space, 10, headroom=headroom)
     fitting = [plan for plan in plans.values() if plan.peak <= (1 - headroom) * limit]
     assert len(fitting) == len(plans) if memory_gib == 80.0 else len(fitting) < len(plans)
@@ -184,7 +182,7 @@ def test_bounds_and_floors_are_below_the_plan(
     points = [point for point in points_of(space) if legality.broken(point) is None][::every]
     machine = machine_of(points[0].job(space.base))
     assert machine is not None
-    bounds, times, starved = TimeBounds(space.base, machine, space.world), [], []
+    bounds, times, starved = TimeBounds(space.base, machine), [], []
     for point in points:
         plan = make_plan(point.job(space.base))
         assert plan.speed is not None
@@ -199,25 +197,9 @@ def test_bounds_and_floors_are_below_the_plan(
 
 def shortfall(point: Point, space: Space, limit: float, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether the floors exclude a point for a device with this memory limit."""
-    monkeypatch.setattr("harness.tools.plan.prune.memory_limit", lambda job, device: limit)
+    monkeypatch.setattr("harness.tools.plan.search.memory_limit", lambda job, device: limit)
     floors = MemoryBounds(space.base, device_of(space.base))
     return floors.persistent_shortfall(point) > 0 or floors.shortfall(point) > 0
-
-
-def test_bounds_of_ranks_that_share_cores() -> None:
-    calibration = Calibration.read(str(ROOT / "experiments" / "cpu_layouts" / "calibration.json"))
-    space = space_of("model=llama3_debug", "cluster.device=cpu", "cluster.ranks=8")
-    legality = Legality(space.base)
-    points = [point for point in points_of(space) if legality.broken(point) is None][::9]
-    machine = machine_of(points[0].job(space.base), calibration)
-    assert machine is not None and machine.shares_cores
-    bounds, ratios = TimeBounds(space.base, machine, space.world), []
-    for point in points:
-        speed = make_plan(point.job(space.base), calibration).speed
-        assert speed is not None
-        ratios.append(bounds.seconds(point) / speed.step_seconds)
-    assert max(ratios) <= 1 + 1e-9
-    assert statistics.median(ratios) > 0.6
 
 
 def test_options_of_a_format_are_legal_in_a_search() -> None:

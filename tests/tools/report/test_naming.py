@@ -12,8 +12,9 @@ from made import leave, rate_of, result
 from harness.compose.composer import compose_job
 from harness.launch.naming import in_short
 from harness.launch.rows import load
-from harness.tools.report.of_runs import report_of
-from harness.util import plots
+from harness.tools.report import plots
+from harness.tools.report.runs import report_runs
+from harness.util.tables import Table
 
 COMMON = [
     *(
@@ -60,7 +61,9 @@ def test_differing_models_are_summarized(tmp_path: Path) -> None:
         "model=llama3_tiny",
         "model=llama4_debug",
     ]
-    [text] = report_of("t", rows, tmp_path).sections[0].text[:1]
+    table = report_runs("t", rows, tmp_path).blocks[0]
+    assert isinstance(table, Table)
+    text = table.notes[0]
     assert text.startswith("The numerics of all runs differ (model (") and len(text) < 200
     assert in_short(["model.dim", "optimizer.lr"]) == "model.dim, optimizer.lr"
 

@@ -9,7 +9,7 @@ import pytest
 
 from harness.tools.rehearse import verb
 from harness.tools.rehearse.figures import Failure, RankFigures
-from harness.tools.report import rehearsed
+from harness.tools.report.experiment import REHEARSED, read_rehearsed, rehearse_missing
 from harness.util.errors import UserError
 
 JOB = ["model=llama3_8b", "parallelism=fsdp_pp", "data=synthetic", "tokenizer=bytes", "precision=bf16"]
@@ -46,20 +46,20 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeRehearsals]:
 
 def test_the_fullest_rank_is_kept_and_not_rehearsed_again(tmp_path: Path, fake: type[FakeRehearsals]) -> None:
     for _ in range(2):
-        rehearsed.rehearse_missing(tmp_path, [("id", JOB, "H100 SXM")])
+        rehearse_missing(tmp_path, [("id", JOB, "H100 SXM")])
         assert fake.ran == [0, 2]
-    [found] = rehearsed.read(tmp_path).values()
+    [found] = read_rehearsed(tmp_path).values()
     assert (found["rank"], found["memory_gib"]) == (2, 3.0)
 
 
 def test_a_failed_rehearsal_is_not_kept(tmp_path: Path, fake: type[FakeRehearsals]) -> None:
     fake.failure = Failure("out of memory", "Tried to allocate 6.00 GiB", "model/decoder.py:1", 0)
     with pytest.raises(UserError, match="rank 0 could not be rehearsed: out of memory: Tried to allocate"):
-        rehearsed.rehearse_missing(tmp_path, [("id", JOB, "H100 SXM")])
-    assert rehearsed.read(tmp_path) == {}
+        rehearse_missing(tmp_path, [("id", JOB, "H100 SXM")])
+    assert read_rehearsed(tmp_path) == {}
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / rehearsed.FILE).write_text("{")
+    (tmp_path / REHEARSED).write_text("{")
     with pytest.raises(UserError, match="cannot be read as JSON"):
-        rehearsed.read(tmp_path)
+        read_rehearsed(tmp_path)

@@ -18,14 +18,14 @@ from harness.launch.rows import KEPT, completed, job_of, keep, load, of_points, 
 from harness.launch.slurm_record import SlurmJobRecord
 from harness.launch.state import read_states
 from harness.launch.sweep.registry import Registry, command_of
-from harness.launch.sweep.table import rows_of, table_markdown, table_text
-from harness.metrics.slow import SlowRank
+from harness.launch.sweep.table import rows_of, table_text
+from harness.metrics.phases import SlowRank
 from harness.metrics.window import THROUGHPUT, Window
 from harness.run.result import write_result
-from harness.tools.report.of_runs import report_of
+from harness.tools.report.runs import report_runs
 from harness.tools.report.sweep import collect, status
-from harness.util.document import markdown
 from harness.util.errors import UserError
+from harness.util.tables import to_markdown
 
 RATE = "tokens_per_second_per_rank"
 
@@ -70,7 +70,7 @@ def test_slow_ranks_are_named_in_status_rows_and_report(tmp_path: Path) -> None:
     assert f"slow: {said[:60]}" in status(folder).text
     rows = load(folder)
     assert [row["slow"] for row in rows if "slow" in row] == [said]
-    assert f"| {said} |" in markdown(report_of("made", rows, tmp_path))
+    assert f"| {said} |" in to_markdown(*report_runs("made", rows, tmp_path).blocks)
     assert "slow" not in read_kept(keep(tmp_path, rows).parent)[0]
 
 
@@ -80,7 +80,8 @@ def test_names_are_no_html(tmp_path: Path) -> None:
     rows = [{**row, "point": f"{row['point']} {bad}", "reason": bad} for row in load(made)]
     folder = made.rename(tmp_path / "a <img src=x>")
     collect(folder)
-    for text in (markdown(report_of(bad, rows, tmp_path)), (folder / "table.md").read_text()):
+    report_runs(bad, rows, tmp_path).write(tmp_path, "made.md", "made.csv", "made.html")
+    for text in ((tmp_path / "made.md").read_text(), (folder / "table.md").read_text()):
         assert "&lt;" in text and "<script" not in text and "</" not in text and "<img" not in text
 
 
@@ -131,7 +132,7 @@ def test_every_table_ranks_points_by_the_same_rate(tmp_path: Path) -> None:
     shown = rows_of(points, seen)[0]
     assert shown["tokens/s"] == f"{5 * 4096 / 38.7:,.0f}"
     assert shown["tokens/s/rank"] == f"{5 * 4096 / 38.7 / world:,.1f}"
-    assert table_text([shown]).endswith(f"{THROUGHPUT}\n") and THROUGHPUT in table_markdown([shown])
+    assert table_text([shown]).endswith(f"{THROUGHPUT}\n")
     # Percentiles of rates are computed from those of seconds if the row has none.
     old = {key: value for key, value in own.items() if "_second_p" not in key and "measured" not in key}
     assert completed(old)["measured.low"] == pytest.approx(4096 / own["window.step_seconds_p90"] / world)

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from harness.tools.report.predict import delta
 from harness.tools.report.published import Recipe
-from harness.tools.report.statistics import delta, effects, errors_of, spearman
+from harness.tools.report.runs import effects, errors_in_words, spearman
 
 BASE = Recipe("llama3_8b", 8, 8, 1, 1, 1, 2, 8192, "full", False, "none", False, "")
 
@@ -20,10 +21,8 @@ def test_delta() -> None:
 
 def test_errors_are_median_and_worst_by_amount() -> None:
     rows = [{"x": -0.3}, {"x": 0.1}, {"x": 0.02}, {"x": None}, {}]
-    found = errors_of(rows, "x")
-    assert found is not None
-    assert (found.count, found.median, found.worst) == (3, 0.1, 0.3)
-    assert errors_of([{}], "x") is None
+    assert errors_in_words(rows, "x") == "median error 10.0%, worst 30.0% (3 rows)"
+    assert errors_in_words([{}], "x") == ""
 
 
 @pytest.mark.parametrize(
@@ -52,18 +51,20 @@ def figures(published: float, predicted: float | None) -> dict[str, float | None
 def test_effects_are_of_one_change() -> None:
     compiled = replace(BASE, compiled=True)
     float8 = replace(compiled, linear="float8_tensorwise")
-    found = effects([(BASE, figures(100, 100)), (compiled, figures(120, 90)), (float8, figures(150, 99))])
+    found = effects(
+        "table1", [(BASE, figures(100, 100)), (compiled, figures(120, 90)), (float8, figures(150, 99))]
+    )
     # Eager bf16 and compiled float8 differ in two things.
     assert [each.what for each in found] == ["compile", "float8"]
     assert [each.is_right for each in found] == [False, True]
     assert (found[0].published, found[0].predicted) == (pytest.approx(0.2), pytest.approx(-0.1))
     longer = replace(BASE, seq_len=16384)
-    assert effects([(BASE, figures(1, 1)), (longer, figures(2, 2))]) == []
-    [unknown] = effects([(BASE, figures(100, None)), (compiled, figures(120, None))])
+    assert effects("table1", [(BASE, figures(1, 1)), (longer, figures(2, 2))]) == []
+    [unknown] = effects("table1", [(BASE, figures(100, None)), (compiled, figures(120, None))])
     assert unknown.is_right is None
 
 
 def test_schedules_are_named() -> None:
     one, other = (replace(BASE, pp=8, schedule=name) for name in ("1F1B", "Interleaved1F1B"))
-    [found] = effects([(one, figures(100, 100)), (other, figures(128, 120))])
-    assert (found.what, found.words) == ("schedule", "1F1B to Interleaved1F1B")
+    [found] = effects("table1", [(one, figures(100, 100)), (other, figures(128, 120))])
+    assert found.what == "schedule: 1F1B to Interleaved1F1B"

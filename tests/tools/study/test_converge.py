@@ -130,7 +130,7 @@ def test_command(
     assert found["bf16"]["departure"] == "", "it does not claim the control's numbers"
     assert float(found["recompute_full"]["departure"]) <= 1
     out = capsys.readouterr().out
-    assert "- Against the control, seeds 1, 2: 3 equal, 1 skipped." in out
+    assert "Against the control, seeds 1, 2: 3 equal, 1 skipped." in out
     folder = tmp_path / "c" / "converge"
     text = (folder / "tables.md").read_text()
     assert "![Curves](curves.png)" in text

@@ -13,7 +13,7 @@ import os
 
 from harness.compose.verb import Result, Verb
 from harness.contrib.flux.encode.config import EncodeJob
-from harness.data.shards.here import write_here
+from harness.data.shards import write_here
 from harness.train.process import importing_torch, launched_ranks, openmp_environment
 from harness.util.errors import ConfigError, UserError
 

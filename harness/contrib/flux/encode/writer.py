@@ -27,10 +27,8 @@ from harness.contrib.flux.pictures.encoders import Encoders, as_floats, build_en
 from harness.contrib.flux.pictures.latents import EMPTY, LatentFile, LatentManifest, checksum, pack_rows
 from harness.contrib.flux.pictures.loader import MOST_THREADS
 from harness.contrib.flux.pictures.sources import PictureSource, RawSamples, open_pictures
-from harness.data.shards.manifest import FORMAT_VERSION, write_manifest
-from harness.data.shards.writer import ShardWriter, cut_units
-from harness.data.units import cpus
-from harness.data.workers import Workers, can_start_processes
+from harness.data.shards import FORMAT_VERSION, ShardWriter, cut_units, write_manifest
+from harness.data.workers import Workers, can_start_processes, cpus
 from harness.util.files import write_atomically
 
 SPLITS = ("train", "validation")

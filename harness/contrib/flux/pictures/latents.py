@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from harness.config.fields import from_dict
 from harness.contrib.flux.pictures.loader import Caption, Picture
 from harness.data.samples import EpochOrder
-from harness.data.shards.manifest import MANIFEST, load_manifest
+from harness.data.shards import MANIFEST, load_manifest
 from harness.util.encoding import parse
 from harness.util.errors import ConfigError, DataError
 from harness.util.files import is_file_name

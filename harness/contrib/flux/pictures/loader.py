@@ -20,7 +20,7 @@ from harness.contrib.flux.pictures.encoders import Encoders, as_floats
 from harness.contrib.flux.pictures.sources import RawSamples
 from harness.data.batch import Cursor, Loader
 from harness.data.samples import random_stream
-from harness.data.units import cpus
+from harness.data.workers import cpus
 
 MOST_THREADS = 8
 

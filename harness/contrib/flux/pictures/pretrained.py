@@ -21,7 +21,7 @@ from harness.data.documents import describe
 from harness.util.encoding import parse_object
 from harness.util.errors import ConfigError, UserError
 
-INSTALL = "pip install 'harness[diffusion]'"
+INSTALL = "pip install -e '.[diffusion]'"
 WEIGHTS = ("*.safetensors", "*.bin")
 
 

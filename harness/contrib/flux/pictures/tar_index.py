@@ -2,7 +2,7 @@
 
 Members of one picture follow each other and have the same name up to the first dot of its last part:
 ``00012.jpg 00012.txt 00012.json`` (github.com/webdataset/webdataset). The table is built once, in
-``data.cache_dir``, and rebuilt if it is damaged (``harness/data/cache_check.py``).
+``data.cache_dir``, and rebuilt if it is damaged (``harness/util/store.py``).
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from harness.data.build_lock import only_builder
-from harness.data.cache import remove_damaged
-from harness.data.cache_check import META, DamagedCache, check_files, describe_files, read_meta
 from harness.data.documents import describe
 from harness.data.sources import file_stats
+from harness.util.encoding import parse_object
 from harness.util.errors import DataError
 from harness.util.files import write_atomically
+from harness.util.store import NO_FILE, Damaged, check_files, describe_files, only_builder, remove_folder
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 """Extensions of pictures."""
-TABLE = "members.npy"
+META, TABLE = "meta.json", "members.npy"
 _THREADS = 8
 _FORMAT_VERSION = 1
 
@@ -102,9 +101,9 @@ def open_tar_index(
         if (folder / META).exists():
             try:
                 _check(folder)
-            except DamagedCache as error:
+            except Damaged as error:
                 sys.stderr.write(f"WARNING picture table {folder} is damaged and is rebuilt: {error}\n")
-                remove_damaged(folder)
+                remove_folder(folder)
         with only_builder(folder, (folder / META).exists) as building:
             if building is not None:
                 _build(folder, files)
@@ -114,13 +113,17 @@ def open_tar_index(
         if not is_builder:
             _check(folder)
         return TarIndex(files, np.load(folder / TABLE, mmap_mode="r"), key)
-    except (DamagedCache, OSError) as error:
+    except (Damaged, OSError) as error:
         rule = "data.cache_dir must be a folder that all ranks share"
         raise DataError(f"picture table {folder} cannot be read here: {error}; {rule}") from None
 
 
 def _check(folder: Path) -> None:
-    check_files(folder, read_meta(folder, (TABLE,))["files"])
+    try:
+        files = {TABLE: parse_object((folder / META).read_bytes())["files"][TABLE]}
+    except (*NO_FILE, ValueError, KeyError, TypeError) as error:
+        raise Damaged(f"{META}: {error}") from None
+    check_files(folder, files)
 
 
 def _build(folder: Path, files: Sequence[Path]) -> None:

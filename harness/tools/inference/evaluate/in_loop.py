@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from harness.metrics.columns import Metric
 from harness.run.evaluations import columns
 from harness.tools.inference.evaluate.scoring import Scorer
 from harness.tools.inference.evaluate.tasks import Setting, open_task
@@ -14,6 +15,16 @@ class EvaluationInLoop(Periodic):
     Raises:
         UserError: a task cannot be read.
     """
+
+    metrics = (
+        Metric(
+            "evaluation.*",
+            "number",
+            "Metric of a task, `evaluation.<task>.<metric>`; a row of its own with `step`.",
+            "evaluation",
+            line="{rest} {:.5g}",
+        ),
+    )
 
     def __init__(self, run: Run) -> None:
         super().__init__(run, run.job.evaluation.interval)

@@ -42,7 +42,7 @@ def evaluate(
             rule = (
                 f"lm-evaluation-harness or a module of its tasks cannot be imported ({one_line(str(error))})"
             )
-            raise ConfigError("evaluate.tasks", library[0], rule, "pip install 'harness[eval]'") from error
+            raise ConfigError("evaluate.tasks", library[0], rule, "pip install -e '.[eval]'") from error
     model = InferenceModel(job, device)
     model.load(found)
     scorer = Scorer(model)

@@ -32,7 +32,7 @@ def evaluate(job: EvaluateJob, overrides: list[str]) -> int | Result:
     library = [name for name in job.evaluate.tasks if is_lm_eval(name)]
     if library and importlib.util.find_spec("lm_eval") is None:
         rule = "needs lm-evaluation-harness, which is not installed"
-        raise ConfigError("evaluate.tasks", library[0], rule, "pip install 'harness[eval]'")
+        raise ConfigError("evaluate.tasks", library[0], rule, "pip install -e '.[eval]'")
     trained = used.found.manifest.get("job") or {}
     recorded = (trained.get("training") or {}).get("seq_len")
     window = job.evaluate.seq_len or min(recorded or job.model.max_seq_len, job.model.max_seq_len)

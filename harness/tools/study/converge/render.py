@@ -17,7 +17,7 @@ from harness.tools.study.converge.curves import Found
 from harness.tools.study.converge.judge import EQUAL, Verdict, final_losses
 from harness.tools.study.converge.pictures import CURVES, DIFFERENCES, draw_curves, draw_differences
 from harness.tools.study.converge.points import Technique
-from harness.util.document import Column, Report, Section, Table
+from harness.util.tables import Block, Column, Document, Figure, Table
 
 Row = dict[str, Any]
 SKIPPED, FAILED, INCOMPLETE = "skipped", "failed", "incomplete"
@@ -114,7 +114,7 @@ def _power_of_ten(exponent: float) -> float:
 
 def report_of(
     title: str, compared: Sequence[Compared], config: ConvergeConfig, folder: Path, command: str
-) -> Report:
+) -> Document:
     """Create the report, and write its pictures.
 
     Args:
@@ -128,7 +128,7 @@ def report_of(
     judged = {each.technique.name: each for each in compared if each.verdict is not None}
     control = compared[0].found
     assert control is not None, "a control is never skipped"
-    sections = [Section("Verdicts", _method(config), Table(COLUMNS, rows))]
+    blocks: list[Block] = [Table(COLUMNS, rows, "Verdicts", _method(config))]
     if judged:
         curves = {name: each.found.curves for name, each in judged.items() if each.found is not None}
         words = {name: each.word for name, each in judged.items()}
@@ -138,12 +138,10 @@ def report_of(
             "Mean and range of the seeds, each paired with the control of its seed. The grey band is the "
             "bound of the final loss."
         )
-        sections += [
-            Section("Curves", picture=CURVES),
-            Section("Paired differences", [text], picture=DIFFERENCES),
-        ]
-    sections.append(Section("Techniques", [f"`{command}`", *_provenance(compared[0])], Table(_TYPED, rows)))
-    return Report(title, sections, summary_of(compared, config), rows)
+        blocks += ["## Curves", Figure(CURVES, "Curves")]
+        blocks += ["## Paired differences", text, Figure(DIFFERENCES, "Paired differences")]
+    blocks.append(Table(_TYPED, rows, "Techniques", [f"`{command}`", *_provenance(compared[0])]))
+    return Document(title, summary_of(compared, config), blocks, rows)
 
 
 def summary_of(compared: Sequence[Compared], config: ConvergeConfig) -> list[str]:
@@ -151,12 +149,12 @@ def summary_of(compared: Sequence[Compared], config: ConvergeConfig) -> list[str
     counts = Counter(each.word for each in compared[1:])
     seeds = f"seed{'s' if len(config.seeds) > 1 else ''} {', '.join(map(str, config.seeds))}"
     counted = ", ".join(f"{count} {word}" for word, count in counts.items())
-    lines = [f"- Against the control, {seeds}: {counted}."]
+    lines = [f"Against the control, {seeds}: {counted}."]
     named: dict[tuple[str, str], list[str]] = {}
     for each in compared:
         if each.word not in (CONTROL, EQUAL, SKIPPED):
             named.setdefault((each.word, each.reason), []).append(each.technique.name)
-    lines += [f"- {', '.join(names)}: {word} ({reason})." for (word, reason), names in named.items()]
+    lines += [f"{', '.join(names)}: {word} ({reason})." for (word, reason), names in named.items()]
     return lines
 
 
@@ -167,9 +165,9 @@ def _method(config: ConvergeConfig) -> list[str]:
         "Every statistic is one value per seed, tested over seeds by Student's t with one degree of freedom "
         "less than seeds, which assumes normally distributed values:",
         f"- difference: final loss (mean of the last {config.smooth_steps} steps) relative to the control's, "
-        "also in units of the standard deviation of the control's final loss over seeds;",
+        "also in units of the standard deviation of the control's final loss over seeds;\n"
         "- learning speed: how far the curve runs ahead of the control's, as a share of the steps (least "
-        "squares over all steps, weighted by 1 / step);",
+        "squares over all steps, weighted by 1 / step);\n"
         "- departure: size of the differences of losses or gradient norms, whichever is larger, over that of "
         "the twin, which computes the control's numbers in another order; for techniques that claim the "
         "control's numerics.",

@@ -20,11 +20,8 @@ from harness.tools.study.converge.judge import EQUAL, judge
 from harness.tools.study.converge.points import Technique, compose_techniques
 from harness.tools.study.converge.render import SHORT, SKIPPED, Compared, report_of
 from harness.train.process import launched_ranks
-from harness.util.document import as_csv, markdown
 from harness.util.errors import EXIT_OK, STOPPED, UserError
-from harness.util.files import write_atomically
-from harness.util.page import page
-from harness.util.tables import aligned
+from harness.util.tables import Table, to_text
 
 EXIT_DIFFERS = 1
 
@@ -43,18 +40,14 @@ def converge(job: ConvergeJob, overrides: list[str]) -> int | Result:
         sys.stderr.write("no run of the control has ended; the same command again compares the curves\n")
         return Result({"rows": [], "summary": [], "report": None}, code=code)
     out = Path(job.converge.out or Path(job.runs_dir) / job.name / "converge")
-    out.mkdir(parents=True, exist_ok=True)
     command = shlex.join(["harness", "converge", *overrides])
     made = report_of(job.name, compared, job.converge, out, command)
-    texts = {"tables.md": markdown(made), "table.csv": as_csv(made), "index.html": page(made, out)}
-    for name, text in texts.items():
-        write_atomically(out / name, text.encode())
-    cells = [{column.heading: column.cell(row) for column in SHORT} for row in made.rows]
-    lines = "".join(f"{line}\n" for line in (*made.summary, out / "tables.md"))
+    files = made.write(out, "tables.md", "table.csv", "index.html")
+    lines = "".join(f"{line}\n" for line in (*made.summary, files[0]))
     words = {each.word for each in compared} - {SKIPPED}
     return Result(
-        {"rows": made.rows, "summary": made.summary, "report": str(out / "tables.md")},
-        aligned(cells, left=("technique", "verdict", "reason"), indent="") + lines,
+        {"rows": made.rows, "summary": made.summary, "report": files[0]},
+        to_text(Table(SHORT, made.rows)) + lines,
         code=EXIT_OK if words == {CONTROL, EQUAL} else EXIT_DIFFERS,
     )
 

@@ -15,8 +15,8 @@ from harness.data.tokenizer import build_tokenizer
 from harness.model.decoder import Decoder
 from harness.model.kernels import Kernel
 from harness.model.moe import Router
-from harness.train.batches import loader_of
 from harness.train.engine import Engine
+from harness.train.objective import loader_of
 from harness.train.setup import pick_device, process_group, set_up_process
 
 QUERIES = 64

@@ -19,9 +19,16 @@ from harness.train.process import launched_ranks
 from harness.util.encoding import dumps
 from harness.util.errors import EXIT_OK, UserError
 from harness.util.files import write_atomically
-from harness.util.tables import aligned
+from harness.util.tables import Column, Table, to_text
 
 EXIT_DRIFTS = 1
+_COLUMNS = (
+    Column("module", "module"),
+    Column("slope", "exponent", "+.2f"),
+    Column("step", "at step", "d"),
+    Column("change_slope", "of change", "+.2f"),
+    Column("word", "verdict"),
+)
 
 
 def coordcheck(job: CoordCheckJob, overrides: list[str]) -> Result:
@@ -59,19 +66,9 @@ def coordcheck(job: CoordCheckJob, overrides: list[str]) -> Result:
         "picture": str(picture),
     }
     write_atomically(out / "coordcheck.json", f"{dumps(data, indent=2)}\n".encode())
-    rows = [
-        {
-            "module": each.module,
-            "exponent": f"{each.slope:+.2f}",
-            "at step": str(each.step),
-            "of change": f"{each.change_slope:+.2f}",
-            "verdict": each.word,
-        }
-        for each in verdicts
-    ]
     summary = f"{steady} of {len(verdicts)} modules are steady ({name}; bound {config.bound:g})\n{picture}\n"
     code = EXIT_OK if steady == len(verdicts) else EXIT_DRIFTS
-    return Result(data, aligned(rows, left=("module", "verdict"), indent="") + summary, code)
+    return Result(data, to_text(Table(_COLUMNS, data["modules"])) + summary, code)
 
 
 VERB = Verb("coordcheck", coordcheck, job=CoordCheckJob, has_json=True)

@@ -1,0 +1,384 @@
+"""``sweep=optuna``: points that Optuna chooses by the results of earlier ones. Killed studies continue."""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.compose.composer import Composed, Composer
+from harness.compose.hydra import sets_search_path
+from harness.compose.multirun import SETTINGS, Space, read_space
+from harness.config.fields import check_rules, from_dict, label
+from harness.config.job import Job
+from harness.launch.state import BUSY, HELD
+from harness.launch.submit import confirm
+from harness.launch.sweep.distinct import check_swept, run_dir_of, unique_points
+from harness.launch.sweep.registry import FILE, Point, Registry, Skipped, override_key, sets_label
+from harness.launch.sweep.run import (
+    Task,
+    busy_points,
+    follow_points,
+    run_point,
+    states_of,
+    submit_points,
+    with_group,
+)
+from harness.launch.sweep.study import PointFailedError, StudyRecord, check_directions, check_objective
+from harness.launch.sweep.table import best_in_words, counted, rows_of, table_text
+from harness.run.folder import RunFolder
+from harness.util.errors import EXIT_INTERRUPTED, EXIT_OK, STOPPED, ConfigError, UserError, one_line
+
+if TYPE_CHECKING:
+    import optuna
+
+STORE = "study.db"
+# Numbers of trials whose process was killed, as an attribute of the study.
+_KILLED = "harness_killed"
+SAMPLERS = {
+    "tpe": "TPESampler",
+    "random": "RandomSampler",
+    "cmaes": "CmaEsSampler",
+    "nsgaii": "NSGAIISampler",
+}
+
+
+@dataclass(frozen=True)
+class StudySettings:
+    """The settings ``sweep.NAME`` of a study.
+
+    Attributes:
+        n_trials: points of the study, those before it was stopped included.
+        n_jobs: points that are chosen at once.
+        objective: column of ``result.json`` to optimize, or a list of columns.
+        direction: of each column; None: the one in which it improves.
+        failed: value of failed and invalid points; None reports them as failed.
+        max_failure_rate: share of a batch that may fail before the study ends.
+        sampler: a key of ``SAMPLERS``.
+        seed: of the sampler.
+        sampler_options: more arguments of Optuna's sampler.
+        storage: URL of Optuna's storage; None: SQLite in the sweep's folder.
+        study_name: its name in the storage; None: that of the sweep.
+    """
+
+    n_trials: int = label(20, least=1)
+    n_jobs: int = label(2, least=1)
+    objective: str | list[str] = label("loss")
+    direction: str | list[str] | None = label(None)
+    failed: float | None = label(None)
+    max_failure_rate: float = label(1.0, least=0, most=1)
+    sampler: str = label("tpe", choices=tuple(SAMPLERS))
+    seed: int | None = label(None, least=0)
+    sampler_options: dict[str, Any] = field(default_factory=dict, metadata={"role": "label"})
+    storage: str | None = label(None)
+    study_name: str | None = label(None)
+
+
+def run_study(
+    overrides: Sequence[str], *, config_name: str = "train", check: Callable[[Composed], Composed]
+) -> int:
+    """Run points that Optuna chooses; return the exit code: 0 if any point completed.
+
+    Args:
+        overrides: as typed.
+        config_name: the primary config.
+        check: returns a point without its job if its inputs cannot be used.
+
+    Raises:
+        UserError: the settings cannot be used, or the folder has another study.
+    """
+    try:
+        import optuna
+    except ModuleNotFoundError:
+        works = "pip install 'harness[optuna]'"
+        raise UserError(f"sweep=optuna: its package is not installed; would work: {works}") from None
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    composer = Composer(config_name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Optuna calls some samplers experimental
+        space = read_space(composer, overrides)
+        settings: StudySettings = from_dict(StudySettings, space.settings, SETTINGS)
+        check_rules(settings, SETTINGS)
+        objective = check_objective(settings.objective)
+        directions = check_directions(settings.direction, objective, f"{SETTINGS}direction")
+        if not space.axes:
+            works = "'optimizer.lr=tag(log,interval(1e-4,1e-2))'"
+            raise UserError(f"sweep=optuna: there are no axes to choose from; would work: {works}")
+        composer.point_of_sweep(space.fixed)  # raises SecretError before a storage has the overrides
+        shared = [each for each in space.fixed if not sets_label(each) and not sets_search_path(each)]
+        record = StudyRecord("optuna", objective, directions, shared, list(overrides))
+        registry = Registry(_folder(composer, space.fixed))
+        with registry.controlled():
+            _start_record(registry, record)
+            study = Study(
+                registry, record, settings, space, lambda point: check(composer.point_of_sweep(point))
+            )
+            try:
+                study.run()
+            except KeyboardInterrupt:
+                sys.stderr.write("stopped; the same command continues the study\n")
+                return EXIT_INTERRUPTED
+            return study.show()
+
+
+def _folder(composer: Composer, fixed: list[str]) -> Path:
+    """Return the folder of the study: its name is composed without the axes.
+
+    Raises:
+        UserError: the name cannot be resolved, or is no folder inside runs_dir.
+    """
+    config = composer.config(fixed, resolve=True)
+    job = Job(name=config["name"], runs_dir=config["runs_dir"])
+    check_rules(job)
+    job.validate_folder()
+    return Path(job.runs_dir) / job.name
+
+
+def _start_record(registry: Registry, record: StudyRecord) -> None:
+    """Write the record; a study continues only with the same objective and shared overrides.
+
+    Raises:
+        UserError: the folder has points of another study.
+    """
+    earlier = StudyRecord.read(registry.path)
+    if earlier is not None and not earlier.is_same(record):
+        if registry.points():
+            now, then = ([each.sweeper, each.describe(), *each.shared] for each in (record, earlier))
+            others = [f"without {each}" for each in then if each not in now]
+            others += [f"with {each}" for each in now if each not in then]
+            raise UserError(
+                f"{registry.path}: has points of another study, this one is {', '.join(others)}; would work: "
+                "another name=NAME"
+            )
+        (registry.path / STORE).unlink(missing_ok=True)
+    record.write(registry.path)
+
+
+Value = list[float] | PointFailedError
+
+
+class Study:
+    """Asks Optuna for points, runs them as points of a sweep, and tells it their values.
+
+    A point that has already run gives its value at once. A point that failed is not started again by the same
+    process, but when the study continues.
+
+    Args:
+        registry: the sweep's folder, locked.
+        record: the objective.
+        settings: of the study.
+        space: the axes.
+        compose: returns the point of some overrides; its job is None if it is not valid.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        record: StudyRecord,
+        settings: StudySettings,
+        space: Space,
+        compose: Callable[[list[str]], Composed],
+    ) -> None:
+        self.registry, self.record, self.settings = registry, record, settings
+        self.space, self.compose = space, compose
+        names = [override_key(name) for name in space.axes]
+        # Each value of a label that is an axis has a run of its own.
+        self._axes, self._swept = set(names), check_swept([name for name in names if sets_label(name)])
+        self._storage = settings.storage or f"sqlite:///{(registry.path / STORE).absolute()}"
+        self._done, self._is_confirmed = 0, False
+        self._tried: set[Path] = set()
+
+    def run(self) -> None:
+        """Run the trials that are left.
+
+        Raises:
+            KeyboardInterrupt: the user stopped a run, or following.
+            UserError: the points cannot be started here, or too many failed.
+        """
+        from optuna.trial import TrialState
+
+        stored, self._done = self._stored, self._count_finished()
+        if self._done and not self.registry.points() and not self.registry.skipped():
+            rule = f"has none of the {self._done} points of the stored study"
+            raise UserError(f"{self.registry.path / FILE}: {rule}; would work: another name=NAME")
+        left, total = max(0, self.settings.n_trials - self._done), self.settings.n_trials
+        words = f"{left} of {max(total, self._done)} trials left" if self._done else f"{total} trials"
+        sys.stderr.write(f"{self.registry.path}: {self.record.describe()} by optuna, {words}\n")
+        distributions = {override_key(name): distribution(each) for name, each in self.space.axes.items()}
+        while left:
+            try:
+                trials = [stored.ask(distributions) for _ in range(min(left, self.settings.n_jobs))]
+            except Exception as error:
+                raise UserError(f"sweep=optuna: {one_line(str(error))}") from error
+            values = self._run_batch([self.compose(self._overrides(trial.params)) for trial in trials])
+            for trial, value in zip(trials, values, strict=True):
+                if isinstance(value, PointFailedError):
+                    stored.tell(trial, state=TrialState.FAIL)
+                else:
+                    stored.tell(trial, value)
+            left -= len(trials)
+            self._done += len(trials)
+            failed = [value for value in values if isinstance(value, PointFailedError)]
+            if len(failed) > self.settings.max_failure_rate * len(values):
+                works = (
+                    f"{SETTINGS}max_failure_rate=1, or {SETTINGS}failed=VALUE, the value of a failed point"
+                )
+                raise UserError(f"sweep=optuna: ends at a failed point: {failed[0]}; would work: {works}")
+
+    def show(self) -> int:
+        """Print the table of all points and the best of them; return the exit code."""
+        points = self.registry.points()
+        seen = states_of(points)
+        best = best_in_words(self.record, points)
+        table = table_text(rows_of(points, seen, self.record.objective))
+        sys.stdout.write(f"{table}{counted(seen, self.registry.skipped())}{best}")
+        return EXIT_OK if best else 1
+
+    @cached_property
+    def _stored(self) -> optuna.Study:
+        """The study, created or loaded.
+
+        A trial of a killed process is asked for again with the same parameters, so that its run resumes.
+        """
+        import optuna
+        from optuna.study import StudyDirection
+        from optuna.trial import TrialState
+
+        settings = self.settings
+        try:
+            study = optuna.create_study(
+                storage=self._storage,
+                study_name=settings.study_name or self.registry.name,
+                directions=[StudyDirection[each.upper()] for each in self.record.direction],
+                load_if_exists=True,
+            )
+            killed = set(study.user_attrs.get(_KILLED, []))
+            for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+                # In this order, so that nothing is lost if this process is killed too.
+                if trial.params:
+                    study.enqueue_trial(trial.params)
+                killed.add(trial.number)
+                study.set_user_attr(_KILLED, sorted(killed))
+                study.tell(trial.number, state=TrialState.FAIL)
+            # The same seed would repeat the first trials.
+            seed = None if settings.seed is None else settings.seed + len(study.trials)
+        except Exception as error:
+            message = one_line(str(error)) or type(error).__name__
+            raise UserError(f"{SETTINGS}storage={self._storage}: cannot be used: {message}") from error
+        try:
+            sampler = getattr(optuna.samplers, SAMPLERS[settings.sampler])
+            study.sampler = sampler(seed=seed, **settings.sampler_options)
+        except (TypeError, ValueError, ImportError) as error:
+            raise UserError(f"{SETTINGS}sampler={settings.sampler}: {one_line(str(error))}") from error
+        return study
+
+    def _count_finished(self) -> int:
+        killed = self._stored.user_attrs.get(_KILLED, [])
+        return sum(each.state.is_finished() and each.number not in killed for each in self._stored.trials)
+
+    def _overrides(self, params: dict[str, Any]) -> list[str]:
+        values = {name: params[override_key(name)] for name in self.space.axes}
+        chosen = [f"{name}={'null' if value is None else value}" for name, value in values.items()]
+        return [*self.space.fixed, *chosen]
+
+    def _run_batch(self, batch: Sequence[Composed]) -> list[Value]:
+        """Run some points, wait until all have ended, and return their values."""
+        legal = [each for each in batch if each.job is not None]
+        tasks = [(point, with_group(job, self.registry)) for point, job in unique_points(legal, self._swept)]
+        for point, job in tasks:
+            if job.cluster.dry_run:
+                rule = "shows a sweep whose points are known before it starts"
+                raise ConfigError("cluster.dry_run", True, rule, "the overrides of one point, without -m")
+            RunFolder(point.run_dir).plan(job, point.overrides)
+        skipped = [Skipped(each.overrides, each.reason) for each in batch if each.job is None]
+        self.registry.add([point for point, _ in tasks], skipped)
+        here = self._submit(tasks, len(batch))
+        values: list[Value | None] = []
+        for index, each in enumerate(batch):
+            chosen = [o for o in each.overrides if override_key(o) in self._axes]
+            sys.stderr.write(f"{self._number(index)} {' '.join(chosen)}\n")
+            task = None if each.job is None else here.pop(run_dir_of(each.job, self._swept), None)
+            if task is not None and run_point(task[1], task[0]) in STOPPED:
+                raise KeyboardInterrupt
+            values.append(self._value(index, each))
+        busy = [index for index, value in enumerate(values) if value is None]
+        waiting = [self._point(batch[index]) for index in busy]
+        if waiting and follow_points(waiting, [self._number(index) for index in busy]):
+            raise KeyboardInterrupt
+        for index in busy:
+            values[index] = self._value(index, batch[index])
+        instead = self.settings.failed
+        return [
+            [instead] * len(self.record.objective)
+            if isinstance(value, PointFailedError) and instead is not None
+            else value
+            for value in values
+            if value is not None
+        ]
+
+    def _submit(self, tasks: Sequence[Task], batch: int) -> dict[Path, Task]:
+        """Submit the points that need it to SLURM; return those to run here, by run folder."""
+        seen = states_of([point for point, _ in tasks])
+        wanted = [
+            task
+            for task, each in zip(tasks, seen, strict=True)
+            if each.state not in ("completed", *HELD)
+            # A point that ran out of memory does so again.
+            and each.kind != "out_of_memory"
+            and each.run_dir not in self._tried
+        ]
+        self._tried |= {point.run_dir for point, _ in wanted}
+        remote = [task for task in wanted if task[1].cluster.kind == "slurm"]
+        if remote:
+            if not self._is_confirmed:  # once, for the cost of all points, estimated by the first batch
+                batches = math.ceil((self.settings.n_trials - self._done) / batch)
+                confirm([job for _, job in remote] * batches)
+                self._is_confirmed = True
+            submit_points(self.registry, remote, busy_points(self.registry, tasks, seen))
+        return {task[0].run_dir: task for task in wanted if task not in remote}
+
+    def _point(self, composed: Composed) -> Point:
+        return Point(composed.job.id, run_dir_of(composed.job, self._swept), composed.overrides)
+
+    def _value(self, index: int, point: Composed) -> Value | None:
+        """Return and print the value of a point, or its failure; None while it is pending or running."""
+        value: Value
+        if point.job is None:
+            value = PointFailedError(f"not a valid job: {point.reason}")
+        else:
+            [seen] = states_of([self._point(point)])
+            if seen.state in BUSY:
+                return None
+            value = PointFailedError(f"{seen.state}: {seen.about}")
+            if seen.state == "completed":
+                try:
+                    value = self.record.values(RunFolder(seen.run_dir).row)
+                except PointFailedError as error:
+                    value = error
+        shown = value if isinstance(value, PointFailedError) else self.record.format(value)
+        sys.stderr.write(f"{self._number(index)} {shown}\n")
+        return value
+
+    def _number(self, index: int) -> str:
+        return f"[{self._done + index + 1}/{self.settings.n_trials}]"
+
+
+def distribution(axis: Any) -> optuna.distributions.BaseDistribution:
+    """Return Optuna's distribution of an axis that Hydra has parsed; numbers of a range keep their order."""
+    from hydra.core.override_parser.types import RangeSweep, Transformer
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    value = axis.value()
+    if axis.is_interval_sweep():
+        kind: Any = IntDistribution if isinstance(value.start + value.end, int) else FloatDistribution
+        return kind(value.start, value.end, log="log" in value.tags)
+    values = list(axis.sweep_iterator(transformer=Transformer.encode))
+    if isinstance(value, RangeSweep) and not value.shuffle:
+        kind = IntDistribution if isinstance(sum(values), int) else FloatDistribution
+        return kind(min(values), max(values), step=abs(value.step))
+    return CategoricalDistribution(values)

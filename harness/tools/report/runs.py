@@ -1,0 +1,433 @@
+"""Reports of runs and of published tables: published, predicted and measured results side by side."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from harness.config.fields import NUMERICS, leaves
+from harness.config.job import Job
+from harness.launch.naming import MOST_FIELDS, by_part, in_short
+from harness.launch.rows import fastest_first, job_of
+from harness.launch.sweep.study import StudyRecord
+from harness.metrics.window import THROUGHPUT
+from harness.run.evaluations import PREFIX, evaluated_columns
+from harness.tools.plan.constants import Calibration
+from harness.tools.report import plots
+from harness.tools.report.experiment import Experiment, delta
+from harness.tools.report.published import ASKED, Recipe
+from harness.util.plots import of_extra
+from harness.util.tables import NOT_MEASURED, Block, Column, Document, Figure, Table, formatted
+
+Row = dict[str, Any]
+RATE, MEMORY = "tokens_per_second_per_rank", "memory_gib"
+# Shown with THROUGHPUT.
+SPREAD = "Spread: 90th minus 10th percentile of the steps' rates, divided by the rate."
+
+_OF_RUNS = (
+    Column("point", "run"),
+    Column("layout", "layout"),
+    Column("world_size", "ranks", ",d"),
+    Column(f"measured.{RATE}", "tokens/s/rank", ",.1f"),
+    Column("measured.spread", "spread", ".1%"),
+    Column(f"predicted.{RATE}", "predicted", ",.1f"),
+    Column(f"delta.{RATE}", "error", "+.1%"),
+    Column("measured.mfu", "MFU", ".1%"),
+    Column("predicted.mfu", "MFU, predicted", ".1%"),
+    Column(f"measured.{MEMORY}", "memory, GiB", ".2f"),
+    Column(f"predicted.{MEMORY}", "memory, predicted", ".2f"),
+    Column(f"delta.{MEMORY}", "error of memory", "+.1%"),
+    Column(f"torchtitan.{RATE}", "torchtitan, tokens/s/rank", ",.1f"),
+    Column("loss", "loss", ".4f"),
+    Column("state", "state"),
+)
+_FAILURES = (
+    Column("point", "run"),
+    Column("state", "state"),
+    Column("kind", "class"),
+    Column("reason", "reason"),
+)
+_OF_PUBLISHED = (
+    Column("point", "run"),
+    Column(f"published.{RATE}", "tokens/s/GPU, published", ",.0f"),
+    Column(f"predicted.{RATE}", "predicted", ",.0f"),
+    Column(f"delta.{RATE}", "error", "+.1%"),
+    Column(f"measured.{RATE}", "measured", ",.0f"),
+    Column("measured.spread", "spread", ".1%"),
+    Column(f"delta.measured.{RATE}", "measured to published", "+.1%"),
+    Column(f"expected.{RATE}", "predicted for this machine", ",.0f"),
+    Column(f"delta.expected.{RATE}", "error for this machine", "+.1%"),
+    Column(f"published.{MEMORY}", "memory GiB, published", ".1f"),
+    Column(f"predicted.{MEMORY}", "memory, predicted", ".1f"),
+    Column(f"delta.{MEMORY}", "error of memory", "+.1%"),
+    Column(f"rehearsed.{MEMORY}", "memory, rehearsed", ".1f"),
+    Column(f"delta.rehearsed.{MEMORY}", "memory, rehearsed to published", "+.1%"),
+    Column(f"measured.{MEMORY}", "memory, measured", ".1f"),
+    Column(f"delta.measured.{MEMORY}", "memory, measured to published", "+.1%"),
+    Column(f"expected.{MEMORY}", "memory, predicted for this machine", ".1f"),
+    Column("predicted.mfu", "MFU, predicted", ".1%"),
+    Column("measured.mfu", "MFU, measured", ".1%"),
+    Column("measured_on", "measured on"),
+)
+_ERRORS = (
+    Column("point", "table"),
+    Column("rows", "rows", "d"),
+    Column("rate_median", "throughput, median error", ".1%"),
+    Column("rate_worst", "worst", ".1%"),
+    Column("memory_median", "memory, median error", ".1%"),
+    Column("memory_worst", "worst of memory", ".1%"),
+    Column("order", "effects with the right sign"),
+)
+_EFFECTS = (
+    Column("point", "table"),
+    Column("what", "change"),
+    Column("published", "gain in throughput, published", "+.1%"),
+    Column("predicted", "predicted", "+.1%"),
+    Column("right", "right sign"),
+)
+_CSV_OF_PUBLISHED = (
+    *(Column(key, key) for key in ("table", "published.layout")),
+    *_OF_PUBLISHED,
+    *(Column(f"predicted.{key}", key) for key in ("step_seconds", "fits")),
+    *(Column(key, key) for key in ("measured.step_seconds", "world_size", "published.accelerator")),
+    *(Column(key, key) for key in ("published.source", "id", "code.commit", "command")),
+)
+
+
+def report_runs(
+    title: str,
+    rows: Sequence[Row],
+    folder: Path,
+    calibration: Calibration | None = None,
+    study: StudyRecord | None = None,
+) -> Document:
+    """Report measured and predicted results of runs, and write the pictures into ``folder``.
+
+    Args:
+        title: title of the report.
+        rows: rows with predictions.
+        folder: folder for its pictures.
+        calibration: constants that the predictions were made with.
+        study: the objective, if a sweeper chose the points by their results.
+    """
+    rows = with_layouts(rows)
+    measured = [row for row in rows if row["state"] == "completed"]
+    blocks = [*table_of_study(study, rows), *_tables(title, rows, folder)]
+    note, names = _rank_in_words(measured), [plot_name(row, measured) for row in measured]
+    if plots.against(
+        folder / "predicted.png", f"{title}: predicted and measured", names, measured, note=note
+    ):
+        blocks += ["## Predicted and measured", note, Figure("predicted.png", "Predicted and measured")]
+    blocks += tables_beside(rows)
+    summary = [*_summary(rows, measured), *_best_of_study(study, rows), *_constants_in_words(calibration)]
+    return Document(title, summary, blocks, rows)
+
+
+def with_layouts(rows: Sequence[Row]) -> list[Row]:
+    """Add ``layout`` to rows."""
+    jobs = [job_of(row) for row in rows]
+    layouts = ["" if job is None else layout_and_schedule(job) for job in jobs]
+    return [{**row, "layout": layout} for row, layout in zip(rows, layouts, strict=True)]
+
+
+def table_of_study(study: StudyRecord | None, rows: Sequence[Row]) -> list[Table]:
+    """Return a table of the objective's values, the best first; none if the points have none."""
+    if study is None or not study.ranked(rows):
+        return []
+    columns = (Column("point", "run"), *(Column(name, name, ".6g") for name in study.objective))
+    ranked = [rows[index] for index in study.ranked(rows)]
+    text = f"Chosen by {study.sweeper} to {study.describe()}."
+    return [Table(columns, ranked, "Study", [text], ranked[0]["point"])]
+
+
+def _best_of_study(study: StudyRecord | None, rows: Sequence[Row]) -> list[str]:
+    if study is None:
+        return []
+    best = [rows[index] for index in study.best(rows)]
+    found = [f"`{row['point']}`, {study.format(study.values(row))}" for row in best]
+    return [f"The best ({study.describe()}): {each}." for each in found]
+
+
+def plot_name(row: Row, others: Sequence[Row]) -> str:
+    """Return a row's layout if all layouts differ, else its point."""
+    layouts = [each["layout"] for each in others]
+    return row["layout"] if row["layout"] and len(set(layouts)) == len(layouts) else row["point"]
+
+
+def table_of_runs(rows: Sequence[Row], title: str = "Runs", notes: Sequence[str] = ()) -> Table:
+    """Return the table of runs, the fastest first and marked."""
+    ordered = fastest_first(row for row in rows if row["state"] != "skipped")
+    if any(row.get("measured.spread") for row in ordered):
+        notes = [*notes, f"{THROUGHPUT}. {SPREAD}"]
+    best = best_of(rows)
+    return Table(_OF_RUNS, ordered, title, notes, None if best is None else best["point"])
+
+
+def best_of(rows: Sequence[Row]) -> Row | None:
+    """Return the row with the highest throughput per rank; None if nothing was measured."""
+    known = [row for row in rows if row.get(f"measured.{RATE}") is not None]
+    return max(known, key=lambda row: row[f"measured.{RATE}"], default=None)
+
+
+def _tables(title: str, rows: Sequence[Row], folder: Path) -> list[Block]:
+    """Return a table and a picture per group of equal numerics; one of each if all runs differ."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        if row["state"] != "skipped":
+            groups.setdefault(row.get("numerics_id", ""), []).append(row)
+    differ = _differences(groups)
+    notes = []
+    if len(groups) > 1 and all(len(group) == 1 for group in groups.values()):
+        notes = [f"The numerics of all runs differ ({in_short(differ)}): compare losses as well as speed."]
+        groups = {"": [row for group in groups.values() for row in group]}
+    blocks: list[Block] = []
+    best = best_of(rows)
+    for number, (numerics, group) in enumerate(groups.items(), start=1):
+        heading, picture = "Runs", "runs.png"
+        if len(groups) > 1:
+            notes = [f"Runs of equal numerics (`{numerics}`): {_values(group[0], differ)}."]
+            heading, picture = f"Runs, group {number}", f"runs_{number}.png"
+        table = replace(table_of_runs(group, heading, notes), marked=None if best is None else best["point"])
+        names = [plot_name(row, table.rows) for row in table.rows]
+        drawn = plots.bars(folder / picture, f"{title}: throughput and memory", names, table.rows)
+        blocks += [table, Figure(picture, heading)] if drawn else [table]
+    return blocks
+
+
+def _values(row: Row, differ: Sequence[str]) -> str:
+    """Format a row's values of differing fields; a part with many is shown by its name or their number."""
+    words = []
+    for part, own in by_part(differ).items():
+        if len(own) <= MOST_FIELDS:
+            words += [f"{name}={formatted(row.get(f'job.{name}'))}" for name in own]
+        else:
+            name = row.get(f"job.{part}.name")
+            words.append(f"{part} ({len(own)} fields)" if name is None else f"{part}={name}")
+    return ", ".join(words)
+
+
+def _differences(groups: dict[str, list[Row]]) -> list[str]:
+    """Return the numerics fields in which groups differ."""
+    jobs = [job for group in groups.values() if (job := job_of(group[0])) is not None]
+    values: dict[str, set[str]] = {}
+    for job in jobs:
+        for name, role, value in leaves(job):
+            if role == NUMERICS:
+                values.setdefault(name, set()).add(str(value))
+    return [name for name, found in values.items() if len(found) > 1]
+
+
+def tables_beside(rows: Sequence[Row]) -> list[Table]:
+    """Return tables of evaluations, slow ranks, runs that did not complete, and points that are no jobs."""
+    names = evaluated_columns(rows)
+    evaluated = [row for row in rows if any(name in row for name in names)]
+    columns = [_OF_RUNS[0], *(Column(name, name.removeprefix(f"{PREFIX}."), ".4f") for name in names)]
+    slow = [row for row in rows if row.get("slow")]
+    unfinished = [row for row in rows if row["state"] not in ("completed", "skipped", NOT_MEASURED)]
+    skipped = [row for row in rows if row["state"] == "skipped"]
+    rules = (Column("point", "point"), Column("reason", "rule"))
+    text = "Points of the space that are not valid jobs, and the rule that they violate."
+    tables = (
+        Table(columns, evaluated, "Evaluations"),
+        Table((_OF_RUNS[0], Column("slow", "slow ranks")), slow, "Slow ranks"),
+        Table(_FAILURES, unfinished, "Not completed"),
+        Table(rules, skipped, "Not possible", [text]),
+    )
+    return [each for each in tables if each.rows]
+
+
+def _summary(rows: Sequence[Row], measured: Sequence[Row]) -> list[str]:
+    counts = Counter(row["state"] for row in rows)
+    lines = [f"{len(rows)} points: {', '.join(f'{count} {state}' for state, count in counts.items())}."]
+    best = best_of(rows)
+    if best is not None:
+        spread = best.get("measured.spread")
+        of_steps = f" (spread of its steps {spread:.1%})" if spread is not None else ""
+        lines.append(
+            f"The fastest: `{best['point']}`, {best[f'measured.{RATE}']:,.1f} tokens/s/rank{of_steps}."
+        )
+    named = (("throughput", RATE), ("memory", MEMORY))
+    errors = [f"{what} {found}" for what, name in named if (found := errors_in_words(rows, f"delta.{name}"))]
+    lines += [f"Predicted against measured: {'; '.join(errors)}."] if errors else []
+    rank = _rank_in_words(measured)
+    return [*lines, f"{rank}."] if rank else lines
+
+
+def _constants_in_words(calibration: Calibration | None) -> list[str]:
+    """Name the source of calibrated constants: a prediction of rows they were fitted to is no forecast."""
+    source = None if calibration is None else calibration.source or "a calibration"
+    return [] if source is None else [f"The plan's constants are those of {source}."]
+
+
+def _rank_in_words(measured: Sequence[Row]) -> str:
+    keys = (f"predicted.{RATE}", f"measured.{RATE}")
+    pairs = [(row[keys[0]], row[keys[1]]) for row in measured if None not in (row.get(key) for key in keys)]
+    rank = spearman(pairs)
+    return "" if rank is None else f"Spearman rank correlation of throughput, {len(pairs)} runs: {rank:.2f}"
+
+
+def spearman(pairs: Sequence[tuple[float, float]]) -> float | None:
+    """Return Spearman's rank correlation; None below 3 pairs or without variation."""
+    if len(pairs) < 3 or any(len(set(side)) == 1 for side in zip(*pairs, strict=True)):
+        return None
+    return float(of_extra("scipy.stats").spearmanr(pairs).statistic)
+
+
+def errors_of(rows: Sequence[Row], key: str) -> list[float]:
+    """Return the known errors under ``key`` without their signs."""
+    return [abs(row[key]) for row in rows if row.get(key) is not None]
+
+
+def errors_in_words(rows: Sequence[Row], key: str) -> str:
+    """Format the median and worst of the errors under ``key``; empty if none is known."""
+    known = errors_of(rows, key)
+    if not known:
+        return ""
+    return f"median error {statistics.median(known):.1%}, worst {max(known):.1%} ({len(known)} rows)"
+
+
+@dataclass(frozen=True)
+class Effect:
+    """Effect of one change on throughput, published and predicted.
+
+    Attributes:
+        table: stem of the table's file.
+        what: ``compile``, ``float8``, ``async TP`` or ``schedule``; of a schedule with the change.
+        published: gain as a fraction.
+        predicted: the same; None without a prediction.
+    """
+
+    table: str
+    what: str
+    published: float
+    predicted: float | None
+
+    @property
+    def is_right(self) -> bool | None:
+        """Whether the prediction has the same sign; None without a prediction."""
+        return None if self.predicted is None else (self.predicted > 0) == (self.published > 0)
+
+
+def effects(table: str, rows: Sequence[tuple[Recipe, Row]]) -> list[Effect]:
+    """Return the effect for every pair of rows that differ in one field only, if it is in ``ASKED``."""
+    found = []
+    for (before, first), (after, second) in combinations(rows, 2):
+        changed = [
+            name for name in Recipe.__dataclass_fields__ if getattr(before, name) != getattr(after, name)
+        ]
+        if len(changed) == 1 and changed[0] in ASKED:
+            [name] = changed
+            published, predicted = (
+                delta(second.get(f"{kind}.{RATE}"), first.get(f"{kind}.{RATE}"))
+                for kind in ("published", "predicted")
+            )
+            assert published is not None, "published rows have a throughput"
+            change = f": {getattr(before, name)} to {getattr(after, name)}" if name == "schedule" else ""
+            found.append(Effect(table, f"{ASKED[name]}{change}", published, predicted))
+    return found
+
+
+def report_published(
+    title: str, tables: Sequence[Experiment], folder: Path, calibration: Calibration | None = None
+) -> Document:
+    """Report published, predicted and measured results of tables, and write the pictures into ``folder``.
+
+    Args:
+        title: title of the report.
+        tables: tables of the experiment, in order.
+        folder: folder for its pictures.
+        calibration: constants that the measured machines were predicted with.
+    """
+    tables = [replace(table, rows=[_with_machine(row) for row in table.rows]) for table in tables]
+    found = [each for table in tables for each in effects(table.name, table.once)]
+    blocks: list[Block] = [_errors(tables, found)]
+    once = [row for table in tables for _, row in table.once]
+    names = [f"{row['table'].removeprefix('table')}: {row['point']}" for row in once]
+    words = f"{title}: predicted and published, by table and row"
+    if plots.against(folder / "errors.png", words, names, once, reference="published"):
+        blocks.append(Figure("errors.png", "Errors"))
+    lines = [{**vars(each), "point": in_words(each.table), "right": each.is_right} for each in found]
+    blocks.append(Table(_EFFECTS, lines, "Effects", ["Rows of a table that differ in one thing only."]))
+    for table in tables:
+        name = in_words(table.name)
+        subject = table.title.removeprefix(f"{name}: ").removesuffix(".")
+        notes = [
+            f"{subject}.",
+            f"Published: {table.source}. Run it: `{table.command} cluster=slurm_h100`",
+        ]
+        if any(row["state"] == "completed" for row in table.rows):
+            notes.append(f"Measured {THROUGHPUT}, divided by the number of GPUs. {SPREAD}")
+        blocks.append(Table(_OF_PUBLISHED, table.rows, name, notes))
+        picture, points = f"{table.name}.png", [row["point"] for row in table.rows]
+        if plots.bars(folder / picture, f"{name}: {subject}", points, table.rows):
+            blocks.append(Figure(picture, name))
+    rows = [row for table in tables for row in table.rows]
+    summary = [*_summary_of_published(once, rows, found), *_constants_in_words(calibration)]
+    return Document(title, summary, blocks, rows, _CSV_OF_PUBLISHED)
+
+
+def in_words(name: str) -> str:
+    """Convert ``table1`` to ``Table 1``."""
+    return f"Table {name.removeprefix('table')}" if name.startswith("table") else name
+
+
+def _with_machine(row: Row) -> Row:
+    """Add ``measured_on``: the device, or why there is no measurement."""
+    on = str(row.get("device") or "") if row["state"] == "completed" else str(row["state"])
+    failure = f"failed: {row.get('kind')}: {row.get('reason')}"
+    return {**row, "measured_on": failure if row["state"] == "failed" else on}
+
+
+def _errors(tables: Sequence[Experiment], found: Sequence[Effect]) -> Table:
+    lines = []
+    for name, of_line in [*((in_words(table.name), [table]) for table in tables), ("all", tables)]:
+        rows = [row for table in of_line for _, row in table.once]
+        line: Row = {"point": name, "rows": len(rows)}
+        for what, key in (("rate", RATE), ("memory", MEMORY)):
+            if known := errors_of(rows, f"delta.{key}"):
+                line |= {f"{what}_median": statistics.median(known), f"{what}_worst": max(known)}
+        stems = {table.name for table in of_line}
+        right = [each.is_right for each in found if each.table in stems and each.is_right is not None]
+        line["order"] = f"{sum(right)} of {len(right)}" if right else None
+        lines.append(line)
+    text = "Predicted against published, for the machine of the tables. Errors here have no sign."
+    return Table(_ERRORS, lines, "Errors", [text], "all")
+
+
+def _summary_of_published(once: Sequence[Row], rows: Sequence[Row], found: Sequence[Effect]) -> list[str]:
+    measured = [row for row in rows if row["state"] == "completed"]
+    count = len({(row["table"], row["point"]) for row in measured})
+    judged = [each for each in found if each.is_right is not None]
+    wrong = [f"{in_words(each.table)} {each.what.partition(':')[0]}" for each in judged if not each.is_right]
+    detail = f"; wrong: {', '.join(wrong)}" if wrong else ""
+    of_effects = f"{len(judged) - len(wrong)} of {len(judged)}{detail}" if judged else ""
+    found_errors = (
+        ("Predicted throughput against published", errors_in_words(once, f"delta.{RATE}")),
+        ("Predicted memory against published", errors_in_words(once, f"delta.{MEMORY}")),
+        ("Rehearsed memory against published", errors_in_words(once, f"delta.rehearsed.{MEMORY}")),
+        ("Effects of one change with the right sign", of_effects),
+        ("Predicted throughput against measured", errors_in_words(measured, f"delta.expected.{RATE}")),
+        ("Predicted memory against measured", errors_in_words(measured, f"delta.expected.{MEMORY}")),
+    )
+    first = f"{len(once)} published rows, {count} of them measured."
+    return [first, *(f"{what}: {words}." for what, words in found_errors if words)]
+
+
+def layout_and_schedule(job: Job) -> str:
+    """Format degrees as published tables do, and the pipeline schedule: ``FSDP8 TP8 PP8 1F1B``."""
+    layout = job.parallelism
+    words = []
+    if layout.dp_replicate > 1:
+        shards = f"HSDP{layout.dp_replicate}x{layout.dp_shard}"
+        words.append(shards if layout.dp_shard > 1 else f"DDP{layout.dp_replicate}")
+    elif layout.dp_shard > 1:
+        words.append(f"FSDP{layout.dp_shard}")
+    for axis in ("cp", "tp", "ep", "pp"):
+        degree = getattr(layout, axis)
+        words += [f"{axis.upper()}{degree}"] if degree > 1 else []
+    return " ".join([*(words or ["single"]), *([layout.pp_schedule] if layout.pp > 1 else [])])

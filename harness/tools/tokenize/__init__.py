@@ -1,1 +1,0 @@
-"""Tokenize a source once, for any number of jobs: ``harness tokenize``."""

@@ -1,0 +1,116 @@
+"""Observers that add columns: memory, the loss of validation, and the values of each rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from harness.metrics.columns import Metric
+from harness.metrics.jsonl import MetricsFile
+from harness.metrics.memory import MEMORY, allocator, peak_memory_gib
+from harness.train.engine import Engine
+from harness.train.observer import Observer, Periodic, Row, Run
+from harness.train.setup import device_name
+from harness.train.step import add_up
+from harness.util.hardware import node_name
+
+
+class Memory(Observer):
+    """Reads the memory after the steps that are logged."""
+
+    metrics = MEMORY
+    maxima = tuple(metric.name for metric in MEMORY)
+
+    def end_step(self, step: int, sums: Sequence[float]) -> Row:
+        if not self.run.is_logged(step):
+            return {}
+        device = self.run.engine.device.type
+        return {"memory_gib": peak_memory_gib(device), **allocator(device)}
+
+
+class Validation(Periodic):
+    """Computes the loss of the first held-out batches."""
+
+    metrics = (
+        Metric(
+            "validation_loss",
+            "nats/token",
+            "Loss on held-out samples; a row of its own with `step`.",
+            "validation",
+            line="validation_loss {:.4f}",
+        ),
+        Metric(
+            "validation_loss.*",
+            "nats/token",
+            "The same for a source.",
+            "`data=mixture`, validation",
+            line="validation_loss.{rest} {:.5g}",
+        ),
+    )
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run, run.job.validation.interval)
+        self._loader = run.validation_loader
+
+    def start(self) -> None:
+        if self._loader.note:
+            self.run.message(self._loader.note)
+
+    def act(self, step: int) -> Row:
+        engine, progress, loader = self.run.engine, self.run.progress, self._loader
+        loader.reset()
+        batches = (loader.next() for _ in range(self.run.job.validation.steps))
+        total, *by_source = add_up([engine.evaluate(batch) for batch in batches])
+        progress.validation_loss = total.mean
+        progress.source_validation = {
+            f"validation_loss.{name}": found.mean
+            for name, found in zip(engine.sources.names, by_source, strict=True)
+            if found.tokens
+        }
+        return {"validation_loss": progress.validation_loss, **progress.source_validation}
+
+    def close(self, error: BaseException | None) -> None:
+        self._loader.close()
+
+
+FOLDER = "metrics"
+
+
+def where_is(engine: Engine) -> dict[str, Any]:
+    """Return rank, pipeline stage, host and device of this rank."""
+    name, index = device_name(engine.device), engine.device.index
+    return {
+        "rank": dist.get_rank() if dist.is_initialized() else 0,
+        "stage": engine.mesh.rank("pp"),
+        "host": node_name(),
+        "device": name if index is None else f"{name} {index}",
+    }
+
+
+class RankMetrics(Observer):
+    """Writes the values of this rank when a step is logged.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self._where = where_is(run.engine)
+        self._file: MetricsFile | None = None
+
+    def start(self) -> None:
+        self._file = MetricsFile(self.run.folder / FOLDER / f"rank{self._where['rank']}.jsonl")
+        # Later rows are written again.
+        self._file.truncate_after(self.run.progress.step)
+
+    def log(self, row: Mapping[str, Any], own: Row) -> None:
+        assert self._file is not None
+        self._file.write({"step": row["step"], **self._where, **own, "time": time.time()})
+
+    def close(self, error: BaseException | None) -> None:
+        if self._file is not None:
+            self._file.close()

@@ -1,0 +1,220 @@
+"""A launched step: its loss and gradient norm, which the device may not have computed yet."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from harness.config.job import Job
+from harness.data.batch import AnyBatch, Batch
+from harness.data.prefetch import valid_by_source
+from harness.parallelism.loss import Loss
+from harness.train.rows import Row
+
+HOST = torch.device("cpu")
+
+
+class HostCopy:
+    """A copy of a tensor in host memory, which the device may not have made yet."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._values = values.to(HOST, non_blocking=True)
+        self._copied = torch.cuda.current_stream().record_event() if values.is_cuda else None
+
+    def read(self) -> Tensor:
+        """Return the copy; waits for it, but not for work queued later."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._values
+
+
+class StepOutcome:
+    """Loss and gradient norm of one step; the same on every rank, except ``local_loss``.
+
+    The device may not have computed the values yet. The first access to one of them waits until they are
+    copied to the host, but not for work queued later.
+
+    Args:
+        sums: summed over the world, on the device: square of the gradient norm, loss, the loss of
+            multi-token prediction if the model has it, and of a mixture each source's share of the loss.
+        loss: this rank's share of the loss.
+        squares: this rank's share of each gradient's squared norm.
+        valid_tokens: tokens of the global batch that the loss counts.
+        source_tokens: the same for each source of a mixture.
+        local_weight: factor from ``loss`` to the mean loss of this rank's tokens; None on ranks that compute
+            no loss.
+        stop_requested: whether any rank was asked to stop.
+        beside: sums of the values that were summed beside these.
+    """
+
+    def __init__(
+        self,
+        sums: Tensor,
+        loss: Tensor,
+        squares: Tensor,
+        *,
+        valid_tokens: int,
+        source_tokens: Sequence[int],
+        local_weight: float | None,
+        stop_requested: bool,
+        beside: Sequence[float] = (),
+    ) -> None:
+        self.valid_tokens, self.stop_requested, self.beside = valid_tokens, stop_requested, beside
+        self.source_tokens = source_tokens
+        self.squares, self._local_weight = squares, local_weight
+        square_sum, *loss_sums = sums.unbind()
+        # The one number that decides about the update: it is not finite if a loss is not finite.
+        self.norm = (square_sum + 0 * sum(loss_sums)).sqrt()
+        values = torch.stack([square_sum.sqrt(), loss.double(), *loss_sums])
+        self._num_values, self._values = len(values), HostCopy(values)
+
+    @property
+    def loss(self) -> float:
+        """Mean loss per valid token of the global batch, nats."""
+        return self._value(2)
+
+    @property
+    def mtp_loss(self) -> float | None:
+        """Loss of multi-token prediction per valid token; None if the model has none."""
+        return self._value(3) if self._num_values > 3 + len(self.source_tokens) else None
+
+    @property
+    def source_losses(self) -> list[float | None]:
+        """Mean loss per valid token of each source of a mixture; None for a source without one."""
+        first = self._num_values - len(self.source_tokens)
+        return [
+            self._value(first + index) * self.valid_tokens / tokens if tokens else None
+            for index, tokens in enumerate(self.source_tokens)
+        ]
+
+    @property
+    def grad_norm(self) -> float:
+        """Global 2-norm of the gradients before clipping."""
+        return self._value(0)
+
+    @property
+    def local_loss(self) -> float | None:
+        """Mean loss per valid token of this rank's rows; None on ranks that compute no loss."""
+        return None if self._local_weight is None else self._value(1) * self._local_weight
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether losses and norm are finite; the same on every rank, because they are global sums."""
+        return all(abs(value) < float("inf") for value in (self.loss, self.grad_norm, self.mtp_loss or 0.0))
+
+    def _value(self, index: int) -> float:
+        return float(self._values.read()[index])
+
+
+class LossSum(NamedTuple):
+    """Sum of the losses of valid tokens, and their number."""
+
+    loss: float
+    tokens: float
+
+    @property
+    def mean(self) -> float:
+        """Mean loss per valid token; 0 without one."""
+        return self.loss / max(1, self.tokens)
+
+
+def add_up(batches: Sequence[Sequence[LossSum]]) -> list[LossSum]:
+    """Add up the sums of several batches."""
+    return [LossSum(*map(sum, zip(*sums, strict=True))) for sums in zip(*batches, strict=True)]
+
+
+class SourceLosses:
+    """This rank's share of the loss and of the valid tokens of each source.
+
+    Without a mixture all lists are empty and nothing is computed.
+    """
+
+    def __init__(self, job: Job, loss: Loss) -> None:
+        self.names, self._loss = job.data.source_names, loss
+
+    @contextmanager
+    def recorded(self, batch: AnyBatch) -> Iterator[list[Tensor]]:
+        """Context manager for the passes of a batch; the list receives the losses of rows."""
+        if batch.sources_B is None:
+            yield []
+            return
+        with self._loss.recording() as rows:
+            yield rows
+
+    def losses(self, batch: AnyBatch, rows: Sequence[Tensor]) -> list[Tensor]:
+        """Add up recorded losses of rows by source, on the device; 0 on ranks that compute no loss."""
+        if batch.sources_B is None:
+            return []
+        by_source = torch.zeros(len(self.names), dtype=torch.float64, device=batch.sources_B.device)
+        if rows:
+            by_source.index_add_(0, batch.sources_B, torch.cat(list(rows)).double())
+        return list(by_source)
+
+    def tokens(self, batch: AnyBatch) -> list[int]:
+        """Return the valid tokens of each source."""
+        if batch.sources_B is None:
+            return []
+        assert isinstance(batch, Batch)
+        found = valid_by_source(batch)
+        return [found.get(index, 0) for index in range(len(self.names))]
+
+
+LATE_STEPS = {"cpu": 0, "cuda": 1}
+"""How many steps later the host may read the values of a step. On a CPU there is no device to wait for."""
+
+
+@dataclass(frozen=True)
+class Noted:
+    """Values of a step's row beside its outcome, as they were before the next step was launched."""
+
+    columns: Row
+    """Of the observers."""
+    maxima: Row
+    """This rank's values of columns that have the maximum over all ranks."""
+    sources: Row
+    """Tokens and epochs of the sources of a mixture."""
+    loads: HostCopy | None
+    """``Balance.load_ME``."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that the host has launched; the device may not have finished it."""
+
+    number: int
+    batch: Batch
+    outcome: StepOutcome
+    lr: float
+    noted: Noted | None = None
+    """None if no row of it is logged."""
+
+
+class StepQueue:
+    """Steps to read, oldest first.
+
+    On a GPU, values are read, and their row is written, when the next step is launched, unless they are
+    needed before. So the host does not wait for the device to finish its queue, and is never more than one
+    step ahead of it.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        self._late = LATE_STEPS[device_type]
+        self._steps: deque[Step] = deque()
+
+    def add(self, step: Step) -> None:
+        """Add the step that was just launched."""
+        self._steps.append(step)
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def due(self, *, drain: bool) -> Iterator[Step]:
+        """Remove and yield the steps to read now; with ``drain`` all of them."""
+        while len(self._steps) > (0 if drain else self._late):
+            yield self._steps.popleft()

@@ -1,0 +1,386 @@
+"""Tensors in Hugging Face's layout: which of ours are in them, and those of a folder of safetensors.
+
+``harness.weights.families`` has the differences between families. Values need no change, because
+``harness.model.rope`` rotates the same pairs as each family's files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from harness.config.model import FAMILIES, ModelConfig
+from harness.model.spec import tensor_shapes
+from harness.util.errors import UserError
+from harness.util.files import is_file_name
+from harness.weights.config_json import family_of, read_object
+from harness.weights.families.core import Shape, TensorMapping
+from harness.weights.quantization import GROUP, Find, QuantizedTensor, part_names
+from harness.weights.source import Source, TensorFacts, folded
+
+HF_HEAD = "lm_head.weight"
+_BUFFER = ".rotary_emb.inv_freq"  # in older files; it can be computed
+_SHOWN = 3  # names in one line of error
+
+INDEX_ENDING = "safetensors.index.json"
+INDEX, SINGLE = f"model.{INDEX_ENDING}", "model.safetensors"
+
+# -- names and shapes ----
+
+
+def hf_tensors(model: ModelConfig) -> dict[str, list[TensorMapping]]:
+    """For each of Hugging Face's tensors, our tensors in it, in our order.
+
+    Raises ConfigError, as the next two do, if the family's files cannot represent the model.
+    """
+    return _grouped(family_of(model).pieces(model), lambda piece: piece.theirs)
+
+
+def our_tensors(model: ModelConfig) -> dict[str, list[TensorMapping]]:
+    """The locations of each of our tensors in theirs, in our order, without copies."""
+    pieces = (piece for piece in family_of(model).pieces(model) if not piece.is_copy)
+    return _grouped(pieces, lambda piece: piece.ours)
+
+
+def copied_tensors(model: ModelConfig) -> dict[str, list[TensorMapping]]:
+    """The additional copies of our tensors in theirs."""
+    pieces = (piece for piece in family_of(model).pieces(model) if piece.is_copy)
+    return _grouped(pieces, lambda piece: piece.ours)
+
+
+def _grouped(pieces: Iterable[TensorMapping], key: Any) -> dict[str, list[TensorMapping]]:
+    groups: dict[str, list[TensorMapping]] = {}
+    for piece in pieces:
+        groups.setdefault(key(piece), []).append(piece)
+    return groups
+
+
+def hf_shapes(model: ModelConfig) -> dict[str, Shape]:
+    """Shapes of Hugging Face's tensors by name."""
+    ours = tensor_shapes(model)
+    return {name: pieces[0].their_shape(ours[pieces[0].ours]) for name, pieces in hf_tensors(model).items()}
+
+
+def own_name(model: ModelConfig, name: str) -> str | None:
+    """A tensor's name without the prefix of a larger model; None if it is not the decoder's."""
+    family = FAMILIES[model.family]
+    nested = family.nested
+    others = (nested.others if nested else ()) + (family.ignored(model) if family.ignored else ())
+    if name.endswith(_BUFFER) or (others and name.startswith(others)):
+        return None
+    return name.removeprefix(nested.prefix) if nested else name
+
+
+def check_hf_tensors(model: ModelConfig, found: Mapping[str, Shape], where: str = "the checkpoint") -> None:
+    """Check that a checkpoint has the model's tensors.
+
+    Redundant tensors are allowed: the output projection of a model with tied embeddings, the rotation's
+    inverse frequencies, and tensors that are not the decoder's (``own_name``). Copies may be missing.
+    Raises UserError, as ``check_tensors``.
+
+    Args:
+        model: the model.
+        found: shape of every tensor in the checkpoint by name.
+        where: the checkpoint's path, for the error.
+    """
+    found = {own: shape for name, shape in found.items() if (own := own_name(model, name)) is not None}
+    shapes = hf_shapes(model)
+    copies = {piece.theirs for pieces in copied_tensors(model).values() for piece in pieces}
+    expected = {name: shape for name, shape in shapes.items() if name not in copies}
+    optional = {name: shapes[name] for name in copies}
+    if model.tied_embeddings:
+        optional[HF_HEAD] = (model.vocab_size, model.dim)
+    check_tensors(where, model, found, expected, optional)
+
+
+def check_tensors(
+    where: str,
+    model: ModelConfig,
+    found: Mapping[str, Shape],
+    expected: Mapping[str, Shape],
+    optional: Mapping[str, Shape] | None = None,
+) -> None:
+    """Compare the tensors of a checkpoint with the model's.
+
+    Raises:
+        UserError: one line with the counts and first names of missing, unexpected and misshapen tensors.
+    """
+    allowed = {**expected, **(optional or {})}
+    groups = {
+        "missing": [name for name in expected if name not in found],
+        "unexpected": [name for name in found if name not in allowed],
+        "of another shape": [
+            f"{name} is {list(shape)} and not {list(allowed[name])}"
+            for name, shape in found.items()
+            if name in allowed and tuple(shape) != allowed[name]
+        ],
+    }
+    wrong = []
+    for what, names in groups.items():
+        if names:
+            shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+            wrong.append(f"{len(names)} {what} ({shown})")
+    if wrong:
+        raise UserError(f"{where}: the tensors are not those of model={model.name}: {', '.join(wrong)}")
+
+
+# -- values ----
+
+Read = Callable[[str, tuple[slice, ...]], Tensor]
+"""Reads a slice of a Hugging Face tensor: (name, slice of each dimension; the last may have a step)."""
+
+
+def fill(
+    out: Tensor, pieces: Sequence[TensorMapping], shape: Shape, ranges: Sequence[range], read: Read
+) -> None:
+    """Fill a slice of one of our tensors; experts are read one at a time.
+
+    Args:
+        out: the slice, with any dtype and on any device.
+        pieces: the mapping of our tensor to Hugging Face tensors.
+        shape: shape of our complete tensor.
+        ranges: the indices of the slice in each dimension.
+        read: reads Hugging Face tensors.
+    """
+    if not out.numel():
+        return
+    for piece in pieces:
+        if piece.expert is not None:
+            if piece.expert in ranges[0]:
+                row = piece.expert - ranges[0].start
+                out[row].copy_(_read(piece, shape, ranges[1:], read))
+        elif piece.is_same or piece.slot.within is not None:
+            out.copy_(_read(piece, shape, ranges, read))
+        else:  # one tensor holds all experts
+            for row, expert in enumerate(ranges[0]):
+                one = [range(expert, expert + 1), *ranges[1:]]
+                out[row].copy_(_read(piece, shape, one, read)[0])
+
+
+def _read(piece: TensorMapping, shape: Shape, ranges: Sequence[range], read: Read) -> Tensor:
+    """Read a slice of our tensor, or of one expert; ``ranges`` index our layout."""
+    slot, wanted = piece.slot, [slice(each.start, each.stop) for each in ranges]
+    if slot.transposed:
+        wanted[-2:] = wanted[:-3:-1]
+    if slot.within is not None:
+        wanted[-1] = slice(wanted[-1].start + slot.within[0], wanted[-1].stop + slot.within[0])
+    if slot.half is not None:
+        start, stop, offset = wanted[-1].start, wanted[-1].stop, slot.half * piece.width(shape)
+        halves = slice(2 * start + slot.half, 2 * stop, 2), slice(start + offset, stop + offset)
+        wanted[-1] = halves[0] if slot.interleaved else halves[1]
+    found = read(piece.theirs, tuple(wanted))
+    return found.transpose(-1, -2) if slot.transposed else found
+
+
+class HuggingFaceNames:
+    """A source under Hugging Face's names and in its layout, made from one under ours.
+
+    Our tensors are cached while consecutive reads need them: at most two at a time, gate and up.
+    Raises ConfigError if the model's family cannot express the model.
+    """
+
+    def __init__(self, source: Source, model: ModelConfig) -> None:
+        self._pieces, shapes = hf_tensors(model), tensor_shapes(model)
+        self._source = folded(source, model)
+        self._cache: dict[str, Tensor] = {}
+        self.tensors: Mapping[str, TensorFacts] = {
+            name: TensorFacts(first.their_shape(shapes[first.ours]), self._source.tensors[first.ours].dtype)
+            for name, [first, *_] in self._pieces.items()
+        }
+
+    def read(self, name: str) -> Tensor:
+        """Return one Hugging Face tensor, contiguous."""
+        pieces = self._pieces[name]
+        ours = {piece.ours for piece in pieces}
+        self._cache = {each: tensor for each, tensor in self._cache.items() if each in ours}
+        if pieces[0].is_same:
+            return self._source.read(pieces[0].ours)
+        for each in ours - self._cache.keys():
+            self._cache[each] = self._source.read(each)
+        if pieces[0].expert is not None and len(pieces) == 1 and not pieces[0].slot.transposed:
+            return self._cache[pieces[0].ours][pieces[0].expert]
+        facts = self.tensors[name]
+        out = torch.empty(facts.shape, dtype=facts.dtype)
+        for piece in pieces:
+            full = self._cache[piece.ours]
+            values = full if piece.expert is None else full[piece.expert]
+            _half(out, piece, tuple(full.shape)).copy_(values)
+        return out
+
+
+def _half(theirs: Tensor, piece: TensorMapping, shape: Shape) -> Tensor:
+    """The view of a Hugging Face tensor that holds a piece, with the dimensions in our order."""
+    slot, width = piece.slot, piece.width(shape)
+    if slot.half is not None:
+        first = slot.half * width
+        theirs = theirs[..., slice(slot.half, None, 2) if slot.interleaved else slice(first, first + width)]
+    if slot.within is not None:
+        theirs = theirs[..., slot.within[0] : slot.within[0] + width]
+    return theirs.transpose(-1, -2) if slot.transposed else theirs
+
+
+# -- files ----
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_SHOWN_CHARACTERS = 40  # of a wrong value in one line of error
+
+# All values of a byte; a lookup is faster than a conversion by torch.
+_E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+# E2M1 (OCP Microscaling Formats 1.0, 5.3.3). Two values of a byte, the first in the low bits, are one int64.
+_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+_PAIRS = torch.stack([_E2M1.repeat(16), _E2M1.repeat_interleave(16)], dim=1).view(torch.int64).flatten()
+_ROWS = 128  # dequantized at a time, to stay in the processor's cache
+
+
+class StoredTensors:
+    """The decoder's tensors in a folder of safetensors; quantized weights are dequantized.
+
+    Attributes:
+        tensors: shape and dtype of each.
+
+    Args:
+        folder: one or more safetensors files, with or without an index.
+        model: the model.
+        find: finds quantized weights; None if there are none.
+        dequantized: dtype of quantized weights in ``tensors``.
+
+    Raises:
+        UserError: a file is missing or damaged, a tensor is in two files, or has values that are not read.
+    """
+
+    def __init__(self, folder: Path, model: ModelConfig, find: Find | None, dequantized: torch.dtype) -> None:
+        self._files: dict[str, tuple[Path, str]] = {}
+        stored: dict[str, tuple[Shape, str]] = {}
+        for file in _weight_files(folder):
+            with _opened(file) as opened:
+                parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
+                facts = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in parts.items()}
+            for in_file in facts:
+                name = own_name(model, in_file)
+                if name is None:
+                    continue
+                if name in stored:
+                    raise UserError(
+                        f"{folder}: {in_file} is in {self._files[name][0].name} and in {file.name}"
+                    )
+                stored[name], self._files[name] = facts[in_file], (file, in_file)
+        try:
+            self._quantized = find(stored) if find else {}
+        except UserError as error:
+            raise UserError(f"{folder}: {error}") from None
+        parts = part_names(stored, self._quantized)
+        self.tensors: dict[str, TensorFacts] = {
+            name: TensorFacts(shape, self._dtype(name, dtype))
+            for name, (shape, dtype) in stored.items()
+            if name not in parts
+        } | {name: TensorFacts(each.shape, dequantized) for name, each in self._quantized.items()}
+
+    def _dtype(self, name: str, dtype: str) -> torch.dtype:
+        if dtype not in DTYPES:
+            file, in_file = self._files[name]
+            raise UserError(f"{file}: {in_file} has {dtype} values; would work: {', '.join(DTYPES)}")
+        return DTYPES[dtype]
+
+    def read(self, name: str) -> Tensor:
+        """Return one tensor; a quantized weight is in float32. Raises UserError for damaged files."""
+        if name in self._quantized:
+            return self.read_slice(name, tuple(slice(0, size) for size in self.tensors[name].shape))
+        return self._stored(name)
+
+    def read_slice(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        """Return a slice of one tensor, as ``read``, reading no more than its blocks.
+
+        ``part`` is a slice of each dimension, with start and stop; the last may have a step.
+        """
+        of = self._quantized.get(name)
+        if of is None:
+            return self._stored_slice(name, part)
+        return self._mxfp4(of, *part) if of.block is None else self._fp8(of, of.block, *part)
+
+    def _fp8(self, of: QuantizedTensor, block: tuple[int, int], rows: slice, columns: slice) -> Tensor:
+        grid = tuple(-(-length // size) for length, size in zip(of.shape, block, strict=True))
+        scales = self._finite(of.scales, self._stored(of.scales).float()).reshape(grid)
+        down, across = (
+            torch.arange(part.start, part.stop, part.step or 1) // size
+            for part, size in zip((rows, columns), block, strict=True)
+        )
+        factors = scales if grid[1] == 1 else scales.index_select(1, across)
+        bits = self._stored_slice(of.values, (rows, columns)).view(torch.uint8)
+        weight = torch.empty(bits.shape)
+        for first in range(0, len(bits), _ROWS):
+            chunk = slice(first, first + _ROWS)
+            values = _E4M3.index_select(0, bits[chunk].reshape(-1).int()).view(bits[chunk].shape)
+            torch.mul(values, factors.index_select(0, down[chunk]), out=weight[chunk])
+        return weight
+
+    def _mxfp4(self, of: QuantizedTensor, experts: slice, inputs: slice, outputs: slice) -> Tensor:
+        groups = slice(inputs.start // GROUP, -(-inputs.stop // GROUP))
+        where = (experts, outputs, groups)
+        exponents = self._stored_slice(of.scales, where).view(torch.float8_e8m0fnu)
+        scales = self._finite(of.scales, exponents.float())
+        pairs = _PAIRS.index_select(0, self._stored_slice(of.values, where).reshape(-1).int())
+        values = pairs.view(torch.float32).view(*scales.shape, GROUP).mul_(scales.unsqueeze(-1)).flatten(-2)
+        skipped = inputs.start - groups.start * GROUP
+        return values[..., skipped : skipped + inputs.stop - inputs.start].transpose(-1, -2)
+
+    def _finite(self, name: str, scales: Tensor) -> Tensor:
+        if not scales.isfinite().all():
+            file, in_file = self._files[name]
+            raise UserError(f"{file}: {in_file} has a scale that is NaN or infinite")
+        return scales
+
+    def _stored(self, name: str) -> Tensor:
+        # Open the file for every tensor: pages of a mapped file stay in memory while it is open.
+        file, in_file = self._files[name]
+        with _opened(file) as opened:
+            tensor: Tensor = opened.get_tensor(in_file)
+        # Depending on the library's version, the tensor is a view of the mapped file.
+        return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+    def _stored_slice(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        file, in_file = self._files[name]
+        with _opened(file) as opened:
+            # The library reads slices without a step.
+            values: Tensor = opened.get_slice(in_file)[tuple(slice(each.start, each.stop) for each in part)]
+            return values[tuple(slice(None, None, each.step) for each in part)].clone()
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            yield opened
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{file}: not a complete safetensors file: {' '.join(str(error).split())}") from None
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files that transformers or diffusers would read; the folder may also hold other formats."""
+    index_name = INDEX
+    if not (folder / INDEX).exists():  # diffusers' files have another name
+        index_name = next((file.name for file in sorted(folder.glob(f"*.{INDEX_ENDING}"))), INDEX)
+    if (folder / index_name).exists():
+        index = read_object(folder / index_name)
+        if not isinstance(index.get("weight_map"), dict):
+            raise UserError(f"{folder / index_name}: has no weight_map")
+        names = list(index["weight_map"].values())
+        for name in names:
+            if not is_file_name(name) or not name.endswith(".safetensors"):
+                shown = json.dumps(name)[:_SHOWN_CHARACTERS]
+                raise UserError(f"{folder / index_name}: weight_map has {shown} instead of a file name")
+        files = [folder / name for name in sorted(set(names))]
+        missing = [file.name for file in files if not os.path.isfile(file)]
+        if missing:
+            raise UserError(
+                f"{folder}: {missing[0]} is missing, one of {len(files)} files that {index_name} names"
+            )
+        return files
+    return [folder / SINGLE] if (folder / SINGLE).exists() else sorted(folder.glob("*.safetensors"))

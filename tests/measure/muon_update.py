@@ -1,0 +1,113 @@
+"""Measures an update of harness's Muon against torch.optim.Muon, on one process.
+
+    python tests/measure/muon_update.py --rounds 10
+
+Both sides update the matrices of one model from the same gradients, and take turns in every round, in
+another order each time. torch's iterates in bfloat16 only, so ours does too; a third column is ours in
+float32. With ``--all``, AdamW updates the other tensors on both sides. Times are of the processor. Prints the
+median of each side and of the ratios of the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+import torch
+from torch import Tensor, nn
+
+from harness.compose.composer import compose_job
+from harness.config.optimizer import OptimizerConfig
+from harness.model.spec import TensorSpec, tensors
+from harness.optimizer.build import build_optimizer
+
+WARMUP = 2
+SHAPE = ("experiment=cpu_baseline/shape", "cluster.device=cpu", "optimizer=muon")
+
+
+def parameters_of(specs: dict[str, TensorSpec]) -> dict[str, Tensor]:
+    """Return parameters with gradients, the same at every call."""
+    generator = torch.Generator().manual_seed(0)
+    made: dict[str, Tensor] = {}
+    for name, spec in specs.items():
+        made[name] = nn.Parameter(torch.randn(spec.shape, generator=generator) * 0.02)
+        made[name].grad = torch.randn(spec.shape, generator=generator)
+    return made
+
+
+def ours(config: OptimizerConfig, specs: dict[str, TensorSpec], dtype: str) -> Callable[[], None]:
+    """Return the step of our optimizer."""
+    config = replace(config, newton_schulz_dtype=dtype)
+    optimizer = build_optimizer(config, parameters_of(specs).items(), specs)
+    return lambda: optimizer.step()
+
+
+def torchs(config: OptimizerConfig, specs: dict[str, TensorSpec]) -> Callable[[], None]:
+    """Return the step of torch's optimizers, with the same settings."""
+    parameters = parameters_of(specs)
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.Muon(
+            [parameters[name] for name, spec in specs.items() if spec.is_hidden_matrix],
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            momentum=config.momentum,
+            adjust_lr_fn=config.lr_scale,
+        )
+    ]
+    others = [parameters[name] for name, spec in specs.items() if not spec.is_hidden_matrix]
+    if others:
+        betas = (config.beta1, config.beta2)
+        optimizers.append(torch.optim.AdamW(others, lr=config.lr, betas=betas, fused=True))
+
+    def step() -> None:
+        for optimizer in optimizers:
+            optimizer.step()
+
+    return step
+
+
+def main() -> None:
+    """Measure, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--all", action="store_true", help="update the other tensors too")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    job = compose_job([*SHAPE])
+    specs = tensors(job.model)
+    if not options.all:
+        specs = {name: spec for name, spec in specs.items() if spec.is_hidden_matrix}
+    sides = {
+        "torch.optim.Muon": torchs(job.optimizer, specs),
+        "harness, bfloat16": ours(job.optimizer, specs, "bfloat16"),
+        "harness, float32": ours(job.optimizer, specs, "float32"),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(WARMUP + options.rounds):
+        names = list(sides) if number % 2 else list(reversed(sides))
+        for name in names:
+            start = time.process_time()
+            sides[name]()
+            if number >= WARMUP:
+                seconds[name].append(time.process_time() - start)
+    first = seconds["torch.optim.Muon"]
+    values = sum(spec.size for spec in specs.values())
+    print(f"{values / 1e6:.1f} million parameters, {options.rounds} rounds, torch {torch.__version__}\n")
+    print("| | ms of an update | lowest and highest | speed of torch's |")
+    print("|---|---|---|---|")
+    for name, taken in seconds.items():
+        ratio = statistics.median(a / b for a, b in zip(first, taken, strict=True))
+        spread = f"{min(taken) * 1e3:.0f} to {max(taken) * 1e3:.0f}"
+        print(f"| {name} | {statistics.median(taken) * 1e3:.0f} | {spread} | {ratio:.2f} |")
+
+
+if __name__ == "__main__":
+    main()

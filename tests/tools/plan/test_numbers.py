@@ -1,0 +1,86 @@
+"""Numbers of plans, as they were when ``python tests/tools/plan/test_numbers.py`` wrote ``numbers.json``.
+
+Whether they are right is the question of the other tests, of published rows and of rehearsals.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.compose.composer import compose_job
+from harness.config.parallelism import ParallelismConfig
+from harness.tools.plan.make import make_plan
+
+FILE = Path(__file__).with_suffix("").with_name("numbers.json")
+H100 = "cluster=slurm_h100 precision=bf16 data=synthetic tokenizer=bytes training.global_batch_size=64 "
+H100 += "training.seq_len=4096"
+LLAMA = f"{H100} model=llama3_8b training.seq_len=8192"
+FLUX = f"{H100} model=flux_dev training.seq_len=1536 data=latents_synthetic training.local_batch_size=4"
+TINY = "model=llama3_debug data=synthetic tokenizer=bytes training.global_batch_size=24 cluster.device=cpu"
+CASES = [
+    f"{LLAMA} dp_shard=8",
+    f"{LLAMA} dp_shard=8 compile=on activation_checkpoint=full training.loss_chunks=8",
+    f"{LLAMA} dp_shard=8 compile=on activation_checkpoint=selective_op precision=float8_tensorwise",
+    f"{LLAMA} dp_shard=8 tp=2 precision=float8_rowwise optimizer=muon cluster.nodes=2",
+    f"{LLAMA} dp_shard=4 dp_replicate=2 activation_checkpoint=selective_layer",
+    f"{LLAMA} tp=8 compile=on training.local_batch_size=2",
+    f"{LLAMA} cp=4 dp_shard=2",
+    f"{LLAMA} cp=4 dp_shard=2 cp_rotate_method=alltoall cp_load_balance=false",
+    f"{LLAMA} cp=4 dp_shard=2 cp_method=ulysses",
+    f"{LLAMA} pp=4 dp_shard=2 training.local_batch_size=8",
+    f"{LLAMA} pp=2 dp_shard=4 pp_schedule=InterleavedZeroBubble reshard_after_forward=always "
+    "training.local_batch_size=8",
+    f"{LLAMA} dp_shard=8 cpu_offload=true",
+    f"{LLAMA} dp_replicate=8 optimizer.implementation=for-loop model.n_layers=2",
+    f"{H100} model=gpt_oss_20b dp_shard=8 ep=8",
+    f"{H100} model=qwen3_30b_a3b dp_shard=8 ep=4 tp=2 cluster.nodes=2 activation_checkpoint=selective_op",
+    f"{H100} model=qwen3_30b_a3b dp_shard=8 ep=8 compile=on precision=mxfp8 cluster.accelerator=B200",
+    f"{H100} model=deepseek_v3_671b dp_shard=256 ep=64 cluster.nodes=32 training.global_batch_size=512 "
+    "activation_checkpoint=full",
+    f"{H100} model=llama4_scout dp_shard=16 ep=4 tp=2 expert_tensor_parallel=true cluster.nodes=4",
+    f"{FLUX} dp_shard=8 compile=on activation_checkpoint=full optimizer.ema_decay=0.9999",
+    f"{FLUX} dp_shard=4 tp=2 activation_checkpoint=selective_op",
+    TINY,
+    f"{TINY} dp_shard=3 tp=2 activation_checkpoint=selective_op",
+    f"{TINY} model=deepseek_v3_debug dp_shard=2 pp=2 ep=2",
+]
+DEGREES = {field.name for field in fields(ParallelismConfig)}
+
+
+def numbers(case: str) -> dict[str, Any]:
+    """Memory of every pipeline rank (MiB), parts of a step (ms), and what a rank sends (MiB)."""
+    typed = [f"parallelism.{word}" if word.split("=")[0] in DEGREES else word for word in case.split()]
+    plan = make_plan(compose_job(typed))
+    return {
+        "memory": [
+            {kind: round(size / 2**20, 3) for kind, size in rank.kinds.items() if size}
+            | {"allocated": round(rank.allocated / 2**20, 3)}
+            for rank in plan.memory
+        ],
+        "milliseconds": plan.speed and {k: round(v * 1e3, 4) for k, v in plan.speed.parts.items() if v},
+        "traffic": {
+            f"{each.axis} {each.collective} {each.ranks}": [each.count, round(each.bytes / 2**20, 3)]
+            for each in plan.traffic
+        },
+    }
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_numbers_are_the_same(case: str) -> None:
+    kept, found = json.loads(FILE.read_text())[case], json.loads(json.dumps(numbers(case)))
+    for key, value in kept.items():
+        pairs = zip(value, found[key], strict=True) if isinstance(value, list) else [(value, found[key])]
+        for expected, now in pairs:
+            assert now == (
+                expected and {k: pytest.approx(v, rel=1e-4, abs=1e-3) for k, v in expected.items()}
+            )
+
+
+if __name__ == "__main__":
+    lines = (f"{json.dumps(case)}: {json.dumps(numbers(case))}" for case in CASES)
+    FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
