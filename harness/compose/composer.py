@@ -43,7 +43,7 @@ from harness.config.fields import from_dict, type_hints
 from harness.config.job import Job
 from harness.config.texts import SecretError, masked
 from harness.train.process import launched_ranks
-from harness.util.errors import ConfigError, UserError
+from harness.util.errors import ConfigError, UserError, as_typed
 
 POINTS = "points"
 """Key in ``hydra.sweeper.params`` for points that are not a product of axes: one per line, as overrides."""
@@ -163,9 +163,10 @@ class Composer:
             config = self._hydra.composed(self.config_name, tuple(choices), self.schema, model)
             settings = config.pop("hydra", None) or {}
             for name, value in settings.items():
-                for below in value if isinstance(value, dict) else ("",):
-                    key = f"hydra.{name}.{below}".rstrip(".")
-                    check_setting(key, f"{key} in a file of the job")
+                below = {f".{key}": each for key, each in value.items()} if isinstance(value, dict) else {}
+                for key, each in (below or {"": value}).items():
+                    shown = f"hydra.{name}{key}={as_typed(each)} (in a file of the job)"
+                    check_setting(f"hydra.{name}{key}", shown)
             in_file = {"hydra": settings}
             for each in values:
                 apply_value(in_file if each.is_hydra_override() else config, each)

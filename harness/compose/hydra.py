@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, get_args, get_origin
+from typing import Any, cast, get_args, get_origin
 
 from harness.compose.overrides import FROM_CONFIG, OVERRIDE, SETTING, options_of, to_user_error, with_quotes
 from harness.compose.paths import (
@@ -160,7 +160,7 @@ def plain_defaults(kind: type) -> dict[str, Any]:
     for field in dataclasses.fields(kind):
         hint = type_hints(kind)[field.name]
         if dataclasses.is_dataclass(hint):
-            values[field.name] = plain_defaults(hint)
+            values[field.name] = plain_defaults(cast("type", hint))
         else:
             value = default_of(field)
             values[field.name] = UNSET if value is dataclasses.MISSING else copied(value)
