@@ -14,8 +14,8 @@ from processes import python
 from harness.compose.composer import compose_job
 from harness.compose.paths import using_folders
 from harness.tools.parity.parity import ParityJob
+from harness.tools.plan.compare import job_against
 from harness.tools.plan.config import PlanJob
-from harness.tools.plan.differences import job_against
 from harness.util.errors import EXIT_USER, UserError
 
 ROOT = Path(__file__).parents[1]

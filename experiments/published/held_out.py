@@ -203,7 +203,7 @@ def report(held: Sequence[Held]) -> str:
         without = f"median {statistics.median(amounts):.1%}, {_tail(amounts)}"
         lines.append(f"Without the {doubtful} rows that are in doubt (rows.csv): {without}.")
     orders = [order for own in tables if (order := _spearman(own)) is not None]
-    right = sum(order >= 0.8 for order in orders)
+    right = sum(round(order, 2) >= 0.8 for order in orders)
     lines.append(f"Order of at least 0.8 in {right} of {len(orders)} tables.")
     memory = [row.memory for row in held if row.memory is not None]
     lines.append(
@@ -281,7 +281,7 @@ def evidence_table(held: Sequence[Held]) -> str:
         "that were fitted without it; experiments/published/held_rows.py has the rules.",
         '"""',
         "",
-        "from harness.tools.plan.evidence import Evidence, Resolution",
+        "from harness.tools.plan.plan import Evidence, Resolution",
     ]
     kinds = (("EVIDENCE", SPEED, "Throughput"), ("MEMORY", MEMORY, "Peak memory on a GPU"))
     for name, kind, words in kinds:

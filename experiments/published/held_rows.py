@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from harness.tools.plan.evidence import Evidence, Resolution
+from harness.tools.plan.plan import Evidence, Resolution
 
 FILE = Path(__file__).with_name("held_out.csv")
 FEWEST = 4

@@ -28,13 +28,18 @@ from harness.tools.plan.activations import (
     SavedTensor,
     norm_activations,
 )
-from harness.tools.plan.operations import Attention, Operations
+from harness.tools.plan.costs import Attention, Operations
 
 _CUTS = {Split.COLUMN: ActivationSplit.INNER, Split.ROW: ActivationSplit.PARTIAL}
 
 
 class FluxCosts(Costs):
     """Costs of Flux."""
+
+    sample = "image"
+
+    def kind(self, model: ModelConfig) -> str:
+        return "models of pictures"
 
     def block_activations(
         self, model: ModelConfig, layer: int, seq_len: int, *, on_cpu: bool

@@ -3,26 +3,122 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from harness.config.job import Job
 from harness.model.spec import Split, TensorSpec
 from harness.precision.linears import sort_linears
-from harness.tools.plan import elementwise as moved
-from harness.tools.plan.context import ContextParallel
-from harness.tools.plan.costs import costs_of
-from harness.tools.plan.elementwise import (
-    ALONG_SEQUENCE,
-    CASTS,
-    COMPILED_LOGIT,
-    EAGER_LOGIT,
-    Casts,
-    ElementWise,
-)
+from harness.tools.plan.collectives import Collective, ContextParallel, Pass
+from harness.tools.plan.costs import Operations, costs_of
 from harness.tools.plan.machine import DTYPE_BYTES, Machine, expert_groups, group_of
-from harness.tools.plan.operations import Operations
 from harness.tools.plan.parameters import tp_of
-from harness.tools.plan.traffic import Collective, Pass
+
+
+@dataclass(frozen=True)
+class ElementWise:
+    """Element-wise operations in forward, in bytes per 16-bit value; backward moves twice as much.
+
+    Eager kernels are counted one by one; a compiled operation is one kernel that reads its inputs and writes
+    its output.
+    """
+
+    norm: float
+    residual: float
+    rotation: float
+    gate: float
+    clamped: float
+    """Of a gate that is clamped (``swiglu_clamped``), more."""
+    bias: float
+    """Per output of an expert with biases: each row's is looked up and added."""
+    bias_gradient: float
+    """The same in backward, as bytes that take the same time: rows are added up with atomics."""
+    router: float
+    """Per value of the residual stream, which routers read in 32 bits."""
+    sort: float
+    """Per value of a row of an expert: rows are copied in the experts' order, back, and added up in 32 bits
+    (``model/moe.py``)."""
+    exchanged: float
+    """The same, more: rows that came from other ranks are sorted by expert, and back
+    (``parallelism/expert.py``)."""
+    kernels: int
+    """Kernels of a block in forward other than products, for their fixed cost; backward has twice as many."""
+    expert_kernels: int
+    """The same, more, if the block has experts: routing, sorting and counting."""
+
+
+# A norm reads and writes; a sum of two streams takes 6; a rotation casts up, multiplies complex numbers and
+# casts down (20); a gate is SiLU (4) and a product (6); a clamped one has two clamps, a factor, a sigmoid, a
+# sum and two products (32). Experts' rows are copied twice (8), cast (6) and read by the product that adds
+# them up (4). Kernels are those of rehearsals (experiments/rehearsal/TABLES.md: 1,900 and 992 for 32 blocks
+# with half of a forward recomputed); those of compiled experts are assumed.
+#
+# Gradients of biases: of 1,571 ms of a step of GPT-OSS 20b another kernel saves 183 (MFU of 16.50 and
+# 18.68 %, github.com/pytorch/torchtitan/pull/2686), of which adding the biases takes 30: 6.4 ms for each of
+# 24 layers of 32,768 rows.
+EAGER = ElementWise(
+    norm=4,
+    residual=6,
+    rotation=20,
+    gate=10,
+    clamped=22,
+    bias=10,
+    bias_gradient=64,
+    router=6,
+    sort=18,
+    exchanged=8,
+    kernels=15,
+    expert_kernels=31,
+)
+COMPILED = ElementWise(
+    norm=4,
+    residual=4,
+    rotation=4,
+    gate=6,
+    clamped=0,
+    bias=4,
+    bias_gradient=64,
+    router=4,
+    sort=10,
+    exchanged=8,
+    kernels=8,
+    expert_kernels=15,
+)
+# Before torch 2.9 (github.com/pytorch/pytorch/pull/153666) an eager norm casts up, squares, averages, scales,
+# casts down and multiplies by the weight, one kernel each.
+UNFUSED = replace(EAGER, norm=30)
+
+# Logits, forward and backward: cast to 32 bits, softmax, the loss, its gradient, the cast back.
+EAGER_LOGIT, COMPILED_LOGIT = 34.0, 14.0
+
+# torch gathers and scatters along the first dimension; along the sequence, the tensor is copied before or
+# after (torch/distributed/_functional_collectives.py): one read and one write.
+ALONG_SEQUENCE = 2.0
+
+
+@dataclass(frozen=True)
+class Casts:
+    """Casts of the operands of 8-bit products, in bytes per 16-bit value."""
+
+    forward: float
+    input_backward: float
+    """Of inputs again, for gradients of weights: along the other dimension."""
+    gradient: float
+    weight: float
+    """Of weights in forward, once a microbatch."""
+    weight_backward: float
+    """Of weights again, for gradients of inputs: along the other dimension."""
+
+
+# One scale a tensor: one read for the maximum, then one read and a write of a byte; a gradient's product also
+# needs the transposed layout: one more read and write. One scale a row: a row is read once, a column twice; a
+# weight's columns are copied into rows first. Blocks of 32 values are read once in either direction
+# (torchao/testing/training/roofline_utils.py).
+CASTS = {
+    "float8_tensorwise": Casts(5, 2, 7, 5, 3),
+    "float8_rowwise": Casts(3, 5, 8, 3, 7),
+    "float8_rowwise_hp": Casts(3, 0, 3, 3, 3),
+    "mxfp8": Casts(3, 3, 6, 3, 3),
+}
 
 COUNT_BYTES = 8
 # Triton's kernels pad heads to a power of two: QK_HEAD_DIM_ROUNDED in a log in which backward has 250 TFLOP/s
@@ -76,7 +172,7 @@ class Worker:
         self.casts = CASTS.get(job.precision.linear, Casts(0, 0, 0, 0, 0))
         of, ep = job.model.moe, layout.ep
         self.busiest = 1.0 if of.force_balance else self.machine.busiest(ep, of.num_experts // ep)
-        # With one scale a tensor, inputs are cast before they are gathered (harness/precision/tensor.py).
+        # With one scale a tensor, inputs are cast before they are gathered (harness/precision/swap.py).
         self.casts_stream = job.precision.linear == "float8_tensorwise" and layout.uses_sequence_parallel
 
     def block(self, layer: int) -> Block:
@@ -242,8 +338,8 @@ class Worker:
 
     def _costs(self, *, compiled: bool) -> ElementWise:
         if compiled:
-            return moved.COMPILED
-        return moved.EAGER if self.machine.software.fused_norm else moved.UNFUSED
+            return COMPILED
+        return EAGER if self.machine.software.fused_norm else UNFUSED
 
     def _kernels(self, operations: Operations) -> int:
         """Kernels of a block in forward other than products."""

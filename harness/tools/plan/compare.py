@@ -1,27 +1,75 @@
-"""One table of the plans of several points: ``harness plan -m parallelism.tp=1,2,4``."""
+"""Plans of several jobs: a table of points, and two jobs line by line.
+
+``harness plan -m parallelism.tp=1,2,4`` and ``harness plan ... against="parallelism.tp=8"``, where ``A`` is
+the job of the command line, ``B`` the same job with the overrides of ``against``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shlex
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
-from harness.compose.composer import Composed
+from harness.compose.composer import Composed, compose_job
 from harness.compose.scale import count
 from harness.compose.verb import Result
+from harness.config.fields import NUMERICS, leaves
+from harness.config.job import Job
+from harness.tools.plan.config import PlanJob
 from harness.tools.plan.make import make_plan, planned
-from harness.tools.plan.plan import Plan
-from harness.tools.plan.render import mesh_of, tokens_of
-from harness.util.errors import ConfigError, UserError
+from harness.tools.plan.plan import KINDS, PARTS, Plan, Traffic
+from harness.tools.plan.render import as_dict, devices, mesh_of, part_name, tokens_of
+from harness.util.errors import ConfigError, UserError, as_typed
 from harness.util.hardware import POWER_SHARE
-from harness.util.tables import aligned, counted, dollars, figure, gib, seconds, shortened, summed
+from harness.util.tables import (
+    Column,
+    Table,
+    aligned_facts,
+    counted,
+    dollars,
+    figure,
+    gib,
+    seconds,
+    shortened,
+    summed,
+    to_text,
+)
 
 REASON_CHARS = 120
+VALUE_CHARS = 40
+MOST_NAMED = 3
+"""Kinds of memory, or parts of a step, that a summary names."""
+NEGLIGIBLE = 1e-6
+"""Fraction of a step, or of the memory, below which a difference is rounding."""
 ONE_PLAN = ("search", "rehearse", "calibrate", "picture", "against")
 """Fields that ask for more than a plan."""
+FITS = {None: "unknown", True: "yes", False: "NO"}
+Form = Callable[[float], str]
+Pair = tuple[Traffic | None, Traffic | None]
+
+
+def in_short(plan: Plan) -> dict[str, Any]:
+    """The figures by which plans are compared, and what all steps cost; None if unknown."""
+    speed, tokens = plan.speed, tokens_of(plan.job)
+    return {
+        "fits": plan.fits,
+        "memory_peak": plan.peak,
+        "step_seconds": None if speed is None else speed.step_seconds,
+        "tokens_per_second_per_rank": None if speed is None else speed.tokens_per_second_per_rank,
+        "mfu": None if speed is None else speed.mfu,
+        "parameters": plan.accounting.parameters,
+        "non_embedding_parameters": count(plan.job.model, "non_embedding"),
+        "tokens": tokens,
+        "flops": plan.accounting.flops_per_token_full * tokens,
+        "gpu_hours": plan.gpu_hours,
+        "dollars": plan.dollars,
+        "kwh": plan.kwh,
+    }
 
 
 def compare(points: list[Composed]) -> Result:
-    """Plan the points of a multirun; points that break a rule have it in the place of values.
+    """Plan the points of a multirun, in one table; points that break a rule have it in the place of values.
 
     Raises:
         UserError: no point is legal.
@@ -33,122 +81,281 @@ def compare(points: list[Composed]) -> Result:
     for name in ONE_PLAN:
         if value := getattr(legal[0], name):
             raise ConfigError(name, value, "works on one job, and -m has several", f"{name} without -m")
-    names = _varying([point.overrides for point in points])
-    plans = [None if point.job is None else make_plan(*planned(point.job)) for point in points]
-    budgets = [None if plan is None else _budget(plan) for plan in plans]
-    shown = len({(each["parameters"], each["tokens"]) for each in budgets if each is not None}) > 1
-    has_price = any(each is not None and each["dollars"] is not None for each in budgets)
-    unit = "rank" if any(plan is not None and plan.accelerator is None for plan in plans) else "GPU"
-    rows = [
-        _row(name, point, plan)
-        | (_sizes(budget) if shown else {})
-        | (_price(budget, f"{unit}-hours") if shown or has_price else {})
-        for name, point, plan, budget in zip(names, points, plans, budgets, strict=True)
+    common = set.intersection(*(set(point.overrides) for point in points))
+    plans, data, rows = [], [], []
+    for point in points:
+        name = " ".join(each for each in point.overrides if each not in common) or "-"
+        if point.job is None:
+            data.append({"overrides": point.overrides, "legal": False, "reason": point.reason})
+            rows.append({"point": name, "fits": f"illegal: {shortened(point.reason, REASON_CHARS)}"})
+            continue
+        plan = make_plan(*planned(point.job))
+        figures = in_short(plan)
+        plans.append(plan)
+        data.append({"overrides": point.overrides, "legal": True, **figures})
+        rows.append({"point": name, "layout": mesh_of(plan.job.parallelism)} | figures)
+        rows[-1]["fits"] = FITS[plan.fits]
+    known = [each for each in data if each["legal"]]
+    total = {"points": len(known)} | {name: sum(each[name] for each in known) for name in ("tokens", "flops")}
+    total |= {name: summed(each[name] for each in known) for name in ("gpu_hours", "dollars", "kwh")}
+    sizes_differ = len({(each["parameters"], each["tokens"]) for each in known}) > 1
+    unit = "rank" if any(plan.accelerator is None for plan in plans) else "GPU"
+    columns = [
+        *(Column("point", "point"), Column("layout", "layout"), Column("memory_peak", "GiB", gib)),
+        Column("step_seconds", "step", seconds),
+        Column("tokens_per_second_per_rank", "tokens/s each", figure),
+        *(Column("mfu", "MFU", ".1%"), Column("fits", "fits")),
     ]
-    data = [
-        _values(point, plan) | (budget or {})
-        for point, plan, budget in zip(points, plans, budgets, strict=True)
-    ]
-    total = _total([each for each in budgets if each is not None])
-    text = aligned(rows, {"point", "layout", "fits"}, indent="")
-    return Result(
-        {"points": data, "total": total}, text + (_total_in_words(total, plans, unit) if shown else "")
-    )
+    if sizes_differ:
+        columns += [
+            Column("parameters", "parameters", counted),
+            Column("non_embedding_parameters", "non-emb.", counted),
+            *(Column("tokens", "tokens", counted), Column("flops", "FLOPs", ".3g")),
+        ]
+    if sizes_differ or any(each["dollars"] is not None for each in known):
+        columns += [Column("gpu_hours", f"{unit}-hours", figure), Column("dollars", "price", dollars)]
+        columns.append(Column("kwh", "kWh", figure))
+    notes = _total_in_words(total, plans, unit) if sizes_differ else ()
+    return Result({"points": data, "total": total}, to_text(Table(columns, rows, notes=notes, missing="")))
 
 
-def _varying(overrides: Sequence[Sequence[str]]) -> list[str]:
-    """Return the overrides of each point that other points do not have."""
-    common = set.intersection(*map(set, overrides))
-    return [" ".join(each for each in own if each not in common) or "-" for own in overrides]
-
-
-def _row(name: str, point: Composed, plan: Plan | None) -> dict[str, str]:
-    if plan is None:
-        empty = dict.fromkeys(("layout", "GiB", "step", "tokens/s each", "MFU"), "")
-        return {"point": name, **empty, "fits": f"illegal: {shortened(point.reason, REASON_CHARS)}"}
-    speed = plan.speed
-    fits = {None: "unknown", True: "yes", False: "NO"}[plan.fits]
-    return {
-        "point": name,
-        "layout": mesh_of(plan.job.parallelism),
-        "GiB": gib(plan.peak),
-        "step": "" if speed is None else seconds(speed.step_seconds),
-        "tokens/s each": "" if speed is None else figure(speed.tokens_per_second_per_rank),
-        "MFU": "" if speed is None or speed.mfu is None else f"{speed.mfu:.1%}",
-        "fits": fits,
-    }
-
-
-def _budget(plan: Plan) -> dict[str, Any]:
-    """Return what all steps of a job cost; unknown hours are None."""
-    tokens = tokens_of(plan.job)
-    return {
-        "parameters": plan.accounting.parameters,
-        "non_embedding_parameters": count(plan.job.model, "non_embedding"),
-        "tokens": tokens,
-        "flops": plan.accounting.flops_per_token_full * tokens,
-        "gpu_hours": plan.gpu_hours,
-        "dollars": plan.dollars,
-        "kwh": plan.kwh,
-    }
-
-
-def _sizes(budget: dict[str, Any] | None) -> dict[str, str]:
-    if budget is None:
-        return dict.fromkeys(("parameters", "non-emb.", "tokens", "FLOPs"), "")
-    return {
-        "parameters": counted(budget["parameters"]),
-        "non-emb.": counted(budget["non_embedding_parameters"]),
-        "tokens": counted(budget["tokens"]),
-        "FLOPs": f"{budget['flops']:.3g}",
-    }
-
-
-def _price(budget: dict[str, Any] | None, hours: str) -> dict[str, str]:
-    """Cost of all steps; unknown values are empty."""
-    known = budget or {}
-    columns = {hours: ("gpu_hours", figure), "price": ("dollars", dollars), "kWh": ("kwh", figure)}
-    values = {column: (known.get(name), as_text) for column, (name, as_text) in columns.items()}
-    return {column: "" if value is None else as_text(value) for column, (value, as_text) in values.items()}
-
-
-def _total(budgets: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Add up the budgets of all legal points; a sum with an unknown value is None."""
-    return {
-        "points": len(budgets),
-        "tokens": sum(each["tokens"] for each in budgets),
-        "flops": sum(each["flops"] for each in budgets),
-        **{name: summed(each[name] for each in budgets) for name in ("gpu_hours", "dollars", "kwh")},
-    }
-
-
-def _total_in_words(total: dict[str, Any], plans: Sequence[Plan | None], unit: str) -> str:
+def _total_in_words(total: dict[str, Any], plans: Sequence[Plan], unit: str) -> tuple[str, str]:
     """Return the cost of all points, and how the FLOPs compare with 6 N D."""
-    made = [plan for plan in plans if plan is not None]
     hours = "hours unknown" if total["gpu_hours"] is None else f"{figure(total['gpu_hours'])} {unit}-hours"
     if total["dollars"] is not None:
         hours += f", {dollars(total['dollars'])}"
     if total["kwh"] is not None:
-        pue = " x PUE" if any(plan.job.cluster.pue is not None for plan in made) else ""
+        pue = " x PUE" if any(plan.job.cluster.pue is not None for plan in plans) else ""
         hours += f", {figure(total['kwh'])} kWh of the GPUs alone ({POWER_SHARE:.0%} of their power{pue})"
-    ratios = [6 * count(plan.job.model, "active") / plan.accounting.flops_per_token_full for plan in made]
+    ratios = [6 * count(plan.job.model, "active") / plan.accounting.flops_per_token_full for plan in plans]
     return (
-        f"all {total['points']}: {counted(total['tokens'])} tokens, {total['flops']:.3g} FLOPs, {hours}\n"
+        f"all {total['points']}: {counted(total['tokens'])} tokens, {total['flops']:.3g} FLOPs, {hours}",
         "FLOPs: those of MFU, with full attention; 6 x non-embedding parameters x tokens is "
-        f"{min(ratios):.0%} to {max(ratios):.0%} of them\n"
+        f"{min(ratios):.0%} to {max(ratios):.0%} of them",
     )
 
 
-def _values(point: Composed, plan: Plan | None) -> dict[str, Any]:
-    if plan is None:
-        return {"overrides": point.overrides, "legal": False, "reason": point.reason}
-    speed = plan.speed
+def job_against(job: PlanJob, overrides: Sequence[str]) -> PlanJob:
+    """Compose the job to compare with.
+
+    Args:
+        job: the job of the command line, with ``against``.
+        overrides: the overrides of the command line.
+
+    Raises:
+        UserError: naming the wrong field.
+    """
+    text = job.against or ""
+    own = [each for each in overrides if each.partition("=")[0] != "against"]
+    try:
+        others = shlex.split(text)
+    except ValueError as error:
+        raise ConfigError("against", text, f"cannot be read: {error}", "'field=value field=value'") from None
+    try:
+        composed: PlanJob = compose_job([*own, *others], config_name="plan", schema=PlanJob)
+    except UserError as error:
+        raise UserError(f"against: {error}") from error
+    for name in ONE_PLAN:
+        if getattr(composed, name):
+            raise ConfigError("against", text, f"compares plans, and {name} asks for more", "fields of a job")
+    if composed == replace(job, against=None):
+        raise ConfigError("against", text or "''", "does not change the job", "another value of a field")
+    return composed
+
+
+def changed_fields(a: Job, b: Job) -> list[tuple[str, bool, Any, Any]]:
+    """Return name, whether it changes the numbers, and both values of each field that differs.
+
+    Of two models only the name is listed.
+    """
+    first, second = ({name: (role, value) for name, role, value in leaves(job)} for job in (a, b))
+    found = []
+    for name in {**first, **second}:
+        (role, x), (_, y) = first.get(name, ("", None)), second.get(name, ("", None))
+        is_of_other_model = name.startswith("model.") and a.model.name != b.model.name
+        if x != y and name != "name" and (name == "model.name" or not is_of_other_model):
+            found.append((name, role == NUMERICS, x, y))
+    return found
+
+
+def traffic_pairs(a: Sequence[Traffic], b: Sequence[Traffic]) -> list[Pair]:
+    """Pair the lines of communication by axis and collective; of several, those of equal groups."""
+    kinds = dict.fromkeys((each.axis, each.collective) for each in (*a, *b))
+    pairs: list[Pair] = []
+    for kind in sorted(kinds, key=lambda kind: PARTS.index(kind[0])):
+        own, others = ([each for each in plan if (each.axis, each.collective) == kind] for plan in (a, b))
+        groups = [(each.ranks, each.link) for each in own]
+        for one, group in zip(own, groups, strict=True):
+            equal = [each for each in others if (each.ranks, each.link) == group]
+            like = equal or [each for each in others if (each.ranks, each.link) not in groups]
+            pairs.append((one, like[0] if like else None))
+            others = [each for each in others if each is not pairs[-1][1]]
+        pairs += [(None, other) for other in others]
+    return pairs
+
+
+def cost_changes(a: Plan, b: Plan) -> dict[str, float]:
+    """Return what each part of the step adds to the device time of a token, as a fraction of A's whole time.
+
+    Unlike the time of a step, it compares steps of other sizes, and other numbers of ranks.
+    """
+    assert a.speed is not None and b.speed is not None
+    slower = a.speed.tokens_per_second_per_rank / b.speed.tokens_per_second_per_rank
+    before, after = (
+        {part: speed.parts.get(part, 0.0) / speed.step_seconds for part in PARTS}
+        for speed in (a.speed, b.speed)
+    )
+    return {part: after[part] * slower - before[part] for part in PARTS}
+
+
+def render_differences(a: Plan, b: Plan) -> str:
+    """Format the comparison: fields, memory, communication, the step, and what matters most."""
+    facts = []
+    for name, plan in (("A", a), ("B", b)):
+        layout = f": {mesh_of(plan.job.parallelism)}" if plan.job.world_size > 1 else ""
+        facts.append((name, f"{plan.job.name} on {devices(plan)}{layout}"))
+    fields = [
+        [name, *(shortened(as_typed(value), VALUE_CHARS) for value in (x, y)), "numbers" if numerics else ""]
+        for name, numerics, x, y in changed_fields(a.job, b.job)
+    ]
+    kinds = _kinds(a, b)
+    if a.memory_limit is not None and b.memory_limit is not None:
+        kinds.append(("left", a.memory_limit - a.peak, b.memory_limit - b.peak))
+    memory = [
+        (
+            kind,
+            *(_signed(size, gib).removeprefix("+") for size in (x, y)),
+            _signed(_change(x, y, a.peak), gib),
+        )
+        for kind, x, y in kinds
+    ]
+    blocks = [
+        aligned_facts(facts),
+        _table(("field", "A", "B", "changes"), fields, right=()),
+        "memory at its peak, GiB on the fullest rank\n" + _table(("kind", "A", "B", "B - A"), memory),
+    ]
+    if a.traffic or b.traffic:
+        title = "communication in a step, of the busiest rank\n"
+        lines = [_line(pair) for pair in traffic_pairs(a.traffic, b.traffic)]
+        blocks.append(title + _table(_LINE, lines, right=range(4, len(_LINE))))
+    if a.speed is not None and b.speed is not None:
+        title = "a step, predicted; change: of A's device time for a token\n"
+        changes = cost_changes(a, b)
+        steps = [(part, *(plan.parts.get(part, 0.0) for plan in (a.speed, b.speed))) for part in PARTS]
+        rows = [(part_name(part), x, y, changes[part]) for part, x, y in steps]
+        rows.append(("the step", a.speed.step_seconds, b.speed.step_seconds, sum(changes.values())))
+        parts = [
+            (name, seconds(x), seconds(y), f"{change:+.1%}")
+            for name, x, y, change in rows
+            if max(x, y) > NEGLIGIBLE * a.speed.step_seconds
+        ]
+        blocks.append(title + _table(("part", "A", "B", "change"), parts))
+    totals = [*_totals(a, b), ("fits", FITS[a.fits], FITS[b.fits], "")]
+    blocks.append(_table(("", "A", "B", "change"), totals, indent=""))
+    blocks.append(aligned_facts(_summary(a, b)))
+    return "\n".join(blocks)
+
+
+def differences_as_dict(a: Plan, b: Plan) -> dict[str, Any]:
+    """The comparison as plain containers for JSON; ``cost_change`` is in fractions of A's device time."""
+    known = a.speed is not None and b.speed is not None
     return {
-        "overrides": point.overrides,
-        "legal": True,
-        "fits": plan.fits,
-        "memory_peak": plan.peak,
-        "step_seconds": None if speed is None else speed.step_seconds,
-        "tokens_per_second_per_rank": None if speed is None else speed.tokens_per_second_per_rank,
-        "mfu": None if speed is None else speed.mfu,
+        "a": as_dict(a),
+        "b": as_dict(b),
+        "fields": [
+            {"name": name, "numerics": numerics, "a": x, "b": y}
+            for name, numerics, x, y in changed_fields(a.job, b.job)
+        ],
+        "memory_change": {kind: after - before for kind, before, after in _kinds(a, b)},
+        "cost_change": cost_changes(a, b) if known else None,
     }
+
+
+def _table(
+    headings: Sequence[str],
+    cells: Sequence[Sequence[str]],
+    right: Collection[int] = (1, 2, 3),
+    indent: str = "  ",
+) -> str:
+    return to_text(Table.of_cells(headings, cells, right), indent)
+
+
+def _signed(change: float, form: Form) -> str:
+    return "-" if change == 0 else f"{'+' if change > 0 else '-'}{form(abs(change))}"
+
+
+def _change(before: float, after: float, whole: float) -> float:
+    """The difference; 0 if it is rounding."""
+    return after - before if abs(after - before) > NEGLIGIBLE * whole else 0.0
+
+
+def _kinds(a: Plan, b: Plan) -> list[tuple[str, float, float]]:
+    """Bytes of each kind on the fullest ranks, and their sum."""
+    first, second = (max(plan.memory, key=lambda rank: rank.peak) for plan in (a, b))
+    kinds = [(kind, first.kinds.get(kind, 0.0), second.kinds.get(kind, 0.0)) for kind in KINDS]
+    return [*(each for each in kinds if any(each[1:])), ("peak", first.peak, second.peak)]
+
+
+_SIDES: list[tuple[str, Callable[[Traffic], str]]] = [
+    ("over", lambda each: f"{each.ranks} {each.link}"),
+    ("GiB", lambda each: gib(each.bytes)),
+    ("time", lambda each: seconds(each.seconds)),
+    ("exposed", lambda each: seconds(each.exposed_seconds)),
+]
+_LINE = ("axis", "collective", *(f"{side} {title}" for title, _ in _SIDES for side in "AB"), "B - A")
+
+
+def _line(pair: Pair) -> list[str]:
+    """One line of communication, as ``_LINE``."""
+    [first, *_] = [each for each in pair if each is not None]
+    cells = ["" if each is None else form(each) for _, form in _SIDES for each in pair]
+    before, after = (0.0 if each is None else each.exposed_seconds for each in pair)
+    change = "" if before is None or after is None else _signed(after - before, seconds)
+    return [first.axis, first.collective, *cells, change]
+
+
+def _totals(a: Plan, b: Plan) -> Iterator[tuple[str, str, str, str]]:
+    """Yield throughput, MFU and the cost of all steps."""
+    unit = "GPU" if a.accelerator is not None and b.accelerator is not None else "rank"
+    sides = [in_short(plan) for plan in (a, b)]
+    for plan, figures in zip((a, b), sides, strict=True):
+        rate = figures["tokens_per_second_per_rank"]
+        figures["in_all"] = None if rate is None else rate * plan.job.world_size
+    for name, key in (
+        (f"tokens/s a {unit}", "tokens_per_second_per_rank"),
+        ("tokens/s in all", "in_all"),
+        ("MFU", "mfu"),
+        (f"{unit}-hours of all steps", "gpu_hours"),
+        ("dollars", "dollars"),
+        ("kWh, GPUs alone", "kwh"),
+    ):
+        x, y = (figures[key] for figures in sides)
+        if x is not None and y is not None and key == "mfu":
+            yield name, f"{x:.1%}", f"{y:.1%}", ""
+        elif x is not None and y is not None:
+            yield name, figure(x), figure(y), f"{y / x - 1:+.1%}"
+
+
+def _summary(a: Plan, b: Plan) -> list[tuple[str, str]]:
+    """What matters most, in words."""
+    if a.speed is None or b.speed is None:
+        unknown = " and ".join(name for name, plan in (("A", a), ("B", b)) if plan.speed is None)
+        time = f"unknown for {unknown}; a plan without against says what to set"
+    else:
+        changes = {part_name(part): change for part, change in cost_changes(a, b).items()}
+        slower = sum(changes.values())
+        size = f"{abs(slower):.1%} {'less' if slower < 0 else 'more'}"
+        named = _largest(changes, lambda change: f"{change:+.1%}")
+        time = f"B takes {size} device time for a token{named}"
+    *kinds, (_, before, after) = _kinds(a, b)
+    named = _largest({kind: y - x for kind, x, y in kinds}, lambda change: _signed(change, gib))
+    size = f"{gib(abs(after - before))} GiB {'less' if after < before else 'more'}"
+    return [("time", time), ("memory", f"B takes {size}{named}")]
+
+
+def _largest(changes: dict[str, float], form: Form) -> str:
+    """Name the largest changes, without those that are a hundredth of the largest."""
+    ordered = sorted(changes.items(), key=lambda item: -abs(item[1]))[:MOST_NAMED]
+    floor = abs(ordered[0][1]) / 100
+    named = ", ".join(f"{name} {form(change)}" for name, change in ordered if abs(change) > floor)
+    return f": {named}" if named else ""

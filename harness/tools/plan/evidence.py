@@ -1,14 +1,18 @@
-"""Classes of jobs, and the evidence for their plans.
+"""How far a plan can be trusted: bands from its errors on published rows, by class of job.
 
-``evidence_table.py`` has the values.
+``evidence_table.py`` has the errors.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
+from typing import Any
 
 from harness.config.job import Job
-from harness.model.architecture import architecture_of
+from harness.tools.plan.costs import costs_of
+from harness.tools.plan.evidence_table import EVIDENCE, MEMORY
+from harness.tools.plan.plan import Evidence, Plan
+from harness.util.tables import figure, gib
 
 GENERATIONS = {
     "A100 SXM 40GB": "Ampere",
@@ -28,40 +32,65 @@ GENERATIONS = {
 """Hardware generation of each accelerator with published rows."""
 
 
-@dataclass(frozen=True)
-class Evidence:
-    """Published rows of a class of jobs."""
-
-    rows: int
-    sources: int
-    """Documents that the rows come from, each about one cluster."""
-    low: float
-    """Published figure over planned: the 10th percentile."""
-    high: float
-    """The 90th percentile."""
-    pooled: bool
-    """Whether ``low`` and ``high`` are those of all classes, since this one has few sources."""
-
-
-@dataclass(frozen=True)
-class Resolution:
-    """Error of the planned speed of one layout relative to another of the same table."""
-
-    off: float
-    """The largest error in four of five pairs, as a fraction."""
-    pairs: int
-    tables: int
-
-
-def kind_of(job: Job) -> str:
-    """Return the kind of model: "dense models", "mixtures of experts" or "models of pictures"."""
-    if architecture_of(job.model).batches != "tokens":
-        return "models of pictures"
-    return "mixtures of experts" if job.model.moe.enabled else "dense models"
-
-
 def class_of(job: Job, accelerator: str) -> str | None:
     """Return the class of a job on an accelerator, such as "dense models on Hopper"; None without a
     generation."""
     generation = GENERATIONS.get(accelerator)
-    return None if generation is None else f"{kind_of(job)} on {generation}"
+    return None if generation is None else f"{costs_of(job.model).kind(job.model)} on {generation}"
+
+
+def throughput_band(plan: Plan) -> str | None:
+    """The 10th to 90th percentile of the throughput; None on CPUs and without a throughput."""
+    if plan.accelerator is None or plan.speed is None:
+        return None
+    name, found = _throughput(plan)
+    if found is None:
+        why = f"no published rows of {name or 'this device'}"
+        return f"no evidence: {'the constants were fitted to other runs' if plan.is_calibrated else why}"
+    rate = plan.speed.tokens_per_second_per_rank
+    low, high = figure(rate * found.low), figure(rate * found.high)
+    return f"10 to 90 %: {low} to {high} tokens/s a GPU, {_by(name or '', found)}"
+
+
+def memory_band(plan: Plan) -> str | None:
+    """The 10th to 90th percentile of the peak memory, and whether the limit is between them; None on CPUs."""
+    if plan.accelerator is None:
+        return None
+    name, found = _memory(plan)
+    if found is None:
+        return f"no evidence: no published memory of {name}"
+    low, high = plan.peak * found.low, plan.peak * found.high
+    doubt = ""
+    if plan.memory_limit is not None and low <= plan.memory_limit < high:
+        doubt = f"; it may {'not fit' if plan.fits else 'fit'}"
+    return f"10 to 90 %: {gib(low)} to {gib(high)} GiB, {_by(name, found)}{doubt}"
+
+
+def bands_as_dict(plan: Plan) -> dict[str, Any]:
+    """Bands of the throughput (tokens/s and device) and the memory (bytes); None without published rows."""
+    rate = None if plan.speed is None else plan.speed.tokens_per_second_per_rank
+    figures = {"throughput": (rate, *_throughput(plan)), "memory": (plan.peak, *_memory(plan))}
+    return {
+        kind: None
+        if found is None or value is None
+        else dataclasses.asdict(found) | {"class": name, "low": value * found.low, "high": value * found.high}
+        for kind, (value, name, found) in figures.items()
+    }
+
+
+def _throughput(plan: Plan) -> tuple[str | None, Evidence | None]:
+    """The class of the job, and its published rows."""
+    name = None if plan.accelerator is None else class_of(plan.job, plan.accelerator.name)
+    return name, None if plan.is_calibrated else EVIDENCE.get(name or "")
+
+
+def _memory(plan: Plan) -> tuple[str, Evidence | None]:
+    kind = costs_of(plan.job.model).kind(plan.job.model)
+    return kind, None if plan.accelerator is None else MEMORY.get(kind)
+
+
+def _by(name: str, found: Evidence) -> str:
+    sources = f"{found.sources} source{'s' * (found.sources > 1)}"
+    if found.pooled:
+        return f"by all published rows ({name} have {found.rows}, of {sources})"
+    return f"by {found.rows} published rows of {name} ({sources})"

@@ -4,7 +4,7 @@ experiments/published/held_out.py writes this file. Each published row was plann
 that were fitted without it; experiments/published/held_rows.py has the rules.
 """
 
-from harness.tools.plan.evidence import Evidence, Resolution
+from harness.tools.plan.plan import Evidence, Resolution
 
 EVIDENCE = {
     "dense models on Ampere": Evidence(rows=8, sources=1, low=0.69, high=1.29, pooled=True),

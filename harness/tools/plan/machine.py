@@ -10,8 +10,7 @@ from typing import Any
 
 from harness.config.job import Job
 from harness.config.parallelism import AXES
-from harness.tools.plan.constants import Calibration, Constants, Software
-from harness.tools.plan.kernel_peaks import Achieved, achieved_by
+from harness.tools.plan.constants import ACHIEVED, OTHER, Achieved, Calibration, Constants, Software
 from harness.util.hardware import Accelerator
 
 DIRECTLY_WIRED = ("A100 SXM 40GB", "A100 SXM 80GB", "H100 SXM", "H100 96GB", "H200 SXM")
@@ -70,7 +69,7 @@ class Machine:
     def achieved(self) -> Achieved:
         """What the device's best kernels achieve."""
         shares: Any = self.device.achieved
-        return replace(achieved_by(self.device.name), **shares)
+        return replace(ACHIEVED.get(self.device.name, OTHER), **shares)
 
     def product_seconds(
         self,

@@ -56,7 +56,7 @@ def draw(path: Path, plan: Plan) -> None:
     width = _INCHES if timeline or ranks > 4 else _INCHES * 0.6
     figure = Figure(figsize=(width, sum(heights) + 0.9), layout=layout)
     axes = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
-    title = f"{plan.job.name} on {devices(plan, plan.job.world_size)}: {mesh_of(plan.job.parallelism)}"
+    title = f"{plan.job.name} on {devices(plan)}: {mesh_of(plan.job.parallelism)}"
     figure.suptitle(title, fontsize=12.5, x=0.01, ha="left", color=_INK)
     _draw_memory(axes[0], plan)
     if timeline and plan.speed is not None:

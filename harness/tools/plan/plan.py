@@ -167,3 +167,28 @@ class Plan:
         if power is None or self.gpu_hours is None:
             return None
         return self.gpu_hours * power * POWER_SHARE / 1000 * (self.job.cluster.pue or 1.0)
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Published rows of a class of jobs."""
+
+    rows: int
+    sources: int
+    """Documents that the rows come from, each about one cluster."""
+    low: float
+    """Published figure over planned: the 10th percentile."""
+    high: float
+    """The 90th percentile."""
+    pooled: bool
+    """Whether ``low`` and ``high`` are those of all classes, since this one has few sources."""
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """Error of the planned speed of one layout relative to another of the same table."""
+
+    off: float
+    """The largest error in four of five pairs, as a fraction."""
+    pairs: int
+    tables: int

@@ -1,32 +1,49 @@
-"""What would make a job fit: single changes of it, each composed and planned as if it had been typed."""
+"""What would make a job fit: single changes of it, each composed and planned as if it had been typed.
+
+If no layout of a search fits: more ranks, or changes of the closest layout that a search does not try.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from math import gcd
 from typing import Any
 
 from harness.compose.composer import Composer
+from harness.compose.overrides import OVERRIDE
+from harness.compose.verb import Result
 from harness.config.cluster import ClusterConfig
+from harness.config.fields import with_value
 from harness.config.job import Job, differing_numerics
 from harness.tools.plan.config import GPUS, PlanJob
 from harness.tools.plan.constants import Calibration
 from harness.tools.plan.make import make_plan, planned
 from harness.tools.plan.plan import Plan
-from harness.tools.plan.space import MODES
-from harness.util.errors import ConfigError, divisors
+from harness.tools.plan.render import mesh_of
+from harness.tools.plan.search import Candidate, NothingFits, search
+from harness.tools.plan.space import MODES, Space
+from harness.util.errors import ConfigError, UserError, divisors
 from harness.util.tables import aligned, figure, gib
 
 Change = tuple[str, ...]
 """Overrides that are added to those of the job."""
 FACTORS = (2, 4, 8)
 """By how much a degree of parallelism, the number of chunks or the number of devices is multiplied."""
+FACTORS_OF_RANKS = (2, 4, 8, 16, 32, 64)
+"""By how much a failed search multiplies the number of ranks, until a layout fits."""
 LEAST_CONTEXT = 4096
 """Tokens that context parallelism leaves a rank at least. It is for long sequences: Llama 3 has 8,192 tokens
 on a rank (arXiv:2407.21783, table 4)."""
+LEAST_MEMORY = {
+    "activation_checkpoint.mode": "full",
+    "parallelism.pp_schedule": "1F1B",
+    "parallelism.pp_layers_per_stage": None,
+    "parallelism.pp_microbatch_size": 1,
+}
+"""Values of searched fields that take little memory. With them a search has a hundredth of the points."""
 CLOSEST = 3
 """Changes that are shown although they are not enough."""
 
@@ -50,7 +67,6 @@ class Remedy:
 
     @property
     def typed(self) -> str:
-        """The overrides as typed."""
         return " ".join(self.overrides)
 
     @property
@@ -101,7 +117,7 @@ def kinds_not_searched(job: Job) -> Iterator[list[Change]]:
     yield [("precision.param_dtype=bfloat16", "precision.master_dtype=bfloat16")]
 
 
-def grown(cluster: ClusterConfig, world: int, factor: int) -> Change | None:
+def multiply_ranks(cluster: ClusterConfig, world: int, factor: int) -> Change | None:
     """Return the overrides for ``factor`` times as many ranks; None if one machine would not have them."""
     ranks = world * factor
     if cluster.is_here:
@@ -137,7 +153,7 @@ def _moved(job: Job, axis: str, factor: int) -> Change | None:
 
 def _on_more_devices(job: Job, factor: int) -> Change | None:
     """Multiply dp_shard and the number of devices."""
-    layout, more = job.parallelism, grown(job.cluster, job.world_size, factor)
+    layout, more = job.parallelism, multiply_ranks(job.cluster, job.world_size, factor)
     if more is None or job.global_batch_size % (layout.data_parallel * factor):
         return None
     local = None if layout.pp > 1 else job.local_batch_size
@@ -191,7 +207,7 @@ class _ChangedJobs:
 
     def smallest_of_each_kind(self, kinds: Callable[[Job], Iterable[list[Change]]]) -> list[Remedy]:
         """Plan the changes of each kind that is legal and takes less memory."""
-        found = [self._smallest(changes) for changes in kinds(self._plan.job)]
+        found = map(self._smallest, kinds(self._plan.job))
         return [each for each in found if each is not None]
 
     def _smallest(self, changes: Sequence[Change]) -> Remedy | None:
@@ -204,11 +220,11 @@ class _ChangedJobs:
         if not legal:
             return None
         best = self._planned(legal[-1])
-        if not best.plan.fits and len(legal) > 1:
-            best = min(best, self._planned(legal[0]), key=lambda each: each.plan.peak)
-        elif best.plan.fits:
+        if best.plan.fits:
             index = bisect_left(legal[:-1], True, key=lambda change: self._planned(change).plan.fits is True)
             best = self._planned(legal[index])
+        else:
+            best = min(best, self._planned(legal[0]), key=lambda each: each.plan.peak)
         if best.plan.peak >= self._plan.peak:
             return None
         return replace(best, changes=(self._needed(best.changes[0]),))
@@ -253,19 +269,17 @@ def with_headroom(plan: Plan, headroom: float) -> Plan:
 
 def render_remedies(plan: Plan, found: Sequence[Remedy]) -> str:
     """Format what makes a job fit, and what comes closest."""
-    unit = "GPU" if plan.accelerator is not None else "rank"
     enough = [each for each in found if each.plan.fits]
     others = [each for each in found if not each.plan.fits]
     closest = others[:CLOSEST]
     if not enough:
-        rows = aligned([_row(plan, each, unit) for each in closest], _LEFT) if closest else ""
         title = "no change makes it fit" + ("; the closest are\n" if closest else "\n")
-        return f"{title}{rows}search=true tries every layout of these ranks\n"
+        return f"{title}{_table(plan, closest)}search=true tries every layout of these ranks\n"
     alone = any(len(each.changes) == 1 for each in enough)
     title = (
         "each of these makes it fit" if alone else "no single change makes it fit, but each of these pairs"
     )
-    text = f"{title}; cheapest first\n" + aligned([_row(plan, each, unit) for each in enough], _LEFT)
+    text = f"{title}; cheapest first\n{_table(plan, enough)}"
     if closest:
         named = ", ".join(f"{each.typed} ({gib(each.plan.peak)} GiB)" for each in closest)
         more = f", and {len(others) - len(closest)} others" if len(others) > len(closest) else ""
@@ -273,22 +287,24 @@ def render_remedies(plan: Plan, found: Sequence[Remedy]) -> str:
     return text
 
 
-_LEFT = {"change", "besides"}
-
-
-def _row(plan: Plan, remedy: Remedy, unit: str) -> dict[str, str]:
-    rate, before = remedy.rate, plan.speed
-    ranks = remedy.plan.job.world_size
-    besides = [f"{ranks} {unit}s"] if ranks != plan.job.world_size else []
-    besides += ["changes the numbers"] if remedy.changes_numbers else []
-    change = "" if rate is None or before is None else f"{rate / before.tokens_per_second_per_rank - 1:+.1%}"
-    return {
-        "change": remedy.typed,
-        "GiB": gib(remedy.plan.peak),
-        f"tokens/s a {unit}": "unknown" if rate is None else figure(rate),
-        "speed": change,
-        "besides": ", ".join(besides),
-    }
+def _table(plan: Plan, found: Sequence[Remedy]) -> str:
+    rows = []
+    unit = "GPU" if plan.accelerator is not None else "rank"
+    for each in found:
+        rate, before, ranks = each.rate, plan.speed, each.plan.job.world_size
+        besides = [f"{ranks} {unit}s"] if ranks != plan.job.world_size else []
+        besides += ["changes the numbers"] if each.changes_numbers else []
+        faster = None if rate is None or before is None else rate / before.tokens_per_second_per_rank - 1
+        rows.append(
+            {
+                "change": each.typed,
+                "GiB": gib(each.plan.peak),
+                f"tokens/s a {unit}": "unknown" if rate is None else figure(rate),
+                "speed": "" if faster is None else f"{faster:+.1%}",
+                "besides": ", ".join(besides),
+            }
+        )
+    return aligned(rows, {"change", "besides"}) if rows else ""
 
 
 def remedies_as_dict(found: Sequence[Remedy]) -> list[dict[str, Any]]:
@@ -305,3 +321,87 @@ def remedies_as_dict(found: Sequence[Remedy]) -> list[dict[str, Any]]:
         }
         for each in found
     ]
+
+
+def what_would_fit(failed: NothingFits, job: PlanJob, overrides: Sequence[str]) -> Result:
+    """Return a failed search as a result, with an error that says what would work.
+
+    Args:
+        failed: the error of the search.
+        job: the job of the search.
+        overrides: the overrides that compose it.
+    """
+    _, calibration = planned(job)
+    space, layout = failed.space, failed.closest.overrides(failed.space.base.parallelism)
+    of_search = {field.name for field in fields(PlanJob)} - {field.name for field in fields(Job)}
+    of_search.remove("calibration")
+    typed = [each for each in overrides if (match := OVERRIDE.match(each)) and match["key"] not in of_search]
+    closest = with_headroom(make_plan(failed.closest.job(space.base), calibration), job.headroom)
+    changed = remedies(closest, [*typed, *layout], kinds_not_searched, job.headroom)
+    ranks, more, best = more_ranks(space, calibration, job.headroom)
+    works = []
+    if best is not None:
+        assert best.plan.speed is not None
+        rate = figure(best.plan.speed.tokens_per_second_per_rank)
+        works.append(
+            f"{' '.join(more)} ({ranks} ranks: {mesh_of(best.plan.job.parallelism)}, {best.point.mode}, "
+            f"{gib(best.plan.peak)} GiB, {rate} tokens/s a {'GPU' if best.plan.accelerator else 'rank'})"
+        )
+    for each in changed:
+        if each.plan.fits:
+            numbers = ", changes the numbers" if each.changes_numbers else ""
+            works.append(f"{each.typed} (the closest layout then takes {gib(each.plan.peak)} GiB{numbers})")
+    too_few = f"; up to {ranks:,} ranks are too few" if best is None and ranks > space.world else ""
+    would_work = f"; would work: {', or '.join(works)}" if works else ""
+    data = {
+        "world_size": space.world,
+        "best": [],
+        "too_large": failed.rejected.too_large,
+        "illegal": dict(failed.rejected.illegal.most_common()),
+        "closest": {"overrides": layout, "memory_peak": closest.peak, "memory_limit": closest.memory_limit},
+        "remedies": remedies_as_dict(changed),
+        "more_ranks": {
+            "tried": ranks,
+            "overrides": list(more),
+            "fits": best is not None,
+            "layout": None if best is None else best.point.overrides(space.base.parallelism),
+            "memory_peak": None if best is None else best.plan.peak,
+            "step_seconds": None if best is None else best.seconds,
+        },
+    }
+    return Result(data, error=UserError(f"{failed}{too_few}{would_work}"))
+
+
+def more_ranks(
+    space: Space, calibration: Calibration | None, headroom: float
+) -> tuple[int, Change, Candidate | None]:
+    """Search for layouts of 2, 4, 8, ... times as many ranks, until one fits.
+
+    Returns:
+        The largest number of ranks that was tried, its overrides, and the fastest layout of those with the
+        least memory; None if even these do not fit.
+    """
+    base, typed = space.base, space.typed
+    fixed = {name: value for name, value in LEAST_MEMORY.items() if name not in typed}
+    if base.training.seq_len < 2 * LEAST_CONTEXT and "parallelism.cp" not in typed:
+        fixed["parallelism.cp"] = 1
+    for name, value in fixed.items():
+        base = with_value(base, name, value)
+    tried: tuple[int, Change] = (space.world, ())
+    for factor in FACTORS_OF_RANKS:
+        change = multiply_ranks(space.base.cluster, space.world, factor)
+        if change is None:
+            break
+        larger = base
+        for override in change:
+            name, _, number = override.partition("=")
+            larger = with_value(larger, name, int(number))
+        world = space.world * factor
+        try:
+            found = search(Space(larger, world, space.typed | set(fixed)), 1, calibration, headroom)
+            return world, change, found.best[0]
+        except ConfigError:
+            break  # the network between nodes is unknown
+        except UserError:
+            tried = world, change  # no layout fits, or is legal
+    return *tried, None

@@ -3,37 +3,75 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 from harness.config.job import Job
 from harness.config.parallelism import ParallelismConfig, degrees_in_words
 from harness.config.pipeline import num_stages
-from harness.model.architecture import architecture_of
-from harness.tools.plan import bands
-from harness.tools.plan.cost import cost_in_words
-from harness.tools.plan.plan import KINDS, PARTS, Plan, RankMemory, Speed, Traffic
-from harness.util.hardware import ACCELERATORS
-from harness.util.tables import aligned, aligned_facts, counted, figure, gib, seconds
+from harness.tools.plan.costs import costs_of
+from harness.tools.plan.evidence import bands_as_dict, memory_band, throughput_band
+from harness.tools.plan.plan import KINDS, PARTS, Plan, RankMemory, Speed
+from harness.util.hardware import ACCELERATORS, POWER_SHARE
+from harness.util.tables import (
+    Column,
+    Table,
+    aligned_facts,
+    counted,
+    dollars,
+    figure,
+    gib,
+    seconds,
+    to_text,
+)
 
 _WORDS = {"compute": "computing", "bubble": "pipeline bubble", "optimizer": "update"}
+_TRAFFIC = [
+    *(Column(name, name) for name in ("axis", "collective")),
+    Column("ranks", "ranks", "d"),
+    Column("link", "link"),
+    Column("count", "count", ","),
+    Column("bytes", "GiB", gib),
+    Column("seconds", "time", seconds),
+    Column("exposed_seconds", "exposed", seconds),
+]
+_PHASES = [
+    Column("steps", "steps", str),
+    Column("batch_size", "sequences", ","),
+    Column("seq_len", "tokens each", ","),
+    Column("tokens", "tokens a step", counted),
+    Column("step_seconds", "a step", seconds),
+]
 
 
 def render(plan: Plan) -> str:
     """Format a plan as ``harness plan`` prints it."""
     blocks = [
         aligned_facts(_facts(plan)),
-        "memory at its peak, GiB on each rank\n" + aligned(_memory(plan), left={"ranks", "stages"}),
+        "memory at its peak, GiB on each rank\n" + to_text(_memory(plan), "  "),
     ]
     if plan.traffic:
-        title = "communication in a step, of the busiest rank\n"
-        blocks.append(title + aligned(_traffic(plan.traffic), left={"axis", "collective", "link"}))
+        rows = [dataclasses.asdict(each) for each in plan.traffic]
+        table = to_text(Table(_TRAFFIC, rows, missing=""), "  ")
+        blocks.append(f"communication in a step, of the busiest rank\n{table}")
     if plan.speed is not None:
-        blocks.append(
-            f"a step, predicted: {seconds(plan.speed.step_seconds)}\n" + aligned_facts(_parts(plan))
-        )
+        total, parts = plan.speed.step_seconds, plan.speed.parts
+        facts = [
+            (f"  {part_name(part)}", f"{seconds(parts[part]):>8}  {parts[part] / total:>6.1%}")
+            for part in PARTS
+            if parts.get(part, 0.0) > 0
+        ]
+        blocks.append(f"a step, predicted: {seconds(total)}\n{aligned_facts(facts)}")
     if plan.phases:
-        blocks.append("phases\n" + aligned(_phases(plan)))
+        rows = [
+            dataclasses.asdict(each)
+            | {
+                "steps": f"{each.first_step:,}-{each.first_step + each.steps - 1:,}",
+                "tokens": each.batch_size * each.seq_len,
+            }
+            for each in plan.phases
+        ]
+        blocks.append("phases\n" + to_text(Table(_PHASES, rows, missing=""), "  "))
     blocks.append(aligned_facts(_verdict(plan)))
     if plan.notes:
         blocks.append("notes\n" + "".join(f"  {note}\n" for note in plan.notes))
@@ -70,7 +108,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
             "dollars": plan.dollars,
             "kwh": plan.kwh,
         },
-        "bands": bands.as_dict(plan),
+        "bands": bands_as_dict(plan),
         "phases": [dataclasses.asdict(phase) for phase in plan.phases],
         "notes": plan.notes,
     }
@@ -86,16 +124,29 @@ def tokens_of(job: Job) -> int:
     return job.sizes.tokens(job.steps)
 
 
-def tokens_per_step(job: Job) -> int:
-    """Tokens of one optimizer step of full size."""
-    return job.global_batch_size * job.training.seq_len
+def batch_in_words(job: Job) -> str:
+    """Sequences, their length, and tokens of one optimizer step of full size."""
+    tokens = counted(job.global_batch_size * job.training.seq_len)
+    return f"{job.global_batch_size:,} x {job.training.seq_len:,} = {tokens} tokens a step"
 
 
-def devices(plan: Plan, count: int) -> str:
-    """Format a number of devices: ``8 x H100 SXM`` or ``2 ranks``."""
+def device_name(plan: Plan) -> str:
+    """``GPU``, or ``rank`` without a known accelerator."""
+    return "rank" if plan.accelerator is None else "GPU"
+
+
+def devices(plan: Plan) -> str:
+    """The devices of the job: ``8 x H100 SXM`` or ``2 ranks``."""
+    count = plan.job.world_size
     if plan.accelerator is not None:
         return f"{count} x {plan.accelerator.name}"
     return f"{count} rank{'' if count == 1 else 's'}"
+
+
+def nodes_in_words(job: Job) -> str:
+    """``, 64 nodes of 8``; empty on one node."""
+    nodes, per_node = job.cluster.nodes_for(job.world_size)
+    return f", {nodes} nodes of {per_node}" if nodes > 1 else ""
 
 
 def mesh_of(layout: ParallelismConfig) -> str:
@@ -117,49 +168,56 @@ def part_name(part: str) -> str:
     return _WORDS.get(part, f"{part} communication, exposed")
 
 
+def cost_in_words(plan: Plan) -> str:
+    """Price and energy of all steps with the assumptions; empty if both are unknown."""
+    known = []
+    cluster = plan.job.cluster
+    if plan.dollars is not None:
+        known.append(f"{dollars(plan.dollars)} at ${cluster.dollars_per_gpu_hour:g} a GPU-hour")
+    if plan.kwh is not None:
+        assert plan.accelerator is not None, "only GPUs have a power"
+        pue = "" if cluster.pue is None else f" x PUE {cluster.pue:g}"
+        share = f"{POWER_SHARE:.0%} of {plan.accelerator.power_w:g} W each"
+        known.append(f"{figure(plan.kwh)} kWh of the GPUs alone ({share}{pue})")
+    return "; ".join(known)
+
+
 def _facts(plan: Plan) -> list[tuple[str, str]]:
     job, counts = plan.job, plan.accounting
-    nodes, per_node = job.cluster.nodes_for(job.world_size)
-    where = f", {nodes} nodes of {per_node}" if nodes > 1 else ""
-    if job.cluster.link_nodes > 1 and nodes > 1 and plan.accelerator is not None:
+    where = nodes_in_words(job)
+    if job.cluster.link_nodes > 1 and where and plan.accelerator is not None:
         where += f", {plan.accelerator.link} joins {job.cluster.link_nodes} nodes"
-    active = counts.active_parameters
-    most, least = max(plan.parameters_per_rank), min(plan.parameters_per_rank)
-    held = counted(most) if counted(most) == counted(least) else f"{counted(least)} to {counted(most)}"
-    recompute = job.activation_checkpoint.mode
+    share, times = job.local_batch_size * job.accumulation_steps, job.accumulation_steps
+    batch = f"{batch_in_words(job)}; {share} on each data-parallel rank"
+    batch += f", {times} passes of {job.local_batch_size}" if times > 1 else ""
+    if job.parallelism.pp > 1:
+        batch += f", as {_microbatches(job)} microbatches of {job.parallelism.pp_microbatch_size}"
     facts = [
-        ("job", f"{job.name} on {devices(plan, job.world_size)}{where}: legal"),
+        ("job", f"{job.name} on {devices(plan)}{where}: legal"),
         ("mesh", mesh_of(job.parallelism)),
-        ("batch", _batch(job)),
+        ("batch", batch),
     ]
     if job.parallelism.pp > 1:
         facts.append(("schedule", schedule_of(job)))
-    how = [f"activation checkpointing {recompute}", "compiled" if job.compile.blocks else "eager"]
-    linear = job.precision.linear
-    how.append(job.precision.param_dtype if linear == "none" else f"linears in {linear}")
-    has_images = architecture_of(job.model).batches != "tokens"
-    image = f"; {counts.flops_per_token_full * job.training.seq_len / 1e12:,.4g} TFLOP an image"
-    facts += [
-        ("execution", ", ".join(how)),
-        ("parameters", f"{counted(counts.parameters)} in all, {counted(active)} active, {held} a rank"),
+    linear, compiled = job.precision.linear, "compiled" if job.compile.blocks else "eager"
+    values = job.precision.param_dtype if linear == "none" else f"linears in {linear}"
+    most, least = counted(max(plan.parameters_per_rank)), counted(min(plan.parameters_per_rank))
+    held = most if most == least else f"{least} to {most}"
+    flops = (
+        f"{counts.flops_per_token_full / 1e9:,.4g} GFLOP a token (full attention), "
+        f"{counts.flops_per_token_causal / 1e9:,.4g} (causal half)"
+    )
+    if sample := costs_of(job.model).sample:
+        flops += f"; {counts.flops_per_token_full * job.training.seq_len / 1e12:,.4g} TFLOP an {sample}"
+    return [
+        *facts,
+        ("execution", f"activation checkpointing {job.activation_checkpoint.mode}, {compiled}, {values}"),
         (
-            "FLOPs",
-            f"{counts.flops_per_token_full / 1e9:,.4g} GFLOP a token (full attention), "
-            f"{counts.flops_per_token_causal / 1e9:,.4g} (causal half){image if has_images else ''}",
+            "parameters",
+            f"{counted(counts.parameters)} in all, {counted(counts.active_parameters)} active, {held} a rank",
         ),
+        ("FLOPs", flops),
     ]
-    return facts
-
-
-def _batch(job: Job) -> str:
-    share, times = job.local_batch_size * job.accumulation_steps, job.accumulation_steps
-    tokens = counted(tokens_per_step(job))
-    text = f"{job.global_batch_size:,} x {job.training.seq_len:,} = {tokens} tokens a step"
-    text += f"; {share} on each data-parallel rank"
-    text += f", {times} passes of {job.local_batch_size}" if times > 1 else ""
-    if job.parallelism.pp > 1:
-        text += f", as {_microbatches(job)} microbatches of {job.parallelism.pp_microbatch_size}"
-    return text
 
 
 def _microbatches(job: Job) -> int:
@@ -167,127 +225,64 @@ def _microbatches(job: Job) -> int:
     return job.local_batch_size // job.parallelism.pp_microbatch_size if job.parallelism.pp > 1 else 1
 
 
-def _memory(plan: Plan) -> list[dict[str, str]]:
+def _memory(plan: Plan) -> Table:
+    """The kinds that some rank has; one row for neighbouring pipeline ranks that look the same."""
+    kinds = [kind for kind in KINDS if any(rank.kinds.get(kind, 0) > 0 for rank in plan.memory)]
+
+    def shown(rank: RankMemory) -> tuple[object, ...]:
+        return len(rank.stages), *(gib(rank.kinds.get(kind, 0)) for kind in kinds), gib(rank.peak)
+
     rows = []
-    for group in _alike(plan.memory):
-        first, last = group[0], group[-1]
-        kinds = {kind: gib(first.kinds.get(kind, 0)) for kind in KINDS}
-        rows.append(
-            {
-                "ranks": _span("pp", first.pp_rank, last.pp_rank) if len(plan.memory) > 1 else "all",
-                "stages": _stages(group) if len(plan.memory) > 1 else "",
-                **{kind: text if _appears(plan, kind) else "" for kind, text in kinds.items()},
-                "peak": gib(first.peak),
-            }
-        )
-    return rows
+    for _, group in groupby(plan.memory, key=shown):
+        first, *others = group
+        last = (first, *others)[-1].pp_rank
+        # Stages chunk by chunk: 1-6, 9-14.
+        chunks = zip(*(rank.stages for rank in (first, *others)), strict=True)
+        spans = [_span(min(chunk), max(chunk)) for chunk in chunks]
+        where = {"ranks": "all"}
+        if len(plan.memory) > 1:
+            where = {"ranks": f"pp {_span(first.pp_rank, last)}", "stages": ", ".join(spans)}
+        rows.append({**where, **{kind: first.kinds.get(kind, 0.0) for kind in kinds}, "peak": first.peak})
+    columns = [*(Column(name, name) for name in ("ranks", "stages")), *(Column(k, k, gib) for k in kinds)]
+    return Table([*columns, Column("peak", "peak", gib)], rows, missing="")
 
 
-def _appears(plan: Plan, kind: str) -> bool:
-    return any(rank.kinds.get(kind, 0) > 0 for rank in plan.memory)
-
-
-def _alike(memory: Sequence[RankMemory]) -> list[list[RankMemory]]:
-    """Group neighbouring pipeline ranks whose rows look the same."""
-    groups: list[list[RankMemory]] = []
-    for rank in memory:
-        if groups and _shown(groups[-1][0]) == _shown(rank):
-            groups[-1].append(rank)
-        else:
-            groups.append([rank])
-    return groups
-
-
-def _shown(rank: RankMemory) -> tuple[str, ...]:
-    return (len(rank.stages) * ".", *(gib(rank.kinds.get(kind, 0)) for kind in KINDS), gib(rank.peak))
-
-
-def _span(word: str, first: int, last: int) -> str:
-    return f"{word} {first}" if first == last else f"{word} {first}-{last}"
-
-
-def _stages(group: Sequence[RankMemory]) -> str:
-    """Stages of neighbouring ranks, chunk by chunk: ``1-6, 9-14``."""
-    spans = []
-    for chunk in zip(*(rank.stages for rank in group), strict=True):
-        low, high = min(chunk), max(chunk)
-        spans.append(f"{low}" if low == high else f"{low}-{high}")
-    return ", ".join(spans)
-
-
-def _traffic(traffic: Sequence[Traffic]) -> list[dict[str, str]]:
-    return [
-        {
-            "axis": each.axis,
-            "collective": each.collective,
-            "ranks": f"{each.ranks}",
-            "link": each.link,
-            "count": f"{each.count:,}",
-            "GiB": gib(each.bytes),
-            "time": seconds(each.seconds),
-            "exposed": seconds(each.exposed_seconds),
-        }
-        for each in traffic
-    ]
-
-
-def _phases(plan: Plan) -> list[dict[str, str]]:
-    return [
-        {
-            "steps": f"{phase.first_step:,}-{phase.first_step + phase.steps - 1:,}",
-            "sequences": f"{phase.batch_size:,}",
-            "tokens each": f"{phase.seq_len:,}",
-            "tokens a step": counted(phase.batch_size * phase.seq_len),
-            "a step": seconds(phase.step_seconds),
-        }
-        for phase in plan.phases
-    ]
-
-
-def _parts(plan: Plan) -> list[tuple[str, str]]:
-    assert plan.speed is not None
-    total = plan.speed.step_seconds
-    shown = [(part, plan.speed.parts.get(part, 0.0)) for part in PARTS]
-    return [
-        (f"  {part_name(part)}", f"{seconds(value):>8}  {value / total:>6.1%}")
-        for part, value in shown
-        if value > 0
-    ]
+def _span(first: int, last: int) -> str:
+    return f"{first}" if first == last else f"{first}-{last}"
 
 
 def _verdict(plan: Plan) -> list[tuple[str, str]]:
     """Speed, whether it fits, and the cost of all steps."""
-    job, speed = plan.job, plan.speed
-    unit = "GPU" if plan.accelerator is not None else "rank"
+    job, speed, unit = plan.job, plan.speed, device_name(plan)
     facts = []
     if speed is None:
         facts.append(("time", _what_to_set(plan)))
     else:
         rate = speed.tokens_per_second_per_rank
-        model = rate * plan.accounting.flops_per_token_full
-        images = figure(rate * job.world_size / job.training.seq_len)
-        also = f", {images} images/s" if architecture_of(job.model).batches != "tokens" else ""
-        facts.append(
-            ("throughput", f"{figure(rate)} tokens/s a {unit}, {figure(rate * job.world_size)} in all{also}")
-        )
-        if (band := bands.throughput_band(plan)) is not None:
+        in_all = rate * job.world_size
+        sample = costs_of(job.model).sample
+        also = f", {figure(in_all / job.training.seq_len)} {sample}s/s" if sample else ""
+        facts.append(("throughput", f"{figure(rate)} tokens/s a {unit}, {figure(in_all)} in all{also}"))
+        if (band := throughput_band(plan)) is not None:
             facts.append(("", band))
         mfu = "unknown" if speed.mfu is None else f"{speed.mfu:.1%}"
+        model = rate * plan.accounting.flops_per_token_full
         facts.append(("MFU", f"{mfu}, {model / 1e12:,.4g} TFLOP/s a {unit} (full attention)"))
-    facts.append(("fits", _fits(plan)))
-    if (band := bands.memory_band(plan)) is not None:
+    used = f"the fullest rank takes {gib(plan.peak)}"
+    if plan.memory_limit is None:
+        facts.append(("fits", f"unknown hardware; {used} GiB"))
+    else:
+        room, used = plan.memory_limit - plan.peak, f"{used} of {gib(plan.memory_limit)} GiB"
+        fits = f"yes: {used}, {gib(room)} GiB left" if room >= 0 else f"NO: {used}, {gib(-room)} GiB too many"
+        facts.append(("fits", fits))
+    if (band := memory_band(plan)) is not None:
         facts.append(("", band))
     total = f"{job.steps:,} steps, {counted(tokens_of(job))} tokens"
     if plan.gpu_hours is not None:
         hours = plan.gpu_hours / job.world_size
-        took = (
-            f"{hours / 24:,.1f} days"
-            if hours >= 48
-            else f"{hours:,.1f} h"
-            if hours >= 1
-            else seconds(hours * 3600)
-        )
-        total += f": {figure(plan.gpu_hours)} {unit}-hours, {took} on {devices(plan, job.world_size)}"
+        took = f"{hours / 24:,.1f} days" if hours >= 48 else f"{hours:,.1f} h"
+        took = took if hours >= 1 else seconds(hours * 3600)
+        total += f": {figure(plan.gpu_hours)} {unit}-hours, {took} on {devices(plan)}"
     facts.append(("budget", total))
     if cost := cost_in_words(plan):
         facts.append(("", cost))
@@ -304,11 +299,3 @@ def _what_to_set(plan: Plan) -> str:
         f"unknown hardware; set cluster.accelerator to one of {known}, or to a new name with the numbers of "
         "cluster.hardware"
     )
-
-
-def _fits(plan: Plan) -> str:
-    if plan.memory_limit is None:
-        return f"unknown hardware; the fullest rank takes {gib(plan.peak)} GiB"
-    room = plan.memory_limit - plan.peak
-    usage = f"the fullest rank takes {gib(plan.peak)} of {gib(plan.memory_limit)} GiB"
-    return f"yes: {usage}, {gib(room)} GiB left" if room >= 0 else f"NO: {usage}, {gib(-room)} GiB too many"

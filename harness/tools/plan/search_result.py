@@ -5,55 +5,80 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from harness.compose.paths import conf_dir, config_folders
-from harness.tools.plan.cost import budget_in_words
+from harness.config.job import Job
+from harness.tools.plan.config import PlanJob
 from harness.tools.plan.evidence_table import RESOLUTION
-from harness.tools.plan.plan import Plan
-from harness.tools.plan.render import as_dict, devices, mesh_of, part_name, schedule_of, tokens_per_step
-from harness.tools.plan.search import Candidate, Rejected, SearchResult
-from harness.tools.plan.space import Point
+from harness.tools.plan.render import (
+    as_dict,
+    batch_in_words,
+    cost_in_words,
+    device_name,
+    devices,
+    mesh_of,
+    nodes_in_words,
+    part_name,
+    schedule_of,
+)
+from harness.tools.plan.search import SearchResult
 from harness.util import PACKAGE
 from harness.util.errors import ConfigError
 from harness.util.files import write_atomically
-from harness.util.tables import aligned, counted, figure, gib, seconds, shortened
+from harness.util.tables import Column, Table, figure, gib, seconds, shortened, to_text
 
 # Reasons that are shown one by one; the others are summed.
 _SHOWN = 6
-# Fields of PlanJob that a training job does not have.
-_PLANNER_FIELDS = (
-    "search",
-    "top",
-    "headroom",
-    "sweep_file",
-    "calibrate",
-    "calibration",
-    "picture",
-)
+_SEARCHED = ("parallelism.", "training.local_batch_size", "activation_checkpoint.mode")
+_PLANNER_FIELDS = {field.name for field in fields(PlanJob)} - {field.name for field in fields(Job)}
 
 
 def render_found(found: SearchResult) -> str:
     """Format the result of a search, without its sweep file."""
     plan = found.best[0].plan
-    job = plan.job
-    unit = "GPU" if plan.accelerator is not None else "rank"
-    nodes, per_node = job.cluster.nodes_for(job.world_size)
-    where = f", {nodes} nodes of {per_node}" if nodes > 1 else ""
+    job, unit = plan.job, device_name(plan)
     head = (
-        f"{job.name} on {devices(plan, job.world_size)}{where}; {job.global_batch_size:,} x "
-        f"{job.training.seq_len:,} = {counted(tokens_per_step(job))} tokens a step\n"
+        f"{job.name} on {devices(plan)}{nodes_in_words(job)}; {batch_in_words(job)}\n"
         f"{found.points:,} ways to run {found.layouts:,} layouts, {found.planned:,} of them fully planned, "
         f"in {found.seconds:.1f} s\n"
     )
     kept = sorted(field for field in found.space.typed if field.startswith(_SEARCHED))
     head += f"kept as typed: {', '.join(kept)}\n" if kept else ""
-    rows = [_row(number, each, unit) for number, each in enumerate(found.best, start=1)]
-    left = {"layout", "recompute", "schedule"}
-    table = aligned(rows, left) + _distinguished(found)
-    cost = f"with the first, {budget_in_words(plan)}\n"
-    return f"{head}\n{table}{cost}\nwhy the others lose\n{_losers(found)}"
+    columns = [
+        *(Column("number", "", "d"), Column("layout", "layout"), Column("batch", "microbatches", str)),
+        *(Column("mode", "recompute"), Column("schedule", "schedule"), Column("peak", "GiB", gib)),
+        *(Column("step", "step", seconds), Column("rate", f"tokens/s a {unit}", figure)),
+        Column("mfu", "MFU", ".1%"),
+    ]
+    rows = []
+    for number, each in enumerate(found.best, start=1):
+        point, speed, own = each.point, each.plan.speed, each.plan.job
+        assert speed is not None
+        batch = f"{own.accumulation_steps} x {point.local_batch_size}"
+        if point.schedule:
+            batch = f"{point.local_batch_size // point.microbatch_size} x {point.microbatch_size}"
+        rows.append(
+            {
+                "number": number,
+                "layout": mesh_of(own.parallelism),
+                "batch": batch,
+                "mode": point.mode,
+                "schedule": schedule_of(own) if point.schedule else "",
+                "peak": each.plan.peak,
+                "step": each.seconds,
+                "rate": speed.tokens_per_second_per_rank,
+                "mfu": speed.mfu,
+            }
+        )
+    table = to_text(Table(columns, rows, missing=""), "  ")
+    hours = "unknown" if plan.gpu_hours is None else figure(plan.gpu_hours)
+    cost = cost_in_words(plan)
+    budget = f"all {job.steps:,} steps: {hours} {unit}-hours{cost and f'; {cost}'}"
+    trust = f"{_distinguished(found)}with the first, {budget}\n"
+    return f"{head}\n{table}{trust}\nwhy the others lose\n{_losers(found)}"
 
 
 def _alike(found: SearchResult) -> int | None:
@@ -76,64 +101,37 @@ def _distinguished(found: SearchResult) -> str:
     )
 
 
-_SEARCHED = ("parallelism.", "training.local_batch_size", "activation_checkpoint.mode")
-
-
-def _row(number: int, candidate: Candidate, unit: str) -> dict[str, str]:
-    plan, point = candidate.plan, candidate.point
-    assert plan.speed is not None
-    times = plan.job.accumulation_steps
-    microbatches = point.local_batch_size // point.microbatch_size
-    batch = (
-        f"{microbatches} x {point.microbatch_size}"
-        if point.schedule
-        else f"{times} x {point.local_batch_size}"
-    )
-    return {
-        "": f"{number}",
-        "layout": mesh_of(plan.job.parallelism),
-        "microbatches": batch,
-        "recompute": point.mode,
-        "schedule": schedule_of(plan.job) if point.schedule else "",
-        "GiB": gib(plan.peak),
-        "step": seconds(plan.speed.step_seconds),
-        f"tokens/s a {unit}": figure(plan.speed.tokens_per_second_per_rank),
-        "MFU": "" if plan.speed.mfu is None else f"{plan.speed.mfu:.1%}",
-    }
-
-
 def _losers(found: SearchResult) -> str:
     rejected = found.rejected
-    rows = [
-        (count, "illegal", rejected.rules[field]) for field, count in rejected.illegal.most_common(_SHOWN)
-    ]
-    lines = [f"  {count:>9,}  {what}: {shortened(str(rule), 150)}" for count, what, rule in rows]
-    others = sum(rejected.illegal.values()) - sum(count for count, _, _ in rows)
-    if others:
-        lines.append(f"  {others:>9,}  illegal by {len(rejected.illegal) - len(rows)} other rules")
+    shown = rejected.illegal.most_common(_SHOWN)
+    lines = [(count, f"illegal: {shortened(str(rejected.rules[field]), 150)}") for field, count in shown]
+    if others := sum(rejected.illegal.values()) - sum(count for _, count in shown):
+        lines.append((others, f"illegal by {len(rejected.illegal) - len(shown)} other rules"))
     if rejected.closest is not None:
-        shortfall, point = rejected.closest
-        lines.append(
-            f"  {rejected.too_large:>9,}  do not fit; "
-            f"the closest is at least {gib(shortfall)} GiB too large: {_describe_point(found, point)}"
-        )
+        lacks, point = rejected.closest
+        batch = f"{point.local_batch_size} at once"
+        if point.schedule:
+            microbatches = point.local_batch_size // point.microbatch_size
+            batch = f"{point.schedule}, {microbatches} x {point.microbatch_size}"
+        closest = f"{mesh_of(point.layout(found.space.base.parallelism))}, {batch}, {point.mode}"
+        reason = f"do not fit; the closest is at least {gib(lacks)} GiB too large: {closest}"
+        lines.append((rejected.too_large, reason))
     if rejected.tied:
-        lines.append(f"  {rejected.tied:>9,}  as fast as one of these, with more axes or more memory")
+        lines.append((rejected.tied, "as fast as one of these, with more axes or more memory"))
     for part, count in rejected.slower.most_common():
-        lines.append(f"  {count:>9,}  slower, most of all by {part_name(part)}")
-    return "".join(f"{line}\n" for line in lines)
-
-
-def _describe_point(found: SearchResult, point: Point) -> str:
-    layout = mesh_of(point.layout(found.space.base.parallelism))
-    batch = f"{point.local_batch_size // point.microbatch_size} x {point.microbatch_size}"
-    pipeline = f"{point.schedule}, {batch}" if point.schedule else f"{point.local_batch_size} at once"
-    return f"{layout}, {pipeline}, {point.mode}"
+        lines.append((count, f"slower, most of all by {part_name(part)}"))
+    return "".join(f"  {count:>9,}  {reason}\n" for count, reason in lines)
 
 
 def found_as_dict(found: SearchResult) -> dict[str, Any]:
     """The result of a search as plain containers, for JSON."""
-    rejected: Rejected = found.rejected
+    rejected, base = found.rejected, found.space.base.parallelism
+    best = [{"overrides": each.point.overrides(base), "plan": as_dict(each.plan)} for each in found.best]
+    for each in best:
+        del each["plan"]["speed"]["timeline"]
+    closest = None
+    if rejected.closest is not None:
+        closest = {"lacks": rejected.closest[0], "overrides": rejected.closest[1].overrides(base)}
     return {
         "world_size": found.space.world,
         "layouts": found.layouts,
@@ -142,33 +140,15 @@ def found_as_dict(found: SearchResult) -> dict[str, Any]:
         "seconds": found.seconds,
         "kept": sorted(found.space.typed),
         "alike": _alike(found),
-        "best": [
-            {
-                "overrides": each.point.overrides(found.space.base.parallelism),
-                "plan": _without_timeline(each.plan),
-            }
-            for each in found.best
-        ],
+        "best": best,
         "lost": {
             "illegal": dict(rejected.illegal.most_common()),
             "too_large": rejected.too_large,
             "tied": rejected.tied,
-            "closest": None
-            if rejected.closest is None
-            else {
-                "lacks": rejected.closest[0],
-                "overrides": rejected.closest[1].overrides(found.space.base.parallelism),
-            },
+            "closest": closest,
             "slower": dict(rejected.slower.most_common()),
         },
     }
-
-
-def _without_timeline(plan: Plan) -> dict[str, Any]:
-    plain = as_dict(plan)
-    if plain["speed"] is not None:
-        del plain["speed"]["timeline"]
-    return plain
 
 
 def sweep_path(name: str, asked: str | None) -> Path:
@@ -196,20 +176,31 @@ def write_sweep(found: SearchResult, path: Path, overrides: Sequence[str]) -> st
     Raises:
         ConfigError: the file cannot be written.
     """
+    base, plan = found.space.base.parallelism, found.best[0].plan
+    points = [each.point.overrides(base) for each in found.best]
     # Each point sets the searched fields; the same field on the command line would override it.
-    moved = {
-        override.split("=")[0] for override in found.best[0].point.overrides(found.space.base.parallelism)
-    }
-    moved |= {"parallelism.ep", "parallelism.pp_schedule", "parallelism.pp_microbatch_size", *_PLANNER_FIELDS}
-    moved.add("parallelism.pp_layers_per_stage")
+    moved = {override.split("=")[0] for override in points[0]} | _PLANNER_FIELDS
+    moved |= {"parallelism.ep"} | {f"parallelism.pp_{name}" for name in ("schedule", "layers_per_stage")}
+    moved.add("parallelism.pp_microbatch_size")
     job = [override for override in overrides if override.lstrip("+").split("=")[0] not in moved]
+    lines = "\n".join(f"        {' '.join(typed)}" for typed in points)
+    text = f"""# @package _global_
+# What harness plan search=true expects to be the fastest on {devices(plan)},
+# fastest first, of the job: {" ".join(shlex.join(job).split())}
+name: {plan.job.name}-search
+
+hydra:
+  sweeper:
+    params:
+      points: |
+{lines}
+"""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, _sweep(found, job).encode())
+        write_atomically(path, text.encode())
     except OSError as error:
-        raise ConfigError(
-            "sweep_file", path, f"cannot be written: {error.strerror}", "another path"
-        ) from error
+        rule = f"cannot be written: {error.strerror}"
+        raise ConfigError("sweep_file", path, rule, "another path") from error
     return _command(path.resolve(), job)
 
 
@@ -226,21 +217,3 @@ def _command(path: Path, job: Sequence[str]) -> str:
             return shlex.join([*start, "--config-dir", str(parent.parent), f"sweep={name}", *job])
     typed = shlex.join([*start, "--config-dir", "FOLDER", f"sweep={path.stem}", *job])
     return f"to start it: put it into FOLDER/sweep/, and type {typed}"
-
-
-def _sweep(found: SearchResult, typed: Sequence[str]) -> str:
-    plan = found.best[0].plan
-    points = "\n".join(
-        f"        {' '.join(each.point.overrides(found.space.base.parallelism))}" for each in found.best
-    )
-    return f"""# @package _global_
-# What harness plan search=true expects to be the fastest on {devices(plan, plan.job.world_size)},
-# fastest first, of the job: {" ".join(shlex.join(typed).split())}
-name: {plan.job.name}-search
-
-hydra:
-  sweeper:
-    params:
-      points: |
-{points}
-"""

@@ -18,14 +18,11 @@ from harness.model.architecture import block_kinds
 from harness.model.spec import tensors
 from harness.optimizer.settings import exchanges, kinds_of
 from harness.tools.plan.block_cost import Block, Worker
-from harness.tools.plan.fsdp_cost import Sharer, Sharing
+from harness.tools.plan.collectives import Collective, Pass, Sharer, Sharing, added
 from harness.tools.plan.machine import DTYPE_BYTES, Group, Machine, group_of
-from harness.tools.plan.order import gathering_passes, pipeline_order
-from harness.tools.plan.parameters import parameters_of
+from harness.tools.plan.order import gathering_passes, pipeline_order, sends_of_ranks, simulate
+from harness.tools.plan.parameters import parameters_of, planned_update
 from harness.tools.plan.plan import PARTS, Action, Speed, Traffic
-from harness.tools.plan.timeline import sends_of_ranks, simulate
-from harness.tools.plan.traffic import Collective, Pass, added
-from harness.tools.plan.update import planned_update
 
 # Memory traffic of norm and clipping per 32-bit parameter, in bytes: the norm reads the gradient, clipping
 # reads and writes it.

@@ -42,7 +42,7 @@ def plan(job: PlanJob, overrides: list[str]) -> Result:
 
     made = make_plan(*planned(job))
     if job.against is not None:
-        from harness.tools.plan.differences import differences_as_dict, job_against, render_differences
+        from harness.tools.plan.compare import differences_as_dict, job_against, render_differences
 
         other = make_plan(*planned(job_against(job, overrides)))
         return Result(differences_as_dict(made, other), render_differences(made, other))
@@ -83,7 +83,7 @@ def _search(job: PlanJob, overrides: list[str]) -> Result:
     try:
         found = search(Space.of(plain, overrides), job.top, calibration, job.headroom)
     except NothingFits as failed:
-        from harness.tools.plan.nothing_fits import what_would_fit
+        from harness.tools.plan.remedies import what_would_fit
 
         return what_would_fit(failed, job, overrides)
     path = sweep_path(job.name, job.sweep_file)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from harness.compose.composer import compose_job
+from harness.tools.plan.compare import changed_fields, cost_changes, render_differences, traffic_pairs
 from harness.tools.plan.config import PlanJob
 from harness.tools.plan.constants import Calibration, Constants
-from harness.tools.plan.differences import changed_fields, cost_changes, render_differences, traffic_pairs
 from harness.tools.plan.make import make_plan
 from harness.tools.plan.plan import KINDS, PARTS, Plan, Speed, Traffic
 from harness.tools.plan.verb import plan

@@ -16,11 +16,11 @@ from tiers import rest_is_thorough
 
 from harness.compose.composer import compose_job
 from harness.config.parallelism import AXES
-from harness.tools.plan import bands
+from harness.tools.plan import evidence
 from harness.tools.plan.constants import Calibration, Constants
-from harness.tools.plan.evidence import Evidence
 from harness.tools.plan.evidence_table import EVIDENCE, MEMORY, RESOLUTION
 from harness.tools.plan.make import make_plan
+from harness.tools.plan.plan import Evidence
 from harness.tools.plan.render import as_dict, render
 from harness.tools.plan.space import Point
 
@@ -196,8 +196,10 @@ def test_a_plan_says_how_far_it_can_be_trusted(overrides: str, line: str) -> Non
 
 
 def test_bands_of_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bands, "MEMORY", {"dense models": Evidence(9, 5, 0.5, 1.5, pooled=False)})
-    monkeypatch.setattr(bands, "EVIDENCE", {"dense models on Hopper": Evidence(9, 5, 0.5, 2.0, pooled=False)})
+    monkeypatch.setattr(evidence, "MEMORY", {"dense models": Evidence(9, 5, 0.5, 1.5, pooled=False)})
+    monkeypatch.setattr(
+        evidence, "EVIDENCE", {"dense models on Hopper": Evidence(9, 5, 0.5, 2.0, pooled=False)}
+    )
     job = compose_job(["model=llama3_8b", "cluster=slurm_h100", "data=synthetic", "precision=bf16"])
     made = make_plan(job)
     assert made.speed is not None
@@ -205,7 +207,7 @@ def test_bands_of_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plain["throughput"]["high"] == 2 * made.speed.tokens_per_second_per_rank
     assert (plain["memory"]["low"], plain["memory"]["class"]) == (made.peak / 2, "dense models")
     for limit, doubt in ((2.0, None), (1.2, "; it may not fit"), (0.8, "; it may fit"), (0.4, None)):
-        found = bands.memory_band(replace(made, memory_limit=limit * made.peak))
+        found = evidence.memory_band(replace(made, memory_limit=limit * made.peak))
         assert found is not None and found.endswith(doubt or "(5 sources)")
     own = make_plan(job, Calibration(Constants()))
     assert "no evidence: the constants were fitted to other runs" in render(own)

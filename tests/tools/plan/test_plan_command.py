@@ -17,12 +17,11 @@ from harness.compose.composer import compose_job
 from harness.compose.verb import guarded
 from harness.config.parallelism import ParallelismConfig
 from harness.model.accounting import account
-from harness.tools.plan import bands
+from harness.tools.plan import evidence
 from harness.tools.plan.config import PlanJob
-from harness.tools.plan.evidence import Evidence
 from harness.tools.plan.make import make_plan
 from harness.tools.plan.order import _read, pipeline_order
-from harness.tools.plan.plan import KINDS, PARTS, Action, Plan, RankMemory, Speed, Traffic
+from harness.tools.plan.plan import KINDS, PARTS, Action, Evidence, Plan, RankMemory, Speed, Traffic
 from harness.tools.plan.render import as_dict, render
 from harness.tools.plan.verb import VERB
 from harness.util.encoding import dumps, loads
@@ -84,8 +83,8 @@ def plan_405b() -> Plan:
 
 def test_every_line(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = Evidence(75, 7, 0.8, 1.5, pooled=False)
-    monkeypatch.setattr(bands, "EVIDENCE", {"dense models on Hopper": rows})
-    monkeypatch.setattr(bands, "MEMORY", {"dense models": replace(rows, rows=52)})
+    monkeypatch.setattr(evidence, "EVIDENCE", {"dense models on Hopper": rows})
+    monkeypatch.setattr(evidence, "MEMORY", {"dense models": replace(rows, rows=52)})
     assert (
         render(plan_405b())
         == """\
@@ -371,6 +370,7 @@ def test_phases_of_scheduled_sizes() -> None:
     assert phases == [(1, 1000, 128, 2048), (1001, 500, 256, 2048), (1501, 1500, 256, 8192)]
     tokens = 1000 * 128 * 2048 + 500 * 256 * 2048 + 1500 * 256 * 8192
     assert as_dict(made)["budget"]["tokens"] == tokens
+    assert [each["first_step"] for each in as_dict(made)["phases"]] == [1, 1001, 1501]
     alone = make_plan(
         compose_job(
             [*JOB_405B, "training.seq_len=2048", "training.local_batch_size=16"],

@@ -14,9 +14,8 @@ from harness.config.cluster import ClusterConfig
 from harness.tools.plan import remedies as module
 from harness.tools.plan.config import PlanJob
 from harness.tools.plan.make import make_plan
-from harness.tools.plan.nothing_fits import what_would_fit
 from harness.tools.plan.plan import Plan
-from harness.tools.plan.remedies import Remedy, grown, remedies, render_remedies
+from harness.tools.plan.remedies import Remedy, multiply_ranks, remedies, render_remedies, what_would_fit
 from harness.tools.plan.search import NothingFits, search
 from harness.tools.plan.space import Space
 from harness.tools.plan.verb import plan
@@ -179,7 +178,7 @@ def test_from_the_command_line(limit: Limit) -> None:
     ],
 )
 def test_more_ranks_of_a_cluster(cluster: ClusterConfig, world: int, change: tuple[str, ...] | None) -> None:
-    assert grown(cluster, world, 2) == change
+    assert multiply_ranks(cluster, world, 2) == change
     if change is not None:
         typed = {
             each.partition("=")[0].removeprefix("cluster."): int(each.partition("=")[2]) for each in change

@@ -28,10 +28,9 @@ from harness.config.pipeline import num_stages
 from harness.tools.plan import search_result as found_module
 from harness.tools.plan.config import PlanJob
 from harness.tools.plan.constants import Calibration, Constants
-from harness.tools.plan.evidence import Resolution
 from harness.tools.plan.machine import device_of, machine_of
 from harness.tools.plan.make import make_plan
-from harness.tools.plan.plan import Plan
+from harness.tools.plan.plan import Plan, Resolution
 from harness.tools.plan.search import MemoryBounds, NothingFits, TimeBounds, search
 from harness.tools.plan.search_result import sweep_path
 from harness.tools.plan.space import SCHEDULES_TRIED, Legality, Point, Space

@@ -54,6 +54,7 @@ def coordcheck(job: CoordCheckJob, overrides: list[str]) -> Result:
     picture = out / "coordcheck.png"
     draw(picture, f"{job.model.name}, {job.optimizer.kind}, {name}", activations, verdicts, config.bound)
     steady = sum(each.word == STEADY for each in verdicts)
+    modules = [dataclasses.asdict(each) for each in verdicts]
     data = {
         "overrides": overrides,
         "widths": list(jobs),
@@ -61,14 +62,14 @@ def coordcheck(job: CoordCheckJob, overrides: list[str]) -> Result:
         "base_dim": base,
         "bound": config.bound,
         "steady": steady,
-        "modules": [dataclasses.asdict(each) for each in verdicts],
+        "modules": modules,
         "activations": [dataclasses.asdict(each) for each in activations],
         "picture": str(picture),
     }
     write_atomically(out / "coordcheck.json", f"{dumps(data, indent=2)}\n".encode())
     summary = f"{steady} of {len(verdicts)} modules are steady ({name}; bound {config.bound:g})\n{picture}\n"
     code = EXIT_OK if steady == len(verdicts) else EXIT_DRIFTS
-    return Result(data, to_text(Table(_COLUMNS, data["modules"])) + summary, code)
+    return Result(data, to_text(Table(_COLUMNS, modules)) + summary, code)
 
 
 VERB = Verb("coordcheck", coordcheck, job=CoordCheckJob, has_json=True)
