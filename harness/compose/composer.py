@@ -143,7 +143,7 @@ class Composer:
         return dict((settings.get("sweeper") or {}).get("params") or {})
 
     def settings(self, overrides: Iterable[str]) -> Any:
-        """Return Hydra's own settings, key ``hydra`` of what Hydra composes, which ``--cfg`` shows."""
+        """Return the settings of Hydra itself, which ``--cfg hydra`` shows."""
         from hydra.types import RunMode
 
         choices, values = self._split(overrides)
@@ -221,7 +221,7 @@ class Composer:
         return ConfigError(error.field, error.value, f"{error.rule}{place}", error.works)
 
     def _source_of_model(self, overrides: list[str]) -> tuple[str, str | None]:
-        """Return the field and the path of what ``model=from_config`` reads; no path without that option."""
+        """Return the field that names what ``model=from_config`` reads, with its path; None without that option."""
         if typed_value(overrides, "model") == FROM_CONFIG:
             # A conversion reads the config.json of its source.
             for field in (*WEIGHTS, "model.path", "convert.source"):

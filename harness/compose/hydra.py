@@ -175,7 +175,7 @@ def copied(value: Any) -> Any:
 
 
 def merge(config: dict[str, Any], content: dict[str, Any]) -> None:
-    """Merge values into a config; lists are replaced, and ``???`` leaves what is there."""
+    """Merge values into a config; lists are replaced, and ``???`` changes nothing."""
     for key, value in content.items():
         if isinstance(value, dict) and isinstance(config.get(key), dict):
             merge(config[key], value)
@@ -214,7 +214,7 @@ def _element(values: list[Any], index: str, typed: str) -> Any:
 
 
 def resolve_references(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a config with values in place of ``${...}``, except of those that must be given.
+    """Replace ``${...}`` by values, unless they refer to a value that must be given.
 
     Raises:
         OmegaConfBaseException: a reference cannot be resolved.
