@@ -221,7 +221,7 @@ class Composer:
         return ConfigError(error.field, error.value, f"{error.rule}{place}", error.works)
 
     def _source_of_model(self, overrides: list[str]) -> tuple[str, str | None]:
-        """Return the field that names what ``model=from_config`` reads, with its path; None without that option."""
+        """The field and the path that ``model=from_config`` reads; no path without that option."""
         if typed_value(overrides, "model") == FROM_CONFIG:
             # A conversion reads the config.json of its source.
             for field in (*WEIGHTS, "model.path", "convert.source"):
