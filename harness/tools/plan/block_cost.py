@@ -10,8 +10,8 @@ from harness.model.spec import Split, TensorSpec
 from harness.precision.linears import sort_linears
 from harness.tools.plan.collectives import Collective, ContextParallel, Pass
 from harness.tools.plan.costs import Operations, costs_of
-from harness.tools.plan.machine import DTYPE_BYTES, Machine, expert_groups, group_of
-from harness.tools.plan.parameters import tp_of
+from harness.tools.plan.machine import Machine, expert_groups, group_of
+from harness.tools.plan.parameters import BYTES, tp_of
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class Worker:
             self.converted = frozenset(sort_linears(job.model, job.precision).converted)
         self.rows = job.microbatch_size * job.training.seq_len // layout.cp
         self.stream_rows = self.rows // layout.tp if layout.uses_sequence_parallel else self.rows
-        self.value_bytes = DTYPE_BYTES[job.precision.param_dtype]
+        self.value_bytes = BYTES[job.precision.param_dtype]
         self.dtype = job.precision.param_dtype
         eager = EAGER if self.machine.software.fused_norm else UNFUSED
         self.costs = COMPILED if job.compile.blocks else eager
@@ -186,7 +186,7 @@ class Worker:
         # If several passes share one reduction, it adds them to the sum instead (read 2 and 4, write 4;
         # FSDPParam's ``accumulate_unsharded_grad_if_needed``).
         times = 2 if self.job.parallelism.pp > 1 else 1
-        per_value = self.value_bytes + times * DTYPE_BYTES[self.job.precision.reduce_dtype]
+        per_value = self.value_bytes + times * BYTES[self.job.precision.reduce_dtype]
         adding = self.machine.pass_seconds(self._held(operations, lambda product: True) * per_value)
         # Casts of gradients, and of inputs and weights along the other dimension.
         gradients = self._cast(operations, self.casts.gradient, of_inputs=False)
@@ -277,7 +277,7 @@ class Worker:
         else:
             outputs //= tp_of(layout, product)
         if product.split is Split.ROUTER:
-            dtype, width = self.router_dtype, DTYPE_BYTES["float32"]
+            dtype, width = self.router_dtype, BYTES["float32"]
         if not product.is_expert:
             share_of_rows = self.model_costs.row_share(job.model, product, job.training.seq_len)
             rows = self.stream_rows if product.split is Split.ROUTER else self.rows

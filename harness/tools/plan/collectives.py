@@ -10,8 +10,8 @@ from harness.config.parallelism import ParallelismConfig
 from harness.model.accounting import block_weights
 from harness.model.spec import block_tensors
 from harness.tools.plan.costs import Attention
-from harness.tools.plan.machine import DTYPE_BYTES, Group, Machine, expert_groups, group_of
-from harness.tools.plan.parameters import tensors_by_module
+from harness.tools.plan.machine import Group, Machine, expert_groups, group_of
+from harness.tools.plan.parameters import BYTES, tensors_by_module
 
 # A ring's partial results, eager (torch's _SDPAMerger and ring backward,
 # torch/distributed/tensor/experimental/ _context_parallel/_attention.py). Outputs: the cast to 32 bits (6)
@@ -109,7 +109,7 @@ class ContextParallel:
         forward = self.forward()
         if layout.cp == 1 or layout.cp_method == "ulysses":
             return forward
-        gradients = self._one_hop(self._keys * DTYPE_BYTES["float32"])
+        gradients = self._one_hop(self._keys * BYTES["float32"])
         behind = self.attention_seconds * 1.5
         return (*forward, *self._over("all_to_all", [gradients] * layout.cp, behind))
 
@@ -204,8 +204,8 @@ class Sharer:
 
     def _share_values(self, values: float, group: Group) -> Sharing:
         precision, machine = self.job.precision, self.machine
-        param = 1 if precision.enable_fsdp_float8_all_gather else DTYPE_BYTES[precision.param_dtype]
-        reduced = DTYPE_BYTES[precision.reduce_dtype]
+        param = 1 if precision.enable_fsdp_float8_all_gather else BYTES[precision.param_dtype]
+        reduced = BYTES[precision.reduce_dtype]
         shards = group.ranks
         gather, reduce = [], []
         if shards > 1:

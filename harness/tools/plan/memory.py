@@ -47,7 +47,7 @@ gradients of shards, and ``buffers``, FSDP's gather buffers. A third one, ``unus
 the allocator cannot use."""
 
 
-IN_ATTENTION = re.compile(r"\.(attention|attn|img_attn|txt_attn)\.")
+IN_ATTENTION = re.compile(r"\.(\w+_)?(attention|attn)\.")
 """Names of tensors whose gradients are computed last in a block's backward."""
 
 
