@@ -102,7 +102,7 @@ def with_a_parameter_left_out(job_json: str, steps: int) -> Trace:
 
 def without_a_hook(job_json: str, steps: int) -> Trace:
     """Sabotage: never update the first parameter, with updates in backward."""
-    from harness.optimizer.in_backward import UpdateInBackward
+    from harness.optimizer.build import UpdateInBackward
 
     original = UpdateInBackward._hook
 

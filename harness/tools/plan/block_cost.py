@@ -168,7 +168,7 @@ class Worker:
         self.casts = CASTS.get(job.precision.linear, Casts(0, 0, 0, 0, 0))
         of, ep = job.model.moe, layout.ep
         self.busiest = 1.0 if of.force_balance else self.machine.busiest(ep, of.num_experts // ep)
-        # With one scale a tensor, inputs are cast before they are gathered (harness/precision/tensor.py).
+        # With one scale a tensor, inputs are cast before they are gathered (harness/precision/swap.py).
         self.casts_stream = job.precision.linear == "float8_tensorwise" and layout.uses_sequence_parallel
 
     def block(self, layer: int) -> Block:

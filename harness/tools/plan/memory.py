@@ -573,7 +573,7 @@ class RankStep:
         largest = self.parameters.largest
         how = self.job.optimizer.implementation
         if "bfloat16" in (self.job.precision.master_dtype, self.job.optimizer.state_dtype):
-            return {"runtime": 5 * 4 * largest}  # optimizer/adamw.py: value, means, gradient and root
+            return {"runtime": 5 * 4 * largest}  # optimizer/elementwise.py: value, means, gradient and root
         if how == "foreach":
             return {"runtime": float(self.parameters.parameter_bytes)}  # roots of all second moments
         return {"runtime": 2.0 * 4 * largest if how == "for-loop" else 0.0}

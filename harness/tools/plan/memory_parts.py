@@ -197,7 +197,7 @@ class LogitBytes:
     logits. torch's loss with a sharded vocabulary (torch/distributed/tensor/parallel/loss.py) is made of
     single operations, with four tensors at once. Compiled by inductor, the loss saves the logits themselves
     and writes only their gradient; with a sharded vocabulary it saves the log-softmax. In chunks
-    (``parallelism/chunked_loss.py``) only one chunk exists at a time, and gradients are saved: of the stream,
+    (``parallelism/loss.py``) only one chunk exists at a time, and gradients are saved: of the stream,
     and of the projection in float32.
 
     CUDA's allocator cannot use the memory of the plain loss's logits in backward: they are freed after they
