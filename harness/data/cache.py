@@ -23,7 +23,7 @@ from harness.util.errors import ConfigError, DataError, MachineError, as_typed
 from harness.util.store import Damaged, only_builder, remove_abandoned, remove_folder
 
 if TYPE_CHECKING:
-    from harness.data.batch import Reading
+    from harness.data.loader import Reading
 
 UNIT_MIB = 16.0
 # How long the finished units of a cache that nobody continues are kept.

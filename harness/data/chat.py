@@ -19,15 +19,14 @@ from harness.config.data import DataConfig
 from harness.data.cache import open_documents
 from harness.data.chat_template import ASSISTANT, ChatTemplate, message_of, template_of
 from harness.data.corpus import TokenizedSplit
-from harness.data.documents import Span
-from harness.data.parquet_files import read_columns
+from harness.data.documents import Span, read_columns
 from harness.data.samples import IGNORE_INDEX, random_stream
 from harness.data.sources import LocalFiles, file_stats
 from harness.data.tokenizer_base import Marked, Tokenizer
 from harness.util.errors import DataError
 
 if TYPE_CHECKING:
-    from harness.data.batch import Loader, Reading
+    from harness.data.loader import Loader, Reading
 
 _VERSION = 1
 _TOOLS = "tools"
@@ -43,7 +42,7 @@ def load_conversations(reading: Reading) -> Loader:
         DataError: the data is missing, unreadable or has no turn of the assistant, or the tokenizer has no
             chat template.
     """
-    from harness.data.batch import NumberedLoader  # torch; composing a job imports this file without it
+    from harness.data.loader import NumberedLoader  # torch; composing a job imports this file without it
 
     data, tokenized = reading.data, open_documents(reading)
     samples = PackedConversations(

@@ -22,16 +22,23 @@ from typing import Any, Self
 from harness.config.data import DataConfig
 from harness.config.data_kinds import DATA_KINDS
 from harness.config.registry import load_attribute
-from harness.data.documents import LongText, Source, Span, cut, describe, named
-from harness.data.parquet_files import read_columns, row_groups
-from harness.data.text_files import (
+from harness.data.documents import (
     COMPRESSIONS,
     LONGEST_LINE,
+    ROWS_PER_READ,
     Line,
+    LongText,
+    Source,
+    Span,
+    cut,
+    describe,
     find_damage,
     format_of,
+    named,
     opened,
+    read_columns,
     read_in_parts,
+    row_groups,
     skip_to_line,
 )
 from harness.data.tokenizer_base import Tokenizer
@@ -39,7 +46,6 @@ from harness.util.encoding import parse_object
 from harness.util.errors import ConfigError, DataError
 from harness.util.files import matching
 
-_ROWS_PER_READ = 256
 EMPTY = "holds no text: every document is empty"
 # A longer file has more than units.LONG_CHARS characters, which have at most 4 bytes each.
 LONG_FILE_BYTES = 16_000_000
@@ -330,7 +336,7 @@ class HubTable:
     def read(self, span: Span) -> Iterator[str]:
         table = self._table.select_columns([self.config.text_field])
         table = table.select(range(span.begin, len(table) if span.end is None else span.end))
-        for batch in table.iter(batch_size=_ROWS_PER_READ):
+        for batch in table.iter(batch_size=ROWS_PER_READ):
             for text in batch[self.config.text_field]:
                 yield _text_of_row({self.config.text_field: text}, self.config.text_field, self.name)
 

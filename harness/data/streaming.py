@@ -14,8 +14,17 @@ import numpy as np
 
 from harness.config.data import DataConfig
 from harness.config.training import Sizes
-from harness.data.batch import Batch, Cursor, Loader, Piece, Reading, SourceLoader, refuse_mixture, stack
-from harness.data.loader import load_documents
+from harness.data.loader import (
+    Batch,
+    Cursor,
+    Loader,
+    Piece,
+    Reading,
+    SourceLoader,
+    load_documents,
+    refuse_mixture,
+    stack,
+)
 from harness.data.read_ahead import ReaderPool
 from harness.data.samples import IGNORE_INDEX, number_documents
 from harness.data.sources import open_dataset, require_column

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from harness.config.data import DataConfig
 from harness.config.formats import TOKEN_FORMATS
-from harness.data.batch import Loader, Reading, load_packed
 from harness.data.corpus import check_tokenizer, open_shards, read_manifest
+from harness.data.loader import Loader, Reading, load_packed
 from harness.data.shards import MANIFEST
 from harness.data.sources import expand
 from harness.data.tokenizer import NoTokenizer, Tokenizer

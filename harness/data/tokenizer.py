@@ -10,13 +10,13 @@ from pathlib import Path
 from types import MappingProxyType
 
 from harness.config.data import SETS, TokenizerConfig
-from harness.data.long_text import in_pieces
 from harness.data.tokenizer_base import (
     Marked,
     Tokenizer,
     decode_known,
     encode_marked,
     fingerprint_of,
+    in_pieces,
     read_tokenizer,
 )
 from harness.data.tokenizer_json import HuggingFaceTokenizer, number_of_ids

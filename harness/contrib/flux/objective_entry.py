@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from harness.config.training import TrainingConfig
     from harness.contrib.flux.execute import FlowExecutor
     from harness.contrib.flux.objective import FlowLoss
-    from harness.data.batch import Loader
+    from harness.data.loader import Loader
     from harness.data.tokenizer import Tokenizer
     from harness.parallelism.mesh import Mesh
 
