@@ -102,11 +102,7 @@ def open_documents(reading: Reading) -> TokenizedSplit:
 
 
 def cache_folder(source: Source, tokenizer: Tokenizer, held_out: float, cache_dir: str) -> Path:
-    """Folder of a source's token cache, which is complete if it has a manifest.
-
-    Raises:
-        DataError: the source cannot be read.
-    """
+    """Folder of a source's token cache, which is complete if it has a manifest."""
     return Path(cache_dir).expanduser() / f"corpus-{content_key(source, tokenizer, held_out)[:24]}"
 
 

@@ -35,13 +35,7 @@ _HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
 def load_conversations(reading: Reading) -> Loader:
-    """Return the loader of conversations.
-
-    Raises:
-        ConfigError: no conversations are held out for validation.
-        DataError: the data is missing, unreadable or has no turn of the assistant, or the tokenizer has no
-            chat template.
-    """
+    """Return the loader of conversations."""
     from harness.data.loader import NumberedLoader  # torch; composing a job imports this file without it
 
     data, tokenized = reading.data, open_documents(reading)
@@ -98,11 +92,7 @@ class Conversations(LocalFiles):
             yield self.document_of(row, f"{file}, row {number}{group}")
 
     def document_of(self, row: dict[str, Any], where: object) -> str:
-        """The conversation of a row.
-
-        Raises:
-            DataError: the row has no list of messages, a message has no role, or a text is not Unicode.
-        """
+        """The conversation of a row."""
         field = self.config.messages_field
         if field not in row:
             names = ", ".join(sorted(row)) or "none"

@@ -367,11 +367,7 @@ def load_synthetic(reading: Reading) -> Loader:
 
 
 def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the states of all ranks into one state, which any number of ranks can load.
-
-    Raises:
-        DataError: the states are from different steps.
-    """
+    """Merge the states of all ranks into one state, which any number of ranks can load."""
     steps = sorted({state["step"] for state in states})
     if len(steps) != 1:
         raise DataError(f"the loader states to merge are of different steps: {', '.join(map(str, steps))}")

@@ -93,11 +93,7 @@ class LocalFiles:
 
     @cached_property
     def files(self) -> list[Path]:
-        """The matching files.
-
-        Raises:
-            DataError: no file matches.
-        """
+        """The matching files."""
         found = find_files(self._patterns, self.config.exclude)
         if not found:
             raise DataError(f"no file matches {self.name}, seen from {os.getcwd()}{self._hint()}")
@@ -211,11 +207,7 @@ class LocalFiles:
         return content.decode("utf-8", "replace")
 
     def _may_repair(self, where: object, position: int, *, of_file: bool = False) -> bool:
-        """Count a document that is not UTF-8; return whether it is repaired, and not left out.
-
-        Raises:
-            DataError: data.encoding_errors=strict.
-        """
+        """Count a document that is not UTF-8; return whether it is repaired, and not left out."""
         if self.config.encoding_errors == "strict":
             byte = f"byte {position}" + (" of the file" if of_file else "")
             raise DataError(f"{where}: not UTF-8 at {byte}; would work: data.encoding_errors=replace or skip")
@@ -342,11 +334,7 @@ class HubTable:
 
 
 def open_dataset(config: DataConfig, split: str) -> Any:
-    """Load one split with ``datasets``: an IterableDataset with ``data.streaming``, else a Dataset.
-
-    Raises:
-        DataError: no such dataset, subset or split, or the hub cannot be reached.
-    """
+    """Load one split with ``datasets``: an IterableDataset with ``data.streaming``, else a Dataset."""
     import datasets
 
     try:

@@ -108,11 +108,7 @@ def open_token_files(
 
 
 def holds_out(data: DataConfig) -> bool:
-    """Whether token files have tokens for validation; reads the manifests of corpora.
-
-    Raises:
-        DataError: no file matches, or a manifest is damaged.
-    """
+    """Whether token files have tokens for validation; reads the manifests of corpora."""
     if data.validation_paths or data.validation_fraction:
         return True
     files, format = find_token_files(data.paths, "paths", data.format)
@@ -139,9 +135,6 @@ def find_token_files(patterns: Sequence[str], field: str, format: str) -> tuple[
 
     Returns:
         Sorted paths and their format.
-
-    Raises:
-        DataError: no file matches, or files are of several formats, or their format is unknown.
     """
     found: set[Path] = set()
     for pattern in map(expand, patterns):
