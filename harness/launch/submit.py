@@ -8,8 +8,7 @@ import time
 from pathlib import Path
 
 from harness.config.job import Job
-from harness.launch.begin import begin
-from harness.launch.preflight import require_inputs
+from harness.launch.begin import begin, require_inputs
 from harness.launch.queue import Jobs, Queued, SlurmError, describe, is_live, jobs, last_states, require_slurm
 from harness.launch.slurm import Submission, device_hours, shape_of
 from harness.launch.state import BUSY, SlurmJobRecord, close_run, read_state, record_lost

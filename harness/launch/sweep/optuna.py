@@ -19,8 +19,17 @@ from harness.config.fields import check_rules, from_dict, label
 from harness.config.job import Job
 from harness.launch.state import BUSY, HELD
 from harness.launch.submit import confirm
-from harness.launch.sweep.distinct import check_swept, run_dir_of, unique_points
-from harness.launch.sweep.registry import FILE, Point, Registry, Skipped, override_key, sets_label
+from harness.launch.sweep.registry import (
+    FILE,
+    Point,
+    Registry,
+    Skipped,
+    check_swept,
+    override_key,
+    run_dir_of,
+    sets_label,
+    unique_points,
+)
 from harness.launch.sweep.run import (
     Task,
     busy_points,

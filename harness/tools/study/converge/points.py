@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from harness.compose.composer import Composed, Composer
 from harness.config.fields import with_value
 from harness.config.job import Job, differing_numerics
-from harness.launch.preflight import require_vocabulary
+from harness.launch.begin import require_vocabulary
 from harness.tools.study.converge.config import CONTROL, TWIN, ConvergeConfig, ConvergeJob
 from harness.util.errors import ConfigError, UserError
 
