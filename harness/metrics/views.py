@@ -209,7 +209,9 @@ _Row = tuple[int, int, Mapping[str, Any]]
 
 
 class MlflowView:
-    """MLflow, on rank 0 only. A thread sends the rows, so that training does not wait for the server.
+    """MLflow, on rank 0 only: the job as parameters, rows as metrics by step (mlflow.org).
+
+    A thread sends the rows, so that training does not wait for the server.
 
     A resumed run continues its MLflow run, which is found by tags: the job's id and the run folder. MLflow
     cannot remove values, so steps that an attempt has repeated have two.
