@@ -1,4 +1,4 @@
-"""Run a job on this machine: ranks that this process starts, or one of those that torchrun has started."""
+"""Run a job on this machine: start its ranks, or be a rank that torchrun has started."""
 
 from __future__ import annotations
 
