@@ -84,8 +84,7 @@ def resolve_layout(job: J, *, launched_ranks: int | None = None, gpus: int | Non
     job.training.check_device(on_cpu=on_cpu)
     check_heads_of_flex(job)
     if job.precision.linear != "none":
-        from harness.precision.hardware import require_hardware
-        from harness.precision.linears import sort_linears
+        from harness.precision.linears import require_hardware, sort_linears
 
         experts = sort_linears(model, job.precision).has_experts
         require_hardware(job.precision, job.cluster, gpus if here else None, experts=experts)
