@@ -196,7 +196,7 @@ import sys, harness
 from pathlib import Path
 from harness.config.job import Job
 from harness.config.training import ATTENTION
-from harness.model.blocks import block_of
+from harness.model.architecture import block_of
 job = Job.read(Path(sys.argv[1]) / "job.json")
 print(harness.__file__, type(block_of(job.model)).__name__, ATTENTION[job.training.attention].__name__)
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +14,10 @@ from harness.compose.composer import compose_job
 from harness.config.metrics import ProfilingConfig
 from harness.data.loader import Batch, Loader
 from harness.data.prefetch import Prefetcher
-from harness.model import init
+from harness.parallelism.materialize import draw
 from harness.tools.parity.parity import full_gradients
 from harness.train.engine import Engine
-from harness.train.observers.profiler import Profiler
+from harness.train.observers.profiler import Profiling
 from harness.train.setup import process_group, set_up_process
 
 SMALL = [
@@ -53,7 +54,7 @@ def test_gpu_computes_what_a_cpu_computes(
     precision: str, more: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def drawn_on_the_cpu(name, shape, how, seed, device):  # type: ignore[no-untyped-def]
-        return init.draw(name, shape, how, seed, torch.device("cpu")).to(device)
+        return draw(name, shape, how, seed, torch.device("cpu")).to(device)
 
     # Generators of CPUs and GPUs are different ones.
     monkeypatch.setattr("harness.parallelism.materialize.draw", drawn_on_the_cpu)
@@ -135,13 +136,20 @@ class Tokens(Loader):
 def test_memory_snapshots_are_written(tmp_path: Path) -> None:
     """With a trace, and when memory is out."""
     config = ProfilingConfig(enable=True, interval=1, warmup=0, active=1, memory_snapshot=True)
-    profiler = Profiler(config, tmp_path, 0, torch.device("cuda"), print)
-    profiler.start(0)
+    run: Any = SimpleNamespace(
+        job=SimpleNamespace(profiling=config),
+        folder=tmp_path,
+        engine=SimpleNamespace(device=torch.device("cuda"), world_max=list),
+        progress=SimpleNamespace(step=0),
+        message=print,
+    )
+    profiler = Profiling(run)
+    profiler.start()
     profiler.begin_step(1)
     torch.ones(1024, device="cuda").sum().item()
-    profiler.end_step(1)
-    profiler.out_of_memory(2)
-    profiler.close()
+    profiler.end_step(1, ())
+    run.progress.step = 1
+    profiler.close(torch.OutOfMemoryError())
     for name in ("step-1/memory/rank0.pickle", "step-2/memory/rank0-out-of-memory.pickle"):
         snapshot = pickle.loads((tmp_path / "profile" / name).read_bytes())
         assert any(trace for trace in snapshot["device_traces"])

@@ -84,8 +84,7 @@ def resolve_layout(job: J, *, launched_ranks: int | None = None, gpus: int | Non
     job.training.check_device(on_cpu=on_cpu)
     check_heads_of_flex(job)
     if job.precision.linear != "none":
-        from harness.precision.hardware import require_hardware
-        from harness.precision.linears import sort_linears
+        from harness.precision.linears import require_hardware, sort_linears
 
         experts = sort_linears(model, job.precision).has_experts
         require_hardware(job.precision, job.cluster, gpus if here else None, experts=experts)
@@ -193,7 +192,7 @@ def check_compiled_experts(job: Job) -> None:
 
 def check_tokenizer(job: Job) -> None:
     """Check that text has a tokenizer."""
-    kinds = sorted(job.data.kinds & {"local", "hub", "chat"})
+    kinds = sorted(kind for kind in job.data.kinds if DATA_KINDS[kind].source)
     if job.tokenizer.kind == "none" and kinds:
         rule = f"cannot encode text, and data.kind={kinds[0]} reads text"
         raise ConfigError("tokenizer.kind", "none", rule, "data=tokens, or the tokenizer of the model")
@@ -284,8 +283,12 @@ def check_attention(job: Job) -> None:
                 "data.attend_across_documents",
                 False,
                 f"parallelism.cp={layout.cp} with cp_method=ring supports the causal mask only",
-                ("" if "chat" in job.data.kinds else "true, or ") + "parallelism.cp_method=ulysses",
+                ("" if _has_conversations(job) else "true, or ") + "parallelism.cp_method=ulysses",
             )
+
+
+def _has_conversations(job: Job) -> bool:
+    return any(DATA_KINDS[kind].has_whole for kind in job.data.kinds)
 
 
 def check_conversations(job: Job) -> None:
@@ -293,7 +296,7 @@ def check_conversations(job: Job) -> None:
 
     Rotations are relative.
     """
-    if "chat" not in job.data.kinds:
+    if not _has_conversations(job):
         return
     if job.schedule.seq_len:
         rule = "shorter sequences are pieces of samples, which would cut the conversations of data.kind=chat"

@@ -72,7 +72,7 @@ class HardwareConfig:
     """Maximum power in W; null for a new accelerator: its energy is unknown."""
     achieved_half: float | None = label(None, above=0, most=1)
     """Fraction of the peak that the best kernels achieve for products of 16-bit values; null: as in
-    harness/tools/plan/kernel_peaks.py."""
+    harness/tools/plan/constants.py."""
     achieved_float8: float | None = label(None, above=0, most=1)
     """The same for products of 8-bit values."""
     achieved_attention: float | None = label(None, above=0, most=1)

@@ -6,21 +6,12 @@ Validation needs no torch and opens no file. The loader checks the files and rai
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from datetime import date
 from pathlib import Path
 from typing import Any
 
-from harness.config.data_kinds import (
-    DATA_KINDS,
-    FORMATS,
-    FORMATS_OF,
-    READ_ONLY_BY,
-    READ_ONLY_BY_STREAMS,
-    WITHOUT_TEXT,
-    kinds_reading,
-)
+from harness.config.data_kinds import DATA_KINDS, FORMATS, check_effects, check_inputs
 from harness.config.fields import execution, label, numerics
-from harness.config.mixture import check_mixture, errors_of_source, require_validation_of_sources
+from harness.config.mixture import errors_of_source, source_config
 from harness.config.registry import Registry, load_attribute, resolve_options
 from harness.util import PACKAGE
 from harness.util.errors import ConfigError
@@ -204,29 +195,11 @@ class DataConfig:
 
     def validate(self) -> None:
         """Raise ConfigError for fields that contradict each other."""
-        self._refuse_settings_of_other_kinds()
         kind = DATA_KINDS[self.kind]
+        check_effects(self)
         if kind.check:
             load_attribute(kind.check)(self)
-        if self.kind == "mixture":
-            check_mixture(self)
-        elif self.reads_files:
-            self._validate_files()
-        if self.kind == "chat":
-            self._validate_chat()
-        elif self.kind == "hub" or "dataset" in kind.fields:
-            self._validate_hub()
-        elif self.kind == "synthetic":
-            self.validate_synthetic()
-
-    def validate_synthetic(self) -> None:
-        """Raise ConfigError for fields that have no effect on data without documents."""
-        if self.validation_fraction > 0:
-            rule = "synthetic data has no documents to hold out; it generates separate validation samples"
-            raise ConfigError("data.validation_fraction", self.validation_fraction, rule, "0")
-        if not self.attend_across_documents:
-            rule = "synthetic data has no documents"
-            raise ConfigError("data.attend_across_documents", False, rule, "true")
+        check_inputs(self)
 
     def require_validation(self) -> None:
         """Check that there are documents for validation.
@@ -234,10 +207,12 @@ class DataConfig:
         Raises:
             ConfigError: there are none.
         """
-        if self.kind == "mixture":
-            return require_validation_of_sources(self)
         if self.holds_out:
             return
+        if self.sources:
+            name = self.source_names[0]
+            with errors_of_source(self, name):
+                source_config(self, name).require_validation()
         other = "data.validation_paths" if self.reads_files else "data.validation_split"
         works = other if self.streaming else f"data.validation_fraction=0.02, or {other}"
         rule = "validation is enabled, but no documents are held out for it"
@@ -245,24 +220,27 @@ class DataConfig:
 
     @property
     def holds_out(self) -> bool:
-        """Whether there are samples for validation."""
-        if self.kind == "mixture":
+        """Whether there are samples for validation; of a corpus that is known when it is opened."""
+        if self.sources:
             return any(source.holds_out for source in self.sources.values())
-        # Whether a corpus has held-out documents is known when it is opened.
-        may_be_corpus = self.kind == "tokens" and self.format in ("auto", "corpus")
         held_out = self.validation_paths or self.validation_split or self.validation_fraction
-        holds = self.kind == "synthetic" or DATA_KINDS[self.kind].holds_out
-        return holds or may_be_corpus or bool(held_out)
+        return DATA_KINDS[self.kind].holds_out or self.may_be_corpus or bool(held_out)
+
+    @property
+    def may_be_corpus(self) -> bool:
+        """Whether files may be folders of ``harness tokenize``."""
+        return "corpus" in DATA_KINDS[self.kind].formats and self.format in ("auto", "corpus")
 
     @property
     def reads_files(self) -> bool:
         """Whether the kind reads ``paths``."""
-        return self.kind in FORMATS_OF or "paths" in DATA_KINDS[self.kind].fields
+        return "paths" in DATA_KINDS[self.kind].fields
 
     @property
     def has_text(self) -> bool:
         """Whether a sample is a part of texts."""
-        return self.kind not in WITHOUT_TEXT and DATA_KINDS[self.kind].batches == "tokens"
+        kind = DATA_KINDS[self.kind]
+        return kind.has_text and kind.batches == "tokens"
 
     @property
     def kinds(self) -> set[str]:
@@ -273,71 +251,6 @@ class DataConfig:
     def source_names(self) -> list[str]:
         """Names of a mixture's sources; the index of a source is its position here."""
         return sorted(self.sources)
-
-    def _refuse_settings_of_other_kinds(self) -> None:
-        default = DataConfig()
-        for kinds, names in READ_ONLY_BY.items():
-            for name in names:
-                value = getattr(self, name)
-                if self.kind in kinds or value == getattr(default, name):
-                    continue
-                readers = [*kinds, *kinds_reading(name)]
-                if self.kind not in readers:
-                    rule = f"is read only by data.kind={' or '.join(readers)}, and data.kind is {self.kind}"
-                    raise ConfigError(f"data.{name}", value, rule, f"data.kind={kinds[0]}, or leave it out")
-        for name in READ_ONLY_BY_STREAMS:
-            value = getattr(self, name)
-            if not self.streaming and value != getattr(default, name):
-                rule, works = "is read only with data.streaming=true", "data.streaming=true, or leave it out"
-                raise ConfigError(f"data.{name}", value, rule, works)
-        if not self.shuffle and self.shuffle_buffer != default.shuffle_buffer:
-            rule, works = "is read only with data.shuffle=true", "data.shuffle=true, or leave it out"
-            raise ConfigError("data.shuffle_buffer", self.shuffle_buffer, rule, works)
-
-    def _validate_files(self) -> None:
-        formats, example = FORMATS_OF.get(self.kind, (("auto",), DATA_KINDS[self.kind].example))
-        if not self.paths:
-            rule = f"data.kind={self.kind} needs at least one file"
-            raise ConfigError("data.paths", "[]", rule, f"'data.paths=[{example}]'")
-        if self.format not in formats:
-            rule = f"is no format of data.kind={self.kind}"
-            raise ConfigError("data.format", self.format, rule, formats)
-        for name in ("paths", "exclude", "validation_paths"):
-            if not all(getattr(self, name)):
-                raise ConfigError(f"data.{name}", getattr(self, name), "an empty string is no glob")
-        if self.validation_paths and self.validation_fraction > 0:
-            rule = "validation comes either from data.validation_paths or from held-out documents, not both"
-            raise ConfigError("data.validation_fraction", self.validation_fraction, rule, "0")
-
-    def _validate_chat(self) -> None:
-        for name, needed, rule in (
-            ("attend_across_documents", False, "conversations do not attend to others in their sample"),
-            ("mask_document_boundary", True, "no token predicts the beginning of another conversation"),
-        ):
-            if getattr(self, name) != needed:
-                raise ConfigError(f"data.{name}", not needed, f"data.kind=chat: {rule}", str(needed).lower())
-        if self.chat_date is not None:
-            try:
-                date.fromisoformat(self.chat_date)
-            except ValueError:
-                rule = "must be a date, as year, month and day"
-                raise ConfigError("data.chat_date", self.chat_date, rule, "2026-01-31") from None
-
-    def _validate_hub(self) -> None:
-        if not self.dataset:
-            rule = f"data.kind={self.kind} needs a dataset"
-            raise ConfigError("data.dataset", self.dataset, rule, "allenai/c4")
-        if self.dataset == "pandas":
-            rule = "reads pickles, which can run any code"
-            raise ConfigError("data.dataset", self.dataset, rule, "parquet, json, csv")
-        if self.validation_split and self.validation_fraction > 0:
-            rule = "validation comes either from data.validation_split or from held-out documents, not both"
-            raise ConfigError("data.validation_fraction", self.validation_fraction, rule, "0")
-        if self.streaming and self.validation_fraction > 0:
-            rule = "documents of a stream cannot be held out"
-            raise ConfigError(
-                "data.validation_fraction", self.validation_fraction, rule, "0 with data.validation_split set"
-            )
 
 
 @dataclass(frozen=True)
@@ -380,13 +293,13 @@ class TokenizerConfig:
         if self.kind == "tiktoken" and self.special not in SETS:
             raise ConfigError("tokenizer.special", self.special or "''", "no such choice", SETS)
         if self.kind != "tiktoken" and self.special:
-            raise ConfigError(
-                "tokenizer.special", self.special, "is read only by tokenizer.kind=tiktoken", "''"
-            )
+            rule = f"has no effect with tokenizer.kind={self.kind}; only tokenizer.kind=tiktoken uses it"
+            raise ConfigError("tokenizer.special", self.special, rule, "''")
         for name in ("bos", "eos"):
             token = getattr(self, name)
             if token is not None and self.kind not in ("huggingface", "none"):
-                rule = "is read only by tokenizer.kind=huggingface or none"
+                users = "tokenizer.kind=huggingface or none"
+                rule = f"has no effect with tokenizer.kind={self.kind}; only {users} uses it"
                 raise ConfigError(f"tokenizer.{name}", token or "''", rule, "null")
             if token and self.kind == "none" and not token.isdecimal():
                 rule = "must be a token id, because tokenizer.kind=none has no names of tokens"

@@ -10,7 +10,7 @@ TOKEN_FORMATS: Registry[Any] = Registry(
     "token_format",
     dict.fromkeys(("auto", "corpus")),
     field="data.format",
-    expects="harness.data.token_format:TokenFormat",
+    expects="harness.data.tokens:TokenFormat",
 )
 """Formats of ``data.kind=tokens``."""
 

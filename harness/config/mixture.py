@@ -59,21 +59,9 @@ def source_config(data: DataConfig, name: str) -> DataConfig:
     return dataclasses.replace(data.sources[name], **shared)
 
 
-def require_validation_of_sources(data: DataConfig) -> None:
-    """Check that at least one source holds out documents.
-
-    Raises:
-        ConfigError: none does.
-    """
-    if not data.holds_out:
-        name = data.source_names[0]
-        with errors_of_source(data, name):
-            source_config(data, name).require_validation()
-
-
 def sources_of(data: DataConfig) -> list[tuple[DataConfig, AbstractContextManager[None]]]:
     """Return each source, and a context manager that names its fields in errors."""
-    if data.kind != "mixture":
+    if not data.sources:
         return [(data, nullcontext())]
     return [(source_config(data, name), errors_of_source(data, name)) for name in data.source_names]
 
@@ -190,7 +178,7 @@ def _check_weights(data: DataConfig) -> None:
     for name in data.source_names if data.epochs else ():
         if name not in data.epochs:
             raise ConfigError("data.epochs", data.epochs, f"has no source {name}", f"data.epochs.{name}=1")
-        if data.sources[name].kind == "synthetic" or data.sources[name].streaming:
+        if not DATA_KINDS[data.sources[name].kind].has_vocabulary or data.sources[name].streaming:
             rule = f"the number of samples of data.sources.{name} is unknown"
             raise ConfigError(f"data.epochs.{name}", data.epochs[name], rule, "data.weights")
     _check_changes(data)

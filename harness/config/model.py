@@ -374,9 +374,9 @@ ARCHITECTURES: Registry[Any] = Registry(
 """Kinds of models."""
 BLOCKS: Registry[Any] = Registry(
     "block",
-    {"pre_norm": "harness.model.pre_norm:PreNorm"},
+    {"pre_norm": "harness.model.decoder_architecture:PreNorm"},
     field="model.block",
-    expects="harness.model.blocks:BlockKind",
+    expects="harness.model.architecture:BlockKind",
 )
 """Kinds of decoder blocks."""
 FAMILIES: Registry[Any] = Registry(

@@ -176,7 +176,7 @@ OBSERVERS: Registry[Any] = Registry(
         "nan_watch": "harness.train.non_finite:NanWatch",
         "memory": "harness.train.observers.values:Memory",
         "validation": "harness.train.observers.values:Validation",
-        "evaluation": "harness.tools.inference.evaluate.in_loop:EvaluationInLoop",
+        "evaluation": "harness.tools.inference.scoring:EvaluationInLoop",
         "rank_metrics": "harness.train.observers.values:RankMetrics",
     },
     field="training.observers",
@@ -343,8 +343,8 @@ class EvaluationConfig:
             if not data.has_text:
                 rule = f"data.kind={data.kind} has no text"
                 raise ConfigError("evaluation.tasks", DATA, rule, "a .jsonl file, or other data")
-            if data.kind == "mixture":
-                rule = "reads one source, and data.kind is mixture"
+            if data.sources:
+                rule = f"reads one source, and data.kind is {data.kind}"
                 works = "a .jsonl file, or validation.interval, which has the loss of each source"
                 raise ConfigError("evaluation.tasks", DATA, rule, works)
             data.require_validation()

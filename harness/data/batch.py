@@ -7,15 +7,45 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from harness.config.data import DataConfig
 from harness.config.training import Sizes
-from harness.data.streaming import RowStream
+from harness.data.samples import PackedSamples, Samples
+from harness.data.tokenizer_base import Tokenizer
+from harness.data.tokens import Tokens
+from harness.util.errors import DataError
+
+if TYPE_CHECKING:
+    from harness.data.streaming import RowStream
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a loader reads; see ``harness.data.loader.build_loader``."""
+
+    data: DataConfig
+    tokenizer: Tokenizer
+    seq_len: int
+    global_batch_size: int
+    seed: int
+    rows: range
+    split: str
+    model_vocab_size: int
+    wait_for_all: Callable[[], None] | None
+    is_builder: bool
+    sizes: Sizes
+
+    @property
+    def shuffles(self) -> bool:
+        """Whether samples are in a random order."""
+        return self.data.shuffle and self.split == "train"
 
 
 class Batch(NamedTuple):
@@ -191,3 +221,57 @@ class Cursor:
 def stack(samples: list[tuple[np.ndarray, ...]]) -> Batch:
     """Make a batch of the samples of its rows."""
     return Batch(*(torch.from_numpy(np.stack(arrays)) for arrays in zip(*samples, strict=True)))
+
+
+class NumberedLoader(SourceLoader):
+    """Loader of samples with random access."""
+
+    def __init__(self, samples: Samples, rows: range, sizes: Sizes) -> None:
+        self._samples, self._cursor = samples, Cursor(rows, sizes)
+        self._known: tuple[int, tuple[np.ndarray, ...]] | None = None
+        self.samples_per_epoch = samples.num_per_epoch
+
+    def read(self, piece: Piece) -> tuple[np.ndarray, ...]:
+        # Neighbouring rows read pieces of one sample.
+        if self._known is None or self._known[0] != piece.number:
+            self._known = piece.number, self._samples.sample(piece.number)
+        return _piece_of(self._known[1], piece.first, piece.length)
+
+    def next(self) -> Batch:
+        return stack([self.read(piece) for piece in self._cursor.advance()])
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._cursor.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        refuse_mixture(state)
+        if "slots" in state:
+            raise DataError("the saved position is in a streamed dataset, and data.streaming is false")
+        self._cursor.load_state_dict(state)
+
+    def reset(self) -> None:
+        self._cursor.reset()
+
+
+def refuse_mixture(state: dict[str, Any]) -> None:
+    if "mixture" in state:
+        raise DataError("the saved position is in a mixture, and data.kind is not mixture")
+
+
+def _piece_of(sample: tuple[np.ndarray, ...], first: int, length: int) -> tuple[np.ndarray, ...]:
+    """Return ``length`` tokens of a sample from ``first`` on; documents are numbered from 0 again."""
+    inputs_T, labels_T, *documents = (array[first : first + length] for array in sample)
+    return inputs_T, labels_T, *(documents_T - documents_T[0] for documents_T in documents)
+
+
+def load_packed(reading: Reading, tokens: Tokens) -> NumberedLoader:
+    """Return the loader of packed documents."""
+    samples = PackedSamples(
+        tokens,
+        seq_len=reading.seq_len,
+        seed=reading.seed,
+        shuffle=reading.shuffles,
+        mask_document_boundary=reading.data.mask_document_boundary,
+        number_documents=not reading.data.attend_across_documents,
+    )
+    return NumberedLoader(samples, reading.rows, reading.sizes)

@@ -11,15 +11,19 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from harness.config.data import DataConfig, TokenizerConfig
 from harness.data.corpus import CorpusWriter, TokenizedSplit, content_key, open_shard, read_manifest
 from harness.data.documents import Source
 from harness.data.shards import MANIFEST, UNFINISHED
+from harness.data.sources import source_of, tokenizer_of
 from harness.data.tokenizer import Tokenizer
 from harness.util.errors import ConfigError, DataError, MachineError, as_typed
 from harness.util.store import Damaged, only_builder, remove_abandoned, remove_folder
+
+if TYPE_CHECKING:
+    from harness.data.batch import Reading
 
 UNIT_MIB = 16.0
 # How long the finished units of a cache that nobody continues are kept.
@@ -83,6 +87,20 @@ def open_cache(
         raise DataError(f"token cache {folder} is damaged: {error}; remove the folder") from None
 
 
+def open_documents(reading: Reading) -> TokenizedSplit:
+    """Open the token cache of a loader's source."""
+    source, held_out = source_of(reading.data, reading.split)
+    return open_cache(
+        source,
+        tokenizer_of(reading.data, reading.tokenizer),
+        split=reading.split,
+        held_out=held_out,
+        cache_dir=reading.data.cache_dir,
+        wait_for_all=reading.wait_for_all,
+        is_builder=reading.is_builder,
+    )
+
+
 def cache_folder(source: Source, tokenizer: Tokenizer, held_out: float, cache_dir: str) -> Path:
     """Folder of a source's token cache, which is complete if it has a manifest.
 
@@ -139,7 +157,7 @@ def too_large(source: Source, tokenizer: TokenizerConfig | None) -> ConfigError:
     size = f"{_size(source) / _GIB:.3g} GiB"
     rule = f"{source.name} has {size} that are not tokenized, and all ranks would wait for them"
     limit = source.config.tokenize_limit_gib
-    if source.config.kind == "chat":
+    if not source.config.has_text:
         rule += "; harness tokenize does not read conversations"
         return ConfigError("data.tokenize_limit_gib", limit, rule, "null, which is no limit")
     command = ["harness", "tokenize", *_data_overrides(source.config)]
@@ -155,7 +173,7 @@ def too_large(source: Source, tokenizer: TokenizerConfig | None) -> ConfigError:
 
 def _data_overrides(config: DataConfig) -> list[str]:
     """Overrides that select a source; the defaults are those of the files in conf/data."""
-    if config.kind == "local":
+    if config.reads_files:
         format = config.format if config.format in _OPTIONS else "text"
         option, like = _OPTIONS[format], DataConfig(format=format, validation_fraction=0.01)
         names: tuple[str, ...] = ("paths", "exclude", "format", "encoding_errors")

@@ -9,79 +9,55 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from harness.config.data import DataConfig
-from harness.data.cache import open_cache
-from harness.data.chat_packing import PackedConversations
-from harness.data.chat_sandbox import MARKS
+from harness.data.cache import open_documents
 from harness.data.chat_template import ASSISTANT, ChatTemplate, message_of, template_of
 from harness.data.corpus import TokenizedSplit
 from harness.data.documents import Span
 from harness.data.parquet_files import read_columns
+from harness.data.samples import IGNORE_INDEX, random_stream
 from harness.data.sources import LocalFiles, file_stats
 from harness.data.tokenizer_base import Marked, Tokenizer
 from harness.util.errors import DataError
 
+if TYPE_CHECKING:
+    from harness.data.batch import Loader, Reading
+
 _VERSION = 1
 _TOOLS = "tools"
-# JSON can spell half a surrogate pair, which no tokenizer can read. The marks are noncharacters of Unicode.
-_NO_TEXT = re.compile(f"[\ud800-\udfff{MARKS}]")
+# JSON can spell half a surrogate pair, which no tokenizer can read.
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
-def open_conversations(
-    data: DataConfig,
-    tokenizer: Tokenizer,
-    *,
-    seq_len: int,
-    seed: int,
-    split: str,
-    wait_for_all: Callable[[], None] | None,
-    is_builder: bool,
-) -> tuple[PackedConversations, TokenizedSplit]:
-    """Return the samples of a split, and its tokens.
+def load_conversations(reading: Reading) -> Loader:
+    """Return the loader of conversations.
 
     Raises:
         ConfigError: no conversations are held out for validation.
         DataError: the data is missing, unreadable or has no turn of the assistant, or the tokenizer has no
             chat template.
     """
-    source, held_out = conversations_of(data, split)
-    tokenized = open_cache(
-        source,
-        ConversationTokenizer(tokenizer, template_of(data, tokenizer)),
-        split=split,
-        held_out=held_out,
-        cache_dir=data.cache_dir,
-        wait_for_all=wait_for_all,
-        is_builder=is_builder,
-    )
+    from harness.data.batch import NumberedLoader  # torch; composing a job imports this file without it
+
+    data, tokenized = reading.data, open_documents(reading)
     samples = PackedConversations(
         tokenized,
-        seq_len=seq_len,
-        seed=seed,
-        shuffle=data.shuffle and split == "train",
+        seq_len=reading.seq_len,
+        seed=reading.seed,
+        shuffle=reading.shuffles,
         cut=data.long_conversations == "cut",
-        pad_id=tokenizer.eos_id or 0,
+        pad_id=reading.tokenizer.eos_id or 0,
     )
-    return samples, tokenized
-
-
-def conversations_of(data: DataConfig, split: str) -> tuple[Conversations, float]:
-    """Return the conversations of a split, and its held-out fraction.
-
-    Raises:
-        ConfigError: no conversations are held out for validation.
-    """
-    if split == "validation":
-        data.require_validation()
-        if data.validation_paths:
-            return Conversations(data, "validation_paths"), 0.0
-    return Conversations(data, "paths"), data.validation_fraction
+    loader = NumberedLoader(samples, reading.rows, reading.sizes)
+    loader.damaged_documents = tokenized.damaged
+    loader.note = f"data of {reading.split}: {describe(samples, data, reading.seq_len)}"
+    return loader
 
 
 def describe(samples: PackedConversations, data: DataConfig, seq_len: int) -> str:
@@ -138,7 +114,7 @@ class Conversations(LocalFiles):
                 raise DataError(f"{where}: field {name!r} holds {type(value).__name__}, not a list")
         messages = [message_of(each, f"{where}, message {i}") for i, each in enumerate(messages, start=1)]
         text = json.dumps([str(where), messages, tools], ensure_ascii=False)
-        if bad := _NO_TEXT.search(text):
+        if bad := _HALF_PAIR.search(text):
             raise DataError(f"{where}: has U+{ord(bad[0]):04X}, which is not a character")
         return text
 
@@ -157,6 +133,10 @@ class ConversationTokenizer(Tokenizer):
         self.special_ids, self.file = tokenizer.special_ids, tokenizer.file
         key = json.dumps([_VERSION, tokenizer.fingerprint, template.identity], sort_keys=True)
         self.fingerprint = f"chat/{hashlib.sha256(key.encode()).hexdigest()}"
+
+    @classmethod
+    def of_job(cls, data: DataConfig, tokenizer: Tokenizer) -> ConversationTokenizer:
+        return cls(tokenizer, template_of(data, tokenizer))
 
     def encode(self, text: str) -> list[int]:
         return self.encode_batch([text])[0]
@@ -190,3 +170,114 @@ def _labelled(marked: Marked, learned: list[tuple[int, int]]) -> list[int]:
     for begin, end in learned:
         labels[(begins < end) & (ends > begin)] = 1
     return (2 * np.asarray(marked.ids) + labels).tolist() if labels.any() else []
+
+
+class PackedConversations:
+    """Samples of as many complete conversations as fit into T inputs, and padding.
+
+    The conversations are packed once, in an order given by the seed. Every epoch has the same samples in
+    another order, so the number of samples is fixed.
+
+    Labels are the assistant's tokens. Conversations in a sample, and its padding, have different document
+    numbers.
+
+    Args:
+        split: conversations as ``ConversationTokenizer`` encodes them.
+        pad_id: the token of padding.
+        shuffle: whether the order is random; otherwise conversations and samples are in stored order.
+        cut: whether a conversation with more than T inputs is cut at T; otherwise it is left out.
+
+    Raises:
+        DataError: no conversation can be used.
+    """
+
+    def __init__(
+        self, split: TokenizedSplit, *, seq_len: int, seed: int, shuffle: bool, cut: bool, pad_id: int
+    ) -> None:
+        self._split, self._seq_len, self._seed, self._shuffle = split, seq_len, seed, shuffle
+        self._pad_id = pad_id
+        self._order: tuple[int, np.ndarray] | None = None
+        self._ends = np.append(np.asarray(split.starts)[1:], len(split.tokens)).astype(np.int64)
+        inputs = self._ends - split.starts - 1
+        usable, too_long = inputs > 0, np.flatnonzero(inputs > seq_len)
+        usable[too_long] = [cut and self._has_labels(conversation) for conversation in too_long.tolist()]
+        self.num_conversations, self.num_too_long = int(usable.sum()), len(too_long)
+        self.num_without_labels = int((inputs <= 0).sum())
+        self.num_cut_off = int(too_long.size - usable[too_long].sum()) if cut else 0
+        if not self.num_conversations:
+            raise DataError(
+                f"{split.name}: none of {len(inputs)} conversations can be used: {self.num_without_labels} "
+                f"have no turn of the assistant, {len(too_long)} are longer than training.seq_len={seq_len}"
+            )
+        chosen = np.flatnonzero(usable)
+        if shuffle:
+            chosen = chosen[random_stream("conversations", seed, 0).permutation(len(chosen))]
+        sizes = np.minimum(inputs[chosen], seq_len)
+        sample_of = first_fit(sizes, seq_len)
+        in_samples = np.argsort(sample_of, kind="stable")
+        self._conversations = chosen[in_samples]
+        self.num_per_epoch: int | None = int(sample_of.max()) + 1
+        self._num_samples = self.num_per_epoch
+        self._bounds = np.searchsorted(sample_of[in_samples], np.arange(self._num_samples + 1))
+        self.fill = float(sizes.sum() / (self._num_samples * seq_len))
+
+    def sample(self, number: int) -> tuple[np.ndarray, ...]:
+        epoch, index = divmod(number, self._num_samples)
+        if self._shuffle:
+            if self._order is None or self._order[0] != epoch:
+                order = random_stream("order", self._seed, epoch).permutation(self._num_samples)
+                self._order = (epoch, order)
+            index = int(self._order[1][index])
+        T = self._seq_len
+        inputs_T = np.full(T, self._pad_id, dtype=np.int64)
+        labels_T = np.full(T, IGNORE_INDEX, dtype=np.int64)
+        conversations = self._conversations[self._bounds[index] : self._bounds[index + 1]]
+        documents_T = np.full(T, len(conversations), dtype=np.int64)
+        begin = 0
+        for document, conversation in enumerate(conversations):
+            tokens, learned = self._read(conversation)
+            end = begin + len(tokens) - 1
+            inputs_T[begin:end], documents_T[begin:end] = tokens[:-1], document
+            labels_T[begin:end] = np.where(learned[1:], tokens[1:], IGNORE_INDEX)
+            begin = end
+        return inputs_T, labels_T, documents_T
+
+    def _read(self, conversation: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens of a conversation, at most T + 1, and which of them are learned."""
+        begin = int(self._split.starts[conversation])
+        end = min(int(self._ends[conversation]), begin + self._seq_len + 1)
+        encoded = self._split.tokens[begin:end].astype(np.int64)
+        return encoded >> 1, (encoded & 1).astype(bool)
+
+    def _has_labels(self, conversation: int) -> bool:
+        return bool(self._read(conversation)[1][1:].any())
+
+
+def first_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
+    """Put each item into the first bin that has room for it, in order; return the bins of the items.
+
+    Args:
+        sizes: sizes of the items, each at most ``capacity``.
+        capacity: size of a bin.
+    """
+    # All bins but one are more than half full, so there are fewer than this. Inner node i of the tree has the
+    # largest room of its children 2 i and 2 i + 1. Bins are leaves.
+    bins = min(len(sizes), 2 * int(sizes.sum()) // capacity + 1)
+    leaves = 1 << (bins - 1).bit_length()
+    room = [capacity] * (2 * leaves)
+    found = np.empty(len(sizes), dtype=np.int64)
+    for item, size in enumerate(sizes.tolist()):
+        node = 1
+        while node < leaves:
+            node *= 2
+            if room[node] < size:
+                node += 1
+        found[item] = node - leaves
+        room[node] -= size
+        while node > 1:
+            node //= 2
+            largest = max(room[2 * node], room[2 * node + 1])
+            if room[node] == largest:
+                break
+            room[node] = largest
+    return found

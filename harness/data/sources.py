@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from harness.config.data import DataConfig
 from harness.config.data_kinds import DATA_KINDS
@@ -34,6 +34,7 @@ from harness.data.text_files import (
     read_in_parts,
     skip_to_line,
 )
+from harness.data.tokenizer_base import Tokenizer
 from harness.util.encoding import parse_object
 from harness.util.errors import ConfigError, DataError
 from harness.util.files import matching
@@ -51,21 +52,21 @@ def source_of(config: DataConfig, split: str) -> tuple[Source, float]:
     Raises:
         ConfigError: the split is "validation" and no documents are held out for it, or the data is a mixture.
     """
-    if config.kind == "mixture":
-        raise ConfigError("data.kind", "mixture", "has several sources", "the fields of one of data.sources")
+    if config.sources:
+        rule = "has several sources"
+        raise ConfigError("data.kind", config.kind, rule, "the fields of one of data.sources")
     validating = split == "validation"
     if validating:
         config.require_validation()
-    if config.kind == "local":
-        if validating and config.validation_paths:
-            return LocalFiles(config, "validation_paths"), 0.0
-        return LocalFiles(config, "paths"), config.validation_fraction
-    if config.kind != "hub":
-        source: Source = load_attribute(DATA_KINDS[config.kind].source)(config, split)
-        return source, config.validation_fraction
-    if validating and config.validation_split:
-        return HubTable(config, config.validation_split), 0.0
-    return HubTable(config, config.split), config.validation_fraction
+    source: Source = load_attribute(DATA_KINDS[config.kind].source)(config, split)
+    is_separate = validating and (config.validation_paths or config.validation_split)
+    return source, 0.0 if is_separate else config.validation_fraction
+
+
+def tokenizer_of(config: DataConfig, tokenizer: Tokenizer) -> Tokenizer:
+    """Return the tokenizer of a source's documents; ``tokenizer`` is the job's."""
+    own = DATA_KINDS[config.kind].tokenizer
+    return load_attribute(own)(config, tokenizer) if own else tokenizer
 
 
 class LocalFiles:
@@ -78,6 +79,11 @@ class LocalFiles:
         self._patterns: list[str] = getattr(config, field)
         self.damaged = 0
         self.name = f"data.{field}=[{', '.join(self._patterns)}]"
+
+    @classmethod
+    def of_split(cls, config: DataConfig, split: str) -> Self:
+        is_separate = split == "validation" and config.validation_paths
+        return cls(config, "validation_paths" if is_separate else "paths")
 
     @cached_property
     def files(self) -> list[Path]:
@@ -281,6 +287,11 @@ class HubTable:
         self._split = split
         self.name = f"data.dataset={config.dataset}, split {split}"
         self.damaged = 0
+
+    @classmethod
+    def of_split(cls, config: DataConfig, split: str) -> Self:
+        own = config.validation_split if split == "validation" else None
+        return cls(config, own or config.split)
 
     @cached_property
     def _table(self) -> Any:

@@ -1,4 +1,4 @@
-"""Samples of a streamed dataset: every row of the global batch has its own stream.
+"""Streamed datasets: every row of the global batch has its own stream of documents, packed into samples.
 
 A row packs the documents that ``stream_reader.py`` deals to it. Its samples depend on the global batch size,
 but neither on the assignment of rows to ranks nor on the processes that read ahead (``read_ahead.py``).
@@ -7,17 +7,37 @@ but neither on the assignment of rows to ranks nor on the processes that read ah
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from harness.config.data import DataConfig
+from harness.config.training import Sizes
+from harness.data.batch import Batch, Cursor, Loader, Piece, Reading, SourceLoader, refuse_mixture, stack
+from harness.data.loader import load_documents
 from harness.data.read_ahead import ReaderPool
 from harness.data.samples import IGNORE_INDEX, number_documents
 from harness.data.sources import open_dataset, require_column
-from harness.data.stream_reader import Document, Position, Reader, RowReader
+from harness.data.stream_reader import Document, Position, RowReader
 from harness.data.tokenizer import Tokenizer
+from harness.util.errors import DataError
+
+
+def load_hub(reading: Reading) -> Loader:
+    """Return the loader of a dataset: with ``data.streaming`` of its streams, else of its documents."""
+    if not reading.data.streaming:
+        return load_documents(reading)
+    streams = build_streams(
+        reading.data,
+        reading.tokenizer,
+        seq_len=reading.seq_len,
+        global_batch_size=reading.global_batch_size,
+        seed=reading.seed,
+        rows=reading.rows,
+        split=reading.split,
+    )
+    return StreamLoader(streams, reading.rows, reading.sizes)
 
 
 def build_streams(
@@ -43,7 +63,7 @@ def build_streams(
     dataset = open_dataset(data, part)
     name = f"dataset {data.dataset}, split {part}"
     require_column(dataset, data.text_field, name)
-    in_process = {
+    readers = {
         row: RowReader(
             dataset,
             tokenizer,
@@ -56,9 +76,8 @@ def build_streams(
         )
         for row in rows
     }
-    readers: dict[int, Reader] = dict(in_process)
     if data.workers:
-        pool = ReaderPool(in_process, data.workers, chunk_tokens=seq_len)
+        pool = ReaderPool(readers, data.workers, chunk_tokens=seq_len)
         readers = {row: pool.reader(row) for row in rows}
     return {
         row: RowStream(
@@ -75,7 +94,7 @@ class RowStream:
     """An endless sequence of the samples of one row of the global batch."""
 
     def __init__(
-        self, reader: Reader, *, seq_len: int, mask_document_boundary: bool, number_documents: bool = False
+        self, reader: RowReader, *, seq_len: int, mask_document_boundary: bool, number_documents: bool = False
     ) -> None:
         self._reader, self._seq_len = reader, seq_len
         self._mask_document_boundary = mask_document_boundary
@@ -148,3 +167,58 @@ class RowStream:
         self._position, self._offset = position, offset
         self._documents: deque[Document] = deque()
         self._unread: Iterator[Document] = self._reader.read(position)
+
+
+class StreamLoader(SourceLoader):
+    """Loader with a stream per row of the largest batch; the state is the step and every stream's position.
+
+    Row j of a smaller batch of B rows reads stream j * global_batch_size // B. So a rank's rows of any batch
+    are in its own streams.
+    """
+
+    samples_per_epoch = None
+
+    def __init__(self, streams: dict[int, RowStream], rows: range, sizes: Sizes) -> None:
+        self._streams, self._cursor, self._batch_size = streams, Cursor(rows, sizes), sizes.batch_size
+
+    @property
+    def streams(self) -> Mapping[int, RowStream]:
+        return self._streams
+
+    def read(self, piece: Piece) -> tuple[np.ndarray, ...]:
+        return self._streams[piece.slot].next(piece.length)
+
+    def next(self) -> Batch:
+        return stack([self.read(piece) for piece in self._cursor.advance()])
+
+    def state_dict(self) -> dict[str, Any]:
+        slots = {str(row): stream.state_dict() for row, stream in self._streams.items()}
+        return {"step": self._cursor.step, "global_batch_size": self._batch_size, "slots": slots}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        refuse_mixture(state)
+        if "slots" not in state:
+            raise DataError("the saved position is not in a streamed dataset, and data.streaming is true")
+        saved = state["global_batch_size"]
+        if saved != self._batch_size:
+            raise DataError(
+                f"a streamed dataset is split by rows of the global batch, so it cannot resume with "
+                f"training.global_batch_size={self._batch_size}; the state was saved with {saved}"
+            )
+        missing = [str(row) for row in self._streams if str(row) not in state["slots"]]
+        if missing:
+            raise DataError(
+                f"the saved position has no rows {', '.join(missing)}; merge the states of all ranks"
+            )
+        for row, stream in self._streams.items():
+            stream.load_state_dict(state["slots"][str(row)])
+        self._cursor.step = state["step"]
+
+    def reset(self) -> None:
+        for stream in self._streams.values():
+            stream.reset()
+        self._cursor.reset()
+
+    def close(self) -> None:
+        for stream in self._streams.values():
+            stream.close()

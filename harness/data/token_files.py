@@ -10,18 +10,43 @@ from pathlib import Path
 
 from harness.config.data import DataConfig
 from harness.config.formats import TOKEN_FORMATS
+from harness.data.batch import Loader, Reading, load_packed
 from harness.data.corpus import check_tokenizer, open_shards, read_manifest
 from harness.data.shards import MANIFEST
 from harness.data.sources import expand
-from harness.data.token_format import Opening, TokenFormat, companions, named_by_prefix, token_formats
 from harness.data.tokenizer import NoTokenizer, Tokenizer
-from harness.data.tokens import Concatenation, Delimited, Limit, Section, Tokens, size_of
+from harness.data.tokens import (
+    Concatenation,
+    Delimited,
+    Limit,
+    Opening,
+    Section,
+    TokenFormat,
+    Tokens,
+    companions,
+    named_by_prefix,
+    size_of,
+    token_formats,
+)
 from harness.util.errors import ConfigError, DataError
 from harness.util.files import matching
 
 _READ_BY_SOME = ("dtype", "tokens_field")  # fields of ``data``; a format says which it reads
 _HELD_OUT_NAME = re.compile(r"(?:^|[^a-z])(?:val|valid|validation|dev|test)(?:$|[^a-z])")
 _SCANNED_FILES, _SCANNED_TOKENS = 16, 1 << 16
+
+
+def load_tokens(reading: Reading) -> Loader:
+    """Return the loader of token files."""
+    tokens = open_token_files(
+        reading.data,
+        reading.tokenizer,
+        split=reading.split,
+        model_vocab_size=reading.model_vocab_size,
+        wait_for_all=reading.wait_for_all,
+        is_builder=reading.is_builder,
+    )
+    return load_packed(reading, tokens)
 
 
 def open_token_files(

@@ -19,8 +19,8 @@ from harness.data.tokenizer_base import (
     fingerprint_of,
     read_tokenizer,
 )
-from harness.data.tokenizer_json import HuggingFaceTokenizer
-from harness.util.errors import DataError
+from harness.data.tokenizer_json import HuggingFaceTokenizer, number_of_ids
+from harness.util.errors import ConfigError, DataError
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
@@ -266,3 +266,34 @@ def _decode_bytes(ids: list[int]) -> str:
 
 def _none_if_negative(token_id: int) -> int | None:
     return token_id if token_id >= 0 else None
+
+
+def vocabulary_size(config: TokenizerConfig) -> int | None:
+    """Return a tokenizer's number of tokens, faster than building it; None if its file does not exist here.
+
+    Raises:
+        DataError: the file is malformed.
+    """
+    if config.kind == "bytes":
+        return BytesTokenizer.vocab_size
+    if config.kind == "none":
+        return 0
+    if not config.file.is_file():
+        return None
+    content = read_tokenizer(config.file)
+    if config.kind == "tiktoken":
+        return len(_parse_ranks(content, config.file)) + len(SETS[config.special].tokens)
+    if config.kind == "huggingface":
+        return number_of_ids(content, config.file)
+    return SentencePieceTokenizer(content, config.file).vocab_size
+
+
+def check_vocab_size(num_tokens: int, vocab_size: int) -> None:
+    """Check that the model's vocabulary is at least as large as the tokenizer's.
+
+    Raises:
+        ConfigError: it is smaller.
+    """
+    if num_tokens > vocab_size:
+        rule = f"the tokenizer has {num_tokens} tokens, which the model's vocabulary must hold"
+        raise ConfigError("model.vocab_size", vocab_size, rule, f"{num_tokens} and more, another tokenizer")

@@ -53,9 +53,13 @@ def _require_files(data: DataConfig) -> None:
         patterns = tuple(getattr(data, name))
         if not patterns or _matches_any(patterns):
             continue
-        if not (data.kind == "tokens" and _matches_any(_named_by_prefix(patterns))):
+        if "corpus" in DATA_KINDS[data.kind].formats:
+            from harness.data.tokens import named_by_prefix
+
+            patterns = tuple(path for prefix in patterns for path in named_by_prefix(prefix))
+        if not _matches_any(patterns):
             rule = f"no file matches, seen from {os.getcwd()}"
-            raise ConfigError(f"data.{name}", f"[{','.join(patterns)}]", rule, "files that exist")
+            raise ConfigError(f"data.{name}", f"[{','.join(getattr(data, name))}]", rule, "files that exist")
 
 
 def require_vocabulary(job: Job) -> None:
@@ -72,24 +76,24 @@ def require_vocabulary(job: Job) -> None:
         from harness.data.tokenizer_base import read_tokenizer
 
         read_tokenizer(job.tokenizer.file)
-    if {kind for kind in job.data.kinds - {"synthetic", "mixture"} if DATA_KINDS[kind].batches == "tokens"}:
-        from harness.data.chat_template import template_of
-        from harness.data.tokenizer import build_tokenizer
-        from harness.data.vocabulary import check_vocab_size
+    kinds = [DATA_KINDS[kind] for kind in job.data.kinds]
+    if any(kind.has_vocabulary and kind.batches == "tokens" for kind in kinds):
+        from harness.data.sources import tokenizer_of
+        from harness.data.tokenizer import build_tokenizer, check_vocab_size
 
         tokenizer = job.tokenizer
         num_tokens = _vocabulary_size(tokenizer.kind, tokenizer.path, tokenizer.special)
         check_vocab_size(num_tokens or 0, job.model.vocab_size)
         for source, errors in sources_of(job.data):
-            if source.kind == "chat" and num_tokens is not None:
+            if DATA_KINDS[source.kind].tokenizer and num_tokens is not None:
                 with errors:
-                    template_of(source, build_tokenizer(tokenizer))
+                    tokenizer_of(source, build_tokenizer(tokenizer))
 
 
 @functools.cache
 def _vocabulary_size(kind: str, path: str | None, special: str) -> int | None:
     """``vocabulary_size``, cached for the points of a sweep."""
-    from harness.data.vocabulary import vocabulary_size
+    from harness.data.tokenizer import vocabulary_size
 
     return vocabulary_size(TokenizerConfig(kind, path, special))
 
@@ -110,37 +114,25 @@ def require_tokenized(job: Job, passed: set[str] | None = None) -> None:
         return
     for data, errors in sources_of(job.data):
         source = repr((data, job.tokenizer, job.validation.interval > 0))
-        if data.kind in ("local", "chat") and source not in (passed or ()):
+        if DATA_KINDS[data.kind].source and data.reads_files and source not in (passed or ()):
             with errors:
                 _require_tokenized(data, job)
         if passed is not None:
             passed.add(source)
 
 
-def _named_by_prefix(patterns: tuple[str, ...]) -> tuple[str, ...]:
-    from harness.data.token_format import named_by_prefix
-
-    return tuple(path for prefix in patterns for path in named_by_prefix(prefix))
-
-
 def _require_tokenized(data: DataConfig, job: Job) -> None:
     from harness.data.cache import cache_folder, is_small, too_large
     from harness.data.shards import MANIFEST
-    from harness.data.sources import source_of
+    from harness.data.sources import source_of, tokenizer_of
+    from harness.data.tokenizer import build_tokenizer
 
-    is_chat = data.kind == "chat"
-    if is_chat:
-        from harness.data.chat import ConversationTokenizer, conversations_of, template_of
     for split in ("train", *(("validation",) if data.validation_paths and job.validation.interval else ())):
-        source, held_out = conversations_of(data, split) if is_chat else source_of(data, split)
+        source, held_out = source_of(data, split)
         try:
             if is_small(source):
                 continue
-            from harness.data.tokenizer import build_tokenizer
-
-            tokenizer = build_tokenizer(job.tokenizer)
-            if is_chat:
-                tokenizer = ConversationTokenizer(tokenizer, template_of(data, tokenizer))
+            tokenizer = tokenizer_of(data, build_tokenizer(job.tokenizer))
             folder = cache_folder(source, tokenizer, held_out, data.cache_dir)
         except DataError:  # the ranks may see other files
             continue

@@ -30,21 +30,32 @@ LONGEST_COMMAND = 200  # characters of a command that an error message shows
 _SEPARATOR = "|"
 # The last line of SLURM's commands on a machine that is not part of a cluster.
 _NO_CONFIGURATION = "Could not establish a configuration source"
+# The limit that SLURM uses for UNLIMITED.
+UNLIMITED_MINUTES = 365 * 24 * 60
+
+# JOB STATE CODES of slurm.schedmd.com/squeue.html; a state in neither list is that of a job with its nodes.
+WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")
+ENDED = {
+    **dict.fromkeys(("NODE_FAIL", "BOOT_FAIL"), "node"),
+    **dict.fromkeys(("PREEMPTED", "TIMEOUT", "DEADLINE"), "preempted"),
+    "OUT_OF_MEMORY": "out_of_memory",
+    "CANCELLED": "cancelled",
+    **dict.fromkeys(("COMPLETED", "FAILED", "REVOKED"), None),
+}
+"""States of a job that has ended, with the failure class of a run without a result, if the state tells it."""
 # States of a job that was running and is in the queue again, or will be when its processes have ended.
 REQUEUED = {"PENDING", "REQUEUED", "COMPLETING"}
+# Reasons for which a job stays in the queue until it is changed (slurm.schedmd.com/job_reason_codes.html).
+_NEVER = (
+    *("AccountNotAllowed", "BadConstraints", "DependencyNeverSatisfied", "InvalidAccount", "InvalidQOS"),
+    *("PartitionConfig", "PartitionNodeLimit", "PartitionTimeLimit", "QOSNotAllowed"),
+)
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Queued:
-    """A job as squeue lists it.
-
-    Attributes:
-        id: its id.
-        name: its name.
-        state: SLURM's long state name, e.g. PENDING, RUNNING, COMPLETING.
-        reason: why it waits; the string ``None`` if it does not.
-    """
+    """A job as squeue lists it: SLURM's long state name, and why it waits (or the text ``None``)."""
 
     id: str
     name: str
@@ -54,25 +65,12 @@ class Queued:
     @property
     def is_waiting(self) -> bool:
         """Whether it has no nodes (yet, or again)."""
-        return self.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")
+        return self.state in WAITING
 
     @property
     def never_starts(self) -> bool:
         """Whether no node can ever meet its request, or what it depends on can never come."""
         return self.is_waiting and (self.reason in _NEVER or self.reason.endswith("PerJobLimit"))
-
-
-# Reasons for which a job stays in the queue until it is changed (slurm.schedmd.com/job_reason_codes.html).
-_NEVER = (
-    *("AccountNotAllowed", "BadConstraints", "DependencyNeverSatisfied", "InvalidAccount", "InvalidQOS"),
-    *("PartitionConfig", "PartitionNodeLimit", "PartitionTimeLimit", "QOSNotAllowed"),
-)
-
-# States of a job that has ended (slurm.schedmd.com/squeue.html, JOB STATE CODES).
-ENDED = (
-    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"),
-    *("PREEMPTED", "REVOKED", "TIMEOUT"),
-)
 
 
 def is_live(state: str | None) -> bool:
@@ -81,14 +79,11 @@ def is_live(state: str | None) -> bool:
 
 
 class Jobs:
-    """Jobs listed by one call of squeue, including those that ended within the last minutes.
+    """Jobs listed by one call of squeue, with those that just ended, and each task of an array.
 
     Attributes:
         states: states by id and name. An id alone does not identify a job: SLURM gives it to another one when
             its counter starts again.
-
-    Args:
-        listed: the jobs; each array task counts as a job.
     """
 
     def __init__(self, listed: Iterable[Queued]) -> None:
@@ -111,11 +106,7 @@ class Jobs:
 
 
 class SlurmError(MachineError):
-    """A command of SLURM failed.
-
-    Attributes:
-        lines: what the command printed.
-    """
+    """A command of SLURM failed, after printing ``lines``."""
 
     def __init__(self, message: str, lines: Sequence[str] = ()) -> None:
         super().__init__(message)
@@ -136,7 +127,7 @@ class NoSlurm(SlurmError):
 
 
 def require_slurm() -> None:
-    """Raise UserError if SLURM's commands are missing."""
+    """Raise UserError if SLURM's commands are missing, or its configuration."""
     _require_configuration()
     if shutil.which("sbatch") is None or shutil.which("srun") is None:
         raise UserError(
@@ -146,7 +137,7 @@ def require_slurm() -> None:
 
 
 def _require_configuration() -> None:
-    """Raise UserError if the configuration is missing; SLURM's commands would wait a minute for it."""
+    # SLURM's commands would wait a minute for a file that is missing.
     path = os.environ.get("SLURM_CONF")
     if path and not os.access(path, os.R_OK):
         raise UserError(f"SLURM_CONF={path}: this file cannot be read")
@@ -183,7 +174,7 @@ def jobs() -> Jobs:
     """List this user's jobs.
 
     Raises:
-        SlurmError: the scheduler does not answer.
+        SlurmError: the scheduler does not answer, as all functions here may.
     """
     _require_configuration()
     return Jobs(_listed(f"--user={getpass.getuser()}"))
@@ -202,11 +193,7 @@ def _listed(which: str) -> list[Queued]:
 
 
 def describe(job_id: str) -> dict[str, str]:
-    """Return the fields of ``scontrol show job``; empty if SLURM has forgotten the job.
-
-    Raises:
-        SlurmError: the scheduler does not answer.
-    """
+    """Return the fields of ``scontrol show job``; empty if SLURM has forgotten the job."""
     try:
         text = _run("scontrol", "show", "job", "--oneliner", job_id)
     except SlurmError as error:
@@ -221,12 +208,6 @@ def last_states(wanted: Sequence[tuple[str, str]]) -> dict[tuple[str, str], str]
     """Return the states of any users' jobs by id and name, running or ended, if SLURM remembers them.
 
     Queries the controller first, then the accounting database if there is one, with one call each.
-
-    Args:
-        wanted: id and name of each job.
-
-    Raises:
-        SlurmError: the scheduler does not answer.
     """
     if not wanted:
         return {}
@@ -241,7 +222,6 @@ def last_states(wanted: Sequence[tuple[str, str]]) -> dict[tuple[str, str], str]
 
 
 def _accounted(job_ids: Sequence[str]) -> dict[tuple[str, str], str]:
-    """Return the states of jobs in the accounting database by id and name; empty if there is none."""
     if not job_ids or shutil.which("sacct") is None:
         return {}
     try:
@@ -253,19 +233,11 @@ def _accounted(job_ids: Sequence[str]) -> dict[tuple[str, str], str]:
     return {(job_id, name): state.split()[0] for job_id, state, name in rows if state}  # CANCELLED by 1000
 
 
-# The limit that SLURM uses for UNLIMITED.
-UNLIMITED_MINUTES = 365 * 24 * 60
-
-
 @functools.cache
 def partition_minutes(partition: str | None) -> int:
     """Return the time limit in minutes of a job without one: the partition's default, or else its maximum.
 
-    Args:
-        partition: one, or several separated by commas, whose longest limit counts; None is the default one.
-
-    Raises:
-        SlurmError: the scheduler does not answer.
+    Of several partitions separated by commas the longest limit counts; None is the default partition.
     """
     wanted, limits = (partition or "").split(","), []
     for line in _run("scontrol", "show", "partition", "--oneliner").splitlines():
@@ -273,11 +245,8 @@ def partition_minutes(partition: str | None) -> int:
         if facts["PartitionName"] in wanted or (partition is None and facts.get("Default") == "YES"):
             limit = facts.get("DefaultTime", "NONE")
             limits.append(facts.get("MaxTime", "UNLIMITED") if limit == "NONE" else limit)
-    return max(map(_minutes, limits), default=UNLIMITED_MINUTES)
-
-
-def _minutes(limit: str) -> int:
-    return UNLIMITED_MINUTES if limit == "UNLIMITED" else minutes_of(limit)
+    minutes = [UNLIMITED_MINUTES if limit == "UNLIMITED" else minutes_of(limit) for limit in limits]
+    return max(minutes, default=UNLIMITED_MINUTES)
 
 
 def _facts(line: str) -> dict[str, str]:
@@ -286,11 +255,7 @@ def _facts(line: str) -> dict[str, str]:
 
 
 def requeue(job_id: str) -> None:
-    """Requeue a running job under its id; SLURM ends its processes.
-
-    Raises:
-        SlurmError: the job cannot be requeued.
-    """
+    """Requeue a running job under its id; SLURM ends its processes."""
     try:
         _run("scontrol", "requeue", job_id)
     except SlurmError:
@@ -300,20 +265,12 @@ def requeue(job_id: str) -> None:
 
 
 def is_requeued(job_id: str) -> bool:
-    """Return whether SLURM has put a job that ran back into its queue.
-
-    Raises:
-        SlurmError: the scheduler does not answer.
-    """
+    """Return whether SLURM has put a job that ran back into its queue."""
     return _retried(lambda: describe(job_id)).get("JobState") in REQUEUED
 
 
 def own_nodes() -> list[str]:
-    """Return the nodes of the allocation that this process runs in.
-
-    Raises:
-        SlurmError: the scheduler does not answer.
-    """
+    """Return the nodes of the allocation that this process runs in."""
     return _run("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split()
 
 
@@ -321,32 +278,25 @@ def requeue_without(job_id: str, nodes: Sequence[str]) -> None:
     """Requeue the job that this process belongs to, and exclude nodes from it.
 
     SLURM does not start the job again before its processes have ended.
-
-    Raises:
-        SlurmError: the job cannot be requeued, or the nodes cannot be excluded.
     """
     # Read first: SLURM's signal to the job's processes may end a later scontrol.
-    excluded = _excluded_with(job_id, nodes)
+    excluded = _with_excluded(job_id, nodes)
     requeue(job_id)
-    _exclude(job_id, excluded)
+    _update(job_id, excluded)
 
 
 def exclude(job_id: str, nodes: Sequence[str]) -> None:
-    """Exclude nodes from a job that waits; SLURM refuses it for others.
-
-    Raises:
-        SlurmError: the nodes cannot be excluded.
-    """
-    _exclude(job_id, _excluded_with(job_id, nodes))
+    """Exclude nodes from a job that waits; SLURM refuses it for others."""
+    _update(job_id, _with_excluded(job_id, nodes))
 
 
-def _excluded_with(job_id: str, nodes: Sequence[str]) -> str:
+def _with_excluded(job_id: str, nodes: Sequence[str]) -> str:
     before = describe(job_id).get("ExcNodeList", "(null)")
-    return ",".join([*nodes] if before == "(null)" else [before, *nodes])
+    return "excnodelist=" + ",".join([*nodes] if before == "(null)" else [before, *nodes])
 
 
-def _exclude(job_id: str, nodes: str) -> None:
-    _retried(lambda: _run("scontrol", "update", f"jobid={job_id}", f"excnodelist={nodes}"))
+def _update(job_id: str, change: str) -> None:
+    _retried(lambda: _run("scontrol", "update", f"jobid={job_id}", change))
 
 
 def _retried(call: Callable[[], T]) -> T:
@@ -359,32 +309,23 @@ def _retried(call: Callable[[], T]) -> T:
 
 
 def cancel(job_ids: Sequence[str]) -> None:
-    """Cancel waiting and running jobs by one call of scancel; ignore jobs that have already ended.
-
-    Raises:
-        SlurmError: a job cannot be cancelled.
-    """
+    """Cancel waiting and running jobs by one call of scancel; ignore jobs that have already ended."""
     if not job_ids:
         return
+    # The tasks of each array are one id, 5_[0,1,7], which scancel cancels by one message.
+    tasks: dict[str, list[str]] = defaultdict(list)
+    for job_id in job_ids:
+        array, _, task = job_id.partition("_")
+        tasks[array].append(task)
+    ids = [array if each == [""] else f"{array}_[{','.join(each)}]" for array, each in tasks.items()]
     try:
-        _run("scancel", *_as_arrays(job_ids))
+        _run("scancel", *ids)
     except SlurmError as error:
         if not error.lines:  # scancel is missing, or does not answer
             raise
         complaints = [line for line in error.lines if "Invalid job id" not in line]
         if complaints:
             raise SlurmError(f"scancel: {complaints[0]}", complaints) from None
-
-
-def _as_arrays(job_ids: Sequence[str]) -> list[str]:
-    """Merge the tasks of each array into one id, ``5_[0,1,7]``, which scancel cancels by one message."""
-    tasks: dict[str, list[str]] = defaultdict(list)
-    for job_id in job_ids:
-        array, _, task = job_id.partition("_")
-        tasks[array].append(task)
-    return [
-        array if numbers == [""] else f"{array}_[{','.join(numbers)}]" for array, numbers in tasks.items()
-    ]
 
 
 def _run(*command: str) -> str:

@@ -12,7 +12,7 @@ from harness.config.job import Job
 from harness.data.shards import ShardWriter
 from harness.launch.queue import jobs, require_slurm
 from harness.launch.slurm import Submission
-from harness.launch.slurm_record import SlurmJobRecord
+from harness.launch.state import SlurmJobRecord
 from harness.launch.submit import confirm, cost_in_words
 from harness.util.errors import EXIT_OK, ConfigError
 from harness.util.files import write_atomically

@@ -21,8 +21,8 @@ from typing import Any
 from harness.config.cluster import ClusterConfig
 from harness.config.job import Job
 from harness.launch.queue import NoSlurm, partition_minutes, require_slurm, submit_script
-from harness.launch.slurm_record import SlurmJobRecord
 from harness.launch.snapshot import snapshot_path, take_snapshot
+from harness.launch.state import SlurmJobRecord
 from harness.util.errors import ConfigError
 from harness.util.files import write_atomically
 

@@ -7,27 +7,16 @@ import hashlib
 import os
 import shutil
 import stat
-import uuid
-from collections.abc import Iterator
-from dataclasses import dataclass
+import tempfile
 from pathlib import Path
 
+from harness.util import PACKAGE
 from harness.util.errors import DISK_FULL, MachineError, UserError
 
-_PACKAGE = Path(__file__).resolve().parent.parent
 # Modules, configurations of an installed package, and tokenizers. Other files are not copied.
 _SUFFIXES = (".py", ".yaml", ".model")
 LARGEST_BYTES = 10_000_000
 _WORKS = "would work: a place outside of the package, or cluster.snapshot=false"
-
-
-@dataclass(frozen=True)
-class _File:
-    """A file of the package: its path in the package, permissions, and content, which is read once."""
-
-    path: str
-    mode: int
-    content: bytes
 
 
 def snapshot_path(home: Path) -> Path:
@@ -39,7 +28,10 @@ def snapshot_path(home: Path) -> Path:
     Raises:
         UserError: the package holds a file that is not copied.
     """
-    return home.absolute() / "code" / _digest(_PACKAGE)
+    digest = hashlib.sha256()
+    for path, content in _code(PACKAGE).items():
+        digest.update(f"{path}\0{len(content)}\0".encode() + content)
+    return home.absolute() / "code" / digest.hexdigest()[:12]
 
 
 def take_snapshot(home: Path) -> Path:
@@ -50,78 +42,59 @@ def take_snapshot(home: Path) -> Path:
         MachineError: the disk is full. The partial copy is removed.
     """
     target = snapshot_path(home)
-    if target.is_dir():
-        return target
-    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     try:
-        _write(_PACKAGE, temporary / _PACKAGE.name)
-        os.rename(temporary, target)
+        if not target.is_dir():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            # Nobody else can enter the temporary folder while files have not yet their permissions.
+            with tempfile.TemporaryDirectory(dir=target.parent, prefix=".") as temporary:
+                _write(Path(temporary) / "copy" / PACKAGE.name)
+                os.rename(Path(temporary) / "copy", target)
     except OSError as error:
         if target.is_dir():
             return target  # another process was quicker
         if error.errno in DISK_FULL:
             raise MachineError(f"{target}: the code cannot be copied: disk full or quota exceeded") from None
         raise UserError(f"{target}: the code cannot be copied: {error}") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return target
 
 
-def _write(package: Path, copy: Path) -> None:
-    for file in _read(package):
-        path = copy / file.path
-        _copy_folder(package, copy, Path(file.path).parent)
-        # Never more readable than the original, not even while it is written.
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as stream:
-            stream.write(file.content)
-            os.fchmod(stream.fileno(), file.mode)
+def _write(copy: Path) -> None:
+    folders: set[Path] = set()
+    for path, content in _code(PACKAGE).items():
+        (copy / path).parent.mkdir(parents=True, exist_ok=True)
+        (copy / path).write_bytes(content)
+        shutil.copymode(PACKAGE / path, copy / path)
+        folders |= set(path.parents)
+    for folder in folders:
+        (copy / folder).chmod(stat.S_IMODE((PACKAGE / folder).stat().st_mode) | stat.S_IRWXU)
 
 
-def _copy_folder(package: Path, copy: Path, folder: Path) -> None:
-    """Create a folder of the copy with the permissions of the original, and writable by its owner."""
-    if not (copy / folder).is_dir():
-        if folder != Path():
-            _copy_folder(package, copy, folder.parent)
-        (copy / folder).mkdir(parents=True)
-        (copy / folder).chmod(stat.S_IMODE((package / folder).stat().st_mode) | stat.S_IRWXU)
+def _fail(error: OSError) -> None:
+    raise error
 
 
 @functools.cache
-def _digest(package: Path) -> str:
-    digest = hashlib.sha256()
-    for file in _read(package):
-        digest.update(f"{file.path}\0{len(file.content)}\0".encode() + file.content)
-    return digest.hexdigest()[:12]
+def _code(package: Path) -> dict[Path, bytes]:
+    """Read the code once, so that a copy matches its digest, by paths in the package.
 
-
-@functools.cache
-def _read(package: Path) -> tuple[_File, ...]:
+    Refuse symbolic links, which may point anywhere, and large files, by name.
+    """
+    found = {}
     try:
-        return tuple(
-            _File(str(path.relative_to(package)), stat.S_IMODE(path.stat().st_mode), path.read_bytes())
-            for path in sorted(_code_files(package))
-        )
+        for folder, folders, files in os.walk(package, onerror=_fail):
+            folders[:] = sorted(name for name in folders if name != "__pycache__" and name[0] != ".")
+            known = sorted(name for name in files if name.endswith(_SUFFIXES) and name[0] != ".")
+            for path in (Path(folder) / name for name in (*folders, *known)):
+                if path.is_symlink():
+                    raise UserError(f"{path}: snapshots of the code do not follow symbolic links; {_WORKS}")
+                size = path.stat().st_size
+                if path.is_file() and size > LARGEST_BYTES:
+                    raise UserError(
+                        f"{path}: has {size / 1e6:.0f} MB; snapshots of the code copy files of at most "
+                        f"{LARGEST_BYTES / 1e6:.0f} MB; {_WORKS}"
+                    )
+                if path.is_file():
+                    found[path.relative_to(package)] = path.read_bytes()
     except OSError as error:
         raise UserError(f"{package}: the code cannot be read for a snapshot: {error}; {_WORKS}") from None
-
-
-def _code_files(package: Path) -> Iterator[Path]:
-    """Yield the code files. Refuse symbolic links, which may point anywhere, and large files, by name."""
-
-    def fail(error: OSError) -> None:
-        raise error
-
-    for folder, folders, files in os.walk(package, onerror=fail):
-        folders[:] = [name for name in folders if name != "__pycache__" and not name.startswith(".")]
-        known = [name for name in files if name.endswith(_SUFFIXES) and not name.startswith(".")]
-        for path in (Path(folder) / name for name in (*folders, *known)):
-            if path.is_symlink():
-                raise UserError(f"{path}: snapshots of the code do not follow symbolic links; {_WORKS}")
-            if path.is_file():
-                if path.stat().st_size > LARGEST_BYTES:
-                    size, most = path.stat().st_size / 1e6, LARGEST_BYTES / 1e6
-                    raise UserError(
-                        f"{path}: has {size:.0f} MB; snapshots of the code copy files of at most "
-                        f"{most:.0f} MB; {_WORKS}"
-                    )
-                yield path
+    return found

@@ -1,25 +1,168 @@
-"""The state of a run, read from its run folder and from SLURM's queue."""
+"""The state of a run: one function of the files in its folder and of SLURM's queue; and rows of lost runs."""
 
 from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from harness.launch.queue import Jobs, Queued, SlurmError, jobs
-from harness.launch.slurm_record import FILE, SlurmJobRecord
+from harness.config.fields import from_dict
+from harness.config.job import Job
+from harness.launch.queue import ENDED, Jobs, Queued, SlurmError, is_live, jobs, last_states
 from harness.metrics.phases import SlowRank, slow_ranks
-from harness.run.folder import RunFolder
-from harness.util.errors import UserError
+from harness.run.folder import RunFolder, last_lines
+from harness.run.result import write_json_atomically
+from harness.train.finish import finish_run
+from harness.util.encoding import read_object
+from harness.util.errors import EXIT_INTERRUPTED, ConfigError, MachineError, UserError
 
+FILE = "slurm/job.json"
 # States in which a process runs the job, or SLURM will start or continue one.
 BUSY = ("pending", "running", "suspended")
 # States of a job that must not be started again: SLURM has it in its queue, or a process runs it.
 HELD = (*BUSY, "blocked")
 FACTS = ("tokens_per_second", "tokens_per_second_per_rank", "mfu", "memory_gib", "loss")
+# A shared file system may show a job's last writes up to this long after the job has left the queue.
+LAST_WRITES_SECONDS = 15.0
+
+
+@dataclass(frozen=True)
+class SlurmJobRecord:
+    """``slurm/job.json``; written before submission, and again once SLURM has returned the job's id.
+
+    Attributes:
+        name: the job's name, unique among the user's jobs.
+        index: index of the array task; None for a job that is not an array.
+        job_id: the id as ``squeue`` prints it; None until SLURM has answered.
+        restarts: how often SLURM has restarted the job.
+        cancelled: whether the job was cancelled.
+        begun: whether an attempt has begun and has not said how it ended.
+        logs: folder of the job script's log; None in files of earlier versions.
+    """
+
+    name: str
+    index: int | None = None
+    job_id: str | None = None
+    restarts: int = 0
+    cancelled: bool = False
+    logs: str | None = None
+    begun: bool = False
+
+    def write(self, run_dir: Path) -> None:
+        """Write the record into a run folder."""
+        path = run_dir / FILE
+        path.parent.mkdir(exist_ok=True)
+        write_json_atomically(path, asdict(self))
+
+    @classmethod
+    def read(cls, run_dir: Path) -> SlurmJobRecord | None:
+        """Return the record of a run folder; None if the run was never submitted.
+
+        Raises:
+            UserError: the file cannot be read, or is damaged.
+        """
+        path = run_dir / FILE
+        try:
+            plain = read_object(path)
+        except FileNotFoundError:
+            return None
+        if "name" not in plain:
+            raise UserError(f"{path}: damaged: name is missing")
+        try:
+            job_record: SlurmJobRecord = from_dict(cls, plain)
+        except ConfigError as error:
+            raise UserError(f"{path}: damaged, or another version wrote it: {error}") from None
+        return job_record
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Id and name, which identify the job once SLURM has returned its id."""
+        return self.job_id or "", self.name
+
+    def find(self, listed: Jobs) -> Queued | None:
+        """Return the job in the queue; None if it has ended, or its controller died before submitting it."""
+        return listed.find(self.job_id, self.name, self.index)
+
+    @property
+    def log(self) -> Path | None:
+        """Path of the job script's output, if known."""
+        return Path(self.logs) / f"{self.job_id}_0_log.out" if self.logs and self.job_id else None
+
+    def lost_in_words(self, *, is_killed: bool = False) -> str:
+        """A message that the job ended without a result, or its process was killed, with its log's path."""
+        named = f"SLURM job {self.job_id}" if self.job_id else f"the SLURM job {self.name}"
+        look = f", see {self.log}" if self.log is not None else ""
+        if is_killed:
+            return f"the batch process of {named} was killed{look}"
+        return f"{named} ended without a result{look}"
+
+
+class JobLost(MachineError):
+    """A SLURM job that ended without a result; ``state`` is SLURM's, None if SLURM has forgotten the job."""
+
+    def __init__(self, record: SlurmJobRecord, state: str | None) -> None:
+        # SLURM keeps no record of a waiting task of an array that is cancelled.
+        default = "machine" if record.begun else "unknown"
+        self.kind = "cancelled" if record.cancelled else ENDED.get(state or "") or default
+        known = f"SLURM says {state}" if state else "SLURM does not know it any more"
+        log = "" if record.log is None else last_lines(record.log)
+        super().__init__(f"{record.lost_in_words(is_killed=self.kind == 'machine')}; {known}{log}")
+
+
+def state_of(
+    status: str | None,
+    record: SlurmJobRecord | None,
+    listed: Jobs | None,
+    *,
+    is_alive: Callable[[], bool] = lambda: False,
+    stop_reason: str | None = None,
+    silent: str = "",
+) -> tuple[str, str, str | None]:
+    """Return a run's state, its reason, and the class of a failure that no file names.
+
+    Args:
+        status: of ``status.json``.
+        record: of its SLURM job; None if it was not submitted.
+        listed: SLURM's jobs; None if they are not known, because of ``silent``.
+        is_alive: whether a process of this machine, or one that holds the folder's lock, runs it.
+        stop_reason: why its last attempt stopped early, if known.
+        silent: why SLURM's jobs are not known.
+    """
+    found = None if record is None or listed is None else record.find(listed)
+    if status == "completed":
+        return "completed", "", None
+    if status == "failed":  # also while SLURM is cleaning up
+        return "failed", "", None
+    if found is not None:
+        again = f", started {record.restarts + 1} times" if record is not None and record.restarts else ""
+        if found.state in ("SUSPENDED", "STOPPED"):
+            return "suspended", f"job {found.id}: scontrol resume {found.id} continues it{again}", None
+        if found.never_starts:
+            works = "cancel it (harness sweep cancel), then a request that SLURM can meet"
+            return "blocked", f"job {found.id} can never start: {found.reason}; would work: {works}", "user"
+        if found.is_waiting:
+            return "pending", f"job {found.id} waits: {found.reason}{again}", None
+        return "running", f"job {found.id}{again}", None
+    is_killed = record is not None and record.begun and listed is not None
+    if status == "interrupted" and not is_killed:
+        if record is not None and record.cancelled:
+            return "cancelled", "", None
+        return "stopped", stop_reason or "before its end; resume continues it", None
+    if status in (None, "planned"):
+        return "planned", "", None
+    if record is None:
+        if is_alive():
+            return "running", "", None
+        return "lost", "the process that ran it is gone", "unknown"
+    if listed is None:
+        return "pending" if status in ("submitted", "requeued") else "running", silent, None
+    if status == "submitted" and record.job_id is None:
+        return "planned", "never submitted: the command ended before it called sbatch", None
+    return "lost", record.lost_in_words(), "unknown"
 
 
 @dataclass(frozen=True)
@@ -32,13 +175,13 @@ class RunState:
             and can never start), ``running``, ``suspended`` (by SLURM), ``completed``, ``stopped``
             (interrupted, can resume), ``cancelled`` (its SLURM job was), ``failed``, or ``lost`` (ended
             without a result).
-        step: the last finished step.
-        steps: total number of steps.
+        step: the last finished step, of ``steps``.
         facts: values of the metrics FACTS; None where unknown.
         kind: class of the failure.
         reason: the message of a failure, or why a pending job waits.
         job_record: the record of its SLURM job, if it was submitted.
         job_id: id of its SLURM job, while that waits or runs.
+        slow: ranks that the last attempt found slow.
     """
 
     run_dir: Path
@@ -51,7 +194,6 @@ class RunState:
     job_record: SlurmJobRecord | None = None
     job_id: str | None = None
     slow: tuple[SlowRank, ...] = ()
-    """Ranks that the last attempt found slow."""
 
     @property
     def about(self) -> str:
@@ -95,21 +237,21 @@ def states_in_folders(run_dirs: Sequence[Path], error: SlurmError) -> list[RunSt
 def read_state(
     run_dir: Path, listed: Jobs | None, silent: str = "no SLURM here to read its state from"
 ) -> RunState:
-    """Return the state of one run.
-
-    Args:
-        run_dir: its run folder.
-        listed: SLURM's jobs; None if they are not known.
-        silent: why they are not known.
-    """
+    """Return the state of one run; ``listed`` and ``silent`` are those of ``state_of``."""
     folder = RunFolder(run_dir)
     status, row = folder.state, folder.row
     try:
-        job_record = SlurmJobRecord.read(run_dir)
+        record = SlurmJobRecord.read(run_dir)
     except UserError as error:
         return RunState(run_dir, "lost", kind="user", reason=str(error))
-    found = None if job_record is None or listed is None else job_record.find(listed)
-    state, reason, kind = _state(folder, status, job_record, listed, found, silent)
+    state, reason, kind = state_of(
+        status,
+        record,
+        listed,
+        is_alive=lambda: folder.may_be_running,
+        stop_reason=folder.stop_reason,
+        silent=silent,
+    )
     if state == "failed":
         kind = row.get("error.kind", "unknown")
         reason = " ".join(str(row.get("error.message", "")).split())
@@ -117,6 +259,7 @@ def read_state(
         if rank is not None and not reason.startswith(f"rank {rank}"):
             reason = f"rank {rank}: {reason}"
     facts = _facts(row) if row and state != "running" else folder.last_metrics
+    found = None if record is None or listed is None else record.find(listed)
     return RunState(
         run_dir,
         state,
@@ -125,51 +268,10 @@ def read_state(
         facts={name: facts.get(name) for name in FACTS},
         kind=kind,
         reason=reason,
-        job_record=job_record,
+        job_record=record,
         job_id=None if found is None else found.id,
         slow=tuple(slow_ranks(run_dir)),
     )
-
-
-def _state(
-    folder: RunFolder,
-    status: str | None,
-    job_record: SlurmJobRecord | None,
-    listed: Jobs | None,
-    found: Queued | None,
-    silent: str,
-) -> tuple[str, str, str | None]:
-    """Return the state, its reason, and the class of a failure."""
-    if status == "completed":
-        return "completed", "", None
-    if found is not None and status != "failed":
-        restarts = 0 if job_record is None else job_record.restarts
-        again = f", started {restarts + 1} times" if restarts else ""
-        if found.state in ("SUSPENDED", "STOPPED"):
-            return "suspended", f"job {found.id}: scontrol resume {found.id} continues it{again}", None
-        if found.never_starts:
-            works = "cancel it (harness sweep cancel), then a request that SLURM can meet"
-            return "blocked", f"job {found.id} can never start: {found.reason}; would work: {works}", "user"
-        if found.is_waiting:
-            return "pending", f"job {found.id} waits: {found.reason}{again}", None
-        return "running", f"job {found.id}{again}", None
-    if status == "failed":
-        return "failed", "", None
-    if status == "interrupted" and not (job_record is not None and job_record.begun and listed is not None):
-        if job_record is not None and job_record.cancelled:
-            return "cancelled", "", None
-        return "stopped", folder.stop_reason or "before its end; resume continues it", None
-    if status in (None, "planned"):
-        return "planned", "", None
-    if job_record is not None:
-        if listed is None:
-            return "pending" if status in ("submitted", "requeued") else "running", silent, None
-        if status == "submitted" and job_record.job_id is None:
-            return "planned", "never submitted: the command ended before it called sbatch", None
-        return "lost", job_record.ended_without_result, "unknown"
-    if folder.may_be_running:
-        return "running", "", None
-    return "lost", "the process that ran it is gone", "unknown"
 
 
 def _facts(row: dict[str, Any]) -> dict[str, Any]:
@@ -179,3 +281,86 @@ def _facts(row: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(rate, int | float) or not isinstance(ranks, int) or ranks < 1:
         return {**row, "tokens_per_second": None, "tokens_per_second_per_rank": None}
     return {**row, "tokens_per_second": rate, "tokens_per_second_per_rank": rate / ranks}
+
+
+def record_lost(run_dirs: Sequence[Path]) -> tuple[list[RunState], list[RunState]]:
+    """Write the rows of runs that ended without one; return the states of all runs, and of those written.
+
+    Queries SLURM once for its jobs, and once more for the final states of jobs that it does not list.
+
+    Raises:
+        SlurmError: the scheduler does not answer.
+    """
+    listed = queued_jobs(run_dirs)
+    seen = {run_dir: read_state(run_dir, listed) for run_dir in run_dirs}
+
+    def lost() -> list[RunState]:
+        return [each for each in seen.values() if each.state == "lost" and not each.is_damaged]
+
+    def submitted() -> list[tuple[str, str]]:
+        return [each.job_record.key for each in lost() if each.job_record and each.job_record.job_id]
+
+    if left := len(submitted()):
+        count = "1 job is" if left == 1 else f"{left} jobs are"
+        wait = f"in {LAST_WRITES_SECONDS:.0f} s missing rows are written"
+        sys.stderr.write(f"{count} not in SLURM's queue and without a result; {wait}\n")
+        sys.stderr.flush()
+        time.sleep(LAST_WRITES_SECONDS)
+        seen |= {each.run_dir: read_state(each.run_dir, listed) for each in lost()}
+    known = {} if listed is None else listed.states
+    states = {**last_states([key for key in submitted() if key not in known]), **known}
+    closed = []
+    for each in lost():
+        state = None if each.job_record is None else states.get(each.job_record.key)
+        if is_live(state):
+            reason = f"another user's job, which is {state}"
+            seen[each.run_dir] = replace(each, state="running", kind=None, reason=reason)
+            continue
+        try:
+            if _close_unless_held(each, state):
+                closed.append(read_state(each.run_dir, listed))
+        except UserError as error:  # its job.json is damaged, so no row can be written
+            seen[each.run_dir] = replace(each, kind="user", reason=str(error))
+    seen |= {each.run_dir: each for each in closed}
+    return [seen[run_dir] for run_dir in run_dirs], closed
+
+
+def _close_unless_held(lost: RunState, state: str | None) -> bool:
+    """Write the row of a run unless its folder is in use; return whether it was written."""
+    folder = RunFolder(lost.run_dir)
+    try:
+        folder.hold()
+    except UserError:
+        return False
+    try:
+        # Another process may have held the folder until now, and finished or resubmitted the run.
+        now = read_state(lost.run_dir, Jobs([]))
+        if now.state != "lost" or now.job_record != lost.job_record:
+            return False
+        close_run(folder.read_job(), folder, lost.job_record, state, quiet=True)
+        return True
+    finally:
+        folder.release()
+
+
+def close_run(
+    job: Job, folder: RunFolder, record: SlurmJobRecord | None, state: str | None, *, quiet: bool = False
+) -> int:
+    """Write the row of a run that ended without one; return the run's exit code.
+
+    A cancelled job, and a run of this machine, count as interrupted, not as failed.
+
+    Args:
+        job: the resolved job.
+        folder: its run folder, held by this process.
+        record: of its SLURM job; None if the run was not submitted.
+        state: SLURM's final state of the job, or None.
+        quiet: print nothing.
+    """
+    lost = None if record is None else JobLost(record, state)
+    if lost is None or lost.kind == "cancelled":
+        if record is not None and not record.cancelled:
+            replace(record, cancelled=True).write(folder.path)
+        return finish_run(job, folder, EXIT_INTERRUPTED, quiet=quiet)
+    folder.record_error(None, lost)
+    return finish_run(job, folder, lost.exit_code, quiet=quiet)

@@ -1,22 +1,24 @@
-"""Submit jobs to SLURM: show them, ask for confirmation, never submit a job twice."""
+"""Submit jobs to SLURM: show them, ask for confirmation, never submit a job twice, follow them."""
 
 from __future__ import annotations
 
 import math
 import sys
+import time
+from pathlib import Path
 
 from harness.config.job import Job
 from harness.launch.begin import begin
-from harness.launch.close_lost import close_run
-from harness.launch.follow import follow, queued
 from harness.launch.preflight import require_inputs
-from harness.launch.queue import Jobs, Queued, describe, is_live, jobs, last_states, require_slurm
+from harness.launch.queue import Jobs, Queued, SlurmError, describe, is_live, jobs, last_states, require_slurm
 from harness.launch.slurm import Submission, device_hours, shape_of
-from harness.launch.slurm_record import SlurmJobRecord
-from harness.launch.state import read_state
+from harness.launch.state import BUSY, SlurmJobRecord, close_run, read_state, record_lost
 from harness.run.folder import RunFolder
-from harness.util.errors import EXIT_OK, ConfigError, UserError
+from harness.train.finish import format_failure
+from harness.util.errors import EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_OK, ConfigError, UserError
 from harness.util.tables import dollars, summed
+
+POLL_SECONDS, QUEUE_SECONDS = 1.0, 5.0
 
 
 def submit_one(job: Job, folder: RunFolder, overrides: list[str]) -> int:
@@ -85,7 +87,7 @@ def _queued_unless_failed(folder: RunFolder, submission: Submission) -> Queued |
 
 
 def _close_lost(job: Job, folder: RunFolder) -> None:
-    """If the run's earlier job ended without a row, write the row and show how the job ended."""
+    """If the run's earlier job ended without a row, write it and show how the job ended."""
     earlier = read_state(folder.path, Jobs([]))
     record = earlier.job_record
     if earlier.state == "lost" and record is not None and record.job_id is not None:
@@ -100,8 +102,7 @@ def submit(
     """Prepare the run folders, submit, and release the folders; return the job ids.
 
     Raises:
-        UserError: an input file is missing, a folder is in use or cannot be written, there is no SLURM here,
-            or it refuses the job.
+        UserError: an input file is missing, a folder is in use, or SLURM is not here or refuses the job.
         SlurmError: SLURM does not answer.
     """
     for job in submission.jobs:
@@ -113,7 +114,12 @@ def submit(
     except BaseException as error:
         # After ^C the job may be in the queue; it is found by its name.
         if isinstance(error, Exception) or not submission.is_sent:
-            _reset_to_planned(folders)
+            for folder in folders:
+                try:
+                    if folder.state == "submitted":
+                        folder.set_status("planned")
+                except OSError as failure:
+                    sys.stderr.write(f"WARNING {folder.path}: status.json cannot be written: {failure}\n")
         if isinstance(error, OSError):
             raise UserError(
                 f"{submission.home}: cannot write the job's files, so it was not submitted: {error}"
@@ -122,16 +128,6 @@ def submit(
     finally:
         for folder in folders:
             folder.release()
-
-
-def _reset_to_planned(folders: list[RunFolder]) -> None:
-    """Reset the status of runs whose job was not submitted."""
-    for folder in folders:
-        try:
-            if folder.state == "submitted":
-                folder.set_status("planned")
-        except OSError as error:
-            sys.stderr.write(f"WARNING {folder.path}: status.json cannot be written: {error}\n")
 
 
 def cost_in_words(jobs: list[Job]) -> str:
@@ -149,16 +145,16 @@ def cost_in_words(jobs: list[Job]) -> str:
     return f"at most {hours:.4g} {unit}{of}{'' if price is None else f', {dollars(price)}'}"
 
 
-def _hours(jobs: list[Job]) -> float | None:
-    """Return the maximum device-hours of jobs; None if a time limit is unknown."""
-    return summed(map(device_hours, jobs))
-
-
 def _dollars(job: Job) -> float | None:
     """Return the maximum price of a job; None if it or the time limit is unknown."""
     price = job.cluster.dollars_per_gpu_hour
     hours = None if price is None else device_hours(job)
     return None if price is None or hours is None else price * hours
+
+
+def _hours(jobs: list[Job]) -> float | None:
+    """Return the maximum device-hours of jobs; None if a time limit is unknown."""
+    return summed(map(device_hours, jobs))
 
 
 def confirm(jobs: list[Job]) -> None:
@@ -183,3 +179,74 @@ def confirm(jobs: list[Job]) -> None:
     sys.stderr.flush()
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise UserError("nothing was submitted")
+
+
+def queued(run_dir: Path) -> Queued | None:
+    """Return a run's job in SLURM's queue, or None."""
+    job_record = SlurmJobRecord.read(run_dir)
+    return None if job_record is None else job_record.find(jobs())
+
+
+def follow(job: Job, folder: RunFolder) -> int:
+    """Show rank 0's output until the job ends; return the run's exit code.
+
+    Raises:
+        UserError: a file of the run folder is damaged, or the job can never start.
+    """
+    tail, asked = Tail(folder.path / "logs" / "rank0.out"), 0.0
+    try:
+        while True:
+            tail.show()
+            has_ended = folder.state in ("completed", "interrupted", "failed")
+            if time.monotonic() - asked >= QUEUE_SECONDS or has_ended:
+                try:
+                    [[seen], _] = record_lost([folder.path])
+                    if seen.is_damaged or seen.state == "blocked":
+                        raise UserError(seen.reason)
+                    # Rank 0 may still print after it has written its status.
+                    if seen.state not in (*BUSY, "lost") and queued(folder.path) is None:
+                        tail.show()
+                        return _show_end(job, folder)
+                except SlurmError as error:
+                    sys.stderr.write(f"WARNING {error}\n")
+                    time.sleep(QUEUE_SECONDS)
+                    continue
+                asked = time.monotonic()
+            time.sleep(POLL_SECONDS)
+    except KeyboardInterrupt:
+        record = SlurmJobRecord.read(folder.path)
+        ident = None if record is None else record.job_id
+        sys.stderr.write(f"\nstopped following; job {ident} continues in {folder.path}\n")
+        return EXIT_INTERRUPTED
+
+
+def _show_end(job: Job, folder: RunFolder) -> int:
+    error = folder.first_error() if folder.state == "failed" else None
+    if error is not None:
+        sys.stderr.write(format_failure(error, job.world_size, folder))
+    if folder.stop_reason is not None:
+        sys.stderr.write(f"{folder.stop_reason}\n")
+    # The row may be damaged, or not yet visible on a shared file system.
+    unknown = EXIT_OK if folder.state == "completed" else EXIT_MACHINE
+    return int(folder.row.get("exit_code", unknown))
+
+
+class Tail:
+    """Prints what is appended to a file; a file that replaces it is printed from its beginning."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._inode, self._shown = path, -1, 0
+
+    def show(self) -> None:
+        try:
+            with self.path.open("rb") as file:
+                inode = self.path.stat().st_ino
+                if inode != self._inode:
+                    self._inode, self._shown = inode, 0
+                file.seek(self._shown)
+                new = file.read()
+        except FileNotFoundError:
+            return
+        self._shown += len(new)
+        sys.stdout.write(new.decode(errors="replace"))
+        sys.stdout.flush()

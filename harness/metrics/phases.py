@@ -1,4 +1,4 @@
-"""Times of the phases of a step on one rank.
+"""Times of the phases of a step on one rank, and ranks that are slower than others. Imports no torch.
 
 A mark is a point in time at which the phase changes: a CUDA event on the current stream, or the clock on a
 CPU. The time of a phase is the time from its marks to the next ones. So times are exclusive, add up to the
@@ -303,7 +303,10 @@ def own_seconds(phases: Mapping[str, float]) -> list[float]:
 
 
 class SlowRanks:
-    """Decide which ranks are slow.
+    """Decide which ranks compute longer than others for long.
+
+    Only time in which a rank computes counts. Waiting for others does not: all ranks wait for the slow one.
+    Nor does waiting for a core: of ranks that share cores, one waits longer now, and another later.
 
     Args:
         stages: pipeline stage of each rank. Ranks of different stages have different work, so a rank is

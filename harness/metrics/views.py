@@ -200,7 +200,6 @@ class TensorBoardView:
 
 
 _JOB_ID, _FOLDER = "harness.job_id", "harness.run_dir"
-_UPLOAD_SECONDS = 300.0
 # Rows that come while a request is on its way are sent by the next one.
 _ROWS_PER_REQUEST = 50
 # Limits of MLflow's REST API (mlflow/utils/validation.py).
@@ -210,7 +209,9 @@ _Row = tuple[int, int, Mapping[str, Any]]
 
 
 class MlflowView:
-    """MLflow, on rank 0 only. A thread sends the rows, so that training does not wait for the server.
+    """MLflow, on rank 0 only: the job as parameters, rows as metrics by step (mlflow.org).
+
+    A thread sends the rows, so that training does not wait for the server.
 
     A resumed run continues its MLflow run, which is found by tags: the job's id and the run folder. MLflow
     cannot remove values, so steps that an attempt has repeated have two.

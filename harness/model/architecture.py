@@ -1,4 +1,4 @@
-"""Kinds of models, as ``model.architecture`` names them (no torch until a part is built).
+"""Kinds of models and blocks, by ``model.architecture`` and ``model.block`` (no torch until one is built).
 
 Code outside of an architecture's own file never compares names: it calls a method of ``Architecture``. Rooms
 above have tables of their own by the same names: ``OBJECTIVES`` what such a model is trained on, and the plan
@@ -13,13 +13,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from harness.config.fields import default_of, leaf_fields
-from harness.config.model import ARCHITECTURES, ModelConfig, of_one_model
+from harness.config.model import ARCHITECTURES, BLOCKS, ModelConfig, of_one_model
 from harness.config.registry import resolve_options
 from harness.util.errors import ConfigError
 
 if TYPE_CHECKING:
     from harness.config.job import Job
     from harness.model.accounting import Accounting
+    from harness.model.decoder import Block
     from harness.model.part import ModelPart
     from harness.model.spec import ModuleSpec
 
@@ -74,6 +75,33 @@ class Architecture(ABC):
     @abstractmethod
     def build_part(self, job: Job, modules: Collection[str] | None) -> ModelPart:
         """Build the named modules (a pipeline stage; None: all) on the current default device."""
+
+
+class BlockKind(ABC):
+    """One kind of block. Instances have no state."""
+
+    options: type | None = None
+    """Dataclass of ``model.block_options``; None: there are none."""
+
+    def validate(self, model: ModelConfig) -> None:  # noqa: B027
+        """Raise ConfigError for a model that cannot have these blocks."""
+
+    @abstractmethod
+    def modules(self, model: ModelConfig, layer: int) -> Iterator[ModuleSpec]:
+        """Every module of a block with its tensors, in order.
+
+        Layouts, initial values, checkpoints, precision and counts read it. The plan needs ``BlockCosts`` too.
+        """
+
+    @abstractmethod
+    def build(self, model: ModelConfig, layer: int) -> Block:
+        """Build the modules on the current default device."""
+
+
+def block_of(model: ModelConfig) -> BlockKind:
+    """Return the kind of a model's blocks."""
+    kind: BlockKind = BLOCKS[model.block]()
+    return kind
 
 
 def architecture_of(model: ModelConfig) -> Architecture:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from harness.config.model import ModelConfig
 from harness.model.cache import CachedKernel, CachedPass
+from harness.model.grouped import local_shard, to_local
 from harness.model.kernels import AttentionSpec, Kernel, SdpaKernel
 from harness.model.rope import rotate
-from harness.model.sharding import local_shard, to_local
 
 # B: batch, T: sequence, C: residual width, H: heads of this rank, D: head width, E: head width of values
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from harness.config.model import ModelConfig
+from harness.model.architecture import block_of
 from harness.model.attention import build_attention
-from harness.model.blocks import block_of
 from harness.model.cache import CachedPass
 from harness.model.feed_forward import FeedForward
 from harness.model.kernels import AttentionSpec

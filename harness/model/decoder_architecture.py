@@ -1,4 +1,4 @@
-"""The decoder's entry in the table of architectures (no torch until a part is built)."""
+"""The decoder's entry in the table of architectures, and its block (no torch until a part is built)."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from harness.config.model import (
 )
 from harness.config.registry import resolve_options
 from harness.model import spec
-from harness.model.architecture import Architecture, resolve_model
-from harness.model.blocks import block_of
+from harness.model.architecture import Architecture, BlockKind, block_of, resolve_model
 from harness.util.errors import ConfigError, divisors
 
 if TYPE_CHECKING:
     from harness.config.job import Job
     from harness.model.accounting import Accounting
-    from harness.model.decoder import Decoder
+    from harness.model.decoder import Block, Decoder
     from harness.model.spec import ModuleSpec
 
 
@@ -129,3 +128,15 @@ def _validate_mup(model: ModelConfig) -> None:
         except ConfigError as error:
             rule = f"makes a base model that is not possible: {error}"
             raise ConfigError(field, of.base_widths, rule) from None
+
+
+class PreNorm(BlockKind):
+    """Attention and a feed-forward or mixture of experts, each after a norm."""
+
+    def modules(self, model: ModelConfig, layer: int) -> Iterator[ModuleSpec]:
+        return spec.pre_norm_modules(model, layer)
+
+    def build(self, model: ModelConfig, layer: int) -> Block:
+        from harness.model.decoder import Block
+
+        return Block(model, layer)

@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor, Partial
 
 # R: rows, P: rows with padding between them, I: input width, O: output width, C: either, E: groups
 
@@ -215,3 +216,23 @@ def _differentiate(ctx: Any, grad_RO: Tensor) -> tuple[Tensor, Tensor, None]:
 
 
 grouped_product.register_autograd(_differentiate, setup_context=_save)
+
+
+def local_shard(module: nn.Module, name: str) -> Tensor:
+    """The local shard of a parameter (``to_local``), or the parameter itself when it is no DTensor.
+
+    ``module.partial_gradients`` maps a parameter's name to the placements of its gradient, where ranks with
+    the same shard each compute a summand of it.
+    """
+    parameter = getattr(module, name)
+    if not isinstance(parameter, DTensor):
+        return parameter  # type: ignore[no-any-return]
+    placements = getattr(module, "partial_gradients", {}).get(name)
+    return parameter.to_local(grad_placements=placements)
+
+
+def to_local(x: Tensor) -> Tensor:
+    """A replicated activation as a plain tensor; the ranks' gradients are summed."""
+    if not isinstance(x, DTensor):
+        return x
+    return x.to_local(grad_placements=[Partial()] * len(x.placements))

@@ -15,8 +15,15 @@ from torch.autograd.function import once_differentiable
 
 from harness.config.model import ModelConfig
 from harness.model.feed_forward import FeedForward, gated
-from harness.model.grouped import ends_for_linear, grouped_linear, pad, padded_positions, unpad
-from harness.model.sharding import local_shard, to_local
+from harness.model.grouped import (
+    ends_for_linear,
+    grouped_linear,
+    local_shard,
+    pad,
+    padded_positions,
+    to_local,
+    unpad,
+)
 
 # N: tokens, C: residual width, E: experts, K: experts of a token, R: rows (tokens times K), F: hidden width,
 # B: batch, T: sequence

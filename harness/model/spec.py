@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from harness.config.model import SAME_WIDTHS, ModelConfig, Widths, of_one_model
-from harness.model.architecture import architecture_of
-from harness.model.blocks import block_of
+from harness.model.architecture import architecture_of, block_of
 
 BALANCE_BIAS = "moe.balance_bias"
 """The only tensor that is saved with a model and not trained; always float32."""

@@ -1,4 +1,4 @@
-"""The optimizer and its learning-rate schedule for the model parts of a rank."""
+"""The optimizer of a rank, its schedule, the average of the weights, and updates in backward."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from torch.optim.lr_scheduler import LambdaLR
 from harness.config.optimizer import DECAYS, KINDS, OptimizerConfig, ScheduleConfig, lr_scale
 from harness.config.registry import load_attribute
 from harness.model.spec import TensorSpec
-from harness.optimizer.adamw import RoundedAdamW
-from harness.optimizer.base import CombinedOptimizer
-from harness.optimizer.ema import keep_average
-from harness.optimizer.lion import Lion
+from harness.optimizer.base import CombinedOptimizer, local, parts_of
+from harness.optimizer.elementwise import Lion, RoundedAdamW
 from harness.optimizer.muon import Muon
 from harness.optimizer.settings import TensorSettings, tensor_settings
+from harness.parallelism.clip import copy_async, local_squares, reduce_partial_gradients
+from harness.parallelism.mesh import Mesh
+from harness.precision.swap import plain
 
 Groups = list[dict[str, Any]]
 
@@ -133,3 +134,94 @@ def lr_factor(config: ScheduleConfig, steps: int) -> Callable[[int], float]:
         return config.min_lr_factor + (1 - config.min_lr_factor) * shape(min(1.0, into_decay / decay))
 
     return factor
+
+
+EMA = "ema"
+
+
+def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
+    """Make every step of an optimizer also update the averages of the parameters that it updated.
+
+    The average of a parameter is a state tensor of it, so it is sharded, saved, loaded and resharded like the
+    others: its name in a checkpoint is ``optimizer.state.<name>.ema``. It is the weights after the first
+    step, then ``decay`` times itself plus (1 - ``decay``) times the weights, in float32. A step that the
+    device drops (``found_inf``) does not change it.
+    """
+
+    @torch.no_grad()
+    def update(_optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        averages, weights = [], []
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state, value = optimizer.state[parameter], plain(parameter.detach())
+                if EMA not in state:
+                    state[EMA] = value.to(torch.float32, copy=True)
+                    continue
+                averages.append(local(state[EMA]))
+                weights.append(local(value))
+        if not averages:
+            return
+        dropped = getattr(parts_of(optimizer)[0], "found_inf", None)
+        if dropped is None and all(weight.dtype == torch.float32 for weight in weights):
+            torch._foreach_lerp_(averages, weights, 1 - decay)
+            return
+        for average, weight in zip(averages, weights, strict=True):
+            share = 1 - decay if dropped is None else ((1 - decay) * (1 - dropped)).to(average)
+            average.lerp_(weight.float(), share)  # only one copy of bfloat16 weights in float32 at a time
+
+    optimizer.register_step_post_hook(update)
+
+
+class UpdateInBackward:
+    """Applies each gradient as soon as it is computed, then frees it, by torch's post-accumulate-grad hooks.
+
+    FSDP2 calls the hooks when the gradient of a shard has been reduced. There is a single optimizer, with one
+    state and one learning rate, so checkpoints and schedules see no difference.
+
+    Attributes:
+        updated: indices of the parameters that have been updated since the start.
+
+    Args:
+        optimizer: the optimizer.
+        parameters: all its parameters, in the order of ``take_squares``.
+        mesh: the layout, for the norm.
+        device: device of the result of ``take_squares``.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, parameters: list[Tensor], mesh: Mesh, device: torch.device
+    ) -> None:
+        self.optimizer, self.mesh, self.device = optimizer, mesh, device
+        # On the parameters' device: with offloading, all squares are copied at once.
+        self.squares = torch.zeros(len(parameters), dtype=torch.float64, device=parameters[0].device)
+        self.updated: set[int] = set()
+        indices = {id(parameter): index for index, parameter in enumerate(parameters)}
+        for group_index, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                parameter.register_post_accumulate_grad_hook(self._hook(group_index, indices[id(parameter)]))
+
+    def take_squares(self) -> Tensor:
+        """Return this rank's contribution to every gradient's squared norm since the last call."""
+        taken, self.squares = self.squares, torch.zeros_like(self.squares)
+        return copy_async(taken, self.device)
+
+    def _hook(self, group_index: int, index: int) -> Callable[[Tensor], None]:
+        def update(parameter: Tensor) -> None:
+            reduce_partial_gradients([parameter])
+            self.squares[index] = local_squares([parameter], self.mesh, self.squares.device)[0]
+            self._step([parameter], group_index)
+            parameter.grad = None
+            self.updated.add(index)
+
+        return update
+
+    def _step(self, parameters: Iterable[Tensor], group_index: int) -> None:
+        """Step the optimizer for these parameters only."""
+        groups: list[dict[str, Any]] = self.optimizer.param_groups
+        self.optimizer.param_groups = [{**groups[group_index], "params": list(parameters)}]
+        try:
+            self.optimizer.step()
+        finally:
+            self.optimizer.param_groups = groups

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from harness.model.init import draw
 from harness.model.part import ModelPart
-from harness.model.spec import tensors
+from harness.model.spec import Init, tensors
 
 
 def materialize(part: ModelPart, seed: int, device: torch.device, parameter_device: torch.device) -> None:
@@ -78,3 +79,23 @@ def shard_ranges(
 
 def _slices(ranges: list[range]) -> tuple[slice, ...]:
     return tuple(slice(indices.start, indices.stop) for indices in ranges)
+
+
+def draw(name: str, shape: tuple[int, ...], init: Init, seed: int, device: torch.device) -> Tensor:
+    """Generate the full initial value of one parameter, float32, by a generator of its own.
+
+    The seed is the run's and the name. So values depend neither on the layout nor on the order in which
+    modules are built, and no seed checkpoint is needed to compare layouts. They do depend on the kind of
+    device: torch's generators of CPUs and GPUs are different.
+
+    Experts' values are generated one expert at a time, under the parameter's name and the expert's number
+    (``...experts.w1.7``), because no rank needs all of them.
+    """
+    full = torch.empty(shape, dtype=torch.float32, device=device)
+    if not init.std:
+        return full.fill_(init.mean)
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator(device=device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    if math.isinf(init.cut):
+        return nn.init.normal_(full, std=init.std, generator=generator)
+    return nn.init.trunc_normal_(full, std=init.std, a=-init.cut, b=init.cut, generator=generator)

@@ -20,8 +20,7 @@ from harness.parallelism.materialize import materialize
 from harness.parallelism.mesh import Mesh
 from harness.parallelism.tensor import apply_tensor_parallel, enable_async
 from harness.precision.linears import sort_linears
-from harness.precision.swap import swap_linears
-from harness.precision.tensor import gathers_float8
+from harness.precision.swap import gathers_float8, swap_linears
 
 
 def build_model_parts(job: Job, mesh: Mesh, device: torch.device) -> list[ModelPart]:

@@ -34,10 +34,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 from harness.config.parallelism import ParallelismConfig
+from harness.model.grouped import local_shard
 from harness.model.part import ModelPart
-from harness.model.sharding import local_shard
 from harness.model.spec import Split, modules
-from harness.precision.tensor import float8_style, region_cast
+from harness.precision.swap import float8_style, region_cast
 from harness.util.errors import ConfigError
 
 SEQUENCE_DIM, HEADS_DIM = 1, 2

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from harness.compose.verb import Result, Verb
 from harness.config.data import DataConfig
+from harness.config.data_kinds import DATA_KINDS
 from harness.config.fields import label, part
 from harness.config.job import Job
 from harness.data.corpus import CorpusWriter, Manifest, read_manifest
@@ -23,9 +24,6 @@ from harness.data.tokenizer import build_tokenizer
 from harness.data.tokenizing import bytes_of
 from harness.train.process import launched_ranks
 from harness.util.errors import ConfigError, UserError
-
-SOURCES = ("local", "hub")
-
 
 WORKERS = 8
 """Default processes of a task of a SLURM array."""
@@ -53,12 +51,8 @@ class TokenizeConfig:
         """Raise ConfigError for a missing target, or data without documents to tokenize."""
         if self.target is None:
             raise ConfigError("tokenize.target", self.target, "must be given", "corpus/NAME")
-        if data.kind not in SOURCES:
-            rule = {
-                "chat": "conversations are tokenized by the job",
-                "mixture": "a corpus has one source",
-                "tokens": "is tokenized",
-            }.get(data.kind, "has no documents to tokenize")
+        if not DATA_KINDS[data.kind].source or not data.has_text:
+            rule = "is no source of texts, which harness tokenize reads"
             raise ConfigError("data.kind", data.kind, rule, "data=local_jsonl, local_parquet, local_text")
         if data.streaming:
             works = "data.streaming=false data.shuffle=true, which downloads the dataset"

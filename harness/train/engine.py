@@ -19,8 +19,7 @@ from harness.metrics.phases import SUMS
 from harness.model.part import ModelPart
 from harness.model.spec import tensors
 from harness.optimizer.base import drops_on_device, parts_of
-from harness.optimizer.build import build_optimizer, build_schedule
-from harness.optimizer.in_backward import UpdateInBackward
+from harness.optimizer.build import UpdateInBackward, build_optimizer, build_schedule
 from harness.optimizer.settings import exchanges
 from harness.parallelism.balance import Balance
 from harness.parallelism.clip import clip_gradients, local_squares, reduce_partial_gradients

@@ -95,6 +95,11 @@ LATE_SECONDS = 0.5
 def absent_ranks(run_dir: Path, error: dict[str, Any]) -> list[int]:
     """Return the ranks that did not reach a collective; empty if they are not known.
 
+    ``FlightRecorder`` has each rank write its position to ``flight_recorder/place-rank<r>.json``: the last
+    collective that it began, and the number of collectives begun in each group. A rank waits for the members
+    of that group that have begun fewer. A rank that others wait for, and that waits for nobody, is the cause.
+    A stopped rank writes nothing.
+
     Args:
         run_dir: the run folder.
         error: the error of the first rank whose collective timed out.

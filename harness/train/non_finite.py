@@ -113,8 +113,9 @@ def unwrap_non_finite(step: int) -> Iterator[None]:
 
 
 class NanWatch(Observer):
-    """Hooks on every module of a rank's model parts.
+    """debug=nan: name the first module whose output, or the gradient of its output, is not finite.
 
+    It has hooks on every module of a rank's model parts; every check waits for the device.
     Gradients are checked by hooks on outputs, because backward hooks on modules break torch's split backward
     passes (zero-bubble schedules).
     """

@@ -258,7 +258,9 @@ SAME_KEY_PRESS_SECONDS = 0.5
 
 
 class StopRequest:
-    """Record SIGINT, SIGTERM, SIGHUP, and SIGUSR2, which schedulers send before the time limit.
+    """Request a stop at the next step boundary; another ^C ends the run at once.
+
+    Records SIGINT, SIGTERM, SIGHUP, and SIGUSR2, which schedulers send before the time limit.
 
     The handler only sets flags. All ranks decide together at a step boundary whether to stop: a rank that
     stops alone leaves the others waiting in a collective.

@@ -33,7 +33,7 @@ class Accelerator:
         units: streaming multiprocessors (compute units), among which a kernel's tiles are distributed.
         power_w: the datasheet's maximum power, in W (TDP); None if unknown.
         link: name of the links that ``link_bandwidth`` is of.
-        achieved: fields of ``harness.tools.plan.kernel_peaks.Achieved`` that are known of this device.
+        achieved: fields of ``harness.tools.plan.constants.Achieved`` that are known of this device.
     """
 
     name: str

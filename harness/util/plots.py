@@ -1,14 +1,12 @@
-"""Figures without a window, and libraries of the extra ``report``."""
+"""Figures without a window."""
 
 from __future__ import annotations
 
-import importlib
 import io
 from math import log10
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from harness.util.errors import UserError
 from harness.util.files import write_atomically
 
 if TYPE_CHECKING:
@@ -18,22 +16,13 @@ if TYPE_CHECKING:
 COLORS = {"published": "#8c8c8c", "predicted": "#0072b2", "expected": "#56b4e9", "measured": "#d55e00"}
 
 
-def of_extra(module: str) -> Any:
-    """Import a module of the extra ``report``.
-
-    Raises:
-        UserError: it is not installed.
-    """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise UserError(f"{error}; would work: pip install 'harness[report]'") from error
-
-
 def new_figure(width: float, height: float) -> Figure:
     """Return an empty figure of this size in inches, without a window."""
-    figure: Figure = of_extra("matplotlib.figure").Figure(figsize=(width, height), layout="constrained")
-    of_extra("matplotlib.backends.backend_agg").FigureCanvasAgg(figure)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
     return figure
 
 
@@ -49,8 +38,9 @@ def save(figure: Figure, path: Path) -> None:
 def ticks(low: float, high: float) -> list[float]:
     """Return a few round numbers as ticks of a logarithmic axis."""
     if high < 8 * low:
-        locator = of_extra("matplotlib.ticker").MaxNLocator(7, steps=[1, 2, 2.5, 5, 10])
-        return [tick for tick in locator.tick_values(low, high) if tick > 0]
+        from matplotlib.ticker import MaxNLocator
+
+        return [tick for tick in MaxNLocator(7, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high) if tick > 0]
     decades = range(int(log10(low)) - 1, int(log10(high)) + 1)
     return [
         tick for decade in decades for digit in (1, 2, 5) if low <= (tick := digit * 10.0**decade) <= high

@@ -20,9 +20,8 @@ from harness.config.fields import from_dict
 from harness.config.job import Job
 from harness.config.model import ModelConfig
 from harness.launch.rows import completed
-from harness.launch.slurm_record import FILE as JOB_RECORD
-from harness.launch.slurm_record import SlurmJobRecord
-from harness.launch.state import read_states
+from harness.launch.state import FILE as JOB_RECORD
+from harness.launch.state import SlurmJobRecord, read_states
 from harness.launch.sweep.registry import Point
 from harness.launch.sweep.table import rows_of, table_text
 from harness.run.folder import RunFolder

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from harness.config.data import DataConfig, TokenizerConfig
-from harness.data.chat_packing import first_fit
+from harness.data.chat import first_fit
 from harness.data.loader import IGNORE_INDEX, Loader, build_loader, merge_states
 from harness.data.samples import random_stream
 from harness.data.tokenizer import build_tokenizer

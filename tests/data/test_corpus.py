@@ -113,7 +113,7 @@ def test_an_error_keeps_finished_units_and_the_same_command_continues() -> None:
     [
         ("tokenize.target=null", r"tokenize\.target=null: must be given; would work: corpus/NAME"),
         ("tokenize.target=a.jsonl", r"tokenize\.target=a\.jsonl: is a file"),
-        ("data=synthetic", r"data\.kind=synthetic: has no documents to tokenize"),
+        ("data=synthetic", r"data\.kind=synthetic: is no source of texts, which harness tokenize reads"),
         ("data=c4", r"data\.streaming=true: a stream cannot be cut into units"),
         ("data.validation_paths=[a.jsonl]", r"data\.validation_paths=.*a corpus has one source"),
     ],

@@ -14,8 +14,7 @@ import python_tokenizer
 
 from harness.config.data import TokenizerConfig
 from harness.data import long_text
-from harness.data.tokenizer import SentencePieceTokenizer, _cut_long_runs, build_tokenizer
-from harness.data.vocabulary import vocabulary_size
+from harness.data.tokenizer import SentencePieceTokenizer, _cut_long_runs, build_tokenizer, vocabulary_size
 from harness.util.errors import DataError
 
 STDLIB = Path(sysconfig.get_path("stdlib"))

@@ -51,7 +51,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     (with_b(paths=[]), "data.sources.b.paths=[]: data.sources.b.kind=local needs at least one file"),
     (
         with_b(streaming=True),
-        "is read only by data.sources.b.kind=hub or hub_pictures, and data.sources.b.kind is local",
+        "has no effect with data.sources.b.kind=local; only data.sources.b.kind=hub or hub_pictures uses it",
     ),
     (
         with_b(prefetch=0),
@@ -62,14 +62,14 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"shuffle": False}, "is a field of each source; would work: data.sources.NAME.shuffle"),
     (
         {"paths": ["x"]},
-        "is read only by data.kind=local or tokens or chat or latents or pictures, and data.kind is mixture",
+        "has no effect with data.kind=mixture; only data.kind=local or tokens or chat or latents or ",
     ),
     ({"weight_changes": [{"a": 1}]}, "each change needs a whole number `step` above 1"),
     ({"weight_changes": [{"step": 9, "a": 1}, {"step": 9, "b": 1}]}, "`step` above 9"),
     ({"weight_changes": [{"step": 9.5, "a": 1}]}, "`step` above 1"),
     ({"weight_changes": [{"step": 9, "c": 1}]}, "data.weight_changes.c=1: data.sources has no such source"),
     ({"weight_changes": [{"step": 9, "a": "x"}]}, "must be a list of mappings, like [{a:1,b:2}]"),
-    ({"kind": "synthetic"}, "is read only by data.kind=mixture, and data.kind is synthetic"),
+    ({"kind": "synthetic"}, "has no effect with data.kind=synthetic; only data.kind=mixture uses it"),
 ]
 
 

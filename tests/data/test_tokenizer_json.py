@@ -13,8 +13,7 @@ from test_data_tokenizer import AWKWARD
 
 from harness.compose.composer import compose_job
 from harness.config.data import TokenizerConfig
-from harness.data.tokenizer import build_tokenizer, with_bos_eos
-from harness.data.vocabulary import vocabulary_size
+from harness.data.tokenizer import build_tokenizer, vocabulary_size, with_bos_eos
 from harness.util.errors import ConfigError, DataError
 from harness.weights.tokenizer import export_tokenizer
 
@@ -208,7 +207,7 @@ def test_bad_transformers_files(file: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["bos", "eos"])
 def test_other_kinds_refuse_bos_and_eos(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"^tokenizer.{name}=x: is read only by tokenizer.kind=huggingface"):
+    with pytest.raises(ConfigError, match=f"^tokenizer.{name}=x: has no effect with tokenizer.kind"):
         TokenizerConfig("bytes", **{name: "x"}).validate()  # type: ignore[arg-type]
 
 

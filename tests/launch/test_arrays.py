@@ -10,8 +10,7 @@ import pytest
 from harness.compose.multirun import compose_points
 from harness.config.fields import with_value
 from harness.config.job import Job
-from harness.launch.slurm_record import SlurmJobRecord
-from harness.launch.state import RunState
+from harness.launch.state import RunState, SlurmJobRecord
 from harness.launch.sweep import run
 from harness.launch.sweep.arrays import Array, arrays_of
 from harness.launch.sweep.registry import Point, Registry

@@ -21,8 +21,7 @@ from harness.launch.begin import begin, begin_again
 from harness.launch.node_check import UnfitNodes
 from harness.launch.queue import Jobs, SlurmError
 from harness.launch.slurm_attempt import Allocation, StepFailed, _verdict, _why_not_requeued
-from harness.launch.slurm_record import SlurmJobRecord
-from harness.launch.state import read_state
+from harness.launch.state import SlurmJobRecord, read_state
 from harness.run.folder import RunFolder
 from harness.train.finish import finish_run
 from harness.train.process import rank_environment

@@ -15,8 +15,7 @@ from harness.config.fields import leaves, with_value
 from harness.config.job import Job
 from harness.metrics.mfu import peak_of
 from harness.tools.plan.calibrate import START, Measured, calibrate, predicted_rate
-from harness.tools.plan.constants import Calibration
-from harness.tools.plan.kernel_peaks import achieved_by
+from harness.tools.plan.constants import ACHIEVED, Calibration
 from harness.tools.plan.machine import device_of, machine_of
 from harness.tools.plan.make import make_plan
 from harness.tools.plan.search import search
@@ -47,10 +46,7 @@ JOB = ["model=llama3_8b", "data=synthetic", "tokenizer=bytes", "precision=bf16",
 SAME = [
     *("half_tflops=989.4", "tf32_tflops=494.7", "float32_tflops=66.9", "float8_tflops=1978.9"),
     *("memory_gib=80", "memory_tb_s=3.35", "link_gb_s=450", "units=132"),
-    *(
-        f"achieved_{name}={getattr(achieved_by('H100 SXM'), name)}"
-        for name in ("half", "float8", "attention")
-    ),
+    *(f"achieved_{name}={getattr(ACHIEVED['H100 SXM'], name)}" for name in ("half", "float8", "attention")),
 ]
 TYPED = ["parallelism.tp=1", "parallelism.pp=1", "parallelism.cp=1", "activation_checkpoint.mode=none"]
 

@@ -15,7 +15,7 @@ from harness.launch import submit as submit_module
 from harness.launch.naming import names_of
 from harness.launch.queue import Queued
 from harness.launch.rows import of_sweep
-from harness.launch.slurm_record import SlurmJobRecord
+from harness.launch.state import SlurmJobRecord
 from harness.launch.sweep import run
 from harness.launch.sweep.distinct import OF_THE_COMMAND, run_dir_of, unique_points
 from harness.launch.sweep.registry import Point, Registry, Skipped, labels, typed_overrides

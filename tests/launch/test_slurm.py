@@ -21,8 +21,8 @@ from harness.launch.dead_ranks import RankDied, dead_ranks
 from harness.launch.queue import Queued, SlurmError
 from harness.launch.slurm import Submission, _environment_for_submitting, shape_of
 from harness.launch.slurm_attempt import srun_command
-from harness.launch.slurm_record import JobLost, SlurmJobRecord
 from harness.launch.snapshot import snapshot_path, take_snapshot
+from harness.launch.state import JobLost, SlurmJobRecord
 from harness.launch.submit import confirm, cost_in_words
 from harness.run.folder import RunFolder
 from harness.train.process import rank_environment, rendezvous_store

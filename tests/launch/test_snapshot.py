@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (package / ".hidden" / "a.py").write_text("")
     with (package / "core.1234").open("wb") as core:
         core.truncate(100 * LARGEST_BYTES)
-    monkeypatch.setattr(snapshot, "_PACKAGE", package)
+    monkeypatch.setattr(snapshot, "PACKAGE", package)
     return package
 
 
@@ -85,14 +86,14 @@ def test_a_copy_that_fails_leaves_nothing(
     raised: type[Exception],
     says: str,
 ) -> None:
-    written: list[int] = []
+    written: list[Path] = []
 
-    def fail_at_the_second(handle: int, mode: int) -> None:
-        written.append(handle)
+    def fail_at_the_second(original: Path, copy: Path) -> None:
+        written.append(original)
         if len(written) == 2:
             raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(os, "fchmod", fail_at_the_second)
+    monkeypatch.setattr(shutil, "copymode", fail_at_the_second)
     with pytest.raises(raised, match=f"the code cannot be copied: .*{says}") as caught:
         take_snapshot(tmp_path / "home")
     assert "\n" not in str(caught.value)

@@ -9,10 +9,10 @@ import pytest
 
 from harness.compose.composer import compose_job
 from harness.config.job import Job
-from harness.launch import close_lost as lost
-from harness.launch import follow, queue, slurm, submit
+from harness.launch import queue, slurm, submit
+from harness.launch import state as lost
 from harness.launch.queue import Jobs, Queued
-from harness.launch.slurm_record import SlurmJobRecord
+from harness.launch.state import SlurmJobRecord
 from harness.run.folder import RunFolder
 from harness.util.errors import EXIT_MACHINE, EXIT_OK, UserError
 
@@ -31,8 +31,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> list[Queued]:
     for module in (slurm, submit):
         monkeypatch.setattr(module, "require_slurm", lambda: None)
     monkeypatch.setattr(slurm.Submission, "_sbatch", lambda _: "12")
-    for module in (submit, follow):
-        monkeypatch.setattr(module, "jobs", lambda: Jobs(waiting))
+    monkeypatch.setattr(submit, "jobs", lambda: Jobs(waiting))
     monkeypatch.setattr(lost, "queued_jobs", lambda _: Jobs(waiting))
     for module in (submit, lost):
         monkeypatch.setattr(module, "last_states", lambda wanted: dict.fromkeys(wanted, "FAILED"))
@@ -64,9 +63,16 @@ def test_a_full_disk_is_one_line_and_nothing_is_submitted(job: Job, monkeypatch:
         submit.submit_one(job, folder, [])
     assert folder.state == "planned"
     # Nor can the status be written.
-    with monkeypatch.context() as patch:
-        patch.setattr(RunFolder, "set_status", fail(full))
-        submit._reset_to_planned([folder])
+    set_status = RunFolder.set_status
+
+    def refuse(folder: RunFolder, state: str) -> None:
+        if state == "planned":
+            raise full
+        set_status(folder, state)
+
+    monkeypatch.setattr(RunFolder, "set_status", refuse)
+    with pytest.raises(UserError, match="so it was not submitted"):
+        submit.submit_one(job, folder, [])
 
 
 @pytest.mark.parametrize(("place", "state"), [("take_snapshot", "planned"), ("_sbatch", "submitted")])
@@ -145,7 +151,7 @@ def test_the_end_of_a_job_without_a_row_is_shown_before_the_next(
 def followed(job: Job, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     """A run whose job has left the queue."""
     for name in ("POLL_SECONDS", "QUEUE_SECONDS"):
-        monkeypatch.setattr(follow, name, 0.01)
+        monkeypatch.setattr(submit, name, 0.01)
     monkeypatch.setattr(lost, "LAST_WRITES_SECONDS", 0.0)
     folder = RunFolder(job.run_dir)
     submit.submit_one(job, folder, [])
@@ -160,7 +166,7 @@ def test_a_row_that_comes_late_is_not_taken_for_a_lost_job(
         return dict.fromkeys(wanted, "COMPLETED")
 
     monkeypatch.setattr(lost, "last_states", end_meanwhile)
-    assert follow.follow(job, followed) == EXIT_OK
+    assert submit.follow(job, followed) == EXIT_OK
     assert (followed.state, followed.row["exit_code"]) == ("completed", EXIT_OK)
 
 
@@ -181,7 +187,7 @@ def test_a_lost_job_gets_its_row_when_its_folder_is_free(
         return dict.fromkeys(wanted, "NODE_FAIL")
 
     monkeypatch.setattr(lost, "last_states", release_when_asked_twice)
-    assert follow.follow(job, followed) == EXIT_MACHINE
+    assert submit.follow(job, followed) == EXIT_MACHINE
     assert followed.row["error.kind"] == "node"
 
 
@@ -191,4 +197,4 @@ def test_an_end_without_a_readable_row_has_the_exit_code_of_its_state(
 ) -> None:
     followed.set_status(state)
     (job.run_dir / "result.json").write_text("{")
-    assert follow.follow(job, followed) == code
+    assert submit.follow(job, followed) == code

@@ -6,6 +6,7 @@ import gzip
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jobs
@@ -18,7 +19,7 @@ from harness.launch.pool import RankPool
 from harness.metrics.jsonl import read_metrics
 from harness.run.folder import RunFolder
 from harness.train.engine import Engine
-from harness.train.observers.profiler import Profiler
+from harness.train.observers.profiler import Profiling
 from harness.train.trainer import Trainer
 from harness.util.errors import ConfigError
 
@@ -32,6 +33,17 @@ def run(tmp_path: Path, *overrides: str) -> Path:
     done = jobs.train(tmp_path, *SMALL, *overrides)
     assert done.code == 0
     return done.folder.path
+
+
+def run_of(config: ProfilingConfig, folder: Path, device: str, *, step: int = 0) -> Any:
+    """As much of an observer's run as the profiler reads."""
+    return SimpleNamespace(
+        job=SimpleNamespace(profiling=config),
+        folder=folder,
+        engine=SimpleNamespace(device=torch.device(device), world_max=list),
+        progress=SimpleNamespace(step=step),
+        message=print,
+    )
 
 
 def events_of(trace: Path) -> list[dict[str, Any]]:
@@ -130,10 +142,9 @@ def test_running_out_of_memory_writes_a_snapshot(
     )
     monkeypatch.setattr("torch.cuda.memory._dump_snapshot", lambda path: Path(path).write_text("snapshot"))
     config = ProfilingConfig(enable=True, memory_snapshot=enabled)
-    profiler = Profiler(config, tmp_path, 0, torch.device("cuda"), print)
-    profiler.start(0)
-    profiler.out_of_memory(7)
-    profiler.close()
+    profiler = Profiling(run_of(config, tmp_path, "cuda", step=6))
+    profiler.start()
+    profiler.close(torch.OutOfMemoryError())
     wanted = ["profile/step-7/memory/rank0-out-of-memory.pickle"] if enabled else []
     assert traces_in(tmp_path) == wanted
     assert [options.get("enabled", True) for options in recording] == ([True, None] if enabled else [])

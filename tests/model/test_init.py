@@ -13,9 +13,8 @@ from torch import Tensor
 from harness.config.model import ModelConfig
 from harness.model.architecture import resolve_model
 from harness.model.decoder import Decoder
-from harness.model.init import draw
 from harness.model.spec import Init, tensors
-from harness.parallelism.materialize import materialize
+from harness.parallelism.materialize import draw, materialize
 
 CPU = torch.device("cpu")
 

@@ -18,10 +18,10 @@ from harness.config.fields import with_value
 from harness.config.job import Job
 from harness.config.model import ModelConfig
 from harness.config.optimizer import KINDS, LR_SCALES, OptimizerConfig, lr_scale
-from harness.model.init import draw
 from harness.model.spec import Split, tensors
 from harness.optimizer import settings
 from harness.optimizer.settings import check_mup, tensor_settings
+from harness.parallelism.materialize import draw
 from harness.train.engine import Engine
 from harness.train.objective import loader_of
 from harness.train.setup import process_group, set_up_process

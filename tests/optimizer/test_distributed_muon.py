@@ -15,8 +15,7 @@ from harness.config.job import Job
 from harness.launch.pool import RankPool
 from harness.optimizer import assignment, muon
 from harness.tools.parity.parity import Trace, trace
-from harness.tools.plan.parameters import parameters_of
-from harness.tools.plan.update import planned_update
+from harness.tools.plan.parameters import parameters_of, planned_update
 
 # A learning rate at which updates matter, from the first step on.
 MUON = ("optimizer=muon", "schedule.warmup_steps=1", "optimizer.lr=0.01")

@@ -13,8 +13,8 @@ from harness.compose.composer import compose_job
 from harness.config.job import Job
 from harness.data.tokenizer import build_tokenizer
 from harness.launch.pool import RankPool
-from harness.optimizer.ema import keep_average
-from harness.optimizer.lion import Lion
+from harness.optimizer.build import keep_average
+from harness.optimizer.elementwise import Lion
 from harness.run.folder import RunFolder
 from harness.tools.convert import ConvertConfig, ConvertJob, convert
 from harness.train.engine import Engine

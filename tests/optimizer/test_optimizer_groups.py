@@ -15,7 +15,7 @@ from waits import waits
 from harness.config.optimizer import OptimizerConfig
 from harness.model.decoder import Decoder
 from harness.model.spec import tensors
-from harness.optimizer.lion import Lion
+from harness.optimizer.elementwise import Lion
 from harness.optimizer.settings import kinds_of, tensor_settings
 from harness.util.errors import ConfigError
 

@@ -14,8 +14,8 @@ from waits import waits
 from harness.compose.composer import compose_job
 from harness.config.optimizer import LARGEST_BFLOAT16_BETA, OptimizerConfig
 from harness.model.spec import tensors
-from harness.optimizer.adamw import RoundedAdamW
 from harness.optimizer.build import build_optimizer
+from harness.optimizer.elementwise import RoundedAdamW
 from harness.util.errors import ConfigError
 
 SPECS = tensors(model().config)

@@ -41,8 +41,8 @@ ONE_MICROBATCH = [
 
 
 def compose(*overrides: str) -> Job:
-    with Composer("parity", ParityJob) as composer:
-        return composer.job(overrides).plain
+    composer = Composer("parity", ParityJob)
+    return composer.job(overrides).plain
 
 
 def layout(row: str) -> Job:
@@ -102,7 +102,7 @@ def with_a_parameter_left_out(job_json: str, steps: int) -> Trace:
 
 def without_a_hook(job_json: str, steps: int) -> Trace:
     """Sabotage: never update the first parameter, with updates in backward."""
-    from harness.optimizer.in_backward import UpdateInBackward
+    from harness.optimizer.build import UpdateInBackward
 
     original = UpdateInBackward._hook
 

@@ -20,8 +20,7 @@ from harness.launch.pool import RankPool
 from harness.model.grouped import grouped_product, pad, padded_positions, unpad
 from harness.model.moe import Experts
 from harness.precision.grouped import build_grouped_product
-from harness.precision.hardware import GROUPED_CAPABILITY
-from harness.precision.linears import sort_linears
+from harness.precision.linears import GROUPED_CAPABILITY, sort_linears
 from harness.precision.swap import swap_linears
 from harness.tools.parity.parity import Trace, compare, trace
 from harness.util.errors import ConfigError, UserError

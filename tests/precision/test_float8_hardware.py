@@ -8,7 +8,7 @@ import torch
 from harness.compose.composer import compose_job
 from harness.config.job import Job
 from harness.config.precision import PrecisionConfig
-from harness.precision.hardware import require_device
+from harness.precision.linears import require_device
 from harness.util.errors import ConfigError
 
 SLURM = ["cluster=slurm", "cluster.ranks_per_node=8"]

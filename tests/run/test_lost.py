@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from harness.compose.composer import compose_job
-from harness.launch.slurm_record import SlurmJobRecord
+from harness.launch.state import SlurmJobRecord
 from harness.launch.sweep.registry import Point, Registry
 from harness.launch.sweep.run import _select, states_of
 from harness.run.folder import RunFolder
@@ -53,7 +53,7 @@ def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    monkeypatch.setattr("harness.launch.close_lost.LAST_WRITES_SECONDS", 0.0)
+    monkeypatch.setattr("harness.launch.state.LAST_WRITES_SECONDS", 0.0)
     return FakeSlurm(folder)
 
 

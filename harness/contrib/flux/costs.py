@@ -28,7 +28,7 @@ from harness.tools.plan.activations import (
     SavedTensor,
     norm_activations,
 )
-from harness.tools.plan.operations import Attention, Operations
+from harness.tools.plan.costs import Attention, Operations
 
 _CUTS = {Split.COLUMN: ActivationSplit.INNER, Split.ROW: ActivationSplit.PARTIAL}
 

@@ -2,7 +2,7 @@
 
 Every random value comes from a generator seeded with the run's seed, a purpose, and the number of the sample.
 So it depends neither on the layout nor on where a run was resumed. It does depend on the kind of device, as
-initial values do (``harness.model.init``).
+initial values do (``harness.parallelism.materialize``).
 """
 
 from __future__ import annotations

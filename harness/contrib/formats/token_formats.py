@@ -15,8 +15,7 @@ from typing import NoReturn, Protocol
 
 import numpy as np
 
-from harness.data.token_format import Opening, TokenFormat
-from harness.data.tokens import Tokens, map_file, size_of
+from harness.data.tokens import Opening, TokenFormat, Tokens, map_file, size_of
 from harness.util.errors import DataError
 
 # Megatron-Core 0.16, megatron/core/datasets/indexed_dataset.py (_IndexWriter and DType): magic, version, code

@@ -19,9 +19,8 @@ from harness.data.corpus import TokenizedSplit
 from harness.data.documents import Span
 from harness.data.parquet_files import read_columns
 from harness.data.sources import LocalFiles, file_stats
-from harness.data.token_format import Opening, TokenFormat
 from harness.data.tokenizer_base import Tokenizer
-from harness.data.tokens import Concatenation, Limit, Tokens
+from harness.data.tokens import Concatenation, Limit, Opening, TokenFormat, Tokens
 from harness.util.encoding import read_object
 from harness.util.errors import DataError
 from harness.util.files import is_file_name

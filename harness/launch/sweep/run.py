@@ -16,11 +16,9 @@ from harness.config.cluster import CLUSTERS
 from harness.config.fields import with_value
 from harness.config.job import Job
 from harness.launch.begin import begin
-from harness.launch.close_lost import record_lost
 from harness.launch.queue import SlurmError
 from harness.launch.slurm import Submission, shape_of
-from harness.launch.slurm_record import SlurmJobRecord
-from harness.launch.state import BUSY, HELD, RunState, read_states
+from harness.launch.state import BUSY, HELD, RunState, SlurmJobRecord, read_states, record_lost
 from harness.launch.submit import confirm, cost_in_words, submit
 from harness.launch.sweep.arrays import Array, arrays_of
 from harness.launch.sweep.distinct import unique_points

@@ -3,27 +3,348 @@
 The passes of a rank are followed in the order of its schedule. The memory at a moment is the sum of
 persistent memory (parameters, optimizer state, gathered parameters of a pipeline), activations of
 microbatches that wait for their backward, the gradients so far, and the peak of the current pass
-(``memory_stage.py``). The kinds of the largest moment are reported. Maxima of different moments are not
-added, except where CUDA's allocator does so (``_as_reserved``).
+(``StageMemory``). The kinds of the largest moment are reported. Maxima of different moments are not added,
+except where CUDA's allocator does so (``RankStep._as_reserved``).
+
+FSDP2's part follows its source (torch/distributed/fsdp/_fully_shard, torch 2.13). Gathered parameters are
+copied out of the gather buffer, so in forward a group is in memory twice. Backward gathers the next group
+before it computes one. Gradients are copied, in precision.reduce_dtype, into the input of a reduce-scatter,
+which is freed when the next group is reduced. A pipeline keeps gathered parameters, and accumulates unsharded
+gradients in reduce_dtype over all microbatches (torch/distributed/pipelining/stage.py,
+backward_maybe_with_nosync and perform_reduce_grad).
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
 
 from harness.config.job import Job
+from harness.config.pipeline import split_modules
 from harness.tools.plan.constants import Software
 from harness.tools.plan.costs import costs_of
 from harness.tools.plan.machine import on_cpu
-from harness.tools.plan.memory_activations import ActivationBytes
-from harness.tools.plan.memory_stage import Bytes, StageMemory, heaviest, plus
+from harness.tools.plan.memory_parts import ActivationBytes, LogitBytes, PartBytes
 from harness.tools.plan.order import Moment, fullest, pipeline_order
-from harness.tools.plan.parameters import RankParameters, parameters_of_ranks
+from harness.tools.plan.parameters import (
+    BYTES,
+    HeldTensor,
+    RankParameters,
+    parameters_of_ranks,
+    planned_update,
+)
 from harness.tools.plan.plan import KINDS, RankMemory
-from harness.tools.plan.update import planned_update
 from harness.util.hardware import Accelerator
 from harness.util.tables import GIB
+
+Bytes = dict[str, float]
+"""Bytes by kind of memory. Two kinds are separate because they belong to other CUDA streams: ``shards``, the
+gradients of shards, and ``buffers``, FSDP's gather buffers. A third one, ``unusable``, is free memory that
+the allocator cannot use."""
+
+
+IN_ATTENTION = re.compile(r"\.(\w+_)?(attention|attn)\.")
+"""Names of tensors whose gradients are computed last in a block's backward."""
+
+
+def plus(*parts: Bytes) -> Bytes:
+    """Sum by kind."""
+    total = dict(parts[0])
+    for part in parts[1:]:
+        for kind, size in part.items():
+            total[kind] = total.get(kind, 0.0) + size
+    return total
+
+
+def heaviest(moments: Iterable[Bytes]) -> Bytes:
+    """The moment with the most bytes."""
+    return max(moments, key=lambda moment: sum(moment.values()), default={})
+
+
+@dataclass(frozen=True)
+class ModuleParameters:
+    """Bytes of a module's parameters and gradients: one FSDP group, or two with experts."""
+
+    gathered: float
+    """Gathered parameters, in the compute dtype."""
+    buffer: float
+    """Gather buffer; 0 without sharding."""
+    gradients: float
+    """Unsharded gradients, as backward computes them."""
+    first_gradients: float
+    """Unsharded gradients that exist at the peak of backward."""
+    late_gradients: float
+    """Unsharded gradients that exist in backward of attention."""
+    accumulated: float
+    """Unsharded gradients, as they are accumulated over passes."""
+    reduced: tuple[float, ...]
+    """Inputs of the reduce-scatters: one, or that of the experts too; none if another module's has them."""
+    sharded: float
+    """Gradients of the shards."""
+
+
+@dataclass(frozen=True)
+class Module:
+    """One step of a stage's forward."""
+
+    name: str
+    part: PartBytes
+    parameters: ModuleParameters
+    freed: bool
+    """Whether gathered parameters are freed after forward."""
+
+
+class StageMemory:
+    """Memory of the passes of one stage, for one microbatch, on its rank with the most memory.
+
+    Args:
+        job: the resolved job.
+        parameters: parameters of the rank, for all its stages.
+        stage: the stage.
+        prices: converts activations of model parts to bytes.
+        joint_ends: that of ``Software``; a pipeline has the ends on different ranks.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        parameters: RankParameters,
+        stage: int,
+        prices: ActivationBytes,
+        *,
+        joint_ends: bool = False,
+    ) -> None:
+        self.job, self.stage, self.fsdp = job, stage, job.uses_fsdp
+        self.pipelined = job.parallelism.pp > 1
+        self.activations = prices
+        self.names = split_modules(job.parallelism, job.model.n_layers)[stage]
+        groups = parameters.groups(stage)
+        self.has_head = "output" in self.names
+        self.logits = LogitBytes(job, self.activations) if self.has_head else None
+        self._backward: dict[tuple[bool, bool], list[Bytes]] = {}
+        self._held = parameters.modules[stage]
+        self.modules = [self._module(name, part, groups) for name, part in self._parts()]
+        if joint_ends and self.fsdp and not self.pipelined:
+            self._join_ends()
+
+    def _parts(self) -> list[tuple[str, PartBytes]]:
+        parts = []
+        for name in self.names:
+            if name == "tok_embeddings":
+                parts.append((name, self.activations.embedding()))
+            elif name.startswith("layers."):
+                parts.append((name, self.activations.block(int(name.split(".")[1]))))
+        if self.has_head and self.job.model.mtp.depth:
+            parts.append(("mtp", self.activations.prediction()))
+            parts.append(("mtp.block", self.activations.block(self.job.model.n_layers)))
+        if self.has_head:
+            parts.append(("head", self.activations.head()))
+        return parts
+
+    def _module(self, name: str, part: PartBytes, groups: dict[str, list[HeldTensor]]) -> Module:
+        own = [*groups.get(name, []), *(groups.get("root", []) if name == "head" else [])]
+        held = own, groups.get(f"{name}.experts", [])
+        block = self._held.get(name) if name.startswith("layers.") else None
+        if block is None:
+            parameters = self._parameters(*held)
+        else:
+            key = self.fsdp, self.job.parallelism.cpu_offload
+            parameters = block.once(key, lambda: self._parameters(*held))
+        return Module(name, part, parameters, self.job.parallelism.frees(name))
+
+    def _join_ends(self) -> None:
+        first, *blocks, head = self.modules
+        own, late = first.parameters, head.parameters
+        joint = replace(
+            own,
+            gathered=own.gathered + late.gathered,
+            buffer=own.buffer + late.buffer,
+            reduced=(sum(own.reduced) + sum(late.reduced),),
+            sharded=own.sharded + late.sharded,
+        )
+        late = replace(late, gathered=0.0, buffer=0.0, reduced=(), sharded=0.0)
+        blocks[-1] = replace(blocks[-1], freed=False)
+        self.modules = [
+            replace(first, parameters=joint, freed=False),
+            *blocks,
+            replace(head, parameters=late),
+        ]
+
+    def _parameters(self, *groups: list[HeldTensor]) -> ModuleParameters:
+        layout, precision = self.job.parallelism, self.job.precision
+        tensors = [tensor for group in groups for tensor in group]
+        compute, reduce = BYTES[precision.param_dtype], BYTES[precision.reduce_dtype]
+        master = BYTES[precision.master_dtype]
+        # FSDP pads shards to the first one's length.
+        padded = {
+            tensor.name: tensor.held_elements
+            * (layout.expert_shards if tensor.spec.is_expert else layout.parameter_shards)
+            for tensor in tensors
+        }
+        elements = sum(tensor.gathered_elements for tensor in tensors)
+        offloaded = layout.cpu_offload and not self.activations.cpu
+        sharded = 0.0 if offloaded else float(master * sum(tensor.held_elements for tensor in tensors))
+        first = sum(t.gathered_elements for t in tensors if t.name.endswith((".w2", ".w2.weight")))
+        late = sum(t.gathered_elements for t in tensors if not IN_ATTENTION.search(t.name))
+        if not self.fsdp:
+            own = master * elements
+            return ModuleParameters(0, 0, own, master * first, master * late, own, (), sharded)
+        in_float8 = {
+            tensor.name
+            for tensor in tensors
+            if tensor.spec.is_matrix and tensor.spec.module in self.activations.gathered_in_float8
+        }
+        sizes = (BYTES["float8"] if t.name in in_float8 else compute for t in tensors)
+        gathered = sum(size * padded[t.name] for size, t in zip(sizes, tensors, strict=True))
+        return ModuleParameters(
+            gathered=gathered,
+            buffer=gathered if layout.parameter_shards > 1 else 0,
+            gradients=compute * elements,
+            first_gradients=compute * first,
+            late_gradients=compute * late,
+            accumulated=reduce * elements,
+            reduced=tuple(reduce * sum(padded[t.name] for t in group) for group in groups if group),
+            sharded=sharded,
+        )
+
+    @cached_property
+    def kept(self) -> Bytes:
+        """Memory that a microbatch saves from its forward to its backward."""
+        held = {"activations": sum(module.part.kept for module in self.modules)}
+        if self.pipelined and self.stage > 0:
+            # The first block's input is the receive buffer, which is counted with the boundaries.
+            held["activations"] -= min(self.boundary, self.modules[0].part.kept)
+        if self.pipelined and not self.has_head:
+            held["activations"] += self.boundary  # the schedule keeps a stage's output
+        return plus(held, {"logits": self.logits.kept} if self.logits is not None else {})
+
+    @cached_property
+    def kept_for_weights(self) -> Bytes:
+        """Memory between backward for inputs and for weights: recomputed blocks have all of their tensors."""
+        return {"activations": sum(max(module.part.kept, module.part.backward) for module in self.modules)}
+
+    @cached_property
+    def boundary(self) -> float:
+        """Bytes of one microbatch's stream between stages."""
+        layout = self.job.parallelism
+        split = layout.tp if layout.uses_sequence_parallel else 1
+        size = BYTES[self.job.precision.param_dtype]
+        return self.activations.tokens * self.job.model.dim * size / split
+
+    @cached_property
+    def left(self) -> Bytes:
+        """Memory that a microbatch leaves after its backward with ``Software.keeps_outputs``."""
+        output = self.boundary if self.logits is None else self.logits.compute * self.logits.numbers
+        return {"activations": output + (self.boundary if self.stage > 0 else 0.0)}
+
+    @cached_property
+    def resident(self) -> float:
+        """Gathered bytes that stay from forward to backward; in a pipeline until the end of the step."""
+        return sum(m.parameters.gathered for m in self.modules if self.pipelined or not m.freed)
+
+    @cached_property
+    def accumulated(self) -> float:
+        """Bytes of the unsharded gradients of all modules."""
+        return sum(module.parameters.accumulated for module in self.modules)
+
+    @cached_property
+    def buffers(self) -> float:
+        """Largest buffers of two neighbouring modules: one is copied while the next is gathered."""
+        sizes = [module.parameters.buffer for module in self.modules]
+        return max(one + next_one for one, next_one in zip(sizes, [*sizes[1:], 0.0], strict=True))
+
+    @cached_property
+    def forward(self) -> Bytes:
+        """Peak of a forward pass, in addition to the memory before it.
+
+        In a pipeline the parameters are already gathered.
+        """
+        moments, held, gathered = [], 0.0, 0.0
+        for module in self.modules:
+            own = module.parameters.gathered
+            moment = {"activations": held + module.part.forward, "gathered": gathered}
+            if not self.pipelined:
+                moment = plus(moment, {"gathered": own, "buffers": module.parameters.buffer})
+            moments.append(moment)
+            held += module.part.kept
+            gathered += 0.0 if module.freed or self.pipelined else own
+        if self.logits is not None:
+            moments.append(
+                {"activations": held, "gathered": gathered, "logits": self.logits.forward},
+            )
+        return heaviest(moments)
+
+    def backward(self, *, gradients_there: bool, accumulates: bool) -> list[Bytes]:
+        """Peaks of a backward pass, with and without unusable memory, including this microbatch's saved
+        activations.
+
+        Args:
+            gradients_there: whether gradients of earlier passes exist (the caller counts them).
+            accumulates: whether gradients stay unsharded.
+        """
+        how = gradients_there, accumulates
+        if how not in self._backward:
+            moments = self._backward_moments(*how)
+            peaks = self._backward[how] = [heaviest(moments)]
+            if peaks[0].get("unusable"):
+                peaks.append(heaviest({**each, "unusable": 0.0} for each in moments))
+        return self._backward[how]
+
+    def _backward_moments(self, gradients_there: bool, accumulates: bool) -> list[Bytes]:
+        moments = []
+        held = self.kept.get("activations", 0.0)
+        gathered = 0.0 if self.pipelined else self.resident
+        at_once = self.job.optimizer.in_backward  # gradients are used and freed at once
+        # Gradients of later modules, unsharded and sharded; input of the reduce-scatter in flight.
+        unsharded = shards = reducing = 0.0
+        if self.logits is not None:
+            loss = {"activations": held, "gathered": gathered, "logits": self.logits.backward}
+            moments.append(loss | {"unusable": self.logits.unusable})
+        for index in range(len(self.modules) - 1, -1, -1):
+            module = self.modules[index]
+            part, own = module.part, module.parameters
+            before = self.modules[index - 1] if index else None
+            arriving = 0.0
+            if self.fsdp and not self.pipelined:
+                gathered += own.gathered if module.freed else 0.0
+                arriving = before.parameters.buffer if before is not None and before.freed else 0.0
+            held -= part.kept
+            base = {"gathered": gathered, "buffers": arriving, "shards": shards, "communication": reducing}
+            for activations, gradients in (
+                (part.backward, own.first_gradients),
+                (part.late_backward, own.late_gradients),
+                (0.0, own.gradients),
+            ):
+                logits = self.logits.gradient if self.logits is not None and module.name == "head" else 0.0
+                # Gradients that are added to existing ones are each freed at once.
+                new = gradients / 4 if gradients_there and not self.fsdp else gradients
+                moment = {"activations": held + activations, "gradients": unsharded + new, "logits": logits}
+                moments.append(base | moment)
+            if not self.pipelined:
+                gathered -= own.gathered
+            base |= {"gathered": gathered, "activations": held}
+            if accumulates:
+                if self.fsdp and own.accumulated != own.gradients:
+                    # Converted tensor by tensor, so both copies exist.
+                    moments.append(plus(base, {"gradients": unsharded + own.gradients + own.accumulated}))
+                unsharded += 0.0 if gradients_there or at_once else own.accumulated
+            else:
+                base["communication"] = reducing = sum(own.reduced)
+                moments.append(plus(base, {"gradients": unsharded + own.gradients, "shards": own.sharded}))
+                unsharded += 0.0 if own.reduced else own.gradients  # reduced with those of another module
+                shards += 0.0 if gradients_there or at_once else own.sharded
+        return moments
+
+    @cached_property
+    def reduction(self) -> float:
+        """Peak bytes of the inputs of two overlapping reduce-scatters."""
+        sizes = [size for module in self.modules for size in module.parameters.reduced]
+        return max(map(sum, pairwise([0.0, *sizes])), default=0.0)
+
 
 MIB = 2**20
 
@@ -131,9 +452,13 @@ class RankStep:
         moments = list(self._moments())
         fullest = heaviest(self._as_reserved(moment) for moment in moments)
         kinds = {kind: float(fullest.get(kind, 0.0)) for kind in KINDS}
-        kinds["runtime"] += self._runtime(kinds)
         allocated = max(sum(moment.values()) - moment.get("unusable", 0.0) for moment in moments)
-        allocated += 0 if self.cpu else 2 * CUBLAS_WORKSPACE  # tensors of torch
+        if self.cpu:
+            kinds["runtime"] += CPU_PROCESS
+        else:
+            own = self._gradients() if self.fsdp else 0.0
+            kinds["runtime"] += FRAGMENTATION * (sum(kinds.values()) - own) + 2 * CUBLAS_WORKSPACE
+            allocated += 2 * CUBLAS_WORKSPACE  # tensors of torch
         return RankMemory(self.parameters.pp_rank, self.parameters.stages, kinds, allocated)
 
     def _as_reserved(self, moment: Bytes) -> Bytes:
@@ -157,28 +482,24 @@ class RankStep:
         # The first pass starts without gradients; later passes except the last are like the second.
         for number in {0, min(1, passes - 1), passes - 1}:
             yield from self._pass(always, number, last=number + 1 == passes)
-        yield plus(always, {"shards": self._gradients()}, self._update())
+        update = planned_update(self.job, self.parameters)
+        exchanged = {} if update is None else {"communication": update.buffers}
+        updating = max(self._rounding(), exchanged, key=lambda kinds: sum(kinds.values()))
+        yield plus(always, {"shards": self._gradients()}, updating)
 
     def _always(self) -> Bytes:
         """Bytes that stay for the complete step, from the second step on (the optimizer has its state)."""
-        buffers = self.parameters.buffer_bytes + self._rotation_table()
+        job, held = self.job, self.parameters
+        # The batch of all passes; cosines and sines of this rank's positions, float32, one table per stage.
+        rows = job.global_batch_size // job.parallelism.data_parallel
+        length = job.training.seq_len / job.parallelism.cp
+        buffers = held.buffer_bytes + len(self.stages) * 4 * length * job.model.rotated_width
         return {
-            "parameters": buffers + (0 if self.offloaded else self.parameters.parameter_bytes),
-            "optimizer": 0.0 if self.offloaded else self.parameters.optimizer_bytes,
-            "activations": self._batch(),
+            "parameters": buffers + (0 if self.offloaded else held.parameter_bytes),
+            "optimizer": 0.0 if self.offloaded else held.optimizer_bytes,
+            "activations": rows * costs_of(job.model).sample_bytes(job.model, job.training.seq_len),
             "communication": self._boundaries(),
         }
-
-    def _batch(self) -> float:
-        """Bytes of the batch, of complete sequences, for all passes of a step."""
-        rows = self.job.global_batch_size // self.job.parallelism.data_parallel
-        model = self.job.model
-        return rows * costs_of(model).sample_bytes(model, self.job.training.seq_len)
-
-    def _rotation_table(self) -> float:
-        """Bytes of cosines and sines of this rank's positions, float32, one table per stage."""
-        length = self.job.training.seq_len / self.job.parallelism.cp
-        return len(self.stages) * 4 * length * self.job.model.rotated_width
 
     def _boundaries(self) -> float:
         """Bytes of the stages' receive buffers, for all microbatches (PipelineStage, args_recv_info)."""
@@ -190,10 +511,13 @@ class RankStep:
 
     def _pass(self, always: Bytes, number: int, *, last: bool) -> Iterator[Bytes]:
         """Yield the peaks of the passes over one local batch."""
-        reduces = self.fsdp and not self.pipelined and (self.job.parallelism.parameter_shards > 1 or last)
-        sharded_before = self._sharded_after(number)
-        before = {stage: self._accumulated_after(number, stage) for stage in self.numbers}
-        after = before if reduces else {stage: self.stages[stage].accumulated for stage in self.numbers}
+        scatters = self.fsdp and (self.job.parallelism.parameter_shards > 1 or self.pipelined)
+        reduces = self.fsdp and not self.pipelined and (scatters or last)
+        # Gradients that earlier passes accumulated: of shards, or unsharded.
+        sharded_before = self._gradients() if number and scatters else 0.0
+        own_gradients = {stage: self.stages[stage].accumulated for stage in self.numbers}
+        before = own_gradients if number and not scatters else dict.fromkeys(self.numbers, 0.0)
+        after = before if reduces else own_gradients
         for moment in self.passes:
             stage, counts = self.stages[moment.stage], moment.counts
             gradients = (
@@ -238,42 +562,18 @@ class RankStep:
         sizes = [size for stage, count in ran.items() for size in [self.stages[stage].resident] * count]
         return sum(sorted(sizes, reverse=True)[:STAGES_GATHERED])
 
-    def _accumulated_after(self, passes: int, stage: int) -> float:
-        """Bytes of a stage's unsharded gradients, accumulated by earlier passes."""
-        layout = self.job.parallelism
-        unsharded = not self.fsdp or (layout.parameter_shards == 1 and not self.pipelined)
-        return self.stages[stage].accumulated if passes and unsharded else 0.0
-
-    def _sharded_after(self, passes: int) -> float:
-        """Bytes of sharded gradients, accumulated by earlier passes."""
-        layout = self.job.parallelism
-        scattered = self.fsdp and (layout.parameter_shards > 1 or self.pipelined)
-        return self._gradients() if passes and scattered else 0.0
-
     def _gradients(self) -> float:
         """Bytes of sharded gradients on the device after backward."""
         if self.job.optimizer.in_backward or self.offloaded:
             return 0.0
         return self.parameters.gradient_bytes
 
-    def _update(self) -> Bytes:
-        """Temporary memory of the optimizer's update."""
-        update = planned_update(self.job, self.parameters)
-        exchanged = {} if update is None else {"communication": update.buffers}
-        return max(self._rounding(), exchanged, key=lambda kinds: sum(kinds.values()))
-
     def _rounding(self) -> Bytes:
         """Temporary memory of torch's updates, and of ours in float32."""
         largest = self.parameters.largest
         how = self.job.optimizer.implementation
         if "bfloat16" in (self.job.precision.master_dtype, self.job.optimizer.state_dtype):
-            return {"runtime": 5 * 4 * largest}  # optimizer/adamw.py: value, means, gradient and root
+            return {"runtime": 5 * 4 * largest}  # optimizer/elementwise.py: value, means, gradient and root
         if how == "foreach":
             return {"runtime": float(self.parameters.parameter_bytes)}  # roots of all second moments
         return {"runtime": 2.0 * 4 * largest if how == "for-loop" else 0.0}
-
-    def _runtime(self, kinds: Bytes) -> float:
-        if self.cpu:
-            return CPU_PROCESS
-        own = self._gradients() if self.fsdp else 0.0
-        return FRAGMENTATION * (sum(kinds.values()) - own) + 2 * CUBLAS_WORKSPACE

@@ -21,18 +21,17 @@ from harness.config.pipeline import num_stages, split_modules, stages_of_rank
 from harness.model.architecture import block_kinds
 from harness.precision.linears import sort_linears
 from harness.tools.plan.block_cost import Worker
+from harness.tools.plan.collectives import Pass, Sharer
 from harness.tools.plan.constants import Calibration
-from harness.tools.plan.fsdp_cost import Sharer
 from harness.tools.plan.machine import Machine, device_of, machine_of
 from harness.tools.plan.make import plan_memory, with_speed
 from harness.tools.plan.memory import RankStep, equal_stages, memory_limit
-from harness.tools.plan.memory_activations import ActivationBytes
+from harness.tools.plan.memory_parts import ActivationBytes
 from harness.tools.plan.order import fullest, passes_of_rank
 from harness.tools.plan.parameters import RankParameters, parameters_of
 from harness.tools.plan.plan import PARTS, Action, Plan
 from harness.tools.plan.render import mesh_of
 from harness.tools.plan.space import MODES, Legality, Point, Space
-from harness.tools.plan.traffic import Pass
 from harness.util.errors import ConfigError, UserError
 from harness.util.hardware import ACCELERATORS, Accelerator
 from harness.util.tables import gib

@@ -10,10 +10,9 @@ from harness.config.pipeline import split_modules, stages_of_rank
 from harness.model.spec import block_tensors
 from harness.tools.plan.costs import costs_of
 from harness.tools.plan.machine import machine_of
-from harness.tools.plan.parameters import parameters_of, tp_of
+from harness.tools.plan.parameters import parameters_of, planned_update, tp_of
 from harness.tools.plan.plan import Plan
 from harness.tools.plan.step_time import StepModel
-from harness.tools.plan.update import planned_update
 from harness.tools.rehearse.figures import RankFigures
 
 HOST_KINDS = {"exchange": "all_to_all"}

@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.tools.report.fits import Fits, Run, formula
-from harness.tools.report.isoflop import Growth
-from harness.tools.report.power_laws import COMPUTE, LEVEL, Fit
-from harness.util.plots import COLORS, new_figure, of_extra, save, ticks
+from harness.tools.report.power_laws import COMPUTE, LEVEL, Fit, Frontier
+from harness.util.plots import COLORS, new_figure, save, ticks
 from harness.util.tables import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
+
+    from harness.tools.report.fits import Fits, Run
 
 _POINTS = 60
 _HELD_OUT = "#009e73"
@@ -31,7 +31,7 @@ def draw_law(path: Path, title: str, made: Fits) -> str:
         _draw_against(axis, made, made.law)
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False, fontsize=8)
-    axis.set_title(f"{title}: {formula(made.law.law)}", fontsize=11)
+    axis.set_title(f"{title}: {made.law.law.formula}", fontsize=11)
     save(figure, path)
     return path.name
 
@@ -96,17 +96,16 @@ def _draw_forecasts(axis: Axes, made: Fits, positions: Sequence[float]) -> None:
         )  # fmt: skip
 
 
-def draw_isoflop(path: Path, title: str, found: Growth) -> str:
+def draw_isoflop(path: Path, title: str, found: Frontier) -> str:
     """Draw the parabola of each budget, and, if any has a minimum, the best sizes; return the file's name."""
+    import matplotlib
     import numpy as np
 
-    has_minimum = any(each.best is not None for each in found.valleys)
+    has_minimum = any(each.best is not None for each in found.parabolas)
     figure = new_figure(11 if has_minimum else 5.6, 4.6)
     left, *rest = axes = figure.subplots(1, 1 + has_minimum, squeeze=False)[0]
-    colors = [
-        of_extra("matplotlib").colormaps["viridis"](each) for each in np.linspace(0, 0.85, len(found.valleys))
-    ]
-    for color, each in zip(colors, found.valleys, strict=True):
+    colors = [matplotlib.colormaps["viridis"](each) for each in np.linspace(0, 0.85, len(found.parabolas))]
+    for color, each in zip(colors, found.parabolas, strict=True):
         left.scatter(each.variable, each.losses, color=color, s=22, label=f"{each.flops:.2g} FLOPs")
         grid = np.geomspace(each.variable.min(), each.variable.max(), _POINTS)
         left.plot(grid, np.polyval(each.curve, np.log(grid)), color=color, linewidth=1)
@@ -124,16 +123,16 @@ def draw_isoflop(path: Path, title: str, found: Growth) -> str:
     return path.name
 
 
-def _draw_best(axis: Axes, found: Growth, colors: Sequence[Any]) -> None:
+def _draw_best(axis: Axes, found: Frontier, colors: Sequence[Any]) -> None:
     """Draw the best size of each budget, and the power law through them."""
     import numpy as np
 
-    for color, each in zip(colors, found.valleys, strict=True):
+    for color, each in zip(colors, found.parabolas, strict=True):
         if each.best is not None:
             errors = [[side] for side in each.best.sides]
             axis.errorbar([each.flops], [each.best.value], yerr=errors, fmt="o", color=color, capsize=4)
     if found.exponent is not None and found.factor is not None:
-        flops = np.array([found.valleys[0].flops, found.valleys[-1].flops])
+        flops = np.array([found.parabolas[0].flops, found.parabolas[-1].flops])
         power = found.exponent
         axis.plot(
             flops, found.factor * flops**power.value, color="#1b1f24", linewidth=1,
@@ -146,10 +145,11 @@ def _draw_best(axis: Axes, found: Growth, colors: Sequence[Any]) -> None:
 
 def _name_ticks(side: Axis, form: Callable[[float], str]) -> None:
     """Label a logarithmic axis with a few round numbers."""
-    ticker = of_extra("matplotlib.ticker")
+    from matplotlib.ticker import FixedLocator, NullLocator
+
     low, high = side.get_view_interval()
-    side.set_major_locator(ticker.FixedLocator(ticks(low, high)))
-    side.set_minor_locator(ticker.NullLocator())
+    side.set_major_locator(FixedLocator(ticks(low, high)))
+    side.set_minor_locator(NullLocator())
     side.set_major_formatter(lambda value, _: form(value))
 
 

@@ -1,19 +1,31 @@
-"""Fits of scaling laws to the runs of a ladder or of IsoFLOP sweeps: what they determine, and predictions."""
+"""Scaling laws of the runs of a ladder or of IsoFLOP sweeps: fits, what they determine, and predictions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from harness.compose.size import count
+from harness.compose.scale import count
 from harness.config.fields import NUMERICS, leaves
 from harness.config.job import Job
 from harness.launch.rows import job_of
 from harness.model.accounting import account
-from harness.tools.report.isoflop import Growth, growth
-from harness.tools.report.power_laws import CHINCHILLA, COMPUTE, LEVEL, Estimate, Fit, Law, fit, interval
+from harness.tools.report import fit_plots
+from harness.tools.report.power_laws import (
+    CHINCHILLA,
+    COMPUTE,
+    LEVEL,
+    Fit,
+    Frontier,
+    Interval,
+    Law,
+    fit,
+    fit_frontier,
+)
 from harness.util.errors import UserError
+from harness.util.tables import Block, Column, Document, Figure, Table
 from harness.util.tables import counted as in_units
 
 Row = dict[str, Any]
@@ -28,6 +40,40 @@ depends on the exponent, SURE_OF_COEFFICIENT."""
 VALIDATION = "validation_loss"
 SAME_DATA = ("data.", "tokenizer.", "training.seq_len")
 """Fields that are the same in all runs, or their losses cannot be compared."""
+
+_RUNS = (
+    Column("point", "run"),
+    Column("N", "parameters", ",d"),
+    Column("D", "tokens", ",d"),
+    Column("ratio", "tokens per parameter", ".1f"),
+    Column("C", "FLOPs", ".3g"),
+    Column("loss", "loss", ".4f"),
+    Column("fitted", "fitted", ".4f"),
+    Column("error", "loss / fitted - 1", "+.2%"),
+)
+_FORECASTS = (
+    *_RUNS[:5],
+    Column("predicted", "predicted", ".4f"),
+    Column("low", "low", ".4f"),
+    Column("high", "high", ".4f"),
+    Column("loss", "measured", ".4f"),
+    Column("error", "measured / predicted - 1", "+.2%"),
+    Column("inside", "in the interval"),
+)
+_PARAMETERS = (
+    Column("name", "parameter"),
+    Column("value", "value", ".5g"),
+    Column("low", "low", ".5g"),
+    Column("high", "high", ".5g"),
+)
+_PARABOLAS = (
+    Column("C", "FLOPs", ".3g"),
+    Column("sizes", "runs", "d"),
+    Column("N", "best N"),
+    Column("D", "best D"),
+    Column("loss", "lowest loss", ".4f"),
+    Column("reason", "why not"),
+)
 
 
 @dataclass(frozen=True)
@@ -53,7 +99,7 @@ class Forecast:
     """A run that is not part of the fit: its predicted loss, and the measured one if it has completed."""
 
     run: Run
-    predicted: Estimate
+    predicted: Interval
 
     @property
     def error(self) -> float | None:
@@ -78,8 +124,8 @@ class Fits:
     runs: list[Run]
     loss: str
     law: Fit | None = None
-    by_parameters: Growth | None = None
-    by_tokens: Growth | None = None
+    by_parameters: Frontier | None = None
+    by_tokens: Frontier | None = None
     forecasts: list[Forecast] = field(default_factory=list)
     words: list[str] = field(default_factory=list)
 
@@ -95,7 +141,7 @@ def fits_of(rows: Sequence[Row], *, counted: str = "non_embedding", hold_out: in
     Raises:
         UserError: no run has completed, or losses cannot be compared.
     """
-    validated = all(_is_positive(row.get(VALIDATION)) for row in rows if _is_done(row))
+    validated = all(_is_positive(row.get(VALIDATION)) for row in rows if row["state"] == "completed")
     loss = VALIDATION if validated else "loss"
     runs = [_run(row, loss, counted) for row in rows if row["state"] != "skipped"]
     _require_comparable(rows)
@@ -106,8 +152,8 @@ def fits_of(rows: Sequence[Row], *, counted: str = "non_embedding", hold_out: in
         words.append("It is the loss of one batch, and noisy; `validation.interval` measures a better one.")
     law, more = _law(fitted)
     words += more
-    by_parameters, by_tokens = _growths(fitted)
-    words += _growth_in_words(by_parameters, by_tokens)
+    by_parameters, by_tokens = _frontiers(fitted)
+    words += _frontiers_in_words(by_parameters, by_tokens)
     others = [run for run in runs if run not in fitted]
     forecasts = []
     if law is not None and others:
@@ -129,10 +175,6 @@ def _without_largest(runs: Sequence[Run], hold_out: int) -> list[Run]:
     return [run for run in runs if run.flops <= computes[len(computes) - 1 - hold_out]]
 
 
-def _is_done(row: Row) -> bool:
-    return bool(row["state"] == "completed")
-
-
 def _is_positive(value: Any) -> bool:
     return isinstance(value, int | float) and value > 0
 
@@ -140,15 +182,16 @@ def _is_positive(value: Any) -> bool:
 def _run(row: Row, loss: str, counted: str) -> Run:
     job = job_of(row)
     assert job is not None, "only skipped points have no job"
-    tokens = row["tokens"] if _is_done(row) else job.sizes.tokens(job.steps)
+    is_done = row["state"] == "completed"
+    tokens = row["tokens"] if is_done else job.sizes.tokens(job.steps)
     each = account(job.model, job.training.seq_len).flops_per_token_full
-    measured = float(row[loss]) if _is_done(row) and _is_positive(row.get(loss)) else None
+    measured = float(row[loss]) if is_done and _is_positive(row.get(loss)) else None
     return Run(row["point"], count(job.model, counted), tokens, each * tokens, measured)
 
 
 def _require_comparable(rows: Sequence[Row]) -> None:
     """Check that losses are of the same data."""
-    done = [row for row in rows if _is_done(row)]
+    done = [row for row in rows if row["state"] == "completed"]
     if not done:
         raise UserError("no run has completed, so there is no loss to fit; would work: the same after a run")
     names = [name for name, role, _ in leaves(Job()) if role == NUMERICS and name.startswith(SAME_DATA)]
@@ -186,7 +229,7 @@ def _law(runs: Sequence[Run]) -> tuple[Fit | None, list[str]]:
 def _law_in_words(made: Fit) -> list[str]:
     estimates = {name: made.estimate(name) for name in made.law.parameters}
     values = ", ".join(f"{name} = {in_words(each)}" for name, each in estimates.items())
-    words = [f"`{formula(made.law)}`: {values}; residuals {made.rms:.2%} (root mean square)."]
+    words = [f"`{made.law.formula}`: {values}; residuals {made.rms:.2%} (root mean square)."]
     unsure = [
         name
         for name, each in estimates.items()
@@ -200,40 +243,34 @@ def _law_in_words(made: Fit) -> list[str]:
     if made.law is CHINCHILLA:
         alpha, beta = (made.replicates[:, made.law.parameters.index(name)] for name in made.law.exponents)
         value = made.values["beta"] / (made.values["alpha"] + made.values["beta"])
-        best = Estimate(value, *interval(beta / (alpha + beta)))
+        best = Interval.of(value, beta / (alpha + beta))
         words.append(f"The compute-optimal size grows as C^a, a = beta / (alpha + beta) = {in_words(best)}.")
     return words
 
 
-def formula(law: Law) -> str:
-    """Format a law: ``L = E + K / C^gamma``."""
-    terms = zip(law.coefficients, law.variables, law.exponents, strict=True)
-    return " + ".join(["L = E", *(f"{k} / {x}^{g}" for k, x, g in terms)])
-
-
-def in_words(estimate: Estimate, form: str = ".4g") -> str:
+def in_words(estimate: Interval, form: str = ".4g") -> str:
     """Format a value with its interval."""
     return f"{estimate.value:{form}} ({estimate.low:{form}} to {estimate.high:{form}})"
 
 
-def _growths(runs: Sequence[Run]) -> tuple[Growth | None, Growth | None]:
+def _frontiers(runs: Sequence[Run]) -> tuple[Frontier | None, Frontier | None]:
     flops, losses = [run.flops for run in runs], [run.loss or 0.0 for run in runs]
-    by_parameters = growth(flops, [float(run.parameters) for run in runs], losses)
-    return by_parameters, by_parameters and growth(flops, [float(run.tokens) for run in runs], losses)
+    by_parameters = fit_frontier(flops, [float(run.parameters) for run in runs], losses)
+    return by_parameters, by_parameters and fit_frontier(flops, [float(run.tokens) for run in runs], losses)
 
 
-def _growth_in_words(by_parameters: Growth | None, by_tokens: Growth | None) -> list[str]:
+def _frontiers_in_words(by_parameters: Frontier | None, by_tokens: Frontier | None) -> list[str]:
     words = []
     for name, found in (("N", by_parameters), ("D", by_tokens)):
         if found is None:
             continue
         words += [
-            f"IsoFLOP at {each.flops:.3g} FLOPs: no best {name}, because {each.why_not}."
-            for each in found.valleys
+            f"IsoFLOP at {each.flops:.3g} FLOPs: no best {name}, because {each.reason}."
+            for each in found.parabolas
             if each.best is None
         ]
         if found.exponent is None:
-            words.append(f"IsoFLOP: the growth of the best {name} is not determined: {found.why_not}.")
+            words.append(f"IsoFLOP: the growth of the best {name} is not determined: {found.reason}.")
         else:
             words.append(f"IsoFLOP: the best {name} grows as C^{in_words(found.exponent)}.")
             if not found.exponent.is_within(SURE):
@@ -251,3 +288,79 @@ def _forecast_in_words(each: Forecast, fitted: Sequence[Run]) -> str:
         return f"{words}; not measured yet."
     inside = "inside" if each.run.loss in each.predicted else "OUTSIDE"
     return f"{words}, measured {each.run.loss:.4f} ({each.error:+.2%}), {inside} the {LEVEL:.0%} interval."
+
+
+def report_fits(title: str, made: Fits, counted: str, folder: Path) -> Document:
+    """Report the fits, and write their pictures into ``folder``.
+
+    Args:
+        title: title of the report.
+        made: the fits.
+        counted: which parameters were counted.
+        folder: folder for its pictures.
+    """
+    blocks: list[Block] = []
+    runs, predictions = _rows_of_runs(made), [_of_forecast(each) for each in made.forecasts]
+    if made.law is not None:
+        text = (
+            f"`{made.law.law.formula}`, fitted to the logarithm of the loss. "
+            f"Intervals: {LEVEL:.0%}, by bootstrap. N: parameters ({counted.replace('_', '-')}), "
+            "D: tokens, C: FLOPs with full attention."
+        )
+        values = [{"name": name, **vars(made.law.estimate(name))} for name in made.law.law.parameters]
+        picture = fit_plots.draw_law(folder / "fits_law.png", title, made)
+        blocks += [Table(_PARAMETERS, values, "Law", [text]), Figure(picture, "Law")]
+    if predictions:
+        text = "The interval is that of one measured loss: uncertainty of the curve, and noise."
+        blocks.append(Table(_FORECASTS, predictions, "Predictions", [text]))
+    if made.by_parameters is not None:
+        picture = fit_plots.draw_isoflop(folder / "fits_isoflop.png", title, made.by_parameters)
+        blocks += [_parabolas(made.by_parameters, made.by_tokens), Figure(picture, "IsoFLOP curves")]
+    blocks.append(Table(_RUNS, runs, "Runs"))
+    return Document(title, made.words, blocks, [*runs, *predictions])
+
+
+def _of_run(run: Run) -> Row:
+    ratio = run.tokens / run.parameters
+    return {
+        "point": run.name,
+        "N": run.parameters,
+        "D": run.tokens,
+        "ratio": ratio,
+        "C": run.flops,
+        "loss": run.loss,
+    }
+
+
+def _rows_of_runs(made: Fits) -> list[Row]:
+    rows = [_of_run(run) for run in made.runs]
+    if made.law is not None:
+        fitted = made.law.predict([run.variables(made.law.law) for run in made.runs])
+        for row, each in zip(rows, fitted, strict=True):
+            row |= {"fitted": each.value, "error": row["loss"] / each.value - 1}
+    return rows
+
+
+def _of_forecast(each: Forecast) -> Row:
+    predicted, loss = each.predicted, each.run.loss
+    return _of_run(each.run) | {
+        "predicted": predicted.value,
+        "low": predicted.low,
+        "high": predicted.high,
+        "error": each.error,
+        "inside": None if loss is None else loss in predicted,
+    }
+
+
+def _parabolas(by_parameters: Frontier, by_tokens: Frontier | None) -> Table:
+    tokens = {} if by_tokens is None else {each.flops: each for each in by_tokens.parabolas}
+    rows = []
+    for each in by_parameters.parabolas:
+        of_tokens = tokens.get(each.flops)
+        row: Row = {"C": each.flops, "sizes": len(each.losses), "reason": each.reason}
+        if each.best is not None:
+            row |= {"N": in_words(each.best, ".3g"), "loss": each.lowest}
+        if of_tokens is not None and of_tokens.best is not None:
+            row["D"] = in_words(of_tokens.best, ".3g")
+        rows.append(row)
+    return Table(_PARABOLAS, rows, "IsoFLOP curves")

@@ -17,7 +17,7 @@ from harness.tools.plan.constants import Calibration
 from harness.tools.plan.make import make_plan
 from harness.tools.report.runs import layout_and_schedule
 from harness.util.errors import UserError
-from harness.util.plots import new_figure, of_extra, save
+from harness.util.plots import new_figure, save
 from harness.util.tables import Block, Column, Document, Figure, Table
 
 Row = dict[str, Any]
@@ -245,6 +245,8 @@ def draw(path: Path, by_rank: dict[int, list[Row]], job: Job) -> bool:
     Returns:
         whether there was a step to draw.
     """
+    from matplotlib.patches import Patch
+
     with_spans = [{row["step"]: row for row in rows if "spans" in row} for rows in by_rank.values()]
     common = set.intersection(*map(set, with_spans))
     if not common:
@@ -270,11 +272,7 @@ def draw(path: Path, by_rank: dict[int, list[Row]], job: Job) -> bool:
     axis.invert_yaxis()
     axis.set_xlabel("ms")
     axis.margins(x=0.005)
-    handles = [
-        of_extra("matplotlib.patches").Patch(facecolor=color, label=name)
-        for name, color in _COLORS.items()
-        if name in used
-    ]
+    handles = [Patch(facecolor=color, label=name) for name, color in _COLORS.items() if name in used]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=8)
     figure.suptitle(f"{job.name}, {layout_and_schedule(job)}: step {step}", fontsize=11)
     save(figure, path)

@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.util.plots import COLORS, new_figure, of_extra, save, ticks
-from harness.util.tables import NOT_MEASURED
+from harness.util.plots import COLORS, new_figure, save, ticks
+from harness.util.tables import NOT_MEASURED, Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-Row = dict[str, Any]
 
 WORDS = {
     "published": "published",
@@ -126,7 +124,8 @@ def against(
     ]
     if len(pairs) < 2:
         return False
-    ticker = of_extra("matplotlib.ticker")
+    from matplotlib.ticker import FixedLocator, NullLocator
+
     figure = new_figure(8, 6.4)
     axis = figure.subplots()
     values = [value for _, *both in pairs for value in both]
@@ -138,8 +137,8 @@ def against(
     axis.scatter(known, expected, s=22, color=COLORS["measured"], zorder=3)
     axis.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
     for side in (axis.xaxis, axis.yaxis):
-        side.set_major_locator(ticker.FixedLocator(ticks(low, high)))
-        side.set_minor_locator(ticker.NullLocator())
+        side.set_major_locator(FixedLocator(ticks(low, high)))
+        side.set_minor_locator(NullLocator())
         side.set_major_formatter(lambda value, _: f"{value:,.10g}")
     axis.set_xlabel(f"{reference} tokens per second and rank")
     axis.set_ylabel("predicted tokens per second and rank")

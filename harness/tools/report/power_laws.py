@@ -1,16 +1,14 @@
-"""Fit sums of power laws with an offset to losses, with bootstrap intervals. No torch, no scipy."""
+"""Fit sums of power laws and IsoFLOP parabolas to losses, with bootstrap intervals. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import numpy as np
+import numpy as np
 
-    Array = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
+Array = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
 HUBER = 1e-3
 """Threshold of the Huber loss of logarithms (arXiv:2203.15556, approach 3)."""
@@ -22,20 +20,19 @@ LEVEL = 0.95
 REPLICATES = 1000
 EXPONENTS = (0.1, 0.25, 0.4, 0.6, 0.9, 1.5)
 """Exponents that the search starts from."""
-_STEPS, _TOLERANCE, _STILL = 400, 1e-10, 6
 _SMALLEST_OFFSET = 1e-4
+SAME = 1.1
+"""Runs whose compute differs by less than this factor from the next one have one budget."""
+LEAST_SIZES = 4
+"""Different sizes that a budget needs: one more than a parabola has parameters."""
+LEAST_BUDGETS = 3
+MOST_LOST = 0.05
+"""Largest fraction of bootstrap replicates without a minimum."""
 
 
 @dataclass(frozen=True)
 class Law:
-    """``L = E + sum over i of K_i / x_i ** g_i``, a power law of each variable.
-
-    Attributes:
-        name: its name.
-        variables: names of x_i.
-        coefficients: names of K_i.
-        exponents: names of g_i.
-    """
+    """``L = E + sum over i of K_i / x_i ** g_i``: names of x_i, K_i and g_i."""
 
     name: str
     variables: tuple[str, ...]
@@ -47,6 +44,12 @@ class Law:
         """Names of all parameters, in the order of a fit's values."""
         return ("E", *self.coefficients, *self.exponents)
 
+    @property
+    def formula(self) -> str:
+        """The law as text: ``L = E + K / C^gamma``."""
+        terms = zip(self.coefficients, self.variables, self.exponents, strict=True)
+        return " + ".join(["L = E", *(f"{k} / {x}^{g}" for k, x, g in terms)])
+
 
 CHINCHILLA = Law("Chinchilla law", ("N", "D"), ("A", "B"), ("alpha", "beta"))
 """``L = E + A / N ** alpha + B / D ** beta`` (arXiv:2203.15556, equation 2)."""
@@ -55,12 +58,18 @@ COMPUTE = Law("power law of compute", ("C",), ("K",), ("gamma",))
 
 
 @dataclass(frozen=True)
-class Estimate:
+class Interval:
     """A value with its interval."""
 
     value: float
     low: float
     high: float
+
+    @classmethod
+    def of(cls, value: float, drawn: Array) -> Interval:
+        """Return a value with the quantiles of bootstrap replicates that include ``LEVEL`` of them."""
+        low, high = np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+        return cls(value, float(low), float(high))
 
     @property
     def sides(self) -> tuple[float, float]:
@@ -100,12 +109,11 @@ class Fit:
         """Root mean square of the residuals, about the relative error of the fitted losses."""
         return float((self.residuals**2).mean() ** 0.5)
 
-    def estimate(self, name: str) -> Estimate:
+    def estimate(self, name: str) -> Interval:
         """Return a parameter with its interval."""
-        drawn = self.replicates[:, self.law.parameters.index(name)]
-        return Estimate(self.values[name], *interval(drawn))
+        return Interval.of(self.values[name], self.replicates[:, self.law.parameters.index(name)])
 
-    def predict(self, variables: Sequence[Sequence[float]], *, noise: bool = False) -> list[Estimate]:
+    def predict(self, variables: Sequence[Sequence[float]], *, noise: bool = False) -> list[Interval]:
         """Return the loss at each point with its interval.
 
         Args:
@@ -113,17 +121,16 @@ class Fit:
             noise: whether the interval is for a measurement, whose noise is added to the uncertainty of
                 the curve.
         """
-        import numpy as np
+        logs, count = np.log(np.asarray(variables, float)), 1 + len(self.law.variables)
 
-        logs = np.log(np.asarray(variables, float))
-        value = np.exp(_log_losses(_internal(self.law, np.array([list(self.values.values())])), logs)[0])
-        drawn = _log_losses(_internal(self.law, self.replicates), logs)
+        def log_losses(values: Array) -> Array:
+            return _log_loss(np.concatenate([np.log(values[:count]), values[count:]]), logs)
+
+        value = np.exp(log_losses(np.array(list(self.values.values()))))
+        drawn = np.stack([log_losses(each) for each in self.replicates])
         if noise:
             drawn = drawn + np.random.default_rng(1).standard_normal(drawn.shape) * self.scatter[:, None]
-        return [
-            Estimate(float(each), *interval(np.exp(column)))
-            for each, column in zip(value, drawn.T, strict=True)
-        ]
+        return [Interval.of(float(at), np.exp(column)) for at, column in zip(value, drawn.T, strict=True)]
 
 
 def fit(
@@ -140,168 +147,204 @@ def fit(
     Raises:
         ValueError: there are not more points than parameters.
     """
-    import numpy as np
-
     logs, targets = np.log(np.asarray(variables, float)), np.log(np.asarray(losses, float))
-    count, size = len(targets), len(law.parameters)
-    if count <= size:
-        raise ValueError(f"{count} points do not determine {size} parameters")
+    count, freedom = len(targets), len(targets) - len(law.parameters)
+    if freedom < 1:
+        raise ValueError(f"{count} points do not determine {len(law.parameters)} parameters")
     middle = logs.mean(axis=0)
     logs = logs - middle  # coefficients and exponents are less correlated there
-    delta = HUBER if count >= MANY else np.inf
-    starts = _starts(logs, targets)
-    ones = np.ones((len(starts), count))
-    found, objectives = _minimize(starts, logs, np.broadcast_to(targets, ones.shape), ones, delta)
-    best = found[np.argmin(objectives)][None]
-    residuals = targets - _log_losses(best, logs)[0]
+    tried = [_minimize(start, logs, targets) for start in _starts(logs, targets)]
+    best, objective = min(tried, key=lambda each: each[1])
+    fitted = _log_loss(best, logs)
+    variance = ((targets - fitted) ** 2).sum()
     random = np.random.default_rng(0)
-    freedom = count - size
     if count >= MANY:
-        drawn = random.integers(count, size=(replicates, count))
-        weights = np.stack([np.bincount(each, minlength=count) for each in drawn]).astype(float)
-        noisy = np.broadcast_to(targets, weights.shape)
-        scatter = np.full(replicates, np.sqrt((residuals**2).sum() / freedom))
+        scatter = np.full(replicates, np.sqrt(variance / freedom))
+        draws = random.integers(count, size=(replicates, count))
+        again = [_minimize(best, logs[draw], targets[draw])[0] for draw in draws]
     else:
         # The variance of the noise is estimated with few degrees of freedom, and drawn from its distribution.
-        scatter = np.sqrt((residuals**2).sum() / random.chisquare(freedom, replicates))
-        noisy = targets - residuals + scatter[:, None] * random.standard_normal((replicates, count))
-        weights = np.ones_like(noisy)
-    again, _ = _minimize(np.repeat(best, replicates, axis=0), logs, noisy, weights, delta)
-    values = _external(law, best, middle)[0]
-    return Fit(
-        law,
-        dict(zip(law.parameters, values.tolist(), strict=True)),
-        _external(law, again, middle),
-        residuals,
-        scatter,
-        float(objectives.min()),
-    )
+        scatter = np.sqrt(variance / random.chisquare(freedom, replicates))
+        noisy = fitted + scatter[:, None] * random.standard_normal((replicates, count))
+        again = [_minimize(best, logs, each)[0] for each in noisy]
+    values = dict(zip(law.parameters, _external(best, middle).tolist(), strict=True))
+    drawn = np.stack([_external(each, middle) for each in again])
+    return Fit(law, values, drawn, targets - fitted, scatter, objective)
 
 
-def interval(drawn: Array) -> tuple[float, float]:
-    """Return the quantiles of bootstrap replicates that include ``LEVEL`` of them."""
-    import numpy as np
-
-    low, high = np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return float(low), float(high)
-
-
-def _starts(logs: Array, targets: Array) -> Array:
+def _starts(logs: Array, targets: Array) -> list[Array]:
     """Return starts: for each combination of exponents the best offset and coefficients, by linear squares.
 
     The law is linear in them (variable projection, arXiv:2603.22339).
     """
-    import numpy as np
-
     losses, starts = np.exp(targets), []
     for exponents in product(EXPONENTS, repeat=logs.shape[1]):
         columns = np.exp(-logs * np.array(exponents))
         design = np.column_stack([np.ones(len(losses)), columns]) / losses[:, None]
         linear = np.linalg.lstsq(design, np.ones(len(losses)), rcond=None)[0]
-        starts.append([*np.log(np.maximum(linear, 0.05 * losses.min())), *exponents])
-    return np.array(starts)
+        starts.append(np.array([*np.log(np.maximum(linear, 0.05 * losses.min())), *exponents]))
+    return starts
 
 
-def _log_losses(values: Array, logs: Array) -> Array:
-    """Return the logarithm of the law, [fits, points], for internal values [fits, parameters]."""
-    import numpy as np
-
-    terms = _terms(values, logs)
-    highest = terms.max(axis=2)
-    return np.asarray(highest + np.log(np.exp(terms - highest[:, :, None]).sum(axis=2)))
+# Minimizers work on the logarithms of offset and coefficients, [1 + variables], followed by the exponents.
 
 
-def _terms(values: Array, logs: Array) -> Array:
-    """Return the logarithm of each term, [fits, points, 1 + variables]."""
-    import numpy as np
-
-    count = logs.shape[1]
-    offset = np.broadcast_to(values[:, None, :1], (len(values), len(logs), 1))
-    powers = values[:, None, 1 : 1 + count] - values[:, None, 1 + count :] * logs[None]
-    return np.concatenate([offset, powers], axis=2)
+def _log_terms(values: Array, logs: Array) -> Array:
+    """Return the logarithm of each term at each point, [points, 1 + variables]."""
+    count = 1 + logs.shape[1]
+    offset = np.zeros((len(logs), 1))
+    values = np.clip(np.nan_to_num(values), -1e6, 1e6)  # of steps along directions without effect
+    return np.asarray(values[:count] - np.concatenate([offset, values[count:] * logs], axis=1))
 
 
-def _minimize(
-    starts: Array, logs: Array, targets: Array, weights: Array, delta: float
-) -> tuple[Array, Array]:
-    """Minimize the weighted Huber loss of each row by Levenberg and Marquardt's method.
+def _log_loss(values: Array, logs: Array) -> Array:
+    return np.asarray(np.logaddexp.reduce(_log_terms(values, logs), axis=1))
+
+
+def _minimize(start: Array, logs: Array, targets: Array) -> tuple[Array, float]:
+    """Return the parameters with the least squares, or Huber loss of many points, and that sum."""
+
+    def slopes(values: Array) -> Array:
+        terms = _log_terms(values, logs)
+        shares = np.exp(terms - np.logaddexp.reduce(terms, axis=1)[:, None])
+        return np.concatenate([shares, -shares[:, 1:] * logs], axis=1)
+
+    from scipy.optimize import least_squares
+
+    many = len(targets) >= MANY
+    found = least_squares(
+        lambda values: _log_loss(values, logs) - targets,
+        start,
+        slopes,
+        method="trf" if many else "lm",
+        loss="huber" if many else "linear",
+        f_scale=HUBER,
+    )
+    found.x[0] = max(found.x[0], np.log(_SMALLEST_OFFSET) + targets.min())  # log 0 is no number
+    return found.x, float(found.cost)
+
+
+def _external(values: Array, middle: Array) -> Array:
+    """Return parameters of the law: coefficients themselves instead of their logarithms, no shift."""
+    count = 1 + len(middle)
+    shift = np.concatenate([[0.0], values[count:] * middle])
+    return np.concatenate([np.exp(np.minimum(values[:count] + shift, 700.0)), values[count:]])
+
+
+@dataclass(frozen=True)
+class Parabola:
+    """The losses of a budget, over the logarithm of model size or tokens (arXiv:2203.15556, approach 2).
+
+    Attributes:
+        flops: mean compute of its runs.
+        variable: model size, or tokens, of each run.
+        losses: loss of each run.
+        curve: loss = curve[0] u**2 + curve[1] u + curve[2], with u = log(variable).
+        best: the variable at the minimum; None: the data do not have one.
+        reason: why there is none.
+    """
+
+    flops: float
+    variable: Array
+    losses: Array
+    curve: Array
+    best: Interval | None
+    reason: str = ""
+
+    @property
+    def lowest(self) -> float:
+        """Loss at the minimum of the parabola."""
+        return float(self.curve[2] - self.curve[1] ** 2 / (4 * self.curve[0]))
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """``best = factor * C ** exponent`` over the budgets; None with a reason if it is not determined."""
+
+    parabolas: list[Parabola]
+    exponent: Interval | None
+    factor: float | None
+    reason: str = ""
+
+
+def budgets(flops: Sequence[float]) -> list[list[int]]:
+    """Group runs of equal compute; return their indices, smallest budget first."""
+    groups: list[list[int]] = []
+    for index in sorted(range(len(flops)), key=lambda each: flops[each]):
+        if groups and flops[index] <= SAME * flops[groups[-1][-1]]:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    return groups
+
+
+def fit_frontier(
+    flops: Sequence[float],
+    variable: Sequence[float],
+    losses: Sequence[float],
+    *,
+    replicates: int = REPLICATES,
+) -> Frontier | None:
+    """Fit a parabola to each budget with enough sizes, and a power law to their minima.
 
     Args:
-        starts: [fits, parameters].
-        logs: logarithms of the variables, [points, variables].
-        targets: logarithms of the losses, [fits, points].
-        weights: [fits, points].
-        delta: threshold of the Huber loss; infinite: squares.
+        flops: compute of each run.
+        variable: its model size, or its tokens.
+        losses: its loss.
+        replicates: number of bootstrap replicates, with normal noise of the residuals' variance.
 
     Returns:
-        the parameters, and the loss of each row.
+        None if no budget has four different values of the variable.
     """
-    import numpy as np
-
-    values, damping = starts.copy(), np.full(len(starts), 1e-2)
-    loss, residuals = _objective(values, logs, targets, weights, delta)
-    floor = np.log(_SMALLEST_OFFSET) + targets.min(axis=1)
-    still = np.zeros(len(starts), int)
-    for _ in range(_STEPS):
-        rows = np.flatnonzero(still <= _STILL)
-        if not rows.size:
-            break
-        own = values[rows]
-        trial = own + _step(own, logs, residuals[rows], weights[rows], delta, damping[rows])
-        trial[:, 0] = np.maximum(trial[:, 0], floor[rows])
-        lower, changed = _objective(trial, logs, targets[rows], weights[rows], delta)
-        gain = (loss[rows] - lower) / np.maximum(loss[rows], 1e-300)
-        better, there = gain > 0, rows[gain > 0]
-        values[there], residuals[there], loss[there] = trial[better], changed[better], lower[better]
-        still[rows] = np.where(gain > _TOLERANCE, 0, still[rows] + 1)
-        damping[rows] = np.clip(damping[rows] * np.where(better, 0.25, 4.0), 1e-12, 1e8)
-    return values, loss
-
-
-def _objective(
-    values: Array, logs: Array, targets: Array, weights: Array, delta: float
-) -> tuple[Array, Array]:
-    """Return the weighted Huber loss of each row, and its residuals."""
-    import numpy as np
-
-    residuals = targets - _log_losses(values, logs)
-    size = np.abs(residuals)
-    inside = np.minimum(size, delta)
-    return (weights * inside * (size - inside / 2)).sum(axis=1), residuals
+    logs, targets = np.log(np.asarray(variable, float)), np.asarray(losses, float)
+    # Sizes that round to the same per cent are one.
+    sizes = np.round(100 * logs)
+    groups = [np.array(group) for group in budgets(flops) if len(set(sizes[group])) >= LEAST_SIZES]
+    if not groups:
+        return None
+    curves = [np.polyfit(logs[group], targets[group], 2) for group in groups]
+    fitted = [np.polyval(curve, logs[group]) for group, curve in zip(groups, curves, strict=True)]
+    # Relative noise is taken to be equal at all budgets.
+    squares = sum(
+        float(((1 - own / targets[group]) ** 2).sum()) for group, own in zip(groups, fitted, strict=True)
+    )
+    random = np.random.default_rng(0)
+    scatter = np.sqrt(squares / random.chisquare(sum(len(group) - 3 for group in groups), replicates))
+    minima, parabolas = [], []
+    for group, curve, own in zip(groups, curves, fitted, strict=True):
+        noise = scatter[:, None] * random.standard_normal((replicates, len(group)))
+        minima.append(_minimum(np.polyfit(logs[group], (own * (1 + noise)).T, 2)))
+        budget = float(np.mean(np.asarray(flops)[group]))
+        parabolas.append(_parabola(budget, np.exp(logs[group]), targets[group], curve, minima[-1]))
+    kept = [index for index, each in enumerate(parabolas) if each.best is not None]
+    if len(kept) < LEAST_BUDGETS:
+        words = f"{len(kept)} of {len(parabolas)} budgets have a minimum, and {LEAST_BUDGETS} are needed"
+        return Frontier(parabolas, None, None, words)
+    compute = np.log([parabolas[index].flops for index in kept])
+    best = np.log([each.best.value for each in parabolas if each.best is not None])
+    slope, height = np.polyfit(compute, best, 1)
+    drawn = np.stack([minima[index] for index in kept])
+    slopes = np.polyfit(compute, drawn[:, ~np.isnan(drawn).any(axis=0)], 1)[0]
+    return Frontier(parabolas, Interval.of(float(slope), slopes), float(np.exp(height)))
 
 
-def _step(
-    values: Array, logs: Array, residuals: Array, weights: Array, delta: float, damping: Array
-) -> Array:
-    """Return the damped Gauss-Newton step of each row."""
-    import numpy as np
-
-    terms = _terms(values, logs)
-    shares = np.exp(terms - terms.max(axis=2, keepdims=True))
-    shares /= shares.sum(axis=2, keepdims=True)
-    slopes = np.concatenate([shares, -shares[:, :, 1:] * logs[None]], axis=2)
-    # Squares with these weights touch the Huber loss from above.
-    inner = weights * np.minimum(1.0, delta / np.maximum(np.abs(residuals), 1e-300))
-    weighted = np.swapaxes(slopes * inner[:, :, None], 1, 2)
-    normal, right = weighted @ slopes, weighted @ residuals[:, :, None]
-    diagonal = np.einsum("fpp->fp", normal)
-    ridge = damping[:, None] * (diagonal + 1e-9 * diagonal.max(axis=1, keepdims=True)) + 1e-300
-    step = np.linalg.solve(normal + ridge[:, :, None] * np.eye(values.shape[1]), right)
-    return np.asarray(np.clip(step[:, :, 0], -2, 2))
+def _minimum(curves: Array) -> Array:
+    """Return the logarithm at the minimum of each parabola; NaN if it opens downwards."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.asarray(np.where(curves[0] > 0, -curves[1] / (2 * curves[0]), np.nan))
 
 
-def _external(law: Law, internal: Array, middle: Array) -> Array:
-    """Return parameters of the law: coefficients themselves instead of their logarithms, no shift."""
-    import numpy as np
-
-    count = len(law.variables)
-    exponents = internal[:, 1 + count :]
-    coefficients = np.exp(np.minimum(internal[:, 1 : 1 + count] + exponents * middle, 700.0))
-    return np.concatenate([np.exp(internal[:, :1]), coefficients, exponents], axis=1)
-
-
-def _internal(law: Law, external: Array) -> Array:
-    import numpy as np
-
-    count = len(law.variables)
-    return np.concatenate([np.log(external[:, : 1 + count]), external[:, 1 + count :]], axis=1)
+def _parabola(flops: float, variable: Array, losses: Array, curve: Array, drawn: Array) -> Parabola:
+    at = float(np.exp(min(float(_minimum(curve)), 700.0))) if curve[0] > 0 else None
+    lost = float(np.isnan(drawn).mean())
+    if at is None:
+        reason = "the loss does not curve upwards"
+    elif not variable.min() <= at <= variable.max():
+        side = "smaller" if at < variable.min() else "larger"
+        reason = f"the minimum is outside of the runs, at {side} values"
+    elif lost > MOST_LOST:
+        reason = f"noise hides the curvature: {lost:.0%} of the bootstrap replicates have no minimum"
+    else:
+        best = Interval.of(at, np.exp(np.clip(drawn[~np.isnan(drawn)], -700, 700)))
+        return Parabola(flops, variable, losses, curve, best)
+    return Parabola(flops, variable, losses, curve, None, reason)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
@@ -21,7 +21,6 @@ from harness.tools.plan.constants import Calibration
 from harness.tools.report import plots
 from harness.tools.report.experiment import Experiment, delta
 from harness.tools.report.published import ASKED, Recipe
-from harness.util.plots import of_extra
 from harness.util.tables import NOT_MEASURED, Block, Column, Document, Figure, Table, formatted
 
 Row = dict[str, Any]
@@ -153,10 +152,10 @@ def _best_of_study(study: StudyRecord | None, rows: Sequence[Row]) -> list[str]:
     return [f"The best ({study.describe()}): {each}." for each in found]
 
 
-def plot_name(row: Row, others: Sequence[Row]) -> str:
+def plot_name(row: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> str:
     """Return a row's layout if all layouts differ, else its point."""
     layouts = [each["layout"] for each in others]
-    return row["layout"] if row["layout"] and len(set(layouts)) == len(layouts) else row["point"]
+    return str(row["layout"] if row["layout"] and len(set(layouts)) == len(layouts) else row["point"])
 
 
 def table_of_runs(rows: Sequence[Row], title: str = "Runs", notes: Sequence[str] = ()) -> Table:
@@ -275,7 +274,9 @@ def spearman(pairs: Sequence[tuple[float, float]]) -> float | None:
     """Return Spearman's rank correlation; None below 3 pairs or without variation."""
     if len(pairs) < 3 or any(len(set(side)) == 1 for side in zip(*pairs, strict=True)):
         return None
-    return float(of_extra("scipy.stats").spearmanr(pairs).statistic)
+    from scipy.stats import spearmanr
+
+    return float(spearmanr(pairs).statistic)
 
 
 def errors_of(rows: Sequence[Row], key: str) -> list[float]:

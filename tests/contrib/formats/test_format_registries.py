@@ -20,9 +20,8 @@ from harness.config.model import ModelConfig
 from harness.config.registry import Registry, load_attribute
 from harness.data.corpus import TokenizedSplit
 from harness.data.token_files import open_token_files
-from harness.data.token_format import Opening, TokenFormat
 from harness.data.tokenizer import build_tokenizer
-from harness.data.tokens import Tokens
+from harness.data.tokens import Opening, TokenFormat, Tokens
 from harness.model.spec import tensor_shapes
 from harness.tools.convert import ConvertConfig
 from harness.util.errors import ConfigError

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from harness.config.model import ModelConfig
-from harness.model.pre_norm import PreNorm
+from harness.model.decoder_architecture import PreNorm
 from harness.model.spec import ModuleSpec
 from harness.tools.plan.activations import PartActivations, SavedTensor
 from harness.tools.plan.costs import PreNormCosts

@@ -25,7 +25,7 @@ from harness.model.decoder import Decoder
 from harness.tools.plan.constants import Software
 from harness.tools.plan.machine import device_of
 from harness.tools.plan.memory import memory_limit, rank_memory
-from harness.tools.plan.memory_activations import ActivationBytes
+from harness.tools.plan.memory_parts import ActivationBytes
 from harness.tools.plan.parameters import parameters_of, tensors_by_module
 from harness.tools.plan.plan import KINDS
 from harness.tools.rehearse.config import RehearseJob

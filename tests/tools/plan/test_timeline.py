@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from harness.config.parallelism import ParallelismConfig
-from harness.tools.plan.order import pipeline_order
+from harness.tools.plan.order import pipeline_order, sends_of_ranks, simulate
 from harness.tools.plan.plan import Action
-from harness.tools.plan.timeline import sends_of_ranks, simulate
 
 FORWARD, BACKWARD = 1.0, 2.0
 

@@ -8,9 +8,8 @@ from jobs import tiny
 from harness.compose.composer import compose_job
 from harness.model.spec import tensors
 from harness.tools.plan.machine import machine_of
-from harness.tools.plan.parameters import parameters_of
+from harness.tools.plan.parameters import parameters_of, planned_update
 from harness.tools.plan.step_time import StepModel
-from harness.tools.plan.update import planned_update
 
 JOB = ("data=synthetic", "tokenizer=bytes", "training.global_batch_size=8", "optimizer=muon")
 

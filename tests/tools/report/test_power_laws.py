@@ -12,8 +12,17 @@ import pytest
 from tiers import THOROUGH
 
 from harness.tools.report.fit_plots import draw_isoflop
-from harness.tools.report.isoflop import budgets, growth
-from harness.tools.report.power_laws import CHINCHILLA, COMPUTE, HUBER, MANY, Estimate, Fit, fit
+from harness.tools.report.power_laws import (
+    CHINCHILLA,
+    COMPUTE,
+    HUBER,
+    MANY,
+    Fit,
+    Interval,
+    budgets,
+    fit,
+    fit_frontier,
+)
 
 # The refit of Chinchilla's data, arXiv:2404.10102, table 1.
 TRUTH = {"E": 1.8172, "A": 482.01, "B": 2085.43, "alpha": 0.3478, "beta": 0.3658}
@@ -136,36 +145,36 @@ def isoflop(noise: float, curvature: float = 0.03) -> tuple[list[float], list[fl
 def test_minima_of_parabolas_and_their_growth() -> None:
     flops, sizes, losses = isoflop(noise=2e-3)
     assert [len(group) for group in budgets(flops)] == [5, 5, 5]
-    found = growth(flops, sizes, losses)
+    found = fit_frontier(flops, sizes, losses)
     assert found is not None and found.exponent is not None and found.factor is not None
     assert 0.5 in found.exponent and found.exponent.is_within(1.3)
-    for each in found.valleys:
+    for each in found.parabolas:
         assert each.best is not None and 0.1 * each.flops**0.5 in each.best
-    assert [each.lowest for each in found.valleys] == pytest.approx([3.0, 2.9, 2.8], rel=4e-3)
+    assert [each.lowest for each in found.parabolas] == pytest.approx([3.0, 2.9, 2.8], rel=4e-3)
 
 
 def test_what_parabolas_do_not_determine_is_said() -> None:
     flops, sizes, losses = isoflop(noise=0.0, curvature=-0.03)
-    found = growth(flops, sizes, losses)
+    found = fit_frontier(flops, sizes, losses)
     assert found is not None and found.exponent is None
-    assert found.valleys[0].why_not == "the loss does not curve upwards"
-    assert found.why_not == "0 of 3 budgets have a minimum, and 3 are needed"
-    noisy = growth(*isoflop(noise=0.2))
+    assert found.parabolas[0].reason == "the loss does not curve upwards"
+    assert found.reason == "0 of 3 budgets have a minimum, and 3 are needed"
+    noisy = fit_frontier(*isoflop(noise=0.2))
     assert noisy is not None and noisy.exponent is None
-    assert any("noise hides" in each.why_not or "outside" in each.why_not for each in noisy.valleys)
+    assert any("noise hides" in each.reason or "outside" in each.reason for each in noisy.parabolas)
     # Only the small sizes of each budget: the minimum is at larger ones.
     kept = [index for index in range(15) if index % 5 < 4]
     shifted = [sizes[index] for index in kept]
     falling = [3 - 0.3 * np.log(size) + 0.005 * np.log(size) ** 2 for size in shifted]
-    outside = growth([flops[index] for index in kept], shifted, falling)
+    outside = fit_frontier([flops[index] for index in kept], shifted, falling)
     assert outside is not None
-    assert all(each.why_not.endswith("at larger values") for each in outside.valleys)
-    assert growth(flops[:3], sizes[:3], losses[:3]) is None
+    assert all(each.reason.endswith("at larger values") for each in outside.parabolas)
+    assert fit_frontier(flops[:3], sizes[:3], losses[:3]) is None
 
 
 def test_a_minimum_outside_of_its_interval_is_drawn(tmp_path: Path) -> None:
     """As by rounding, if the losses have no noise: a bar has no negative length."""
-    found = growth(*isoflop(noise=2e-3))
-    assert found is not None and found.valleys[0].best is not None
-    found.valleys[0] = replace(found.valleys[0], best=Estimate(1e8, low=1e8 + 1e-6, high=2e8))
+    found = fit_frontier(*isoflop(noise=2e-3))
+    assert found is not None and found.parabolas[0].best is not None
+    found.parabolas[0] = replace(found.parabolas[0], best=Interval(1e8, low=1e8 + 1e-6, high=2e8))
     assert draw_isoflop(tmp_path / "isoflop.png", "exact", found) == "isoflop.png"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu_rows import report_rows
+from gpu_table import report_rows
 from made import DEVICE, leave, make_sweep, plan_of, rate_of, result
 
 from harness.compose.multirun import compose_points

@@ -10,13 +10,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from gpu_rows import report_rows
+from gpu_table import report_rows
 from made import DEVICE, make_sweep, rate_of, result
 
 from harness.compose.composer import compose_job
 from harness.launch.rows import KEPT, completed, job_of, keep, load, of_points, read_kept, shortened
-from harness.launch.slurm_record import SlurmJobRecord
-from harness.launch.state import read_states
+from harness.launch.state import SlurmJobRecord, read_states
 from harness.launch.sweep.registry import Registry, command_of
 from harness.launch.sweep.table import rows_of, table_text
 from harness.metrics.phases import SlowRank

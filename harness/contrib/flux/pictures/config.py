@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import TypeVar
 
 from harness.config.data import DataConfig
-from harness.config.data_kinds import DataKind
+from harness.config.data_kinds import DataKind, check_synthetic
 from harness.config.fields import numerics
 from harness.util.errors import ConfigError
 
@@ -139,13 +139,13 @@ def check_pictures(data: DataConfig) -> None:
         works = [max(1, options.size // options.patch) * options.patch]
         raise ConfigError("data.options.size", options.size, rule, works)
     if data.kind != "pictures" and options.format != "auto":
-        rule = f"is read only by data.kind=pictures, and data.kind is {data.kind}"
+        rule = f"has no effect with data.kind={data.kind}; only data.kind=pictures uses it"
         raise ConfigError("data.options.format", options.format, rule, "auto")
     if data.kind == "latents" and len(data.paths) > 1:
         rule = "is one folder of harness encode"
         raise ConfigError("data.paths", data.paths, rule, f"'data.paths=[{data.paths[0]}]'")
     if data.kind == "latents_synthetic":
-        data.validate_synthetic()
+        check_synthetic(data)
     if data.kind == "drawn_shapes" and data.validation_fraction:
         rule = "drawn shapes hold captions out by themselves"
         raise ConfigError("data.validation_fraction", data.validation_fraction, rule, "0")

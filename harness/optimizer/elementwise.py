@@ -1,0 +1,165 @@
+"""Optimizers that update each value by itself, computed in float32: AdamW, Adam and Lion."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from harness.optimizer.base import OwnOptimizer, local
+from harness.precision.swap import plain
+
+
+class RoundedAdamW(OwnOptimizer):
+    """AdamW (groups of kind adam: Adam) in float32, with parameters and state rounded back to their dtypes.
+
+    torch's AdamW keeps the state in the parameter's dtype, and rounds every intermediate value to it unless
+    it is fused. Here one parameter at a time is in float32. Rounding is to nearest: stochastic rounding would
+    use different random numbers on every layout.
+
+    A parameter group has the keys of torch's AdamW: ``betas``, the decays of the running means of gradients
+    and of squared gradients, and ``eps``, added to the root of the second moment.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        applied = self.applied
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for parameter in parameters:
+                self._allocate(parameter)
+            factors = _Factors.of(group, applied)
+            corrections = self._bias_corrections(parameters, group, applied)
+            for parameter, correction in zip(parameters, corrections, strict=True):
+                self._update(parameter, factors, *correction)
+
+    def _allocate(self, parameter: Tensor) -> None:
+        state = self.state[parameter]
+        if not state:
+            # On the host, which reads the step to compute factors; reading it from a device would wait.
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["exp_avg"] = torch.zeros_like(parameter, dtype=self.state_dtype)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=self.state_dtype)
+
+    def _bias_corrections(
+        self, parameters: list[Tensor], group: dict[str, Any], applied: Tensor | None
+    ) -> list[tuple[Any, Any]]:
+        """Increment each parameter's step and return its bias corrections (the means start at 0).
+
+        Returns:
+            For each parameter the divisor of the second moment's root, and the corrected learning rate.
+            Numbers; device tensors if ``applied`` is one.
+        """
+        beta1, beta2 = group["betas"]
+
+        def at(step: Any) -> tuple[Any, Any]:
+            return (1 - beta2**step) ** 0.5, group["lr"] / (1 - beta1**step)
+
+        states = [self.state[parameter] for parameter in parameters]
+        if applied is None or not states:
+            return [at(self._count(state)) for state in states]
+        for state in states:
+            if state["step"].device != applied.device:
+                # full() fills on the device; copying a host value there would make the host wait.
+                state["step"] = torch.full((), float(state["step"]), device=applied.device)
+        steps = [state["step"] for state in states]
+        torch._foreach_add_(steps, [applied.float()] * len(steps))
+        # A step of 0: no step was applied yet, and neither is this one. The clamp avoids a division by 0.
+        divisors, rates = at(torch.stack(steps).double().clamp_(min=1))
+        return list(zip(divisors.unbind(), (rates * applied).unbind(), strict=True))
+
+    @staticmethod
+    def _count(state: dict[str, Any]) -> float:
+        state["step"] += 1
+        return float(state["step"])
+
+    def _update(self, parameter: Tensor, factors: _Factors, divisor: Any, rate: Any) -> None:
+        state = self.state[parameter]
+        targets = [local(plain(each)) for each in (parameter, state["exp_avg"], state["exp_avg_sq"])]
+        value, mean, square = (each.float() for each in targets)
+        gradient = local(parameter.grad).float()  # type: ignore[arg-type]
+        if factors.penalty:
+            gradient = gradient.add(value, alpha=factors.penalty)
+        if factors.skipped is not None:
+            gradient = gradient.masked_fill(factors.skipped, 0.0)
+        value.mul_(factors.decay)
+        mean.lerp_(gradient, factors.mean_weight)
+        square.mul_(factors.square_decay).addcmul_(gradient, gradient, value=factors.square_weight)
+        root = square.sqrt().div_(divisor).add_(factors.eps)
+        if factors.skipped is None:
+            value.addcdiv_(mean, root, value=-rate)
+        else:
+            value.addcdiv_(mean, root.div_(rate), value=-1)
+        for target, computed in zip(targets, (value, mean, square), strict=True):
+            # float32 targets were updated in place.
+            if target.dtype != torch.float32:
+                target.copy_(computed)
+
+
+class _Factors(NamedTuple):
+    """Coefficients of one step's update of a parameter group: numbers or device tensors."""
+
+    decay: Any
+    """Factor of the parameter (1 - lr * weight_decay)."""
+    penalty: float
+    """Weight of the parameter in the gradient (Adam's weight decay; 0 for AdamW)."""
+    mean_weight: Any
+    """Weight of the gradient in the running mean (1 - beta1)."""
+    square_decay: Any
+    """Factor of the running mean of squares (beta2)."""
+    square_weight: float
+    """Weight of the squared gradient in it (1 - beta2)."""
+    eps: float
+    skipped: Tensor | None = None
+    """Whether the step changes nothing, if only the device knows."""
+
+    @classmethod
+    def of(cls, group: dict[str, Any], applied: Tensor | None) -> _Factors:
+        """Factors of a parameter group; where ``applied`` is 0, they change nothing."""
+        beta1, beta2 = group["betas"]
+        is_adam = group.get("kind") == "adam"
+        decay = 0.0 if is_adam else group["lr"] * group["weight_decay"]
+        penalty = group["weight_decay"] if is_adam else 0.0
+        mean_weight, square_weight, eps = 1 - beta1, 1 - beta2, group["eps"]
+        if applied is None:
+            return cls(1 - decay, penalty, mean_weight, beta2, square_weight, eps)
+        mean_weight, square_decay = (mean_weight * applied).float(), 1 - square_weight * applied
+        return cls(1 - decay * applied, penalty, mean_weight, square_decay, square_weight, eps, applied == 0)
+
+
+class Lion(OwnOptimizer):
+    """Lion (arXiv:2302.06675, algorithm 2).
+
+    The update is the sign of a mean of the gradient and its running mean. One parameter at a time is updated
+    in float32; parameters and state are rounded to their dtypes.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        found = self.applied
+        applied = 1.0 if found is None else found.float()
+        for group in self.param_groups:
+            weight, decay = (1 - beta for beta in group["betas"])
+            rate = group["lr"] * applied
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(parameter, dtype=self.state_dtype)
+                targets = [local(plain(each)) for each in (parameter, state["exp_avg"])]
+                value, mean = (each.float() for each in targets)
+                gradient = local(parameter.grad).float()
+                if found is not None:
+                    gradient = gradient.masked_fill(found == 0, 0.0)
+                update = mean.lerp(gradient, weight).sign_()
+                value.mul_(1 - rate * group["weight_decay"]).sub_(update.mul_(rate))
+                mean.lerp_(gradient, decay * applied)
+                for target, computed in zip(targets, (value, mean), strict=True):
+                    # float32 targets were updated in place.
+                    if target.dtype != torch.float32:
+                        target.copy_(computed)

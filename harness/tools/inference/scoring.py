@@ -1,0 +1,172 @@
+"""Score rows of tokens with a model on any layout, trained or loaded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from harness.config.job import Job
+from harness.config.training import is_lm_eval
+from harness.data.loader import IGNORE_INDEX, Batch
+from harness.metrics.columns import Metric
+from harness.model.part import ModelPart
+from harness.parallelism.execute import computes_loss
+from harness.parallelism.mesh import Mesh
+from harness.run.evaluations import columns
+from harness.tools.inference.evaluate import EvaluateJob
+from harness.tools.inference.model import InferenceModel
+from harness.tools.inference.tasks import Row, Setting, Task, open_task
+from harness.train import observer
+from harness.util.errors import ConfigError, one_line
+from harness.weights.detect import WeightFolder
+
+PADDING = 0
+LENGTH_UNIT = 32
+"""Passes are padded to a multiple of it, so that few different shapes occur."""
+
+
+class Scores(Protocol):
+    """An ``Engine``, or an ``InferenceModel``."""
+
+    job: Job
+    device: torch.device
+    mesh: Mesh
+
+    @property
+    def parts(self) -> Sequence[ModelPart]:
+        """This rank's parts of the model."""
+        ...
+
+    def score(self, batch: Batch) -> Tensor:
+        """``Executor.score`` of a batch in host memory."""
+        ...
+
+
+class Scorer:
+    """Scores rows on all ranks together.
+
+    A batch has rows of similar length, padded at the end, where no scored token sees it. Data-parallel ranks
+    share the rows, and every rank takes part in every pass.
+    """
+
+    def __init__(self, model: Scores) -> None:
+        self.model, self.job = model, model.job
+        self.has_scores = computes_loss(model.mesh, model.parts)
+
+    def score(self, rows: Sequence[Row]) -> np.ndarray:
+        """Return the scores of all rows on every rank, as ``Task.metrics`` takes them."""
+        scores = torch.zeros(len(rows), 2, dtype=torch.float64, device=self.model.device)
+        order = sorted(range(len(rows)), key=lambda number: -len(rows[number].tokens))
+        size, replicas = self.job.local_batch_size, self.job.parallelism.data_parallel
+        for start in range(0, len(rows), size * replicas):
+            batch = order[start : start + size * replicas]
+            own = batch[self.model.mesh.data_rank :: replicas]
+            length = self._length(len(rows[batch[0]].tokens) - 1)
+            made = self.model.score(_batch([rows[number] for number in own], size, length))
+            if self.has_scores and own:
+                scores[torch.tensor(own, device=scores.device)] += made[: len(own)]
+        if self.job.world_size > 1:
+            dist.all_reduce(scores)
+        return scores.cpu().numpy()
+
+    def _length(self, longest: int) -> int:
+        """Length of a pass; one for all with pipelines, split sequences or compiled kernels."""
+        job, layout = self.job, self.job.parallelism
+        is_fixed = layout.pp > 1 or layout.cp > 1 or job.compile.enable or job.precision.linear != "none"
+        if is_fixed or job.training.attention != "sdpa":
+            return job.training.seq_len
+        unit = math.lcm(LENGTH_UNIT, layout.tp)
+        return min(-(-longest // unit) * unit, job.training.seq_len)
+
+
+def _batch(rows: Sequence[Row], size: int, length: int) -> Batch:
+    """Inputs and labels of the rows, padded to ``size`` rows of ``length`` tokens."""
+    inputs_BT = torch.full((size, length), PADDING)
+    labels_BT = torch.full((size, length), IGNORE_INDEX)
+    for i, (tokens, start) in enumerate(rows):
+        ids = torch.from_numpy(tokens.astype(np.int64))
+        inputs_BT[i, : len(ids) - 1] = ids[:-1]
+        labels_BT[i, start - 1 : len(ids) - 1] = ids[start:]
+    return Batch(inputs_BT, labels_BT)
+
+
+def evaluate(
+    job: EvaluateJob, device: torch.device, found: WeightFolder, tasks: Sequence[Task]
+) -> list[tuple[str, dict[str, Any]]]:
+    """Evaluate on this rank of a process group.
+
+    Args:
+        job: the resolved job; training.seq_len is the longest pass.
+        device: where this rank computes.
+        found: the weights.
+        tasks: all tasks but those of lm-evaluation-harness.
+
+    Returns:
+        Name and metrics of each task, in the order of the job.
+    """
+    library = [name for name in job.evaluate.tasks if is_lm_eval(name)]
+    loaded = None
+    if library:
+        # Before the weights: a misspelled name costs nothing.
+        try:
+            from harness.tools.inference.library import Library
+
+            loaded = Library(job, library)
+        except ImportError as error:
+            rule = (
+                f"lm-evaluation-harness or a module of its tasks cannot be imported ({one_line(str(error))})"
+            )
+            raise ConfigError("evaluate.tasks", library[0], rule, "pip install -e '.[eval]'") from error
+    model = InferenceModel(job, device)
+    model.load(found)
+    scorer = Scorer(model)
+    metrics = {task.name: task.metrics(scorer.score(task.rows)) for task in tasks}
+    if loaded is not None:
+        metrics |= loaded.evaluate(model, scorer, job.setting)
+    return [(name, metrics[name]) for name in job.evaluate.tasks]
+
+
+class EvaluationInLoop(observer.Periodic):
+    """The tasks of ``evaluation``, which all ranks score together.
+
+    Raises:
+        UserError: a task cannot be read.
+    """
+
+    metrics = (
+        Metric(
+            "evaluation.*",
+            "number",
+            "Metric of a task, `evaluation.<task>.<metric>`; a row of its own with `step`.",
+            "evaluation",
+            line="{rest} {:.5g}",
+        ),
+    )
+
+    def __init__(self, run: observer.Run) -> None:
+        super().__init__(run, run.job.evaluation.interval)
+        job = run.job
+        setting = Setting(
+            run.tokenizer,
+            job.model.vocab_size,
+            job.data,
+            "validation",
+            job.training.seq_len,
+            "training.seq_len",
+            job.evaluation.stride,
+            job.evaluation.limit,
+        )
+        self.tasks = [open_task(name, setting) for name in job.evaluation.tasks]
+        self.scorer = Scorer(run.engine)
+
+    def act(self, step: int) -> observer.Row:
+        found = [columns(task.name, task.metrics(self.scorer.score(task.rows))) for task in self.tasks]
+        row = {name: value for metrics in found for name, value in metrics.items()}
+        self.run.progress.evaluation = row
+        return row

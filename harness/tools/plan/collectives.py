@@ -1,0 +1,218 @@
+"""Passes of a microbatch, and the collectives of context parallelism, FSDP and replication in one block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from harness.config.job import Job
+from harness.config.parallelism import ParallelismConfig
+from harness.model.accounting import block_weights
+from harness.model.spec import block_tensors
+from harness.tools.plan.costs import Attention
+from harness.tools.plan.machine import Group, Machine, expert_groups, group_of
+from harness.tools.plan.parameters import BYTES, tensors_by_module
+
+# A ring's partial results, eager (torch's _SDPAMerger and ring backward,
+# torch/distributed/tensor/experimental/ _context_parallel/_attention.py). Outputs: the cast to 32 bits (6)
+# and the difference, its product and sum (32). Gradients of queries: cast and sum (12). Keys and values:
+# copied into one buffer to be sent (4), and their gradients added up and copied in 32 bits (18). Half of a
+# load-balanced ring's steps work on half of the rows, but copy all of them (8).
+RING_CAST, RING_MERGE, RING_QUERY, RING_KEYS, RING_KEY_GRADIENTS, RING_COPY = 6.0, 32.0, 12.0, 4.0, 18.0, 8.0
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a pass."""
+
+    axis: str
+    collective: str
+    group: Group
+    bytes: float
+    """Of the full tensor, as ``Machine.collective_seconds`` expects."""
+    seconds: float
+    exposed: float
+    """Seconds that no computation hides."""
+
+    @classmethod
+    def on(cls, machine: Machine, axis: str, collective: str, group: Group, size: float) -> Collective:
+        """A collective that nothing hides."""
+        seconds = machine.collective_seconds(collective, size, group)
+        return cls(axis, collective, group, size, seconds, seconds)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward, or a part of a backward, of one microbatch."""
+
+    compute: float = 0.0
+    collectives: tuple[Collective, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of computation and of exposed collectives."""
+        return self.compute + sum(each.exposed for each in self.collectives)
+
+    def __add__(self, other: Pass) -> Pass:
+        return Pass(self.compute + other.compute, self.collectives + other.collectives)
+
+    def times(self, factor: float) -> Pass:
+        """The pass, scaled by ``factor``."""
+        scaled = (
+            replace(m, bytes=m.bytes * factor, seconds=m.seconds * factor, exposed=m.exposed * factor)
+            for m in self.collectives
+        )
+        return Pass(self.compute * factor, tuple(scaled))
+
+
+def added(passes: Iterable[Pass]) -> Pass:
+    """The sum of the passes, run one after the other."""
+    return sum(passes, Pass())
+
+
+@dataclass(frozen=True)
+class ContextParallel:
+    """Collectives of a block's attention over the context axis, and a ring's partial results."""
+
+    layout: ParallelismConfig
+    machine: Machine
+    group: Group
+    of: Attention
+    rows: int
+    """Tokens of a rank."""
+    value_bytes: int
+    attention_seconds: float
+    """Of attention's forward on a rank."""
+
+    def forward(self) -> tuple[Collective, ...]:
+        """Collectives of context parallel in forward: Ulysses' two exchanges, or a ring's keys and values."""
+        layout, of = self.layout, self.of
+        if layout.cp == 1:
+            return ()
+        if layout.cp_method == "ulysses":
+            per_head = self.rows * self.value_bytes / layout.tp
+            inputs = per_head * (of.heads * of.score_width + of.kv_heads * (of.score_width + of.value_width))
+            return self._over("all_to_all", [inputs, per_head * of.heads * of.value_width])
+        keys = self._keys * self.value_bytes
+        behind = self.attention_seconds * (layout.cp - 1) / layout.cp
+        if layout.cp_rotate_method == "allgather":
+            return self._over("all_gather", [keys * layout.cp], behind)
+        return self._over("all_to_all", [self._one_hop(keys)] * (layout.cp - 1), behind)
+
+    def backward(self) -> tuple[Collective, ...]:
+        """The same in backward; a ring also passes on the gradients of keys and values, in float32.
+
+        Source: torch/distributed/tensor/experimental/_context_parallel/_attention.py,
+        _templated_ring_attention_backward.
+        """
+        layout = self.layout
+        forward = self.forward()
+        if layout.cp == 1 or layout.cp_method == "ulysses":
+            return forward
+        gradients = self._one_hop(self._keys * BYTES["float32"])
+        behind = self.attention_seconds * 1.5
+        return (*forward, *self._over("all_to_all", [gradients] * layout.cp, behind))
+
+    @property
+    def _keys(self) -> float:
+        """Number of elements in a rank's keys and values."""
+        of = self.of
+        return self.rows * of.kv_heads * (of.score_width + of.value_width) / self.layout.tp
+
+    def _one_hop(self, size: float) -> float:
+        """Size of an all-to-all in which a rank sends ``size`` bytes, as it does in one hop of a ring."""
+        cp = self.layout.cp
+        return size * cp / (cp - 1)
+
+    def _over(self, collective: str, sizes: list[float], behind: float = 0.0) -> tuple[Collective, ...]:
+        """Collectives over the context axis; computation hides ``behind`` seconds of their sum."""
+        every = [Collective.on(self.machine, "cp", collective, self.group, size) for size in sizes]
+        exposed = max(0.0, 1 - behind / sum(each.seconds for each in every)) if behind else 1.0
+        return tuple(replace(each, exposed=each.seconds * exposed) for each in every)
+
+    def merging_seconds(self) -> float:
+        """Seconds of merging a ring's partial outputs in forward, and of copying keys and values."""
+        of, tp = self.of, self.layout.tp
+        outputs = self.rows * of.heads * of.value_width / tp
+        merging = self._ring_steps(outputs, RING_CAST, RING_CAST + RING_MERGE)
+        return merging + self._ring_steps(self._keys, 0.0, RING_KEYS)
+
+    def adding_seconds(self) -> float:
+        """Seconds of adding up a ring's gradients."""
+        of, tp = self.of, self.layout.tp
+        queries = self.rows * of.heads * of.score_width / tp
+        adding = self._ring_steps(queries, RING_QUERY, RING_QUERY)
+        later = RING_KEY_GRADIENTS + RING_KEYS
+        return adding + self._ring_steps(self._keys, RING_KEY_GRADIENTS, later)
+
+    def _ring_steps(self, values: float, first: float, later: float) -> float:
+        """Seconds of a ring's passes over ``values``; bytes per value in the first step, and later."""
+        layout = self.layout
+        if layout.cp == 1 or layout.cp_method != "ring":
+            return 0.0
+        if layout.cp_load_balance:
+            later = 0.75 * later + RING_COPY / 2
+        return self.machine.pass_seconds(values * (first + (layout.cp - 1) * later))
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Communication and copies of FSDP and replication for one block."""
+
+    gather: tuple[Collective, ...]
+    reduce: tuple[Collective, ...]
+    copying: float
+    """Seconds of copying gathered parameters out of the buffer that they came in."""
+    held: float
+    """Number of the block's parameters in the rank's shard."""
+
+
+class Sharer:
+    """Computes the ``Sharing`` of a job's blocks and tables on a machine."""
+
+    def __init__(self, job: Job, machine: Machine) -> None:
+        self.job, self.machine, self.layout = job, machine, job.parallelism
+
+    def block(self, layer: int) -> Sharing:
+        """FSDP's work for a block. Experts are a separate group, sharded over other ranks."""
+        layout = self.layout
+        experts, others = block_weights(self.job.model, layer)
+        matrices = [t for t in block_tensors(self.job.model, layer) if t.is_matrix and not t.is_expert]
+        split = sum(matrix.size for matrix in matrices if matrix.split_dim is not None)
+        dense = others - split + split / layout.tp
+        shared = self._share_values(dense, self._shards)
+        if not experts:
+            return shared
+        own = experts / layout.ep / (layout.tp if layout.splits_experts else 1)
+        of_experts = self._share_values(own, expert_groups(self.job, self.machine.ranks_per_node)[1])
+        return Sharing(
+            shared.gather + of_experts.gather,
+            shared.reduce + of_experts.reduce,
+            shared.copying + of_experts.copying,
+            shared.held + of_experts.held,
+        )
+
+    def table(self, name: str) -> Sharing:
+        """FSDP's work for the embedding or the head."""
+        values = sum(tensor.size for tensor in tensors_by_module(self.job.model).get(name, ()))
+        return self._share_values(values / self.layout.tp, self._shards)
+
+    @property
+    def _shards(self) -> Group:
+        """Ranks over which parameters other than experts are sharded."""
+        return group_of(self.job, self.machine.ranks_per_node, "dp_shard", "cp")
+
+    def _share_values(self, values: float, group: Group) -> Sharing:
+        precision, machine = self.job.precision, self.machine
+        param = 1 if precision.enable_fsdp_float8_all_gather else BYTES[precision.param_dtype]
+        reduced = BYTES[precision.reduce_dtype]
+        shards = group.ranks
+        gather, reduce = [], []
+        if shards > 1:
+            gather.append(Collective.on(machine, "dp", "all_gather", group, values * param))
+            reduce.append(Collective.on(machine, "dp", "reduce_scatter", group, values * reduced))
+        if self.layout.dp_replicate > 1:
+            replicas = group_of(self.job, machine.ranks_per_node, "dp_replicate")
+            reduce.append(Collective.on(machine, "dp", "all_reduce", replicas, values / shards * reduced))
+        copying = machine.pass_seconds(2 * values * param) if shards > 1 else 0.0
+        return Sharing(tuple(gather), tuple(reduce), copying, values / shards)

@@ -1,0 +1,257 @@
+"""Bytes of activations, logits and the loss per microbatch, given layout, recomputation and compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+
+from harness.config.job import Job
+from harness.model.architecture import block_kinds
+from harness.precision.linears import sort_linears
+from harness.tools.plan.activations import (
+    ActivationSplit,
+    PartActivations,
+    SavedBy,
+    SavedTensor,
+    prediction_activations,
+)
+from harness.tools.plan.costs import costs_of
+from harness.tools.plan.machine import on_cpu
+from harness.tools.plan.parameters import BYTES
+
+FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class PartBytes:
+    """Bytes of activations of one part and one microbatch."""
+
+    kept: float
+    """Saved from forward to backward."""
+    forward: float
+    """Peak of its forward, including saved tensors."""
+    backward: float
+    """Peak of its backward, including recomputed tensors."""
+    late_backward: float
+    """Peak of the second half of its backward: for a block, attention."""
+
+
+class ActivationBytes:
+    """Converts declared activations into bytes for a job.
+
+    Args:
+        job: the resolved job.
+        repeats_keys: that of ``Software``.
+    """
+
+    def __init__(self, job: Job, *, repeats_keys: bool = False) -> None:
+        self.job, self.cpu, layout = job, on_cpu(job), job.parallelism
+        self.repeats_keys = repeats_keys
+        self.tokens = job.microbatch_size * job.training.seq_len // layout.cp
+        """Tokens of one microbatch on a rank, before tensor parallel shards them."""
+        stream = layout.tp if layout.uses_sequence_parallel else 1
+        routed = 1 if layout.splits_experts else stream
+        self.degree = {
+            ActivationSplit.STREAM: stream,
+            ActivationSplit.WHOLE: 1,
+            ActivationSplit.PARTIAL: 1,
+            ActivationSplit.INNER: layout.tp,
+            ActivationSplit.ROUTED: routed,
+            ActivationSplit.ROUTED_INNER: layout.tp if layout.splits_experts else routed,
+        }
+        self.costs = costs_of(job.model)
+        self.blocks: dict[tuple[Hashable, bool], PartBytes] = {}
+        in_float8 = job.precision.enable_fsdp_float8_all_gather
+        self.gathered_in_float8 = frozenset(
+            sort_linears(job.model, job.precision).converted if in_float8 else ()
+        )
+        """Names of the linears whose weights FSDP gathers in float8."""
+
+    def total(self, tensors: Iterable[SavedTensor], *, compiled: bool = False) -> float:
+        """Bytes of those tensors that are saved, per microbatch."""
+        by = {SavedBy.ALL}
+        if not compiled:
+            by |= {SavedBy.EAGER, SavedBy.COMPOSITE_NORM} if self.cpu else {SavedBy.EAGER}
+        return sum(self.bytes_of(each) for each in tensors if each.by in by)
+
+    def bytes_of(self, tensor: SavedTensor) -> float:
+        """Bytes of a tensor on a rank, per microbatch."""
+        compute = BYTES[self.job.precision.param_dtype]
+        sizes = {"compute": compute, "float32": 4, "int64": 8}
+        sizes |= {"norm": 4 if self.cpu else compute, "widened": 0 if compute == 4 else 4}
+        return self.tokens * tensor.width * sizes[tensor.dtype] / self.degree[tensor.cut]
+
+    def _stream(self, cut: ActivationSplit = ActivationSplit.STREAM) -> float:
+        return self.bytes_of(SavedTensor("stream", self.job.model.dim, cut))
+
+    def block(self, layer: int) -> PartBytes:
+        """Bytes of a block, under the job's recomputation and compiler."""
+        key = block_kinds(self.job.model)[layer], self._is_recomputed(layer)
+        if key not in self.blocks:
+            self.blocks[key] = self._block(layer)
+        return self.blocks[key]
+
+    def _is_recomputed(self, layer: int) -> bool:
+        how = self.job.activation_checkpoint
+        return how.mode != "none" and not (how.mode == "selective_layer" and layer % how.every_nth_layer)
+
+    def _block(self, layer: int) -> PartBytes:
+        job = self.job
+        declared = self.costs.block_activations(job.model, layer, job.training.seq_len, on_cpu=self.cpu)
+        # Blocks with experts on other ranks are compiled in pieces (compile.py), which save the same tensors.
+        compiled = self.job.compile.blocks and self.job.compile.backend != "eager"
+        everything = self.total(declared.kept, compiled=compiled)
+        recomputed = self._recomputed(declared, layer, compiled=compiled)
+        stream, partial = self._stream(), self._stream(ActivationSplit.PARTIAL)
+        gradients = self.total(declared.backward, compiled=compiled)
+        late = self.total(declared.late_backward, compiled=compiled) + self._ring()
+        if recomputed is None:
+            return PartBytes(everything, everything + stream + partial, everything + gradients, late)
+        kept, extra = recomputed
+        forward = self.total(declared.forward, compiled=compiled)
+        return PartBytes(kept, kept + forward, everything + extra + gradients, late + extra)
+
+    def _ring(self) -> float:
+        """Bytes of a ring's own tensors in backward (torch, _templated_ring_attention_backward).
+
+        Keys and values that are sent, and those of all ranks or of the last two; gradients of the step
+        before; in float32 their sums, those of keys and values also as sent and as received.
+        """
+        layout, model = self.job.parallelism, self.job.model
+        if layout.cp == 1 or layout.cp_method != "ring":
+            return 0.0
+        of, width = model.attention, model.head_width
+        queries = model.n_heads * width
+        declared = model.n_heads * (width + of.v_head_dim) if of.is_latent else 2 * model.n_kv_heads * width
+        both = 2 * queries if self.repeats_keys else declared
+        copies = layout.cp if layout.cp_rotate_method == "allgather" else 2
+        compute = BYTES[self.job.precision.param_dtype]
+        each = compute * (queries + (copies + 2) * both) + FLOAT32 * (queries + 3 * both)
+        each += 2 * compute * (both - declared)  # they and their gradients
+        return self.tokens * each / self.degree[ActivationSplit.INNER]
+
+    def _recomputed(
+        self, declared: PartActivations, layer: int, *, compiled: bool
+    ) -> tuple[float, float] | None:
+        """Bytes that a recomputed block saves, and how many of these come in addition to recomputed tensors.
+
+        None if the block is not recomputed.
+        """
+        how = self.job.activation_checkpoint
+        if not self._is_recomputed(layer):
+            return None
+        entering = self._stream()
+        choices = 0.0 if self.job.parallelism.splits_backward else self.total(declared.choices)
+        if how.mode == "memory_budget":
+            # torch's partitioner fills a budget: a fraction between the minimum it has to save and what it
+            # saves without recomputation (torch/_functorch/partitioners.py, choose_saved_values_set).
+            everything = self.total(declared.kept, compiled=True)
+            return entering + how.memory_budget * (everything - entering), 0.0
+        if how.mode != "selective_op":
+            return entering + choices, 0.0
+        saved = [*declared.always_saved, *self._collectives(), *self._products(declared, compiled=compiled)]
+        recomputed = {tensor.name for tensor in declared.kept}
+        extra = sum(self.bytes_of(tensor) for tensor in saved if tensor.name not in recomputed)
+        return entering + self.total(declared.choices) + self.total(saved), extra
+
+    def _products(self, declared: PartActivations, *, compiled: bool) -> list[SavedTensor]:
+        nth = self.job.activation_checkpoint.save_every_nth_matmul
+        kept = [tensor for i, tensor in enumerate(declared.products, 1) if nth and i % nth == 0]
+        if compiled and self.job.parallelism.tp > 1:
+            # The compiler drops a summand whose sum is saved.
+            kept = [tensor for tensor in kept if tensor.cut is not ActivationSplit.PARTIAL]
+        return kept
+
+    def _collectives(self) -> list[SavedTensor]:
+        """The results of collectives that it saves: sums and exchanges, but not gathers."""
+        model, layout = self.job.model, self.job.parallelism
+        rows, sums = model.moe.top_k * model.dim, 2 * (layout.tp > 1)
+        saved = [SavedTensor(f"sum {i}", model.dim, ActivationSplit.STREAM) for i in range(sums)]
+        exchanges = 2 * (layout.ep > 1)
+        return saved + [SavedTensor(f"exchange {i}", rows, ActivationSplit.ROUTED) for i in range(exchanges)]
+
+    def embedding(self) -> PartBytes:
+        """Bytes of the modules before the blocks; their output is the first block's input."""
+        stream, summand = self._stream(), self._stream(ActivationSplit.PARTIAL)
+        declared = self.costs.entry_activations(self.job.model, self.job.training.seq_len)
+        kept = self.total(declared.kept)
+        return PartBytes(kept, kept + stream + summand, kept + summand, 0.0)
+
+    def head(self) -> PartBytes:
+        """Bytes of the final norm and the output projection's input, without logits."""
+        declared = self.costs.head_activations(self.job.model, self.job.training.seq_len)
+        kept = self.total(declared.kept) * (1 + self.job.model.mtp.depth)
+        return PartBytes(kept, kept, kept + self.total(declared.backward), kept)
+
+    def prediction(self) -> PartBytes:
+        """Bytes of multi-token prediction, without its block."""
+        kept = self.total(prediction_activations(self.job.model).kept)
+        return PartBytes(kept, kept, kept, kept)
+
+
+class LogitBytes:
+    """Logits of one microbatch on a rank, from the output projection to their gradient.
+
+    The plain loss (``parallelism/loss.py``) has them in param_dtype and float32, and saves the log-softmax.
+    Its backward has three float32 tensors at once: the log-softmax, its gradient, and the gradient of the
+    logits. torch's loss with a sharded vocabulary (torch/distributed/tensor/parallel/loss.py) is made of
+    single operations, with four tensors at once. Compiled by inductor, the loss saves the logits themselves
+    and writes only their gradient; with a sharded vocabulary it saves the log-softmax. In chunks
+    (``parallelism/loss.py``) only one chunk exists at a time, and gradients are saved: of the stream,
+    and of the projection in float32.
+
+    CUDA's allocator cannot use the memory of the plain loss's logits in backward: they are freed after they
+    are copied to float32, and all tensors that follow are twice as large.
+    """
+
+    def __init__(self, job: Job, activations: ActivationBytes) -> None:
+        layout, model = job.parallelism, job.model
+        streams = 1 + model.mtp.depth
+        split = layout.tp > 1 and layout.loss_parallel
+        outputs = costs_of(model).outputs(model)
+        vocabulary = -(-outputs // layout.tp) if split else outputs
+        self.compute = BYTES[job.precision.param_dtype]
+        self.numbers = float(activations.tokens * vocabulary)
+        self.streams, self.pipelined = streams, layout.pp > 1
+        self.unusable = 0.0
+        """Bytes that are free in backward of the loss, but too small for its tensors."""
+        # Without the parallel loss, the ranks' columns are gathered.
+        self.columns = self.numbers / layout.tp if layout.tp > 1 and not split else 0.0
+        held = self.compute if self.pipelined else 0  # a schedule keeps the last stage's output
+        if job.training.loss_chunks > 1:
+            stream = streams * activations.tokens * model.dim
+            self._chunked(self.numbers / job.training.loss_chunks, float(vocabulary * model.dim), stream)
+        elif job.compile.loss and job.compile.backend == "inductor" and split:
+            # Collectives between maximum, sum and difference keep the loss from being one kernel.
+            forward = self.compute + 2 * FLOAT32
+            self._plain(FLOAT32 + held, forward, FLOAT32 + self.compute + held)
+        elif job.compile.loss and job.compile.backend == "inductor":
+            self._plain(kept=self.compute, forward=2 * self.compute, backward=2 * self.compute)
+        else:
+            copy = FLOAT32 if self.compute < FLOAT32 else 0
+            others = 3 if split else 2
+            forward = self.compute + copy + FLOAT32 * (others - 1)
+            self._plain(FLOAT32 + held, forward, FLOAT32 * (others + 1) + held)
+            if copy and not held and not activations.cpu:
+                self.unusable = self.numbers * self.compute
+
+    def _plain(self, kept: int, forward: int, backward: int) -> None:
+        """Set totals from bytes per logit; several streams run one after another, also in backward."""
+        more = (self.streams - 1) * self.numbers
+        self.kept = self.streams * kept * self.numbers
+        """Saved from forward to backward."""
+        self.forward = forward * self.numbers + more * (self.compute + kept) + self.compute * self.columns
+        """Peak of the loss."""
+        self.backward = backward * self.numbers + more * max(kept, self.compute)
+        """Peak of its backward."""
+        self.gradient = self.streams * self.compute * self.numbers + self.compute * self.columns
+        """During backward of the output projection."""
+
+    def _chunked(self, chunk: float, weight: float, stream: float) -> None:
+        copy = FLOAT32 if self.compute < FLOAT32 else 0
+        self.kept = self.streams * FLOAT32 * weight + self.compute * stream
+        # The gradient of a chunk is freed after the next one's is allocated.
+        self.forward = self.kept + self.compute * chunk + (self.compute + copy) * chunk
+        # The saved gradients are multiplied by the gradient of the loss, out of place.
+        self.backward = self.kept + FLOAT32 * weight + (FLOAT32 + self.compute) * stream / self.streams
+        self.gradient = 0.0
