@@ -75,7 +75,6 @@ def begin_again(folder: RunFolder, job: Job) -> None:
 
 
 def _archive_earlier_attempt(folder: RunFolder, job: Job, names: tuple[str, ...]) -> None:
-    """Move files of an earlier attempt to ``attempts/<n>``."""
     if folder.state == "planned":
         return  # no earlier attempt
     resumes = can_resume(job, folder.path)
@@ -193,7 +192,6 @@ def require_vocabulary(job: Job) -> None:
 
 @functools.cache
 def _vocabulary_size(kind: str, path: str | None, special: str) -> int | None:
-    """``vocabulary_size``, cached for the points of a sweep."""
     from harness.data.tokenizer import vocabulary_size
 
     return vocabulary_size(TokenizerConfig(kind, path, special))
@@ -253,7 +251,6 @@ def _matches_any(patterns: tuple[str, ...]) -> bool:
 
 
 def _without_wildcards(pattern: str) -> str:
-    """Return the leading part of a path that has no wildcard."""
     parts = Path(pattern).parts
     fixed = next((index for index, part in enumerate(parts) if glob.has_magic(part)), len(parts))
     return str(Path(*parts[:fixed])) if fixed else "."

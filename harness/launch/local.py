@@ -193,7 +193,6 @@ def _started(world_size: int, run_dir: Path, environment: dict[str, str]) -> Ite
 
 
 def _logs_specs(folder: Path) -> LogsSpecs:
-    """Send rank 0's output to the terminal and that of the other ranks to files in a folder."""
     from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 
     class InOneFolder(LogsSpecs):
@@ -239,11 +238,7 @@ def run_launched_rank(job: Job, folder: RunFolder, overrides: list[str]) -> NoRe
 
 
 def _rendezvous(job: Job) -> dist.Store:
-    """Return the store that all ranks share before there is a process group.
-
-    Raises:
-        MachineError: this rank cannot connect to the store, or rank 0 cannot open it.
-    """
+    """Return the store that all ranks share before there is a process group."""
     with importing_torch():
         import torch.distributed as dist
 
@@ -290,7 +285,6 @@ def _begin_on_rank_0(
 
 
 def _report_failure(job: Job, folder: RunFolder, code: int, rank: int) -> None:
-    """On one of the failed ranks, show the cause and complete the run's row, as the controller would."""
     if code in (EXIT_OK, *STOPPED):
         return
     # Errors are written at about the same time: the cause may be written after its consequences.

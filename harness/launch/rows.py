@@ -197,7 +197,6 @@ def as_planned(name: str, job: Job, overrides: list[str]) -> Row:
 
 
 def _typed(overrides: Sequence[str]) -> Row:
-    """Return overrides and command without ``runs_dir``, which is specific to a machine."""
     own = [each for each in overrides if not each.startswith("runs_dir=")]
     return {"overrides": own, "command": command_of(own)}
 
@@ -303,7 +302,6 @@ def _kept(row: Row, labels: frozenset[str]) -> Row:
 
 
 def _labels() -> frozenset[str]:
-    """Return the job fields to drop: labels, except names and where the job ran."""
     names = (name for name, role, _ in leaves(Job()) if role == LABEL)
     return frozenset(
         f"job.{name}"

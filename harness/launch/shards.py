@@ -86,7 +86,6 @@ def submit(job: J, writer: ShardWriter, module: str, workers: int) -> int:
 
 
 def _queued(folders: list[Path]) -> list[str]:
-    """Tasks that are in the queue."""
     listed = jobs()
     records = [SlurmJobRecord.read(folder) for folder in folders]
     found = [None if record is None else record.find(listed) for record in records]
@@ -107,11 +106,7 @@ def run_task(module: str, job_class: type, writer_of: Callable[[Any], ShardWrite
 
 
 def _run(options: argparse.Namespace, job_class: type, writer_of: Callable[[Any], ShardWriter]) -> int:
-    """Write the shard; return the exit code.
-
-    Raises:
-        UserError: a line of cluster.setup failed, or the source has changed since the array was submitted.
-    """
+    """Write the shard; return the exit code."""
     if options.setup_failed is not None:
         raise UserError(f"cluster.setup={options.line.strip()}: ended with exit code {options.setup_failed}")
     folder = Path(options.folder or folder_of_task(options.list))

@@ -179,11 +179,7 @@ class Registry:
         return os.path.relpath(point.run_dir, self.path)
 
     def _rows(self) -> list[dict[str, Any]]:
-        """All rows, without a last one that a killed writer left incomplete.
-
-        Raises:
-            UserError: a line is damaged.
-        """
+        """All rows, without a last one that a killed writer left incomplete."""
         path, rows = self.path / FILE, []
         try:
             lines = path.read_bytes().split(b"\n")
@@ -294,7 +290,6 @@ def _label_fields() -> frozenset[str]:
 
 
 def _identity(skipped: Skipped) -> tuple[tuple[str, ...], str]:
-    """Return a key that is equal for points that differ only in labels that are no axes."""
     own = [each for each in skipped.overrides if each in skipped.swept or not sets_label(each)]
     return tuple(own), skipped.reason
 

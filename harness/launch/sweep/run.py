@@ -85,7 +85,6 @@ def arrays_of(points: Sequence[tuple[Point, Job]], limit: int) -> list[Array]:
 
 
 def _shares(counts: Sequence[int], limit: int) -> list[int]:
-    """Divide the limit: one for each array, then one at a time to the array with the longest queue."""
     shares = [1] * len(counts)
     for _ in range(limit - len(counts)):
         longest = max(range(len(counts)), key=lambda index: counts[index] / shares[index], default=None)
@@ -169,11 +168,7 @@ def with_group(job: Job, registry: Registry) -> Job:
 
 
 def states_of(points: Sequence[Point]) -> list[RunState]:
-    """Return the states of points; write missing rows of ended points.
-
-    Raises:
-        SlurmError: the scheduler does not answer.
-    """
+    """Return the states of points; write missing rows of ended points."""
     seen, closed = record_lost([point.run_dir for point in points])
     if closed:
         counts = Counter(each.kind or each.state for each in closed)
@@ -202,9 +197,6 @@ def _start(
 
     Returns:
         whether the user interrupted the sweep, and whether all started points were only submitted.
-
-    Raises:
-        UserError: the record of a SLURM job is damaged.
     """
     for point, _ in tasks:
         SlurmJobRecord.read(point.run_dir)  # without a readable record a point could be submitted twice
@@ -248,7 +240,6 @@ def _plan_in_words(
     oom: Sequence[Task],
     skipped: Sequence[Skipped],
 ) -> str:
-    """Return the first lines of a sweep's output: how many points run, where, and what is skipped."""
     lines = [f"{registry.path}: {len(seen) + len(skipped)} points, {len(wanted)} to run"]
     shapes = Counter(_resources(job) for _, job in wanted)
     lines += [f"  {count} x {resources}" for resources, count in shapes.items()]
@@ -283,7 +274,6 @@ def _reasons(skipped: Sequence[Skipped], others: Sequence[list[str]] = ()) -> li
 
 
 def _show_dry(registry: Registry, tasks: Sequence[Task], skipped: Sequence[Skipped]) -> int:
-    """Show the scripts of a sweep without writing anything."""
     seen = read_states([point.run_dir for point, _ in tasks])
     wanted, oom = _select(tasks, seen, out_of_memory=False, rerun=True)
     sys.stderr.write(_plan_in_words(registry, tasks, seen, wanted, oom, skipped))
@@ -398,7 +388,6 @@ def follow_points(points: Sequence[Point], names: Sequence[str]) -> bool:
 
 
 def _finish(registry: Registry, tasks: Sequence[Task], stopped: bool, submitted_only: bool) -> int:
-    """Follow submitted jobs if ``cluster.wait``, show table and failures, and return the exit code."""
     points, waits = [point for point, _ in tasks], any(job.cluster.wait for _, job in tasks)
     if submitted_only and not waits:
         sys.stderr.write(f"harness sweep status {registry.path}\n")
