@@ -73,12 +73,11 @@ def test_errors_while_ending_do_not_hide_the_cause(
 ) -> None:
     recorder = BrokenRecorder()
 
-    def fail(*_: object) -> None:
+    def fail(failing: Any, *_: object) -> None:
+        failing.trainer, failing.recorder = BrokenTrainer(), recorder
         raise error
 
-    monkeypatch.setattr(rank.Run, "trainer", BrokenTrainer())
-    monkeypatch.setattr(rank.Run, "recorder", recorder)
-    monkeypatch.setattr(rank.process, "set_environment", fail)
+    monkeypatch.setattr(rank.Rank, "train", fail)
     assert rank.run_rank(job, folder, started=time.monotonic()) == code
     row = json.loads((folder.path / "result.json").read_text())
     assert (row["exit_reason"], row["exit_code"]) == (reason, code)
