@@ -18,7 +18,7 @@ STARTERS = {
     "multiprocessing",
     "nbclient",
     "harness.launch.pool.RankPool",
-    "harness.tools.inference.ranks.run_on_ranks",
+    "harness.tools.inference.inference.run_on_ranks",
     "harness.tools.parity.parity.parity",
 }
 """Modules, classes and functions that start processes."""

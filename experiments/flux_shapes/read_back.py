@@ -25,8 +25,7 @@ from read_shapes import Judged, judge
 from harness.compose.composer import compose_job
 from harness.contrib.flux.pictures.shapes import DrawnShapes, captions
 from harness.contrib.flux.pictures.sheet import write_sheet
-from harness.tools.inference.generate.config import GenerateJob
-from harness.tools.inference.generate.verb import generate
+from harness.tools.inference.generate import GenerateJob, generate
 
 HERE = Path(__file__).parent
 

@@ -53,7 +53,7 @@ class Generator(ABC):
 
 GENERATORS: Registry[type[Generator]] = Registry(
     "generator",
-    {"decoder": "harness.tools.inference.generate.texts:Texts"},
+    {"decoder": "harness.tools.inference.generate:Texts"},
     field="model.architecture",
     expects="harness.compose.generator:Generator",
 )

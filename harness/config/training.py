@@ -176,7 +176,7 @@ OBSERVERS: Registry[Any] = Registry(
         "nan_watch": "harness.train.non_finite:NanWatch",
         "memory": "harness.train.observers.values:Memory",
         "validation": "harness.train.observers.values:Validation",
-        "evaluation": "harness.tools.inference.evaluate.in_loop:EvaluationInLoop",
+        "evaluation": "harness.tools.inference.scoring:EvaluationInLoop",
         "rank_metrics": "harness.train.observers.values:RankMetrics",
     },
     field="training.observers",

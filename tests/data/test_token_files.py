@@ -37,7 +37,7 @@ from harness.data.loader import IGNORE_INDEX, merge_states
 from harness.data.shards import write_manifest
 from harness.data.sources import LocalFiles
 from harness.data.tokenizer import build_tokenizer
-from harness.tools.inference.evaluate.tasks import Setting, open_task
+from harness.tools.inference.tasks import Setting, open_task
 from harness.util.errors import ConfigError, DataError
 from harness.weights.tokenizer import export_tokenizer
 

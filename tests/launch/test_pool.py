@@ -18,7 +18,7 @@ from launching import until
 from harness.compose.composer import compose_job
 from harness.config.job import Job
 from harness.launch.pool import RankFailed, RankPool
-from harness.tools.inference.ranks import run_on_ranks
+from harness.tools.inference.inference import run_on_ranks
 from harness.util.errors import UserError
 
 

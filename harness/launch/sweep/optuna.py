@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.compose.composer import Composed, Composer
-from harness.compose.errors import to_user_error
+from harness.compose.hydra import sets_search_path
 from harness.compose.multirun import SETTINGS, Space, read_space
-from harness.compose.search_path import sets_search_path
 from harness.config.fields import check_rules, from_dict, label
 from harness.config.job import Job
 from harness.launch.state import BUSY, HELD
@@ -99,7 +98,8 @@ def run_study(
         works = "pip install 'harness[optuna]'"
         raise UserError(f"sweep=optuna: its package is not installed; would work: {works}") from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    with Composer(config_name) as composer, warnings.catch_warnings():
+    composer = Composer(config_name)
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Optuna calls some samplers experimental
         space = read_space(composer, overrides)
         settings: StudySettings = from_dict(StudySettings, space.settings, SETTINGS)
@@ -132,11 +132,8 @@ def _folder(composer: Composer, fixed: list[str]) -> Path:
     Raises:
         UserError: the name cannot be resolved, or is no folder inside runs_dir.
     """
-    config = composer.config(fixed)
-    try:
-        job = Job(name=str(config.name), runs_dir=str(config.runs_dir))
-    except Exception as error:
-        raise to_user_error(error) from error
+    config = composer.config(fixed, resolve=True)
+    job = Job(name=config["name"], runs_dir=config["runs_dir"])
     check_rules(job)
     job.validate_folder()
     return Path(job.runs_dir) / job.name

@@ -182,18 +182,18 @@ def remedies(
         Those that fit, cheapest first: by device time for a token, then those with unknown time, on more
         devices, with other numbers. Then those that do not fit but take less memory, the smallest first.
     """
-    with Composer("plan", PlanJob) as composer:
-        found = _ChangedJobs(composer, plan, overrides, headroom).smallest_of_each_kind(kinds)
-        plain = [each for each in found if not (each.changes_numbers or each.takes_more or each.offloads)]
-        if plain and not any(each.plan.fits for each in plain):
-            first = min(plain, key=lambda each: each.plan.peak)
-            typed = [*overrides, *first.overrides]
-            seconds = _ChangedJobs(composer, first.plan, typed, headroom).smallest_of_each_kind(kinds)
-            found += [
-                replace(each, changes=(*first.changes, *each.changes))
-                for each in seconds
-                if each.plan.fits and not (each.takes_more or each.offloads)
-            ]
+    composer = Composer("plan", PlanJob)
+    found = _ChangedJobs(composer, plan, overrides, headroom).smallest_of_each_kind(kinds)
+    plain = [each for each in found if not (each.changes_numbers or each.takes_more or each.offloads)]
+    if plain and not any(each.plan.fits for each in plain):
+        first = min(plain, key=lambda each: each.plan.peak)
+        typed = [*overrides, *first.overrides]
+        seconds = _ChangedJobs(composer, first.plan, typed, headroom).smallest_of_each_kind(kinds)
+        found += [
+            replace(each, changes=(*first.changes, *each.changes))
+            for each in seconds
+            if each.plan.fits and not (each.takes_more or each.offloads)
+        ]
     return sorted(found, key=lambda each: each.order)
 
 

@@ -23,8 +23,7 @@ from harness.contrib.flux.pictures.shapes import DrawnShapes
 from harness.contrib.flux.pictures.sheet import write_sheet
 from harness.launch.begin import begin
 from harness.run.folder import RunFolder
-from harness.tools.inference.generate.config import GenerateJob
-from harness.tools.inference.generate.verb import generate
+from harness.tools.inference.generate import GenerateJob, generate
 from harness.train.rank import run_rank
 from harness.util.errors import ConfigError
 from harness.weights.detect import WeightFolder

@@ -16,9 +16,7 @@ from processes import python
 from harness.compose.composer import compose_job
 from harness.compose.verb import guarded
 from harness.data.tokenizer import build_tokenizer
-from harness.tools.inference.generate.config import GenerateJob
-from harness.tools.inference.generate.prompts import read_prompts, read_texts
-from harness.tools.inference.generate.verb import generate
+from harness.tools.inference.generate import GenerateJob, generate, read_prompts, read_texts
 from harness.util.errors import EXIT_MACHINE, UserError
 
 

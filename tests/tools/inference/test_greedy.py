@@ -16,8 +16,7 @@ from harness.compose.composer import compose_job
 from harness.config.fields import with_value
 from harness.launch.pool import RankPool
 from harness.model.cache import CachedPass
-from harness.tools.inference.generate.config import GenerateJob
-from harness.tools.inference.generate.prompts import Prompt
+from harness.tools.inference.generate import GenerateJob, Prompt
 from harness.tools.inference.model import with_model
 from harness.train.setup import process_group
 from harness.weights.detect import find_source
@@ -101,7 +100,7 @@ def job_of(folder: Path, *overrides: str) -> GenerateJob:
 
 
 def on_rank(job: GenerateJob, folder: str, given: list[Prompt]) -> list[list[int]]:
-    function = "harness.tools.inference.generate.rank:generate"
+    function = "harness.tools.inference.decode:generate"
     outcome = with_model(job, torch.device("cpu"), function, find_source(folder), given, False)
     return [text.tokens for text in outcome.texts]
 

@@ -12,8 +12,8 @@ from families_table import random_model, set_fields, shipped, to_transformers
 
 from harness.compose.composer import compose_job
 from harness.launch.pool import RankPool
-from harness.tools.inference.evaluate.config import EvaluateJob
-from harness.tools.inference.evaluate.rank import evaluate
+from harness.tools.inference.evaluate import EvaluateJob
+from harness.tools.inference.scoring import evaluate
 from harness.train.setup import process_group
 from harness.util.errors import UserError
 from harness.weights.detect import find_source

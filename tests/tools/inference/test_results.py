@@ -9,7 +9,7 @@ from jobs import train
 from harness.launch.rows import load
 from harness.run.evaluations import newest
 from harness.run.folder import EVALUATIONS
-from harness.tools.inference.evaluate.results import append
+from harness.tools.inference.evaluate import append
 from harness.tools.report.runs import report_runs, tables_beside
 from harness.util.tables import Table
 

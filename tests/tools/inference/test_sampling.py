@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.tools.inference.generate.sampling import Sampler
+from harness.tools.inference.decode import Sampler
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -2.0])
 

@@ -14,10 +14,10 @@ from tiers import rest_is_thorough
 from harness.compose.composer import compose_job
 from harness.config.fields import with_value
 from harness.launch.pool import RankPool
-from harness.tools.inference.evaluate.config import EvaluateJob
-from harness.tools.inference.evaluate.scoring import Scorer
-from harness.tools.inference.evaluate.tasks import Row
+from harness.tools.inference.evaluate import EvaluateJob
 from harness.tools.inference.model import InferenceModel
+from harness.tools.inference.scoring import Scorer
+from harness.tools.inference.tasks import Row
 from harness.train.setup import process_group
 from harness.weights.detect import find_source
 

@@ -8,7 +8,7 @@ import pytest
 
 from harness.config.data import TokenizerConfig
 from harness.data.tokenizer import BytesTokenizer, build_tokenizer
-from harness.tools.inference.generate.text import TextStream
+from harness.tools.inference.decode import TextStream
 
 TEXT = "naïve 漢字 🙂👩‍🚀 and  two spaces\n\tthe end. "
 SHIPPED = TokenizerConfig(kind="sentencepiece", path="asset:python_2k.model")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from pathlib import Path
@@ -14,13 +13,10 @@ import torch
 from harness.compose.composer import compose_job
 from harness.config.data import DataConfig
 from harness.data.tokenizer import BytesTokenizer
-from harness.tools.inference.evaluate.config import EvaluateJob
-from harness.tools.inference.evaluate.rank import evaluate as on_rank
-from harness.tools.inference.evaluate.tasks import Setting, encode_pair, open_task, windows
-from harness.tools.inference.evaluate.verb import evaluate
+from harness.tools.inference.evaluate import EvaluateJob, evaluate
+from harness.tools.inference.scoring import evaluate as on_rank
+from harness.tools.inference.tasks import Setting, encode_pair, open_task, windows
 from harness.util.errors import UserError
-
-CHOICE = {"context": "one ", "choices": ["two", "three or four"], "answer": 1}
 
 
 def setting(
@@ -71,18 +67,6 @@ def test_splits_are_disjoint(tmp_path: Path) -> None:
     assert 0 < len(read["validation"]) < 30
 
 
-def test_choices(tmp_path: Path) -> None:
-    (tmp_path / "q.jsonl").write_text(f"{json.dumps(CHOICE)}\n{json.dumps(CHOICE | {'answer': 0})}\n")
-    task = open_task(f"{tmp_path}/q.jsonl", setting())
-    assert [len(row.tokens) - row.start for row in task.rows] == [4, 14, 4, 14], "the space is scored"
-    # Of the log-probabilities -4 and -9 the first is larger; -9 / 13 is larger than -4 / 3.
-    metrics = task.metrics(np.asarray([[-4.0, 0], [-9.0, 0]] * 2))
-    assert metrics["acc"] == 0.5
-    metrics = task.metrics(np.asarray([[-4.0, 0], [-9.0, 0], [-9.0, 0], [-4.0, 0]]))
-    assert (metrics["acc"], metrics["acc_norm"], metrics["examples"]) == (0.0, 0.5, 2)
-    assert metrics["acc_norm_stderr"] == 0.5
-
-
 def test_continuations(tmp_path: Path) -> None:
     (tmp_path / "q.jsonl").write_text(
         '{"context": "", "continuation": "ab"}\n{"context": "a", "continuation": "b"}'
@@ -117,20 +101,15 @@ def test_special_tokens() -> None:
     [
         ("", "is empty; would work: lines such as"),
         ("{", "line 1: is not JSON"),
-        ('{"choices": ["a", "b"], "answer": 0}', 'line 1: has no text in "context"'),
-        ('{"context": "a"}', 'must have either "choices" or "continuation"'),
+        ('{"continuation": "a"}', 'line 1: has no text in "context"'),
+        ('{"context": "a"}', 'has no text in "continuation"'),
         ('{"context": "a", "continuation": "\\ud800"}', "half a surrogate pair"),
-        ('{"context": "a", "continuation": ""}', 'has no text in "continuation"'),
-        ('{"context": "a", "choices": ["b"], "answer": 0}', "a list of at least two texts"),
-        (
-            '{"context": "a", "choices": ["b", "c"], "answer": 2}',
-            '"answer" must be the index of a choice, 0 to 1',
-        ),
+        ('{"context": "a", "continuation": ""}', "the continuation '' has no token of its own"),
+        ('{"context": "a", "choices": ["b", "c"], "answer": 1}', "would work: lm_eval:NAME"),
         (
             f'{{"context": "{"a" * 64}", "continuation": "b"}}',
             "has 65 tokens, and evaluate.seq_len=64",
         ),
-        (json.dumps(CHOICE) + '\n{"context": "a", "continuation": "b"}', "line 2: all examples .* one kind"),
     ],
 )
 def test_wrong_files(content: str, message: str, tmp_path: Path) -> None:
@@ -186,11 +165,9 @@ def test_an_incomplete_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """lm_eval is there, and a package that it needs is not."""
     (tmp_path / "lm_eval.py").write_text("import a_package_that_is_not_there")
     monkeypatch.syspath_prepend(tmp_path)
-    for module in ("lm_eval", "harness.tools.inference.evaluate.library"):
+    for module in ("lm_eval", "harness.tools.inference.library"):
         monkeypatch.delitem(sys.modules, module, raising=False)
-    message = (
-        r"^evaluate.tasks=lm_eval:x: .*No module named 'a_package_that_is_not_there'.*pip install 'harness"
-    )
+    message = r"^evaluate.tasks=lm_eval:x: .*No module named 'a_package_that_is_not_there'.*pip install -e"
     with pytest.raises(UserError, match=message):
         on_rank(compose("evaluate.tasks=[lm_eval:x]"), torch.device("cpu"), None, [])  # type: ignore[arg-type]
 

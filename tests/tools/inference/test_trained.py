@@ -16,9 +16,8 @@ from harness.compose.composer import compose_job
 from harness.config.fields import with_value
 from harness.data.tokenizer import build_tokenizer
 from harness.launch.pool import RankPool
-from harness.tools.inference.generate.config import GenerateJob
-from harness.tools.inference.generate.prompts import Prompt, read_prompts, read_texts
-from harness.tools.inference.source import use_checkpoint
+from harness.tools.inference.generate import GenerateJob, Prompt, read_prompts, read_texts
+from harness.tools.inference.inference import use_checkpoint
 from harness.train.setup import process_group
 
 TRAINED = (

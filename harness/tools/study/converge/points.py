@@ -53,23 +53,23 @@ def compose_techniques(job: ConvergeJob, overrides: Sequence[str]) -> list[Techn
     common = [each for each in overrides if not each.lstrip("+").startswith("converge.")]
     common += config.control.split()
     chosen = config.chosen(has_experts=job.model.moe.enabled)
-    with Composer("converge", ConvergeJob) as composer:
-        control = _compose(composer, CONTROL, "", common, config)
-        made = [control]
-        if config.twin:
-            twin = _compose(composer, TWIN, config.twin, common, config)
-            _check_twin(control.job, twin.job, config)
-            made.append(twin)
-        for name, own in chosen.items():
-            try:
-                technique = _compose(composer, name, own, common, config)
-            except ConfigError as error:
-                made.append(Technique(name, own, {}, skipped=str(error)))
-                continue
-            except UserError as error:
-                raise UserError(f"converge.techniques.{name}: {error}") from error
-            _refuse_other_labels(technique, made[1:])
-            made.append(_compared(control.job, technique, config))
+    composer = Composer("converge", ConvergeJob)
+    control = _compose(composer, CONTROL, "", common, config)
+    made = [control]
+    if config.twin:
+        twin = _compose(composer, TWIN, config.twin, common, config)
+        _check_twin(control.job, twin.job, config)
+        made.append(twin)
+    for name, own in chosen.items():
+        try:
+            technique = _compose(composer, name, own, common, config)
+        except ConfigError as error:
+            made.append(Technique(name, own, {}, skipped=str(error)))
+            continue
+        except UserError as error:
+            raise UserError(f"converge.techniques.{name}: {error}") from error
+        _refuse_other_labels(technique, made[1:])
+        made.append(_compared(control.job, technique, config))
     if all(each.skipped for each in made if each.name in chosen):
         first = next(each for each in made if each.name in chosen)
         rule = f"none of these techniques can run; {first.name}: {first.skipped}"

@@ -1,16 +1,19 @@
 """Tasks of an evaluation: rows of tokens to score, and metrics of the scores. Imports no torch.
 
-A JSONL file has one example per line, all of one kind:
+A JSONL file has one example per line:
 
-    {"context": "...", "choices": ["...", "..."], "answer": 0}
     {"context": "...", "continuation": "..."}
 """
 
 from __future__ import annotations
 
+import json
 import math
+import sys
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -20,12 +23,62 @@ from harness.config.training import DATA
 from harness.data.sources import Source, source_of
 from harness.data.tokenizer import Tokenizer, check_vocab_size, with_bos, with_bos_eos
 from harness.data.tokenizing import is_held_out
-from harness.tools.inference.lines import numbered_lines, parse_json
+from harness.util.encoding import parse
 from harness.util.errors import ConfigError, UserError
 
-EXAMPLES = (
-    '{"context": "...", "choices": ["...", "..."], "answer": 0} or {"context": "...", "continuation": "..."}'
-)
+STDIN = "-"
+LONGEST_LINE = 4_000_000
+"""Characters of a line, about a million tokens; a tokenizer takes a hundred bytes for each."""
+
+
+def numbered_lines(name: str, file: str, works: str) -> list[tuple[str, str]]:
+    """Return the lines that are not blank, each after its place for messages, ``<name>, line <i>``.
+
+    Args:
+        name: name of the input, for messages.
+        file: its path, or ``-`` for standard input.
+        works: a valid input, for messages.
+
+    Raises:
+        UserError: the input cannot be read, is not UTF-8, has no such line, or one is too long.
+    """
+    lines = []
+    try:
+        with nullcontext(sys.stdin) if file == STDIN else open(file, encoding="utf-8") as opened:
+            # Not splitlines(), which also splits at separators that JSON allows inside of a text.
+            for i, line in enumerate(iter(partial(opened.readline, LONGEST_LINE + 1), ""), start=1):
+                if len(line) > LONGEST_LINE:
+                    rule = f"has more than {LONGEST_LINE} characters"
+                    raise UserError(f"{name}, line {i}: {rule}; would work: {works}")
+                line.encode("utf-8")  # standard input has surrogates for bytes that are not UTF-8
+                if line.strip():
+                    lines.append((f"{name}, line {i}", line.removesuffix("\n")))
+    except OSError as error:
+        raise UserError(f"{name}: cannot be read: {error.strerror}") from error
+    except UnicodeError as error:
+        raise UserError(f"{name}: is not UTF-8 text") from error
+    if not lines:
+        raise UserError(f"{name}: is empty; would work: {works}")
+    return lines
+
+
+def parse_json(line: str, where: str) -> Any:
+    """Parse a line.
+
+    Raises:
+        UserError: it is not JSON, or has text that is not Unicode.
+    """
+    try:
+        row = parse(line)
+        json.dumps(row, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UserError(f"{where}: has half a surrogate pair, which no tokenizer can read") from error
+    except ValueError as error:
+        raise UserError(f"{where}: is not JSON: {error}") from error
+    return row
+
+
+EXAMPLE = '{"context": "...", "continuation": "..."}'
 
 
 class Row(NamedTuple):
@@ -100,12 +153,7 @@ def open_task(name: str, setting: Setting) -> Task:
     check_vocab_size(setting.tokenizer.vocab_size, setting.vocab_size)
     if name == DATA:
         return Documents(setting)
-    examples = list(_examples(name, setting.limit))
-    has_choices = "choices" in examples[0][1]
-    for where, example in examples:
-        if ("choices" in example) != has_choices:
-            raise UserError(f"{where}: all examples of a file must be of one kind; would work: {EXAMPLES}")
-    return (Choices if has_choices else Continuations)(name, examples, setting)
+    return Continuations(name, setting)
 
 
 class Documents:
@@ -165,11 +213,21 @@ def windows(tokens: Sequence[int], window: int, stride: int | None = None) -> It
 class Continuations:
     """Log-likelihood of one continuation after each context."""
 
-    def __init__(self, name: str, examples: Sequence[tuple[str, dict[str, Any]]], setting: Setting) -> None:
-        self.name = name
-        self.rows = [
-            pair_row(each["context"], each["continuation"], setting, where) for where, each in examples
-        ]
+    def __init__(self, name: str, setting: Setting) -> None:
+        lines = numbered_lines(name, name, f"lines such as {EXAMPLE}")[: setting.limit]
+        self.name, self.rows = name, [self._row(line, where, setting) for where, line in lines]
+
+    @staticmethod
+    def _row(line: str, where: str, setting: Setting) -> Row:
+        row = parse_json(line, where)
+        if isinstance(row, dict) and "choices" in row:
+            raise UserError(
+                f"{where}: has choices, as tasks of lm-evaluation-harness; would work: lm_eval:NAME"
+            )
+        for name in ("context", "continuation"):
+            if not isinstance(row, dict) or not isinstance(row.get(name), str):
+                raise UserError(f'{where}: has no text in "{name}"; would work: {EXAMPLE}')
+        return pair_row(row["context"], row["continuation"], setting, where)
 
     def metrics(self, scores: np.ndarray) -> dict[str, Any]:
         mean = float(scores[:, 0].mean())
@@ -179,38 +237,6 @@ class Continuations:
             "perplexity": _exp(-mean),
             "examples": len(scores),
         }
-
-
-class Choices:
-    """Multiple choice: the answer should be the most probable continuation."""
-
-    def __init__(self, name: str, examples: Sequence[tuple[str, dict[str, Any]]], setting: Setting) -> None:
-        self.name, self.rows = name, []
-        self.examples = [example for _, example in examples]
-        for where, each in examples:
-            self.rows += [pair_row(each["context"], choice, setting, where) for choice in each["choices"]]
-
-    def metrics(self, scores: np.ndarray) -> dict[str, Any]:
-        right: dict[str, list[bool]] = {"acc": [], "acc_norm": [], "acc_bytes": []}
-        first = 0
-        for each in self.examples:
-            choices = each["choices"]
-            sums = scores[first : first + len(choices), 0]
-            first += len(choices)
-            for name, lengths in (
-                ("acc", [1 for _ in choices]),
-                ("acc_norm", [len(choice) for choice in choices]),
-                ("acc_bytes", [len(choice.encode("utf-8")) for choice in choices]),
-            ):
-                right[name].append(int(np.argmax(sums / np.asarray(lengths))) == each["answer"])
-        count = len(self.examples)
-        share = {name: sum(each) / count for name, each in right.items()}
-        # Standard error of a mean, from the variance of the sample.
-        errors = {
-            f"{name}_stderr": math.sqrt(p * (1 - p) / (count - 1)) if count > 1 else None
-            for name, p in share.items()
-        }
-        return {**share, **errors, "examples": count}
 
 
 def pair_row(context: str, continuation: str, setting: Setting, where: str) -> Row:
@@ -244,31 +270,6 @@ def encode_pair(context: str, continuation: str, setting: Setting, where: str) -
         raise UserError(f"{where}: the context is empty, and the tokenizer has no token to begin with")
     if row.start >= len(ids):
         raise UserError(f"{where}: the continuation {continuation!r} has no token of its own")
-    return row
-
-
-def _examples(name: str, limit: int | None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each example of a file, with its position for messages."""
-    for where, line in numbered_lines(name, name, f"lines such as {EXAMPLES}")[:limit]:
-        yield where, _parsed(line, where)
-
-
-def _parsed(line: str, where: str) -> dict[str, Any]:
-    row = parse_json(line, where)
-    if not isinstance(row, dict) or not isinstance(row.get("context"), str):
-        raise UserError(f'{where}: has no text in "context"; would work: {EXAMPLES}')
-    if ("choices" in row) == ("continuation" in row):
-        raise UserError(f'{where}: must have either "choices" or "continuation"; would work: {EXAMPLES}')
-    if "continuation" in row:
-        if not isinstance(row["continuation"], str) or not row["continuation"]:
-            raise UserError(f'{where}: has no text in "continuation"; would work: {EXAMPLES}')
-        return row
-    choices, answer = row["choices"], row.get("answer")
-    texts = [each for each in choices if each and isinstance(each, str)] if isinstance(choices, list) else []
-    if len(texts) < 2 or len(texts) < len(choices):
-        raise UserError(f'{where}: "choices" must be a list of at least two texts')
-    if isinstance(answer, bool) or not isinstance(answer, int) or not 0 <= answer < len(choices):
-        raise UserError(f'{where}: "answer" must be the index of a choice, 0 to {len(choices) - 1}')
     return row
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -12,11 +12,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.config.job import Job
+from harness.config.training import is_lm_eval
 from harness.data.loader import IGNORE_INDEX, Batch
+from harness.metrics.columns import Metric
 from harness.model.part import ModelPart
 from harness.parallelism.execute import computes_loss
 from harness.parallelism.mesh import Mesh
-from harness.tools.inference.evaluate.tasks import Row
+from harness.run.evaluations import columns
+from harness.tools.inference.evaluate import EvaluateJob
+from harness.tools.inference.model import InferenceModel
+from harness.tools.inference.tasks import Row, Setting, Task, open_task
+from harness.train import observer
+from harness.util.errors import ConfigError, one_line
+from harness.weights.detect import WeightFolder
 
 PADDING = 0
 LENGTH_UNIT = 32
@@ -86,3 +94,79 @@ def _batch(rows: Sequence[Row], size: int, length: int) -> Batch:
         inputs_BT[i, : len(ids) - 1] = ids[:-1]
         labels_BT[i, start - 1 : len(ids) - 1] = ids[start:]
     return Batch(inputs_BT, labels_BT)
+
+
+def evaluate(
+    job: EvaluateJob, device: torch.device, found: WeightFolder, tasks: Sequence[Task]
+) -> list[tuple[str, dict[str, Any]]]:
+    """Evaluate on this rank of a process group.
+
+    Args:
+        job: the resolved job; training.seq_len is the longest pass.
+        device: where this rank computes.
+        found: the weights.
+        tasks: all tasks but those of lm-evaluation-harness.
+
+    Returns:
+        Name and metrics of each task, in the order of the job.
+    """
+    library = [name for name in job.evaluate.tasks if is_lm_eval(name)]
+    loaded = None
+    if library:
+        # Before the weights: a misspelled name costs nothing.
+        try:
+            from harness.tools.inference.library import Library
+
+            loaded = Library(job, library)
+        except ImportError as error:
+            rule = (
+                f"lm-evaluation-harness or a module of its tasks cannot be imported ({one_line(str(error))})"
+            )
+            raise ConfigError("evaluate.tasks", library[0], rule, "pip install -e '.[eval]'") from error
+    model = InferenceModel(job, device)
+    model.load(found)
+    scorer = Scorer(model)
+    metrics = {task.name: task.metrics(scorer.score(task.rows)) for task in tasks}
+    if loaded is not None:
+        metrics |= loaded.evaluate(model, scorer, job.setting)
+    return [(name, metrics[name]) for name in job.evaluate.tasks]
+
+
+class EvaluationInLoop(observer.Periodic):
+    """The tasks of ``evaluation``, which all ranks score together.
+
+    Raises:
+        UserError: a task cannot be read.
+    """
+
+    metrics = (
+        Metric(
+            "evaluation.*",
+            "number",
+            "Metric of a task, `evaluation.<task>.<metric>`; a row of its own with `step`.",
+            "evaluation",
+            line="{rest} {:.5g}",
+        ),
+    )
+
+    def __init__(self, run: observer.Run) -> None:
+        super().__init__(run, run.job.evaluation.interval)
+        job = run.job
+        setting = Setting(
+            run.tokenizer,
+            job.model.vocab_size,
+            job.data,
+            "validation",
+            job.training.seq_len,
+            "training.seq_len",
+            job.evaluation.stride,
+            job.evaluation.limit,
+        )
+        self.tasks = [open_task(name, setting) for name in job.evaluation.tasks]
+        self.scorer = Scorer(run.engine)
+
+    def act(self, step: int) -> observer.Row:
+        found = [columns(task.name, task.metrics(self.scorer.score(task.rows))) for task in self.tasks]
+        row = {name: value for metrics in found for name, value in metrics.items()}
+        self.run.progress.evaluation = row
+        return row

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lm_eval
 import numpy as np
@@ -17,14 +17,15 @@ from lm_eval.tasks import TaskManager
 
 from harness.config.training import LM_EVAL
 from harness.model.decoder import Decoder
-from harness.tools.inference.evaluate.config import EvaluateJob
-from harness.tools.inference.evaluate.scoring import Scorer
-from harness.tools.inference.evaluate.tasks import Row, Setting, encode_pair, windows
-from harness.tools.inference.generate.config import GenerateConfig
-from harness.tools.inference.generate.prompts import Prompt
-from harness.tools.inference.generate.rank import generate_texts
+from harness.tools.inference.decode import generate_texts
+from harness.tools.inference.evaluate import EvaluateJob
+from harness.tools.inference.generate import GenerateConfig, Prompt
 from harness.tools.inference.model import InferenceModel
+from harness.tools.inference.tasks import Row, Setting, encode_pair, windows
 from harness.util.errors import ConfigError, HarnessError, UserError, one_line
+
+if TYPE_CHECKING:
+    from harness.tools.inference.scoring import Scorer
 
 NEW_TOKENS = 256
 """New tokens of a text where a task does not say, as in lm_eval's own models."""

@@ -1,0 +1,217 @@
+"""``harness evaluate``: evaluate the weights of a run, a checkpoint, or safetensors.
+
+Every layout computes the same metrics.
+
+    harness evaluate checkpoint=runs/NAME/ID
+    harness evaluate checkpoint=... data=local_text data.paths=[book.txt] evaluate.split=all
+    harness evaluate checkpoint=... evaluate.tasks=[questions.jsonl] --json
+    harness evaluate checkpoint=... evaluate.tasks=[lm_eval:hellaswag] parallelism=fsdp
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Self
+
+from harness.checkpoint.catalog import is_url
+from harness.compose.verb import Result, Verb
+from harness.config.fields import label, part, with_value
+from harness.config.parallelism import degrees_in_words
+from harness.config.training import DATA, SPLITS, is_lm_eval, require_stride, require_tasks
+from harness.data.tokenizer import build_tokenizer
+from harness.model.architecture import require_decoder
+from harness.run.evaluations import ABOUT, Metrics, shown
+from harness.run.folder import EVALUATIONS
+from harness.run.result import versions
+from harness.tools.inference.inference import InferenceJob, is_first, run_on_ranks, use_checkpoint
+from harness.tools.inference.tasks import Setting, open_task
+from harness.util.encoding import dumps, flatten
+from harness.util.errors import EXIT_OK, ConfigError, MachineError, UserError
+from harness.util.tables import aligned
+from harness.weights.detect import WeightFolder, choose_data
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """Weights, tasks, and how they are scored."""
+
+    checkpoint: str | None = label(None)
+    """Weights: a run folder (its newest complete checkpoint), a DCP checkpoint, or a folder of safetensors.
+    ``checkpoint=PATH`` is short for it."""
+    tasks: list[str] = label(factory=lambda: ["data"])
+    """Each is ``data`` (loss on the documents of ``data=``), a ``.jsonl`` file of questions, or
+    ``lm_eval:NAME``, a task of lm-evaluation-harness."""
+    split: str = label("validation", choices=SPLITS)
+    """Documents of the task ``data``: those held out for validation, those trained on, or all."""
+    seq_len: int | None = label(None, least=2)
+    """Window: the most tokens of a pass. Null: the length that the weights were trained with, or
+    ``model.max_seq_len`` if they do not record it."""
+    stride: int | None = label(None, least=1)
+    """Task ``data``: tokens that each window scores; the tokens before them are context. Null: the window,
+    with which passes are cheapest and context is shortest."""
+    limit: int | None = label(None, least=1)
+    """Use the first examples (or documents) of each task only; null: all."""
+    batch_size: int = label(8, least=1)
+    """Rows per data-parallel rank and pass."""
+    special_tokens: bool = label(True)
+    """Whether the text of a special token (``<|im_start|>``) in a question is that token, as in transformers;
+    false: plain text, as in the documents of ``data``."""
+    num_fewshot: int | None = label(None, least=0)
+    """lm_eval: examples in the prompt; null: as the task says."""
+    include_path: str | None = label(None)
+    """lm_eval: a folder with task files of your own."""
+    out: str | None = label(None, written="file")
+    """File to which a row for each task is appended. Null: evaluations.jsonl in the run folder that the
+    weights are from, else in the working directory."""
+    json: bool = label(False)
+    """Print one JSON object instead of a table, as ``--json`` does."""
+
+
+@dataclass(frozen=True)
+class EvaluateJob(InferenceJob):
+    """A job plus the options of an evaluation."""
+
+    WEIGHTS: ClassVar[str] = "evaluate.checkpoint"
+    GENERATES: ClassVar[bool] = False
+
+    evaluate: EvaluateConfig = part(EvaluateConfig)
+    """Weights, tasks, and how they are scored."""
+
+    def resolve(self, *, launched_ranks: int | None = None, gpus: int | None = None) -> Self:
+        """Return the job with derived fields set, after a check of every rule.
+
+        Raises:
+            ConfigError: naming the field, its value, the rule, and what would work.
+        """
+        require_decoder(self.model, "scores text", "validation.interval of harness.train")
+        options, most = self.evaluate, self.model.max_seq_len
+        require_tasks("evaluate.tasks", options.tasks, lm_eval=True)
+        window = options.seq_len or most
+        if window > most:
+            rule = f"must not exceed model.max_seq_len={most}"
+            raise ConfigError("evaluate.seq_len", window, rule, f"at most {most}")
+        require_stride("evaluate.stride", options.stride, window)
+        unit = self.parallelism.sequence_unit
+        # The longest pass that the model allows; the command shortens it to the longest row.
+        length = max(unit, min(self.parallelism.padded(window), most // unit * unit))
+        training = dataclasses.replace(
+            self.training, seq_len=length, local_batch_size=options.batch_size, global_batch_size=None
+        )
+        job = dataclasses.replace(self, training=training)
+        return super(EvaluateJob, job).resolve(launched_ranks=launched_ranks, gpus=gpus)
+
+    @property
+    def setting(self) -> Setting:
+        """Inputs of the tasks, after ``evaluate.seq_len`` is set."""
+        options = self.evaluate
+        assert options.seq_len is not None, "the window is not known"
+        return Setting(
+            build_tokenizer(self.tokenizer),
+            self.model.vocab_size,
+            self.data,
+            options.split,
+            options.seq_len,
+            "evaluate.seq_len",
+            options.stride,
+            options.limit,
+            options.special_tokens,
+        )
+
+    @property
+    def wants_json(self) -> bool:
+        """Whether the job itself asks for JSON."""
+        return self.evaluate.json
+
+
+def rows_of(job: EvaluateJob, found: WeightFolder, results: Sequence[tuple[str, Metrics]]) -> list[Metrics]:
+    """Rows of the file: metrics of each task, and what they were computed with."""
+    about = (
+        found.path,
+        found.manifest.get("step"),
+        job.model.name,
+        job.evaluate.seq_len,
+        job.evaluate.stride,
+        job.evaluate.limit,
+        job.precision.param_dtype,
+        degrees_in_words(job.parallelism.degrees),
+        time.time(),
+        versions(),
+    )
+    described = dict(zip(ABOUT, about, strict=True))
+    return [flatten({"task": task, **metrics, **described}) for task, metrics in results]
+
+
+def file_of(job: EvaluateJob, found: WeightFolder) -> Path:
+    """The file to append to: ``evaluate.out``, or beside the run that the weights are from."""
+    if job.evaluate.out is not None:
+        return Path(job.evaluate.out)
+    folders = [] if is_url(found.path) else Path(found.path).resolve().parents
+    runs = [folder for folder in folders if (folder / "job.json").is_file()]
+    return runs[0] / EVALUATIONS if runs else Path(EVALUATIONS)
+
+
+def append(file: Path, rows: Sequence[Metrics]) -> None:
+    """Append rows.
+
+    Raises:
+        MachineError: the file cannot be written.
+    """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("a", encoding="utf-8") as out:
+            out.write("".join(f"{dumps(row)}\n" for row in rows))
+    except OSError as error:
+        raise MachineError(f"{file}: cannot be written: {error.strerror}") from error
+
+
+def table(results: Sequence[tuple[str, Metrics]]) -> str:
+    """Metrics as aligned text, one line for each."""
+    lines = [
+        {"task": task, "metric": name, "value": shown(value)}
+        for task, metrics in results
+        for name, value in metrics.items()
+    ]
+    return aligned(lines, left=("task", "metric"), indent="")
+
+
+def evaluate(job: EvaluateJob, overrides: list[str]) -> int | Result:
+    """Evaluate weights on tasks, and append the metrics to a file."""
+    used = use_checkpoint(job, overrides, "evaluate.checkpoint")
+    job = used.job
+    library = [name for name in job.evaluate.tasks if is_lm_eval(name)]
+    if library and importlib.util.find_spec("lm_eval") is None:
+        rule = "needs lm-evaluation-harness, which is not installed"
+        raise ConfigError("evaluate.tasks", library[0], rule, "pip install -e '.[eval]'")
+    trained = used.found.manifest.get("job") or {}
+    recorded = (trained.get("training") or {}).get("seq_len")
+    window = job.evaluate.seq_len or min(recorded or job.model.max_seq_len, job.model.max_seq_len)
+    require_stride("evaluate.stride", job.evaluate.stride, window)
+    job = with_value(job, "evaluate.seq_len", window)
+    if DATA in job.evaluate.tasks:
+        data = choose_data(job, overrides, used.found)
+        if data is None:
+            raise UserError(
+                f"{used.found.path}: records no data; would work: data=NAME, an option of conf/data"
+            )
+        job = dataclasses.replace(job, data=data)
+    setting = job.setting
+    tasks = [open_task(name, setting) for name in job.evaluate.tasks if name not in library]
+    longest = max(len(row.tokens) - 1 for task in tasks for row in task.rows) if not library else window
+    job = with_value(job, "training.seq_len", job.parallelism.padded(longest))
+    results = run_on_ranks(job, "harness.tools.inference.scoring:evaluate", used.found, tasks)
+    if not is_first():
+        return EXIT_OK
+    rows, file = rows_of(job, used.found, results), file_of(job, used.found)
+    try:
+        append(file, rows)
+    except MachineError as error:
+        return Result({"rows": rows, "written": None}, table(results), error=error)
+    return Result({"rows": rows, "written": str(file)}, f"{table(results)}wrote {file}\n")
+
+
+VERB = Verb("evaluate", evaluate, job=EvaluateJob, has_json=True)

@@ -1,1 +1,0 @@
-"""Evaluate weights: loss on documents, local JSONL tasks, tasks of lm-evaluation-harness."""

@@ -1,0 +1,323 @@
+"""``harness generate``: generate text with the weights of a run or a checkpoint.
+
+Tensor, data and expert parallel generate the same as one process. Text goes to stdout, rates to stderr.
+Models of other architectures make what their `Generator` says.
+
+    harness generate checkpoint=runs/NAME/ID prompt="The parser reads"
+    harness generate checkpoint=... prompt=... generate.temperature=0.8 generate.top_p=0.95
+    harness generate checkpoint=... generate.prompt_file=prompts.txt --json
+    harness generate checkpoint=... prompt=... parallelism=tp parallelism.tp=2
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import date
+from typing import Any, ClassVar, Self
+
+from harness.compose.generator import Generator, Request, generator_of
+from harness.compose.overrides import with_quoted_text
+from harness.compose.verb import Result, Verb
+from harness.config.fields import label, part, with_value
+from harness.config.job import Job
+from harness.config.parallelism import degrees_in_words
+from harness.config.registry import resolve_options
+from harness.data.chat_template import find_template, message_of, require_text
+from harness.data.tokenizer import build_tokenizer, with_bos
+from harness.data.tokenizer_base import Tokenizer
+from harness.model.architecture import architecture_of
+from harness.tools.inference.inference import InferenceJob, is_first, run_on_ranks, use_checkpoint
+from harness.tools.inference.tasks import STDIN, numbered_lines, parse_json
+from harness.train.objective import objective_of
+from harness.train.process import launched_ranks
+from harness.util.errors import EXIT_OK, ConfigError, UserError
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """Weights, prompts, and how tokens are chosen."""
+
+    checkpoint: str | None = label(None)
+    """Weights: a run folder (its newest complete checkpoint), a DCP checkpoint, or a folder of safetensors.
+    ``checkpoint=PATH`` is short for it."""
+    prompts: list[str] = label(factory=list)
+    """Several prompts; ``prompt=TEXT`` is one."""
+    prompt_file: str | None = label(None)
+    """File with a prompt on each line; of a .jsonl file, the field ``prompt`` of each line. ``-``: lines of
+    standard input."""
+    chat: str | None = label(None)
+    """Chat template: ``own`` (that of the tokenizer's repository), ``chatml``, ``plain``, or the path of one.
+    Each prompt is then a message of the user, or the field ``messages`` of a line of a .jsonl file, and the
+    next turn of the assistant is generated. Null: prompts are text."""
+    special_tokens: bool = label(True)
+    """Whether the text of a special token (``<|im_start|>``) in a prompt is that token, as in transformers;
+    false: plain text, as in training documents. In chat templates it always is."""
+    max_new_tokens: int = label(100, least=1)
+    """Largest number of tokens to generate after each prompt."""
+    batch_size: int = label(8, least=1)
+    """Prompts per data-parallel rank that are generated together."""
+    temperature: float = label(0.0, least=0)
+    """Logits are divided by it before sampling; 0: always the most probable token."""
+    top_k: int | None = label(None, least=1)
+    """Sample from this many most probable tokens; null: from all."""
+    top_p: float = label(1.0, above=0, most=1)
+    """Sample from the most probable tokens whose probabilities sum to this (arXiv:1904.09751)."""
+    seed: int = label(0, least=0)
+    """Seed of sampling. The result of the i-th prompt depends on the seed and i only."""
+    stop: list[str] = label(factory=list)
+    """Strings that end a text; they are not part of it."""
+    stop_at_end: bool = label(True)
+    """Whether the tokenizer's end-of-document token ends a text; with ``chat`` also the end of a turn."""
+    json: bool = label(False)
+    """Print one JSON object instead of text, as ``--json`` does."""
+    options: dict[str, Any] = label(factory=dict)
+    """Options of generating, for an architecture that another package has added."""
+
+
+@dataclass(frozen=True)
+class GenerateJob(InferenceJob):
+    """A job plus the options of a generation."""
+
+    WEIGHTS: ClassVar[str] = "generate.checkpoint"
+
+    prompt: str | None = label(None)
+    """The prompt, one line; brackets, commas and quotes in it need no quotes around."""
+    generate: GenerateConfig = part(GenerateConfig)
+    """Weights, prompts, and how tokens are chosen."""
+
+    @classmethod
+    def spelled_out(cls, overrides: Iterable[str]) -> list[str]:
+        """Also quote the prompt, so that Hydra does not parse it."""
+        return [with_quoted_text(each, "prompt") for each in super().spelled_out(overrides)]
+
+    def resolve(self, *, launched_ranks: int | None = None, gpus: int | None = None) -> Self:
+        """Return the job with derived fields set, after a check of every rule.
+
+        Raises:
+            ConfigError: naming the field, its value, the rule, and what would work.
+        """
+        if "" in self.generate.stop:
+            raise ConfigError("generate.stop", self.generate.stop, "an empty string is in every text", "[]")
+        if self.generate.chat and not self.generate.special_tokens:
+            rule = f"has no effect with generate.chat={self.generate.chat}"
+            raise ConfigError("generate.special_tokens", False, rule, "leave it out")
+        generator, config = generator_of(self.model), self.generate
+        self._refuse_fields(generator.ignores)
+        owner = f"model.architecture={self.model.architecture}"
+        options = resolve_options(config.options, generator.options, "generate.options", owner)
+        job = replace(
+            self,
+            generate=replace(config, options=options),
+            **objective_of(self.model).for_generation(self.data, self.training, self.model),
+        )
+        return super(GenerateJob, job).resolve(launched_ranks=launched_ranks, gpus=gpus)
+
+    def _refuse_fields(self, names: Iterable[str]) -> None:
+        """Refuse values of fields that have no effect for this kind of model."""
+        default, makes = GenerateConfig(), architecture_of(self.model).makes
+        for name in names:
+            value = getattr(self.generate, name)
+            if value != getattr(default, name):
+                rule = f"has no effect: model={self.model.name} makes {makes}"
+                raise ConfigError(f"generate.{name}", value, rule, "leave it out")
+
+    @property
+    def wants_json(self) -> bool:
+        """Whether the job itself asks for JSON."""
+        return self.generate.json
+
+
+OWN = "own"
+"""Value of generate.chat: the template of the tokenizer's repository."""
+Conversation = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt and its token ids, with the token that begins a document.
+
+    Attributes:
+        end_of_turn: id that ends the assistant's turn, or None.
+    """
+
+    text: str
+    ids: list[int]
+    end_of_turn: int | None = None
+
+
+def read_prompts(job: GenerateJob, found: Sequence[str | Conversation], tokenizer: Tokenizer) -> list[Prompt]:
+    """Tokenize all prompts, as ``read_texts`` returns them.
+
+    Raises:
+        UserError: one is empty, or has tokens that the model does not have.
+    """
+    config = job.generate
+    if config.chat:
+        prompts = _turns(config.chat, found, tokenizer)
+    else:
+        prompts = _texts(found, tokenizer, config.special_tokens)
+    for number, prompt in enumerate(prompts, start=1):
+        if not prompt.ids:
+            raise UserError(f"prompt {number}: is empty, and the tokenizer has no token to begin with")
+        if max(prompt.ids) >= job.model.vocab_size:
+            raise UserError(
+                f"prompt {number}: has token {max(prompt.ids)}, and model.vocab_size={job.model.vocab_size}; "
+                "would work: the tokenizer that the model was trained with"
+            )
+    return prompts
+
+
+def read_texts(job: GenerateJob) -> list[str | Conversation]:
+    """Read all prompts, as text; with generate.chat also conversations.
+
+    Raises:
+        UserError: there is none, or one cannot be read.
+    """
+    config = job.generate
+    found: list[str | Conversation] = [*([] if job.prompt is None else [job.prompt]), *config.prompts]
+    if config.prompt_file is not None:
+        found += _lines(config.prompt_file, with_messages=config.chat is not None)
+    if not found:
+        works = "prompt=TEXT, generate.prompts=[A,B], generate.prompt_file=FILE, or generate.prompt_file=-"
+        raise ConfigError("prompt", None, "there is no prompt", works)
+    return found
+
+
+def _texts(found: Sequence[Any], tokenizer: Tokenizer, special_tokens: bool) -> list[Prompt]:
+    encode = tokenizer.encode_prompt if special_tokens else tokenizer.encode
+    return [Prompt(text, with_bos(encode(text), tokenizer)) for text in found]
+
+
+def _turns(chat: str, found: Sequence[str | Conversation], tokenizer: Tokenizer) -> list[Prompt]:
+    """Prompts up to the beginning of the assistant's turn."""
+    template = find_template(
+        tokenizer, None if chat == OWN else chat, date.today().isoformat(), "generate.chat"
+    )
+    end = tokenizer.special_ids.get(template.end_of_turn or "")
+    conversations = [[{"role": "user", "content": each}] if isinstance(each, str) else each for each in found]
+    texts = [require_text(template.render(each, add_generation_prompt=True)) for each in conversations]
+    encoded = tokenizer.encode_marked(texts)
+    return [Prompt(text, each.ids, end) for text, each in zip(texts, encoded, strict=True)]
+
+
+def require_room(prompts: Sequence[Prompt], job: GenerateJob) -> int:
+    """Return the longest sequence: the longest prompt and all new tokens.
+
+    Raises:
+        ConfigError: it is longer than the model supports.
+    """
+    longest, most = max(len(prompt.ids) for prompt in prompts), job.model.max_seq_len
+    if longest >= most:
+        number = next(i for i, prompt in enumerate(prompts, start=1) if len(prompt.ids) == longest)
+        raise UserError(
+            f"prompt {number}: has {longest} tokens, and model.max_seq_len={most}; "
+            f"would work: at most {most - 1}"
+        )
+    new = job.generate.max_new_tokens
+    if longest + new > most:
+        rule = f"with a prompt of {longest} tokens exceeds model.max_seq_len={most}"
+        raise ConfigError("generate.max_new_tokens", new, rule, f"at most {most - longest}")
+    return longest + new
+
+
+def _lines(name: str, *, with_messages: bool) -> list[str | Conversation]:
+    """Prompts of a file or standard input."""
+    ranks = launched_ranks() or 1
+    if name == STDIN and ranks > 1:
+        rule = f"{ranks} ranks of a launcher cannot share standard input"
+        raise ConfigError("generate.prompt_file", name, rule, "a file")
+    lines = numbered_lines(f"generate.prompt_file={name}", name, "a prompt on each line")
+    if not name.endswith(".jsonl"):
+        return [line for _, line in lines]
+    return [_prompt_of(line, where, with_messages) for where, line in lines]
+
+
+def _prompt_of(line: str, where: str, with_messages: bool) -> str | Conversation:
+    row = parse_json(line, where)
+    if with_messages and isinstance(row, dict) and isinstance(row.get("messages"), list):
+        return [message_of(each, f"{where}, message {i}") for i, each in enumerate(row["messages"], start=1)]
+    prompt = row.get("prompt") if isinstance(row, dict) else None
+    if not isinstance(prompt, str):
+        raise UserError(f'{where}: has no text in "prompt"; would work: {{"prompt": "..."}}')
+    return prompt
+
+
+class Texts(Generator):
+    """Text after each prompt, by decoders."""
+
+    def generate(self, request: Request) -> int | Result:
+        job: GenerateJob = request.job
+        prompts = read_prompts(job, request.prompts, build_tokenizer(job.tokenizer))
+        job = with_value(job, "training.seq_len", require_room(prompts, job))
+        streams = not job.wants_json and len(prompts) == 1
+        outcome = request.run(job, "harness.tools.inference.decode:generate", prompts, streams)
+        if outcome is None:
+            return EXIT_OK
+        sys.stderr.write(_rates_in_words(outcome))
+        return Result(as_dict(job, request.found.path, outcome), "\n" if streams else _texts_of(outcome))
+
+
+def _texts_of(outcome: Any) -> str:
+    count = len(outcome.texts)
+    return "".join(
+        f"--- {text.number + 1} of {count} ({text.ended_by})\n{text.prompt}{text.text}\n"
+        for text in outcome.texts
+    )
+
+
+def _rates_in_words(outcome: Any) -> str:
+    rates = rates_of(outcome)
+    return (
+        f"{outcome.prefill_tokens} prompt tokens in {outcome.prefill_seconds:.2f} s "
+        f"({_shown(rates['prefill_tokens_per_second'])} tokens/s), {outcome.decode_tokens} more in "
+        f"{outcome.decode_seconds:.2f} s ({_shown(rates['decode_tokens_per_second'])} tokens/s); "
+        f"weights loaded in {outcome.load_seconds:.1f} s\n"
+    )
+
+
+def _shown(rate: float | None) -> str:
+    return "-" if rate is None else f"{rate:,.0f}"
+
+
+def rates_of(outcome: Any) -> dict[str, float | None]:
+    """Tokens per second of the passes over prompts, and of all later passes; None if nothing was done."""
+    return {
+        f"{name}_tokens_per_second": tokens / seconds if tokens and seconds else None
+        for name, tokens, seconds in (
+            ("prefill", outcome.prefill_tokens, outcome.prefill_seconds),
+            ("decode", outcome.decode_tokens, outcome.decode_seconds),
+        )
+    }
+
+
+def as_dict(job: GenerateJob, path: str, outcome: Any) -> dict[str, Any]:
+    """The texts and rates as plain containers."""
+    return {
+        "checkpoint": path,
+        "model": job.model.name,
+        "layout": degrees_in_words(job.parallelism.degrees),
+        "texts": [dataclasses.asdict(text) for text in outcome.texts],
+        "load_seconds": outcome.load_seconds,
+        "prefill_seconds": outcome.prefill_seconds,
+        "decode_seconds": outcome.decode_seconds,
+        **rates_of(outcome),
+    }
+
+
+def generate(job: GenerateJob, overrides: list[str]) -> int | Result:
+    """Generate the answer of the architecture's models to each prompt."""
+    generator = generator_of(job.model)
+    used = use_checkpoint(job, overrides, "generate.checkpoint", has_text=generator.has_text)
+
+    def run(job: Job, function: str, *arguments: Any) -> Any:
+        on_rank = "harness.tools.inference.model:with_model"
+        result = run_on_ranks(job, on_rank, function, used.found, *arguments)
+        return result if is_first() else None
+
+    return generator.generate(Request(used.job, overrides, used.found, read_texts(used.job), run))
+
+
+VERB = Verb("generate", generate, job=GenerateJob, has_json=True)

@@ -1,0 +1,244 @@
+"""A job that uses trained weights and trains nothing: its checkpoint, its ranks. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from harness.checkpoint.catalog import DamagedCheckpoint
+from harness.compose.overrides import FROM_CONFIG, typed_value
+from harness.compose.resolve import resolve
+from harness.compose.verb import prepare_process
+from harness.config.data import TokenizerConfig
+from harness.config.failures import describe_failure
+from harness.config.fields import label
+from harness.config.job import Job
+from harness.data.tokenizer import build_tokenizer
+from harness.train.process import importing_torch, keep_freed_memory, launched_ranks, openmp_environment
+from harness.util.errors import ConfigError, DataError, HarnessError, MachineError, UserError, one_line
+from harness.weights.detect import WeightFolder, choose_tokenizer, find_source
+from harness.weights.tokenizer import gives_same_ids
+
+FIXED: dict[str, tuple[Any, str]] = {
+    "precision.linear": ("none", "float8 products need many rows; a pass has few"),
+    "compile.blocks": (False, "passes have sequences of many lengths, and are not compiled"),
+    "model.moe.force_balance": (False, "is for measurements of training"),
+    "cluster.kind": ("local", "starts no SLURM job; use torchrun inside of an allocation"),
+}
+"""Fields that must have one value, with the reason."""
+ONE_POSITION = "generation computes one position at a time"
+FIXED_TO_GENERATE: dict[str, tuple[Any, str]] = {
+    "parallelism.pp": (1, f"{ONE_POSITION}, so all stages but one would wait"),
+    "parallelism.cp": (1, f"{ONE_POSITION}, which cannot be split"),
+    "training.attention": ("sdpa", "the cache has a kernel of its own"),
+}
+"""The same, for jobs with a cache."""
+
+
+@dataclass(frozen=True)
+class InferenceJob(Job):
+    """A job whose model and tokenizer are those of a checkpoint."""
+
+    ema: bool = label(False)
+    """Use the moving average of the weights (optimizer.ema_decay) that the checkpoint has."""
+
+    WEIGHTS: ClassVar[str] = ""
+    """The field with the path of the weights."""
+    GENERATES: ClassVar[bool] = True
+    """Whether the job computes one position at a time, with a cache."""
+
+    @classmethod
+    def spelled_out(cls, overrides: Iterable[str]) -> list[str]:
+        """Return overrides with ``checkpoint=PATH`` as the field it is short for, and the weights' model."""
+        spelled = [
+            f"{cls.WEIGHTS}={each.removeprefix('checkpoint=')}" if each.startswith("checkpoint=") else each
+            for each in overrides
+        ]
+        if typed_value(spelled, cls.WEIGHTS) and typed_value(spelled, "model") is None:
+            spelled.insert(0, f"model={FROM_CONFIG}")
+        return spelled
+
+    def resolve(self, *, launched_ranks: int | None = None, gpus: int | None = None) -> Self:
+        """Return the job with derived fields set, after a check of every rule.
+
+        Raises:
+            ConfigError: naming the field, its value, the rule, and what would work.
+        """
+        fixed = FIXED | FIXED_TO_GENERATE if self.GENERATES else FIXED
+        for name, (only, reason) in fixed.items():
+            value = attrgetter(name)(self)
+            if value != only:
+                works = str(only).lower() if isinstance(only, bool) else only
+                raise ConfigError(name, value, reason, [works])
+        # An experiment's scheduled sizes need not fit sequences of other lengths.
+        job = dataclasses.replace(
+            self, schedule=dataclasses.replace(self.schedule, batch_size=[], seq_len=[])
+        )
+        if self.parallelism.pp == self.parallelism.cp == 1:
+            # A generated position cannot be split, and every rank chooses from all logits.
+            layout = dataclasses.replace(self.parallelism, sequence_parallel=False, loss_parallel=False)
+            if self.model.moe.enabled and layout.tp > 1:
+                layout = dataclasses.replace(layout, expert_tensor_parallel=True)
+            job = dataclasses.replace(job, parallelism=layout)
+        job = resolve(job, launched_ranks=launched_ranks, gpus=gpus)
+        # Nothing is updated or reduced: weights are loaded in the format of their products, and held once.
+        width = job.precision.param_dtype
+        return dataclasses.replace(
+            job, precision=dataclasses.replace(job.precision, master_dtype=width, reduce_dtype=width)
+        )
+
+
+@dataclass(frozen=True)
+class Used:
+    """A job with the tokenizer of its weights, and the weights."""
+
+    job: Any
+    found: WeightFolder
+
+
+def use_checkpoint(job: Any, overrides: list[str], field: str, *, has_text: bool = True) -> Used:
+    """Find the weights of a job; the model in the job is theirs already.
+
+    Args:
+        job: an ``InferenceJob``.
+        overrides: the overrides that composed it.
+        field: its field with the path.
+        has_text: whether a tokenizer is needed.
+
+    Raises:
+        UserError: there are no weights, they are damaged, or no tokenizer is known and one is needed.
+    """
+    path = attrgetter(field)(job)
+    if path is None:
+        raise ConfigError(
+            "checkpoint", None, "must be given", "checkpoint=runs/NAME/ID, or a folder with weights"
+        )
+    try:
+        found = find_source(path, field)
+    except DamagedCheckpoint as error:
+        raise UserError(f"{path}: {error}") from error
+    if job.ema:
+        found = found.averaged("ema")
+    if is_first():
+        sys.stderr.write("".join(f"note: {note}\n" for note in found.notes))
+    if not has_text:
+        return Used(job, found)
+    own = choose_tokenizer(job, [], found) or _tokenizer_beside(found)
+    tokenizer = choose_tokenizer(job, overrides, found) or own
+    if own and tokenizer and tokenizer != own and is_first():
+        _warn_of_another(tokenizer, own, found)
+    if tokenizer is None:
+        works = "tokenizer=NAME, an option of conf/tokenizer"
+        raise UserError(f"{found.path}: has no tokenizer, and records none; would work: {works}")
+    return Used(dataclasses.replace(job, tokenizer=tokenizer), found)
+
+
+def _warn_of_another(chosen: TokenizerConfig, own: TokenizerConfig, found: WeightFolder) -> None:
+    """Warn if a tokenizer gives other ids than the one that the weights were trained with."""
+    try:
+        theirs = build_tokenizer(dataclasses.replace(own, bos="", eos=""))
+        is_same = gives_same_ids(build_tokenizer(chosen), theirs)
+    except DataError:  # the file is not where it was; one that is chosen is read again, and its error shown
+        return
+    if not is_same:
+        own_name, name = (each.path or each.kind for each in (own, chosen))
+        rule = f"the tokenizer of {found.path} is {own_name}, and {name} gives other ids"
+        sys.stderr.write(f"WARNING {rule}; would work: no tokenizer= at all\n")
+
+
+def _tokenizer_beside(found: WeightFolder) -> TokenizerConfig | None:
+    """The tokenizer in a folder of safetensors, if there is one."""
+    file = Path(found.path) / "tokenizer.json"
+    return (
+        TokenizerConfig(kind="huggingface", path=str(file)) if found.kind == "hf" and file.is_file() else None
+    )
+
+
+def run_on_ranks(job: Job, function: str, *arguments: Any) -> Any:
+    """Call ``function(job, device, *arguments)`` on every rank; return rank 0's result.
+
+    Under torchrun, the call is this rank's, and so is the result.
+
+    Args:
+        job: the resolved job.
+        function: ``module:name`` of a function, imported after torch's environment is set.
+        arguments: picklable, like the result.
+
+    Raises:
+        UserError, MachineError: those of the function on any rank. Out of memory is a MachineError.
+    """
+    if launched_ranks() is not None or job.world_size == 1:
+        os.environ.update(openmp_environment(job))
+        try:
+            return _in_this_process(job, function, *arguments)
+        except Exception as error:
+            described = describe_failure(error)
+            if described["kind"] != "out_of_memory":
+                raise
+            raise _out_of_memory(described["message"]) from error
+    from harness.launch.pool import RankFailed, RankPool
+
+    with RankPool(job.world_size, timeout_seconds=float("inf"), on_gpus=_on_gpus(job)) as pool:
+        try:
+            return pool.run(job.world_size, _on_rank, job, function, *arguments)[0]
+        except RankFailed as error:
+            failure = error.failure
+            if failure is None or failure.kind in (None, HarnessError.kind):
+                raise
+            if failure.kind == "out_of_memory":
+                raise _out_of_memory(failure.message) from error
+            raise (UserError if failure.kind == UserError.kind else MachineError)(failure.message) from error
+
+
+def _out_of_memory(message: str) -> MachineError:
+    works = "a smaller batch_size, or more ranks that share the weights"
+    return MachineError(f"out of memory: {one_line(message)}; would work: {works}")
+
+
+def is_first() -> bool:
+    """Whether this process prints and writes: under torchrun, rank 0 does."""
+    return launched_ranks() is None or os.environ["RANK"] == "0"
+
+
+def _on_rank(job: Job, function: str, *arguments: Any) -> Any:
+    import torch
+
+    from harness.train.process import threads_per_rank
+    from harness.train.setup import pick_device, set_up_process
+
+    prepare_process()
+    device = pick_device(job)
+    set_up_process(job)
+    torch.set_num_threads(threads_per_rank(job))
+    return _imported(function)(job, device, *arguments)
+
+
+def _in_this_process(job: Job, function: str, *arguments: Any) -> Any:
+    with importing_torch():
+        from harness.train.setup import pick_device, process_group, set_up_process
+
+    device = pick_device(job)
+    set_up_process(job)
+    if device.type == "cpu":
+        keep_freed_memory()
+    with process_group(job, device):
+        return _imported(function)(job, device, *arguments)
+
+
+def _imported(function: str) -> Callable[..., Any]:
+    module, name = function.split(":")
+    with importing_torch():
+        return getattr(importlib.import_module(module), name)
+
+
+def _on_gpus(job: Job) -> bool:
+    from harness.config.cluster import count_gpus
+
+    return job.cluster.device != "cpu" and count_gpus() > 0
