@@ -105,45 +105,15 @@ class Rank:
         recorder: writes the metrics; on rank 0, once created.
     """
 
+    trainer: Trainer | None = None
+    recorder: Recorder | None = None
+
     def __init__(self, job: Job, folder: RunFolder) -> None:
         self.job, self.folder = job, folder
         self.number = int(os.environ.get("RANK", "0"))
-        self.trainer: Trainer | None = None
-        self.recorder: Recorder | None = None
 
-    def train(self, started: float, store: dist.Store | None) -> int:
-        """Train, write the run's row on rank 0, and return the exit code."""
-        job, folder = self.job, self.folder
-        process.set_environment(job, folder.path)
-        with process.importing_torch():
-            from harness.metrics.recorder import Recorder
-            from harness.train.engine import Engine
-            from harness.train.setup import pick_device, process_group, set_up_process
-            from harness.train.trainer import Trainer
-
-        device = pick_device(job)
-        set_up_process(job)
-        kept = device.type == "cpu" and process.keep_freed_memory()
-        if device.type == "cuda" and job.world_size > 1:
-            # NCCL's flight recorder writes its file there from C++, and does not create the folder.
-            (folder.path / process.FLIGHT_RECORDER).mkdir(exist_ok=True)
-        with process_group(job, device, store):
-            if self.number == 0:
-                folder.set_status("running")
-                self.recorder = Recorder(
-                    job.metrics,
-                    folder.path,
-                    run_id=folder.path.name,
-                    name=job.name,
-                    job=job.to_dict(),
-                    total_steps=job.steps,
-                )
-                self.recorder.message(describe(job, folder, device))
-                self.recorder.message(process.describe(job, device.type, keeps_memory=kept))
-            self.trainer = Trainer(job, folder, Engine(job, device), self.recorder, started)
-            return self._end(self.trainer, self.trainer.train())
-
-    def _end(self, trainer: Trainer, reason: str) -> int:
+    def end(self, trainer: Trainer, reason: str) -> int:
+        """Write the run's row on rank 0, and return the exit code."""
         from harness.train.rows import shown_summary
 
         if "RANK" in os.environ:
@@ -197,7 +167,34 @@ def run_rank(job: Job, folder: RunFolder, *, started: float, store: dist.Store |
     """
     rank = Rank(job, folder)
     try:
-        return rank.train(started, store)
+        process.set_environment(job, folder.path)
+        with process.importing_torch():
+            from harness.metrics.recorder import Recorder
+            from harness.train.engine import Engine
+            from harness.train.setup import pick_device, process_group, set_up_process
+            from harness.train.trainer import Trainer
+
+        device = pick_device(job)
+        set_up_process(job)
+        kept = device.type == "cpu" and process.keep_freed_memory()
+        if device.type == "cuda" and job.world_size > 1:
+            # NCCL's flight recorder writes its file there from C++, and does not create the folder.
+            (folder.path / process.FLIGHT_RECORDER).mkdir(exist_ok=True)
+        with process_group(job, device, store):
+            if rank.number == 0:
+                folder.set_status("running")
+                rank.recorder = Recorder(
+                    job.metrics,
+                    folder.path,
+                    run_id=folder.path.name,
+                    name=job.name,
+                    job=job.to_dict(),
+                    total_steps=job.steps,
+                )
+                rank.recorder.message(describe(job, folder, device))
+                rank.recorder.message(process.describe(job, device.type, keeps_memory=kept))
+            rank.trainer = Trainer(job, folder, Engine(job, device), rank.recorder, started)
+            return rank.end(rank.trainer, rank.trainer.train())
     except BaseException as error:
         if "RANK" in os.environ:
             ignore_stop_signals()

@@ -73,11 +73,12 @@ def test_errors_while_ending_do_not_hide_the_cause(
 ) -> None:
     recorder = BrokenRecorder()
 
-    def fail(failing: Any, *_: object) -> None:
-        failing.trainer, failing.recorder = BrokenTrainer(), recorder
+    def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(rank.Rank, "train", fail)
+    monkeypatch.setattr(rank.Rank, "trainer", BrokenTrainer())
+    monkeypatch.setattr(rank.Rank, "recorder", recorder)
+    monkeypatch.setattr(rank.process, "set_environment", fail)
     assert rank.run_rank(job, folder, started=time.monotonic()) == code
     row = json.loads((folder.path / "result.json").read_text())
     assert (row["exit_reason"], row["exit_code"]) == (reason, code)
