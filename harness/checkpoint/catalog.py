@@ -244,17 +244,14 @@ class CheckpointFolder:
         return sorted(int(match[1]) for match in map(_STEP.fullmatch, names) if match)
 
     def find(self, step: int) -> Checkpoint:
-        """The checkpoint of a step."""
+        """The checkpoint of a step; raises DamagedCheckpoint if it is not complete."""
         return open_checkpoint(self.path_of(step))
 
     def complete(self, most: int | None = None) -> tuple[list[Checkpoint], dict[str, DamagedCheckpoint]]:
         """Find complete checkpoints (file sizes are checked, contents are not).
 
-        Args:
-            most: stop after this many, counted from the newest; None examines all.
-
         Returns:
-            The complete checkpoints, newest first, and errors by path for the others that were examined.
+            The newest ``most`` (None: all), newest first, and errors by path for the others examined.
         """
         found: list[Checkpoint] = []
         wrong: dict[str, DamagedCheckpoint] = {}
@@ -332,7 +329,7 @@ def open_checkpoint(path: str) -> Checkpoint:
 
 
 def check_files(path: str, files: dict[str, Any]) -> None:
-    """Check that this process sees the files of a checkpoint, with their recorded sizes."""
+    """Raise DamagedCheckpoint unless this process sees a checkpoint's files with their recorded sizes."""
     fs, root = _open_url(path)
     fs.invalidate_cache()
     _check_sizes(fs, root, files)
@@ -425,7 +422,7 @@ def _name(path: str) -> str:
 
 @contextmanager
 def reading(path: str) -> Iterator[None]:
-    """Context in which a local checkpoint is not removed by ``purge``."""
+    """Context in which ``purge`` removes no local checkpoint; DamagedCheckpoint if it is being removed."""
     manifest = _local(path, MANIFEST)
     if manifest is None or not manifest.is_file():
         yield

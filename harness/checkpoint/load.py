@@ -54,16 +54,7 @@ class Resumed:
 
 
 class CheckpointLoader:
-    """Find and load the checkpoint that a run starts from.
-
-    Args:
-        job: the resolved job.
-        run_dir: its run folder.
-        engine: receives parameters and optimizer state.
-        loader: receives the data position.
-        ranks: the ranks.
-        weights: loads other projects' weights.
-    """
+    """Finds and loads the checkpoint that a run starts from: parameters, optimizer, data position."""
 
     def __init__(
         self, job: Job, run_dir: Path, engine: Trained, loader: Loader, ranks: RankGroup, weights: Exchange

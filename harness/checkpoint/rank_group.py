@@ -28,9 +28,6 @@ class RankGroup:
     """The ranks of a job, with a process group of their own for saving and loading.
 
     Saving runs in a thread beside training's collectives, and needs a longer timeout than those.
-
-    Args:
-        timeout_seconds: timeout of the group's collectives.
     """
 
     def __init__(self, timeout_seconds: int) -> None:

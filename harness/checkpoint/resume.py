@@ -199,10 +199,7 @@ def can_resume(job: Job, run_dir: Path) -> bool:
 def refuse_other_numerics(job: Job, checkpoint: Checkpoint, only: str = "") -> None:
     """Check that the job has the numerics of the job that wrote a checkpoint.
 
-    Args:
-        job: the job that resumes.
-        checkpoint: the checkpoint to resume from.
-        only: compare only fields with this prefix; by default all except ``checkpoint.*``.
+    Compared are fields whose names begin with ``only``; by default all except ``checkpoint.*``.
 
     Raises:
         ConfigError: naming the fields that differ, and the override that permits it.
@@ -289,8 +286,7 @@ def _from_load_step(job: Job, own: list[Checkpoint], folder: str) -> list[Checkp
 def _continued(run_dir: Path) -> list[str]:
     """Checkpoint folders of other layouts, as written by the controller to ``continues.json``.
 
-    Raises:
-        UserError: the file is damaged. Ignoring it could mean starting from step 0.
+    A damaged file is a UserError: ignoring it could mean starting from step 0.
     """
     path = run_dir / CONTINUES
     try:

@@ -78,15 +78,6 @@ class _Stager(DefaultStager):
 class Saver:
     """Writes the checkpoints of one run.
 
-    Args:
-        job: the resolved job.
-        run_dir: its run folder.
-        engine: parameters and optimizer state to save.
-        loader: data position to save.
-        ranks: the ranks.
-        weights: writes other projects' weights.
-        say: prints a line for the user, on rank 0.
-
     Attributes:
         account: statistics of the saves.
         asks_to_stop: whether too many background saves failed, so that this rank asks the others to stop.
@@ -156,10 +147,10 @@ class Saver:
         self.account.seconds += time.perf_counter() - started
 
     def save(self, step: int, train_state: dict[str, Any], *, final: bool = False) -> None:
-        """Write the checkpoint of a step, or start to write it in the background.
+        """Write the checkpoint of a step that was completed, or start to write it in the background.
 
         Args:
-            step: the step that was completed.
+            step: the step.
             train_state: the counters, JSON-serializable.
             final: the run ends after this save: write it before returning, and raise if it fails.
 

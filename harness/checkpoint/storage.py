@@ -243,12 +243,7 @@ _BLOCK = 1 << 18
 class Entry(io.RawIOBase):
     """File-like view of one entry that computes its checksum while it is read.
 
-    Args:
-        file: the open file.
-        place: DCP's storage info of the entry (file, offset, length), with its checksum if there is one.
-
-    Raises:
-        DamagedCheckpoint: the file ends before the entry does.
+    ``place`` is DCP's storage info of the entry (file, offset, length), with its checksum if there is one.
     """
 
     def __init__(self, file: Any, place: Any) -> None:
@@ -264,11 +259,7 @@ class Entry(io.RawIOBase):
         return f"{self._place.relative_path}: bytes {self._place.offset} to {self._end}"
 
     def load(self) -> torch.Tensor:
-        """Return the tensor that the entry holds.
-
-        Raises:
-            DamagedCheckpoint: the entry is damaged or not a tensor.
-        """
+        """Return the tensor that the entry holds; raises DamagedCheckpoint if there is none."""
         try:
             tensor = torch.load(cast("IO[bytes]", self), map_location="cpu", weights_only=True)
         except Exception as error:  # damaged bytes make torch raise almost anything

@@ -39,7 +39,7 @@ _SHOWN = 3
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ComparedCheckpoint:
     """Result of comparing one checkpoint.
 
     Attributes:
@@ -66,12 +66,8 @@ class Verdict:
         return f"{self.path}: ok: {self.files} files, {self.nbytes / 1e9:.3f} GB ({rate:.2f} GB/s)"
 
 
-def verify_all(folders: Sequence[str], *, newest: bool) -> tuple[list[Verdict], int]:
-    """Compare the checkpoints of each folder, or only its newest, and print a line for each.
-
-    Returns:
-        the verdicts, and the exit code.
-    """
+def verify_all(folders: Sequence[str], *, newest: bool) -> tuple[list[ComparedCheckpoint], int]:
+    """Compare the checkpoints of each folder, or its newest; print a line for each; with the exit code."""
     verdicts, code = [], EXIT_OK
     for folder in folders:
         states, paths = [], paths_in(folder)
@@ -125,7 +121,7 @@ def _checkpoint_folders(folder: str) -> Iterator[str]:
     yield folder
 
 
-def verify(path: str) -> Verdict:
+def verify(path: str) -> ComparedCheckpoint:
     """Compare one checkpoint, protected from removal meanwhile."""
     started = time.perf_counter()
     try:
@@ -135,13 +131,15 @@ def verify(path: str) -> Verdict:
     except UnfinishedCheckpoint as error:
         fs, root = fsspec.url_to_fs(path)
         # A killed writer leaves a folder.
-        return Verdict(path, *(("unfinished", str(error)) if fs.isdir(root) else ("damaged", "is no folder")))
+        return ComparedCheckpoint(
+            path, *(("unfinished", str(error)) if fs.isdir(root) else ("damaged", "is no folder"))
+        )
     except DamagedCheckpoint as error:
-        return Verdict(path, "damaged", str(error))
+        return ComparedCheckpoint(path, "damaged", str(error))
     if problems:
-        return Verdict(path, "damaged", "; ".join(problems))
+        return ComparedCheckpoint(path, "damaged", "; ".join(problems))
     sizes = [facts["size"] for facts in checkpoint.manifest["files"].values()]
-    return Verdict(path, "ok", "", len(sizes), sum(sizes), time.perf_counter() - started)
+    return ComparedCheckpoint(path, "ok", "", len(sizes), sum(sizes), time.perf_counter() - started)
 
 
 def _compare(checkpoint: Checkpoint) -> list[str]:

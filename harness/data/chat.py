@@ -17,7 +17,6 @@ import numpy as np
 
 from harness.config.data import DataConfig
 from harness.data.cache import open_documents
-from harness.data.chat_sandbox import MARKS
 from harness.data.chat_template import ASSISTANT, ChatTemplate, message_of, template_of
 from harness.data.corpus import TokenizedSplit
 from harness.data.documents import Span
@@ -32,8 +31,8 @@ if TYPE_CHECKING:
 
 _VERSION = 1
 _TOOLS = "tools"
-# JSON can spell half a surrogate pair, which no tokenizer can read. The marks are noncharacters of Unicode.
-_NO_TEXT = re.compile(f"[\ud800-\udfff{MARKS}]")
+# JSON can spell half a surrogate pair, which no tokenizer can read.
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
 def load_conversations(reading: Reading) -> Loader:
@@ -115,7 +114,7 @@ class Conversations(LocalFiles):
                 raise DataError(f"{where}: field {name!r} holds {type(value).__name__}, not a list")
         messages = [message_of(each, f"{where}, message {i}") for i, each in enumerate(messages, start=1)]
         text = json.dumps([str(where), messages, tools], ensure_ascii=False)
-        if bad := _NO_TEXT.search(text):
+        if bad := _HALF_PAIR.search(text):
             raise DataError(f"{where}: has U+{ord(bad[0]):04X}, which is not a character")
         return text
 

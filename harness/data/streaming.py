@@ -19,7 +19,7 @@ from harness.data.loader import load_documents
 from harness.data.read_ahead import ReaderPool
 from harness.data.samples import IGNORE_INDEX, number_documents
 from harness.data.sources import open_dataset, require_column
-from harness.data.stream_reader import Document, Position, Reader, RowReader
+from harness.data.stream_reader import Document, Position, RowReader
 from harness.data.tokenizer import Tokenizer
 from harness.util.errors import DataError
 
@@ -63,7 +63,7 @@ def build_streams(
     dataset = open_dataset(data, part)
     name = f"dataset {data.dataset}, split {part}"
     require_column(dataset, data.text_field, name)
-    in_process = {
+    readers = {
         row: RowReader(
             dataset,
             tokenizer,
@@ -76,9 +76,8 @@ def build_streams(
         )
         for row in rows
     }
-    readers: dict[int, Reader] = dict(in_process)
     if data.workers:
-        pool = ReaderPool(in_process, data.workers, chunk_tokens=seq_len)
+        pool = ReaderPool(readers, data.workers, chunk_tokens=seq_len)
         readers = {row: pool.reader(row) for row in rows}
     return {
         row: RowStream(
@@ -95,7 +94,7 @@ class RowStream:
     """An endless sequence of the samples of one row of the global batch."""
 
     def __init__(
-        self, reader: Reader, *, seq_len: int, mask_document_boundary: bool, number_documents: bool = False
+        self, reader: RowReader, *, seq_len: int, mask_document_boundary: bool, number_documents: bool = False
     ) -> None:
         self._reader, self._seq_len = reader, seq_len
         self._mask_document_boundary = mask_document_boundary

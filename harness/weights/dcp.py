@@ -96,10 +96,7 @@ class DistributedSource:
 def write_distributed(source: Source, folder: Path, manifest: Mapping[str, Any]) -> None:
     """Write a checkpoint that training can start from on any layout; one tensor is in memory at a time.
 
-    Args:
-        source: the weights.
-        folder: must not hold a checkpoint.
-        manifest: content of the manifest without ``files``.
+    The folder must not hold a checkpoint; ``manifest`` has no ``files``.
     """
     _write(source, _StreamingWriter(str(folder), dict(manifest)))
 

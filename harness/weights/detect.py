@@ -53,8 +53,7 @@ class WeightFolder:
     def averaged(self, field: str) -> WeightFolder:
         """Return the moving average of the weights (``optimizer.ema_decay``) in place of the weights.
 
-        Raises:
-            ConfigError: it is not saved here; ``field`` asked for it.
+        Raises ConfigError about ``field``, which asked for it, if it is not saved here.
         """
         recorded = (self.manifest.get("job") or {}).get("optimizer") or {}
         if not recorded.get("ema_decay") or self.manifest.get("holds") == "model":
@@ -65,11 +64,9 @@ class WeightFolder:
 
 
 def find_source(source: str, field: str = "convert.source") -> WeightFolder:
-    """Detect the format of the weights at a path.
+    """Detect the format of the weights in a folder, or of the newest complete checkpoint of a run folder.
 
-    Args:
-        source: a folder with weights, or a run folder, whose newest complete checkpoint is used.
-        field: the field of the job that has the path, for messages.
+    ``field`` is the field of the job that has the path, for messages.
 
     Raises:
         UserError: there are no weights in a known format.
@@ -144,10 +141,7 @@ def choose_model(job: Job, overrides: list[str], found: WeightFolder) -> ModelCo
 
 
 def choose_tokenizer(job: Job, overrides: list[str], found: WeightFolder) -> TokenizerConfig | None:
-    """The tokenizer of the source: the manifest's with the overrides applied; None if neither names one.
-
-    A manifest's ``tokenizer.kind=none`` names none.
-    """
+    """The manifest's tokenizer with the overrides applied; None if neither names one, or it is ``none``."""
     chosen: TokenizerConfig | None = _chosen(
         "tokenizer", job.tokenizer, overrides, found.manifest.get("tokenizer")
     )
@@ -204,11 +198,7 @@ def open_source(found: WeightFolder, model: ModelConfig, dequantized: str = "bfl
 
 
 def recorded_model(source: str, field: str) -> dict[str, Any]:
-    """The model that weights record, as an option of the config group ``model``.
-
-    Raises:
-        UserError: there are no weights, they are not complete, or they do not record their model.
-    """
+    """The model that weights record, as an option of the config group ``model``."""
     try:
         found = find_source(source, field)
     except DamagedCheckpoint as error:

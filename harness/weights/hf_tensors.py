@@ -80,16 +80,11 @@ def own_name(model: ModelConfig, name: str) -> str | None:
 
 
 def check_hf_tensors(model: ModelConfig, found: Mapping[str, Shape], where: str = "the checkpoint") -> None:
-    """Check that a checkpoint has the model's tensors.
+    """Check that a checkpoint at ``where`` has the model's tensors; ``found`` has their shapes by name.
 
     Redundant tensors are allowed: the output projection of a model with tied embeddings, the rotation's
     inverse frequencies, and tensors that are not the decoder's (``own_name``). Copies may be missing.
     Raises UserError, as ``check_tensors``.
-
-    Args:
-        model: the model.
-        found: shape of every tensor in the checkpoint by name.
-        where: the checkpoint's path, for the error.
     """
     found = {own: shape for name, shape in found.items() if (own := own_name(model, name)) is not None}
     shapes = hf_shapes(model)
@@ -242,9 +237,6 @@ _ROWS = 128  # dequantized at a time, to stay in the processor's cache
 
 class StoredTensors:
     """The decoder's tensors in a folder of safetensors; quantized weights are dequantized.
-
-    Attributes:
-        tensors: shape and dtype of each.
 
     Args:
         folder: one or more safetensors files, with or without an index.

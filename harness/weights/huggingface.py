@@ -60,12 +60,9 @@ _HEADER_UNIT = 8  # bytes; keeps the values aligned for every dtype
 
 
 class HuggingFaceSource:
-    """The weights in a folder in transformers' format.
+    """The weights in a folder in transformers' format: config.json, and safetensors with or without an index.
 
-    Args:
-        folder: holds config.json and one or more safetensors files, with or without an index.
-        model: the expected model.
-        dequantized: dtype of quantized weights in ``tensors``; ``fill`` rounds their float32 values once.
+    ``dequantized``: dtype of quantized weights in ``tensors``; ``fill`` rounds their float32 values once.
 
     Raises:
         UserError: the folder holds another model, or is incomplete.
@@ -135,7 +132,7 @@ def write_huggingface(
     """Write a folder for ``from_pretrained(folder)`` of transformers; few tensors are in memory at once.
 
     Several processes can share the work. All compute the same shards from the source and the arguments;
-    process r of n writes shards r, r + n, ...
+    process r of n, whose ``share`` is (r, n), writes shards r, r + n, ...
 
     Args:
         source: the weights.
@@ -149,7 +146,6 @@ def write_huggingface(
     Raises:
         ConfigError: transformers has no such model, or the tokenizer has more ids than the model.
         DataError: the tokenizer cannot be exported.
-        OSError: the folder cannot be written to.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if finish:  # first, because the user's errors show here
@@ -256,11 +252,8 @@ def check(path: str, model: ModelConfig) -> None:
 def load(path: str, model: ModelConfig, state: Mapping[str, Tensor], ranks: RankGroup) -> None:
     """Load a folder of safetensors into this rank's tensors; each rank reads only its local shards.
 
-    Args:
-        path: the folder.
-        model: the model.
-        state: this rank's tensors by our names, with any dtype and placement.
-        ranks: the ranks; a damaged file that one finds is a UserError on all.
+    ``state`` has the tensors by our names, with any dtype and placement. A damaged file that one rank finds
+    is a UserError on all.
     """
 
     def load_own() -> None:

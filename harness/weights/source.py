@@ -198,12 +198,8 @@ def _multiplied(source: Source, factors: Mapping[str, float]) -> Source:
 def atomic_target(target: Path, nbytes: int) -> Iterator[Path]:
     """Context with a temporary path beside the target, for a file or a folder.
 
-    On success the temporary path is renamed to the target. On an error it is removed, together with the
-    parent folders that this call created.
-
-    Args:
-        target: a path that does not exist, or an empty folder.
-        nbytes: at least this many bytes will be written.
+    On success the temporary path is renamed to the target, which must not exist or be an empty folder. On an
+    error it is removed, together with the parent folders that this call created.
 
     Raises:
         MachineError: the disk is full, or has less free space than ``nbytes``.

@@ -21,6 +21,7 @@ import torch.distributed.checkpoint as dcp
 from conversions import consolidated, model_of, refused, require_same, run, save_meta, to_meta
 from held import Held
 from peak_memory import bytes_of_converting
+from safetensors.torch import load_file, save_file
 from tiers import rest_is_thorough
 from torch import Tensor
 
@@ -30,6 +31,7 @@ from harness.config.data import TokenizerConfig
 from harness.config.fields import check_rules
 from harness.config.model import ModelConfig
 from harness.contrib.formats.meta import _load
+from harness.contrib.formats.torchtitan import TorchtitanSource
 from harness.model.spec import parameter_shapes, tensor_shapes
 from harness.tools.convert import ConvertConfig, model_manifest
 from harness.util.errors import EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_OK, EXIT_USER, ConfigError, UserError
@@ -45,7 +47,19 @@ transformers = pytest.importorskip("transformers")
 ROOT = Path(__file__).parents[2]
 TINY = ["model=llama3_tiny", "model.vocab_size=320", "model.n_layers=2"]
 TIED = [*TINY, "model.tied_embeddings=true"]
-SMALL_SHARDS = "convert.max_shard_gb=0.0001"
+PARAMS = {
+    "dim": 64,
+    "n_layers": 2,
+    "n_heads": 8,
+    "n_kv_heads": 4,
+    "vocab_size": 320,
+    "multiple_of": 32,
+    "ffn_dim_multiplier": 0.7,
+    "norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "use_scaled_rope": True,
+}
+FOUND = WeightFolder("hf", "", {})
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +79,18 @@ def transformer(model: ModelConfig) -> Any:
     return network
 
 
+@pytest.fixture(scope="module")
+def theirs(network: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hf") / "theirs"
+    network.save_pretrained(folder, max_shard_size="100KB")
+    return folder
+
+
+@pytest.fixture
+def copy(theirs: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(theirs, tmp_path / "theirs"))
+
+
 def ours(network: Any, model: ModelConfig) -> dict[str, Tensor]:
     theirs = network.state_dict()
     return {name: theirs[piece.theirs].detach().clone() for name, [piece] in our_tensors(model).items()}
@@ -75,64 +101,87 @@ def read_dcp(path: Path, model: ModelConfig) -> DistributedSource:
     return DistributedSource(checkpoint.path, checkpoint.manifest, model)
 
 
-def only_entry(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+def save_training(folder: Path, step: int, weights: dict[str, Tensor], model: ModelConfig) -> Path:
+    """A checkpoint as written by training."""
+    state = {**weights, "optimizer.state.norm.weight.exp_avg": torch.ones(64), "rng.0": torch.ones(8)}
+    manifest = {
+        **model_manifest(FOUND, model, TokenizerConfig(kind="bytes")),
+        "step": step,
+        "holds": "full",
+        "job": {"name": "x"},
+        "state": {
+            "train_state": {"step": step},
+            "lr_scheduler": {"last_epoch": step},
+            "data_loader": {"step": step, "samples": 8 * step},
+        },
+    }
+    path = folder / f"step-{step}"
+    dcp.save(state, storage_writer=Writer(str(path), manifest), no_dist=True)
+    return path
 
 
 # -- between formats; test_families.py converts every family to Hugging Face's, DCP and torch's ----
 
 
-PARAMS = {
-    "dim": 64,
-    "n_layers": 2,
-    "n_heads": 8,
-    "n_kv_heads": 4,
-    "vocab_size": 320,
-    "multiple_of": 32,
-    "ffn_dim_multiplier": 0.7,
-    "norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "use_scaled_rope": True,
-}
+def write_source(format: str, folder: Path, weights: dict[str, Tensor], model: ModelConfig) -> None:
+    """Write weights as their own software does; ``foreign`` is DCP as of torchtitan, with an optimizer."""
+    if format == "hf":
+        write_huggingface(Held(weights), model, None, folder)
+    elif format == "dcp":
+        write_distributed(Held(weights), folder, model_manifest(FOUND, model, None))
+    elif format.startswith("meta"):
+        params = PARAMS if model.dim == PARAMS["dim"] else None
+        files, by_rows = {"meta": (2, True), "meta_columns": (2, False), "meta_1": (1, True)}[format]
+        save_meta(folder, consolidated(to_meta(weights, model), files, by_rows), params)
+    else:
+        prefix = "model." if format == "foreign_nested" else ""
+        state = {f"{prefix}{name}": tensor for name, tensor in to_meta(weights, model).items()}
+        if model.tied_embeddings:
+            state[f"{prefix}output.weight"] = weights["tok_embeddings.weight"].clone()
+        state["optimizer.state.norm.weight.exp_avg"] = torch.ones(64)
+        dcp.save({**state, "train_state": {"step": 3}}, checkpoint_id=folder, no_dist=True)
 
 
-# test_meta.py reads the other files too.
-@pytest.mark.parametrize("row", rest_is_thorough([(1, True), (2, True), (2, False)], (2, True)), ids=str)
-def test_metas_files(row: tuple[int, bool], network: Any, tmp_path: Path) -> None:
-    files, rows = row
-    model = model_of(*TINY)
-    expected = ours(network, model)
-    save_meta(tmp_path / "meta", consolidated(to_meta(expected, model), files, rows), PARAMS)
-    run(tmp_path / "meta", tmp_path / "step-0", *TINY)
-    run(tmp_path / "step-0", tmp_path / "hf", "convert.format=hf")
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    require_same(ours(again, model), expected)
-    run(tmp_path / "meta", tmp_path / "direct", "convert.format=hf", *TINY)
-    require_same(HuggingFaceSource(tmp_path / "direct", model), expected)
+def read_target(format: str, path: Path, model: ModelConfig) -> Any:
+    if format == "torch":
+        state = torch.load(path, weights_only=True)
+        return {name: state[name] for name in parameter_shapes(model)}
+    if format == "hf":
+        again = transformers.AutoModelForCausalLM.from_pretrained(path)
+        require_same(HuggingFaceSource(path, model), ours(again, model))
+        return HuggingFaceSource(path, model)
+    return read_dcp(path, model) if format == "dcp" else TorchtitanSource(str(path), model)
 
 
-@pytest.mark.parametrize("prefix", rest_is_thorough(["", "model."], "model."))
-@pytest.mark.parametrize("overrides", [TINY, TIED], ids=["untied", "tied"])
-def test_dcp_of_other_software(
-    overrides: list[str], prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+SOURCES = ["hf", "dcp", "meta", "meta_columns", "meta_1", "foreign", "foreign_nested"]
+PRODUCT = list(itertools.product(SOURCES, ["hf", "dcp", "torch", "torchtitan"], ["untied", "tied"]))
+CORE = [
+    *(("meta", "dcp", "untied"), ("hf", "torchtitan", "untied"), ("foreign_nested", "hf", "untied")),
+    *(("foreign_nested", "hf", "tied"), ("dcp", "torch", "tied"), ("meta_columns", "hf", "untied")),
+]
+
+
+@pytest.mark.parametrize("row", rest_is_thorough(PRODUCT, *CORE), ids="-".join)
+def test_every_format_to_every_other(
+    row: tuple[str, str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As torchtitan writes it: our names, Meta's row order, with the optimizer, without a manifest."""
+    source, target, tied = row
+    overrides = TIED if tied == "tied" else TINY
     model = model_of(*overrides)
-    expected = ours(transformer(model), model)
-    state = {f"{prefix}{name}": tensor for name, tensor in to_meta(expected, model).items()}
-    if model.tied_embeddings:
-        state[f"{prefix}output.weight"] = expected["tok_embeddings.weight"].clone()
-    state["optimizer.state.norm.weight.exp_avg"] = torch.ones(64)
-    dcp.save({**state, "train_state": {"step": 3}}, checkpoint_id=tmp_path / "step-3", no_dist=True)
-    run(tmp_path / "step-3", tmp_path / "out", "convert.format=hf", *overrides)
-    require_same(HuggingFaceSource(tmp_path / "out", model), expected)
-    assert "its content cannot be verified" in capsys.readouterr().out
+    weights = ours(transformer(model), model)
+    write_source(source, tmp_path / "in", weights, model)
+    run(tmp_path / "in", tmp_path / "out", f"convert.format={target}", *overrides)
+    said = capsys.readouterr().out
+    assert ("its content cannot be verified" in said) == source.startswith("foreign")
+    assert ("torchtitan's model needs rope_theta=500000" in said) == (target == "torchtitan")
+    assert (tmp_path / "out" / "manifest.json").exists() == (target == "dcp")
+    require_same(read_target(target, tmp_path / "out", model), weights)
 
 
 def test_another_number_format_and_a_tokenizer(copy: Path, network: Any, tmp_path: Path) -> None:
     """From Hugging Face's format to itself and to torch's, with other dtypes."""
     model = model_of(*TINY)
-    half = ("convert.format=hf", "convert.dtype=bfloat16", SMALL_SHARDS, *TINY)
+    half = ("convert.format=hf", "convert.dtype=bfloat16", "convert.max_shard_gb=0.0001", *TINY)
     run(copy, tmp_path / "half", *half)
     expected = {name: tensor.bfloat16() for name, tensor in ours(network, model).items()}
     require_same(HuggingFaceSource(tmp_path / "half", model), expected)
@@ -154,33 +203,9 @@ def test_another_number_format_and_a_tokenizer(copy: Path, network: Any, tmp_pat
 # -- checkpoints of training ----
 
 
-def save_training(folder: Path, step: int, weights: dict[str, Tensor], model: ModelConfig) -> Path:
-    """A checkpoint as written by training."""
-    state = {**weights, "optimizer.state.norm.weight.exp_avg": torch.ones(64), "rng.0": torch.ones(8)}
-    manifest = {
-        **model_manifest(WeightFolder("dcp", "", {}), model, TokenizerConfig(kind="bytes")),
-        "step": step,
-        "holds": "full",
-        "job": {"name": "x"},
-        "state": {
-            "train_state": {"step": step},
-            "lr_scheduler": {"last_epoch": step},
-            "data_loader": {"step": step, "samples": 8 * step},
-        },
-    }
-    path = folder / f"step-{step}"
-    dcp.save(state, storage_writer=Writer(str(path), manifest), no_dist=True)
-    return path
-
-
-def flip_a_byte(file: Path, at: int) -> None:
-    content = bytearray(file.read_bytes())
-    content[at] ^= 1
-    file.write_bytes(content)
-
-
+@pytest.mark.parametrize("place", ["run", "run/checkpoints", "memory://bucket/run"])
 def test_a_run_gives_its_newest_complete_checkpoint(
-    network: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    place: str, network: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It records its model and tokenizer; newer damaged checkpoints are skipped with a note."""
     model = model_of(*TINY)
@@ -189,15 +214,14 @@ def test_a_run_gives_its_newest_complete_checkpoint(
     for step in (1, 2, 3):
         save_training(checkpoints, step, weights, model)
     (checkpoints / "step-3" / "__0_0.distcp").write_bytes(b"cut")
-    for source in (tmp_path / "run", checkpoints):
-        shutil.rmtree(tmp_path / "step-9", ignore_errors=True)
-        run(source, tmp_path / "step-9")
-        output = capsys.readouterr().out
-        assert "step-3 is skipped: __0_0.distcp has 3 bytes instead of" in output
-        checkpoint = open_checkpoint(str(tmp_path / "step-9"))
-        assert (checkpoint.step, checkpoint.holds, checkpoint.job) == (2, "model", {"name": "x"})
-        assert checkpoint.manifest["tokenizer"]["kind"] == "bytes"
-        require_same(read_dcp(tmp_path / "step-9", model), weights)
+    if "://" in place:
+        fsspec.filesystem("memory").put(str(checkpoints), "/bucket/run/checkpoints", recursive=True)
+    run(place if "://" in place else tmp_path / place, tmp_path / "step-9")
+    assert "step-3 is skipped: __0_0.distcp has 3 bytes instead of" in capsys.readouterr().out
+    checkpoint = open_checkpoint(str(tmp_path / "step-9"))
+    assert (checkpoint.step, checkpoint.holds, checkpoint.job) == (2, "model", {"name": "x"})
+    assert checkpoint.manifest["tokenizer"]["kind"] == "bytes"
+    require_same(read_dcp(tmp_path / "step-9", model), weights)
     assert [c.step for c in CheckpointFolder(str(tmp_path)).complete()[0]] == [2]
 
 
@@ -207,26 +231,16 @@ def test_weights_that_training_saved_for_transformers(network: Any, tmp_path: Pa
     weights = ours(network, model)
     step = tmp_path / "run" / "checkpoints" / "step-7"
     write_huggingface(Held(weights), model, None, step)
-    manifest = model_manifest(WeightFolder("dcp", "", {}), model, None)
-    (step / "manifest.json").write_bytes(encode_manifest({**manifest, "step": 7, "holds": "hf", "files": {}}))
+    manifest = {**model_manifest(FOUND, model, None), "step": 7, "holds": "hf", "files": {}}
+    (step / "manifest.json").write_bytes(encode_manifest(manifest))
     run(tmp_path / "run", tmp_path / "out")
     checkpoint = open_checkpoint(str(tmp_path / "out"))
     assert (checkpoint.step, checkpoint.holds) == (7, "model")
     require_same(read_dcp(tmp_path / "out", model), weights)
 
 
-def test_a_run_behind_a_url(network: Any, tmp_path: Path) -> None:
-    model = model_of(*TINY)
-    weights = ours(network, model)
-    save_training(tmp_path / "checkpoints", 4, weights, model)
-    remote = fsspec.filesystem("memory")
-    remote.put(str(tmp_path / "checkpoints"), "/bucket/run/checkpoints", recursive=True)
-    run("memory://bucket/run", tmp_path / "out")
-    assert open_checkpoint(str(tmp_path / "out")).step == 4
-    require_same(read_dcp(tmp_path / "out", model), weights)
-
-
-def test_a_typed_tokenizer_wins_over_the_manifests(tmp_path: Path) -> None:
+def test_the_tokenizer_of_a_checkpoint(tmp_path: Path) -> None:
+    """A typed one wins over the manifest's, which must fit the model."""
     model = model_of("model=llama3_tiny", "model.vocab_size=2048", "model.n_layers=1")
     source = save_training(tmp_path, 1, ours(transformer(model), model), model)
     run(source, tmp_path / "a", "convert.format=hf", "tokenizer=python_2k")
@@ -235,70 +249,53 @@ def test_a_typed_tokenizer_wins_over_the_manifests(tmp_path: Path) -> None:
     assert (tmp_path / "b" / "tokenizer.json").exists()
     assert not (tmp_path / "b" / "tokenizer.model").exists()  # bytes have no file
 
-
-def test_fewer_ids_than_the_tokenizer_has(tmp_path: Path) -> None:
     model = model_of("model=llama3_tiny", "model.vocab_size=256", "model.n_layers=1")
-    source = save_training(tmp_path, 1, ours(transformer(model), model), model)
-    says = refused(source, tmp_path / "a", "convert.format=hf")
+    source = save_training(tmp_path, 2, ours(transformer(model), model), model)
+    says = refused(source, tmp_path / "c", "convert.format=hf")
     assert says.startswith("tokenizer=bytes: has 258 ids, more than model.vocab_size=256; would work: ")
     assert "tokenizer=none" in says
-    run(source, tmp_path / "b", "convert.format=hf", "tokenizer=none")
+    run(source, tmp_path / "c", "convert.format=hf", "tokenizer=none")
 
 
 # -- mistakes ----
 
 
-@pytest.fixture(scope="module")
-def theirs(network: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("hf") / "theirs"
-    network.save_pretrained(folder, max_shard_size="100KB")
-    return folder
-
-
-@pytest.fixture
-def copy(theirs: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(theirs, tmp_path / "theirs"))
-
-
 def test_another_model_is_refused(copy: Path, network: Any, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    assert "model.n_layers=3: config.json has num_hidden_layers 2" in refused(
-        copy, out, *TINY, "model.n_layers=3"
-    )
-    assert "does not record its model; would work: model=NAME" in refused(copy, out)
     model = model_of(*TINY)
-    save_meta(tmp_path / "meta", consolidated(to_meta(ours(network, model), model), 1), PARAMS)
-    message = refused(tmp_path / "meta", out, *TINY, "model.rope.theta=1", "model.ffn_hidden_dim=160")
-    assert (
-        "model.ffn_hidden_dim=160: params.json has 128; model.rope.theta=1.0: params.json has 500000.0"
-        in message
-    )
-    (tmp_path / "meta" / "params.json").unlink()
-    message = refused(tmp_path / "meta", out, *TINY, "model.n_layers=3")
-    assert (
-        "consolidated.00.pth: the tensors are not those of model=llama3_tiny: 9 missing (layers.2." in message
-    )
-    assert "do not make up [320, 128] of model=llama3_tiny" in refused(
-        tmp_path / "meta", out, *TINY, "model.dim=128"
-    )
-
-
-def test_another_model_than_the_manifests_is_refused(network: Any, tmp_path: Path) -> None:
-    model = model_of(*TINY)
-    source = save_training(tmp_path / "in", 1, ours(network, model), model)
-    out = tmp_path / "out"
-    assert refused(source, out, "model=llama3_8b", "model.n_layers=2").startswith(
-        "model.vocab_size=128256: the checkpoint says model.vocab_size=320 (model=llama3_tiny)"
-    )
-    assert refused(source, out, "model.rope.theta=7").startswith("model.rope.theta=7.0: the checkpoint says")
-    run(source, out, "model.n_layers=2")  # agrees with the manifest
+    weights = ours(network, model)
+    write_source("meta_1", tmp_path / "meta", weights, model)
+    write_source("meta_1", tmp_path / "no_params", weights, model)
+    (tmp_path / "no_params" / "params.json").unlink()
+    save_training(tmp_path, 1, weights, model)
+    for source, typed, says in (
+        ("theirs", "TINY model.n_layers=3", "model.n_layers=3: config.json has num_hidden_layers 2"),
+        ("theirs", "", "does not record its model; would work: model=NAME"),
+        (
+            "meta",
+            "TINY model.rope.theta=1 model.ffn_hidden_dim=160",
+            "model.ffn_hidden_dim=160: params.json has 128; model.rope.theta=1.0: params.json has 500000.0",
+        ),
+        (
+            "no_params",
+            "TINY model.n_layers=3",
+            "consolidated.00.pth: the tensors are not those of model=llama3_tiny: 9 missing (layers.2.",
+        ),
+        ("no_params", "TINY model.dim=128", "do not make up [320, 128] of model=llama3_tiny"),
+        (
+            "step-1",
+            "model=llama3_8b model.n_layers=2",
+            "model.vocab_size=128256: the checkpoint says model.vocab_size=320 (model=llama3_tiny)",
+        ),
+        ("step-1", "model.rope.theta=7", "model.rope.theta=7.0: the checkpoint says"),
+    ):
+        overrides = [each for word in typed.split() for each in (TINY if word == "TINY" else [word])]
+        assert says in refused(tmp_path / source, tmp_path / "out", *overrides)
+    run(tmp_path / "step-1", tmp_path / "out", "model.n_layers=2")  # agrees with the manifest
 
 
 def test_non_finite_values_are_reported(
     copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from safetensors.torch import load_file, save_file
-
     run(copy, tmp_path / "whole", *TINY)
     assert "WARNING" not in capsys.readouterr().out
     for file in sorted(copy.glob("*.safetensors")):
@@ -310,45 +307,24 @@ def test_non_finite_values_are_reported(
         save_file(stored, file, metadata={"format": "pt"})
     for target in ("dcp", "hf", "torch", "torchtitan"):
         run(copy, tmp_path / target, f"convert.format={target}", *TINY)
-        said = capsys.readouterr().out
         wrong = "layers.0.attention.wk.weight, norm.weight; they were written as they are"
-        assert f"WARNING 2 of 21 tensors hold NaN or infinite values: {wrong}" in said
+        says = f"WARNING 2 of 21 tensors hold NaN or infinite values: {wrong}"
+        assert says in capsys.readouterr().out
 
 
-def test_torchtitans_format_there_and_back(
-    copy: Path, network: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run(copy, tmp_path / "titan", "convert.format=torchtitan", *TINY)
-    assert "torchtitan's model needs rope_theta=500000" in capsys.readouterr().out
-    assert not (tmp_path / "titan" / "manifest.json").exists()
-    run(tmp_path / "titan", tmp_path / "back", "convert.format=hf", *TINY)
-    model = model_of(*TINY)
-    require_same(HuggingFaceSource(tmp_path / "back", model), ours(network, model))
-
-
-INDICES: list[Any] = [
-    {"weight_map": {"a": 3}},
-    {"weight_map": {"a": ["x.safetensors"]}},
-    {"weight_map": {"a": None}},
-    {"weight_map": {"a": "x"}},
-    {"weight_map": {"a": "x" * 5000 + ".safetensors"}},
-    {"weight_map": {"a": "\0.safetensors"}},
-    {"weight_map": {"a": "../../x.safetensors"}},
-    {"weight_map": {}},
-    {"weight_map": []},
-    {"weight_map": 1},
-    {},
-    [],
-    None,
+OTHER_INDEXES: list[Any] = [
+    *({"weight_map": {"a": name}} for name in (3, ["x.safetensors"], None, "x", "x" * 5000 + ".safetensors")),
+    *({"weight_map": content} for content in ({}, [], 1)),
+    *({}, [], None),
 ]
 
 
 def test_invalid_indexes(copy: Path, tmp_path: Path) -> None:
     index = copy / "model.safetensors.index.json"
-    for content in INDICES:
+    for content in OTHER_INDEXES:
         index.write_text(json.dumps(content))
-        assert "\n" not in refused(copy, tmp_path / "out", *TINY)
-    for name in ("/etc/x.safetensors", "../x.safetensors", "\0.safetensors"):
+        refused(copy, tmp_path / "out", *TINY)
+    for name in ("/etc/x.safetensors", "../x.safetensors", "../../x.safetensors", "\0.safetensors"):
         index.write_text(json.dumps({"weight_map": {"a": name}}))
         assert "instead of a file name" in refused(copy, tmp_path / "out", *TINY)
     for raw in (b"\xff", b"[" * 100_000, b"9" * 5000, b""):
@@ -375,13 +351,10 @@ def test_params_of_wrong_types(change: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_missing_tensors_are_refused(copy: Path, network: Any, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    model = model_of(*TINY)
+    out, model = tmp_path / "out", model_of(*TINY)
     weights = ours(network, model)
     del weights["layers.1.ffn_norm.weight"]
-    write_distributed(
-        Held(weights), tmp_path / "dcp", model_manifest(WeightFolder("hf", "", {}), model, None)
-    )
+    write_source("dcp", tmp_path / "dcp", weights, model)
     assert "1 missing (layers.1.ffn_norm.weight)" in refused(tmp_path / "dcp", out)
     index = json.loads((copy / "model.safetensors.index.json").read_text())
     file = index["weight_map"]["model.norm.weight"]
@@ -393,32 +366,46 @@ def test_missing_tensors_are_refused(copy: Path, network: Any, tmp_path: Path) -
     run(copy, out, *TINY)  # several files without an index are complete
 
 
-def test_damage_is_noticed(copy: Path, network: Any, tmp_path: Path) -> None:
+def flip_a_byte(file: Path, at: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1
+    file.write_bytes(content)
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-8])
+
+
+DAMAGED = [
+    ("dcp", "__0_0.distcp", lambda file: flip_a_byte(file, file.stat().st_size // 2), "__0_0.distcp: bytes "),
+    ("dcp", ".metadata", lambda file: flip_a_byte(file, 100), ".metadata does not have the checksum"),
+    ("dcp", "manifest.json", Path.unlink, "did not finish writing it: the manifest is missing"),
+    ("half", ".metadata", Path.unlink, "was not finished: there is no .metadata"),
+    ("hf", "model.safetensors", cut, "model.safetensors: not a complete safetensors file"),
+    ("meta", "consolidated.00.pth", cut, "consolidated.00.pth: cannot be read: "),
+]
+
+
+@pytest.mark.parametrize(
+    ("format", "name", "damage", "says"), DAMAGED, ids=[" ".join(row[:2]) for row in DAMAGED]
+)
+def test_damage_is_noticed(
+    format: str, name: str, damage: Any, says: str, network: Any, tmp_path: Path
+) -> None:
     """A flipped byte anywhere in our checkpoints; truncation of files without checksums."""
-    out = tmp_path / "out"
-    model = model_of(*TINY)
-    source = save_training(tmp_path / "in", 1, ours(network, model), model)
-    data = source / "__0_0.distcp"
-    flip_a_byte(data, data.stat().st_size // 2)
+    model, source = model_of(*TINY), tmp_path / "in"
+    if format in ("dcp", "half"):
+        source = save_training(tmp_path, 1, ours(network, model), model)
+        if format == "half":
+            (source / "manifest.json").unlink()
+    else:
+        write_source(format, source, ours(network, model), model)
+    damage(source / name)
     for target in ("dcp", "hf", "torch"):
-        message = refused(source, out, f"convert.format={target}")
-        assert re.match(
-            rf"{re.escape(str(source))}: __0_0\.distcp: bytes \d+ to \d+ do not have the ", message
-        )
-    flip_a_byte(data, data.stat().st_size // 2)
-    flip_a_byte(source / ".metadata", 100)
-    assert f"{source}: .metadata does not have the checksum" in refused(source, out)
-    flip_a_byte(source / ".metadata", 100)
-    (source / "manifest.json").unlink()
-    assert "did not finish writing it: the manifest is missing" in refused(source, out, *TINY)
-    (source / ".metadata").unlink()
-    assert "was not finished: there is no .metadata" in refused(source, out, *TINY)
-    [first, *_] = sorted(copy.glob("*.safetensors"))
-    first.write_bytes(first.read_bytes()[:-8])
-    assert f"{first}: not a complete safetensors file" in refused(copy, out, *TINY)
-    save_meta(tmp_path / "meta", [{}])
-    (tmp_path / "meta" / "consolidated.00.pth").write_bytes(b"PK\x03\x04 and nothing more")
-    assert "consolidated.00.pth: cannot be read: " in refused(tmp_path / "meta", out, *TINY)
+        said = refused(source, tmp_path / "out", f"convert.format={target}", *TINY)
+        assert said.startswith(str(source)) and says in said
+        if name == "__0_0.distcp":
+            assert re.search(r": bytes \d+ to \d+ do not have the checksum they were written with$", said)
 
 
 def test_a_flipped_bit_of_metas_file_is_no_traceback(tmp_path: Path) -> None:
@@ -442,28 +429,19 @@ def test_a_flipped_bit_of_metas_file_is_no_traceback(tmp_path: Path) -> None:
         _load(file)
 
 
-def test_tied_embeddings_that_are_not(network: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("format", ["hf", "meta_1"])
+def test_tied_embeddings_that_are_not(format: str, network: Any, tmp_path: Path) -> None:
     """A file may repeat the table as lm_head; a different matrix would be lost, so it is refused."""
     untied, tied = model_of(*TINY), model_of(*TIED)
-    source = Held(ours(network, untied))
-    out = tmp_path / "out"
-    for case, head in (
-        ("other", source.held["output.weight"]),
-        ("same", source.held["tok_embeddings.weight"]),
-    ):
-        state = Held({**source.held, "output.weight": head})
-        write_huggingface(state, untied, None, tmp_path / case)
-        (tmp_path / case / "config.json").write_text(
-            json.dumps(hf_config(tied, dtype="float32", bos_id=None, eos_id=None))
-        )
-        save_meta(tmp_path / f"meta_{case}", consolidated(to_meta(state.held, untied), 1))
-    for folder in ("other", "meta_other"):
-        message = refused(tmp_path / folder, out, *TIED)
-        assert "the output projection differs from the embedding table; would work" in message
-    for folder in ("same", "meta_same"):
-        run(tmp_path / folder, tmp_path / f"out_{folder}", *TIED)
-        found = read_dcp(tmp_path / f"out_{folder}", tied)
-        require_same(found, {name: source.held[name] for name in parameter_shapes(tied)})
+    weights, out = ours(network, untied), tmp_path / "out"
+    for case, head in (("other", weights["output.weight"]), ("same", weights["tok_embeddings.weight"])):
+        write_source(format, tmp_path / case, {**weights, "output.weight": head}, untied)
+        config = hf_config(tied, dtype="float32", bos_id=None, eos_id=None)
+        (tmp_path / case / "config.json").write_text(json.dumps(config))
+    message = refused(tmp_path / "other", out, *TIED)
+    assert "the output projection differs from the embedding table; would work" in message
+    run(tmp_path / "same", out, *TIED)
+    require_same(read_dcp(out, tied), {name: weights[name] for name in parameter_shapes(tied)})
 
 
 def test_values_that_a_format_cannot_hold(network: Any, tmp_path: Path) -> None:
@@ -481,11 +459,10 @@ def test_existing_targets(copy: Path, tmp_path: Path) -> None:
     (full / "inside").mkdir(parents=True)
     empty.mkdir()
     file.touch()
-    for each in (full, Path("/dev/zero")):
-        assert refused(copy, each, *TINY).startswith(f"convert.target={each}: already exists")
-    assert refused(copy, file, *TINY, "convert.format=torch").startswith(
-        f"convert.target={file}: already exists"
-    )
+    for each in (full, Path("/dev/zero"), file):
+        format = "torch" if each == file else "dcp"
+        said = refused(copy, each, *TINY, f"convert.format={format}")
+        assert said.startswith(f"convert.target={each}: already exists")
     assert "is a folder; format=torch writes a file" in refused(copy, empty, *TINY, "convert.format=torch")
     run(copy, empty, *TINY)
     run(copy, tmp_path / "new" / "deep" / "step-0", *TINY)
@@ -494,23 +471,20 @@ def test_existing_targets(copy: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "says"),
+    ("typed", "says"),
     [
-        ({}, "convert.source=null: must be given"),
-        ({"source": "x"}, "convert.target=null: must be given"),
-        (
-            {"source": "x", "target": "y", "format": "gguf"},
-            "convert.format=gguf: no such choice; would work: dcp, hf",
-        ),
-        (
-            {"source": "x", "target": "y", "dtype": "fp8"},
-            "convert.dtype=fp8: no such choice; would work: float32",
-        ),
-        ({"source": "x", "target": "y", "max_shard_gb": 0.0}, "convert.max_shard_gb=0.0: must be above 0"),
-        ({"source": "x", "target": "s3://y"}, "convert.target=s3://y: is not a local path"),
+        ("", "convert.source=null: must be given"),
+        ("source=x", "convert.target=null: must be given"),
+        ("source=x target=y format=gguf", "convert.format=gguf: no such choice; would work: dcp, hf"),
+        ("source=x target=y dtype=fp8", "convert.dtype=fp8: no such choice; would work: float32"),
+        ("source=x target=y max_shard_gb=0.0", "convert.max_shard_gb=0.0: must be above 0"),
+        ("source=x target=s3://y", "convert.target=s3://y: is not a local path"),
     ],
 )
-def test_fields(fields: dict[str, Any], says: str) -> None:
+def test_fields(typed: str, says: str) -> None:
+    fields: dict[str, Any] = dict(each.split("=") for each in typed.split())
+    if "max_shard_gb" in fields:
+        fields["max_shard_gb"] = float(fields["max_shard_gb"])
     config = ConvertConfig(**fields)
     with pytest.raises(ConfigError, match=f"^{re.escape(says)}"):
         check_rules(config, "convert.")
@@ -589,20 +563,7 @@ def test_an_end_from_outside(place: str, theirs: Path, tmp_path: Path) -> None:
 
 def test_the_command(theirs: Path, tmp_path: Path) -> None:
     out = tmp_path / "step-0"
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "harness",
-            "convert",
-            *TINY,
-            f"convert.source={theirs}",
-            f"convert.target={out}",
-        ],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
+    done = command(*TINY, f"convert.source={theirs}", f"convert.target={out}")
     assert (done.returncode, done.stderr) == (EXIT_OK, "")
     assert re.fullmatch(
         r"(?:.* of 0\.00 GB, .*\n)*"  # progress, on a slow machine
@@ -645,12 +606,13 @@ def test_ranks_share_the_shards(network: Any, tmp_path: Path) -> None:
     write_huggingface(*options, tmp_path / "alone", limit)
     for rank in range(3):
         write_huggingface(*options, tmp_path / "shared", limit, share=(rank, 3), finish=False)
-    weights = only_entry(tmp_path / "shared")
+    weights = sorted(path.name for path in (tmp_path / "shared").iterdir())
     assert weights == list(plan_shards(source, limit)) and len(weights) > 3
     finish_huggingface(*options, tmp_path / "shared", limit)
-    assert only_entry(tmp_path / "shared") == only_entry(tmp_path / "alone")
-    for name in only_entry(tmp_path / "alone"):
-        assert (tmp_path / "shared" / name).read_bytes() == (tmp_path / "alone" / name).read_bytes()
+    alone, shared = (
+        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("alone", "shared")
+    )
+    assert alone == shared
 
 
 WIDE = "model.dim=256 model.ffn_hidden_dim=512 model.moe.hidden_dim=192 model.moe.num_experts=16"
@@ -673,13 +635,8 @@ def test_memory_is_that_of_a_few_tensors(way: tuple[str, str, str], tmp_path: Pa
     overrides = MODELS[family].split()
     for name, layers in zip(("small", "large"), LAYERS[family], strict=True):
         model = model_of(*overrides, f"model.n_layers={layers}")
-        held = Held({name: torch.randn(shape) for name, shape in tensor_shapes(model).items()})
-        if source == "hf":
-            write_huggingface(held, model, None, tmp_path / name)
-        elif source == "meta":
-            save_meta(tmp_path / name, consolidated(to_meta(held.held, model), 2))
-        else:
-            write_distributed(held, tmp_path / name, model_manifest(WeightFolder("hf", "", {}), model, None))
+        weights = {name: torch.randn(shape) for name, shape in tensor_shapes(model).items()}
+        write_source(source, tmp_path / name, weights, model)
     small, large, out = (tmp_path / name for name in ("small", "large", "out"))
     size = sum(file.stat().st_size for file in large.iterdir())
     assert size > (200e6 if family == "llama" else 150e6)

@@ -48,11 +48,7 @@ _BUFFER = "rope.freqs"  # computed, so it is ignored
 
 
 class LlamaSource:
-    """The weights in a folder in Meta's format.
-
-    Args:
-        path: of a folder that holds consolidated.*.pth and usually params.json.
-        model: the expected model.
+    """The weights in a folder in Meta's format: consolidated.*.pth, and usually params.json.
 
     Raises:
         UserError: the folder holds another model, or is incomplete.
@@ -158,10 +154,8 @@ def hidden_width(params: Mapping[str, Any]) -> int:
 def shard_dim(name: str, *, vocabulary_parallel: bool) -> int | None:
     """The dimension along which the files split a parameter; None: each file has the full parameter.
 
-    Args:
-        name: name of the parameter.
-        vocabulary_parallel: whether the embedding is split by rows (fairscale's VocabParallelEmbedding, in
-            Llama 3) or by columns (ParallelEmbedding, in Llama 2).
+    ``vocabulary_parallel``: whether the embedding is split by rows (fairscale's VocabParallelEmbedding, in
+    Llama 3) or by columns (ParallelEmbedding, in Llama 2).
     """
     module = name.split(".")[-2]
     if module == "tok_embeddings":
@@ -172,11 +166,7 @@ def shard_dim(name: str, *, vocabulary_parallel: bool) -> int | None:
 
 
 def is_vocabulary_parallel(shape: Sequence[int], files: int, config: ModelConfig) -> bool:
-    """Whether the embedding is split by rows, from its shape in one of ``files`` files.
-
-    Raises:
-        UserError: neither rows nor columns add up to the table.
-    """
+    """Whether the embedding is split by rows, from its shape in one of ``files`` files."""
     rows, columns = shape
     if (rows * files, columns) == (config.vocab_size, config.dim):
         return True
@@ -209,12 +199,7 @@ def rotated_heads(name: str, config: ModelConfig) -> int | None:
 
 
 def merge(name: str, shards: Sequence[Tensor], config: ModelConfig) -> Tensor:
-    """Merge the shards of one parameter, in our row order.
-
-    Args:
-        name: name of the parameter.
-        shards: its tensors in the order of the files, at least one.
-        config: the model.
+    """Merge the shards of one parameter, in the order of the files, into a tensor in our row order.
 
     Raises:
         UserError: the shards do not add up to the model's parameter.

@@ -56,7 +56,7 @@ def _interleaved_heads(name: str, model: ModelConfig) -> int | None:
 
 
 def check_torchtitan(model: ModelConfig) -> None:
-    """Check that torchtitan has the model, with our parameter names."""
+    """Check that torchtitan has the model, with our parameter names, or raise UserError."""
     family = model.family
     if family not in INTERLEAVES:
         rule = f"only dense models can be written; torchtitan has other names for model.family={family}"
@@ -95,15 +95,7 @@ def torchtitan_arguments(model: ModelConfig) -> str:
 
 
 class Torchtitan:
-    """A source under torchtitan's names and in its row order.
-
-    Args:
-        source: the weights in our row order.
-        model: the model.
-
-    Raises:
-        UserError: torchtitan has no such model.
-    """
+    """A source under torchtitan's names and in its row order; UserError if torchtitan has no such model."""
 
     def __init__(self, source: Source, model: ModelConfig) -> None:
         check_torchtitan(model)

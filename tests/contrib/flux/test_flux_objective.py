@@ -15,7 +15,7 @@ from harness.contrib.flux.model import unpack
 from harness.contrib.flux.objective import FlowLoss, ImageBatch, shift_of, training_flow, validation_flow
 from harness.model.architecture import architecture_of
 from harness.tools.inference.evaluate import EvaluateJob
-from harness.tools.study.coordcheck.config import CoordCheckJob
+from harness.tools.study.coordcheck import CoordCheckJob
 from harness.train.engine import Engine
 from harness.train.objective import loader_of
 from harness.train.setup import process_group

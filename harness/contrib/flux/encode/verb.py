@@ -103,7 +103,7 @@ def encode(job: EncodeJob, overrides: list[str]) -> int | Result:
         return result(manifest, f"{writer.target} is complete")
     writer.check_target()
     if job.cluster.kind == "slurm":
-        from harness.launch.shard_array import submit
+        from harness.launch.shards import submit
 
         return submit(job, writer, "harness.contrib.flux.encode.task", job.encode.workers or 1)
     pictures = sum(unit.nbytes for shard in range(len(writer.shards)) for unit in writer.missing(shard))
