@@ -84,7 +84,7 @@ def tokenize(job: TokenizeJob, overrides: list[str]) -> int | Result:
         return _result(writer, done, f"{writer.target} is complete")
     writer.check_target()
     if job.cluster.kind == "slurm":
-        from harness.launch.shard_array import submit
+        from harness.launch.shards import submit
 
         workers = job.tokenize.workers or job.cluster.cpus_per_rank or WORKERS
         return submit(job, writer, "harness.tools.tokenize", workers)
@@ -142,6 +142,6 @@ def _result(writer: CorpusWriter, manifest: Manifest, title: str, seconds: float
 VERB = Verb("tokenize", tokenize, job=TokenizeJob, has_json=True)
 
 if __name__ == "__main__":  # a task of a SLURM array
-    from harness.launch.shard_task import run_task
+    from harness.launch.shards import run_task
 
     run_task("harness.tools.tokenize", TokenizeJob, writer_of)

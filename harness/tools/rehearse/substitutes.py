@@ -222,7 +222,6 @@ def _shapes_are_known(stage: Any, received_result: Tensor | None = None) -> Tens
 
 
 def _cudnn_attention(gpu: VirtualGpu) -> Any:
-    """Replace torch's two operators of cuDNN's attention."""
 
     def forward(
         q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, lse: bool, p: float = 0.0,

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from harness.config.training import Sizes
-from harness.contrib.flux.batch import ImageBatch
+from harness.contrib.flux.objective import ImageBatch
 from harness.contrib.flux.pictures.encoders import Encoders, as_floats
 from harness.contrib.flux.pictures.sources import RawSamples
 from harness.data.loader import Cursor, Loader
