@@ -100,7 +100,6 @@ class LocalFiles:
         return found
 
     def _hint(self) -> str:
-        """Return what to write instead, if a pattern is a folder."""
         for pattern in self._patterns:
             folder = Path(expand(pattern))
             if _is_saved(folder):
@@ -198,7 +197,6 @@ class LocalFiles:
                     yield self.document_of(_row_of_line(text, where), where) if text else ""
 
     def _decoded(self, content: bytes, where: object, start: int = 0) -> str:
-        """Decode a document; return an empty string if it is not UTF-8 and skipped."""
         try:
             return content.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -357,7 +355,6 @@ def open_dataset(config: DataConfig, split: str) -> Any:
 
 
 def _is_saved(folder: Path) -> bool:
-    """Whether ``save_to_disk`` of `datasets` wrote the folder."""
     return any(os.path.isfile(folder / name) for name in ("dataset_dict.json", "state.json"))
 
 

@@ -69,7 +69,6 @@ class RowReader:
         row: row of the global batch (j).
         rows: the global batch size (R).
         field: the column with the text.
-        name: name for error messages.
         shuffle_buffer: documents of a block; None keeps the stored order.
     """
 
@@ -157,7 +156,6 @@ class RowReader:
 
     @property
     def _cuts(self) -> int:
-        """Parts of each shard."""
         return -(-self.rows // self.dataset.n_shards)
 
     @property

@@ -98,8 +98,6 @@ class Index:
     Attributes:
         num_documents: including empty ones.
         damaged: documents that were not UTF-8.
-        num_tokens: number of ids.
-        checksum: of the unit's files.
         starts: offset of each nonempty document (int64).
         numbers: number of each nonempty document among all of the unit (int64).
     """
@@ -159,8 +157,6 @@ def write_unit(
     """Tokenize a unit into ``folder``: its files are there completely, or not at all.
 
     Args:
-        folder: where to write.
-        unit: of ``source``.
         advance: called with the approximate number of bytes read since the last call.
     """
     dtype = token_dtype(tokenizer)
@@ -275,10 +271,6 @@ def tokenize(
     """Tokenize the units that are not complete in ``folder``; those that are finished survive an error.
 
     Args:
-        folder: of the units' files; exists.
-        units: of the source, in order.
-        source: the source.
-        tokenizer: the tokenizer.
         workers: number of processes; None: as many as this process may use CPUs, at most MOST_WORKERS. A
             tokenizer without ``config``, and a process that may have no children, tokenize here.
 
@@ -315,16 +307,7 @@ def _prepare(
 
 
 class Progress:
-    """Prints how much is tokenized, every few seconds.
-
-    Args:
-        name: of the source.
-        units: all units.
-        missing: those that are still to be tokenized.
-        workers: number of processes.
-        stream: where to print.
-        clock: seconds.
-    """
+    """Prints how much is tokenized, every few seconds."""
 
     def __init__(
         self,
