@@ -406,7 +406,12 @@ class CorpusWriter(ShardWriter):
 
     def _manifest(self) -> Manifest:
         folders = [self.folder(shard) for shard in range(len(self.shards))]
-        counts = [_counts(folder) for folder in folders]
+        counts = []
+        for meta in map(read_meta, folders):
+            documents = {split: meta["files"][files_of(split)[1]]["size"] // 8 for split in SPLITS}
+            counts.append(
+                Counts({split: meta["tokens"][split] for split in SPLITS}, documents, meta["damaged"])
+            )
         total = Counts(
             {split: sum(each.tokens[split] for each in counts) for split in SPLITS},
             {split: sum(each.documents[split] for each in counts) for split in SPLITS},
@@ -442,12 +447,6 @@ class CorpusWriter(ShardWriter):
             ],
             key=self.key,
         )
-
-
-def _counts(folder: Path) -> Counts:
-    meta = read_meta(folder)
-    documents = {split: meta["files"][files_of(split)[1]]["size"] // 8 for split in SPLITS}
-    return Counts({split: meta["tokens"][split] for split in SPLITS}, documents, meta["damaged"])
 
 
 class _Writer:

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from harness.data.samples import random_stream
-from harness.data.sources import text_of_example
+from harness.data.sources import text_of_row
 from harness.data.tokenizer import Tokenizer, with_bos_eos
 from harness.util.errors import DataError
 
@@ -124,9 +124,7 @@ class RowReader:
                 part.dataset.load_state_dict(state)
             found = False
             for fields, next_state in self._examples(part.dataset):
-                text = (
-                    text_of_example(fields, self.field, self.name) if example % part.cuts == part.cut else ""
-                )
+                text = text_of_row(fields, self.field, self.name) if example % part.cuts == part.cut else ""
                 if text:
                     found = True
                     where = (

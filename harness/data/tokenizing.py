@@ -25,7 +25,6 @@ from datetime import timedelta
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, TextIO
 
 import numpy as np
 import xxhash
@@ -80,15 +79,11 @@ def units_of(source: Source, tokenizer: Tokenizer, unit_bytes: int) -> list[Unit
             size = 0
         groups[-1].append(span)
         size += span.nbytes
-    reading = source.reading
-    return [
-        Unit(number, _hash([*reading, tokenizer.fingerprint, source.contents(spans)]), tuple(spans))
-        for number, spans in enumerate(groups)
-    ]
-
-
-def _hash(content: list[Any]) -> str:
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:24]
+    units, common = [], [*source.reading, tokenizer.fingerprint]
+    for number, spans in enumerate(groups):
+        content = json.dumps([*common, source.contents(spans)])
+        units.append(Unit(number, hashlib.sha256(content.encode()).hexdigest()[:24], tuple(spans)))
+    return units
 
 
 @dataclass(frozen=True)
@@ -315,11 +310,9 @@ class Progress:
         units: Iterable[Unit],
         missing: Sequence[Unit],
         workers: int,
-        stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._name, self._workers, self._clock = name, workers, clock
-        self._stream = stream or sys.stderr
         self._read = dict.fromkeys((unit.key for unit in missing), 0)
         self._total, self._todo = bytes_of(units), bytes_of(missing)
         self._started = clock()
@@ -335,11 +328,11 @@ class Progress:
         done = sum(self._read.values())
         speed = done / (now - self._started)
         left = f", {timedelta(seconds=round((self._todo - done) / speed))} left" if speed else ""
-        self._stream.write(
+        sys.stderr.write(
             f"tokenizing {self._name}: {(self._total - self._todo + done) / 1e6:,.0f} of "
             f"{self._total / 1e6:,.0f} MB, {speed / 1e6:.1f} MB/s{left}, processes: {self._workers}\n"
         )
-        self._stream.flush()
+        sys.stderr.flush()
 
 
 def is_held_out(index: int, fraction: float) -> bool:
