@@ -213,14 +213,18 @@ def _element(values: list[Any], index: str, typed: str) -> Any:
     return values[int(index)]
 
 
-def resolve_references(config: dict[str, Any]) -> dict[str, Any]:
+def resolve_references(config: dict[str, Any], texts: Iterable[tuple[Any, Any, str]]) -> dict[str, Any]:
     """Replace ``${...}`` by values, unless they refer to a value that must be given.
+
+    Args:
+        config: the config, which is changed.
+        texts: its ``special_texts``.
 
     Raises:
         OmegaConfBaseException: a reference cannot be resolved.
     """
     rest = False
-    for values, key, name in list(special_texts(config)):
+    for values, key, name in texts:
         # Last, so that the error of a wrong value is that of the field that is referred to.
         top = name.partition(".")[0]
         config[top] = config.pop(top)

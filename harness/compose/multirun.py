@@ -7,7 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.compose.composer import POINTS, Composed, Composer
-from harness.compose.hydra import apply_value, resolve_references, search_path, sets_search_path
+from harness.compose.hydra import (
+    apply_value,
+    resolve_references,
+    search_path,
+    sets_search_path,
+    special_texts,
+)
 from harness.compose.overrides import (
     AXES,
     FROM_CONFIG,
@@ -84,7 +90,7 @@ def read_space(composer: Composer, overrides: Iterable[str]) -> Space:
             space.axes.pop(name, None)
             space.fixed.append(str(each.input_line))
     try:
-        space.settings.update(resolve_references(settings)["sweep"])
+        space.settings.update(resolve_references(settings, list(special_texts(settings)))["sweep"])
     except Exception as error:
         raise to_user_error(error) from error
     return space
