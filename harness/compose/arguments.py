@@ -99,11 +99,7 @@ class CommandLine(argparse.Namespace):
         return [f"--{name.replace('_', '-')}" for name in SHOWS if getattr(self, name) not in (None, False)]
 
     def validate_flags_of_job(self) -> None:
-        """Check which of JOB_FLAGS can be combined, and the values that argparse does not check.
-
-        Raises:
-            UserError: naming the flag.
-        """
+        """Check which of JOB_FLAGS can be combined, and the values that argparse does not check."""
         given = [each.names[-1] for each in JOB_FLAGS if getattr(self, each.name) not in (None, False)]
         if len(self.shown) > 1:
             first, second, *_ = self.shown
@@ -120,11 +116,7 @@ class Parser(argparse.ArgumentParser):
     """A parser of flags that are typed in full; its errors are one line, like those of overrides."""
 
     def parse_line(self, arguments: Sequence[str], *, takes_overrides: bool) -> CommandLine:
-        """Parse the arguments after the name of a verb.
-
-        Raises:
-            UserError: an unknown flag or argument, or an invalid value of a flag.
-        """
+        """Parse the arguments after the name of a verb."""
         line, rest = self.parse_known_args(arguments, CommandLine())
         for each in rest:
             if each.startswith("-"):
@@ -207,9 +199,6 @@ def shown_config(
         resolve: whether to replace ``${...}`` by values.
         config_name: the primary config.
         schema: dataclass of the job.
-
-    Raises:
-        UserError: the configuration cannot be composed, or has no such part.
     """
     from omegaconf import OmegaConf
 

@@ -233,11 +233,7 @@ class Composer:
         return "model.path", None
 
     def _model(self, overrides: list[str]) -> dict[str, Any]:
-        """Return the values of ``model=from_config``.
-
-        Raises:
-            UserError: config.json does not describe a valid model.
-        """
+        """Return the values of ``model=from_config``."""
         from harness.weights.config_json import model_node
         from harness.weights.detect import recorded_model
 
@@ -271,11 +267,7 @@ class Composed:
 
 
 def require_one_point(overrides: list[str], config_name: str, schema: type, *, can_sweep: bool) -> None:
-    """Refuse ``sweep=optuna``, and a sweep in the job's files without a choice of one of its points.
-
-    Raises:
-        UserError: naming the sweep, or the open axes.
-    """
+    """Refuse ``sweep=optuna``, and a sweep in the job's files without a choice of one of its points."""
     if "sweep=optuna" in overrides:
         works = "-m" if can_sweep else "python -m harness.train -m"
         raise UserError(f"sweep=optuna: is for several jobs; would work: {works}")

@@ -219,9 +219,6 @@ def resolve_references(config: dict[str, Any], texts: Iterable[tuple[Any, Any, s
     Args:
         config: the config, which is changed.
         texts: its ``special_texts``.
-
-    Raises:
-        OmegaConfBaseException: a reference cannot be resolved.
     """
     rest = False
     for values, key, name in texts:

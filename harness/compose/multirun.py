@@ -31,11 +31,7 @@ SETTINGS = "sweep."
 
 
 def chooses_points(overrides: Iterable[str], *, config_name: str = "train", schema: type = Job) -> bool:
-    """Whether points are chosen by their results, as with ``sweep=optuna``: a ``sweep.NAME`` is given.
-
-    Raises:
-        UserError: the overrides are wrong for every point.
-    """
+    """Whether points are chosen by their results, as with ``sweep=optuna``: a ``sweep.NAME`` is given."""
     overrides = list(overrides)
     if any(each.startswith(SETTINGS) for each in overrides):
         return True
@@ -155,11 +151,7 @@ def with_one_value(composer: Composer, typed: list[str]) -> list[str]:
 
 
 def _listed_points(text: str, schema: type) -> list[list[str]]:
-    """Return the overrides of each line; the command line wins over a line.
-
-    Raises:
-        UserError: a line is not made of overrides.
-    """
+    """Return the overrides of each line; the command line wins over a line."""
     lines = [line.split() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
     for line in lines:
         check_overrides(line, schema)
@@ -174,9 +166,6 @@ def check_axes(parsed: Iterable[Any]) -> None:
 
     Args:
         parsed: overrides, parsed by Hydra.
-
-    Raises:
-        UserError: naming the axis.
     """
     from hydra.core.override_parser.types import Glob, RangeSweep
 

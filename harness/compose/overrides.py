@@ -51,11 +51,7 @@ _NON_ASCII = re.compile(
 
 
 def check_setting(key: str, shown: str) -> None:
-    """Refuse a setting of Hydra that would have no effect.
-
-    Raises:
-        UserError: beginning with ``shown``.
-    """
+    """Refuse a setting of Hydra that would have no effect."""
     if not any(f"{key}.".startswith(f"{each}.") for each in HONOURED):
         works = f"{', '.join(HONOURED)}, sweep=optuna, and the fields and flags that --help lists"
         raise UserError(f"{shown}: has no effect, because Hydra only composes here; would work: {works}")
@@ -67,11 +63,7 @@ def groups() -> dict[str, tuple[Path, ...]]:
 
 
 def check_overrides(overrides: Iterable[str], schema: type = Job) -> None:
-    """Reject overrides of unknown groups, options or fields, before Hydra is imported.
-
-    Raises:
-        UserError: with a suggestion.
-    """
+    """Reject overrides of unknown groups, options or fields, before Hydra is imported."""
     # A verb without a training job has fields only.
     known_groups = groups() if issubclass(schema, Job) else {}
     overrides = list(overrides)

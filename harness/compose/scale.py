@@ -36,9 +36,6 @@ def apply_scale(
         model: the resolved model.
         training: its length may be given by tokens or steps.
         optimizer: its learning rate may be replaced.
-
-    Raises:
-        ConfigError: the fields contradict each other or the job, or no model has the size.
     """
     _validate(scale, training)
     before = count(model, scale.counted)
@@ -175,9 +172,6 @@ def resized(model: ModelConfig, parameters: int, counted: str) -> ModelConfig:
         model: a resolved model, whose proportions are kept.
         parameters: the wanted number.
         counted: which parameters count, one of ``COUNTED``.
-
-    Raises:
-        ConfigError: no model of these proportions is within a factor 1.5 of the number, or it is above 100T.
     """
     if parameters > LARGEST:
         raise ConfigError("scale.parameters", f"{parameters:,}", "must be at most 100T", "100T")

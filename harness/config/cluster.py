@@ -79,11 +79,7 @@ class HardwareConfig:
     """The same for fused attention, of the 16-bit peak."""
 
     def validate(self, accelerator: str | None) -> None:
-        """Check that the numbers describe an accelerator.
-
-        Raises:
-            ConfigError: there is no accelerator, or it is a new one without all numbers that the plan needs.
-        """
+        """Check that the numbers describe an accelerator."""
         given = [field.name for field in fields(self) if getattr(self, field.name) is not None]
         if accelerator is None and given:
             name = f"cluster.hardware.{given[0]}"
@@ -294,7 +290,6 @@ class ClusterConfig:
     """Timeout of collectives after the first step."""
     stop_timeout_seconds: int = label(300, least=1)
     """Time that ranks have after ^C or SIGTERM to finish their step and save, before they are killed."""
-
     partition: str | None = label(None)
     """SLURM's --partition."""
     account: str | None = label(None)
@@ -392,11 +387,7 @@ class ClusterConfig:
 
     @property
     def minutes(self) -> int | None:
-        """The time limit in minutes, rounded up; None if it is the partition's.
-
-        Raises:
-            ConfigError: ``time`` has none of SLURM's forms.
-        """
+        """The time limit in minutes, rounded up; None if it is the partition's."""
         return None if self.time is None else minutes_of(self.time)
 
     def validate(self) -> None:
@@ -432,12 +423,9 @@ class ClusterConfig:
 
     def _validate_slurm(self) -> None:
         if self.minutes is not None and self.signal_seconds >= self.minutes * 60:
-            raise ConfigError(
-                "cluster.signal_seconds",
-                self.signal_seconds,
-                f"must be less than cluster.time={self.time}, or SLURM stops the job as it starts",
-                f"at most {self.minutes * 60 - 1}",
-            )
+            rule = f"must be less than cluster.time={self.time}, or SLURM stops the job as it starts"
+            works = f"at most {self.minutes * 60 - 1}"
+            raise ConfigError("cluster.signal_seconds", self.signal_seconds, rule, works)
         for name, (pattern, rule, works) in _FORMS.items():
             value = getattr(self, name)
             if value is not None and not re.fullmatch(pattern, value):
@@ -455,11 +443,7 @@ class ClusterConfig:
             raise ConfigError("cluster.container", self.container, f"cannot be parsed: {error}") from None
 
     def nodes_for(self, world_size: int) -> tuple[int, int]:
-        """Return the number of nodes for ``world_size`` ranks, and the ranks on each.
-
-        Raises:
-            ConfigError: the ranks do not fill the nodes evenly.
-        """
+        """Return the number of nodes for ``world_size`` ranks, and the ranks on each."""
         if self.is_here:
             return 1, world_size
         per_node = self._ranks_per_node
@@ -516,12 +500,9 @@ class ClusterConfig:
         if self.device == "cuda" and gpus == 0:
             raise ConfigError("cluster.device", "cuda", f"{node_name()} has no NVIDIA GPU", ["cpu", "auto"])
         if self.device != "cpu" and 0 < gpus < ranks:
-            raise ConfigError(
-                "cluster.device",
-                self.device,
-                f"the layout takes {ranks} ranks, one GPU each, and this machine has {gpus}",
-                f"cpu, or degrees of parallelism that multiply to at most {gpus}",
-            )
+            rule = f"the layout takes {ranks} ranks, one GPU each, and this machine has {gpus}"
+            works = f"cpu, or degrees of parallelism that multiply to at most {gpus}"
+            raise ConfigError("cluster.device", self.device, rule, works)
 
 
 def count_gpus() -> int:
@@ -561,11 +542,7 @@ _TIME = re.compile(
 
 
 def minutes_of(time: str) -> int:
-    """Convert one of sbatch's time forms to minutes, rounded up (slurm.schedmd.com/sbatch.html, ``--time``).
-
-    Raises:
-        ConfigError: the time has none of the forms.
-    """
+    """Convert a time of sbatch (slurm.schedmd.com/sbatch.html, ``--time``) to minutes, rounded up."""
     match = _TIME.fullmatch(time.strip())
     parts = {name: int(value or 0) for name, value in match.groupdict().items()} if match else {}
     hours, minutes = (parts.get(a, 0) + parts.get(b, 0) for a, b in (("dh", "h"), ("dm", "m")))

@@ -119,11 +119,7 @@ def with_value(config: Part, name: str, value: Any) -> Part:
 
 
 def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, str, Any]]:
-    """Yield ``(dotted name, role, value)`` of every leaf field of a config dataclass, in order.
-
-    Raises:
-        TypeError: a leaf field has no role.
-    """
+    """Yield ``(dotted name, role, value)`` of every leaf field of a config dataclass, in order."""
     for name, field, value in leaf_fields(config, prefix):
         if "role" not in field.metadata:
             raise TypeError(f"config field {name} has no role (numerics, execution or label)")
@@ -253,9 +249,6 @@ def check_written(name: str, value: str, kind: str, works: str) -> None:
         value: the path.
         kind: ``file``, ``folder``, or ``path`` for either.
         works: what would work.
-
-    Raises:
-        ConfigError: it is empty, a URL or too long, or something of another kind is there.
     """
     path = Path(os.path.expanduser(value))
     exists, is_folder, problem = os.path.exists, os.path.isdir, ""

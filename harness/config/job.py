@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from harness.config.blocks import ActivationCheckpointConfig, CompileConfig
 from harness.config.checkpoint import CheckpointConfig
 from harness.config.cluster import ClusterConfig
 from harness.config.data import DataConfig, TokenizerConfig
@@ -32,6 +31,8 @@ from harness.config.parallelism import ParallelismConfig
 from harness.config.precision import PrecisionConfig
 from harness.config.texts import validate_texts
 from harness.config.training import (
+    ActivationCheckpointConfig,
+    CompileConfig,
     DebugConfig,
     EvaluationConfig,
     ScaleConfig,
@@ -49,7 +50,6 @@ class Job:
 
     feeds_model: ClassVar[bool] = True
     """Whether batches of the data pass through the model."""
-
     name: str = label("???")
     """Folder inside runs_dir that holds the run folders of jobs with this name."""
     runs_dir: str = label("runs", written="folder")

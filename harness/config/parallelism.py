@@ -173,12 +173,9 @@ class ParallelismConfig:
             world = world_size or default_world or 2 * others
             if world % others:
                 named = degrees_in_words(self.degrees, between="=", none="")
-                raise ConfigError(
-                    "parallelism.dp_shard",
-                    -1,
-                    f"{named} does not divide the world size {world}",
-                    f"a world size that is a multiple of {others}, or degrees that divide {world}",
-                )
+                rule = f"{named} does not divide the world size {world}"
+                works = f"a world size that is a multiple of {others}, or degrees that divide {world}"
+                raise ConfigError("parallelism.dp_shard", -1, rule, works)
             return replace(self, dp_shard=world // others).resolve(world_size, default_world)
         if world_size is not None and self.world_size != world_size:
             named = degrees_in_words(self.degrees, between="=", none="")
@@ -207,9 +204,6 @@ class ParallelismConfig:
             seq_len: tokens per sequence.
             local_batch_size: sequences per data-parallel rank and forward pass.
             share: sequences per data-parallel rank and optimizer step.
-
-        Raises:
-            ConfigError: the layout does not fit them.
         """
         self._validate_tensor(model, seq_len)
         self._validate_experts(model)
@@ -252,12 +246,8 @@ class ParallelismConfig:
         experts, ranks = model.moe.num_experts, self.expert_ranks
         product = "dp_shard x cp" if self.tp == 1 or self.splits_experts else "dp_shard x cp x tp"
         if experts % self.ep or ranks % self.ep:
-            raise ConfigError(
-                "parallelism.ep",
-                self.ep,
-                f"must divide model.moe.num_experts={experts} and {product} = {ranks}",
-                divisors(experts, ranks),
-            )
+            rule = f"must divide model.moe.num_experts={experts} and {product} = {ranks}"
+            raise ConfigError("parallelism.ep", self.ep, rule, divisors(experts, ranks))
         if not self._shards_experts(model, self.ep):
             works = [ep for ep in divisors(experts, ranks) if self._shards_experts(model, ep)]
             raise ConfigError(
@@ -279,24 +269,17 @@ class ParallelismConfig:
             return
         for name, default in (("cp_rotate_method", "allgather"), ("cp_load_balance", True)):
             if getattr(self, name) != default:
-                raise ConfigError(
-                    f"parallelism.{name}",
-                    getattr(self, name),
-                    f"applies to the ring only, and parallelism.cp_method is {self.cp_method}",
-                    f"parallelism.cp_method=ring, or {str(default).lower()}",
-                )
+                rule = f"applies to the ring only, and parallelism.cp_method is {self.cp_method}"
+                works = f"parallelism.cp_method=ring, or {str(default).lower()}"
+                raise ConfigError(f"parallelism.{name}", getattr(self, name), rule, works)
         heads = {f"model.{name}": getattr(model, name) // self.tp for name in ("n_heads", "n_kv_heads")}
         broken = [name for name, share in heads.items() if share % self.cp]
         if broken:
             named = [f"{name}={getattr(model, name.removeprefix('model.'))}" for name in broken]
             of_tp = f" / parallelism.tp={self.tp}" if self.tp > 1 else ""
             works = ", ".join(map(str, divisors(*heads.values())))
-            raise ConfigError(
-                "parallelism.cp",
-                self.cp,
-                f"ulysses exchanges heads: it must divide {', '.join(n + of_tp for n in named)}",
-                f"{works}, or parallelism.cp_method=ring",
-            )
+            rule = f"ulysses exchanges heads: it must divide {', '.join(n + of_tp for n in named)}"
+            raise ConfigError("parallelism.cp", self.cp, rule, f"{works}, or parallelism.cp_method=ring")
 
     def _validate_sequence(self, seq_len: int) -> None:
         """Check that context and sequence parallel can split the sequence evenly."""
