@@ -134,7 +134,6 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{typed}: no such flag; {works}")
 
     def _flags(self) -> Iterator[str]:
-        """Names of all flags, also those of subcommands."""
         yield from self._option_string_actions
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
@@ -142,7 +141,6 @@ class Parser(argparse.ArgumentParser):
                     yield from parser._flags()
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
-        """Return the flags that an abbreviation can stand for: none."""
         return []
 
     def error(self, message: str) -> NoReturn:
@@ -190,16 +188,7 @@ def shown_config(
     config_name: str = "train",
     schema: type = Job,
 ) -> str:
-    """Return the composed configuration as YAML, before it becomes a job.
-
-    Args:
-        overrides: checked.
-        kind: ``job``, ``hydra`` (Hydra's own part) or ``all``.
-        package: dotted name of the part to show.
-        resolve: whether to replace ``${...}`` by values.
-        config_name: the primary config.
-        schema: dataclass of the job.
-    """
+    """Return the composed configuration as YAML, before it becomes a job."""
     from omegaconf import OmegaConf
 
     composer = Composer(config_name, schema)
@@ -249,7 +238,6 @@ def help_text(overrides: list[str], parser: Parser, *, config_name: str, schema:
 
 
 def _options_of_entries(config: Any) -> Iterator[tuple[str, type]]:
-    """Yield the fields with options of the chosen entries of tables, each with the options' dataclass."""
     from omegaconf import OmegaConf
 
     from harness.config.cluster import CLUSTERS
@@ -275,7 +263,6 @@ def _options_of_entries(config: Any) -> Iterator[tuple[str, type]]:
 
 
 def _with_rules(shown: str, rules: dict[str, str]) -> str:
-    """Add every field's rule to its line of YAML, as a comment."""
     lines: list[str] = []
     path: list[str] = []
     for line in shown.splitlines():

@@ -233,7 +233,6 @@ class Composer:
         return "model.path", None
 
     def _model(self, overrides: list[str]) -> dict[str, Any]:
-        """Return the values of ``model=from_config``."""
         from harness.weights.config_json import model_node
         from harness.weights.detect import recorded_model
 

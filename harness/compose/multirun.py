@@ -151,7 +151,6 @@ def with_one_value(composer: Composer, typed: list[str]) -> list[str]:
 
 
 def _listed_points(text: str, schema: type) -> list[list[str]]:
-    """Return the overrides of each line; the command line wins over a line."""
     lines = [line.split() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
     for line in lines:
         check_overrides(line, schema)
@@ -162,11 +161,7 @@ WORKS = "values separated by commas, range(START,STOP,STEP), or glob(PATTERN) fo
 
 
 def check_axes(parsed: Iterable[Any]) -> None:
-    """Refuse axes without points for a grid.
-
-    Args:
-        parsed: overrides, parsed by Hydra.
-    """
+    """Refuse axes without points for a grid."""
     from hydra.core.override_parser.types import Glob, RangeSweep
 
     for each in parsed:

@@ -103,7 +103,6 @@ def scale(job: J) -> J:
 
 
 def _check_parts(job: Job) -> None:
-    """Check every part, and the rules between parts."""
     if job.training.seq_len > job.model.max_seq_len:
         rule = f"must not exceed model.max_seq_len={job.model.max_seq_len}"
         raise ConfigError("training.seq_len", job.training.seq_len, rule, f"at most {job.model.max_seq_len}")

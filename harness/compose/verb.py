@@ -295,7 +295,6 @@ def _warn_of_shadowed_files() -> None:
 
 @contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
-    """Send what this process and its children print to stderr."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -308,7 +307,6 @@ def _stdout_to_stderr() -> Iterator[None]:
 
 
 def _show_composing(done: int, points: int) -> None:
-    """Draw a progress bar of the composed points, if stderr is a terminal."""
     if not sys.stderr.isatty():
         return
     filled = BAR_WIDTH * done // points

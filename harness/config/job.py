@@ -206,10 +206,6 @@ class Job:
 
         Fields that jobs no longer have are left out, if the id says that they had no effect.
 
-        Args:
-            ident: the id that was stored with it.
-            plain: its fields.
-
         Raises:
             ConfigError: an unknown field, or a value of the wrong type.
         """

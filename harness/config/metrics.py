@@ -129,12 +129,7 @@ class ProfilingConfig:
     """Also write snapshots of GPU memory by source line: with each trace, and when memory runs out."""
 
     def validate(self, steps: int, world_size: int) -> None:
-        """Check the fields of traces.
-
-        Args:
-            steps: steps of the run.
-            world_size: ranks of the run.
-        """
+        """Check the fields of traces."""
         if not self.enable:
             return
         traced = self.warmup + self.active

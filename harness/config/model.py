@@ -454,13 +454,7 @@ class ModelConfig:
     def at_width(
         self, dim: int, given: Mapping[str, int] | None = None, field: str = "model.dim"
     ) -> ModelConfig:
-        """Return the model with another ``dim``, and the other widths in proportion; heads keep their width.
-
-        Args:
-            dim: width of the residual stream.
-            given: widths that are not proportional, by field.
-            field: the field that has ``dim``, for the error.
-        """
+        """The model with another ``dim``, the widths ``given``, and others in proportion, but for heads."""
         given = given or {}
         model = replace(self, dim=dim, head_dim=self.head_width)
         widths = {name: field_of(self, name) or 0 for name in PROPORTIONAL if name not in given}

@@ -197,14 +197,7 @@ class ParallelismConfig:
         return replace(self, pp_schedule_csv_digest=read_csv_schedule(self.pp_schedule_csv, self.pp).digest)
 
     def validate(self, model: ModelConfig, seq_len: int, local_batch_size: int, share: int) -> None:
-        """Check the layout against the model, the sequence and the batch.
-
-        Args:
-            model: the model, resolved.
-            seq_len: tokens per sequence.
-            local_batch_size: sequences per data-parallel rank and forward pass.
-            share: sequences per data-parallel rank and optimizer step.
-        """
+        """Check the layout against the model, the sequence and the batch."""
         self._validate_tensor(model, seq_len)
         self._validate_experts(model)
         self._validate_context(model)
@@ -229,7 +222,6 @@ class ParallelismConfig:
             raise ConfigError("parallelism.tp", self.tp, f"must divide {', '.join(broken)}", works)
 
     def _validate_experts(self, model: ModelConfig) -> None:
-        """Check that experts can be distributed, and sharded over the ranks that hold the same ones."""
         if not model.moe.enabled:
             if self.ep > 1:
                 rule = f"model={model.name} has no experts"
@@ -259,7 +251,6 @@ class ParallelismConfig:
             )
 
     def _shards_experts(self, model: ModelConfig, ep: int) -> bool:
-        """Whether the ranks that hold the same experts can shard their parameters evenly."""
         shards = self.expert_ranks // ep
         hidden = model.moe.hidden_dim // (self.tp if self.splits_experts else 1)
         return (model.moe.num_experts // ep) % shards == 0 or not (hidden % shards or model.dim % shards)
@@ -282,7 +273,6 @@ class ParallelismConfig:
             raise ConfigError("parallelism.cp", self.cp, rule, f"{works}, or parallelism.cp_method=ring")
 
     def _validate_sequence(self, seq_len: int) -> None:
-        """Check that context and sequence parallel can split the sequence evenly."""
         unit = self.sequence_unit
         if seq_len % unit == 0:
             return
@@ -308,7 +298,6 @@ class ParallelismConfig:
         return self._sequence_unit(self.balances_context, self.sequence_parallel)
 
     def _sequence_unit(self, balanced: bool, sequence_parallel: bool) -> int:
-        """``sequence_unit`` with other options."""
         split = self.tp if sequence_parallel else 1
         return self.cp * (lcm(2, split) if balanced and self.cp > 1 else split)
 

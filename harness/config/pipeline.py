@@ -236,7 +236,6 @@ def check_stages(layout: ParallelismConfig, n_layers: int) -> None:
 
 
 def _check_automatic_split(layout: ParallelismConfig, n_layers: int) -> None:
-    """Raise ConfigError if the automatic split would leave a stage without a module."""
     first, last = layout.pp_first_stage_less_layers, layout.pp_last_stage_less_layers
     layers = layout.pp_layers_per_stage
     works = [*fitting_layers_per_stage(layout, n_layers), "null"]
@@ -310,20 +309,12 @@ def check_modules_per_stage(stages: list[list[str]], n_layers: int) -> None:
 
 
 def _typed(stages: list[list[str]]) -> str:
-    """The split as typed on the command line, truncated to 100 characters."""
     text = "[" + ",".join(f"[{','.join(stage)}]" for stage in stages) + "]"
     return text if len(text) <= 100 else f"{text[:96]}...]"
 
 
 def check_pipeline(layout: ParallelismConfig, model: ModelConfig, local_batch_size: int, share: int) -> None:
-    """Check that the model and the batch can be split as the schedule needs.
-
-    Args:
-        layout: the layout.
-        model: the model, resolved.
-        local_batch_size: sequences per data-parallel rank and forward pass.
-        share: sequences per data-parallel rank and step.
-    """
+    """Check that the model and the batch can be split as the schedule needs."""
     check_weights(layout, model.n_layers)
     if layout.pp == 1:
         return
@@ -374,7 +365,6 @@ def check_pipeline(layout: ParallelismConfig, model: ModelConfig, local_batch_si
 def _check_microbatches(
     layout: ParallelismConfig, batch: int, share: int, fits: Callable[[int], bool], rule: str
 ) -> None:
-    """Raise ConfigError if the schedule cannot run the batch's number of microbatches."""
     size = layout.pp_microbatch_size
     if fits(batch // size):
         return

@@ -94,7 +94,6 @@ class PrecisionConfig:
             raise ConfigError("precision.auto_filter_small_kn", True, rule, works)
 
     def _refuse_options_of_float8(self) -> None:
-        """Raise ConfigError for options that have no effect while linears multiply in param_dtype."""
         options = ("enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp")
         for name in (*options, "auto_filter_small_kn", "emulate"):
             if getattr(self, name):

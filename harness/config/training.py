@@ -276,12 +276,7 @@ class TrainingConfig:
 
 
 def parse_count(name: str, value: int | float | str) -> int:
-    """Return the number that ``1_000_000``, ``1e6``, ``1M`` or ``0.001B`` means.
-
-    Args:
-        name: dotted name of the field, for the error.
-        value: the field's value.
-    """
+    """Return the number that ``1_000_000``, ``1e6``, ``1M`` or ``0.001B`` means."""
     text = str(value).strip()
     factor = COUNT_SUFFIXES.get(text[-1:].upper(), 1)
     try:
@@ -354,12 +349,7 @@ class DebugConfig:
     """With skip: stop the run after more than this many consecutive skipped updates."""
 
     def validate(self, tp: int, compiled: bool) -> None:
-        """Raise ConfigError for a mode that the rest of the job does not allow.
-
-        Args:
-            tp: tensor-parallel degree.
-            compiled: whether blocks are compiled.
-        """
+        """Raise ConfigError for a mode that the rest of the job does not allow."""
         for name in ("anomaly", "nan"):
             if getattr(self, name) and compiled:
                 rule = "compiled blocks cannot be inspected"
@@ -447,7 +437,6 @@ class CompileConfig:
 
 
 def _installed_backends() -> set[str]:
-    """Backends that installed packages register with torch."""
     return {entry.name for entry in entry_points(group="torch_dynamo_backends")}
 
 
@@ -467,12 +456,7 @@ class ActivationCheckpointConfig:
     """memory_budget: fraction of the activation memory that may be used, 0 (like full) to 1 (like none)."""
 
     def validate(self, compiler: CompileConfig, *, splits_backward: bool) -> None:
-        """Raise ConfigError for a mode that the rest of the job does not allow.
-
-        Args:
-            compiler: what is compiled.
-            splits_backward: whether the pipeline schedule takes gradients in two passes.
-        """
+        """Raise ConfigError for a mode that the rest of the job does not allow."""
         if self.mode == "selective_op" and splits_backward and not compiler.blocks:
             rule = "saves results for one backward pass, and the pipeline schedule has two (inputs, weights)"
             works = "compile=on, activation_checkpoint=full, or another parallelism.pp_schedule"
