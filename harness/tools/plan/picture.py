@@ -79,10 +79,14 @@ def _draw_memory(axis: Axes, plan: Plan) -> None:
         limit = plan.memory_limit / GIB
         color = _INK if plan.fits else "#b02a2a"
         axis.axhline(limit, color=color, linewidth=1.3, linestyle=(0, (5, 3)))
-        place = {"xycoords": axis.get_yaxis_transform(), "textcoords": "offset points", "ha": "right"}
+        at: dict[str, Any] = {
+            "xycoords": axis.get_yaxis_transform(),
+            "textcoords": "offset points",
+            "ha": "right",
+        }
         box = {"boxstyle": "square,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}
         text = f"limit {limit:.3g} GiB"
-        axis.annotate(text, (1, limit), (-4, 5), fontsize=8.5, color=color, bbox=box, **place)
+        axis.annotate(text, (1, limit), (-4, 5), fontsize=8.5, color=color, ha="right", bbox=box, **at)
         # Always show the limit, also if it is far above the bars.
         highest = max(highest, limit)
     axis.set_ylim(0, highest * 1.12)
@@ -136,7 +140,9 @@ def _draw_timeline(axis: Axes, speed: Speed, title: str) -> None:
         axis, f"{title}: {seconds(speed.step_seconds)}; pipeline ranks idle {idle:.1%} of the passes' time"
     )
     kinds = {action.kind for action in actions}
-    handles = [Patch(color=color, label=label) for kind, (label, color) in _PASSES.items() if kind in kinds]
+    handles: list[Any] = [
+        Patch(color=color, label=label) for kind, (label, color) in _PASSES.items() if kind in kinds
+    ]
     chunks = max(len({action.stage for action in row}) for row in rows)
     if chunks > 1:
         words = "second stage of the rank" if chunks == 2 else "later stages of the rank: paler"
