@@ -40,9 +40,6 @@ def random_job(composer: Composer, seed: int, ranks: int, fixed: Sequence[str]) 
 
     Returns:
         The overrides, and the job that they compose.
-
-    Raises:
-        UserError: no sample is valid together with the fixed overrides.
     """
     generator = random.Random(seed)
     # One model for all samples: composing another takes a fifth of a second.
