@@ -57,11 +57,7 @@ LEAVING_SECONDS = 2.0
 
 
 def start(job: Job, folder: RunFolder, overrides: list[str]) -> int:
-    """Run a job as the work of this process; return the exit code.
-
-    Raises:
-        ConfigError: the job is only to be shown.
-    """
+    """Run a job as the work of this process; return the exit code."""
     if job.cluster.dry_run:
         rule = "shows a job for SLURM, and cluster.kind is local"
         raise ConfigError("cluster.dry_run", True, rule, "cluster=slurm, or false with --cfg job")
@@ -76,7 +72,6 @@ def launch(job: Job, folder: RunFolder, *, apart: bool = False, ends_process: bo
     together, and with this process.
 
     Args:
-        job: the resolved job.
         folder: its run folder, begun.
         apart: run a single rank as a child too, so that this process keeps no state of it.
         ends_process: this process ends with the run's exit code, so ignore stop signals once the ranks have
@@ -134,11 +129,7 @@ def _run_ranks(job: Job, folder: RunFolder, started: float) -> int:
 
 
 def _supervise(job: Job, processes: Mapping[int, Popen], stop: StopRequest) -> dict[int, int]:
-    """Wait until all ranks have ended, or one has failed and the time for the others to end is over.
-
-    Returns:
-        exit codes (negative: the signal) of the ranks that ended by themselves.
-    """
+    """Wait until all ranks have ended, or one has failed and the time for the others to end is over."""
     deadline, asked = float("inf"), False
     while True:
         codes = {rank: process.poll() for rank, process in processes.items()}
@@ -260,11 +251,7 @@ def _rendezvous(job: Job) -> dist.Store:
 def _begin_on_rank_0(
     job: Job, folder: RunFolder, overrides: list[str], rank: int, store: dist.Store | None
 ) -> str:
-    """Begin the run folder on rank 0 while the others wait, so that no rank writes into an earlier attempt.
-
-    Returns:
-        rank 0's decision: ``_BEGUN``, ``_REFUSED`` or ``_FINISHED``.
-    """
+    """Begin the run folder on rank 0 while the others wait, so that no rank writes into an earlier attempt."""
     if rank != 0 and store is not None:
         return store.get("folder").decode()
     outcome = _BEGUN
