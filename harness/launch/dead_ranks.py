@@ -37,7 +37,7 @@ class RankDied(MachineError):
 
     @classmethod
     def by_code(cls, rank: int, exit_code: int, memory_kills: int, logs: Path) -> RankDied:
-        """Describe a rank of this machine by its exit code (negative: a signal) and the kernel's OOM kills meanwhile."""
+        """Describe a rank of this machine; a negative exit code is a signal."""
         if exit_code >= 0:
             return cls(rank, f"exit code {exit_code}", logs)
         how, hint, kind = f"signal {-exit_code} ({signal.Signals(-exit_code).name})", "", None

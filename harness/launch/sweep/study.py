@@ -87,7 +87,7 @@ class StudyRecord:
         return values
 
     def best(self, rows: Sequence[dict[str, Any]]) -> list[int]:
-        """Return the indices of the best completed runs; for several columns, those that no run beats in all."""
+        """Return the indices of the best completed runs; of several columns, those that none beats in all."""
         costs = self._costs(rows)
         if len(self.objective) == 1:
             return [min(costs, key=lambda index: costs[index])] if costs else []
