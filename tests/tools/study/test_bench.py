@@ -113,7 +113,7 @@ def test_ratios_are_of_the_same_round() -> None:
     assert report({BASE: base, "b": ours}).splitlines()[-1].split() == [
         "b",
         "1.100",
-        *"0.900 to 1.200".split(),
+        *["0.900", "to", "1.200"],
     ]
 
 
