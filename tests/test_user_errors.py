@@ -98,10 +98,16 @@ FIELDS_AND_GROUPS = [
     mistake("schedule=cosin", "no such option; did you mean cosine?", "cosine"),
     mistake("debug=yes", "no such option; options: anomaly, default, ", "deterministic"),
     mistake("experiment=nothing", "no such option; options"),
-    mistake(
-        "hydra/launcher=none", "has no effect, because Hydra only composes here; would work: cluster=slurm "
+    *(
+        mistake(typed, "has no effect, because Hydra only composes here; would work: hydra.searchpath, ")
+        for typed in (
+            "hydra/launcher=none",
+            "hydra.verbose=true",
+            "hydra.sweeper.x=1",
+            "hydra={}",
+            "+hydra.x.y=1",
+        )
     ),
-    mistake("hydra.verbose=true", "has no effect, because Hydra only composes here; would work: metrics."),
     mistake(
         "model=[llama3_tiny,llama3_8b]",
         "a group takes one option; would work: model=llama3_tiny",
@@ -938,7 +944,7 @@ def test_csv_schedule_with_another_number_of_stages(tmp_path: Path) -> None:
             "model=mine",
             "model.ffn_hidden_dim, model.n_kv_heads, model.vocab_size: must be given",
         ),
-        ("model/mine", "dim: 64", "model=mine", "model.name: must be given"),
+        ("model/mine", "dim: 64", "model=mine", "model.ffn_hidden_dim, model.max_seq_len, "),
         (
             "experiment/mine",
             "# @package _global_\ntraining:\n  stepz: 3",

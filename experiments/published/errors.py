@@ -105,11 +105,11 @@ def read(path: Path, *, as_here: bool = False) -> list[Row]:
 def plan_all(raws: Iterable[dict[str, str]], *, as_here: bool = False) -> list[Row]:
     """Plan published rows."""
     rows = []
-    with Composer() as composer:
-        for raw in raws:
-            calibration = calibration_of(Software() if as_here else software_of(raw))
-            plan = make_plan(composer.job(shlex.split(raw["overrides"])), calibration)
-            rows.append(Row(raw, plan, calibration))
+    composer = Composer()
+    for raw in raws:
+        calibration = calibration_of(Software() if as_here else software_of(raw))
+        plan = make_plan(composer.job(shlex.split(raw["overrides"])), calibration)
+        rows.append(Row(raw, plan, calibration))
     return rows
 
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from harness.compose.composer import POINTS, Composed, Composer
-from harness.compose.errors import INTERVAL, to_user_error
+from harness.compose.hydra import apply_value, resolve_references, search_path, sets_search_path
 from harness.compose.overrides import (
     AXES,
     FROM_CONFIG,
+    INTERVAL,
     check_overrides,
     groups,
-    in_hydra_syntax,
+    to_user_error,
     typed_value,
 )
-from harness.compose.search_path import search_path, sets_search_path
 from harness.config.job import Job
 from harness.util.errors import UserError
 
@@ -33,9 +33,10 @@ def chooses_points(overrides: Iterable[str], *, config_name: str = "train", sche
     overrides = list(overrides)
     if any(each.startswith(SETTINGS) for each in overrides):
         return True
-    with search_path(overrides, config_name) as overrides, Composer(config_name, schema) as composer:
+    with search_path(overrides, config_name) as overrides:
         check_overrides(overrides, schema)
-        params = composer.axes(with_one_value(composer, in_hydra_syntax(overrides, schema)))
+        composer = Composer(config_name, schema)
+        params = composer.axes(with_one_value(composer, overrides))
     return any(name.startswith(SETTINGS) for name in params)
 
 
@@ -46,7 +47,7 @@ class Space:
     Attributes:
         settings: values of ``sweep.NAME``, by NAME.
         axes: parsed by Hydra, by name of the field or group.
-        fixed: overrides of all points, in Hydra's syntax.
+        fixed: overrides of all points.
     """
 
     settings: dict[str, Any]
@@ -60,46 +61,33 @@ def read_space(composer: Composer, overrides: Iterable[str]) -> Space:
     Raises:
         UserError: an override is wrong, or the points are listed.
     """
-    overrides, schema = list(overrides), composer.schema
+    overrides = list(overrides)
     typed = [each for each in overrides if not each.startswith(SETTINGS)]
-    check_overrides(typed, schema)
-    typed = in_hydra_syntax(typed, schema)
+    check_overrides(typed, composer.schema)
     params = composer.axes(with_one_value(composer, typed))
     if POINTS in params:
         rule = "is a list of points, so there is nothing to choose"
         raise UserError(f"{AXES}.{POINTS}: {rule}; would work: a sweep without {SETTINGS}NAME")
     in_files = [f"{name}={'null' if value is None else value}" for name, value in params.items()]
     given = [each for each in overrides if each.startswith(SETTINGS)]
-    try:
-        parsed = composer.parser.parse_overrides([*in_files, *typed, *given])
-    except Exception as error:
-        raise to_user_error(error, schema) from error
-    axes, fixed, settings = {}, [], []
-    for each in parsed:
+    space = Space({}, {}, [])
+    settings: dict[str, Any] = {"sweep": {}}
+    for each in composer.parsed([*in_files, *typed, *given]):
         name = each.get_key_element()
-        if name.startswith(SETTINGS):
-            settings.append(each)
-        elif each.is_sweep_override():
-            axes[name] = each
-        elif str(each.input_line) != "sweep=optuna":
-            axes.pop(name, None)
-            fixed.append(str(each.input_line))
-    return Space(_settings(settings), axes, fixed)
-
-
-def _settings(parsed: list[Any]) -> dict[str, Any]:
-    from hydra._internal.config_loader_impl import ConfigLoaderImpl
-    from omegaconf import OmegaConf
-
-    for each in parsed:
-        if each.is_sweep_override():
+        if name.startswith(SETTINGS) and each.is_sweep_override():
             raise UserError(f"{each.input_line}: a setting of the sweep has one value, or a list in [ ]")
-    config = OmegaConf.create({"sweep": {}})
+        if name.startswith(SETTINGS):
+            apply_value(settings, each)
+        elif each.is_sweep_override():
+            space.axes[name] = each
+        elif str(each.input_line) != "sweep=optuna":
+            space.axes.pop(name, None)
+            space.fixed.append(str(each.input_line))
     try:
-        ConfigLoaderImpl._apply_overrides_to_config(parsed, config)
-        return cast("dict[str, Any]", OmegaConf.to_container(config.sweep, resolve=True))
+        space.settings.update(resolve_references(settings)["sweep"])
     except Exception as error:
         raise to_user_error(error) from error
+    return space
 
 
 def compose_points(
@@ -123,21 +111,22 @@ def compose_points(
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 
     points = []
-    with search_path(overrides, config_name) as overrides, Composer(config_name, schema) as composer:
+    with search_path(overrides, config_name) as overrides:
         check_overrides(overrides, schema)
+        composer = Composer(config_name, schema)
         # The points have the search path as it is written here, and not as the sweeper would.
         searched = [each for each in overrides if sets_search_path(each)]
-        typed = in_hydra_syntax([each for each in overrides if each not in searched], schema)
+        typed = [each for each in overrides if each not in searched]
 
         def read(overrides: list[str]) -> list[Any]:
-            parsed: list[Any] = composer.parser.parse_overrides(overrides)
+            parsed: list[Any] = composer.parsed(overrides)
             check_axes(parsed)
             return parsed
 
+        params = composer.axes(with_one_value(composer, typed))
+        listed = _listed_points(params.pop(POINTS, ""), schema)
+        axes = [f"{name}={values}" for name, values in params.items()]
         try:
-            params = composer.axes(with_one_value(composer, typed))
-            listed = _listed_points(params.pop(POINTS, ""), schema)
-            axes = [f"{name}={values}" for name, values in params.items()]
             spelled = [
                 [*searched, *point]
                 for own in listed or [[]]
@@ -146,7 +135,7 @@ def compose_points(
         except UserError:
             raise
         except Exception as error:
-            raise to_user_error(error, schema) from error
+            raise to_user_error(error) from error
         for done, point in enumerate(spelled, start=1):
             points.append(composer.point_of_sweep(point))
             show(done, len(spelled))
@@ -155,11 +144,7 @@ def compose_points(
 
 def with_one_value(composer: Composer, typed: list[str]) -> list[str]:
     """Return the overrides that are no axes; without the model's config, which no sweep depends on."""
-    try:
-        parsed = composer.parser.parse_overrides(typed)
-    except Exception as error:
-        raise to_user_error(error, composer.schema) from error
-    once = [str(each.input_line) for each in parsed if not each.is_sweep_override()]
+    once = [str(each.input_line) for each in composer.parsed(typed) if not each.is_sweep_override()]
     return [each for each in once if typed_value([each], "model") != FROM_CONFIG]
 
 
@@ -172,7 +157,7 @@ def _listed_points(text: str, schema: type) -> list[list[str]]:
     lines = [line.split() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
     for line in lines:
         check_overrides(line, schema)
-    return [in_hydra_syntax(line, schema) for line in lines]
+    return lines
 
 
 WORKS = "values separated by commas, range(START,STOP,STEP), or glob(PATTERN) for options of a group"
@@ -192,7 +177,7 @@ def check_axes(parsed: Iterable[Any]) -> None:
     for each in parsed:
         if not each.is_sweep_override():
             continue
-        typed, name, value = str(each.input_line).removeprefix("++"), each.key_or_group, each.value()
+        typed, name, value = str(each.input_line), each.key_or_group, each.value()
         if each.is_interval_sweep():
             raise UserError(f"{typed}: {INTERVAL}; would work: {WORKS}")
         if isinstance(value, Glob) and name not in groups():

@@ -15,8 +15,6 @@ from harness.config.registry import Registry
 from harness.util import PACKAGE
 from harness.util.errors import UserError
 
-SETTING = "hydra.searchpath"
-
 
 @functools.cache
 def conf_dir() -> str:
@@ -111,7 +109,7 @@ def folders_of_packages() -> tuple[Path, ...]:
         UserError: a package has no such folder.
     """
     folders = []
-    for entry in Registry[str]("conf", {}, field=SETTING).plugins.values():
+    for entry in Registry[str]("conf", {}, field="hydra.searchpath").plugins.values():
         folder = folder_of_package(entry.value)
         if folder is None:
             package = f"the package {entry.dist.name} " if entry.dist else ""

@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
-from harness.compose.arguments import JOB_FLAGS, JSON, VERSION, Argument, CommandLine, Parser
+from harness.compose.arguments import JOB_FLAGS, JSON, VERSION, Argument, CommandLine, Parser, show
 from harness.compose.composer import Composed, compose_job, require_one_point, spelled_out
-from harness.compose.overrides import in_hydra_syntax
+from harness.compose.hydra import search_path, shadowed
 from harness.compose.paths import config_folders
-from harness.compose.search_path import search_path, shadowed
 from harness.config.registry import Registry
 from harness.config.texts import masked
 from harness.util.errors import (
@@ -281,8 +280,6 @@ class Verb:
 
     def _composed(self, line: CommandLine, name: str, schema: type, run: Callable[..., int | Result]) -> Call:
         if line.shown:
-            from harness.compose.help import show
-
             return partial(show, line, self.parser(), config_name=name, schema=schema), False
         if line.multirun:
             if self.sweep is None:
@@ -298,8 +295,7 @@ class Verb:
             return partial(self.sweep, points), self.has_json and line.json
         job = compose_job(line.overrides, config_name=name, schema=schema)
         require_one_point(line.overrides, name, schema, can_sweep=self.sweep is not None)
-        overrides = in_hydra_syntax(line.overrides, schema)
-        return partial(run, job, overrides), line.json or getattr(job, "wants_json", False)
+        return partial(run, job, line.overrides), line.json or getattr(job, "wants_json", False)
 
 
 def _warn_of_shadowed_files() -> None:
@@ -377,8 +373,8 @@ VERBS: Registry[Verb] = Registry(
         "rehearse": "harness.tools.rehearse.verb:VERB",
         "parity": "harness.tools.parity.parity:VERB",
         "bench": "harness.tools.study.bench:VERB",
-        "converge": "harness.tools.study.converge.verb:VERB",
-        "coordcheck": "harness.tools.study.coordcheck.verb:VERB",
+        "converge": "harness.tools.study.converge:VERB",
+        "coordcheck": "harness.tools.study.coordcheck:VERB",
         "sweep": "harness.tools.report.sweep:VERB",
         "report": "harness.tools.report.verb:VERB",
         "evaluate": "harness.tools.inference.evaluate:VERB",

@@ -318,13 +318,14 @@ def _check_number(name: str, value: Any, number: int | float) -> None:
         raise ConfigError(name, value, rule)
 
 
-def from_dict(cls: type, plain: dict[str, Any], prefix: str = "") -> Any:
+def from_dict(cls: type, plain: dict[str, Any], prefix: str = "", *, unset: str | None = None) -> Any:
     """Build a (nested) config dataclass from plain containers.
 
     Args:
         cls: the dataclass.
         plain: its fields; missing ones get their defaults.
         prefix: prefix of the fields' dotted names, for errors.
+        unset: what stands for a value of any type that the caller will ask for.
 
     Raises:
         ConfigError: an unknown key, a value of the wrong type, or a missing field without a default.
@@ -340,12 +341,14 @@ def from_dict(cls: type, plain: dict[str, Any], prefix: str = "") -> Any:
         raise ConfigError(f"{prefix}{missing[0]}", None, "must be given")
 
     def built(kind: Any, value: Any, name: str) -> Any:
-        return from_dict(kind, value, f"{prefix}{name}.") if isinstance(value, dict) else value
+        if not isinstance(value, dict):
+            return value
+        return from_dict(kind, value, f"{prefix}{name}.", unset=unset)
 
     values = {}
     for name, value in plain.items():
         hint = hints[name]
-        if not _fits(value, hint):
+        if (unset is None or value != unset) and not _fits(value, hint):
             key = f"{prefix}{name}"
             raise ConfigError(key, value, f"must be {describe_type(hint, key)}")
         inner = inner_classes[name]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from harness.compose.layers import schema_node
-from harness.config.fields import check_rules, leaves
+from harness.compose.hydra import with_types
+from harness.config.fields import check_rules, from_dict, leaves
 from harness.config.metrics import MetricsConfig
 from harness.util.errors import ConfigError
 
@@ -16,9 +16,8 @@ CONF = Path(__file__).parents[2] / "conf" / "metrics"
 
 
 def shipped(name: str) -> MetricsConfig:
-    merged = OmegaConf.merge(schema_node(MetricsConfig), OmegaConf.load(CONF / f"{name}.yaml"))
-    config = OmegaConf.to_object(merged)
-    assert isinstance(config, MetricsConfig)
+    content = OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"))
+    config = from_dict(MetricsConfig, with_types(content, MetricsConfig))
     check_rules(config)
     return config
 

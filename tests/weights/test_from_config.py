@@ -77,13 +77,13 @@ def test_points_of_a_sweep_have_each_their_own(tmp_path: Path, chosen: str) -> N
 
 
 def test_a_path_that_is_not_read_is_refused(tmp_path: Path) -> None:
-    with Composer() as composer:
-        with pytest.raises(ConfigError, match=r"^model\.path=.*read only together with model=from_config"):
-            composer.job([f"model.path={tmp_path}"])
-        with pytest.raises(UserError, match=r"^model\.path: must be given with model=from_config"):
-            composer.job(["model=from_config"])
-        with pytest.raises(UserError, match=r"config\.json: is missing"):
-            composer.job(["model=from_config", f"model.path={tmp_path}"])
+    composer = Composer()
+    with pytest.raises(ConfigError, match=r"^model\.path=.*read only together with model=from_config"):
+        composer.job([f"model.path={tmp_path}"])
+    with pytest.raises(UserError, match=r"^model\.path: must be given with model=from_config"):
+        composer.job(["model=from_config"])
+    with pytest.raises(UserError, match=r"config\.json: is missing"):
+        composer.job(["model=from_config", f"model.path={tmp_path}"])
 
 
 DEBUG = sorted(file.stem for file in MODELS.glob("*_debug.yaml") if file.stem != "llama3_debug")

@@ -12,15 +12,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.compose.composer import Composed, Composer
-from harness.compose.errors import to_user_error
+from harness.compose.hydra import sets_search_path
 from harness.compose.multirun import SETTINGS, Space, read_space
-from harness.compose.search_path import sets_search_path
 from harness.config.fields import check_rules, from_dict, label
 from harness.config.job import Job
 from harness.launch.state import BUSY, HELD
 from harness.launch.submit import confirm
-from harness.launch.sweep.distinct import check_swept, run_dir_of, unique_points
-from harness.launch.sweep.registry import FILE, Point, Registry, Skipped, override_key, sets_label
+from harness.launch.sweep.registry import (
+    FILE,
+    Point,
+    Registry,
+    Skipped,
+    check_swept,
+    override_key,
+    run_dir_of,
+    sets_label,
+    unique_points,
+)
 from harness.launch.sweep.run import (
     Task,
     busy_points,
@@ -99,7 +107,8 @@ def run_study(
         works = "pip install 'harness[optuna]'"
         raise UserError(f"sweep=optuna: its package is not installed; would work: {works}") from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    with Composer(config_name) as composer, warnings.catch_warnings():
+    composer = Composer(config_name)
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Optuna calls some samplers experimental
         space = read_space(composer, overrides)
         settings: StudySettings = from_dict(StudySettings, space.settings, SETTINGS)
@@ -127,27 +136,16 @@ def run_study(
 
 
 def _folder(composer: Composer, fixed: list[str]) -> Path:
-    """Return the folder of the study: its name is composed without the axes.
-
-    Raises:
-        UserError: the name cannot be resolved, or is no folder inside runs_dir.
-    """
-    config = composer.config(fixed)
-    try:
-        job = Job(name=str(config.name), runs_dir=str(config.runs_dir))
-    except Exception as error:
-        raise to_user_error(error) from error
+    """Return the folder of the study: its name is composed without the axes."""
+    config = composer.config(fixed, resolve=True)
+    job = Job(name=config["name"], runs_dir=config["runs_dir"])
     check_rules(job)
     job.validate_folder()
     return Path(job.runs_dir) / job.name
 
 
 def _start_record(registry: Registry, record: StudyRecord) -> None:
-    """Write the record; a study continues only with the same objective and shared overrides.
-
-    Raises:
-        UserError: the folder has points of another study.
-    """
+    """Write the record; a study continues only with the same objective and shared overrides."""
     earlier = StudyRecord.read(registry.path)
     if earlier is not None and not earlier.is_same(record):
         if registry.points():
@@ -290,7 +288,6 @@ class Study:
         return [*self.space.fixed, *chosen]
 
     def _run_batch(self, batch: Sequence[Composed]) -> list[Value]:
-        """Run some points, wait until all have ended, and return their values."""
         legal = [each for each in batch if each.job is not None]
         tasks = [(point, with_group(job, self.registry)) for point, job in unique_points(legal, self._swept)]
         for point, job in tasks:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from harness.compose.composer import Composed, compose_job
-from harness.compose.size import count
+from harness.compose.scale import count
 from harness.compose.verb import Result
 from harness.config.fields import NUMERICS, leaves
 from harness.config.job import Job

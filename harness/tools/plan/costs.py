@@ -18,7 +18,7 @@ from harness.util.errors import UserError
 
 if TYPE_CHECKING:
     from harness.config.job import Job
-    from harness.data.batch import AnyBatch
+    from harness.data.loader import AnyBatch
 
 
 @dataclass(frozen=True)

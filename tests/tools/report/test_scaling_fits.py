@@ -12,7 +12,7 @@ import pytest
 
 from harness.compose.composer import Composed
 from harness.compose.multirun import compose_points
-from harness.compose.size import count
+from harness.compose.scale import count
 from harness.compose.verb import guarded
 from harness.launch.rows import KEPT, as_planned, read_kept
 from harness.model.accounting import account
