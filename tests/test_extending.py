@@ -137,7 +137,7 @@ def test_parity(extras: Installed, layouts: str) -> None:
 
 
 def test_plan(extras: Installed) -> None:
-    """Its block and optimizer have costs: one momentum for each parameter, and tables of rotation beside them."""
+    """Its block and optimizer have costs: a momentum for each parameter; tables of rotation beside them."""
     plan = json.loads(extras.succeed(*command("plan"), "--json"))
     kinds = plan["memory"][0]["kinds"]
     assert kinds["optimizer"] == 4 * plan["parameters_per_rank"][0]
