@@ -121,7 +121,6 @@ class WrongCode(Exception):
 
 
 def _check_code(wanted: str | None) -> None:
-    """Raise WrongCode if the copy of the code is gone and Python imported another harness."""
     found = Path(__file__).resolve().parents[2]
     if wanted is not None and found != Path(wanted).resolve():
         raise WrongCode(

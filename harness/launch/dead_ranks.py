@@ -92,7 +92,6 @@ def unnamed_ranks(output: str, ranks: int) -> list[int]:
 
 
 def _named(output: str) -> Iterator[tuple[int, str, bool]]:
-    """Yield the ranks that srun names, how they ended, and whether srun was ending the ranks by then."""
     ending = _ENDING.search(output)
     for match in _TASKS.finditer(output):
         tasks, how = match.groups()

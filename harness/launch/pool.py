@@ -171,7 +171,6 @@ class RankPool:
 
 @contextmanager
 def _environment(**variables: str) -> Iterator[None]:
-    """Set environment variables while a child is started that inherits them."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -200,7 +199,6 @@ def _forget_meshes() -> None:
 
 
 def _serve(rank: int, connection: Connection, on_gpus: bool) -> None:
-    """Run jobs as one rank of the pool until the owner closes the connection."""
     # ^C on the terminal reaches the ranks too. Their owner handles it, and they end with the owner.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     owner = mp.parent_process()

@@ -105,9 +105,6 @@ def device_hours(job: Job) -> float | None:
 
     Returns:
         device-hours; None if the time limit is the partition's and there is no SLURM here to read it from.
-
-    Raises:
-        SlurmError: the scheduler does not answer.
     """
     config = job.cluster
     nodes, ranks_per_node = config.nodes_for(job.world_size)
@@ -187,11 +184,9 @@ class Submission:
 
     @property
     def _list_path(self) -> Path:
-        """Path where ``submit`` writes the run folders of an array, one per line."""
         return self.folder / f"{self._stem}.runs"
 
     def _command(self) -> str:
-        """Return the command that runs the job."""
         several = len(self.jobs) > 1
         command = [sys.executable, "-u", "-m", self.module]
         command += ["--list", str(self._list_path)] if several else [str(self.run_dirs[0])]
@@ -318,7 +313,7 @@ _DEFAULTS = {
 
 @contextmanager
 def _environment_for_submitting(shape: Shape) -> Iterator[None]:
-    """Remove variables of a surrounding allocation, and those that would override the script's options."""
+    """Hide a surrounding allocation, and variables that would override the script's options."""
     from submitit.helpers import clean_env
 
     options = dict(shape.options)

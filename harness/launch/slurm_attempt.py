@@ -313,7 +313,6 @@ def _requeue(job: Job, folder: RunFolder, allocation: Allocation, seconds: float
 
 
 def _slow_nodes(job: Job, folder: RunFolder) -> list[str]:
-    """Return the nodes to exclude: those of ranks that were slow when the attempt ended."""
     if not job.cluster.exclude_slow:
         return []
     return sorted({each.host for each in slow_ranks(folder.path) if each.until is None})

@@ -208,21 +208,13 @@ class RunState:
 
 
 def read_states(run_dirs: Sequence[Path]) -> list[RunState]:
-    """Return the states of all runs, with one query of SLURM if any run needs it.
-
-    Raises:
-        SlurmError: the scheduler does not answer.
-    """
+    """Return the states of all runs, with one query of SLURM if any run needs it."""
     listed = queued_jobs(run_dirs)
     return [read_state(run_dir, listed) for run_dir in run_dirs]
 
 
 def queued_jobs(run_dirs: Sequence[Path]) -> Jobs | None:
-    """Return SLURM's jobs if any run was submitted and is not complete; None if there is no SLURM here.
-
-    Raises:
-        SlurmError: the scheduler does not answer.
-    """
+    """Return SLURM's jobs if any run was submitted and is not complete; None if there is no SLURM here."""
     if not any((path / FILE).is_file() and RunFolder(path).state != "completed" for path in run_dirs):
         return Jobs([])
     return jobs() if shutil.which("squeue") is not None else None
@@ -287,9 +279,6 @@ def record_lost(run_dirs: Sequence[Path]) -> tuple[list[RunState], list[RunState
     """Write the rows of runs that ended without one; return the states of all runs, and of those written.
 
     Queries SLURM once for its jobs, and once more for the final states of jobs that it does not list.
-
-    Raises:
-        SlurmError: the scheduler does not answer.
     """
     listed = queued_jobs(run_dirs)
     seen = {run_dir: read_state(run_dir, listed) for run_dir in run_dirs}

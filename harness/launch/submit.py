@@ -8,8 +8,7 @@ import time
 from pathlib import Path
 
 from harness.config.job import Job
-from harness.launch.begin import begin
-from harness.launch.preflight import require_inputs
+from harness.launch.begin import begin, require_inputs
 from harness.launch.queue import Jobs, Queued, SlurmError, describe, is_live, jobs, last_states, require_slurm
 from harness.launch.slurm import Submission, device_hours, shape_of
 from harness.launch.state import BUSY, SlurmJobRecord, close_run, read_state, record_lost
@@ -68,11 +67,7 @@ def _kept_in_words(submitted: Job, typed: Job) -> str:
 
 
 def _queued_unless_failed(folder: RunFolder, submission: Submission) -> Queued | None:
-    """Return the job in the queue; None if it has failed and SLURM is only cleaning up.
-
-    Raises:
-        UserError: the job is queued but its run folder was removed, so it would fail when it starts.
-    """
+    """Return the job in the queue; None if it has failed and SLURM is only cleaning up."""
     if SlurmJobRecord.read(folder.path) is None:
         found = SlurmJobRecord(submission.name).find(jobs())
         # A job of that name may have another runs_dir. SLURM cuts StdOut at a space.
@@ -87,7 +82,6 @@ def _queued_unless_failed(folder: RunFolder, submission: Submission) -> Queued |
 
 
 def _close_lost(job: Job, folder: RunFolder) -> None:
-    """If the run's earlier job ended without a row, write it and show how the job ended."""
     earlier = read_state(folder.path, Jobs([]))
     record = earlier.job_record
     if earlier.state == "lost" and record is not None and record.job_id is not None:

@@ -44,7 +44,6 @@ class PlainConsole:
         return f"step {row['step']:>{width}}/{self._total_steps}  {self._text(row)}".rstrip()
 
     def _text(self, row: Mapping[str, Any]) -> str:
-        """Format the metrics of a row, without its step; None is left out."""
         shown = []
         for metric in self._metrics:
             stem, is_prefix = metric.name.removesuffix("*"), metric.name.endswith("*")

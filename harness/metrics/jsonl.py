@@ -173,13 +173,11 @@ def _describe_damage(path: Path, damaged: list[tuple[int, int]]) -> str:
 
 
 def _free_name(path: Path) -> Path:
-    """Return a name in the same folder that does not exist yet."""
     names = (path.with_name(f"{path.stem}.damaged-{number}{path.suffix}") for number in itertools.count(1))
     return next(name for name in names if not name.exists())
 
 
 def _row(line: bytes) -> Row | None:
-    """Parse a line; None if it is broken."""
     try:
         row = loads(line.decode())
     except ValueError:  # not JSON, or not UTF-8

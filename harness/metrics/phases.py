@@ -159,7 +159,6 @@ class Phases:
         self._marks.append((self._stamps.now(), *self._open[-1]))
 
     def _spans(self, marks: list[tuple[Any, str, int]], end: Any) -> list[Span]:
-        """Return the spans between marks; equal neighbours are one."""
         spans: list[Span] = []
         since = 0.0
         lengths = self._stamps.lengths([stamp for stamp, _, _ in marks] + [end])

@@ -239,7 +239,6 @@ class MlflowView:
         self._thread.start()
 
     def _begin(self, run: ShownRun) -> str:
-        """Continue the run's MLflow run, or create one with the job as parameters; return its id."""
         name = run.options.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "harness"
         found = self._client.get_experiment_by_name(name)
         experiment = self._client.create_experiment(name) if found is None else found.experiment_id
@@ -288,7 +287,6 @@ class MlflowView:
             self._error = error
 
     def _waiting_rows(self) -> Iterator[list[_Row]]:
-        """Yield the rows that wait, some at a time, until the end."""
         while True:
             rows = [self._rows.get()]
             while len(rows) < _ROWS_PER_REQUEST and not self._rows.empty():

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
 from harness.metrics.columns import Metric
 
@@ -49,23 +50,13 @@ SUMMARY = (
 )
 
 
-@dataclass(frozen=True)
-class StepTime:
-    """The time of one step, in seconds.
-
-    Attributes:
-        seconds: wall time of the step, without validation, checkpoint and profiling.
-        data_seconds: the part of ``seconds`` spent waiting for data.
-        validation_seconds: time spent in validation, outside ``seconds``.
-        checkpoint_seconds: time spent saving, outside ``seconds``.
-        profiling_seconds: time spent writing traces, outside ``seconds``.
-    """
+class StepTime(NamedTuple):
+    """The time of one step, in seconds."""
 
     seconds: float
-    data_seconds: float = 0.0
-    validation_seconds: float = 0.0
-    checkpoint_seconds: float = 0.0
-    profiling_seconds: float = 0.0
+    """Without the sections ``EXCLUDED``."""
+    spent: dict[str, float]
+    """Time in each of ``SECTIONS``."""
 
 
 class StepTimer:
@@ -77,7 +68,7 @@ class StepTimer:
                 batch = next(batches)
             train(batch)
             lap = timer.lap()
-            window.add(lap.seconds, tokens, lap.data_seconds)
+            window.add(lap.seconds, tokens, lap.spent["data"])
             with timer.section("checkpoint"):
                 save()
 
@@ -135,7 +126,7 @@ class StepTimer:
         seconds = self._clock() - self._started - sum(self._spent[name] for name in EXCLUDED)
         spent = self._spent
         self.restart()
-        return StepTime(seconds, *(spent[name] for name in SECTIONS))
+        return StepTime(seconds, spent)
 
     def _edge(self, name: str) -> float:
         """Return the time; first wait for the device if the step excludes the section."""

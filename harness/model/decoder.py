@@ -272,7 +272,6 @@ class Decoder(ModelPart):
         return self.output(x, *(labels for labels in (labels_BT, later_labels_BT) if labels is not None))
 
     def _masks(self, documents_BT: Tensor | None, x: Tensor, length: int) -> dict[AttentionSpec, Any | None]:
-        """Attention masks, one for all blocks of equal ``reach``."""
         kernels = {block.attention.inner.spec: block.attention.inner for block in self.blocks.values()}
         return {
             reach: kernel.mask(documents_BT, x.shape[0], length, x.device)

@@ -218,7 +218,6 @@ class UpdateInBackward:
         return update
 
     def _step(self, parameters: Iterable[Tensor], group_index: int) -> None:
-        """Step the optimizer for these parameters only."""
         groups: list[dict[str, Any]] = self.optimizer.param_groups
         self.optimizer.param_groups = [{**groups[group_index], "params": list(parameters)}]
         try:

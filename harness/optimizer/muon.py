@@ -145,7 +145,6 @@ class Muon(OwnOptimizer):
             apply_before(applied)
 
     def _update_local(self, units: list[Unit], applied: Tensor | None) -> None:
-        """Update matrices that this rank holds alone."""
         updates = {
             unit: self.nesterov(unit, applied).to(self.tensors[unit.tensor].device, self.dtype)
             for unit in units
@@ -375,7 +374,6 @@ class _Round:
             self.muon.add(piece.unit, update, applied)
 
     def _exchange(self, routes: _Routes, values: Callable[[_Piece], Tensor]) -> _Exchange:
-        """Start to send pieces to the ranks of the group."""
         sizes = [
             [sum(piece.size for piece in to.get(rank, ())) for rank in range(self.muon.ranks)]
             for to in (routes.sent, routes.received)

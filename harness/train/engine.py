@@ -13,7 +13,7 @@ from torch import Tensor
 
 from harness.config.fields import with_value
 from harness.config.job import Job
-from harness.data.batch import AnyBatch, Batch
+from harness.data.loader import AnyBatch, Batch
 from harness.data.prefetch import count_valid, place
 from harness.metrics.phases import SUMS
 from harness.model.part import ModelPart
@@ -174,7 +174,6 @@ class Engine:
         return self.objective.build_executor(job, self.mesh, self.parts, self.loss, self.device)
 
     def _set_length(self, length: int) -> None:
-        """Make the parts compute sequences of another length, and choose the executor for it."""
         if length == self.length:
             return
         self.length = length
@@ -299,7 +298,6 @@ class Engine:
         return packed
 
     def _squares(self) -> Tensor:
-        """Return this rank's share of each gradient's squared norm."""
         if self.updater is not None:
             return self.updater.take_squares()
         reduce_partial_gradients(self.parameters)
@@ -322,7 +320,6 @@ class Engine:
         self._gradients_checked = True
 
     def _loss_of_sequences(self, loss: Tensor) -> Tensor:
-        """Loss of complete sequences: the sum over context-parallel ranks."""
         if self.job.parallelism.cp == 1 or not self.has_loss:
             return loss
         loss = loss.double()

@@ -55,7 +55,6 @@ def finish_run(
 
 
 def _name_absent(folder: RunFolder, error: dict[str, Any]) -> dict[str, Any]:
-    """Add the ranks that did not reach the collective to the error of the rank that waited for them."""
     absent = absent_ranks(folder.path, error)
     if not absent or "absent_ranks" in error:
         return error

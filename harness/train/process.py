@@ -283,11 +283,7 @@ class StopRequest:
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> StopRequest:
-        # Python lets only the main thread set handlers; in other threads no signal can request a stop.
-        if threading.current_thread() is threading.main_thread():
-            for number in STOP_SIGNALS:
-                if signal.getsignal(number) != signal.SIG_IGN:
-                    self._previous[number] = signal.signal(number, self._note)
+        self._previous = _set_handlers(self._note)
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -344,7 +340,7 @@ def ignore_stop_signals() -> None:
 
 
 def _set_handlers(handler: object) -> dict[int, object]:
-    """Set the handler of every stop signal that is not ignored; return the previous handlers."""
+    # Python lets only the main thread set handlers; in other threads no signal can request a stop.
     if threading.current_thread() is not threading.main_thread():
         return {}
     wanted = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]

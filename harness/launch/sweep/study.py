@@ -111,7 +111,6 @@ class StudyRecord:
         return sorted(costs, key=lambda index: (index not in best, costs[index]))
 
     def _costs(self, rows: Sequence[dict[str, Any]]) -> dict[int, list[float]]:
-        """Return the values of completed runs by index, with the sign that makes less better."""
         signs = [-1.0 if each == MAXIMIZE else 1.0 for each in self.direction]
         costs = {}
         for index, row in enumerate(rows):
@@ -135,7 +134,6 @@ class StudyRecord:
 
 
 def _dominates(first: list[float], second: list[float]) -> bool:
-    """Whether costs are nowhere higher than others, and somewhere lower."""
     return first != second and all(a <= b for a, b in zip(first, second, strict=True))
 
 

@@ -22,15 +22,17 @@ MODES = ("none", "selective_op", "full")
 SCHEDULES_TRIED = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 """Without GPipe and LoopedBFS: they save all microbatches and idle as long as 1F1B and Interleaved1F1B."""
 
-_PP, _REPLICATE, _SHARD, _CP, _TP = map(AXES.index, ("pp", "dp_replicate", "dp_shard", "cp", "tp"))
 _KEY = re.compile(r"^(?:\+\+|\+)?(?P<key>[\w.]+)=(?P<value>.*)$", re.DOTALL)
 
 
 class Point(NamedTuple):
-    """One candidate of a search; a tuple, because a search makes a million."""
+    """One candidate of a search; a tuple, because a search makes a million. First the degrees of ``AXES``."""
 
-    degrees: tuple[int, ...]
-    """Degrees of ``AXES``, in their order."""
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
     ep: int
     local_batch_size: int
     """Sequences per data-parallel rank and pass."""
@@ -44,16 +46,9 @@ class Point(NamedTuple):
     """None: the number of stages that the schedule needs."""
 
     @property
-    def pp(self) -> int:
-        return self.degrees[_PP]
-
-    @property
-    def cp(self) -> int:
-        return self.degrees[_CP]
-
-    @property
-    def tp(self) -> int:
-        return self.degrees[_TP]
+    def degrees(self) -> tuple[int, ...]:
+        """Degrees of ``AXES``, in their order."""
+        return self[: len(AXES)]
 
     @property
     def axes(self) -> int:
@@ -62,7 +57,7 @@ class Point(NamedTuple):
 
     @property
     def data_parallel(self) -> int:
-        return self.degrees[_REPLICATE] * self.degrees[_SHARD]
+        return self.dp_replicate * self.dp_shard
 
     @property
     def rows(self) -> int:
@@ -172,7 +167,7 @@ class Space:
         share, rest = divmod(self.base.global_batch_size, of["dp_replicate"] * of["dp_shard"])
         if rest:
             # One point of this mesh, so that the error is reported once.
-            yield Point(degrees, ep, 1, 1, "full", None if of["pp"] == 1 else "1F1B", None)
+            yield Point(*degrees, ep, 1, 1, "full", None if of["pp"] == 1 else "1F1B", None)
             return
         pipelined = of["pp"] > 1
         for local in self._choices("training.local_batch_size", [share] if pipelined else divisors(share)):
@@ -180,7 +175,7 @@ class Space:
             for size in self._choices("parallelism.pp_microbatch_size", sizes) if pipelined else [1]:
                 for schedule, layers in self._schedules(of["pp"]) if pipelined else [(None, None)]:
                     for mode in self._choices("activation_checkpoint.mode", reversed(MODES)):
-                        yield Point(degrees, ep, local, size, mode, schedule, layers)
+                        yield Point(*degrees, ep, local, size, mode, schedule, layers)
 
     def _choices(self, field: str, free: Iterable[Any]) -> list[Any]:
         """Values of a field: the fixed one, or all of ``free``."""
@@ -272,15 +267,14 @@ class Legality:
 
     def broken(self, point: Point) -> ConfigError | None:
         """The rule that a point breaks; None if it is legal."""
-        degrees, ep, local, size, mode, schedule, layers = point
-        pp, replicas, shards, cp, tp = degrees
+        pp, replicas, shards, cp, tp, ep, local, size, mode, schedule, layers = point
         share, rest = divmod(self._batch, replicas * shards)
         rows = replicas * shards * local
         uneven = rest or not rows or share % local
         if uneven or any(size % rows for size in self._batches):
             return self._error_of(self._check_all, point)
         for rule, *key in (
-            (self._check_axes, degrees, ep),
+            (self._check_axes, *point.degrees, ep),
             (self._check_pipeline, pp, schedule, layers, share, local, size),
             (self._check_mode, mode, schedule, tp),
             (self._check_all, pp, cp, tp, ep, mode, share > local),

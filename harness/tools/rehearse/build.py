@@ -105,7 +105,6 @@ def _include_folders() -> list[Path]:
 
 
 def _digest() -> str:
-    """Return a digest of the sources, of this file and of torch's version."""
     digest = hashlib.sha256()
     for path in [Path(__file__), *sorted(SOURCES.iterdir()), _torch_folder() / "version.py"]:
         digest.update(path.read_bytes())
@@ -133,7 +132,6 @@ def _build(folder: Path) -> None:
 
 
 def _failing(names: set[str]) -> str:
-    """Return the source of functions that report their names and fail."""
     lines = ['extern "C" void virtual_gpu_unknown(const char*);']
     for name in sorted(names):
         found = _CALLED.fullmatch(name)
@@ -145,7 +143,6 @@ def _failing(names: set[str]) -> str:
 
 
 def _called() -> set[str]:
-    """Return the functions of CUDA's libraries that torch's libraries call."""
     torch = _torch_folder()
     called: set[str] = set()
     for path in [*(torch / "lib").glob("*.so*"), *torch.glob("_C*.so")]:

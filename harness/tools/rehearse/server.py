@@ -139,7 +139,6 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def _ended(job: Job, rank: int, how: str, log: Path) -> RankFigures:
-    """Return the figures of a rank whose process did not write any."""
     pp_rank = rank // (job.world_size // job.parallelism.pp)
     figures = RankFigures(rank, pp_rank, str(job.cluster.accelerator))
     figures.failure = Failure("process", f"{how}: {_end_of_log(log)}", "unknown", None)
