@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from harness.contrib.flux.encode.config import EncodeJob
-from harness.contrib.flux.encode.rank import writer_of
+from harness.contrib.flux.encode.verb import EncodeJob
+from harness.contrib.flux.encode.writer import writer_of
 from harness.launch.shards import run_task
 
 if __name__ == "__main__":
