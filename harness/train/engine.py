@@ -13,7 +13,7 @@ from torch import Tensor
 
 from harness.config.fields import with_value
 from harness.config.job import Job
-from harness.data.batch import AnyBatch, Batch
+from harness.data.loader import AnyBatch, Batch
 from harness.data.prefetch import count_valid, place
 from harness.metrics.phases import SUMS
 from harness.model.part import ModelPart

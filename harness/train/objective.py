@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from harness.config.job import Job
     from harness.config.model import ModelConfig
     from harness.config.training import TrainingConfig, ValidationConfig
-    from harness.data.batch import Loader
+    from harness.data.loader import Loader
     from harness.data.tokenizer import Tokenizer
     from harness.parallelism.execute import Executor
     from harness.parallelism.loss import Loss, TokenLoss

@@ -13,7 +13,7 @@ from typing import Any
 from harness.checkpoint.rank_group import RankGroup
 from harness.config.job import Job
 from harness.config.training import Sizes
-from harness.data.batch import Loader
+from harness.data.loader import Loader
 from harness.data.tokenizer import Tokenizer
 from harness.metrics.columns import Metric
 from harness.metrics.window import VALIDATION

@@ -17,7 +17,7 @@ from tiers import rest_is_thorough
 
 from harness.compose.composer import compose_job
 from harness.launch.begin import begin
-from harness.launch.torchrun import _rendezvous
+from harness.launch.local import _rendezvous
 from harness.run.folder import RunFolder
 from harness.train.rank import Rank
 from harness.util.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_USER, MachineError

@@ -19,7 +19,7 @@ from harness.compose.resolve import resolve
 from harness.compose.verb import Result, Verb
 from harness.config.fields import NUMERICS, label, leaves, part, with_value
 from harness.config.job import Job, differing_numerics
-from harness.launch.preflight import require_vocabulary
+from harness.launch.begin import require_vocabulary
 from harness.model.spec import BALANCE_BIAS, block_prefix
 from harness.tools.parity.random_jobs import random_job
 from harness.util.errors import EXIT_OK, ConfigError
