@@ -89,11 +89,7 @@ class RowReader:
         return position if self.shuffle_buffer is None else {**position, "block": 0, "index": 0}
 
     def check(self, position: Position) -> None:
-        """Check that ``position`` is of this dataset and order.
-
-        Raises:
-            DataError: it is not.
-        """
+        """Check that ``position`` is of this dataset and order."""
         shuffled = "block" in position
         if shuffled != (self.shuffle_buffer is not None):
             raise DataError(
@@ -108,11 +104,7 @@ class RowReader:
             )
 
     def read(self, position: Position) -> Iterator[Document]:
-        """Yield the documents from ``position`` on, without end.
-
-        Raises:
-            DataError: the row has no text, or the dataset cannot be read.
-        """
+        """Yield the documents from ``position`` on, without end."""
         texts = self._texts(position) if self.shuffle_buffer is None else self._shuffled_texts(position)
         for start, text in texts:
             tokens = with_bos_eos(self.tokenizer.encode(text), self.tokenizer)

@@ -14,8 +14,17 @@ import numpy as np
 
 from harness.config.data import DataConfig
 from harness.config.training import Sizes
-from harness.data.batch import Batch, Cursor, Loader, Piece, Reading, SourceLoader, refuse_mixture, stack
-from harness.data.loader import load_documents
+from harness.data.loader import (
+    Batch,
+    Cursor,
+    Loader,
+    Piece,
+    Reading,
+    SourceLoader,
+    load_documents,
+    refuse_mixture,
+    stack,
+)
 from harness.data.read_ahead import ReaderPool
 from harness.data.samples import IGNORE_INDEX, number_documents
 from harness.data.sources import open_dataset, require_column
@@ -50,12 +59,7 @@ def build_streams(
     rows: range,
     split: str = "train",
 ) -> dict[int, RowStream]:
-    """Build the streams of ``rows``; ``data.workers`` processes read for them all.
-
-    Raises:
-        ConfigError: no documents are held out for validation.
-        DataError: the dataset cannot be opened, or has no column ``data.text_field``.
-    """
+    """Build the streams of ``rows``; ``data.workers`` processes read for them all."""
     validating = split == "validation"
     if validating:
         data.require_validation()
@@ -111,11 +115,7 @@ class RowStream:
         return {**position, "offset": self._offset}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state.
-
-        Raises:
-            DataError: the state is of another dataset or order.
-        """
+        """Continue from a state."""
         position = {name: value for name, value in state.items() if name != "offset"}
         self._reader.check(position)
         self._seek(position, state["offset"])
@@ -129,9 +129,6 @@ class RowStream:
 
         Args:
             length: T; default: seq_len.
-
-        Raises:
-            DataError: the row's part of the dataset holds no text, or cannot be read.
         """
         length = length or self._seq_len
         tokens, starts = self._peek(length + 1)

@@ -20,7 +20,7 @@ from harness.data.chat_template import TEMPLATES, template_of
 from harness.data.loader import build_loader
 from harness.data.tokenizer import build_tokenizer
 from harness.data.tokenizer_base import Tokenizer
-from harness.launch.preflight import require_vocabulary
+from harness.launch.begin import require_vocabulary
 from harness.util.errors import ConfigError, DataError
 
 transformers = pytest.importorskip("transformers")
