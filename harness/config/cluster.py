@@ -116,8 +116,8 @@ def described(name: str, own: HardwareConfig) -> Accelerator | None:
     return replace(known, **numbers, source=f"{known.source}, changed by cluster.hardware")
 
 
-# Options that the harness sets, of sbatch by their long names (slurm.schedmd.com/sbatch.html) and of srun. If srun
-# gets one twice, it uses the last, the user's.
+# Options that the harness sets, of sbatch by their long names (slurm.schedmd.com/sbatch.html) and of srun. If
+# srun gets one twice, it uses the last, the user's.
 _OF_SBATCH = """
 account array clusters constraint cpus-per-task error exclude exclusive gpus gpus-per-node gpus-per-socket
 gpus-per-task help job-name mem no-requeue nodes ntasks ntasks-per-core ntasks-per-gpu ntasks-per-node

@@ -103,9 +103,6 @@ def weights_by_step(
     Args:
         data: a mixture.
         samples_per_epoch: samples per epoch of each source; None if unknown.
-
-    Raises:
-        ConfigError: a source has epochs, and its samples per epoch are unknown.
     """
     if not data.epochs:
         changes = [(int(each[STEP]), _without_step(each)) for each in data.weight_changes]

@@ -103,11 +103,7 @@ def files_of(split: str) -> tuple[str, str]:
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """Read the description of a shard.
-
-    Raises:
-        Damaged: it is missing or damaged.
-    """
+    """Read the description of a shard."""
     try:
         meta = parse_object((folder / META).read_bytes())
         if meta["dtype"] not in ("uint16", "uint32"):
@@ -215,9 +211,6 @@ def open_shard(folder: Path, shard: Shard, split: str, name: str, *, check: bool
     Args:
         folder: the corpus.
         check: compare checksums, not only sizes.
-
-    Raises:
-        Damaged: a file is missing or damaged.
     """
     path = folder / shard.folder
     meta, files = read_meta(path), files_of(split)
@@ -276,9 +269,6 @@ def check_tokenizer(manifest: Manifest, tokenizer: Tokenizer, name: str) -> None
         manifest: of the corpus.
         tokenizer: of the job.
         name: field and value of the corpus, for the error.
-
-    Raises:
-        DataError: another tokenizer wrote the corpus.
     """
     found = manifest.tokenizer
     if found["fingerprint"] != tokenizer.fingerprint:
@@ -289,11 +279,7 @@ def check_tokenizer(manifest: Manifest, tokenizer: Tokenizer, name: str) -> None
 
 
 def content_key(source: Source, tokenizer: Tokenizer, held_out: float) -> str:
-    """Hash of everything that determines the documents and their ids.
-
-    Raises:
-        DataError: the source cannot be read.
-    """
+    """Hash of everything that determines the documents and their ids."""
     content = [FORMAT_VERSION, source.identity, tokenizer.fingerprint, held_out]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
@@ -364,13 +350,7 @@ class CorpusWriter(ShardWriter):
         ]
 
     def write(self, shards: Sequence[int], workers: int | None) -> None:
-        """Tokenize the units of shards.
-
-        Raises:
-            DataError: of the first document that cannot be read.
-            OSError: the target is full or not writable.
-            MachineError: a process died.
-        """
+        """Tokenize the units of shards."""
         units = [unit for shard in shards for unit in self.shards[shard] if not self.folder(shard).exists()]
         self._units_folder.mkdir(parents=True, exist_ok=True)
         tokenize(self._units_folder, units, self._source, self._tokenizer, workers=workers)
@@ -380,10 +360,6 @@ class CorpusWriter(ShardWriter):
 
         Returns:
             The manifest; None while units are missing.
-
-        Raises:
-            DataError: the source holds no text.
-            OSError: the target is full or not writable.
         """
         document = 0
         for shard in range(len(self.shards)):

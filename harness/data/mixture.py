@@ -22,8 +22,7 @@ import torch
 from harness.config.data import DataConfig
 from harness.config.mixture import errors_of_source, source_config, weights_by_step
 from harness.config.training import Sizes
-from harness.data.batch import Batch, Cursor, Loader, Reading, SourceLoader, stack
-from harness.data.loader import build_loader_of
+from harness.data.loader import Batch, Cursor, Loader, Reading, SourceLoader, build_loader_of, stack
 from harness.data.samples import random_stream
 from harness.data.streaming import RowStream
 from harness.data.token_files import holds_out

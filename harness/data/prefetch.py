@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from harness.data.batch import AnyBatch, Batch, Loader
+from harness.data.loader import AnyBatch, Batch, Loader
 from harness.data.samples import IGNORE_INDEX
 
 # How long the end of a run waits for a read that does not return.

@@ -22,16 +22,23 @@ from typing import Any, Self
 from harness.config.data import DataConfig
 from harness.config.data_kinds import DATA_KINDS
 from harness.config.registry import load_attribute
-from harness.data.documents import LongText, Source, Span, cut, describe, named
-from harness.data.parquet_files import read_columns, row_groups
-from harness.data.text_files import (
+from harness.data.documents import (
     COMPRESSIONS,
     LONGEST_LINE,
+    ROWS_PER_READ,
     Line,
+    LongText,
+    Source,
+    Span,
+    cut,
+    describe,
     find_damage,
     format_of,
+    named,
     opened,
+    read_columns,
     read_in_parts,
+    row_groups,
     skip_to_line,
 )
 from harness.data.tokenizer_base import Tokenizer
@@ -39,7 +46,6 @@ from harness.util.encoding import parse_object
 from harness.util.errors import ConfigError, DataError
 from harness.util.files import matching
 
-_ROWS_PER_READ = 256
 EMPTY = "holds no text: every document is empty"
 # A longer file has more than units.LONG_CHARS characters, which have at most 4 bytes each.
 LONG_FILE_BYTES = 16_000_000
@@ -87,11 +93,7 @@ class LocalFiles:
 
     @cached_property
     def files(self) -> list[Path]:
-        """The matching files.
-
-        Raises:
-            DataError: no file matches.
-        """
+        """The matching files."""
         found = find_files(self._patterns, self.config.exclude)
         if not found:
             raise DataError(f"no file matches {self.name}, seen from {os.getcwd()}{self._hint()}")
@@ -205,11 +207,7 @@ class LocalFiles:
         return content.decode("utf-8", "replace")
 
     def _may_repair(self, where: object, position: int, *, of_file: bool = False) -> bool:
-        """Count a document that is not UTF-8; return whether it is repaired, and not left out.
-
-        Raises:
-            DataError: data.encoding_errors=strict.
-        """
+        """Count a document that is not UTF-8; return whether it is repaired, and not left out."""
         if self.config.encoding_errors == "strict":
             byte = f"byte {position}" + (" of the file" if of_file else "")
             raise DataError(f"{where}: not UTF-8 at {byte}; would work: data.encoding_errors=replace or skip")
@@ -330,17 +328,13 @@ class HubTable:
     def read(self, span: Span) -> Iterator[str]:
         table = self._table.select_columns([self.config.text_field])
         table = table.select(range(span.begin, len(table) if span.end is None else span.end))
-        for batch in table.iter(batch_size=_ROWS_PER_READ):
+        for batch in table.iter(batch_size=ROWS_PER_READ):
             for text in batch[self.config.text_field]:
                 yield _text_of_row({self.config.text_field: text}, self.config.text_field, self.name)
 
 
 def open_dataset(config: DataConfig, split: str) -> Any:
-    """Load one split with ``datasets``: an IterableDataset with ``data.streaming``, else a Dataset.
-
-    Raises:
-        DataError: no such dataset, subset or split, or the hub cannot be reached.
-    """
+    """Load one split with ``datasets``: an IterableDataset with ``data.streaming``, else a Dataset."""
     import datasets
 
     try:

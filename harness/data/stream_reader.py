@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby, islice
 from math import gcd
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -47,35 +47,6 @@ class Document(NamedTuple):
     """int32, with bos and eos."""
 
 
-class Reader(Protocol):
-    """Reads the documents of one row, endlessly, from any position."""
-
-    @property
-    def beginning(self) -> Position:
-        """Position of the first document."""
-        ...
-
-    def check(self, position: Position) -> None:
-        """Check that ``position`` is of this dataset and order.
-
-        Raises:
-            DataError: it is not.
-        """
-        ...
-
-    def read(self, position: Position) -> Iterator[Document]:
-        """Yield the documents from ``position`` on, without end.
-
-        Raises:
-            DataError: the row has no text, or the dataset cannot be read.
-        """
-        ...
-
-    def close(self) -> None:
-        """Stop background work; call ``read`` to continue."""
-        ...
-
-
 class _Part(NamedTuple):
     """The examples of ``dataset`` whose number leaves ``cut`` when divided by ``cuts``."""
 
@@ -91,7 +62,7 @@ class _Text(NamedTuple):
 
 @dataclass(frozen=True)
 class RowReader:
-    """Reads in this process.
+    """Reads the documents of one row from any position, in this process.
 
     Args:
         dataset: the split, an ``IterableDataset``.
@@ -113,10 +84,12 @@ class RowReader:
 
     @property
     def beginning(self) -> Position:
+        """Position of the first document."""
         position = {"shards": self.dataset.n_shards, "part": 0, "document": None, "example": 0}
         return position if self.shuffle_buffer is None else {**position, "block": 0, "index": 0}
 
     def check(self, position: Position) -> None:
+        """Check that ``position`` is of this dataset and order."""
         shuffled = "block" in position
         if shuffled != (self.shuffle_buffer is not None):
             raise DataError(
@@ -131,12 +104,14 @@ class RowReader:
             )
 
     def read(self, position: Position) -> Iterator[Document]:
+        """Yield the documents from ``position`` on, without end."""
         texts = self._texts(position) if self.shuffle_buffer is None else self._shuffled_texts(position)
         for start, text in texts:
             tokens = with_bos_eos(self.tokenizer.encode(text), self.tokenizer)
             yield Document(start, np.asarray(tokens, dtype=np.int32))
 
     def close(self) -> None:
+        """Stop background work; call ``read`` to continue."""
         return
 
     def _texts(self, position: Position) -> Iterator[_Text]:

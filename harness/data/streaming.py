@@ -14,12 +14,21 @@ import numpy as np
 
 from harness.config.data import DataConfig
 from harness.config.training import Sizes
-from harness.data.batch import Batch, Cursor, Loader, Piece, Reading, SourceLoader, refuse_mixture, stack
-from harness.data.loader import load_documents
+from harness.data.loader import (
+    Batch,
+    Cursor,
+    Loader,
+    Piece,
+    Reading,
+    SourceLoader,
+    load_documents,
+    refuse_mixture,
+    stack,
+)
 from harness.data.read_ahead import ReaderPool
 from harness.data.samples import IGNORE_INDEX, number_documents
 from harness.data.sources import open_dataset, require_column
-from harness.data.stream_reader import Document, Position, Reader, RowReader
+from harness.data.stream_reader import Document, Position, RowReader
 from harness.data.tokenizer import Tokenizer
 from harness.util.errors import DataError
 
@@ -50,12 +59,7 @@ def build_streams(
     rows: range,
     split: str = "train",
 ) -> dict[int, RowStream]:
-    """Build the streams of ``rows``; ``data.workers`` processes read for them all.
-
-    Raises:
-        ConfigError: no documents are held out for validation.
-        DataError: the dataset cannot be opened, or has no column ``data.text_field``.
-    """
+    """Build the streams of ``rows``; ``data.workers`` processes read for them all."""
     validating = split == "validation"
     if validating:
         data.require_validation()
@@ -63,7 +67,7 @@ def build_streams(
     dataset = open_dataset(data, part)
     name = f"dataset {data.dataset}, split {part}"
     require_column(dataset, data.text_field, name)
-    in_process = {
+    readers = {
         row: RowReader(
             dataset,
             tokenizer,
@@ -76,9 +80,8 @@ def build_streams(
         )
         for row in rows
     }
-    readers: dict[int, Reader] = dict(in_process)
     if data.workers:
-        pool = ReaderPool(in_process, data.workers, chunk_tokens=seq_len)
+        pool = ReaderPool(readers, data.workers, chunk_tokens=seq_len)
         readers = {row: pool.reader(row) for row in rows}
     return {
         row: RowStream(
@@ -95,7 +98,7 @@ class RowStream:
     """An endless sequence of the samples of one row of the global batch."""
 
     def __init__(
-        self, reader: Reader, *, seq_len: int, mask_document_boundary: bool, number_documents: bool = False
+        self, reader: RowReader, *, seq_len: int, mask_document_boundary: bool, number_documents: bool = False
     ) -> None:
         self._reader, self._seq_len = reader, seq_len
         self._mask_document_boundary = mask_document_boundary
@@ -112,11 +115,7 @@ class RowStream:
         return {**position, "offset": self._offset}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state.
-
-        Raises:
-            DataError: the state is of another dataset or order.
-        """
+        """Continue from a state."""
         position = {name: value for name, value in state.items() if name != "offset"}
         self._reader.check(position)
         self._seek(position, state["offset"])
@@ -130,9 +129,6 @@ class RowStream:
 
         Args:
             length: T; default: seq_len.
-
-        Raises:
-            DataError: the row's part of the dataset holds no text, or cannot be read.
         """
         length = length or self._seq_len
         tokens, starts = self._peek(length + 1)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from harness.config.data import DataConfig
 from harness.config.registry import TOKEN_FORMATS
-from harness.data.batch import Loader, Reading, load_packed
 from harness.data.corpus import check_tokenizer, open_shards, read_manifest
+from harness.data.loader import Loader, Reading, load_packed
 from harness.data.shards import MANIFEST
 from harness.data.sources import expand
 from harness.data.tokenizer import NoTokenizer, Tokenizer
@@ -108,11 +108,7 @@ def open_token_files(
 
 
 def holds_out(data: DataConfig) -> bool:
-    """Whether token files have tokens for validation; reads the manifests of corpora.
-
-    Raises:
-        DataError: no file matches, or a manifest is damaged.
-    """
+    """Whether token files have tokens for validation; reads the manifests of corpora."""
     if data.validation_paths or data.validation_fraction:
         return True
     files, format = find_token_files(data.paths, "paths", data.format)
@@ -139,9 +135,6 @@ def find_token_files(patterns: Sequence[str], field: str, format: str) -> tuple[
 
     Returns:
         Sorted paths and their format.
-
-    Raises:
-        DataError: no file matches, or files are of several formats, or their format is unknown.
     """
     found: set[Path] = set()
     for pattern in map(expand, patterns):

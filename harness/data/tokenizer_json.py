@@ -161,11 +161,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def number_of_ids(content: bytes, file: Path) -> int:
-    """Return the largest id of a tokenizer.json plus 1, without building the tokenizer.
-
-    Raises:
-        DataError: the file is not a tokenizer.json.
-    """
+    """Return the largest id of a tokenizer.json plus 1, without building the tokenizer."""
     try:
         plain = parse_object(content)
         vocabulary = plain["model"]["vocab"]

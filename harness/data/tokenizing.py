@@ -71,11 +71,7 @@ class Unit:
 
 
 def units_of(source: Source, tokenizer: Tokenizer, unit_bytes: int) -> list[Unit]:
-    """Return the units of a source, in the order of its documents.
-
-    Raises:
-        DataError: the source cannot be read.
-    """
+    """Return the units of a source, in the order of its documents."""
     groups: list[list[Span]] = []
     size = 0
     for span in source.spans(unit_bytes):
@@ -166,10 +162,6 @@ def write_unit(
         folder: where to write.
         unit: of ``source``.
         advance: called with the approximate number of bytes read since the last call.
-
-    Raises:
-        DataError: a document cannot be read.
-        OSError: the folder is full or not writable.
     """
     dtype = token_dtype(tokenizer)
     temporary = folder / f".{unit.key}.{uuid.uuid4().hex}.tmp"

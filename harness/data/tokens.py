@@ -174,11 +174,7 @@ class Delimited:
 
 
 def size_of(file: Path) -> int:
-    """Return the size of a file.
-
-    Raises:
-        DataError: it is missing or no regular file: a pipe would never end.
-    """
+    """Return the size of a file."""
     try:
         return require_regular(file)
     except OSError as error:
@@ -189,9 +185,6 @@ def map_file(name: str, dtype: str, skip: int, count: int) -> np.ndarray:
     """Map ``count`` values of a file, after ``skip`` bytes.
 
     Uses pyarrow, because numpy's maps keep their files open, and a process may often open 1,024 files only.
-
-    Raises:
-        DataError: the file cannot be opened or is shorter.
     """
     import pyarrow
 

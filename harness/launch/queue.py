@@ -171,11 +171,7 @@ def submit_script(script: Path) -> str:
 
 
 def jobs() -> Jobs:
-    """List this user's jobs.
-
-    Raises:
-        SlurmError: the scheduler does not answer, as all functions here may.
-    """
+    """List this user's jobs."""
     _require_configuration()
     return Jobs(_listed(f"--user={getpass.getuser()}"))
 
@@ -250,7 +246,6 @@ def partition_minutes(partition: str | None) -> int:
 
 
 def _facts(line: str) -> dict[str, str]:
-    """Parse a line of ``scontrol show --oneliner``."""
     return dict(part.split("=", 1) for part in line.split() if "=" in part)
 
 
@@ -300,7 +295,7 @@ def _update(job_id: str, change: str) -> None:
 
 
 def _retried(call: Callable[[], T]) -> T:
-    """Call again if a command failed: SLURM's signal to the job's processes ends commands too."""
+    # SLURM's signal to the job's processes ends commands too.
     for _ in range(ATTEMPTS - 1):
         with contextlib.suppress(SlurmError):
             return call()

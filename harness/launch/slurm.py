@@ -32,8 +32,6 @@ class Shape:
     """The resources that a job requests; jobs of equal shape form one array.
 
     Attributes:
-        nodes: number of nodes.
-        ranks_per_node: ranks per node.
         options: sbatch options, sorted.
         exports: shell lines that set the job's environment.
         setup: the user's shell lines before the job.
@@ -105,9 +103,6 @@ def device_hours(job: Job) -> float | None:
 
     Returns:
         device-hours; None if the time limit is the partition's and there is no SLURM here to read it from.
-
-    Raises:
-        SlurmError: the scheduler does not answer.
     """
     config = job.cluster
     nodes, ranks_per_node = config.nodes_for(job.world_size)
@@ -127,7 +122,6 @@ class Submission:
         module: run by the script, with the run folder, or ``--list`` and the file of an array's run folders.
 
     Args:
-        jobs: the resolved jobs.
         run_dirs: their run folders, begun with the state ``submitted`` when ``submit`` is called.
         home: the folder of the run or the sweep, for SLURM's logs and the copy of the code.
         name: SLURM's job name; it identifies the job if this process dies before it has stored the job id.
@@ -187,11 +181,9 @@ class Submission:
 
     @property
     def _list_path(self) -> Path:
-        """Path where ``submit`` writes the run folders of an array, one per line."""
         return self.folder / f"{self._stem}.runs"
 
     def _command(self) -> str:
-        """Return the command that runs the job."""
         several = len(self.jobs) > 1
         command = [sys.executable, "-u", "-m", self.module]
         command += ["--list", str(self._list_path)] if several else [str(self.run_dirs[0])]
@@ -200,12 +192,7 @@ class Submission:
         return shlex.join(command)
 
     def submit(self) -> list[str]:
-        """Submit the jobs; return their ids, in the order of the jobs.
-
-        Raises:
-            UserError: there is no SLURM here, or it refuses the job.
-            SlurmError: SLURM does not answer.
-        """
+        """Submit the jobs; return their ids, in the order of the jobs."""
         require_slurm()
         check_shell(self.shape.setup)
         if self.shape.snapshot:
@@ -318,7 +305,7 @@ _DEFAULTS = {
 
 @contextmanager
 def _environment_for_submitting(shape: Shape) -> Iterator[None]:
-    """Remove variables of a surrounding allocation, and those that would override the script's options."""
+    """Hide a surrounding allocation, and variables that would override the script's options."""
     from submitit.helpers import clean_env
 
     options = dict(shape.options)

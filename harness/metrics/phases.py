@@ -159,7 +159,6 @@ class Phases:
         self._marks.append((self._stamps.now(), *self._open[-1]))
 
     def _spans(self, marks: list[tuple[Any, str, int]], end: Any) -> list[Span]:
-        """Return the spans between marks; equal neighbours are one."""
         spans: list[Span] = []
         since = 0.0
         lengths = self._stamps.lengths([stamp for stamp, _, _ in marks] + [end])
@@ -282,11 +281,7 @@ class SlowRank:
 
 
 def slow_ranks(run_dir: Path) -> list[SlowRank]:
-    """Return the ranks that the last attempt of a run found slow.
-
-    Raises:
-        UserError: the file is damaged.
-    """
+    """Return the ranks that the last attempt of a run found slow."""
     path = run_dir / FILE
     try:
         found = parse_object(path.read_bytes())["slow"] if path.is_file() else []
@@ -334,7 +329,6 @@ class SlowRanks:
 
         Args:
             seconds: of each rank the seconds of each of ``KINDS``; zeros: unknown.
-            step: the current step.
         """
         known = {rank for rank in self._peers if sum(seconds[rank])}
         for rank in known:

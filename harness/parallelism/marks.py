@@ -108,7 +108,6 @@ class Marks:
         return call
 
     def _mark_collectives(self, axes: dict[str, str], key: str) -> None:
-        """Mark the operators of functional collectives, and the waits for them."""
         library = torch.library.Library(_FUNCTIONAL, "IMPL")
         self._undo.append(library._destroy)
         pending: dict[int, str] = {}
@@ -141,7 +140,6 @@ class Marks:
 
 
 def _layer_groups(part: ModelPart) -> list[tuple[str, nn.Module]]:
-    """Return the modules of a part whose passes are marked, with the names of their groups."""
     found: list[tuple[str, nn.Module]] = [("embedding", module) for module in part.entries]
     found += [("blocks", block) for block in part.blocks.values()]
     return found + ([] if part.output is None else [("head", part.output)])

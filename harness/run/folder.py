@@ -134,11 +134,7 @@ class RunStatus:
             return {}
 
     def _write_with_reserve(self, write: Callable[[], object]) -> None:
-        """Call ``write``; if the disk is full, free the reserved space and try again.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Call ``write``; if the disk is full, free the reserved space and try again."""
         try:
             write()
         except OSError as error:
@@ -360,7 +356,6 @@ class RunFolder(RunErrors):
             self._write_end({**others, **wanted}, exit_reason, exit_code)
 
     def _cause(self, exit_reason: str) -> dict[str, Any]:
-        """Fields of the row that name the cause of a failure, or say that the SLURM job was cancelled."""
         if exit_reason == "interrupted" and self.is_cancelled:
             return {"error.kind": "cancelled"}
         error = (self.first_error() if exit_reason == "failed" else None) or {}

@@ -91,7 +91,6 @@ def versions() -> dict[str, str | None]:
 
 
 def _version(package: str) -> str | None:
-    """Read the version from the package's metadata, without importing it."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -12,8 +12,8 @@ from harness.config.fields import with_value
 from harness.config.job import Job
 from harness.launch.state import RunState, SlurmJobRecord
 from harness.launch.sweep import run
-from harness.launch.sweep.arrays import Array, arrays_of
 from harness.launch.sweep.registry import Point, Registry
+from harness.launch.sweep.run import Array, arrays_of
 from harness.run.folder import RunFolder
 
 SHAPES = "parallelism.dp_shard=1,2,4,8"

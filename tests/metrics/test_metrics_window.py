@@ -32,8 +32,8 @@ def test_lap_leaves_out_validation_and_checkpoint() -> None:
     with timer.section("checkpoint"):
         clock.wait(10.0)
     lap = timer.lap()
-    assert (lap.seconds, lap.data_seconds) == (2.5, 0.5)
-    assert (lap.validation_seconds, lap.checkpoint_seconds) == (30.0, 10.0)
+    assert (lap.seconds, lap.spent["data"]) == (2.5, 0.5)
+    assert (lap.spent["validation"], lap.spent["checkpoint"]) == (30.0, 10.0)
 
 
 def test_no_time_falls_between_laps() -> None:
@@ -71,7 +71,7 @@ def test_queued_work_counts_for_its_step() -> None:
         clock.wait(1.0)
     lap = timer.lap()
     assert lap.seconds == pytest.approx(3.1)
-    assert lap.validation_seconds == pytest.approx(1.0)
+    assert lap.spent["validation"] == pytest.approx(1.0)
 
 
 def test_misuse_of_sections_is_refused() -> None:

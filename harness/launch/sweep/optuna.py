@@ -18,8 +18,17 @@ from harness.config.fields import check_rules, from_dict, label
 from harness.config.job import Job
 from harness.launch.state import BUSY, HELD
 from harness.launch.submit import confirm
-from harness.launch.sweep.distinct import check_swept, run_dir_of, unique_points
-from harness.launch.sweep.registry import FILE, Point, Registry, Skipped, override_key, sets_label
+from harness.launch.sweep.registry import (
+    FILE,
+    Point,
+    Registry,
+    Skipped,
+    check_swept,
+    override_key,
+    run_dir_of,
+    sets_label,
+    unique_points,
+)
 from harness.launch.sweep.run import (
     Task,
     busy_points,
@@ -85,8 +94,6 @@ def run_study(
     """Run points that Optuna chooses; return the exit code: 0 if any point completed.
 
     Args:
-        overrides: as typed.
-        config_name: the primary config.
         check: returns a point without its job if its inputs cannot be used.
 
     Raises:
@@ -127,11 +134,7 @@ def run_study(
 
 
 def _folder(composer: Composer, fixed: list[str]) -> Path:
-    """Return the folder of the study: its name is composed without the axes.
-
-    Raises:
-        UserError: the name cannot be resolved, or is no folder inside runs_dir.
-    """
+    """Return the folder of the study: its name is composed without the axes."""
     config = composer.config(fixed, resolve=True)
     job = Job(name=config["name"], runs_dir=config["runs_dir"])
     check_rules(job)
@@ -140,11 +143,7 @@ def _folder(composer: Composer, fixed: list[str]) -> Path:
 
 
 def _start_record(registry: Registry, record: StudyRecord) -> None:
-    """Write the record; a study continues only with the same objective and shared overrides.
-
-    Raises:
-        UserError: the folder has points of another study.
-    """
+    """Write the record; a study continues only with the same objective and shared overrides."""
     earlier = StudyRecord.read(registry.path)
     if earlier is not None and not earlier.is_same(record):
         if registry.points():
@@ -167,13 +166,6 @@ class Study:
 
     A point that has already run gives its value at once. A point that failed is not started again by the same
     process, but when the study continues.
-
-    Args:
-        registry: the sweep's folder, locked.
-        record: the objective.
-        settings: of the study.
-        space: the axes.
-        compose: returns the point of some overrides; its job is None if it is not valid.
     """
 
     def __init__(
@@ -194,12 +186,7 @@ class Study:
         self._tried: set[Path] = set()
 
     def run(self) -> None:
-        """Run the trials that are left.
-
-        Raises:
-            KeyboardInterrupt: the user stopped a run, or following.
-            UserError: the points cannot be started here, or too many failed.
-        """
+        """Run the trials that are left."""
         from optuna.trial import TrialState
 
         stored, self._done = self._stored, self._count_finished()
@@ -287,7 +274,6 @@ class Study:
         return [*self.space.fixed, *chosen]
 
     def _run_batch(self, batch: Sequence[Composed]) -> list[Value]:
-        """Run some points, wait until all have ended, and return their values."""
         legal = [each for each in batch if each.job is not None]
         tasks = [(point, with_group(job, self.registry)) for point, job in unique_points(legal, self._swept)]
         for point, job in tasks:

@@ -1,4 +1,4 @@
-"""Start the points of a sweep that are not complete: one by one on this machine, or all at once on SLURM."""
+"""Start the points of a sweep that are not complete: one by one here, or on SLURM in arrays by shape."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from harness.compose.composer import Composed
@@ -17,11 +18,9 @@ from harness.config.fields import with_value
 from harness.config.job import Job
 from harness.launch.begin import begin
 from harness.launch.queue import SlurmError
-from harness.launch.slurm import Submission, shape_of
+from harness.launch.slurm import Shape, Submission, shape_of
 from harness.launch.state import BUSY, HELD, RunState, SlurmJobRecord, read_states, record_lost
 from harness.launch.submit import confirm, cost_in_words, submit
-from harness.launch.sweep.arrays import Array, arrays_of
-from harness.launch.sweep.distinct import unique_points
 from harness.launch.sweep.registry import (
     Point,
     Registry,
@@ -30,11 +29,79 @@ from harness.launch.sweep.registry import (
     folder_of,
     labels,
     sets_label,
+    unique_points,
 )
 from harness.launch.sweep.table import rows_of, table_text
 from harness.metrics.views import log_sweep
 from harness.run.folder import RunFolder
 from harness.util.errors import EXIT_INTERRUPTED, EXIT_OK, STOPPED, UserError
+
+# SLURM's default MaxArraySize is 1001.
+LARGEST_ARRAY = 1000
+
+
+@dataclass(frozen=True)
+class Array:
+    """Points that are submitted as one job array.
+
+    Attributes:
+        points: the points, all of one shape.
+        at_once: maximum number of points that run at once.
+        after: index of the array that must end first; None for an array that starts at once.
+    """
+
+    points: list[Point]
+    jobs: list[Job]
+    at_once: int
+    after: int | None
+
+
+def arrays_of(points: Sequence[tuple[Point, Job]], limit: int) -> list[Array]:
+    """Group points into arrays of which at most ``limit`` points run at once, over all arrays.
+
+    SLURM limits each array separately, so the limit is divided among the arrays. If there are more arrays
+    than the limit, some wait until another one has ended.
+    """
+    groups: dict[Shape, list[tuple[Point, Job]]] = {}
+    for point, job in points:
+        groups.setdefault(shape_of(job), []).append((point, job))
+    pieces = [
+        group[start : start + LARGEST_ARRAY]
+        for group in groups.values()
+        for start in range(0, len(group), LARGEST_ARRAY)
+    ]
+    counts = [len(piece) for piece in pieces]
+    after = _predecessors(counts, limit)
+    at_once = _shares(counts, limit) if len(pieces) <= limit else [1] * len(pieces)
+    return [
+        Array([point for point, _ in piece], [job for _, job in piece], share, before)
+        for piece, share, before in zip(pieces, at_once, after, strict=True)
+    ]
+
+
+def _shares(counts: Sequence[int], limit: int) -> list[int]:
+    shares = [1] * len(counts)
+    for _ in range(limit - len(counts)):
+        longest = max(range(len(counts)), key=lambda index: counts[index] / shares[index], default=None)
+        if longest is None or counts[longest] <= shares[longest]:
+            break
+        shares[longest] += 1
+    return shares
+
+
+def _predecessors(counts: Sequence[int], limit: int) -> list[int | None]:
+    """Return the array that each one waits for, so that at most ``limit`` arrays run at once."""
+    chains = min(limit, len(counts))
+    last: list[int | None] = [None] * chains
+    lengths = [0] * chains
+    after = []
+    for index, count in enumerate(counts):
+        shortest = lengths.index(min(lengths))
+        after.append(last[shortest])
+        last[shortest] = index
+        lengths[shortest] += count
+    return after
+
 
 SKIPPED_SHOWN = 10
 # Interval between queries of the queue: short after a change, then increasing.
@@ -81,7 +148,6 @@ def resume(registry: Registry, *, out_of_memory: bool = False) -> int:
     """Start the points of an existing sweep that are not complete; return the exit code.
 
     Args:
-        registry: the sweep.
         out_of_memory: also start points that ran out of memory; they fail again unless something has changed.
     """
     with registry.controlled():
@@ -96,11 +162,7 @@ def with_group(job: Job, registry: Registry) -> Job:
 
 
 def states_of(points: Sequence[Point]) -> list[RunState]:
-    """Return the states of points; write missing rows of ended points.
-
-    Raises:
-        SlurmError: the scheduler does not answer.
-    """
+    """Return the states of points; write missing rows of ended points."""
     seen, closed = record_lost([point.run_dir for point in points])
     if closed:
         counts = Counter(each.kind or each.state for each in closed)
@@ -121,7 +183,6 @@ def _start(
     """Print the plan, ask before a costly submission, then submit points to SLURM and run the local ones.
 
     Args:
-        registry: the sweep.
         tasks: points and their jobs.
         skipped: points that are not valid jobs.
         out_of_memory: also start points that ran out of memory.
@@ -129,9 +190,6 @@ def _start(
 
     Returns:
         whether the user interrupted the sweep, and whether all started points were only submitted.
-
-    Raises:
-        UserError: the record of a SLURM job is damaged.
     """
     for point, _ in tasks:
         SlurmJobRecord.read(point.run_dir)  # without a readable record a point could be submitted twice
@@ -175,7 +233,6 @@ def _plan_in_words(
     oom: Sequence[Task],
     skipped: Sequence[Skipped],
 ) -> str:
-    """Return the first lines of a sweep's output: how many points run, where, and what is skipped."""
     lines = [f"{registry.path}: {len(seen) + len(skipped)} points, {len(wanted)} to run"]
     shapes = Counter(_resources(job) for _, job in wanted)
     lines += [f"  {count} x {resources}" for resources, count in shapes.items()]
@@ -210,7 +267,6 @@ def _reasons(skipped: Sequence[Skipped], others: Sequence[list[str]] = ()) -> li
 
 
 def _show_dry(registry: Registry, tasks: Sequence[Task], skipped: Sequence[Skipped]) -> int:
-    """Show the scripts of a sweep without writing anything."""
     seen = read_states([point.run_dir for point, _ in tasks])
     wanted, oom = _select(tasks, seen, out_of_memory=False, rerun=True)
     sys.stderr.write(_plan_in_words(registry, tasks, seen, wanted, oom, skipped))
@@ -261,11 +317,7 @@ def submit_points(registry: Registry, wanted: Sequence[Task], busy: Sequence[Run
 
 
 def _run_here(tasks: Sequence[Task]) -> bool:
-    """Run points one after another; continue after a failed point.
-
-    Returns:
-        whether the user interrupted the sweep.
-    """
+    """Run points one after another; continue after a failed point."""
     names = labels([point.overrides for point, _ in tasks])
     for number, (name, (point, job)) in enumerate(zip(names, tasks, strict=True), start=1):
         sys.stderr.write(f"[{number}/{len(tasks)}] {name}\n")
@@ -291,10 +343,6 @@ def run_point(job: Job, point: Point) -> int:
 
 def follow_points(points: Sequence[Point], names: Sequence[str]) -> bool:
     """Wait until no point is pending or running; print changes of state.
-
-    Args:
-        points: the points.
-        names: their names.
 
     Returns:
         whether the user interrupted the wait.
@@ -325,7 +373,6 @@ def follow_points(points: Sequence[Point], names: Sequence[str]) -> bool:
 
 
 def _finish(registry: Registry, tasks: Sequence[Task], stopped: bool, submitted_only: bool) -> int:
-    """Follow submitted jobs if ``cluster.wait``, show table and failures, and return the exit code."""
     points, waits = [point for point, _ in tasks], any(job.cluster.wait for _, job in tasks)
     if submitted_only and not waits:
         sys.stderr.write(f"harness sweep status {registry.path}\n")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from math import gcd
 from typing import Any
@@ -18,15 +18,15 @@ from harness.compose.verb import Result
 from harness.config.cluster import ClusterConfig
 from harness.config.fields import with_value
 from harness.config.job import Job, differing_numerics
-from harness.tools.plan.config import GPUS, PlanJob
+from harness.tools.plan.config import GPUS, PLANNER_FIELDS, PlanJob
 from harness.tools.plan.constants import Calibration
 from harness.tools.plan.make import make_plan, planned
 from harness.tools.plan.plan import Plan
-from harness.tools.plan.render import mesh_of
-from harness.tools.plan.search import Candidate, NothingFits, search
+from harness.tools.plan.render import device_name, mesh_of
+from harness.tools.plan.search import Candidate, NothingFits, Search, search
 from harness.tools.plan.space import MODES, Space
 from harness.util.errors import ConfigError, UserError, divisors
-from harness.util.tables import aligned, figure, gib
+from harness.util.tables import Column, Table, figure, gib, to_text
 
 Change = tuple[str, ...]
 """Overrides that are added to those of the job."""
@@ -288,23 +288,22 @@ def render_remedies(plan: Plan, found: Sequence[Remedy]) -> str:
 
 
 def _table(plan: Plan, found: Sequence[Remedy]) -> str:
+    unit, before, ranks = device_name(plan), plan.speed, plan.job.world_size
+    columns = [
+        *(Column("change", "change"), Column("memory_peak", "GiB", gib)),
+        Column("rate", f"tokens/s a {unit}", str),
+        *(Column("faster", "speed", "+.1%"), Column("besides", "besides")),
+    ]
     rows = []
-    unit = "GPU" if plan.accelerator is not None else "rank"
-    for each in found:
-        rate, before, ranks = each.rate, plan.speed, each.plan.job.world_size
-        besides = [f"{ranks} {unit}s"] if ranks != plan.job.world_size else []
+    for each, data in zip(found, remedies_as_dict(found), strict=True):
+        besides = [f"{data['world_size']} {unit}s"] if data["world_size"] != ranks else []
         besides += ["changes the numbers"] if each.changes_numbers else []
-        faster = None if rate is None or before is None else rate / before.tokens_per_second_per_rank - 1
-        rows.append(
-            {
-                "change": each.typed,
-                "GiB": gib(each.plan.peak),
-                f"tokens/s a {unit}": "unknown" if rate is None else figure(rate),
-                "speed": "" if faster is None else f"{faster:+.1%}",
-                "besides": ", ".join(besides),
-            }
-        )
-    return aligned(rows, {"change", "besides"}) if rows else ""
+        rate = "unknown" if each.rate is None else figure(each.rate)
+        row = data | {"change": each.typed, "rate": rate, "besides": ", ".join(besides)}
+        if each.rate is not None and before is not None:
+            row["faster"] = each.rate / before.tokens_per_second_per_rank - 1
+        rows.append(row)
+    return to_text(Table(columns, rows, missing=""), "  ")
 
 
 def remedies_as_dict(found: Sequence[Remedy]) -> list[dict[str, Any]]:
@@ -323,29 +322,27 @@ def remedies_as_dict(found: Sequence[Remedy]) -> list[dict[str, Any]]:
     ]
 
 
-def what_would_fit(failed: NothingFits, job: PlanJob, overrides: Sequence[str]) -> Result:
+def what_would_fit(failed: NothingFits, overrides: Sequence[str]) -> Result:
     """Return a failed search as a result, with an error that says what would work.
 
     Args:
         failed: the error of the search.
-        job: the job of the search.
-        overrides: the overrides that compose it.
+        overrides: the overrides that compose its job.
     """
-    _, calibration = planned(job)
-    space, layout = failed.space, failed.closest.overrides(failed.space.base.parallelism)
-    of_search = {field.name for field in fields(PlanJob)} - {field.name for field in fields(Job)}
-    of_search.remove("calibration")
+    found, space = failed.search, failed.search.space
+    layout = failed.closest.overrides(space.base.parallelism)
+    of_search = PLANNER_FIELDS - {"calibration"}
     typed = [each for each in overrides if (match := OVERRIDE.match(each)) and match["key"] not in of_search]
-    closest = with_headroom(make_plan(failed.closest.job(space.base), calibration), job.headroom)
-    changed = remedies(closest, [*typed, *layout], kinds_not_searched, job.headroom)
-    ranks, more, best = more_ranks(space, calibration, job.headroom)
+    closest = with_headroom(make_plan(failed.closest.job(space.base), found.calibration), found.headroom)
+    changed = remedies(closest, [*typed, *layout], kinds_not_searched, found.headroom)
+    ranks, more, best = more_ranks(found)
     works = []
     if best is not None:
         assert best.plan.speed is not None
         rate = figure(best.plan.speed.tokens_per_second_per_rank)
         works.append(
             f"{' '.join(more)} ({ranks} ranks: {mesh_of(best.plan.job.parallelism)}, {best.point.mode}, "
-            f"{gib(best.plan.peak)} GiB, {rate} tokens/s a {'GPU' if best.plan.accelerator else 'rank'})"
+            f"{gib(best.plan.peak)} GiB, {rate} tokens/s a {device_name(best.plan)})"
         )
     for each in changed:
         if each.plan.fits:
@@ -356,8 +353,8 @@ def what_would_fit(failed: NothingFits, job: PlanJob, overrides: Sequence[str]) 
     data = {
         "world_size": space.world,
         "best": [],
-        "too_large": failed.rejected.too_large,
-        "illegal": dict(failed.rejected.illegal.most_common()),
+        "too_large": found.too_large,
+        "illegal": dict(found.illegal.most_common()),
         "closest": {"overrides": layout, "memory_peak": closest.peak, "memory_limit": closest.memory_limit},
         "remedies": remedies_as_dict(changed),
         "more_ranks": {
@@ -372,34 +369,30 @@ def what_would_fit(failed: NothingFits, job: PlanJob, overrides: Sequence[str]) 
     return Result(data, error=UserError(f"{failed}{too_few}{would_work}"))
 
 
-def more_ranks(
-    space: Space, calibration: Calibration | None, headroom: float
-) -> tuple[int, Change, Candidate | None]:
+def more_ranks(failed: Search) -> tuple[int, Change, Candidate | None]:
     """Search for layouts of 2, 4, 8, ... times as many ranks, until one fits.
 
     Returns:
         The largest number of ranks that was tried, its overrides, and the fastest layout of those with the
         least memory; None if even these do not fit.
     """
-    base, typed = space.base, space.typed
-    fixed = {name: value for name, value in LEAST_MEMORY.items() if name not in typed}
-    if base.training.seq_len < 2 * LEAST_CONTEXT and "parallelism.cp" not in typed:
+    base, space = failed.space.base, failed.space
+    fixed = {name: value for name, value in LEAST_MEMORY.items() if name not in space.typed}
+    if base.training.seq_len < 2 * LEAST_CONTEXT and "parallelism.cp" not in space.typed:
         fixed["parallelism.cp"] = 1
-    for name, value in fixed.items():
-        base = with_value(base, name, value)
     tried: tuple[int, Change] = (space.world, ())
     for factor in FACTORS_OF_RANKS:
-        change = multiply_ranks(space.base.cluster, space.world, factor)
+        change = multiply_ranks(base.cluster, space.world, factor)
         if change is None:
             break
         larger = base
-        for override in change:
-            name, _, number = override.partition("=")
-            larger = with_value(larger, name, int(number))
+        numbers = (override.split("=") for override in change)
+        for name, value in (fixed | {name: int(number) for name, number in numbers}).items():
+            larger = with_value(larger, name, value)
         world = space.world * factor
+        wider = Space(larger, world, space.typed | set(fixed))
         try:
-            found = search(Space(larger, world, space.typed | set(fixed)), 1, calibration, headroom)
-            return world, change, found.best[0]
+            return world, change, search(wider, 1, failed.calibration, failed.headroom).best[0]
         except ConfigError:
             break  # the network between nodes is unknown
         except UserError:

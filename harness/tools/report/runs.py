@@ -12,8 +12,7 @@ from typing import Any
 
 from harness.config.fields import NUMERICS, leaves
 from harness.config.job import Job
-from harness.launch.naming import MOST_FIELDS, by_part, in_short
-from harness.launch.rows import fastest_first, job_of
+from harness.launch.rows import MOST_FIELDS, by_part, fastest_first, in_short, job_of
 from harness.launch.sweep.study import StudyRecord
 from harness.metrics.window import THROUGHPUT
 from harness.run.evaluations import PREFIX, evaluated_columns

@@ -25,11 +25,7 @@ WITH_SPANS = 5
 
 
 class PhaseLog(Observer):
-    """The phases of this rank, from the first step on.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """The phases of this rank, from the first step on."""
 
     metrics = (
         Metric("slow_ranks", "count", "Ranks that compute longer than others.", "`profiling.phases=true`"),
@@ -93,14 +89,12 @@ class PhaseLog(Observer):
         self._file.close()
 
     def _take(self) -> None:
-        """Read the steps that the device has finished."""
         for each in self._phases.take():
             if each.step >= self._first:
                 self._row.append(each)
                 self._window.append(own_seconds(each.on_core))
 
     def _observe(self, sums: Sequence[float], step: int) -> None:
-        """Warn about ranks that have become slow."""
         seconds = [sums[at : at + len(KINDS)] for at in range(0, len(sums), len(KINDS))]
         before = self.slow.found
         found = self.slow.observe(seconds, step)
@@ -147,7 +141,6 @@ def _mean(steps: Iterable[dict[str, float]]) -> dict[str, float]:
 
 
 def _mean_passes(steps: Sequence[StepPhases]) -> dict[int, dict[str, float]]:
-    """Return the mean of each phase of each pipeline stage."""
     passes = [step.passes for step in steps]
     stages = sorted({stage for each in passes for stage in each})
     return {stage: _mean(each.get(stage, {}) for each in passes) for stage in stages}

@@ -232,7 +232,7 @@ def test_units() -> None:
     [
         (["top=0"], "^top=0: must be at least 1"),
         (["search=true", "rehearse=true"], "^rehearse=true: cannot be .*would work: search=false"),
-        (["sweep_file=a.yaml"], "^sweep_file=a.yaml: is written by a search only; would work: search=true"),
+        (["sweep_file=a.yaml"], "^sweep_file=a.yaml: is used by a search only; would work: search=true"),
         (["search=true", "sweep_file=a.txt"], r"^sweep_file=a.txt: must end in \.yaml"),
         (["picture=plan.pdf"], r"^picture=plan.pdf: must end in \.png; would work: plan.png"),
         (

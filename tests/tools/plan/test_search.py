@@ -153,10 +153,9 @@ def test_the_best_are_those_of_brute_force(
     best = sorted(simplest.values())[:10]
     assert [rank(each.plan) for each in found.best] == best
     # All points are counted, and most were not planned.
-    rejected = found.rejected
-    assert found.points == len(plans) + sum(rejected.illegal.values())
-    assert len(plans) == 10 + rejected.too_large + rejected.tied + sum(rejected.slower.values())
-    assert rejected.too_large <= len(plans) - len(fitting)
+    assert found.points == len(plans) + sum(found.illegal.values())
+    assert len(plans) == 10 + found.too_large + found.tied + sum(found.slower.values())
+    assert found.too_large <= len(plans) - len(fitting)
     assert found.planned < len(plans) / 2
 
 

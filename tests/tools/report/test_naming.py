@@ -10,8 +10,7 @@ import pytest
 from made import leave, rate_of, result
 
 from harness.compose.composer import compose_job
-from harness.launch.naming import in_short
-from harness.launch.rows import load
+from harness.launch.rows import in_short, load
 from harness.tools.report import plots
 from harness.tools.report.runs import report_runs
 from harness.util.tables import Table

@@ -19,10 +19,8 @@ from harness.compose.verb import Result
 from harness.config.job import Job
 from harness.launch.begin import begin
 from harness.run.folder import RunFolder
-from harness.tools.study.converge import render
-from harness.tools.study.converge import verb as verb
-from harness.tools.study.converge.config import ConvergeJob
-from harness.tools.study.converge.points import Technique, compose_techniques
+from harness.tools.study import converge as verb
+from harness.tools.study.techniques import ConvergeJob, Technique, compose_techniques
 from harness.train.rank import run_rank
 from harness.util.errors import EXIT_INTERRUPTED, EXIT_OK, UserError
 
@@ -137,7 +135,7 @@ def test_command(
     assert "`harness converge model=llama3_tiny" in text
     assert all((folder / name).stat().st_size > 10_000 for name in ("curves.png", "differences.png"))
     for name in ("draw_curves", "draw_differences"):
-        monkeypatch.setattr(render, name, lambda *_: None)
+        monkeypatch.setattr(verb, name, lambda *_: None)
     # A run that failed decides the verdict, also if the others are equal.
     edit_result(sweep.ran[4], exit_reason="failed", **{"error.kind": "node", "error.message": "gone"})
     assert converge(tmp_path) == verb.EXIT_DIFFERS

@@ -9,8 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from harness.tools.study.converge.config import ConvergeConfig
-from harness.tools.study.converge.judge import (
+from harness.tools.study.judge import (
     BETTER,
     DIFFERENT,
     EQUAL,
@@ -23,6 +22,7 @@ from harness.tools.study.converge.judge import (
     log_departure,
     slope_of,
 )
+from harness.tools.study.techniques import ConvergeConfig
 
 STEPS = np.arange(1, 121)
 CONFIG = ConvergeConfig()

@@ -15,8 +15,8 @@ from harness.config.fields import with_value
 from harness.config.job import Job
 from harness.launch.pool import RankPool
 from harness.tools.parity.parity import Trace, trace
-from harness.tools.study.converge.config import ConvergeConfig
-from harness.tools.study.converge.judge import BETTER, DIFFERENT, EQUAL, Curves, Verdict, judge
+from harness.tools.study.judge import BETTER, DIFFERENT, EQUAL, Curves, Verdict, judge
+from harness.tools.study.techniques import ConvergeConfig
 
 SEEDS, STEPS = (1, 2, 3), 40
 JOB = (

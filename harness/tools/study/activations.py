@@ -21,8 +21,6 @@ from harness.train.setup import pick_device, process_group, set_up_process
 
 QUERIES = 64
 """Number of positions at the end of a sequence whose attention scores are measured."""
-LOGITS = ("logits", "router logits")
-"""Kinds of modules whose number of outputs does not depend on the width of the model."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +54,7 @@ def measure(job: Job) -> list[Activation]:
     set_up_process(job)
     with process_group(job, device):
         engine = Engine(job, device)
-        loader = loader_of(job, build_tokenizer(job.tokenizer), engine.rows)
-        batch = loader.next()
+        batch = loader_of(job, build_tokenizer(job.tokenizer), engine.rows).next()
         found: list[Activation] = []
         initial: dict[str, list[Tensor]] = {}
         for step in range(job.steps + 1):
@@ -66,17 +63,10 @@ def measure(job: Job) -> list[Activation]:
             with recorded(part) as record:
                 engine.evaluate(batch)
             initial = initial or record.values
-            found += [
-                Activation(
-                    name,
-                    record.kinds[name],
-                    job.model.dim,
-                    step,
-                    _rms(values),
-                    _rms([now - before for now, before in zip(values, initial[name], strict=True)]),
-                )
-                for name, values in record.values.items()
-            ]
+            for name, values in record.values.items():
+                change = [now - before for now, before in zip(values, initial[name], strict=True)]
+                kind, width = record.kinds[name], job.model.dim
+                found.append(Activation(name, kind, width, step, _rms(values), _rms(change)))
             if step < job.steps:
                 engine.update(engine.gradients(batch).norm)
     return found
@@ -89,11 +79,6 @@ class Record:
     values: dict[str, list[Tensor]] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
 
-    def add(self, name: str, kind: str, value: Tensor) -> None:
-        """Add the activation of one pass."""
-        self.values.setdefault(name, []).append(value.detach().float())
-        self.kinds[name] = kind
-
 
 @contextmanager
 def recorded(decoder: Decoder) -> Iterator[Record]:
@@ -103,7 +88,8 @@ def recorded(decoder: Decoder) -> Iterator[Record]:
 
     def after(module: nn.Module, name: str, kind: str, value: Callable[[Any, Any, Any], Tensor]) -> None:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            record.add(name, kind, value(module, inputs, output))
+            record.values.setdefault(name, []).append(value(module, inputs, output).detach().float())
+            record.kinds[name] = kind
 
         hooks.append(module.register_forward_hook(hook))
 

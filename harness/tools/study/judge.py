@@ -20,14 +20,14 @@ seeds.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.tools.study.converge.config import ConvergeConfig
-from harness.tools.study.converge.significance import Estimate, holm
+from harness.tools.study.techniques import ConvergeConfig
 
 Losses = NDArray[np.float64]
 
@@ -37,6 +37,71 @@ SLOPE_WIDTH = 0.3
 LEAST_DEPARTURE = 2.0**-24
 """Relative differences below this count as this: rounding a loss to float32 changes it by up to as much.
 Without it, no technique with rounding of its own could equal a control whose twin has the same bits."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Mean of independent values, one per seed, with its uncertainty by Student's t."""
+
+    mean: float
+    low: float
+    """Lower end of the confidence interval of level ``1 - 2 * level``."""
+    high: float
+    values: tuple[float, ...]
+
+    @classmethod
+    def of(cls, values: Sequence[float], level: float) -> Estimate:
+        """Estimate the mean; a single value has an infinite interval."""
+        from scipy.special import stdtrit
+
+        mean, half = statistics.fmean(values), math.inf
+        if len(values) > 1:
+            half = float(stdtrit(len(values) - 1, 1 - level)) * _error(values)
+        return cls(mean, mean - half, mean + half, tuple(values))
+
+    def p_of_zero(self) -> float:
+        """Two-sided p-value of the hypothesis that the mean is 0."""
+        return self._p(0.0, one_sided=False)
+
+    def p_of_at_most(self, bound: float) -> float:
+        """One-sided p-value of the hypothesis that the mean is at most ``bound``."""
+        return self._p(bound, one_sided=True)
+
+    def is_within(self, low: float, high: float) -> bool:
+        """Whether the interval lies between ``low`` and ``high``.
+
+        This is the equivalence test by two one-sided tests at ``level`` each (Schuirmann 1987, "A comparison
+        of the two one-sided tests procedure and the power approach", J. Pharmacokinetics and Biopharm. 15).
+        """
+        return low <= self.low and self.high <= high
+
+    def _p(self, mean: float, *, one_sided: bool) -> float:
+        if len(self.values) < 2:
+            return 1.0
+        if len(set(self.values)) == 1:  # the t statistic is infinite, or 0 / 0
+            is_other = self.mean > mean if one_sided else self.mean != mean
+            return 0.0 if is_other else 1.0
+        from scipy.special import stdtr
+
+        t, freedom = (self.mean - mean) / _error(self.values), len(self.values) - 1
+        return float(stdtr(freedom, -t) if one_sided else 2 * stdtr(freedom, -abs(t)))
+
+
+def _error(values: Sequence[float]) -> float:
+    """Standard error of the mean."""
+    return statistics.stdev(values) / math.sqrt(len(values))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Adjust p-values for their number, so that any false rejection has at most the level's probability.
+
+    Source: Holm 1979, "A simple sequentially rejective multiple test procedure", Scand. J. Statistics 6.
+    """
+    adjusted, largest = [0.0] * len(p_values), 0.0
+    for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        largest = max(largest, (len(p_values) - rank) * p_values[index])
+        adjusted[index] = min(1.0, largest)
+    return adjusted
 
 
 @dataclass(frozen=True)

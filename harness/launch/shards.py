@@ -1,21 +1,27 @@
-"""Submit the shards of a folder as tasks of a SLURM array."""
+"""Write a folder in shards by the tasks of a SLURM array: submit them, and run one of them."""
 
 from __future__ import annotations
 
+import argparse
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, NoReturn, TypeVar
 
-from harness.config.fields import with_value
+from harness.compose.verb import guarded
+from harness.config.fields import from_dict, with_value
 from harness.config.job import Job
 from harness.data.shards import ShardWriter
+from harness.launch.batch import folder_of_task, parse_task
 from harness.launch.queue import jobs, require_slurm
 from harness.launch.slurm import Submission
 from harness.launch.state import SlurmJobRecord
 from harness.launch.submit import confirm, cost_in_words
-from harness.util.errors import EXIT_OK, ConfigError
+from harness.util.encoding import read_object
+from harness.util.errors import EXIT_OK, ConfigError, UserError
 from harness.util.files import write_atomically
+from harness.util.store import only_builder
 
 TASKS, JOB = "tasks", "job.json"
 J = TypeVar("J", bound=Job)
@@ -39,9 +45,6 @@ def submit(job: J, writer: ShardWriter, module: str, workers: int) -> int:
         writer: of the folder.
         module: of a task.
         workers: processes of a task.
-
-    Raises:
-        UserError: there is no SLURM here, it refuses the job, or its cost was not confirmed.
     """
     if job.cluster.wait:
         rule = f"follows a training job, and tasks of harness {writer.verb} write shards"
@@ -80,8 +83,41 @@ def submit(job: J, writer: ShardWriter, module: str, workers: int) -> int:
 
 
 def _queued(folders: list[Path]) -> list[str]:
-    """Tasks that are in the queue."""
     listed = jobs()
     records = [SlurmJobRecord.read(folder) for folder in folders]
     found = [None if record is None else record.find(listed) for record in records]
     return [f"job {each.id} ({each.state})" for each in found if each is not None]
+
+
+def run_task(module: str, job_class: type, writer_of: Callable[[Any], ShardWriter]) -> NoReturn:
+    """Run the task of this process' command line, and exit."""
+    # SLURM sends it before the time limit; the task works until it is killed, and finished units are kept.
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    sys.exit(guarded(lambda: _run(parse_task(f"python -m {module}"), job_class, writer_of)))
+
+
+def _run(options: argparse.Namespace, job_class: type, writer_of: Callable[[Any], ShardWriter]) -> int:
+    """Write the shard; return the exit code."""
+    if options.setup_failed is not None:
+        raise UserError(f"cluster.setup={options.line.strip()}: ended with exit code {options.setup_failed}")
+    folder = Path(options.folder or folder_of_task(options.list))
+    plain = read_object(folder / JOB)
+    job = from_dict(job_class, {name: value for name, value in plain.items() if name != "id"})
+    writer, shard = writer_of(job), int(folder.name)
+    if writer.is_complete:
+        return EXIT_OK
+    if not writer.is_same_source:
+        raise UserError(
+            f"{writer.source_name}: has changed since the tasks were submitted, or this node sees other "
+            f"files; would work: the harness {writer.verb} command once more"
+        )
+    with only_builder(folder, lambda: not writer.missing(shard)) as building:
+        if building is not None:
+            writer.write([shard], getattr(job, writer.verb).workers)
+    manifest = writer.finish()
+    if manifest is not None:
+        writer.remove_unfinished()
+    sys.stdout.write(
+        f"shard {shard} is finished{'' if manifest is None else f'; the {writer.noun} is complete'}\n"
+    )
+    return EXIT_OK
