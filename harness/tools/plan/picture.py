@@ -79,11 +79,7 @@ def _draw_memory(axis: Axes, plan: Plan) -> None:
         limit = plan.memory_limit / GIB
         color = _INK if plan.fits else "#b02a2a"
         axis.axhline(limit, color=color, linewidth=1.3, linestyle=(0, (5, 3)))
-        at: dict[str, Any] = {
-            "xycoords": axis.get_yaxis_transform(),
-            "textcoords": "offset points",
-            "ha": "right",
-        }
+        at: dict[str, Any] = {"xycoords": axis.get_yaxis_transform(), "textcoords": "offset points"}
         box = {"boxstyle": "square,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}
         text = f"limit {limit:.3g} GiB"
         axis.annotate(text, (1, limit), (-4, 5), fontsize=8.5, color=color, ha="right", bbox=box, **at)
