@@ -46,12 +46,7 @@ class Failure:
 
 
 class RankFailed(HarnessError):
-    """A rank of the pool raised, died, or did not answer in time.
-
-    Args:
-        message: the message.
-        failure: the failure that caused it; None: there was no answer.
-    """
+    """A rank of the pool raised, died, or did not answer in time."""
 
     def __init__(self, message: str, failure: Failure | None = None) -> None:
         super().__init__(message)
@@ -82,9 +77,6 @@ class RankPool:
             world_size: number of ranks, at most ``size``.
             function: importable from the ranks (pickled by reference).
             arguments: picklable.
-
-        Raises:
-            RankFailed: a rank failed; the message has the cause's traceback. The next job gets new ranks.
         """
         assert 1 <= world_size <= self.size, f"{world_size} ranks of {self.size}"
         if not self._ranks:

@@ -79,12 +79,7 @@ def run_and_leave(run_dir: Path, received: Received) -> NoReturn:
 
 
 class Allocation:
-    """The SLURM allocation of this job.
-
-    Attributes:
-        job_id: the id as ``squeue`` prints it.
-        restarts: number of earlier starts of the job.
-    """
+    """The SLURM allocation of this job."""
 
     def __init__(self, job_id: str, restarts: int) -> None:
         self.job_id, self.restarts = job_id, restarts
@@ -182,12 +177,7 @@ def _begin(job: Job, folder: RunFolder, allocation: Allocation) -> None:
 
 
 def _end(folder: RunFolder, *, is_taken: bool = False) -> None:
-    """Note in the job's record that this attempt ends by itself, and whether the job was cancelled.
-
-    Args:
-        folder: the run folder.
-        is_taken: whether SLURM is taking the nodes.
-    """
+    """Note in the job's record that this attempt ends by itself, and whether the job was cancelled."""
     record = SlurmJobRecord.read(folder.path)
     if record is None:
         return  # somebody has removed it
@@ -224,15 +214,6 @@ def _verdict(folder: RunFolder, allocation: Allocation, returned: int, ranks: in
     An error that is not a consequence of another rank's failure comes first, then a rank that was killed. If
     srun ended rank 0 because another rank was killed, rank 0's error is a consequence. So is a failed
     collective. If all recorded errors say that a peer is gone, the rank that recorded none is the cause.
-
-    Args:
-        folder: the run folder.
-        allocation: the job's allocation.
-        returned: exit code of srun, negative for a signal.
-        ranks: number of ranks.
-
-    Returns:
-        an exit code.
     """
     error, code = folder.first_error(), folder.row.get("exit_code")
     if error is not None and error["kind"] not in VICTIMS:
@@ -282,17 +263,7 @@ class StepFailed(MachineError):
 
 
 def _requeue(job: Job, folder: RunFolder, allocation: Allocation, seconds: float) -> int:
-    """Requeue a job that stopped after saving, at most ``cluster.max_requeues`` times.
-
-    Args:
-        job: the resolved job.
-        folder: its run folder.
-        allocation: the job's allocation.
-        seconds: how long the job has run.
-
-    Returns:
-        EXIT_RESUMABLE in any case.
-    """
+    """Requeue a job that stopped after saving, at most ``cluster.max_requeues`` times."""
     if allocation.restarts >= job.cluster.max_requeues:
         reason = _why_not_requeued(job, seconds)
         folder.set_status("interrupted", exit_code=EXIT_RESUMABLE, reason=reason)

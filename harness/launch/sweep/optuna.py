@@ -94,8 +94,6 @@ def run_study(
     """Run points that Optuna chooses; return the exit code: 0 if any point completed.
 
     Args:
-        overrides: as typed.
-        config_name: the primary config.
         check: returns a point without its job if its inputs cannot be used.
 
     Raises:
@@ -168,13 +166,6 @@ class Study:
 
     A point that has already run gives its value at once. A point that failed is not started again by the same
     process, but when the study continues.
-
-    Args:
-        registry: the sweep's folder, locked.
-        record: the objective.
-        settings: of the study.
-        space: the axes.
-        compose: returns the point of some overrides; its job is None if it is not valid.
     """
 
     def __init__(
@@ -195,12 +186,7 @@ class Study:
         self._tried: set[Path] = set()
 
     def run(self) -> None:
-        """Run the trials that are left.
-
-        Raises:
-            KeyboardInterrupt: the user stopped a run, or following.
-            UserError: the points cannot be started here, or too many failed.
-        """
+        """Run the trials that are left."""
         from optuna.trial import TrialState
 
         stored, self._done = self._stored, self._count_finished()

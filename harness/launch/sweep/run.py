@@ -46,7 +46,6 @@ class Array:
 
     Attributes:
         points: the points, all of one shape.
-        jobs: their jobs.
         at_once: maximum number of points that run at once.
         after: index of the array that must end first; None for an array that starts at once.
     """
@@ -62,10 +61,6 @@ def arrays_of(points: Sequence[tuple[Point, Job]], limit: int) -> list[Array]:
 
     SLURM limits each array separately, so the limit is divided among the arrays. If there are more arrays
     than the limit, some wait until another one has ended.
-
-    Args:
-        points: the points to submit, with their jobs.
-        limit: maximum number of points that run at once, at least 1.
     """
     groups: dict[Shape, list[tuple[Point, Job]]] = {}
     for point, job in points:
@@ -153,7 +148,6 @@ def resume(registry: Registry, *, out_of_memory: bool = False) -> int:
     """Start the points of an existing sweep that are not complete; return the exit code.
 
     Args:
-        registry: the sweep.
         out_of_memory: also start points that ran out of memory; they fail again unless something has changed.
     """
     with registry.controlled():
@@ -189,7 +183,6 @@ def _start(
     """Print the plan, ask before a costly submission, then submit points to SLURM and run the local ones.
 
     Args:
-        registry: the sweep.
         tasks: points and their jobs.
         skipped: points that are not valid jobs.
         out_of_memory: also start points that ran out of memory.
@@ -324,11 +317,7 @@ def submit_points(registry: Registry, wanted: Sequence[Task], busy: Sequence[Run
 
 
 def _run_here(tasks: Sequence[Task]) -> bool:
-    """Run points one after another; continue after a failed point.
-
-    Returns:
-        whether the user interrupted the sweep.
-    """
+    """Run points one after another; continue after a failed point."""
     names = labels([point.overrides for point, _ in tasks])
     for number, (name, (point, job)) in enumerate(zip(names, tasks, strict=True), start=1):
         sys.stderr.write(f"[{number}/{len(tasks)}] {name}\n")
@@ -354,10 +343,6 @@ def run_point(job: Job, point: Point) -> int:
 
 def follow_points(points: Sequence[Point], names: Sequence[str]) -> bool:
     """Wait until no point is pending or running; print changes of state.
-
-    Args:
-        points: the points.
-        names: their names.
 
     Returns:
         whether the user interrupted the wait.
