@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from harness.config.data import DataConfig
-from harness.config.formats import TOKEN_FORMATS
+from harness.config.registry import TOKEN_FORMATS
 from harness.data.corpus import check_tokenizer, open_shards, read_manifest
 from harness.data.loader import Loader, Reading, load_packed
 from harness.data.shards import MANIFEST

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from harness.config.formats import TOKEN_FORMATS
+from harness.config.registry import TOKEN_FORMATS
 from harness.util.errors import DataError
 from harness.util.files import require_regular
 

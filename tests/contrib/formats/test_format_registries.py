@@ -15,9 +15,8 @@ from held import Held
 
 from harness.config.data import DataConfig, TokenizerConfig
 from harness.config.fields import check_rules
-from harness.config.formats import TOKEN_FORMATS, WEIGHT_FORMATS
 from harness.config.model import ModelConfig
-from harness.config.registry import Registry, load_attribute
+from harness.config.registry import TOKEN_FORMATS, WEIGHT_FORMATS, Registry, load_attribute
 from harness.data.corpus import TokenizedSplit
 from harness.data.token_files import open_token_files
 from harness.data.tokenizer import build_tokenizer
