@@ -142,7 +142,6 @@ class Composer:
         return dict((settings.get("sweeper") or {}).get("params") or {})
 
     def settings(self, overrides: Iterable[str]) -> Any:
-        """Return the settings of Hydra itself, which ``--cfg hydra`` shows."""
         from hydra.types import RunMode
 
         choices, values = self._split(overrides)
@@ -244,7 +243,6 @@ class Composer:
 
 
 def sweep_error(parsed: Any) -> UserError:
-    """Return the error for several values where one job is composed."""
     from hydra.core.override_parser.types import ValueType
 
     typed, works = str(parsed.input_line), "-m, which runs one job for each value"

@@ -50,7 +50,6 @@ def prepare_process() -> None:
 
 
 def typed_arguments() -> list[str]:
-    """The arguments of the command line."""
     for argument in sys.argv[1:]:
         try:
             argument.encode()
@@ -199,7 +198,6 @@ class Verb:
 
     @property
     def command(self) -> str:
-        """What the user types before the arguments."""
         return f"harness {self.name}"
 
     @property
@@ -214,19 +212,16 @@ class Verb:
         return (self.run.__doc__ or "").split("\n")[0]
 
     def parse(self, arguments: Sequence[str]) -> CommandLine:
-        """Parse the arguments after its name."""
         line = self.parser().parse_line(arguments, takes_overrides=self.job is not None)
         if self.job is not None:
             line.validate_flags_of_job()
         return line
 
     def main(self) -> NoReturn:
-        """Run the command line of this process, and exit."""
         prepare_process()
         sys.exit(guarded(lambda: self.run_line(typed_arguments(), own_process=True)))
 
     def run_line(self, arguments: Sequence[str], *, own_process: bool = False) -> int:
-        """Run the arguments after its name; return the exit code."""
         if own_process and self.prepare is not None:
             self.prepare()
         if VERSION.names[-1] in arguments:
