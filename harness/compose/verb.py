@@ -16,7 +16,14 @@ from functools import partial
 from typing import Any, NoReturn
 
 from harness.compose.arguments import JOB_FLAGS, JSON, VERSION, Argument, CommandLine, Parser, show
-from harness.compose.composer import Composed, compose_job, require_one_point, spelled_out
+from harness.compose.composer import (
+    Composed,
+    chooses_points,
+    compose_job,
+    compose_points,
+    require_one_point,
+    spelled_out,
+)
 from harness.compose.hydra import search_path, shadowed
 from harness.compose.paths import config_folders
 from harness.config.registry import Registry
@@ -267,8 +274,6 @@ class Verb:
         if line.multirun:
             if self.sweep is None:
                 raise UserError("-m: this verb takes one job; would work: python -m harness.train -m")
-            from harness.compose.multirun import chooses_points, compose_points
-
             if chooses_points(line.overrides, config_name=name, schema=schema):
                 if self.study is None:
                     rule = "this verb takes all points of a grid at once"
