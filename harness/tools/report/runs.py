@@ -356,10 +356,7 @@ def report_published(
     for table in tables:
         name = in_words(table.name)
         subject = table.title.removeprefix(f"{name}: ").removesuffix(".")
-        notes = [
-            f"{subject}.",
-            f"Published: {table.source}. Run it: `{table.command} cluster=slurm_h100`",
-        ]
+        notes = [f"{subject}.", f"Published: {table.source}. Run it: `{table.command} cluster=slurm_h100`"]
         if any(row["state"] == "completed" for row in table.rows):
             notes.append(f"Measured {THROUGHPUT}, divided by the number of GPUs. {SPREAD}")
         blocks.append(Table(_OF_PUBLISHED, table.rows, name, notes))

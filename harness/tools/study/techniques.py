@@ -68,10 +68,7 @@ class ConvergeConfig:
                 f"must be at most converge.smooth_steps={self.smooth_steps}; every block needs a loss",
                 f"at most {self.smooth_steps}",
             )
-        for field, known in (
-            ("techniques", self.techniques),
-            ("expert_techniques", self.expert_techniques),
-        ):
+        for field, known in (("techniques", self.techniques), ("expert_techniques", self.expert_techniques)):
             for name in {CONTROL, TWIN} & known.keys():
                 rule = "this is the name of the control or its twin"
                 raise ConfigError(f"converge.{field}.{name}", known[name], rule, "another name")
