@@ -133,7 +133,7 @@ _DEVICES: tuple[tuple[Accelerator, str, tuple[int, int] | None], ...] = (
     (H100_SXM, "NVIDIA H100 80GB HBM3", (9, 0)),
     (H100_PCIE, "NVIDIA H100 PCIe", (9, 0)),
     (H100_NVL, "NVIDIA H100 NVL", (9, 0)),
-    (H200, "NVIDIA H200", (9, 0)),
+    (H200_SXM, "NVIDIA H200", (9, 0)),
     (H200_NVL, "NVIDIA H200 NVL", (9, 0)),
     (B200, "NVIDIA B200", (10, 0)),
     (GB200, "NVIDIA GB200", (10, 0)),
