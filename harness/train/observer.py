@@ -106,7 +106,6 @@ class Observer:
         """End a step when it is launched (the device may not have finished it); or aside.
 
         Args:
-            step: its number.
             sums: of the numbers that ``begin_step`` returned.
 
         Returns:

@@ -42,7 +42,6 @@ class StepOutcome:
     Args:
         sums: summed over the world, on the device: square of the gradient norm, loss, the loss of
             multi-token prediction if the model has it, and of a mixture each source's share of the loss.
-        loss: this rank's share of the loss.
         squares: this rank's share of each gradient's squared norm.
         valid_tokens: tokens of the global batch that the loss counts.
         source_tokens: the same for each source of a mixture.
