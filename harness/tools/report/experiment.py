@@ -203,8 +203,7 @@ def _table(
     if rehearse:
         published_points = [(point, row) for point, row in zip(points, found, strict=True) if row]
         rehearse_missing(
-            path.parent,
-            [(point.job.id, point.overrides, row.accelerator) for point, row in published_points],
+            path.parent, [(point.job.id, point.overrides, row.accelerator) for point, row in published_points]
         )
     words = (
         published.names(reproduced) if own else list(map(shortened, labels([p.overrides for p in points])))
