@@ -779,7 +779,139 @@ NAMED = [
     ),
 ]
 
+TRAINING = [
+    shown_as(typed, start)
+    for typed, start in re.findall(
+        r"^(\S.*)\n    (.*)$",
+        r"""
+debug=anomaly parallelism=fsdp_tp
+    debug.anomaly=true: anomaly mode cannot inspect tensors that parallelism.tp=2 shards; would work:
+compile=on debug=anomaly
+    debug.anomaly=true: compiled blocks cannot be inspected; would work: compile=off
+compile=on debug=nan
+    debug.nan=true: compiled blocks cannot be inspected; would work: compile=off
+training.observers=[sumz]
+    training.observers=sumz: no such choice; would work: phases, profiler, flight_recorder, nan_watch,
+training.matmul_precision=low
+    training.matmul_precision=low: no such choice; would work: highest, high
+metrics.log_interval=0
+    metrics.log_interval=0: must be at least 1
+metrics.warmup_steps=-1
+    metrics.warmup_steps=-1: must be at least 0
+metrics.wandb_mode=onlin
+    metrics.wandb_mode=onlin: no such choice; would work: online, offline, disabled, null
+profiling=on profiling.interval=3
+    profiling.interval=3: must hold profiling.warmup + profiling.active = 4 steps; would work: 4 or more
+training.steps=12 profiling=on profiling.interval=20
+    profiling.interval=20: a run of training.steps=12 would write no trace; would work: at most 12
+profiling=on profiling.ranks=[0,1]
+    profiling.ranks=[0,1]: must be ranks of this job, which has 1; would work: [0] to [0]
+profiling=on profiling.active=0
+    profiling.active=0: must be at least 1
+cluster.device=cpu profiling=on profiling.memory_snapshot=true
+    profiling.memory_snapshot=true: snapshots need a GPU, and cluster.device=cpu; would work: false, or
+activation_checkpoint.mode=some
+    activation_checkpoint.mode=some: no such choice; would work: none, full, selective_op, selective_layer,
+activation_checkpoint=memory_budget
+    activation_checkpoint.mode=memory_budget: is applied by the compiler's partitioner, and blocks are not
+compile=on compile.components=[loss] activation_checkpoint=memory_budget
+    activation_checkpoint.mode=memory_budget: is applied by the compiler's partitioner, and blocks are not
+activation_checkpoint.memory_budget=2
+    activation_checkpoint.memory_budget=2.0: must be in [0, 1]
+activation_checkpoint.every_nth_layer=0
+    activation_checkpoint.every_nth_layer=0: must be at least 1
+parallelism=pp parallelism.pp_schedule=ZBVZeroBubble activation_checkpoint=selective_op
+    activation_checkpoint.mode=selective_op: saves results for one backward pass, and the pipeline schedule
+compile=on compile.components=[head]
+    compile.components=head: no such choice; would work: blocks, loss
+compile=on compile.components=[]
+    compile.components=[]: nothing is left to compile; would work: compile=off
+parallelism.async_tp=true
+    parallelism.async_tp=true: needs parallelism.tp and sequence_parallel; would work:
+parallelism=tp parallelism.async_tp=true
+    parallelism.async_tp=true: is a pass of the compiler, and blocks are not compiled by inductor; would
+cluster.device=cpu parallelism=tp compile=on parallelism.async_tp=true
+    parallelism.async_tp=true: needs GPUs with symmetric memory, and the ranks compute on CPUs; would work:
+cluster=slurm_h100 cluster.ranks_per_node=1 parallelism=tp compile=on parallelism.async_tp=true
+    parallelism.async_tp=true: needs tensor-parallel ranks on one node; there are 1 ranks per node; would
+optimizer.in_backward=true
+    training.max_norm=1.0: optimizer.in_backward=true updates during backward, and the norm of all gradients
+training.max_norm=0 optimizer.in_backward=true parallelism=pp
+    parallelism.pp=2: optimizer.in_backward=true updates during backward, and a pipeline adds the gradients
+training.max_norm=0 optimizer.in_backward=true debug.non_finite=skip
+    debug.non_finite=skip: optimizer.in_backward=true updates during backward, and an update cannot be taken
+training.max_norm=0 training.global_batch_size=4 optimizer.in_backward=true training.local_batch_size=1
+    training.local_batch_size=1: optimizer.in_backward=true updates in every backward pass, and a step has 4;
+precision=float8_rowwise precision.emulate=true precision.filter_fqns=[wk] training.loss_chunks=4
+    training.loss_chunks=4: chunks multiply the output projection in param_dtype, not in float8_rowwise;
+model=llama3_tiny precision=mxfp8 precision.emulate=true precision.filter_fqns=[moe.experts]
+    precision.filter_fqns=moe.experts: is in no linear's name; would work: [output], [w1], [w2], [w3], [wk],
+parallelism=pp precision=float8_rowwise precision.emulate=true training.seq_len=40
+    training.seq_len=40: a linear takes 1 x 40 tokens at once, and float8_rowwise needs a multiple of 16;
+optimizer.groups=[{match:nope,lr_factor:2}]
+    optimizer.groups[0].match=nope: matches the name of no tensor; would work: a part of a name, such as
+optimizer.groups=[{match:wq,lr:2}]
+    optimizer.groups[0].lr=2: no such field; optimizer.groups[0] has: betas, kind, lr_factor, match,
+optimizer.groups=[{match:'(',lr_factor:2}]
+    optimizer.groups[0].match=(: no regular expression: missing ), unterminated subpattern at position 0;
+optimizer.groups=[{lr_factor:2}]
+    optimizer.groups[0].match=null: must be given
+optimizer.groups=[{match:wq}]
+    optimizer.groups[0]={match:wq}: changes nothing; would work: {match: wq, weight_decay: 0}
+optimizer.groups=[{match:wq,lr_factor:-1}]
+    optimizer.groups[0].lr_factor=-1: must be at least 0, or null
+optimizer.groups=[{match:wq,betas:[0.5]}]
+    optimizer.groups[0].betas=[0.5]: must be two numbers; would work: [0.9,0.95]
+optimizer.groups=[{match:wq,betas:[0.5,1]}]
+    optimizer.groups[0].betas=1: must be in [0, 1), or null
+optimizer.groups=[{match:wq,kind:sgd}]
+    optimizer.groups[0].kind=sgd: no such choice; would work: adamw, adam, lion, muon, null, or install the
+optimizer.groups=[{match:norm,kind:muon}]
+    optimizer.groups[0].kind=muon: muon updates matrices, and norm matches the vector
+optimizer=muon optimizer.groups=[{match:wq,betas:[0,0]}]
+    optimizer.groups[0].betas=[0,0]: muon updates all these tensors, and has no betas; would work:
+optimizer.groups=[{match:wq,kind:[lion]}]
+    optimizer.groups[0].kind=[lion]: must be text, or null
+optimizer=lion optimizer.groups=[{match:wq,kind:muon}] optimizer.eps=1e-3
+    optimizer.eps=0.001: has no effect with optimizer.kind=lion; would work: 1e-08, or optimizer=adamw
+optimizer.groups=[{match:wq,kind:muon}] optimizer.state_dtype=bfloat16 optimizer.momentum=0.999
+    optimizer.momentum=0.999: a running mean in bfloat16 (eight bits) would lose its updates to rounding;
+optimizer=muon optimizer.in_backward=true
+    optimizer.in_backward=true: updates single shards during backward, and muon updates complete matrices;
+optimizer=lion optimizer.implementation=foreach
+    optimizer.implementation=foreach: torch has no lion; would work: auto
+optimizer.state_dtype=bfloat16 optimizer.groups=[{match:wq,betas:[0.9,0.999]}]
+    optimizer.groups[0].betas=[0.9,0.999]: a running mean in bfloat16 (eight bits) would lose its updates to
+optimizer=muon optimizer.state_dtype=bfloat16 optimizer.momentum=0.999
+    optimizer.momentum=0.999: a running mean in bfloat16 (eight bits) would lose its updates to rounding;
+optimizer.state_dtype=float16
+    optimizer.state_dtype=float16: no such choice; would work: float32, bfloat16, null
+optimizer.state_dtype=bfloat16 optimizer.beta2=0.999
+    optimizer.beta2=0.999: a running mean in bfloat16 (eight bits) would lose its updates to rounding; would
+precision=bf16_full optimizer.implementation=fused
+    optimizer.implementation=fused: torch's AdamW does not update bfloat16 parameters or state in float32;
+precision=bf16_full optimizer.state_dtype=float32 optimizer.implementation=foreach
+    optimizer.implementation=foreach: torch's AdamW does not update bfloat16 parameters or state in float32;
+model=llama3_tiny model.mup.base_dim=20
+    model.mup.base_dim=20: model.n_heads=8 x 20 / 64 is no integer; would work: a multiple of 16, or
+model=llama3_tiny model.mup.base_widths={n_heads:2}
+    model.mup.base_widths={n_heads:2}: has no effect without model.mup.base_dim; would work: {}, or
+model=llama3_tiny model.mup.base_dim=32 model.mup.base_widths={depth:2}
+    model.mup.base_widths=depth: no such width of model=llama3_tiny; would work: n_heads, n_kv_heads,
+model=llama3_tiny model.mup.base_dim=32 model.mup.base_widths={n_kv_heads:3}
+    model.mup.base_widths={n_kv_heads:3}: makes a base model that is not possible: model.n_kv_heads=3: must
+model.mup.base_dim=0
+    model.mup.base_dim=0: must be at least 1, or null
+model=llama3_tiny model.mup.base_dim=32 optimizer=adam optimizer.weight_decay=0.1
+    optimizer.weight_decay=0.1: Adam's weight decay is a part of the gradient, for which muP has no rule;
+model=llama3_tiny model.mup.base_dim=32 optimizer.kind=adam optimizer.weight_decay=0.1
+    optimizer.weight_decay=0.1: Adam's weight decay is a part of the gradient, for which muP has no rule;
+""",
+        re.MULTILINE,
+    )
+]
 MISTAKES = [*FIELDS_AND_GROUPS, *TYPES, *VALUES, *CHECKPOINTS, *MODELS, *LAYOUTS, *PIPELINES, *NAMED]
+MISTAKES += TRAINING
 
 
 pytestmark = pytest.mark.usefixtures("alone")

@@ -98,18 +98,17 @@ class Composer:
     def point(self, overrides: list[str]) -> Any:
         """Compose one job from overrides that are already checked."""
         overrides = with_one_length(overrides)
-        config = self.config(overrides, resolve=True)
+        config, _, missing = self._merged(overrides, resolve=True)
         path = config.get("model", {}).get("path")
         if path not in (None, UNSET, self._source_of_model(overrides)[1]):
             rule = "is read only together with model=from_config"
             raise ConfigError("model.path", path, rule, f"model=from_config model.path={path}")
-        missing = sorted(name for values, key, name in special_texts(config) if values[key] == UNSET)
         try:
             job = from_dict(self.schema, config, unset=UNSET)
         except ConfigError as error:
             raise self._with_file(error, overrides) from None
         if missing:
-            raise UserError(MISSING.format(", ".join(missing)))
+            raise UserError(MISSING.format(", ".join(sorted(missing))))
         # A verb's job may resolve itself in another way.
         own = getattr(job, "resolve", None)
         return (own or partial(resolve, job))(launched_ranks=launched_ranks())
@@ -154,8 +153,10 @@ class Composer:
         except Exception as error:
             raise to_user_error(error) from error
 
-    def _merged(self, overrides: Iterable[str], *, resolve: bool = False) -> tuple[dict[str, Any], Any]:
-        """Return a new config, and its settings of Hydra."""
+    def _merged(
+        self, overrides: Iterable[str], *, resolve: bool = False
+    ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+        """Return a new config, its settings of Hydra, and the fields that must be given."""
         overrides = list(overrides)
         try:
             choices, values = self._split(overrides)
@@ -171,16 +172,18 @@ class Composer:
             for each in values:
                 apply_value(in_file if each.is_hydra_override() else config, each)
             changed = {each.key_or_group.partition(".")[0] for each in values}
+            texts = list(special_texts(config))
+            missing = [name for values, key, name in texts if values[key] == UNSET]
             if resolve:
-                changed |= {name.partition(".")[0] for _, _, name in special_texts(config)}
-                config = resolve_references(config)
+                changed |= {name.partition(".")[0] for _, _, name in texts}
+                config = resolve_references(config, texts)
         except UserError:
             raise
         except Exception as error:
             raise to_user_error(error) from error
         for name in changed & config.keys():
             config[name] = with_types(config[name], type_hints(self.schema).get(name, Any))
-        return config, in_file["hydra"]
+        return config, in_file["hydra"], missing
 
     def _split(self, overrides: Iterable[str]) -> tuple[list[str], list[Any]]:
         """Separate the overrides that choose files from those that set values, which it parses."""
@@ -230,11 +233,6 @@ class Composer:
         return "model.path", None
 
     def _model(self, overrides: list[str]) -> dict[str, Any]:
-        """Return the values of ``model=from_config``.
-
-        Raises:
-            UserError: config.json does not describe a valid model.
-        """
         from harness.weights.config_json import model_node
         from harness.weights.detect import recorded_model
 
@@ -268,11 +266,7 @@ class Composed:
 
 
 def require_one_point(overrides: list[str], config_name: str, schema: type, *, can_sweep: bool) -> None:
-    """Refuse ``sweep=optuna``, and a sweep in the job's files without a choice of one of its points.
-
-    Raises:
-        UserError: naming the sweep, or the open axes.
-    """
+    """Refuse ``sweep=optuna``, and a sweep in the job's files without a choice of one of its points."""
     if "sweep=optuna" in overrides:
         works = "-m" if can_sweep else "python -m harness.train -m"
         raise UserError(f"sweep=optuna: is for several jobs; would work: {works}")

@@ -7,7 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.compose.composer import POINTS, Composed, Composer
-from harness.compose.hydra import apply_value, resolve_references, search_path, sets_search_path
+from harness.compose.hydra import (
+    apply_value,
+    resolve_references,
+    search_path,
+    sets_search_path,
+    special_texts,
+)
 from harness.compose.overrides import (
     AXES,
     FROM_CONFIG,
@@ -25,11 +31,7 @@ SETTINGS = "sweep."
 
 
 def chooses_points(overrides: Iterable[str], *, config_name: str = "train", schema: type = Job) -> bool:
-    """Whether points are chosen by their results, as with ``sweep=optuna``: a ``sweep.NAME`` is given.
-
-    Raises:
-        UserError: the overrides are wrong for every point.
-    """
+    """Whether points are chosen by their results, as with ``sweep=optuna``: a ``sweep.NAME`` is given."""
     overrides = list(overrides)
     if any(each.startswith(SETTINGS) for each in overrides):
         return True
@@ -84,7 +86,7 @@ def read_space(composer: Composer, overrides: Iterable[str]) -> Space:
             space.axes.pop(name, None)
             space.fixed.append(str(each.input_line))
     try:
-        space.settings.update(resolve_references(settings)["sweep"])
+        space.settings.update(resolve_references(settings, list(special_texts(settings)))["sweep"])
     except Exception as error:
         raise to_user_error(error) from error
     return space
@@ -149,11 +151,6 @@ def with_one_value(composer: Composer, typed: list[str]) -> list[str]:
 
 
 def _listed_points(text: str, schema: type) -> list[list[str]]:
-    """Return the overrides of each line; the command line wins over a line.
-
-    Raises:
-        UserError: a line is not made of overrides.
-    """
     lines = [line.split() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
     for line in lines:
         check_overrides(line, schema)
@@ -164,14 +161,7 @@ WORKS = "values separated by commas, range(START,STOP,STEP), or glob(PATTERN) fo
 
 
 def check_axes(parsed: Iterable[Any]) -> None:
-    """Refuse axes without points for a grid.
-
-    Args:
-        parsed: overrides, parsed by Hydra.
-
-    Raises:
-        UserError: naming the axis.
-    """
+    """Refuse axes without points for a grid."""
     from hydra.core.override_parser.types import Glob, RangeSweep
 
     for each in parsed:

@@ -18,11 +18,7 @@ from harness.util.errors import UserError
 
 @functools.cache
 def conf_dir() -> str:
-    """Return the absolute path of ``conf/``: the checkout's, or the wheel's copy.
-
-    Raises:
-        UserError: this installation has none.
-    """
+    """Return the absolute path of ``conf/``: the checkout's, or the wheel's copy."""
     for candidate in (PACKAGE.parent / "conf", PACKAGE / "_conf"):
         if os.path.isfile(candidate / "train.yaml"):
             return str(candidate)
@@ -103,11 +99,7 @@ def _only_conf(conf: str) -> ConfigFolders:
 
 @functools.cache
 def folders_of_packages() -> tuple[Path, ...]:
-    """Return the folders of configurations of installed packages, which entry points of harness.conf name.
-
-    Raises:
-        UserError: a package has no such folder.
-    """
+    """Return the folders of configurations of installed packages, which entry points of harness.conf name."""
     folders = []
     for entry in Registry[str]("conf", {}, field="hydra.searchpath").plugins.values():
         folder = folder_of_package(entry.value)

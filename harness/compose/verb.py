@@ -50,11 +50,7 @@ def prepare_process() -> None:
 
 
 def typed_arguments() -> list[str]:
-    """The arguments of the command line.
-
-    Raises:
-        UserError: an argument is not UTF-8, or the current folder has been removed.
-    """
+    """The arguments of the command line."""
     for argument in sys.argv[1:]:
         try:
             argument.encode()
@@ -74,11 +70,7 @@ class Output(io.FileIO):
     _is_lost = False
 
     def write(self, data: Any, /) -> int:
-        """Write; after the first failure, drop the data.
-
-        Raises:
-            MachineError: writing failed for another reason, such as a full disk.
-        """
+        """Write; after the first failure, drop the data."""
         if not self._is_lost:
             try:
                 return super().write(data)
@@ -222,11 +214,7 @@ class Verb:
         return (self.run.__doc__ or "").split("\n")[0]
 
     def parse(self, arguments: Sequence[str]) -> CommandLine:
-        """Parse the arguments after its name.
-
-        Raises:
-            UserError: naming the argument.
-        """
+        """Parse the arguments after its name."""
         line = self.parser().parse_line(arguments, takes_overrides=self.job is not None)
         if self.job is not None:
             line.validate_flags_of_job()
@@ -307,7 +295,6 @@ def _warn_of_shadowed_files() -> None:
 
 @contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
-    """Send what this process and its children print to stderr."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -320,7 +307,6 @@ def _stdout_to_stderr() -> Iterator[None]:
 
 
 def _show_composing(done: int, points: int) -> None:
-    """Draw a progress bar of the composed points, if stderr is a terminal."""
     if not sys.stderr.isatty():
         return
     filled = BAR_WIDTH * done // points

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from harness.config.blocks import ActivationCheckpointConfig, CompileConfig
 from harness.config.checkpoint import CheckpointConfig
 from harness.config.cluster import ClusterConfig
 from harness.config.data import DataConfig, TokenizerConfig
@@ -32,6 +31,8 @@ from harness.config.parallelism import ParallelismConfig
 from harness.config.precision import PrecisionConfig
 from harness.config.texts import validate_texts
 from harness.config.training import (
+    ActivationCheckpointConfig,
+    CompileConfig,
     DebugConfig,
     EvaluationConfig,
     ScaleConfig,
@@ -49,7 +50,6 @@ class Job:
 
     feeds_model: ClassVar[bool] = True
     """Whether batches of the data pass through the model."""
-
     name: str = label("???")
     """Folder inside runs_dir that holds the run folders of jobs with this name."""
     runs_dir: str = label("runs", written="folder")
@@ -205,10 +205,6 @@ class Job:
         """Build a job that this or an earlier version stored.
 
         Fields that jobs no longer have are left out, if the id says that they had no effect.
-
-        Args:
-            ident: the id that was stored with it.
-            plain: its fields.
 
         Raises:
             ConfigError: an unknown field, or a value of the wrong type.

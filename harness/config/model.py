@@ -280,12 +280,8 @@ class MoEConfig:
 
     def _validate_groups(self) -> None:
         if self.num_experts % self.num_groups:
-            raise ConfigError(
-                "model.moe.num_groups",
-                self.num_groups,
-                f"must divide model.moe.num_experts={self.num_experts}",
-                divisors(self.num_experts),
-            )
+            rule = f"must divide model.moe.num_experts={self.num_experts}"
+            raise ConfigError("model.moe.num_groups", self.num_groups, rule, divisors(self.num_experts))
         if self.top_groups > self.num_groups:
             rule = f"must not exceed model.moe.num_groups={self.num_groups}"
             raise ConfigError("model.moe.top_groups", self.top_groups, rule, [self.num_groups])
@@ -458,16 +454,7 @@ class ModelConfig:
     def at_width(
         self, dim: int, given: Mapping[str, int] | None = None, field: str = "model.dim"
     ) -> ModelConfig:
-        """Return the model with another ``dim``, and the other widths in proportion; heads keep their width.
-
-        Args:
-            dim: width of the residual stream.
-            given: widths that are not proportional, by field.
-            field: the field that has ``dim``, for the error.
-
-        Raises:
-            ConfigError: a width would not be an integer.
-        """
+        """The model with another ``dim``, the widths ``given``, and others in proportion, but for heads."""
         given = given or {}
         model = replace(self, dim=dim, head_dim=self.head_width)
         widths = {name: field_of(self, name) or 0 for name in PROPORTIONAL if name not in given}

@@ -208,12 +208,9 @@ class OptimizerConfig:
         for name, other in unused.items():
             self._refuse(name, other)
         if self.implementation != "auto" and "bfloat16" in (master_dtype, self.state_dtype):
-            raise ConfigError(
-                "optimizer.implementation",
-                self.implementation,
-                "torch's AdamW does not update bfloat16 parameters or state in float32",
-                "auto, or optimizer.state_dtype=float32 and precision.master_dtype=float32",
-            )
+            rule = "torch's AdamW does not update bfloat16 parameters or state in float32"
+            works = "auto, or optimizer.state_dtype=float32 and precision.master_dtype=float32"
+            raise ConfigError("optimizer.implementation", self.implementation, rule, works)
         if self.implementation != "auto" and not KINDS[self.kind].is_torchs and not KINDS[self.kind].others:
             rule = f"torch has no {self.kind}"
             raise ConfigError("optimizer.implementation", self.implementation, rule, "auto")
@@ -238,12 +235,8 @@ class OptimizerConfig:
     def _validate_bfloat16_state(self) -> None:
         for name in ("beta1", "beta2", *(["momentum"] if "muon" in self.kinds else [])):
             if getattr(self, name) > LARGEST_BFLOAT16_BETA:
-                raise ConfigError(
-                    f"optimizer.{name}",
-                    getattr(self, name),
-                    BETA_RULE,
-                    f"at most {LARGEST_BFLOAT16_BETA}, or optimizer.state_dtype=float32",
-                )
+                rule, works = BETA_RULE, f"at most {LARGEST_BFLOAT16_BETA}, or optimizer.state_dtype=float32"
+                raise ConfigError(f"optimizer.{name}", getattr(self, name), rule, works)
 
 
 @dataclass(frozen=True)
@@ -320,9 +313,5 @@ class ScheduleConfig:
                 # The decay's number of steps is rounded, by half a step at most.
                 least = math.ceil((self.warmup_steps + 0.5) / (1 - (self.decay_ratio or 0)))
                 works += f", or training.steps={least}, or schedule.total_steps={least}"
-            raise ConfigError(
-                "schedule.warmup_steps",
-                self.warmup_steps,
-                f"warm-up and decay ({decay_steps} steps) must fit into {name}={curve}",
-                works,
-            )
+            rule = f"warm-up and decay ({decay_steps} steps) must fit into {name}={curve}"
+            raise ConfigError("schedule.warmup_steps", self.warmup_steps, rule, works)

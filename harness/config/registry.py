@@ -187,3 +187,20 @@ def resolve_options(options: dict[str, Any], schema: type | None, field: str, ow
         for each in dataclasses.fields(schema)
         if not (each.metadata.get("id_omits_default") and getattr(typed, each.name) == default_of(each))
     }
+
+
+TOKEN_FORMATS: Registry[Any] = Registry(
+    "token_format",
+    dict.fromkeys(("auto", "corpus")),
+    field="data.format",
+    expects="harness.data.tokens:TokenFormat",
+)
+"""Formats of ``data.kind=tokens``."""
+
+WEIGHT_FORMATS: Registry[Any] = Registry(
+    "weight_format",
+    dict.fromkeys(("dcp", "hf", "torch")),
+    field="convert.format",
+    expects="harness.weights.format:WeightFormat",
+)
+"""Formats of weights that are read or written."""

@@ -56,7 +56,6 @@ class ChatTemplate:
     """A chat template, and the variables that it can read.
 
     Attributes:
-        text: the template.
         text_with_tools: the template of conversations that have tools.
         variables: special tokens by name (``bos_token``), and data.chat_template_options.
         special: texts of all special tokens.
@@ -79,11 +78,7 @@ class ChatTemplate:
     def render(
         self, messages: list[Message], tools: list[Any] | None = None, *, add_generation_prompt: bool = False
     ) -> str:
-        """Return the text of a conversation.
-
-        Raises:
-            DataError: the template refuses the conversation.
-        """
+        """Return the text of a conversation."""
         return self._rendered(messages, tools, add_generation_prompt=add_generation_prompt)[0]
 
     @cached_property
@@ -120,7 +115,6 @@ class ChatTemplate:
     def _turn(
         self, messages: list[Message], tools: list[Any] | None, index: int, text: str
     ) -> tuple[int, int]:
-        """The range of characters of message ``index`` in the text of all messages."""
         before = self.render(messages[:index], tools, add_generation_prompt=True)
         after = self.render(messages[: index + 1], tools)
         if not text.startswith(before):
@@ -188,11 +182,7 @@ class ChatTemplate:
 
 
 def _compile(text: str, date: str | None) -> None:
-    """Compile a template as ``render_jinja_template`` does; it finds the result in its cache.
-
-    Raises:
-        DataError: it is not a template.
-    """
+    """Compile a template as ``render_jinja_template`` does; it finds the result in its cache."""
     # Private, in transformers 4.56 to 5.23: the only way to another date than today's.
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -212,11 +202,7 @@ def _compile(text: str, date: str | None) -> None:
 
 
 def require_text(text: str) -> str:
-    """Return the text of a conversation.
-
-    Raises:
-        DataError: there is none.
-    """
+    """Return the text of a conversation."""
     if not text.strip():
         raise DataError(f"the chat template renders no text; would work: {SETTING}={_WORKS}")
     return text
@@ -270,11 +256,7 @@ def find_template(
 
 
 def message_of(message: Any, where: str) -> dict[str, Any]:
-    """A message with ``role`` and ``content``; ShareGPT's has ``from`` and ``value``.
-
-    Raises:
-        DataError: it has no role.
-    """
+    """A message with ``role`` and ``content``; ShareGPT's has ``from`` and ``value``."""
     if isinstance(message, dict) and "from" in message and "role" not in message:
         role = message["from"]
         message = {"role": _ROLES.get(role, role), "content": message.get("value")}

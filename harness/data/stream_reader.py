@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from harness.data.samples import random_stream
-from harness.data.sources import text_of_example
+from harness.data.sources import text_of_row
 from harness.data.tokenizer import Tokenizer, with_bos_eos
 from harness.util.errors import DataError
 
@@ -69,7 +69,6 @@ class RowReader:
         row: row of the global batch (j).
         rows: the global batch size (R).
         field: the column with the text.
-        name: name for error messages.
         shuffle_buffer: documents of a block; None keeps the stored order.
     """
 
@@ -89,11 +88,7 @@ class RowReader:
         return position if self.shuffle_buffer is None else {**position, "block": 0, "index": 0}
 
     def check(self, position: Position) -> None:
-        """Check that ``position`` is of this dataset and order.
-
-        Raises:
-            DataError: it is not.
-        """
+        """Check that ``position`` is of this dataset and order."""
         shuffled = "block" in position
         if shuffled != (self.shuffle_buffer is not None):
             raise DataError(
@@ -108,11 +103,7 @@ class RowReader:
             )
 
     def read(self, position: Position) -> Iterator[Document]:
-        """Yield the documents from ``position`` on, without end.
-
-        Raises:
-            DataError: the row has no text, or the dataset cannot be read.
-        """
+        """Yield the documents from ``position`` on, without end."""
         texts = self._texts(position) if self.shuffle_buffer is None else self._shuffled_texts(position)
         for start, text in texts:
             tokens = with_bos_eos(self.tokenizer.encode(text), self.tokenizer)
@@ -133,9 +124,7 @@ class RowReader:
                 part.dataset.load_state_dict(state)
             found = False
             for fields, next_state in self._examples(part.dataset):
-                text = (
-                    text_of_example(fields, self.field, self.name) if example % part.cuts == part.cut else ""
-                )
+                text = text_of_row(fields, self.field, self.name) if example % part.cuts == part.cut else ""
                 if text:
                     found = True
                     where = (
@@ -165,7 +154,6 @@ class RowReader:
 
     @property
     def _cuts(self) -> int:
-        """Parts of each shard."""
         return -(-self.rows // self.dataset.n_shards)
 
     @property

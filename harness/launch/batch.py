@@ -24,12 +24,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 
 
 class Received:
-    """Handles the signals that ask the ranks to stop, and forwards them.
-
-    Attributes:
-        process: process id of srun while it runs; srun forwards signals to the ranks.
-        last: the last signal received, or None.
-    """
+    """Handles the signals that ask the ranks to stop, and forwards them."""
 
     def __init__(self) -> None:
         self.process: int | None = None

@@ -39,15 +39,9 @@ def begin(
     resume from.
 
     Args:
-        folder: the run folder.
-        job: the resolved job.
-        overrides: the overrides on the command line.
         adopt: whether to resume from stopped runs of the same experiment on other layouts, if their
             checkpoints are newer.
         state: the new state in ``status.json``.
-
-    Raises:
-        UserError: the same job is running in the folder, or the folder cannot be written.
     """
     with folder.locked(job):
         others = _unfinished_siblings(job) if adopt else []
@@ -62,9 +56,6 @@ def begin_again(folder: RunFolder, job: Job) -> None:
     """Prepare the folder for another attempt of the job described in it, and lock it.
 
     Before the first attempt of a submitted job, the folder is as ``begin`` left it.
-
-    Raises:
-        UserError: the same job is running in the folder, or the folder cannot be written.
     """
     with folder.locked(job):
         if folder.state != "submitted":
@@ -125,11 +116,7 @@ _NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/local", "/scratch/local")
 
 
 def require_inputs(job: Job) -> None:
-    """Check that a job's data, tokenizer and initial weights exist, as far as this machine can tell.
-
-    Raises:
-        ConfigError: one of them is missing.
-    """
+    """Check that a job's data, tokenizer and initial weights exist, as far as this machine can tell."""
     for data, errors in sources_of(job.data):
         with errors:
             _require_files(data)
@@ -201,13 +188,6 @@ def require_tokenized(job: Job, passed: set[str] | None = None) -> None:
     """Check that a job need not tokenize more than data.tokenize_limit_gib, as far as this machine can tell.
 
     Datasets of the hub are checked by the ranks, when their size is known.
-
-    Args:
-        job: the job.
-        passed: sources that other points of the sweep have checked; those of this job are added.
-
-    Raises:
-        ConfigError: it would have to.
     """
     if not job.cluster.is_here and not _is_visible(os.path.expanduser(job.data.cache_dir)):
         return

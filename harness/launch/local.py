@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import logging
 import os
 import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, cast
+from subprocess import Popen
+from typing import TYPE_CHECKING, NoReturn
 
 from harness.checkpoint.resume import is_finished, show_finished
 from harness.config.job import Job
@@ -45,10 +43,7 @@ from harness.util.errors import (
 )
 
 if TYPE_CHECKING:
-    from subprocess import Popen
-
     import torch.distributed as dist
-    from torch.distributed.elastic.multiprocessing import LogsSpecs, SubprocessContext
 
 POLL_SECONDS = 0.05
 # Time that ranks have after one has failed, to notice it and to record their progress. A rank that hangs in a
@@ -57,11 +52,7 @@ LEAVING_SECONDS = 2.0
 
 
 def start(job: Job, folder: RunFolder, overrides: list[str]) -> int:
-    """Run a job as the work of this process; return the exit code.
-
-    Raises:
-        ConfigError: the job is only to be shown.
-    """
+    """Run a job as the work of this process; return the exit code."""
     if job.cluster.dry_run:
         rule = "shows a job for SLURM, and cluster.kind is local"
         raise ConfigError("cluster.dry_run", True, rule, "cluster=slurm, or false with --cfg job")
@@ -76,7 +67,6 @@ def launch(job: Job, folder: RunFolder, *, apart: bool = False, ends_process: bo
     together, and with this process.
 
     Args:
-        job: the resolved job.
         folder: its run folder, begun.
         apart: run a single rank as a child too, so that this process keeps no state of it.
         ends_process: this process ends with the run's exit code, so ignore stop signals once the ranks have
@@ -133,12 +123,8 @@ def _run_ranks(job: Job, folder: RunFolder, started: float) -> int:
     )
 
 
-def _supervise(job: Job, processes: Mapping[int, Popen], stop: StopRequest) -> dict[int, int]:
-    """Wait until all ranks have ended, or one has failed and the time for the others to end is over.
-
-    Returns:
-        exit codes (negative: the signal) of the ranks that ended by themselves.
-    """
+def _supervise(job: Job, processes: Mapping[int, Popen[bytes]], stop: StopRequest) -> dict[int, int]:
+    """Wait until all ranks have ended, or one has failed and the time for the others to end is over."""
     deadline, asked = float("inf"), False
     while True:
         codes = {rank: process.poll() for rank, process in processes.items()}
@@ -158,58 +144,35 @@ def _supervise(job: Job, processes: Mapping[int, Popen], stop: StopRequest) -> d
 
 
 @contextlib.contextmanager
-def _started(world_size: int, run_dir: Path, environment: dict[str, str]) -> Iterator[dict[int, Popen]]:
-    """Start the ranks by torch elastic; yield their processes, and kill the remaining ones at the end.
+def _started(
+    world_size: int, run_dir: Path, environment: dict[str, str]
+) -> Iterator[dict[int, Popen[bytes]]]:
+    """Start the ranks, each with its process group; yield their processes, and kill what is left at the end.
 
-    Not by ``elastic_launch``: its agent gives the other ranks of a failed one 30 seconds to end, sends them
-    the signal that asks for an orderly stop, and requires that the host name resolves.
+    Rank 0 writes to the terminal, the others into ``logs``. torchrun's agent would give the other ranks of a
+    failed one 30 seconds to end, and send them the signal that asks for an orderly stop.
     """
-    with importing_torch():
-        from torch.distributed.elastic.multiprocessing import start_processes
-
-    # The run folder's error files describe failures better than elastic's log.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    ranks = range(world_size)
-    start = functools.partial(
-        start_processes,
-        name="rank",
-        entrypoint=sys.executable,
-        args=dict.fromkeys(ranks, ("-u", "-m", "harness.train.rank", str(run_dir))),
-        envs={rank: {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in ranks},
-        logs_specs=_logs_specs(run_dir / "logs"),
-    )
-    # In a thread: in the main thread elastic would replace our signal handlers with its own.
-    with ThreadPoolExecutor(1) as thread:
-        context = cast("SubprocessContext", thread.submit(start).result())
-    processes = {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}
+    command = [sys.executable, "-u", "-m", "harness.train.rank", str(run_dir)]
+    processes: dict[int, Popen[bytes]] = {}
     try:
+        for rank in range(world_size):
+            own = {**os.environ, **environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            with contextlib.ExitStack() as files:
+                out, err = (
+                    files.enter_context((run_dir / "logs" / f"rank{rank}.{name}").open("wb"))
+                    if rank
+                    else None
+                    for name in ("out", "err")
+                )
+                processes[rank] = Popen(command, env=own, stdout=out, stderr=err, start_new_session=True)
         yield processes
     finally:
         for process in processes.values():
             # Also for a rank that has ended: workers it started may remain in its process group.
             with contextlib.suppress(OSError):
                 os.killpg(process.pid, signal.SIGKILL)
-        context.close(signal.SIGKILL)
-
-
-def _logs_specs(folder: Path) -> LogsSpecs:
-    from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
-
-    class InOneFolder(LogsSpecs):
-        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-            def files(suffix: str) -> dict[int, str]:
-                return {rank: str(folder / f"rank{rank}.{suffix}") if rank else "" for rank in envs}
-
-            return LogsDest(
-                stdouts=files("out"), stderrs=files("err"), error_files=dict.fromkeys(envs, os.devnull)
-            )
-
-        @property
-        def root_log_dir(self) -> str:
-            return str(folder)
-
-    folder.mkdir(parents=True, exist_ok=True)
-    return InOneFolder()
+        for process in processes.values():
+            process.wait()
 
 
 GRACE_SECONDS = 0.5
@@ -260,11 +223,7 @@ def _rendezvous(job: Job) -> dist.Store:
 def _begin_on_rank_0(
     job: Job, folder: RunFolder, overrides: list[str], rank: int, store: dist.Store | None
 ) -> str:
-    """Begin the run folder on rank 0 while the others wait, so that no rank writes into an earlier attempt.
-
-    Returns:
-        rank 0's decision: ``_BEGUN``, ``_REFUSED`` or ``_FINISHED``.
-    """
+    """Begin the run folder on rank 0 while the others wait: none may write into an earlier attempt."""
     if rank != 0 and store is not None:
         return store.get("folder").decode()
     outcome = _BEGUN

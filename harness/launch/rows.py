@@ -238,11 +238,7 @@ def _range_of_steps(row: Row) -> tuple[float | None, float | None]:
 
 
 def job_of(row: Row) -> Job | None:
-    """Return the job of a row; None for a skipped point.
-
-    Raises:
-        ConfigError: the row is of a version whose jobs had other fields.
-    """
+    """Return the job of a row; None for a skipped point."""
     plain: dict[str, Any] = {}
     for key, value in row.items():
         part, _, name = key.partition(".")
@@ -261,11 +257,7 @@ def shortened(label: str) -> str:
 
 
 def read_kept(folder: Path) -> list[Row]:
-    """Read the rows of ``results.jsonl``; empty if there is no such file.
-
-    Raises:
-        UserError: the file is damaged.
-    """
+    """Read the rows of ``results.jsonl``; empty if there is no such file."""
     path = folder / KEPT
     if not path.is_file():
         return []

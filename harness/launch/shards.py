@@ -45,9 +45,6 @@ def submit(job: J, writer: ShardWriter, module: str, workers: int) -> int:
         writer: of the folder.
         module: of a task.
         workers: processes of a task.
-
-    Raises:
-        UserError: there is no SLURM here, it refuses the job, or its cost was not confirmed.
     """
     if job.cluster.wait:
         rule = f"follows a training job, and tasks of harness {writer.verb} write shards"
@@ -93,13 +90,7 @@ def _queued(folders: list[Path]) -> list[str]:
 
 
 def run_task(module: str, job_class: type, writer_of: Callable[[Any], ShardWriter]) -> NoReturn:
-    """Run the task of this process' command line, and exit.
-
-    Args:
-        module: of the task.
-        job_class: of its job.
-        writer_of: returns the writer of a job.
-    """
+    """Run the task of this process' command line, and exit."""
     # SLURM sends it before the time limit; the task works until it is killed, and finished units are kept.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     sys.exit(guarded(lambda: _run(parse_task(f"python -m {module}"), job_class, writer_of)))

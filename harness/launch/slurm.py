@@ -32,8 +32,6 @@ class Shape:
     """The resources that a job requests; jobs of equal shape form one array.
 
     Attributes:
-        nodes: number of nodes.
-        ranks_per_node: ranks per node.
         options: sbatch options, sorted.
         exports: shell lines that set the job's environment.
         setup: the user's shell lines before the job.
@@ -124,7 +122,6 @@ class Submission:
         module: run by the script, with the run folder, or ``--list`` and the file of an array's run folders.
 
     Args:
-        jobs: the resolved jobs.
         run_dirs: their run folders, begun with the state ``submitted`` when ``submit`` is called.
         home: the folder of the run or the sweep, for SLURM's logs and the copy of the code.
         name: SLURM's job name; it identifies the job if this process dies before it has stored the job id.
@@ -195,12 +192,7 @@ class Submission:
         return shlex.join(command)
 
     def submit(self) -> list[str]:
-        """Submit the jobs; return their ids, in the order of the jobs.
-
-        Raises:
-            UserError: there is no SLURM here, or it refuses the job.
-            SlurmError: SLURM does not answer.
-        """
+        """Submit the jobs; return their ids, in the order of the jobs."""
         require_slurm()
         check_shell(self.shape.setup)
         if self.shape.snapshot:

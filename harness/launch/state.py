@@ -39,7 +39,6 @@ class SlurmJobRecord:
         index: index of the array task; None for a job that is not an array.
         job_id: the id as ``squeue`` prints it; None until SLURM has answered.
         restarts: how often SLURM has restarted the job.
-        cancelled: whether the job was cancelled.
         begun: whether an attempt has begun and has not said how it ended.
         logs: folder of the job script's log; None in files of earlier versions.
     """
@@ -60,11 +59,7 @@ class SlurmJobRecord:
 
     @classmethod
     def read(cls, run_dir: Path) -> SlurmJobRecord | None:
-        """Return the record of a run folder; None if the run was never submitted.
-
-        Raises:
-            UserError: the file cannot be read, or is damaged.
-        """
+        """Return the record of a run folder; None if the run was never submitted."""
         path = run_dir / FILE
         try:
             plain = read_object(path)
@@ -170,7 +165,6 @@ class RunState:
     """The current state of a run.
 
     Attributes:
-        run_dir: its run folder.
         state: ``planned`` (never started), ``pending`` (waits in SLURM's queue), ``blocked`` (is in the queue
             and can never start), ``running``, ``suspended`` (by SLURM), ``completed``, ``stopped``
             (interrupted, can resume), ``cancelled`` (its SLURM job was), ``failed``, or ``lost`` (ended
@@ -340,11 +334,9 @@ def close_run(
     A cancelled job, and a run of this machine, count as interrupted, not as failed.
 
     Args:
-        job: the resolved job.
         folder: its run folder, held by this process.
         record: of its SLURM job; None if the run was not submitted.
         state: SLURM's final state of the job, or None.
-        quiet: print nothing.
     """
     lost = None if record is None else JobLost(record, state)
     if lost is None or lost.kind == "cancelled":

@@ -93,12 +93,7 @@ def _close_lost(job: Job, folder: RunFolder) -> None:
 def submit(
     submission: Submission, folders: list[RunFolder], overrides: list[list[str]], *, adopt: bool = False
 ) -> list[str]:
-    """Prepare the run folders, submit, and release the folders; return the job ids.
-
-    Raises:
-        UserError: an input file is missing, a folder is in use, or SLURM is not here or refuses the job.
-        SlurmError: SLURM does not answer.
-    """
+    """Prepare the run folders, submit, and release the folders; return the job ids."""
     for job in submission.jobs:
         require_inputs(job)
     try:
@@ -152,11 +147,7 @@ def _hours(jobs: list[Job]) -> float | None:
 
 
 def confirm(jobs: list[Job]) -> None:
-    """Ask for confirmation if jobs may cost more than ``cluster.confirm_gpu_hours``.
-
-    Raises:
-        UserError: the answer is no, or stdin is not a terminal.
-    """
+    """Ask for confirmation if jobs may cost more than ``cluster.confirm_gpu_hours``."""
     limit, hours = min(job.cluster.confirm_gpu_hours for job in jobs), _hours(jobs)
     if hours is None:
         raise ConfigError(
@@ -182,11 +173,7 @@ def queued(run_dir: Path) -> Queued | None:
 
 
 def follow(job: Job, folder: RunFolder) -> int:
-    """Show rank 0's output until the job ends; return the run's exit code.
-
-    Raises:
-        UserError: a file of the run folder is damaged, or the job can never start.
-    """
+    """Show rank 0's output until the job ends; return the run's exit code."""
     tail, asked = Tail(folder.path / "logs" / "rank0.out"), 0.0
     try:
         while True:

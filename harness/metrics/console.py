@@ -87,8 +87,6 @@ class RichConsole(PlainConsole):
     """A progress bar with the newest metrics at the bottom of the terminal, and a line above it now and then.
 
     Args:
-        total_steps: last step of the run.
-        terminal: standard output by default.
         clock: monotonic clock, in seconds.
     """
 

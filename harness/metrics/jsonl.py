@@ -28,9 +28,6 @@ class MetricsFile:
 
     Attributes:
         notes: warnings for the user, one line each; the caller removes those it has shown.
-
-    Raises:
-        OSError: the file cannot be created, read or written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -41,12 +38,7 @@ class MetricsFile:
         self._file = path.open("a+b")
 
     def write(self, row: Row) -> None:
-        """Append one row.
-
-        Raises:
-            TypeError: JSON cannot represent a value; nothing is written.
-            OSError: the disk is full or not available.
-        """
+        """Append one row."""
         line = dumps(row).encode() + b"\n"
         self._restore_if_deleted()
         self._file.write(line)

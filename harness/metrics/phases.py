@@ -281,11 +281,7 @@ class SlowRank:
 
 
 def slow_ranks(run_dir: Path) -> list[SlowRank]:
-    """Return the ranks that the last attempt of a run found slow.
-
-    Raises:
-        UserError: the file is damaged.
-    """
+    """Return the ranks that the last attempt of a run found slow."""
     path = run_dir / FILE
     try:
         found = parse_object(path.read_bytes())["slow"] if path.is_file() else []
@@ -333,7 +329,6 @@ class SlowRanks:
 
         Args:
             seconds: of each rank the seconds of each of ``KINDS``; zeros: unknown.
-            step: the current step.
         """
         known = {rank for rank in self._peers if sum(seconds[rank])}
         for rank in known:

@@ -96,12 +96,7 @@ class StepTimer:
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
-        """Add the time of the ``with`` block to section ``name``, one of SECTIONS.
-
-        Raises:
-            ValueError: no such section.
-            RuntimeError: another section is open; its time would count twice.
-        """
+        """Add the time of the ``with`` block to section ``name``, one of SECTIONS."""
         if name not in SECTIONS:
             raise ValueError(f"no section {name!r}; there are {', '.join(SECTIONS)}")
         if self._open is not None:
@@ -116,11 +111,7 @@ class StepTimer:
             self._open = None
 
     def lap(self) -> StepTime:
-        """End the step and begin the next one.
-
-        Raises:
-            RuntimeError: a section is still open.
-        """
+        """End the step and begin the next one."""
         if self._open is not None:
             raise RuntimeError(f"step ended inside of section {self._open!r}")
         seconds = self._clock() - self._started - sum(self._spent[name] for name in EXCLUDED)
@@ -149,9 +140,6 @@ class Window:
 
     Warm-up starts with the first step of *this process*, not with step 1 of the run: a resumed run compiles
     and connects again.
-
-    Args:
-        warmup_steps: number of first steps to exclude.
     """
 
     def __init__(self, warmup_steps: int = 3) -> None:
@@ -182,7 +170,6 @@ class Window:
             data_seconds: the part of ``seconds`` spent waiting for data.
             profiled: whether a profiler ran, which slows the step down.
             warms_up: whether the step counts as warm-up wherever it is: it compiles again.
-            seq_len: length of its sequences.
         """
         step = _Step(seconds, tokens, data_seconds, profiled, seq_len)
         self._seen += 1

@@ -45,7 +45,6 @@ def orthogonalize(x_BOI: Tensor, steps: int) -> Tensor:
 
     Args:
         x_BOI: matrices; overwritten.
-        steps: iterations.
     """
     if len(x_BOI) > 1 and x_BOI.device.type == "cpu":
         # Batched products of bfloat16 are slower than single ones by orders of magnitude there.

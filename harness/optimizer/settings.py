@@ -107,11 +107,7 @@ def _mup_factor(config: OptimizerConfig, kind: str, tensor: TensorSpec) -> float
 
 
 def check_mup(config: OptimizerConfig, base_dim: int, tensors: Iterable[TensorSpec]) -> None:
-    """Check that a rule of muP is known for the kinds of optimizers.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Check that a rule of muP is known for the kinds of optimizers."""
     trained = [tensor for tensor in tensors if not tensor.is_buffer]
     for kind in kinds_of(config, trained):
         if KINDS[kind].mup is None:

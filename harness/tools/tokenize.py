@@ -95,11 +95,7 @@ def tokenize(job: TokenizeJob, overrides: list[str]) -> int | Result:
 
 
 def writer_of(job: TokenizeJob) -> CorpusWriter:
-    """Return the writer of a job's corpus.
-
-    Raises:
-        DataError: the source or the tokenizer cannot be read.
-    """
+    """Return the writer of a job's corpus."""
     source, held_out = source_of(job.data, "train")
     config = job.tokenize
     assert config.target is not None, "checked by validate"
@@ -109,11 +105,7 @@ def writer_of(job: TokenizeJob) -> CorpusWriter:
 
 
 def _complete_corpus(job: TokenizeJob, writer: CorpusWriter) -> Manifest | None:
-    """Return the manifest if the corpus is complete.
-
-    Raises:
-        ConfigError: the target is a corpus of another source, tokenizer or number of shards.
-    """
+    """Return the manifest if the corpus is complete."""
     if not (writer.target / MANIFEST).exists():
         return None
     manifest = read_manifest(writer.target)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from harness.config.fields import with_value
 from harness.config.job import Job
-from harness.data.batch import AnyBatch, Batch
+from harness.data.loader import AnyBatch, Batch
 from harness.data.prefetch import count_valid, place
 from harness.metrics.phases import SUMS
 from harness.model.part import ModelPart
@@ -41,8 +41,6 @@ class Engine:
     that every rank decides the same.
 
     Args:
-        job: the resolved job.
-        device: device of this rank.
         built: its mesh and model parts, if they exist already.
     """
 
@@ -304,11 +302,7 @@ class Engine:
         return local_squares(self.parameters, self.mesh, self.device)
 
     def _check_gradients(self) -> None:
-        """Check, after the first backward pass of the process, that every parameter has a gradient.
-
-        Raises:
-            LostGradientError: a parameter has none.
-        """
+        """Check, after the first backward pass of the process, that every parameter has a gradient."""
         lost = [
             name
             for index, (name, parameter) in enumerate(self.named_parameters())

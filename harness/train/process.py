@@ -46,11 +46,7 @@ def launched_ranks() -> int | None:
 
 
 def _launcher_number(name: str, least: int, below: int | None = None) -> int:
-    """Read a number that a launcher must set.
-
-    Raises:
-        UserError: the variable is missing, not a number, or out of range.
-    """
+    """Read a number that a launcher must set."""
     value = os.environ.get(name)
     if value is None:
         raise _launcher_error(name, "is missing")
@@ -208,7 +204,6 @@ def rank_environment(job: Job, port: int, started: float) -> dict[str, str]:
     """Return the environment variables that all ranks of a job share.
 
     Args:
-        job: the resolved job.
         port: port of the store, on this node.
         started: time.monotonic() of this machine at which the job was started.
     """

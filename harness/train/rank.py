@@ -96,10 +96,6 @@ class LauncherGone(MachineError):
 class Rank:
     """One rank of a job.
 
-    Args:
-        job: the resolved job.
-        folder: its run folder, begun.
-
     Attributes:
         trainer: None until it is created.
         recorder: writes the metrics; on rank 0, once created.
@@ -160,8 +156,6 @@ def run_rank(job: Job, folder: RunFolder, *, started: float, store: dist.Store |
     """Train as one rank, record how the run ended, and return the exit code.
 
     Args:
-        job: the resolved job.
-        folder: its run folder, begun.
         started: time.monotonic() of this machine at which the job was started.
         store: the rendezvous store; None means the one that torchrun's variables name.
     """

@@ -132,8 +132,6 @@ def process_group(job: Job, device: torch.device, store: dist.Store | None = Non
     """Create the default process group, and destroy it at the end.
 
     Args:
-        job: the resolved job.
-        device: device of this rank.
         store: rendezvous store; None: the one of torchrun's variables.
     """
     _check_interface()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from harness.config.job import Job
-from harness.data.batch import AnyBatch, Batch
+from harness.data.loader import AnyBatch, Batch
 from harness.data.prefetch import valid_by_source
 from harness.parallelism.loss import Loss
 from harness.train.rows import Row
@@ -42,7 +42,6 @@ class StepOutcome:
     Args:
         sums: summed over the world, on the device: square of the gradient norm, loss, the loss of
             multi-token prediction if the model has it, and of a mixture each source's share of the loss.
-        loss: this rank's share of the loss.
         squares: this rank's share of each gradient's squared norm.
         valid_tokens: tokens of the global batch that the loss counts.
         source_tokens: the same for each source of a mixture.

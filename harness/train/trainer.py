@@ -43,10 +43,6 @@ class Trainer:
     """Train one job; every rank has a trainer.
 
     Args:
-        job: the resolved job.
-        folder: the run folder.
-        engine: model and optimizer.
-        recorder: writes the metrics; on rank 0 only.
         started: time.monotonic() of this machine at which the process or its controller started.
         observers: what watches the loop, in order; None: the observers of the job.
     """

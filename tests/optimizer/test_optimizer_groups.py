@@ -17,7 +17,6 @@ from harness.model.decoder import Decoder
 from harness.model.spec import tensors
 from harness.optimizer.elementwise import Lion
 from harness.optimizer.settings import kinds_of, tensor_settings
-from harness.util.errors import ConfigError
 
 MOE = "model=qwen3_moe_debug"
 
@@ -155,53 +154,3 @@ def test_several_kinds_are_one_optimizer() -> None:
     built.step()
     assert all(parameter.equal(before[name]) for name, parameter in decoder.named_parameters())
     assert len(built.state) == len(before)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            ["optimizer.groups=[{match: nope, lr_factor: 2}]"],
-            r"groups\[0\].match=nope: matches the name",
-        ),
-        (["optimizer.groups=[{match: wq, lr: 2}]"], r"groups\[0\].lr=2: no such field; .* has: betas, kind"),
-        (["optimizer.groups=[{match: '(', lr_factor: 2}]"], r"groups\[0\].match=\(: no regular expression"),
-        (["optimizer.groups=[{lr_factor: 2}]"], r"groups\[0\].match=null: must be given"),
-        (["optimizer.groups=[{match: wq}]"], r"groups\[0\]={match:wq}: changes nothing; would work"),
-        (["optimizer.groups=[{match: wq, lr_factor: -1}]"], r"lr_factor=-1: must be at least 0"),
-        (["optimizer.groups=[{match: wq, betas: [0.5]}]"], r"betas=\[0.5\]: must be two numbers"),
-        (["optimizer.groups=[{match: wq, betas: [0.5, 1]}]"], r"betas=1: must be in \[0, 1\)"),
-        (["optimizer.groups=[{match: wq, kind: sgd}]"], r"kind=sgd: no such choice; would work: adamw, adam"),
-        (["optimizer.groups=[{match: norm, kind: muon}]"], r"matches the vector layers.0.attention_norm"),
-        (["optimizer=muon", "optimizer.groups=[{match: wq, betas: [0,0]}]"], r"has no betas; would work"),
-        (["optimizer.groups=[{match: wq, kind: [lion]}]"], r"kind=\[lion\]: must be"),
-        (
-            ["optimizer=lion", "optimizer.groups=[{match: wq, kind: muon}]", "optimizer.eps=1e-3"],
-            r"eps=0.001: has no effect with optimizer.kind=lion",
-        ),
-        (
-            [
-                *("optimizer.groups=[{match: wq, kind: muon}]", "optimizer.state_dtype=bfloat16"),
-                "optimizer.momentum=0.999",
-            ],
-            r"momentum=0.999: a running mean in bfloat16",
-        ),
-        (["optimizer=muon", "optimizer.in_backward=true"], r"in_backward=true: .* muon updates complete"),
-        (
-            ["optimizer=lion", "optimizer.implementation=foreach"],
-            r"implementation=foreach: torch has no lion",
-        ),
-        (
-            ["optimizer.state_dtype=bfloat16", "optimizer.groups=[{match: wq, betas: [0.9,0.999]}]"],
-            r"groups\[0\].betas=\[0.9,0.999\]: a running mean in bfloat16",
-        ),
-        (
-            ["optimizer=muon", "optimizer.state_dtype=bfloat16", "optimizer.momentum=0.999"],
-            r"momentum=0.999: a running mean in bfloat16",
-        ),
-    ],
-)
-def test_mistakes_are_one_line(overrides: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as error:
-        tiny(*overrides)
-    assert "\n" not in str(error.value)

@@ -16,7 +16,6 @@ from harness.config.optimizer import LARGEST_BFLOAT16_BETA, OptimizerConfig
 from harness.model.spec import tensors
 from harness.optimizer.build import build_optimizer
 from harness.optimizer.elementwise import RoundedAdamW
-from harness.util.errors import ConfigError
 
 SPECS = tensors(model().config)
 CONFIG = OptimizerConfig(lr=0.03, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.2, state_dtype="bfloat16")
@@ -119,29 +118,6 @@ def test_state_has_the_parameters_dtype_by_default() -> None:
     kept = compose_job(["precision=bf16_full", "optimizer.state_dtype=float32"])
     assert kept.optimizer.state_dtype == "float32"
     assert kept.numerics_id != compose_job(["precision=bf16_full"]).numerics_id
-
-
-@pytest.mark.parametrize(
-    ("overrides", "says"),
-    [
-        (["optimizer.state_dtype=float16"], "optimizer.state_dtype=float16: no such choice"),
-        (
-            ["optimizer.state_dtype=bfloat16", "optimizer.beta2=0.999"],
-            "optimizer.beta2=0.999: .*at most 0.99",
-        ),
-        (
-            ["precision=bf16_full", "optimizer.implementation=fused"],
-            "implementation=fused: .*would work: auto",
-        ),
-        (
-            ["precision=bf16_full", "optimizer.state_dtype=float32", "optimizer.implementation=foreach"],
-            "implementation=foreach",
-        ),
-    ],
-)
-def test_refused(overrides: list[str], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        compose_job(overrides)
 
 
 def three_steps(drop: list[bool] | None, master: torch.dtype, state: str) -> tuple[Tensor, dict[str, Tensor]]:

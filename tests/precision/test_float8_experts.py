@@ -228,16 +228,6 @@ def test_description() -> None:
     assert "shared_experts" in description("mxfp8", *deepseek, "precision.filter_fqns=[output,experts]")
 
 
-def test_a_filter_of_experts_needs_experts() -> None:
-    with pytest.raises(ConfigError, match=r"filter_fqns=moe.experts: is in no linear's name"):
-        job_of(
-            "model=llama3_tiny",
-            "model.n_layers=2",
-            *precision_of("mxfp8"),
-            "precision.filter_fqns=[moe.experts]",
-        )
-
-
 def test_experts_split_into_partial_blocks_are_refused() -> None:
     split = (*FAMILIES["qwen3"], "parallelism=tp", "parallelism.expert_tensor_parallel=true")
     with pytest.raises(

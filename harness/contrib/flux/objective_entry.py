@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from harness.config.model import ModelConfig
     from harness.config.training import TrainingConfig
     from harness.contrib.flux.objective import FlowExecutor, FlowLoss
-    from harness.data.batch import Loader
+    from harness.data.loader import Loader
     from harness.data.tokenizer import Tokenizer
     from harness.parallelism.mesh import Mesh
 

@@ -30,12 +30,11 @@ from harness.launch.sweep.registry import (
     unique_points,
 )
 from harness.launch.sweep.run import (
+    Selection,
     Task,
-    busy_points,
     follow_points,
     run_point,
     states_of,
-    submit_points,
     with_group,
 )
 from harness.launch.sweep.study import PointFailedError, StudyRecord, check_directions, check_objective
@@ -94,8 +93,6 @@ def run_study(
     """Run points that Optuna chooses; return the exit code: 0 if any point completed.
 
     Args:
-        overrides: as typed.
-        config_name: the primary config.
         check: returns a point without its job if its inputs cannot be used.
 
     Raises:
@@ -168,13 +165,6 @@ class Study:
 
     A point that has already run gives its value at once. A point that failed is not started again by the same
     process, but when the study continues.
-
-    Args:
-        registry: the sweep's folder, locked.
-        record: the objective.
-        settings: of the study.
-        space: the axes.
-        compose: returns the point of some overrides; its job is None if it is not valid.
     """
 
     def __init__(
@@ -195,12 +185,7 @@ class Study:
         self._tried: set[Path] = set()
 
     def run(self) -> None:
-        """Run the trials that are left.
-
-        Raises:
-            KeyboardInterrupt: the user stopped a run, or following.
-            UserError: the points cannot be started here, or too many failed.
-        """
+        """Run the trials that are left."""
         from optuna.trial import TrialState
 
         stored, self._done = self._stored, self._count_finished()
@@ -333,14 +318,14 @@ class Study:
             and each.run_dir not in self._tried
         ]
         self._tried |= {point.run_dir for point, _ in wanted}
-        remote = [task for task in wanted if task[1].cluster.kind == "slurm"]
-        if remote:
+        selection = Selection(self.registry, tasks, seen, wanted)
+        if selection.remote:
             if not self._is_confirmed:  # once, for the cost of all points, estimated by the first batch
                 batches = math.ceil((self.settings.n_trials - self._done) / batch)
-                confirm([job for _, job in remote] * batches)
+                confirm([job for _, job in selection.remote] * batches)
                 self._is_confirmed = True
-            submit_points(self.registry, remote, busy_points(self.registry, tasks, seen))
-        return {task[0].run_dir: task for task in wanted if task not in remote}
+            selection.submit()
+        return {task[0].run_dir: task for task in wanted if task not in selection.remote}
 
     def _point(self, composed: Composed) -> Point:
         return Point(composed.job.id, run_dir_of(composed.job, self._swept), composed.overrides)

@@ -31,13 +31,7 @@ LONGEST_NAME = 120
 
 @dataclass(frozen=True)
 class Point:
-    """One job of a sweep.
-
-    Attributes:
-        id: the job's id.
-        run_dir: its run folder.
-        overrides: the overrides it was composed from.
-    """
+    """One job of a sweep."""
 
     id: str
     run_dir: Path
@@ -45,11 +39,7 @@ class Point:
 
     @property
     def job(self) -> Job:
-        """The resolved job, read from its run folder.
-
-        Raises:
-            UserError: the folder is gone, or its ``job.json`` is damaged.
-        """
+        """The resolved job, read from its run folder."""
         try:
             return Job.read(self.run_dir / "job.json")
         except FileNotFoundError:
@@ -84,11 +74,7 @@ class Registry:
 
     @classmethod
     def open(cls, path: Path) -> Registry:
-        """Return the registry of an existing sweep.
-
-        Raises:
-            UserError: there is no sweep in this folder.
-        """
+        """Return the registry of an existing sweep."""
         registry = cls(path)
         if not registry.exists:
             raise UserError(f"{path}: no sweep was started in this folder{registry.neighbours()}")
@@ -111,11 +97,7 @@ class Registry:
 
     @contextmanager
     def controlled(self) -> Iterator[None]:
-        """Hold the sweep's lock, which is released when the process ends.
-
-        Raises:
-            UserError: another process holds the lock, or the folder cannot be written.
-        """
+        """Hold the sweep's lock, which is released when the process ends."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             held = lock(self.path / LOCK, create=True)
@@ -225,11 +207,7 @@ def folder_of(jobs: Sequence[Job]) -> Path:
 
 
 def points_in(folder: Path) -> list[Point]:
-    """Return the points of a sweep folder, the run of a run folder, or all runs of one name.
-
-    Raises:
-        UserError: the folder has neither a sweep nor a run.
-    """
+    """Return the points of a sweep folder, the run of a run folder, or all runs of one name."""
     registry = Registry(folder)
     if registry.exists:
         return registry.points()
@@ -308,9 +286,6 @@ def unique_points(
     Args:
         composed: points with jobs.
         swept: labels of which each value has a run of its own; None: those by which alone points differ.
-
-    Raises:
-        UserError: points differ in a label that configures the command.
     """
     swept = swept_labels([each.job for each in composed]) if swept is None else swept
     found: dict[Path, tuple[Point, Job]] = {}
@@ -322,11 +297,7 @@ def unique_points(
 
 
 def swept_labels(jobs: Sequence[Job]) -> list[str]:
-    """Return the labels by which alone some jobs differ: dotted names, of mappings with the key.
-
-    Raises:
-        UserError: one of them configures the command.
-    """
+    """Return the labels by which alone some jobs differ: dotted names, of mappings with the key."""
     first: dict[Path, Job] = {}
     names: set[str] = set()
     for job in jobs:
@@ -337,11 +308,7 @@ def swept_labels(jobs: Sequence[Job]) -> list[str]:
 
 
 def check_swept(names: Iterable[str]) -> list[str]:
-    """Return labels that are axes, in order.
-
-    Raises:
-        UserError: one of them configures the command.
-    """
+    """Return labels that are axes, in order."""
     for name in names:
         if name in OF_THE_COMMAND:
             raise UserError(

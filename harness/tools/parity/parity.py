@@ -200,11 +200,7 @@ class LayoutComparer:
     """Traces of one process by job id; only of the last few jobs, because gradients take memory."""
 
     def verdict(self, name: str, job: Job) -> Verdict:
-        """Compare one layout; with several ``comparisons``, return the worst result.
-
-        Raises:
-            RankFailed: a rank failed.
-        """
+        """Compare one layout; with several ``comparisons``, return the worst result."""
         verdicts = [self._compare(name, each) for each in comparisons(job)]
         return min(verdicts, key=lambda verdict: (verdict.passed, -verdict.gradient))
 
@@ -362,11 +358,7 @@ def line(verdict: Verdict) -> str:
 def compose_layouts(
     config: ParityConfig, overrides: list[str], *, has_experts: bool = False
 ) -> dict[str, tuple[int, Job]]:
-    """Compose the chosen layouts as jobs with the same numerics: name -> (ranks, job).
-
-    Raises:
-        ConfigError: a name is not in the matrix, or a layout changes the numerics.
-    """
+    """Compose the chosen layouts as jobs with the same numerics: name -> (ranks, job)."""
     matrix = config.matrix | (config.expert_matrix if has_experts else {})
     for name in config.layouts:
         if name not in matrix:

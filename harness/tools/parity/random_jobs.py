@@ -10,10 +10,10 @@ import random
 from collections.abc import Sequence
 
 from harness.compose.composer import Composer
-from harness.config.blocks import MODES
 from harness.config.job import Job
 from harness.config.parallelism import AXES, CP_METHODS, CP_ROTATE_METHODS, RESHARD
 from harness.config.pipeline import SCHEDULES
+from harness.config.training import MODES
 from harness.launch.begin import require_vocabulary
 from harness.util.errors import ConfigError, UserError
 
@@ -40,9 +40,6 @@ def random_job(composer: Composer, seed: int, ranks: int, fixed: Sequence[str]) 
 
     Returns:
         The overrides, and the job that they compose.
-
-    Raises:
-        UserError: no sample is valid together with the fixed overrides.
     """
     generator = random.Random(seed)
     # One model for all samples: composing another takes a fifth of a second.

@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from math import prod
 from typing import Any, TypeVar
 
@@ -356,6 +357,9 @@ class _Cell:
         return index
 
 
+_Round = list[tuple[Unit, _Cell, Matrices]]
+
+
 def planned_update(job: Job, parameters: RankParameters) -> PlannedUpdate | None:
     """Plan the exchanges of an update; None if no optimizer of these tensors exchanges anything.
 
@@ -372,19 +376,15 @@ def planned_update(job: Job, parameters: RankParameters) -> PlannedUpdate | None
             by_settings.setdefault(tensor_settings(job.optimizer, held.spec), []).append(held.spec)
     specs = [each for settings, own in by_settings.items() if KINDS[settings.kind].exchanges for each in own]
     layout = job.parallelism
-    cells = [_cell(layout, spec) for spec in specs]
-    matrices = [
-        Matrices(_matrices(layout, spec), spec.outputs, spec.inputs, cell.holders)
-        for spec, cell in zip(specs, cells, strict=True)
-    ]
-    rounds = assign(matrices)
+    tensors = [_holders(layout, spec) for spec in specs]
+    assigned = assign([of for _, of in tensors])
+    rounds: list[_Round] = [[(unit, *tensors[unit.tensor]) for unit in units] for units in assigned]
     value_bytes = BYTES[job.optimizer.newton_schulz_dtype or job.precision.param_dtype]
     steps = job.optimizer.newton_schulz_steps
     owned: dict[_Cell, Counter[int]] = defaultdict(Counter)
     replicas: dict[_Cell, Counter[tuple[int, ...]]] = defaultdict(Counter)
     shapes: dict[_Cell, dict[int, Counter[tuple[int, int]]]] = defaultdict(lambda: defaultdict(Counter))
-    for unit in (unit for units in rounds for unit in units):
-        cell, of = cells[unit.tensor], matrices[unit.tensor]
+    for unit, cell, of in chain.from_iterable(rounds):
         owned[cell][unit.owner] += unit.count * of.values
         replicas[cell][cell.replica(unit.owner)] += unit.count * of.values
         shapes[cell][unit.owner][min(of.rows, of.columns), max(of.rows, of.columns)] += unit.count
@@ -400,8 +400,8 @@ def planned_update(job: Job, parameters: RankParameters) -> PlannedUpdate | None
             own_shapes += shapes[cell][holder]
         sent = max(sent, values * value_bytes)
         work = max(work, own_shapes, key=lambda found: _flops(found, steps))
-    exchanged = sum(matrices[units[0].tensor].holders > 1 for units in rounds)
-    buffers = _buffers(rounds, matrices, cells, on_cpu=job.cluster.device == "cpu")
+    exchanged = sum(units[0][2].holders > 1 for units in rounds)
+    buffers = _buffers(rounds, on_cpu=job.cluster.device == "cpu")
     return PlannedUpdate(work, _flops(work, steps), sent, 2 * exchanged, buffers * value_bytes)
 
 
@@ -409,8 +409,10 @@ def _flops(shapes: Mapping[tuple[int, int], int], steps: int) -> float:
     return sum(count * orthogonalization_flops(*shape, steps) for shape, count in shapes.items())
 
 
-def _cell(layout: ParallelismConfig, spec: TensorSpec) -> _Cell:
-    """The holders of a tensor's matrices (``parallelism/mesh.py``): the axes that do not divide experts."""
+def _holders(layout: ParallelismConfig, spec: TensorSpec) -> tuple[_Cell, Matrices]:
+    """The holders of a tensor's matrices (``parallelism/mesh.py``): the axes that do not divide experts. And
+    the matrices that they share."""
+    count = 1
     sizes = {"dp_replicate": layout.dp_replicate, "shard": layout.parameter_shards, "tp": layout.tp}
     replicated = ("dp_replicate",) if tp_of(layout, spec) == layout.tp else ("dp_replicate", "tp")
     if spec.is_expert:
@@ -421,15 +423,9 @@ def _cell(layout: ParallelismConfig, spec: TensorSpec) -> _Cell:
             "expert_tp": layout.tp if layout.splits_experts else 1,
         }
         replicated = ("dp_replicate",)
-    return _Cell(tuple(sizes), tuple(sizes.values()), replicated)
-
-
-def _matrices(layout: ParallelismConfig, spec: TensorSpec) -> int:
-    """Number of a tensor's matrices that the ranks of a cell share."""
-    if not spec.is_expert:
-        return 1
-    by_expert = layout.expert_shard_dim(spec.experts) == 0
-    return spec.experts // layout.ep // (layout.expert_shards if by_expert else 1)
+        count = spec.experts // layout.ep // (layout.expert_shards if by_expert else 1)
+    cell = _Cell(tuple(sizes), tuple(sizes.values()), replicated)
+    return cell, Matrices(count, spec.outputs, spec.inputs, cell.holders)
 
 
 def _ranks(layout: ParallelismConfig) -> list[dict[str, int]]:
@@ -449,14 +445,12 @@ def _coordinates(axes: Sequence[str], sizes: Sequence[int], index: int) -> dict[
     return found
 
 
-def _buffers(
-    rounds: Sequence[Sequence[Unit]], matrices: Sequence[Matrices], cells: Sequence[_Cell], *, on_cpu: bool
-) -> float:
+def _buffers(rounds: list[_Round], *, on_cpu: bool) -> float:
     """Most values of temporary tensors on the first rank of each cell (``optimizer/muon.py``, ``step``).
 
     While a round is orthogonalized, the pieces of the next one arrive and those of the one before return.
     """
-    first = [_RoundValues(units, matrices, cells, on_cpu=on_cpu) for units in rounds]
+    first = [_RoundValues(units, on_cpu=on_cpu) for units in rounds]
     exchanged = [each for each in first if each.holders > 1]
     peak = max((each.iterating for each in first if each.holders == 1), default=0.0)
     peak += exchanged[0].arriving if exchanged else 0.0
@@ -469,19 +463,11 @@ def _buffers(
 class _RoundValues:
     """Numbers of values of a round's temporary tensors on the first rank of each cell."""
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        matrices: Sequence[Matrices],
-        cells: Sequence[_Cell],
-        *,
-        on_cpu: bool,
-    ) -> None:
-        self.holders = matrices[units[0].tensor].holders
+    def __init__(self, units: _Round, *, on_cpu: bool) -> None:
+        self.holders = units[0][2].holders
         self.owned = self.arriving = self.returning = 0.0
-        together: dict[object, list[Unit]] = defaultdict(list)
-        for unit in units:
-            cell, of = cells[unit.tensor], matrices[unit.tensor]
+        together = Counter[tuple[int, int]]()
+        for unit, cell, of in units:
             size = float(unit.count * of.values)
             if cell.replica(unit.owner) == cell.replica(0):
                 self.arriving += size / cell.shards
@@ -490,12 +476,9 @@ class _RoundValues:
                 self.owned += size
                 self.arriving += size
                 self.returning += size * cell.replicas
-                together[unit if on_cpu else (of.rows, of.columns)].append(unit)
+                # A CPU iterates on one matrix after the other.
+                together[of.rows, of.columns] += 0 if on_cpu else unit.count
         largest = 0.0
-        for group in together.values():
-            of = matrices[group[0].tensor]
-            # A CPU iterates on one matrix after the other.
-            count = 1 if on_cpu else sum(unit.count for unit in group)
-            grams = 2 * min(of.rows, of.columns) ** 2
-            largest = max(largest, count * (of.values + grams))
+        for (rows, columns), count in together.items():
+            largest = max(largest, max(1, count) * (rows * columns + 2 * min(rows, columns) ** 2))
         self.iterating = self.owned + largest

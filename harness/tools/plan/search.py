@@ -31,14 +31,13 @@ from harness.tools.plan.order import fullest, passes_of_rank
 from harness.tools.plan.parameters import RankParameters, parameters_of
 from harness.tools.plan.plan import PARTS, Action, Plan
 from harness.tools.plan.render import mesh_of
-from harness.tools.plan.space import MODES, Legality, Point, Space
+from harness.tools.plan.space import MODES, Key, Legality, Point, Space
 from harness.util.errors import ConfigError, UserError
 from harness.util.hardware import ACCELERATORS, Accelerator
 from harness.util.tables import gib
 
 MOST_POINTS = 1_000_000
 """Limit of a search: a few minutes."""
-Key = tuple[Any, ...]
 Made = TypeVar("Made")
 
 
@@ -187,7 +186,8 @@ class Search:
                 dropped.append(point)
                 continue
             # With all else equal, larger microbatches and less recomputation never take less memory.
-            saved, too_large = _saved(point), known[point.placement]
+            too_large = known[point.placement]
+            saved = -MODES.index(point.mode) if point.mode in MODES else 0
             lacks = (short for rows, less, short in too_large if rows <= point.rows and less <= saved)
             if (shortfall := next(lacks, 0.0)) == 0.0:
                 shortfall, new = self._plan(point, memory)
@@ -242,11 +242,6 @@ class Search:
         insort(self.best, new, key=lambda candidate: candidate.order)
         self.best, slower = self.best[: self.top], self.best[self.top :]
         return slower
-
-
-def _saved(point: Point) -> int:
-    """Order of an activation checkpointing mode: a higher value saves more activations."""
-    return -MODES.index(point.mode) if point.mode in MODES else 0
 
 
 class _Once:
@@ -355,7 +350,7 @@ def _first_ranks(job: Job) -> range:
 
 KNOWN = ("compute", "tp", "cp", "ep")
 """Parts of a step's time that come from single blocks."""
-Load = tuple[float, ...]
+Load = Sequence[float]
 """Seconds of one microbatch in a part of the model: forward, backward, and both by ``KNOWN``."""
 Held = tuple[tuple[Any, int], ...]
 """Kinds of blocks, the embedding and the head, each with its number."""
@@ -468,12 +463,11 @@ class TimeBounds(_Once):
     def _pipeline(self, layout: ParallelismConfig) -> tuple[list[Held], list[list[int]]]:
         """What each stage holds, and the stages of each rank."""
         n_layers = self._base.model.n_layers
-        stages = [Counter(map(self._kind, names)) for names in split_modules(layout, n_layers)]
+        parts = {f"layers.{layer}": kind for layer, kind in enumerate(self._kinds)}
+        modules = split_modules(layout, n_layers)
+        stages = [Counter(parts.get(name, name) for name in names) for names in modules]
         # The lists of modules do not name the block of multi-token prediction.
         stages[-1].update(self._kinds[n_layers:])
+        # The time of the last norm is negligible.
         held = [tuple((of, count) for of, count in stage.items() if of != "norm") for stage in stages]
         return held, [stages_of_rank(layout, n_layers, rank) for rank in range(layout.pp)]
-
-    def _kind(self, name: str) -> Any:
-        """The kind of a block; of another module its name. The time of the last norm is negligible."""
-        return self._kinds[int(name.removeprefix("layers."))] if name.startswith("layers.") else name

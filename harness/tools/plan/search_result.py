@@ -122,9 +122,10 @@ def _losers(found: Search) -> str:
 def found_as_dict(found: Search) -> dict[str, Any]:
     """The result of a search as plain containers, for JSON."""
     base = found.space.base.parallelism
-    best = [{"overrides": each.point.overrides(base), "plan": as_dict(each.plan)} for each in found.best]
-    for each in best:
-        del each["plan"]["speed"]["timeline"]
+    plans = [as_dict(each.plan) for each in found.best]
+    for plan in plans:
+        del plan["speed"]["timeline"]
+    typed = [each.point.overrides(base) for each in found.best]
     closest = None
     if found.closest is not None:
         closest = {"lacks": found.closest[0], "overrides": found.closest[1].overrides(base)}
@@ -136,7 +137,7 @@ def found_as_dict(found: Search) -> dict[str, Any]:
         "seconds": found.seconds,
         "kept": sorted(found.space.typed),
         "alike": _alike(found),
-        "best": best,
+        "best": [{"overrides": own, "plan": plan} for own, plan in zip(typed, plans, strict=True)],
         "lost": {
             "illegal": dict(found.illegal.most_common()),
             "too_large": found.too_large,

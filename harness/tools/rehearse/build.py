@@ -55,11 +55,7 @@ def cuda_version() -> str | None:
 
 
 def library() -> Path:
-    """Return the folder of the stand-in libraries for the installed torch; build them if needed.
-
-    Raises:
-        UserError: torch was built without CUDA, or a compiler or a header is missing.
-    """
+    """Return the folder of the stand-in libraries for the installed torch; build them if needed."""
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     require_build()
     folder = caches / "harness" / "rehearse" / _digest()

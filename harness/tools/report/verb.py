@@ -12,9 +12,9 @@ from harness.launch.rows import KEPT, Row, keep, load
 from harness.launch.sweep.registry import FILE as SWEEP
 from harness.launch.sweep.study import StudyRecord
 from harness.tools.report import experiment
+from harness.tools.report.experiment import CALIBRATION, calibration_of, with_predictions
 from harness.tools.report.fits import fits_of, report_fits
 from harness.tools.report.phases import report_phases
-from harness.tools.report.predict import CALIBRATION, calibration_of, with_predictions
 from harness.tools.report.runs import report_published, report_runs
 from harness.util.errors import UserError
 from harness.util.tables import Document, Table, to_markdown

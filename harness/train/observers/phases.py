@@ -25,11 +25,7 @@ WITH_SPANS = 5
 
 
 class PhaseLog(Observer):
-    """The phases of this rank, from the first step on.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """The phases of this rank, from the first step on."""
 
     metrics = (
         Metric("slow_ranks", "count", "Ranks that compute longer than others.", "`profiling.phases=true`"),

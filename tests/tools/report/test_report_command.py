@@ -22,7 +22,7 @@ from harness.launch.rows import KEPT, as_planned, keep
 from harness.metrics.window import THROUGHPUT
 from harness.tools.plan.constants import Calibration, Constants
 from harness.tools.report import experiment, published
-from harness.tools.report.predict import CALIBRATION, calibration_of, with_predictions
+from harness.tools.report.experiment import CALIBRATION, calibration_of, with_predictions
 from harness.tools.report.verb import VERB
 from harness.util.encoding import flatten
 

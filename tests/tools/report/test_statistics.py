@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from harness.tools.report.predict import delta
+from harness.tools.report.experiment import delta
 from harness.tools.report.published import Recipe
 from harness.tools.report.runs import effects, errors_in_words, spearman
 
