@@ -99,11 +99,7 @@ class CommandLine(argparse.Namespace):
         return [f"--{name.replace('_', '-')}" for name in SHOWS if getattr(self, name) not in (None, False)]
 
     def validate_flags_of_job(self) -> None:
-        """Check which of JOB_FLAGS can be combined, and the values that argparse does not check.
-
-        Raises:
-            UserError: naming the flag.
-        """
+        """Check which of JOB_FLAGS can be combined, and the values that argparse does not check."""
         given = [each.names[-1] for each in JOB_FLAGS if getattr(self, each.name) not in (None, False)]
         if len(self.shown) > 1:
             first, second, *_ = self.shown
@@ -120,11 +116,6 @@ class Parser(argparse.ArgumentParser):
     """A parser of flags that are typed in full; its errors are one line, like those of overrides."""
 
     def parse_line(self, arguments: Sequence[str], *, takes_overrides: bool) -> CommandLine:
-        """Parse the arguments after the name of a verb.
-
-        Raises:
-            UserError: an unknown flag or argument, or an invalid value of a flag.
-        """
         line, rest = self.parse_known_args(arguments, CommandLine())
         for each in rest:
             if each.startswith("-"):
@@ -142,7 +133,6 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{typed}: no such flag; {works}")
 
     def _flags(self) -> Iterator[str]:
-        """Names of all flags, also those of subcommands."""
         yield from self._option_string_actions
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
@@ -150,11 +140,9 @@ class Parser(argparse.ArgumentParser):
                     yield from parser._flags()
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
-        """Return the flags that an abbreviation can stand for: none."""
         return []
 
     def error(self, message: str) -> NoReturn:
-        """Raise UserError instead of printing the usage."""
         about = re.fullmatch(r"argument ([^:]+): (.+)", message, re.DOTALL)
         name, problem = (about[1].split("/")[-1], about[2]) if about else ("", message)
         choice = re.fullmatch(r"invalid choice: '(.*)' \(choose from (.*)\)", problem, re.DOTALL)
@@ -172,7 +160,6 @@ class Parser(argparse.ArgumentParser):
 
 
 def show(line: CommandLine, parser: Parser, *, config_name: str, schema: type) -> int:
-    """Show a job as the flags of the command line say; return the exit code."""
     check_overrides(line.overrides, schema)
     if line.help:
         text = help_text(line.overrides, parser, config_name=config_name, schema=schema)
@@ -198,19 +185,7 @@ def shown_config(
     config_name: str = "train",
     schema: type = Job,
 ) -> str:
-    """Return the composed configuration as YAML, before it becomes a job.
-
-    Args:
-        overrides: checked.
-        kind: ``job``, ``hydra`` (Hydra's own part) or ``all``.
-        package: dotted name of the part to show.
-        resolve: whether to replace ``${...}`` by values.
-        config_name: the primary config.
-        schema: dataclass of the job.
-
-    Raises:
-        UserError: the configuration cannot be composed, or has no such part.
-    """
+    """Return the composed configuration as YAML, before it becomes a job."""
     from omegaconf import OmegaConf
 
     composer = Composer(config_name, schema)
@@ -260,7 +235,6 @@ def help_text(overrides: list[str], parser: Parser, *, config_name: str, schema:
 
 
 def _options_of_entries(config: Any) -> Iterator[tuple[str, type]]:
-    """Yield the fields with options of the chosen entries of tables, each with the options' dataclass."""
     from omegaconf import OmegaConf
 
     from harness.config.cluster import CLUSTERS
@@ -286,7 +260,6 @@ def _options_of_entries(config: Any) -> Iterator[tuple[str, type]]:
 
 
 def _with_rules(shown: str, rules: dict[str, str]) -> str:
-    """Add every field's rule to its line of YAML, as a comment."""
     lines: list[str] = []
     path: list[str] = []
     for line in shown.splitlines():

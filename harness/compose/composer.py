@@ -1,4 +1,4 @@
-"""Compose a typed, validated job from command-line overrides.
+"""Compose a typed, validated job from command-line overrides, and the points of ``-m``.
 
 Overrides are checked against the dataclasses before Hydra is imported, so that every typo gets the same
 one-line error. Hydra says which files a job is made of; they and the values on the command line are merged
@@ -98,18 +98,17 @@ class Composer:
     def point(self, overrides: list[str]) -> Any:
         """Compose one job from overrides that are already checked."""
         overrides = with_one_length(overrides)
-        config = self.config(overrides, resolve=True)
+        config, _, missing = self._merged(overrides, resolve=True)
         path = config.get("model", {}).get("path")
         if path not in (None, UNSET, self._source_of_model(overrides)[1]):
             rule = "is read only together with model=from_config"
             raise ConfigError("model.path", path, rule, f"model=from_config model.path={path}")
-        missing = sorted(name for values, key, name in special_texts(config) if values[key] == UNSET)
         try:
             job = from_dict(self.schema, config, unset=UNSET)
         except ConfigError as error:
             raise self._with_file(error, overrides) from None
         if missing:
-            raise UserError(MISSING.format(", ".join(missing)))
+            raise UserError(MISSING.format(", ".join(sorted(missing))))
         # A verb's job may resolve itself in another way.
         own = getattr(job, "resolve", None)
         return (own or partial(resolve, job))(launched_ranks=launched_ranks())
@@ -143,7 +142,6 @@ class Composer:
         return dict((settings.get("sweeper") or {}).get("params") or {})
 
     def settings(self, overrides: Iterable[str]) -> Any:
-        """Return the settings of Hydra itself, which ``--cfg hydra`` shows."""
         from hydra.types import RunMode
 
         choices, values = self._split(overrides)
@@ -154,8 +152,10 @@ class Composer:
         except Exception as error:
             raise to_user_error(error) from error
 
-    def _merged(self, overrides: Iterable[str], *, resolve: bool = False) -> tuple[dict[str, Any], Any]:
-        """Return a new config, and its settings of Hydra."""
+    def _merged(
+        self, overrides: Iterable[str], *, resolve: bool = False
+    ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+        """Return a new config, its settings of Hydra, and the fields that must be given."""
         overrides = list(overrides)
         try:
             choices, values = self._split(overrides)
@@ -171,16 +171,18 @@ class Composer:
             for each in values:
                 apply_value(in_file if each.is_hydra_override() else config, each)
             changed = {each.key_or_group.partition(".")[0] for each in values}
+            texts = list(special_texts(config))
+            missing = [name for values, key, name in texts if values[key] == UNSET]
             if resolve:
-                changed |= {name.partition(".")[0] for _, _, name in special_texts(config)}
-                config = resolve_references(config)
+                changed |= {name.partition(".")[0] for _, _, name in texts}
+                config = resolve_references(config, texts)
         except UserError:
             raise
         except Exception as error:
             raise to_user_error(error) from error
         for name in changed & config.keys():
             config[name] = with_types(config[name], type_hints(self.schema).get(name, Any))
-        return config, in_file["hydra"]
+        return config, in_file["hydra"], missing
 
     def _split(self, overrides: Iterable[str]) -> tuple[list[str], list[Any]]:
         """Separate the overrides that choose files from those that set values, which it parses."""
@@ -230,11 +232,6 @@ class Composer:
         return "model.path", None
 
     def _model(self, overrides: list[str]) -> dict[str, Any]:
-        """Return the values of ``model=from_config``.
-
-        Raises:
-            UserError: config.json does not describe a valid model.
-        """
         from harness.weights.config_json import model_node
         from harness.weights.detect import recorded_model
 
@@ -246,7 +243,6 @@ class Composer:
 
 
 def sweep_error(parsed: Any) -> UserError:
-    """Return the error for several values where one job is composed."""
     from hydra.core.override_parser.types import ValueType
 
     typed, works = str(parsed.input_line), "-m, which runs one job for each value"
@@ -268,11 +264,7 @@ class Composed:
 
 
 def require_one_point(overrides: list[str], config_name: str, schema: type, *, can_sweep: bool) -> None:
-    """Refuse ``sweep=optuna``, and a sweep in the job's files without a choice of one of its points.
-
-    Raises:
-        UserError: naming the sweep, or the open axes.
-    """
+    """Refuse ``sweep=optuna``, and a sweep in the job's files without a choice of one of its points."""
     if "sweep=optuna" in overrides:
         works = "-m" if can_sweep else "python -m harness.train -m"
         raise UserError(f"sweep=optuna: is for several jobs; would work: {works}")
@@ -300,3 +292,156 @@ def option_values(group: str) -> dict[str, dict[str, Any]]:
     files = {option: config_folders().find(f"{group}/{option}") for option in options_of(group)}
     loaded = {option: OmegaConf.load(file) for option, file in files.items() if file is not None}
     return {option: cast("dict[str, Any]", OmegaConf.to_container(of)) for option, of in loaded.items()}
+
+
+SETTINGS = "sweep."
+"""Prefix of the settings of a sweep whose points are chosen by their results, such as ``sweep.n_trials``."""
+
+
+def chooses_points(overrides: Iterable[str], *, config_name: str = "train", schema: type = Job) -> bool:
+    """Whether points are chosen by their results, as with ``sweep=optuna``: a ``sweep.NAME`` is given."""
+    overrides = list(overrides)
+    if any(each.startswith(SETTINGS) for each in overrides):
+        return True
+    with search_path(overrides, config_name) as overrides:
+        check_overrides(overrides, schema)
+        composer = Composer(config_name, schema)
+        params = composer.axes(with_one_value(composer, overrides))
+    return any(name.startswith(SETTINGS) for name in params)
+
+
+@dataclass(frozen=True)
+class Space:
+    """Axes of which points are chosen.
+
+    Attributes:
+        settings: values of ``sweep.NAME``, by NAME.
+        axes: parsed by Hydra, by name of the field or group.
+        fixed: overrides of all points.
+    """
+
+    settings: dict[str, Any]
+    axes: dict[str, Any]
+    fixed: list[str]
+
+
+def read_space(composer: Composer, overrides: Iterable[str]) -> Space:
+    """Read the axes and settings of a command line and of the files that it names.
+
+    Raises:
+        UserError: an override is wrong, or the points are listed.
+    """
+    overrides = list(overrides)
+    typed = [each for each in overrides if not each.startswith(SETTINGS)]
+    check_overrides(typed, composer.schema)
+    params = composer.axes(with_one_value(composer, typed))
+    if POINTS in params:
+        rule = "is a list of points, so there is nothing to choose"
+        raise UserError(f"{AXES}.{POINTS}: {rule}; would work: a sweep without {SETTINGS}NAME")
+    in_files = [f"{name}={'null' if value is None else value}" for name, value in params.items()]
+    given = [each for each in overrides if each.startswith(SETTINGS)]
+    space = Space({}, {}, [])
+    settings: dict[str, Any] = {"sweep": {}}
+    for each in composer.parsed([*in_files, *typed, *given]):
+        name = each.get_key_element()
+        if name.startswith(SETTINGS) and each.is_sweep_override():
+            raise UserError(f"{each.input_line}: a setting of the sweep has one value, or a list in [ ]")
+        if name.startswith(SETTINGS):
+            apply_value(settings, each)
+        elif each.is_sweep_override():
+            space.axes[name] = each
+        elif str(each.input_line) != "sweep=optuna":
+            space.axes.pop(name, None)
+            space.fixed.append(str(each.input_line))
+    try:
+        space.settings.update(resolve_references(settings, list(special_texts(settings)))["sweep"])
+    except Exception as error:
+        raise to_user_error(error) from error
+    return space
+
+
+def compose_points(
+    overrides: Iterable[str],
+    *,
+    config_name: str = "train",
+    schema: type = Job,
+    show: Callable[[int, int], None] = lambda done, points: None,
+) -> list[Composed]:
+    """Compose every point of a multirun, in the order of Hydra's own sweeper.
+
+    Args:
+        overrides: as typed; comma-separated values of one field are an axis.
+        config_name: the primary config.
+        schema: dataclass of the jobs.
+        show: called with the number of composed points and of all points.
+
+    Raises:
+        UserError: the overrides are wrong for every point.
+    """
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+
+    points = []
+    with search_path(overrides, config_name) as overrides:
+        check_overrides(overrides, schema)
+        composer = Composer(config_name, schema)
+        # The points have the search path as it is written here, and not as the sweeper would.
+        searched = [each for each in overrides if sets_search_path(each)]
+        typed = [each for each in overrides if each not in searched]
+
+        def read(overrides: list[str]) -> list[Any]:
+            parsed: list[Any] = composer.parsed(overrides)
+            check_axes(parsed)
+            return parsed
+
+        params = composer.axes(with_one_value(composer, typed))
+        listed = _listed_points(params.pop(POINTS, ""), schema)
+        axes = [f"{name}={values}" for name, values in params.items()]
+        try:
+            spelled = [
+                [*searched, *point]
+                for own in listed or [[]]
+                for point in BasicSweeper.split_arguments(read([*axes, *own, *typed]), None)[0]
+            ]
+        except UserError:
+            raise
+        except Exception as error:
+            raise to_user_error(error) from error
+        for done, point in enumerate(spelled, start=1):
+            points.append(composer.point_of_sweep(point))
+            show(done, len(spelled))
+    return points
+
+
+def with_one_value(composer: Composer, typed: list[str]) -> list[str]:
+    """Return the overrides that are no axes; without the model's config, which no sweep depends on."""
+    once = [str(each.input_line) for each in composer.parsed(typed) if not each.is_sweep_override()]
+    return [each for each in once if typed_value([each], "model") != FROM_CONFIG]
+
+
+def _listed_points(text: str, schema: type) -> list[list[str]]:
+    lines = [line.split() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
+    for line in lines:
+        check_overrides(line, schema)
+    return lines
+
+
+WORKS = "values separated by commas, range(START,STOP,STEP), or glob(PATTERN) for options of a group"
+
+
+def check_axes(parsed: Iterable[Any]) -> None:
+    """Refuse axes without points for a grid."""
+    from hydra.core.override_parser.types import Glob, RangeSweep
+
+    for each in parsed:
+        if not each.is_sweep_override():
+            continue
+        typed, name, value = str(each.input_line), each.key_or_group, each.value()
+        if each.is_interval_sweep():
+            raise UserError(f"{typed}: {INTERVAL}; would work: {WORKS}")
+        if isinstance(value, Glob) and name not in groups():
+            rule = f"glob() chooses options of a group, and {name} is a field"
+            raise UserError(f"{typed}: {rule}; would work: values separated by commas")
+        if isinstance(value, RangeSweep) and value.step == 0:
+            raise UserError(f"{typed}: the step of a range must not be 0; would work: {WORKS}")
+        if next(each.sweep_iterator(), None) is None:
+            raise UserError(f"{typed}: an axis without values; would work: {WORKS}")

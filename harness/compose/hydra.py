@@ -81,7 +81,6 @@ class Hydra:
         self._composed: dict[Any, dict[str, Any]] = {}
 
     def parse(self, override: str) -> Any:
-        """Parse an override as typed."""
         if override not in self._parsed:
             [self._parsed[override]] = self.parser.parse_overrides([with_quotes(override)])
         return self._parsed[override]
@@ -89,14 +88,7 @@ class Hydra:
     def layers(
         self, primary: str, choices: tuple[str, ...], schema: type, model: Callable[[], dict[str, Any]]
     ) -> Iterator[Layer]:
-        """Yield the files of a job, later ones win.
-
-        Args:
-            primary: name of the primary config.
-            choices: overrides that choose options of groups.
-            schema: dataclass of the job.
-            model: returns the values of ``model=from_config``.
-        """
+        """Yield the files of a job, later ones win."""
         from hydra._internal.defaults_list import create_defaults_list
 
         if (primary, choices) not in self._layers:
@@ -168,7 +160,6 @@ def plain_defaults(kind: type) -> dict[str, Any]:
 
 
 def copied(value: Any) -> Any:
-    """Copy dictionaries and lists."""
     if isinstance(value, dict):
         return {key: copied(each) for key, each in value.items()}
     return [copied(each) for each in value] if isinstance(value, list | tuple) else value
@@ -213,14 +204,10 @@ def _element(values: list[Any], index: str, typed: str) -> Any:
     return values[int(index)]
 
 
-def resolve_references(config: dict[str, Any]) -> dict[str, Any]:
-    """Replace ``${...}`` by values, unless they refer to a value that must be given.
-
-    Raises:
-        OmegaConfBaseException: a reference cannot be resolved.
-    """
+def resolve_references(config: dict[str, Any], texts: Iterable[tuple[Any, Any, str]]) -> dict[str, Any]:
+    """Replace ``${...}`` by values, unless they refer to a value that must be given."""
     rest = False
-    for values, key, name in list(special_texts(config)):
+    for values, key, name in texts:
         # Last, so that the error of a wrong value is that of the field that is referred to.
         top = name.partition(".")[0]
         config[top] = config.pop(top)
@@ -298,7 +285,6 @@ SHADOWED_SHOWN = 3
 
 
 def sets_search_path(override: str) -> bool:
-    """Whether an override sets the search path."""
     match = OVERRIDE.match(override)
     return match is not None and match["key"] == SETTING
 
@@ -360,7 +346,6 @@ def shadowed() -> str:
 
 
 def _entries(override: str) -> list[str]:
-    """Return the elements of a typed search path."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     try:
@@ -373,7 +358,6 @@ def _entries(override: str) -> list[str]:
 
 
 def _of_primary(name: str, added: Sequence[Path]) -> list[str]:
-    """Return the search path in a primary config."""
     folders = ConfigFolders((Path(conf_dir()), *added, *folders_of_packages()), {})
     file = folders.find(name)
     if file is None:
@@ -407,7 +391,6 @@ def _texts(value: Any, source: str) -> list[str]:
 
 
 def _folder(entry: str, source: str) -> Path:
-    """Return the folder of an element, as an absolute path."""
     scheme, _, name = entry.rpartition("://")
     shown = f"{source}={entry}" if source == FLAG else f"{source}=[{entry}]"
     if scheme == "pkg":

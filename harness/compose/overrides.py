@@ -51,11 +51,6 @@ _NON_ASCII = re.compile(
 
 
 def check_setting(key: str, shown: str) -> None:
-    """Refuse a setting of Hydra that would have no effect.
-
-    Raises:
-        UserError: beginning with ``shown``.
-    """
     if not any(f"{key}.".startswith(f"{each}.") for each in HONOURED):
         works = f"{', '.join(HONOURED)}, sweep=optuna, and the fields and flags that --help lists"
         raise UserError(f"{shown}: has no effect, because Hydra only composes here; would work: {works}")
@@ -67,11 +62,7 @@ def groups() -> dict[str, tuple[Path, ...]]:
 
 
 def check_overrides(overrides: Iterable[str], schema: type = Job) -> None:
-    """Reject overrides of unknown groups, options or fields, before Hydra is imported.
-
-    Raises:
-        UserError: with a suggestion.
-    """
+    """Reject overrides of unknown groups, options or fields, before Hydra is imported."""
     # A verb without a training job has fields only.
     known_groups = groups() if issubclass(schema, Job) else {}
     overrides = list(overrides)
@@ -155,7 +146,6 @@ def with_one_length(overrides: list[str]) -> list[str]:
 
 
 def options_of(group: str) -> list[str]:
-    """Options of a group: its YAML files."""
     return sorted(
         {
             str(path.relative_to(folder))[: -len(".yaml")]
@@ -172,7 +162,6 @@ def own_groups() -> set[str]:
 
 
 def _check_options(group: str, value: str) -> None:
-    """Reject unknown options of a group. Sweep functions such as ``glob(...)`` are left to Hydra."""
     options = [*options_of(group), *([FROM_CONFIG] if group == "model" else [])]
     if value.strip().startswith("[") and group not in LISTED:
         rule = "a group takes one option; would work:"
@@ -188,7 +177,6 @@ def _check_options(group: str, value: str) -> None:
 
 
 def _check_field(key: str, value: str | None, schema: type, groups: list[str], sign: str | None) -> None:
-    """Reject an unknown field, and signs that a field does not take."""
     prefix, current = "", schema
     names = key.split(".")
     for depth, name in enumerate(names):
@@ -211,7 +199,6 @@ def _check_field(key: str, value: str | None, schema: type, groups: list[str], s
 
 
 def _namesakes(schema: type, name: str, prefix: str = "") -> list[str]:
-    """Dotted names of all fields called ``name``."""
     found = []
     for field, inner in fields_of(schema).items():
         found += [prefix + field] if field == name else []
@@ -308,7 +295,6 @@ def to_user_error(error: BaseException) -> UserError:
 
 
 def _marked(error: Any) -> str:
-    """Describe the position and problem of invalid YAML."""
     mark = error.problem_mark or error.context_mark
     if mark is None:
         return str(error.problem or error.context)
@@ -318,7 +304,6 @@ def _marked(error: Any) -> str:
 
 
 def _file_with(text: str | None) -> str:
-    """Find the file of conf/ with this text."""
     for path in _files_of_conf():
         with contextlib.suppress(OSError, ValueError):
             if text is not None and path.read_text(encoding="utf-8") == text.rstrip("\0"):
@@ -338,7 +323,6 @@ def _unreadable_file() -> str:
 
 
 def _files_of_conf() -> Iterator[Path]:
-    """All YAML files of configurations, also in linked folders."""
     folders = config_folders()
     yield from (file for path in folders.paths for file in sorted(path.glob("*.yaml")))
     for group in (each for groups in folders.groups.values() for each in groups):
@@ -353,5 +337,4 @@ def _lines(error: BaseException) -> list[str]:
 
 
 def _after(text: str, start: str, end: str) -> str:
-    """Text between two markers; empty if the first is missing."""
     return text.split(start, 1)[1].split(end, 1)[0] if start in text else ""

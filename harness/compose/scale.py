@@ -29,17 +29,7 @@ def apply_scale(
     training: TrainingConfig,
     optimizer: OptimizerConfig,
 ) -> tuple[ModelConfig, TrainingConfig, OptimizerConfig]:
-    """Return the parts of a job with the values that follow from these fields, but for the warm-up.
-
-    Args:
-        scale: the fields.
-        model: the resolved model.
-        training: its length may be given by tokens or steps.
-        optimizer: its learning rate may be replaced.
-
-    Raises:
-        ConfigError: the fields contradict each other or the job, or no model has the size.
-    """
+    """Return the parts of a job with the values that follow from these fields, but for the warm-up."""
     _validate(scale, training)
     before = count(model, scale.counted)
     model = _sized(scale, model, training.seq_len)
@@ -123,7 +113,6 @@ def _by_step_law(
 
 
 def _rounded(value: float) -> float:
-    """Round to four digits, so that the job is readable."""
     return float(f"{value:.4g}")
 
 
@@ -170,14 +159,6 @@ def resized(model: ModelConfig, parameters: int, counted: str) -> ModelConfig:
     and depth grows with width, because the loss depends weakly on the ratio of the two (arXiv:2001.08361,
     section 3). Among the models within 10 % of the wanted size the one whose dim / n_layers is closest to
     the model's own is chosen; if there is none, the closest in size.
-
-    Args:
-        model: a resolved model, whose proportions are kept.
-        parameters: the wanted number.
-        counted: which parameters count, one of ``COUNTED``.
-
-    Raises:
-        ConfigError: no model of these proportions is within a factor 1.5 of the number, or it is above 100T.
     """
     if parameters > LARGEST:
         raise ConfigError("scale.parameters", f"{parameters:,}", "must be at most 100T", "100T")
@@ -227,7 +208,6 @@ def _period(model: ModelConfig) -> int:
 
 
 def _shaped(model: ModelConfig, heads: int, n_layers: int) -> ModelConfig:
-    """Return the model with another number of heads, and of layers."""
     wider = heads / model.n_heads
     made = replace(
         architecture_of(model).at_depth(model, n_layers),

@@ -8,8 +8,7 @@ from datetime import date
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from harness.config.formats import TOKEN_FORMATS
-from harness.config.registry import Choices, Registry
+from harness.config.registry import TOKEN_FORMATS, Choices, Registry
 from harness.util.errors import ConfigError
 
 if TYPE_CHECKING:

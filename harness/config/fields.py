@@ -119,11 +119,7 @@ def with_value(config: Part, name: str, value: Any) -> Part:
 
 
 def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, str, Any]]:
-    """Yield ``(dotted name, role, value)`` of every leaf field of a config dataclass, in order.
-
-    Raises:
-        TypeError: a leaf field has no role.
-    """
+    """Yield ``(dotted name, role, value)`` of every leaf field of a config dataclass, in order."""
     for name, field, value in leaf_fields(config, prefix):
         if "role" not in field.metadata:
             raise TypeError(f"config field {name} has no role (numerics, execution or label)")
@@ -184,7 +180,6 @@ _is_part = functools.cache(dataclasses.is_dataclass)
 
 
 def _element_type(config: Any, name: str) -> Any:
-    """Type of the values of a mapping field; None for other fields."""
     owner: type = type(config)
     hint = type_hints(owner)[name]
     return get_args(hint)[1] if get_origin(hint) is dict else None
@@ -215,10 +210,6 @@ def _range_in_words(rule: Any) -> str:
 
 def check_rules(config: Any, prefix: str = "") -> None:
     """Check the declared rule of every field, and that every number fits into a tensor.
-
-    Args:
-        config: a config dataclass.
-        prefix: dotted name of its parent field, with a trailing dot.
 
     Raises:
         ConfigError: naming the field.
@@ -253,9 +244,6 @@ def check_written(name: str, value: str, kind: str, works: str) -> None:
         value: the path.
         kind: ``file``, ``folder``, or ``path`` for either.
         works: what would work.
-
-    Raises:
-        ConfigError: it is empty, a URL or too long, or something of another kind is there.
     """
     path = Path(os.path.expanduser(value))
     exists, is_folder, problem = os.path.exists, os.path.isdir, ""
@@ -301,7 +289,6 @@ def _breaks(value: Any, rule: Any) -> bool:
 
 
 def _numbers(value: Any) -> list[int | float]:
-    """All numbers in a value."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list):
@@ -399,13 +386,11 @@ def type_hints(cls: type) -> dict[str, Any]:
 
 @functools.cache
 def _inner_classes(cls: type) -> dict[str, Any]:
-    """The dataclass that a field's type is or contains, by field; None without one."""
     found = {name: (hint, *get_args(hint)) for name, hint in type_hints(cls).items()}
     return {name: next(filter(dataclasses.is_dataclass, kinds), None) for name, kinds in found.items()}
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value has the annotated type of its field."""
     if hint is Any:
         return True
     if hint in (bool, int, str):

@@ -243,12 +243,7 @@ class PackedConversations:
 
 
 def first_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """Put each item into the first bin that has room for it, in order; return the bins of the items.
-
-    Args:
-        sizes: sizes of the items, each at most ``capacity``.
-        capacity: size of a bin.
-    """
+    """Put each item into the first bin that has room for it, in order; return the bins of the items."""
     # All bins but one are more than half full, so there are fewer than this. Inner node i of the tree has the
     # largest room of its children 2 i and 2 i + 1. Bins are leaves.
     bins = min(len(sizes), 2 * int(sizes.sum()) // capacity + 1)

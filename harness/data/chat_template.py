@@ -56,7 +56,6 @@ class ChatTemplate:
     """A chat template, and the variables that it can read.
 
     Attributes:
-        text: the template.
         text_with_tools: the template of conversations that have tools.
         variables: special tokens by name (``bos_token``), and data.chat_template_options.
         special: texts of all special tokens.
@@ -116,7 +115,6 @@ class ChatTemplate:
     def _turn(
         self, messages: list[Message], tools: list[Any] | None, index: int, text: str
     ) -> tuple[int, int]:
-        """The range of characters of message ``index`` in the text of all messages."""
         before = self.render(messages[:index], tools, add_generation_prompt=True)
         after = self.render(messages[: index + 1], tools)
         if not text.startswith(before):

@@ -92,9 +92,6 @@ def cut(name: str, length: int, nbytes: int, unit_bytes: int) -> Iterator[Span]:
     """Cut ``length`` bytes, row groups or rows into spans of equal length and about ``unit_bytes``.
 
     Args:
-        name: of the spans.
-        length: bytes, row groups or rows.
-        nbytes: size of all of them.
         unit_bytes: most bytes of a span of several rows.
     """
     step = max(1, length * unit_bytes // max(1, nbytes))
@@ -154,7 +151,6 @@ class Line(NamedTuple):
 
 @functools.cache
 def _lines_before(file: Path, begin: int) -> int:
-    """Number of lines of an uncompressed file that begin before a byte."""
     if not begin:
         return 0
     lines, position = 1, 0

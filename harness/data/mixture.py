@@ -41,7 +41,6 @@ class SourceOrder:
     Args:
         shares: share of every source; they add up to 1.
         block: number of samples that are shuffled together; fewer where the shares change next.
-        seed: seed of the shuffling.
     """
 
     def __init__(self, shares: Shares, *, block: int, seed: int) -> None:
@@ -112,7 +111,6 @@ class SourceOrder:
         self._enter_block(number, self._target.counts)
 
     def _enter_block(self, first: int, counts: list[int]) -> None:
-        """Assign the samples of the block that begins at ``first``; ``counts`` are those before it."""
         changes = (change for change, _ in self._shares if change > first)
         self._first, self._end = first, min([first + self._block, *changes])
         self._counts = list(counts)
@@ -193,11 +191,7 @@ class MixtureLoader(Loader):
     a stream for each row of the global batch; a stream advances when its row draws the source.
 
     Args:
-        order: assigns samples to sources.
-        loaders: loaders of the sources, by name.
         indices: the index of each source in ``Batch.sources_B``.
-        rows: this loader's rows of the largest global batch.
-        sizes: sizes of all steps.
     """
 
     samples_per_epoch = None

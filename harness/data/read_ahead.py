@@ -39,7 +39,6 @@ class ReaderPool:
     """The processes of a rank; the first document that is read starts them. They end with the rank.
 
     Args:
-        readers: the rank's rows.
         processes: how many to start; at most one for each row.
         chunk_tokens: least number of tokens in a chunk.
     """

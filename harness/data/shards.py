@@ -44,8 +44,6 @@ class ShardWriter(ABC):
     """Writes the shards of a folder. A shard is a list of units, which are finished one by one.
 
     Attributes:
-        target: the folder.
-        source_name: name of the source, for messages.
         shards: units of each shard.
     """
 
@@ -174,13 +172,7 @@ def write_manifest(folder: Path, manifest: Any) -> None:
 
 
 def load_manifest(folder: Path, verb: str, noun: str) -> dict[str, Any]:
-    """Read the manifest of a folder.
-
-    Args:
-        folder: the folder.
-        verb: the verb that writes such folders.
-        noun: their name, for messages.
-    """
+    """Read the manifest of a folder."""
     path = folder / MANIFEST
     try:
         found = parse_object(path.read_bytes())

@@ -100,7 +100,6 @@ class LocalFiles:
         return found
 
     def _hint(self) -> str:
-        """Return what to write instead, if a pattern is a folder."""
         for pattern in self._patterns:
             folder = Path(expand(pattern))
             if _is_saved(folder):
@@ -170,7 +169,7 @@ class LocalFiles:
 
     def document_of(self, row: dict[str, Any], where: object) -> str:
         """The document of a row of JSON or parquet; ``where`` is its position for error messages."""
-        return _text_of_row(row, self.config.text_field, where)
+        return text_of_row(row, self.config.text_field, where)
 
     def read_parquet(self, file: Path, span: Span) -> Iterator[str]:
         """Yield the document of each row."""
@@ -195,10 +194,13 @@ class LocalFiles:
                     start = offset - len(line)
                 if line.strip():
                     text = self._decoded(line, where, start)
-                    yield self.document_of(_row_of_line(text, where), where) if text else ""
+                    try:
+                        row = parse_object(text) if text else None
+                    except ValueError as error:
+                        raise DataError(f"{where}: not a JSON object ({error})") from error
+                    yield "" if row is None else self.document_of(row, where)
 
     def _decoded(self, content: bytes, where: object, start: int = 0) -> str:
-        """Decode a document; return an empty string if it is not UTF-8 and skipped."""
         try:
             return content.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -250,14 +252,7 @@ def _glob_to_regex(pattern: str) -> re.Pattern[str]:
     return re.compile("".join(meaning.get(part, re.escape(part)) for part in parts), re.DOTALL)
 
 
-def _row_of_line(line: str, where: object) -> dict[str, Any]:
-    try:
-        return parse_object(line)
-    except ValueError as error:
-        raise DataError(f"{where}: not a JSON object ({error})") from error
-
-
-def _text_of_row(row: dict[str, Any], field: str, where: object) -> str:
+def text_of_row(row: dict[str, Any], field: str, where: object) -> str:
     """Text of a row; null is an empty document."""
     if field not in row:
         raise DataError(f"{where}: no field {field!r} among {named(row)}; set data.text_field")
@@ -301,14 +296,8 @@ class HubTable:
         stats = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
         # A table in memory has no files; its fingerprint identifies its content.
         content = stats or self._table._fingerprint
-        return [
-            "hub",
-            content,
-            self.config.dataset,
-            self.config.subset,
-            self._split,
-            self.config.text_field,
-        ]
+        config = self.config
+        return ["hub", content, config.dataset, config.subset, self._split, config.text_field]
 
     @property
     def reading(self) -> list[Any]:
@@ -330,7 +319,7 @@ class HubTable:
         table = table.select(range(span.begin, len(table) if span.end is None else span.end))
         for batch in table.iter(batch_size=ROWS_PER_READ):
             for text in batch[self.config.text_field]:
-                yield _text_of_row({self.config.text_field: text}, self.config.text_field, self.name)
+                yield text_of_row({self.config.text_field: text}, self.config.text_field, self.name)
 
 
 def open_dataset(config: DataConfig, split: str) -> Any:
@@ -340,12 +329,9 @@ def open_dataset(config: DataConfig, split: str) -> Any:
     try:
         if config.dataset and _is_saved(Path(config.dataset)):
             return _saved_split(config, split)
+        files, streaming = config.data_files or None, config.streaming
         return datasets.load_dataset(
-            config.dataset,
-            config.subset,
-            split=split,
-            streaming=config.streaming,
-            data_files=config.data_files or None,
+            config.dataset, config.subset, split=split, streaming=streaming, data_files=files
         )
     except DataError:
         raise
@@ -357,7 +343,6 @@ def open_dataset(config: DataConfig, split: str) -> Any:
 
 
 def _is_saved(folder: Path) -> bool:
-    """Whether ``save_to_disk`` of `datasets` wrote the folder."""
     return any(os.path.isfile(folder / name) for name in ("dataset_dict.json", "state.json"))
 
 
@@ -381,8 +366,3 @@ def require_column(dataset: Any, field: str, name: str) -> None:
     columns = dataset.column_names
     if columns is not None and field not in columns:
         raise DataError(f"{name}: no column {field!r} among {named(columns)}; set data.text_field")
-
-
-def text_of_example(example: dict[str, Any], field: str, name: str) -> str:
-    """Text of a streamed example; null is an empty document."""
-    return _text_of_row(example, field, name)

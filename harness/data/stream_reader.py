@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from harness.data.samples import random_stream
-from harness.data.sources import text_of_example
+from harness.data.sources import text_of_row
 from harness.data.tokenizer import Tokenizer, with_bos_eos
 from harness.util.errors import DataError
 
@@ -69,7 +69,6 @@ class RowReader:
         row: row of the global batch (j).
         rows: the global batch size (R).
         field: the column with the text.
-        name: name for error messages.
         shuffle_buffer: documents of a block; None keeps the stored order.
     """
 
@@ -125,9 +124,7 @@ class RowReader:
                 part.dataset.load_state_dict(state)
             found = False
             for fields, next_state in self._examples(part.dataset):
-                text = (
-                    text_of_example(fields, self.field, self.name) if example % part.cuts == part.cut else ""
-                )
+                text = text_of_row(fields, self.field, self.name) if example % part.cuts == part.cut else ""
                 if text:
                     found = True
                     where = (
@@ -157,7 +154,6 @@ class RowReader:
 
     @property
     def _cuts(self) -> int:
-        """Parts of each shard."""
         return -(-self.rows // self.dataset.n_shards)
 
     @property

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from harness.config.data import DataConfig
 from harness.config.training import Sizes
 from harness.data.loader import (
     Batch,
@@ -29,7 +28,6 @@ from harness.data.read_ahead import ReaderPool
 from harness.data.samples import IGNORE_INDEX, number_documents
 from harness.data.sources import open_dataset, require_column
 from harness.data.stream_reader import Document, Position, RowReader
-from harness.data.tokenizer import Tokenizer
 from harness.util.errors import DataError
 
 
@@ -37,30 +35,7 @@ def load_hub(reading: Reading) -> Loader:
     """Return the loader of a dataset: with ``data.streaming`` of its streams, else of its documents."""
     if not reading.data.streaming:
         return load_documents(reading)
-    streams = build_streams(
-        reading.data,
-        reading.tokenizer,
-        seq_len=reading.seq_len,
-        global_batch_size=reading.global_batch_size,
-        seed=reading.seed,
-        rows=reading.rows,
-        split=reading.split,
-    )
-    return StreamLoader(streams, reading.rows, reading.sizes)
-
-
-def build_streams(
-    data: DataConfig,
-    tokenizer: Tokenizer,
-    *,
-    seq_len: int,
-    global_batch_size: int,
-    seed: int,
-    rows: range,
-    split: str = "train",
-) -> dict[int, RowStream]:
-    """Build the streams of ``rows``; ``data.workers`` processes read for them all."""
-    validating = split == "validation"
+    data, rows, validating = reading.data, reading.rows, reading.split == "validation"
     if validating:
         data.require_validation()
     part = data.validation_split if validating and data.validation_split else data.split
@@ -70,28 +45,29 @@ def build_streams(
     readers = {
         row: RowReader(
             dataset,
-            tokenizer,
+            reading.tokenizer,
             row=row,
-            rows=global_batch_size,
+            rows=reading.global_batch_size,
             field=data.text_field,
-            name=f"{name}, row {row} of {global_batch_size}",
-            seed=seed,
-            shuffle_buffer=data.shuffle_buffer if data.shuffle and not validating else None,
+            name=f"{name}, row {row} of {reading.global_batch_size}",
+            seed=reading.seed,
+            shuffle_buffer=data.shuffle_buffer if reading.shuffles else None,
         )
         for row in rows
     }
     if data.workers:
-        pool = ReaderPool(readers, data.workers, chunk_tokens=seq_len)
+        pool = ReaderPool(readers, data.workers, chunk_tokens=reading.seq_len)
         readers = {row: pool.reader(row) for row in rows}
-    return {
+    streams = {
         row: RowStream(
             reader,
-            seq_len=seq_len,
+            seq_len=reading.seq_len,
             mask_document_boundary=data.mask_document_boundary,
             number_documents=not data.attend_across_documents,
         )
         for row, reader in readers.items()
     }
+    return StreamLoader(streams, rows, reading.sizes)
 
 
 class RowStream:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from harness.config.formats import TOKEN_FORMATS
+from harness.config.registry import TOKEN_FORMATS
 from harness.util.errors import DataError
 from harness.util.files import require_regular
 
@@ -52,7 +52,6 @@ class Limit:
     """Upper limit of token ids.
 
     Attributes:
-        vocab_size: every id must be smaller.
         rule: the rule that a larger id breaks, and what would work, for the error.
     """
 
@@ -202,9 +201,6 @@ class Opening:
     """How the files of a split are opened.
 
     Attributes:
-        data: the job's data.
-        name: of all files, for errors.
-        limit: of token ids.
         wait_for_all: a barrier over all ranks, for formats that build a token cache (``cache.open_cache``).
         is_builder: whether this rank builds it.
     """

@@ -35,10 +35,7 @@ _PRELOADED = ["harness.train.engine", "harness.train.setup", "harness.data.loade
 
 @dataclass(frozen=True)
 class Failure:
-    """Failure of one rank: its text, with the traceback; kind and message if it is a ``HarnessError``.
-
-    Not every exception can be pickled.
-    """
+    """Failure of one rank as text, with kind and message of a ``HarnessError``: not all can be pickled."""
 
     text: str
     kind: str | None = None

@@ -249,14 +249,21 @@ def _facts(line: str) -> dict[str, str]:
     return dict(part.split("=", 1) for part in line.split() if "=" in part)
 
 
-def requeue(job_id: str) -> None:
-    """Requeue a running job under its id; SLURM ends its processes."""
+def requeue(job_id: str, without: Sequence[str] = ()) -> None:
+    """Requeue a running job under its id, without some nodes; SLURM ends its processes.
+
+    SLURM does not start the job again before its processes have ended, such as this one.
+    """
+    # Read first: SLURM's signal to the job's processes may end a later scontrol.
+    excluded = _with_excluded(job_id, without) if without else None
     try:
         _run("scontrol", "requeue", job_id)
     except SlurmError:
         # SLURM's signal to the job's processes may have ended scontrol after it was obeyed.
         if not is_requeued(job_id):
             raise
+    if excluded is not None:
+        _update(job_id, excluded)
 
 
 def is_requeued(job_id: str) -> bool:
@@ -267,17 +274,6 @@ def is_requeued(job_id: str) -> bool:
 def own_nodes() -> list[str]:
     """Return the nodes of the allocation that this process runs in."""
     return _run("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split()
-
-
-def requeue_without(job_id: str, nodes: Sequence[str]) -> None:
-    """Requeue the job that this process belongs to, and exclude nodes from it.
-
-    SLURM does not start the job again before its processes have ended.
-    """
-    # Read first: SLURM's signal to the job's processes may end a later scontrol.
-    excluded = _with_excluded(job_id, nodes)
-    requeue(job_id)
-    _update(job_id, excluded)
 
 
 def exclude(job_id: str, nodes: Sequence[str]) -> None:

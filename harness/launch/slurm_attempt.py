@@ -241,8 +241,6 @@ def _verdict(folder: RunFolder, allocation: Allocation, returned: int, ranks: in
 
 
 class NoProgress(MachineError):
-    """The time limit or a preemption ended the job before its first step was done, twice in a row."""
-
     kind = "preempted"
 
     def __init__(self) -> None:
@@ -273,10 +271,7 @@ def _requeue(job: Job, folder: RunFolder, allocation: Allocation, seconds: float
     folder.set_status("requeued", restarts=allocation.restarts + 1, **({"excluded": slow} if slow else {}))
     folder.release()
     try:
-        if slow:
-            queue.requeue_without(allocation.job_id, slow)
-        else:
-            queue.requeue(allocation.job_id)
+        queue.requeue(allocation.job_id, slow)
     except queue.SlurmError as error:
         folder.set_status("interrupted", exit_code=EXIT_RESUMABLE)
         sys.stderr.write(f"WARNING cannot requeue this job: {error}\n")
@@ -312,7 +307,7 @@ def _requeue_without(unfit: UnfitNodes, job: Job, folder: RunFolder, allocation:
     _end(folder)
     folder.release()
     try:
-        queue.requeue_without(allocation.job_id, unfit.nodes)
+        queue.requeue(allocation.job_id, unfit.nodes)
     except queue.SlurmError as error:
         sys.stderr.write(f"WARNING cannot requeue this job without these nodes: {error}\n")
         if allocation.state() in _TAKEN:
@@ -361,13 +356,6 @@ def srun_command(job: Job, run_dir: Path) -> list[str]:
         f"--error={logs}/rank%t.err",
         *config.srun_args,
     ]
-    container = shlex.split(config.container or "")
-    return [
-        *command,
-        *container,  # options of srun, or a command around Python
-        config.python or sys.executable,
-        "-u",
-        "-m",
-        "harness.train.rank",
-        str(run_dir),
-    ]
+    container = shlex.split(config.container or "")  # options of srun, or a command around Python
+    python = [config.python or sys.executable, "-u", "-m", "harness.train.rank", str(run_dir)]
+    return [*command, *container, *python]

@@ -11,9 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.compose.composer import Composed, Composer
+from harness.compose.composer import SETTINGS, Composed, Composer, Space, read_space
 from harness.compose.hydra import sets_search_path
-from harness.compose.multirun import SETTINGS, Space, read_space
 from harness.config.fields import check_rules, from_dict, label
 from harness.config.job import Job
 from harness.launch.state import BUSY, HELD
@@ -30,12 +29,11 @@ from harness.launch.sweep.registry import (
     unique_points,
 )
 from harness.launch.sweep.run import (
+    Selection,
     Task,
-    busy_points,
     follow_points,
     run_point,
     states_of,
-    submit_points,
     with_group,
 )
 from harness.launch.sweep.study import PointFailedError, StudyRecord, check_directions, check_objective
@@ -319,14 +317,14 @@ class Study:
             and each.run_dir not in self._tried
         ]
         self._tried |= {point.run_dir for point, _ in wanted}
-        remote = [task for task in wanted if task[1].cluster.kind == "slurm"]
-        if remote:
+        selection = Selection(self.registry, tasks, seen, wanted)
+        if selection.remote:
             if not self._is_confirmed:  # once, for the cost of all points, estimated by the first batch
                 batches = math.ceil((self.settings.n_trials - self._done) / batch)
-                confirm([job for _, job in remote] * batches)
+                confirm([job for _, job in selection.remote] * batches)
                 self._is_confirmed = True
-            submit_points(self.registry, remote, busy_points(self.registry, tasks, seen))
-        return {task[0].run_dir: task for task in wanted if task not in remote}
+            selection.submit()
+        return {task[0].run_dir: task for task in wanted if task not in selection.remote}
 
     def _point(self, composed: Composed) -> Point:
         return Point(composed.job.id, run_dir_of(composed.job, self._swept), composed.overrides)

@@ -10,10 +10,10 @@ import random
 from collections.abc import Sequence
 
 from harness.compose.composer import Composer
-from harness.config.blocks import MODES
 from harness.config.job import Job
 from harness.config.parallelism import AXES, CP_METHODS, CP_ROTATE_METHODS, RESHARD
 from harness.config.pipeline import SCHEDULES
+from harness.config.training import MODES
 from harness.launch.begin import require_vocabulary
 from harness.util.errors import ConfigError, UserError
 
