@@ -11,9 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.compose.composer import Composed, Composer
+from harness.compose.composer import SETTINGS, Composed, Composer, Space, read_space
 from harness.compose.hydra import sets_search_path
-from harness.compose.multirun import SETTINGS, Space, read_space
 from harness.config.fields import check_rules, from_dict, label
 from harness.config.job import Job
 from harness.launch.state import BUSY, HELD

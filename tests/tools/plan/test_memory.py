@@ -15,7 +15,7 @@ from tiers import rest_is_thorough
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[2] / "measure"))
 
-import memory as measure
+import pass_memory as measure
 from published_rows import all_rows
 
 from harness.compose.composer import compose_job
@@ -163,7 +163,7 @@ def saved_by_autograd(job: Job, layer: int) -> int:
     return sum(saved.values())
 
 
-# Only files of other models than decoders name their architecture; those of Flux are in test_flux_plan.py.
+# Only files of other models than decoders name their architecture; those of Flux are rehearsed.
 DEBUG = sorted(
     file.stem
     for file in (Path(__file__).parents[3] / "conf" / "model").glob("*_debug.yaml")
