@@ -102,11 +102,28 @@ def test_a_job_to_compare_with(against: str, start: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("other", ["search=true", "rehearse=true", "picture=a.png"])
-def test_only_plans_are_compared(other: str) -> None:
-    start = "against=parallelism.tp=2: compares the plans of two jobs, and "
-    with pytest.raises(UserError, match=f"^{start}.*; would work: against without {other.split('=')[0]}$"):
-        compose_job(["against=parallelism.tp=2", other], config_name="plan", schema=PlanJob)
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ("top=0", "top=0: must be at least 1"),
+        ("search=true rehearse=true", "rehearse=true: cannot be .*; would work: search=false"),
+        ("sweep_file=a.yaml", "sweep_file=a.yaml: is used by a search only; would work: search=true"),
+        ("headroom=0.1", "headroom=0.1: is used by a search only; would work: search=true"),
+        ("search=true sweep_file=a.txt", "sweep_file=a.txt: must end in .yaml; .*: plan.yaml"),
+        ("picture=plan.pdf", "picture=plan.pdf: must end in .png; would work: plan.png"),
+        ("picture=nowhere/plan.png", "picture=nowhere/plan.png: there is no folder nowhere; .*"),
+        ("calibrate=r search=true", "calibrate=r: .* plans no job; .*: calibrate alone, then search without"),
+        ("calibrate=r calibration=nowhere/c.json", "calibration=nowhere/c.json: there is no folder .*"),
+        *(
+            (f"against=seed=2 {other}=true", f"against=seed=2: compares the .*: against without {other}")
+            for other in ("search", "rehearse")
+        ),
+        ("against=seed=2 picture=a.png", "against=seed=2: compares the .*: against without picture"),
+    ],
+)
+def test_options_of_a_plan(typed: str, message: str) -> None:
+    with pytest.raises(UserError, match=f"^{message}$"):
+        compose_job(typed.split(), config_name="plan", schema=PlanJob)
 
 
 def test_degrees_that_split_neither_heads_nor_sequence_are_not_named() -> None:
