@@ -16,7 +16,7 @@ from tiers import rest_is_thorough
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[2] / "measure"))
 
-import memory as measure
+import pass_memory as measure
 from published_rows import all_rows
 
 from harness.compose.composer import compose_job
