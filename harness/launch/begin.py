@@ -16,7 +16,7 @@ from harness.config.data_kinds import DATA_KINDS
 from harness.config.job import Job
 from harness.config.mixture import sources_of
 from harness.config.registry import load_attribute
-from harness.run.folder import EVALUATIONS, METRICS, RunFolder, RunStatus
+from harness.run.folder import EVALUATIONS, METRICS, RunFolder
 from harness.run.result import write_json_atomically
 from harness.util.errors import ConfigError, DataError, UserError
 from harness.util.files import matching
@@ -94,7 +94,7 @@ def _unfinished_siblings(job: Job) -> list[str]:
         return []
     found = []
     for path in sorted(runs.iterdir()):
-        run, checkpoints = RunStatus(path), path / config.folder
+        run, checkpoints = RunFolder(path), path / config.folder
         if path.name == job.id or not checkpoints.is_dir() or run.state in ("completed", None):
             continue
         if run.may_be_running or _numerics_id(path) != job.numerics_id:

@@ -10,8 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from harness.compose.composer import compose_job
-from harness.compose.multirun import compose_points
+from harness.compose.composer import compose_job, compose_points
 from harness.compose.paths import conf_dir
 from harness.config.cluster import ClusterConfig
 from harness.config.fields import LABEL, leaves
@@ -204,8 +203,7 @@ def _table(
     if rehearse:
         published_points = [(point, row) for point, row in zip(points, found, strict=True) if row]
         rehearse_missing(
-            path.parent,
-            [(point.job.id, point.overrides, row.accelerator) for point, row in published_points],
+            path.parent, [(point.job.id, point.overrides, row.accelerator) for point, row in published_points]
         )
     words = (
         published.names(reproduced) if own else list(map(shortened, labels([p.overrides for p in points])))

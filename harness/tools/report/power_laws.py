@@ -173,9 +173,9 @@ def fit(
 
 
 def _starts(logs: Array, targets: Array) -> list[Array]:
-    """Return starts: for each combination of exponents the best offset and coefficients, by linear squares.
+    """For each combination of exponents the best offset and coefficients, in which the law is linear.
 
-    The law is linear in them (variable projection, arXiv:2603.22339).
+    Variable projection, arXiv:2603.22339.
     """
     losses, starts = np.exp(targets), []
     for exponents in product(EXPONENTS, repeat=logs.shape[1]):

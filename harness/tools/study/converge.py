@@ -94,10 +94,7 @@ def converge(job: ConvergeJob, overrides: list[str]) -> int | Result:
 
 
 def compare(techniques: Sequence[Technique], job: ConvergeJob) -> list[Compared]:
-    """Read the curves of all techniques and compare them with those of the first, the control.
-
-    Returns:
-        The techniques in their order; empty if no run of the control has ended.
+    """Compare the curves of all techniques with the control's, the first; empty if no run of it has ended.
 
     Raises:
         UserError: the control has failed with every seed that has ended.
@@ -133,15 +130,9 @@ class Found:
 
 
 def read_curves(technique: Technique, control: Curves | None = None) -> Found:
-    """Read the curves of a technique.
+    """Read the curves of a technique; those of other steps and seeds than the control's count as missing.
 
-    Args:
-        technique: the technique.
-        control: curves to pair them with: others of the same steps and seeds count as missing. None reads the
-            control itself, whose curves must have the steps of the first.
-
-    Raises:
-        UserError: a file of metrics is damaged.
+    None reads the control itself, whose curves must have the steps of the first.
     """
     steps = None if control is None else control.steps.tolist()
     losses: dict[int, Losses] = {}
@@ -152,7 +143,9 @@ def read_curves(technique: Technique, control: Curves | None = None) -> Found:
         folder = RunFolder(run.job.run_dir)
         row = folder.row
         if row.get("exit_reason") != "completed":
-            missing[seed] = _reason(row) or folder.state or "not started"
+            message = " ".join(str(row.get("error.message", "")).split())
+            reason = ": ".join(filter(None, (row.get("error.kind", row.get("exit_reason", "")), message)))
+            missing[seed] = reason or folder.state or "not started"
             has_failed |= row.get("exit_reason") == "failed"
             continue
         rows = [each for each in read_metrics(folder.path / "metrics.jsonl") if "loss" in each]
@@ -171,12 +164,6 @@ def read_curves(technique: Technique, control: Curves | None = None) -> Found:
                 norms[seed] = own
     same = not technique.differs_in
     return Found(Curves(np.array(steps or [], np.int64), losses, same, norms), missing, has_failed)
-
-
-def _reason(row: dict[str, Any]) -> str:
-    """Return the class and message of a run's error, or how it ended; empty without a row."""
-    message = " ".join(str(row.get("error.message", "")).split())
-    return ": ".join(part for part in (row.get("error.kind", row.get("exit_reason", "")), message) if part)
 
 
 @dataclass(frozen=True)
@@ -251,15 +238,7 @@ def _power_of_ten(exponent: float) -> float:
 def report_of(
     title: str, compared: Sequence[Compared], config: ConvergeConfig, folder: Path, command: str
 ) -> Document:
-    """Create the report, and write its pictures.
-
-    Args:
-        title: title of the report.
-        compared: the control first, then its twin and the techniques.
-        config: options of the comparison.
-        folder: folder for the pictures.
-        command: the command line that repeats the comparison.
-    """
+    """Report on the techniques, the control first, and write the pictures into ``folder``."""
     rows = rows_of(compared, config)
     judged = {each.technique.name: each for each in compared if each.verdict is not None}
     control = compared[0].found
@@ -319,7 +298,6 @@ def _method(config: ConvergeConfig) -> list[str]:
 
 
 def _provenance(control: Compared) -> list[str]:
-    """Return the hardware and the versions of the control's runs."""
     row = RunFolder(next(iter(control.technique.runs.values())).job.run_dir).row
     versions = [
         f"{name} {row[key]}" for name in ("torch", "torchao") if row.get(key := f"code.versions.{name}")

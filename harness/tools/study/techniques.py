@@ -68,10 +68,7 @@ class ConvergeConfig:
                 f"must be at most converge.smooth_steps={self.smooth_steps}; every block needs a loss",
                 f"at most {self.smooth_steps}",
             )
-        for field, known in (
-            ("techniques", self.techniques),
-            ("expert_techniques", self.expert_techniques),
-        ):
+        for field, known in (("techniques", self.techniques), ("expert_techniques", self.expert_techniques)):
             for name in {CONTROL, TWIN} & known.keys():
                 rule = "this is the name of the control or its twin"
                 raise ConfigError(f"converge.{field}.{name}", known[name], rule, "another name")
@@ -129,10 +126,6 @@ class Technique:
 def compose_techniques(job: ConvergeJob, overrides: Sequence[str]) -> list[Technique]:
     """Compose control, twin and techniques, in this order.
 
-    Args:
-        job: the composed job with its options.
-        overrides: the overrides of the command line.
-
     Raises:
         UserError: the control or its twin is invalid, a name is unknown, a technique is misspelled, or none
             can run.
@@ -180,7 +173,6 @@ def _compose(
 
 
 def _compared(control: Job, technique: Technique, config: ConvergeConfig) -> Technique:
-    """Return the technique with what differs from the control, or with the reason to skip it."""
     job = technique.job
     if job.id == control.id:
         return replace(technique, runs={}, skipped="the same job as the control")
@@ -195,11 +187,7 @@ def _compared(control: Job, technique: Technique, config: ConvergeConfig) -> Tec
 
 
 def _refuse_other_labels(technique: Technique, others: Sequence[Technique]) -> None:
-    """Refuse a technique that differs from another one in labels only: their curves are the same.
-
-    Raises:
-        ConfigError: naming the technique.
-    """
+    """Refuse a technique that differs from another one in labels only: their curves are the same."""
     for other in others:
         if other.runs and other.job.id == technique.job.id and other.job != technique.job:
             rule = f"differs from {other.name} in labels only, which do not change the curve"

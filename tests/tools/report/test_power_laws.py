@@ -132,11 +132,7 @@ def isoflop(noise: float, curvature: float = 0.03) -> tuple[list[float], list[fl
         for away in (-1.5, -0.7, 0.0, 0.7, 1.5):
             loss = 3 - 0.1 * np.log10(flops / 1e18) + curvature * away**2
             rows.append(
-                (
-                    flops * (1 + 1e-3 * away),
-                    np.exp(best + away),
-                    loss * (1 + noise * random.normal()),
-                )
+                (flops * (1 + 1e-3 * away), np.exp(best + away), loss * (1 + noise * random.normal()))
             )
     columns = zip(*rows, strict=True)
     return tuple([float(value) for value in column] for column in columns)  # type: ignore[return-value]

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from harness.compose.composer import Composed
-from harness.compose.multirun import compose_points
+from harness.compose.composer import Composed, compose_points
 from harness.config.pipeline import num_stages, split_modules
 from harness.tools.report import experiment, published
 from harness.tools.report.published import find, recipe_of
