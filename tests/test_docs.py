@@ -20,9 +20,8 @@ from processes import python
 from test_imports import ROOMS
 
 from harness.compose.arguments import JOB_FLAGS, CommandLine
-from harness.compose.composer import Composer, compose_job
+from harness.compose.composer import Composer, chooses_points, compose_job, compose_points, read_space
 from harness.compose.hydra import search_path
-from harness.compose.multirun import chooses_points, compose_points, read_space
 from harness.config import failures
 from harness.config.fields import leaves
 from harness.config.job import Job

@@ -25,8 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from memory_errors import memory_tables
 
-from harness.compose.composer import Composer
-from harness.compose.multirun import compose_points
+from harness.compose.composer import Composer, compose_points
 from harness.config.fields import with_value
 from harness.model.accounting import account
 from harness.tools.plan.constants import Calibration, Constants, Software

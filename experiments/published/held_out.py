@@ -28,7 +28,7 @@ from harness.config.job import Job
 from harness.tools.plan import evidence
 from harness.tools.plan.calibrate import FITTED, START, descend, predicted_rate, scale_constants
 from harness.tools.plan.constants import Calibration
-from harness.tools.plan.evidence import GENERATIONS, class_of
+from harness.tools.plan.evidence import class_of, generation_of
 from harness.tools.report.runs import spearman
 from harness.util.tables import GIB
 
@@ -71,7 +71,7 @@ def respond(row: errors.Row, source: str) -> Response:
     for name in FITTED:
         lower, upper = log_of(**{name: -STEP}), log_of(**{name: STEP})
         terms[name] = (upper - lower) / (2 * STEP), (upper + lower - 2 * middle) / (2 * STEP**2)
-    return Response(source, GENERATIONS[accelerator.name], middle, terms)
+    return Response(source, generation_of(accelerator.name) or "", middle, terms)
 
 
 def _moved(row: errors.Row, logs: dict[str, float]) -> Calibration:

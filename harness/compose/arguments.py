@@ -116,7 +116,6 @@ class Parser(argparse.ArgumentParser):
     """A parser of flags that are typed in full; its errors are one line, like those of overrides."""
 
     def parse_line(self, arguments: Sequence[str], *, takes_overrides: bool) -> CommandLine:
-        """Parse the arguments after the name of a verb."""
         line, rest = self.parse_known_args(arguments, CommandLine())
         for each in rest:
             if each.startswith("-"):
@@ -144,7 +143,6 @@ class Parser(argparse.ArgumentParser):
         return []
 
     def error(self, message: str) -> NoReturn:
-        """Raise UserError instead of printing the usage."""
         about = re.fullmatch(r"argument ([^:]+): (.+)", message, re.DOTALL)
         name, problem = (about[1].split("/")[-1], about[2]) if about else ("", message)
         choice = re.fullmatch(r"invalid choice: '(.*)' \(choose from (.*)\)", problem, re.DOTALL)
@@ -162,7 +160,6 @@ class Parser(argparse.ArgumentParser):
 
 
 def show(line: CommandLine, parser: Parser, *, config_name: str, schema: type) -> int:
-    """Show a job as the flags of the command line say; return the exit code."""
     check_overrides(line.overrides, schema)
     if line.help:
         text = help_text(line.overrides, parser, config_name=config_name, schema=schema)

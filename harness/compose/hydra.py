@@ -81,7 +81,6 @@ class Hydra:
         self._composed: dict[Any, dict[str, Any]] = {}
 
     def parse(self, override: str) -> Any:
-        """Parse an override as typed."""
         if override not in self._parsed:
             [self._parsed[override]] = self.parser.parse_overrides([with_quotes(override)])
         return self._parsed[override]
@@ -161,7 +160,6 @@ def plain_defaults(kind: type) -> dict[str, Any]:
 
 
 def copied(value: Any) -> Any:
-    """Copy dictionaries and lists."""
     if isinstance(value, dict):
         return {key: copied(each) for key, each in value.items()}
     return [copied(each) for each in value] if isinstance(value, list | tuple) else value
@@ -287,7 +285,6 @@ SHADOWED_SHOWN = 3
 
 
 def sets_search_path(override: str) -> bool:
-    """Whether an override sets the search path."""
     match = OVERRIDE.match(override)
     return match is not None and match["key"] == SETTING
 

@@ -51,7 +51,6 @@ _NON_ASCII = re.compile(
 
 
 def check_setting(key: str, shown: str) -> None:
-    """Refuse a setting of Hydra that would have no effect."""
     if not any(f"{key}.".startswith(f"{each}.") for each in HONOURED):
         works = f"{', '.join(HONOURED)}, sweep=optuna, and the fields and flags that --help lists"
         raise UserError(f"{shown}: has no effect, because Hydra only composes here; would work: {works}")
@@ -147,7 +146,6 @@ def with_one_length(overrides: list[str]) -> list[str]:
 
 
 def options_of(group: str) -> list[str]:
-    """Options of a group: its YAML files."""
     return sorted(
         {
             str(path.relative_to(folder))[: -len(".yaml")]

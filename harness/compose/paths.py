@@ -45,7 +45,6 @@ class ConfigFolders:
 
     @property
     def added(self) -> tuple[Path, ...]:
-        """The folders of the search path."""
         return tuple(path for path in self.paths[1:] if path not in folders_of_packages())
 
     def find(self, name: str) -> Path | None:
@@ -56,7 +55,6 @@ class ConfigFolders:
         return next((file for file in files if os.path.isfile(file)), None)
 
     def primary_names(self) -> list[str]:
-        """Names of the primary configs."""
         return sorted({file.stem for path in self.paths for file in path.glob("*.yaml")})
 
     def stamp(self) -> Stamp:

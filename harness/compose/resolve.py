@@ -182,7 +182,6 @@ def check_compiled_experts(job: Job) -> None:
 
 
 def check_tokenizer(job: Job) -> None:
-    """Check that text has a tokenizer."""
     kinds = sorted(kind for kind in job.data.kinds if DATA_KINDS[kind].source)
     if job.tokenizer.kind == "none" and kinds:
         rule = f"cannot encode text, and data.kind={kinds[0]} reads text"
@@ -190,7 +189,6 @@ def check_tokenizer(job: Job) -> None:
 
 
 def check_chunked_loss(job: Job) -> None:
-    """Check that a chunked loss can be computed with a sharded vocabulary."""
     chunks, layout = job.training.loss_chunks, job.parallelism
     if chunks > 1 and layout.tp > 1 and not layout.loss_parallel:
         rule = f"shards the vocabulary over parallelism.tp={layout.tp}, and parallelism.loss_parallel=false"
@@ -222,7 +220,6 @@ def check_async_tp(job: Job, *, on_cpu: bool) -> None:
 
 
 def check_heads_of_flex(job: Job) -> None:
-    """Check that heads are wide enough for FlexAttention."""
     narrowest = min(job.model.head_width, job.model.value_width)
     if job.training.attention == "flex" and narrowest < FLEX_HEAD:
         rule = f"needs a head dimension of at least {FLEX_HEAD}; model={job.model.name} has {narrowest}"
@@ -230,7 +227,6 @@ def check_heads_of_flex(job: Job) -> None:
 
 
 def check_attention(job: Job) -> None:
-    """Check that the attention backend supports the layout, the precision and the documents."""
     backend, layout = job.training.attention, job.parallelism
     if backend == "varlen" and job.precision.param_dtype == "float32":
         rule = "flash attention over documents needs 16-bit formats, and precision.param_dtype is float32"
@@ -334,7 +330,6 @@ def check_scheduled_sizes(job: Job) -> None:
 
 
 def check_optimizer_groups(job: Job) -> None:
-    """Check optimizer.groups against the names of the model's tensors, and the optimizer against muP."""
     if job.optimizer.groups:
         from harness.optimizer.settings import check_groups
 
@@ -377,14 +372,12 @@ def check_update_in_backward(job: Job) -> None:
 
 
 def check_slow_ranks(job: Job) -> None:
-    """Reject ``cluster.exclude_slow`` without the phases that find slow ranks."""
     if job.cluster.exclude_slow and not job.profiling.phases:
         rule = "slow ranks are found by their phases, which are off"
         raise ConfigError("cluster.exclude_slow", True, rule, "profiling.phases=true")
 
 
 def check_batches(job: Job) -> None:
-    """Check that the data has batches that the model takes."""
     wanted = architecture_of(job.model).batches
     for kind in sorted(job.data.kinds - {"mixture"}):
         if DATA_KINDS[kind].batches != wanted:

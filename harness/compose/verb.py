@@ -16,7 +16,14 @@ from functools import partial
 from typing import Any, NoReturn
 
 from harness.compose.arguments import JOB_FLAGS, JSON, VERSION, Argument, CommandLine, Parser, show
-from harness.compose.composer import Composed, compose_job, require_one_point, spelled_out
+from harness.compose.composer import (
+    Composed,
+    chooses_points,
+    compose_job,
+    compose_points,
+    require_one_point,
+    spelled_out,
+)
 from harness.compose.hydra import search_path, shadowed
 from harness.compose.paths import config_folders
 from harness.config.registry import Registry
@@ -50,7 +57,6 @@ def prepare_process() -> None:
 
 
 def typed_arguments() -> list[str]:
-    """The arguments of the command line."""
     for argument in sys.argv[1:]:
         try:
             argument.encode()
@@ -199,7 +205,6 @@ class Verb:
 
     @property
     def command(self) -> str:
-        """What the user types before the arguments."""
         return f"harness {self.name}"
 
     @property
@@ -214,19 +219,16 @@ class Verb:
         return (self.run.__doc__ or "").split("\n")[0]
 
     def parse(self, arguments: Sequence[str]) -> CommandLine:
-        """Parse the arguments after its name."""
         line = self.parser().parse_line(arguments, takes_overrides=self.job is not None)
         if self.job is not None:
             line.validate_flags_of_job()
         return line
 
     def main(self) -> NoReturn:
-        """Run the command line of this process, and exit."""
         prepare_process()
         sys.exit(guarded(lambda: self.run_line(typed_arguments(), own_process=True)))
 
     def run_line(self, arguments: Sequence[str], *, own_process: bool = False) -> int:
-        """Run the arguments after its name; return the exit code."""
         if own_process and self.prepare is not None:
             self.prepare()
         if VERSION.names[-1] in arguments:
@@ -272,8 +274,6 @@ class Verb:
         if line.multirun:
             if self.sweep is None:
                 raise UserError("-m: this verb takes one job; would work: python -m harness.train -m")
-            from harness.compose.multirun import chooses_points, compose_points
-
             if chooses_points(line.overrides, config_name=name, schema=schema):
                 if self.study is None:
                     rule = "this verb takes all points of a grid at once"

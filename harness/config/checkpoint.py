@@ -66,7 +66,6 @@ class CheckpointConfig:
     """Timeout of collectives while saving and loading."""
 
     def validate(self) -> None:
-        """Raise ConfigError for combinations that are not allowed."""
         if self.last_save_in_hf and not self.last_save_model_only:
             rule = "Hugging Face's format holds only weights"
             works = "checkpoint.last_save_model_only=true too"
@@ -102,11 +101,9 @@ class CheckpointConfig:
 
     @property
     def writes(self) -> bool:
-        """Whether anything is saved."""
         return self.enable and not self.load_only
 
     def is_due(self, step: int, last_step: int) -> bool:
-        """Whether a checkpoint is to be written after ``step``."""
         if not self.writes:
             return False
         first = step == 1 and self.enable_first_step_checkpoint

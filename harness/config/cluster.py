@@ -79,7 +79,6 @@ class HardwareConfig:
     """The same for fused attention, of the 16-bit peak."""
 
     def validate(self, accelerator: str | None) -> None:
-        """Check that the numbers describe an accelerator."""
         given = [field.name for field in fields(self) if getattr(self, field.name) is not None]
         if accelerator is None and given:
             name = f"cluster.hardware.{given[0]}"
@@ -149,7 +148,6 @@ def check_sbatch(options: Mapping[str, Any], *, gres: bool) -> None:
 
 
 def check_srun(arguments: Sequence[str]) -> None:
-    """Raise ConfigError for an option in ``cluster.srun_args`` that the harness sets."""
     for argument in arguments:
         if argument.startswith("--"):
             own = _own(argument[2:].partition("=")[0], _OF_SRUN)
@@ -188,7 +186,6 @@ class ClusterKind:
     options: type | None = None
 
     def load(self) -> Callable[[Job, Any, list[str]], int]:
-        """Import ``start``."""
         start: Callable[[Job, Any, list[str]], int] = load_attribute(self.start)
         return start
 
@@ -319,13 +316,11 @@ class ClusterConfig:
     """Ask before submitting jobs of more GPU-hours than this (ranks x time limit; on CPU rank-hours)."""
 
     def resolve(self) -> ClusterConfig:
-        """Return the cluster with the defaults of its options."""
         schema, owner = CLUSTERS[self.kind].options, f"cluster.kind={self.kind}"
         return replace(self, options=resolve_options(self.options, schema, "cluster.options", owner))
 
     @property
     def is_here(self) -> bool:
-        """Whether the ranks run on this machine."""
         return CLUSTERS[self.kind].is_here
 
     @property
@@ -353,7 +348,6 @@ class ClusterConfig:
         return None if self.time is None else minutes_of(self.time)
 
     def validate(self) -> None:
-        """Raise ConfigError for fields that contradict each other or that SLURM would not accept."""
         if self.ranks_per_node is None and not self.is_here:
             rule = f"must be set with cluster.kind={self.kind}"
             raise ConfigError("cluster.ranks_per_node", None, rule, "8, GPUs of a node")

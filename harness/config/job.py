@@ -98,18 +98,15 @@ class Job:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
         return self.parallelism.world_size
 
     @property
     def steps(self) -> int:
-        """Optimizer steps."""
         assert self.training.steps is not None, "the job is not resolved"
         return self.training.steps
 
     @property
     def sizes(self) -> Sizes:
-        """Batch size and sequence length of every step."""
         schedule = self.schedule
         return Sizes(self.global_batch_size, self.training.seq_len, schedule.batch_sizes, schedule.seq_lens)
 
@@ -160,7 +157,6 @@ class Job:
             raise ConfigError("name", self.name, f"a folder's name has at most {LONGEST_NAME} bytes")
 
     def to_dict(self) -> dict[str, Any]:
-        """The job as plain containers."""
         return dataclasses.asdict(self)
 
     def to_json(self) -> str:
@@ -219,7 +215,6 @@ class Job:
 
 
 def differing_numerics(a: Job, b: Job) -> list[str]:
-    """Dotted names of the numerics in which two jobs differ."""
     first, second = ({name: value for name, role, value in leaves(job) if role == NUMERICS} for job in (a, b))
     return [name for name in {**first, **second} if first.get(name) != second.get(name)]
 

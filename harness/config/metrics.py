@@ -101,7 +101,6 @@ class MetricsConfig:
 
     @property
     def shown(self) -> dict[str, dict[str, Any]]:
-        """The options of all views that are on, by name."""
         return {**{name: {} for name in _SWITCHES if getattr(self, name)}, **self.views}
 
 
@@ -129,7 +128,6 @@ class ProfilingConfig:
     """Also write snapshots of GPU memory by source line: with each trace, and when memory runs out."""
 
     def validate(self, steps: int, world_size: int) -> None:
-        """Check the fields of traces."""
         if not self.enable:
             return
         traced = self.warmup + self.active

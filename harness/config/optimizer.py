@@ -186,7 +186,6 @@ class OptimizerConfig:
     pipeline and debug.non_finite=stop."""
 
     def resolve(self, master_dtype: str, param_dtype: str) -> OptimizerConfig:
-        """Return the options with the formats set."""
         iterations = self.newton_schulz_dtype
         if "muon" in self.kinds:
             iterations = iterations or param_dtype
@@ -199,7 +198,6 @@ class OptimizerConfig:
         )
 
     def validate(self, master_dtype: str = "float32") -> None:
-        """Raise ConfigError for an option that has no effect, or that a format does not allow."""
         unused = {} if "muon" in self.kinds else dict.fromkeys(OF_MUON, "optimizer=muon")
         if not any(KINDS[kind].has_betas for kind in self.kinds):
             unused |= dict.fromkeys(("beta1", "beta2"), "optimizer=adamw")
@@ -265,12 +263,10 @@ class ScheduleConfig:
     training.seq_len."""
 
     def resolve(self) -> ScheduleConfig:
-        """Return the schedule with the defaults of its options."""
         schema, owner = DECAYS[self.decay_type].options, f"schedule.decay_type={self.decay_type}"
         return replace(self, options=resolve_options(self.options, schema, "schedule.options", owner))
 
     def curve_steps(self, steps: int) -> int:
-        """Steps of the learning-rate curve of a run of ``steps`` steps."""
         return max(steps, self.total_steps or 0)
 
     @property
@@ -284,7 +280,6 @@ class ScheduleConfig:
         return [(phase["until_step"], phase["tokens"]) for phase in self.seq_len]
 
     def validate_phases(self) -> None:
-        """Raise ConfigError for phases that are not complete, or not in order."""
         for name, unit in (("batch_size", "sequences"), ("seq_len", "tokens")):
             field, phases = f"schedule.{name}", getattr(self, name)
             works = f"[{{until_step:10,{unit}:8}},{{until_step:20,{unit}:16}}]"
@@ -296,7 +291,6 @@ class ScheduleConfig:
                 raise ConfigError(field, phases, "until_step must rise from phase to phase", works)
 
     def validate(self, steps: int) -> None:
-        """Raise ConfigError for phases that the curve of the learning rate is too short for."""
         curve = self.curve_steps(steps)
         name = "schedule.total_steps" if curve > steps else "training.steps"
         for sizes in ("batch_size", "seq_len"):

@@ -126,7 +126,6 @@ class ParallelismConfig:
 
     @property
     def splits_experts(self) -> bool:
-        """Whether every expert is split over tensor-parallel ranks."""
         return self.tp > 1 and self.expert_tensor_parallel
 
     @property
@@ -158,7 +157,6 @@ class ParallelismConfig:
 
     @property
     def uses_sequence_parallel(self) -> bool:
-        """Whether residuals are split along the sequence."""
         return self.tp > 1 and self.sequence_parallel
 
     def resolve(self, world_size: int | None, default_world: int | None) -> ParallelismConfig:
@@ -197,7 +195,6 @@ class ParallelismConfig:
         return replace(self, pp_schedule_csv_digest=read_csv_schedule(self.pp_schedule_csv, self.pp).digest)
 
     def validate(self, model: ModelConfig, seq_len: int, local_batch_size: int, share: int) -> None:
-        """Check the layout against the model, the sequence and the batch."""
         self._validate_tensor(model, seq_len)
         self._validate_experts(model)
         self._validate_context(model)

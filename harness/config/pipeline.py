@@ -40,11 +40,9 @@ class ScheduleRule:
         return {"one": "one stage", "two": "two stages", "many": "two or more stages"}[self.stages_per_rank]
 
     def takes_stages(self, per_rank: int) -> bool:
-        """Whether a rank may hold this many stages."""
         return {"one": per_rank == 1, "two": per_rank == 2, "many": per_rank >= 2}[self.stages_per_rank]
 
     def takes_microbatches(self, microbatches: int, pp: int, per_rank: int) -> bool:
-        """Whether the schedule can run this many microbatches."""
         if self.microbatches == "stages":
             return microbatches >= pp * per_rank
         return self.microbatches == "any" or microbatches % max(1, microbatches // pp) == 0
@@ -93,7 +91,6 @@ class CsvSchedule:
 
     @property
     def num_stages(self) -> int:
-        """Number of stages on all ranks."""
         return sum(len(stages) for stages in self.stages_of_rank)
 
 
@@ -200,7 +197,6 @@ def _weight(layout: ParallelismConfig, n_layers: int) -> int:
 
 
 def num_stages(layout: ParallelismConfig, n_layers: int) -> int:
-    """Number of stages, from the module names, the CSV, the layers per stage, or the schedule."""
     if layout.pp_modules_per_stage:
         return len(layout.pp_modules_per_stage)
     if layout.pp_schedule_csv is not None:
@@ -220,7 +216,6 @@ def check_weights(layout: ParallelismConfig, n_layers: int) -> None:
 
 
 def check_stages(layout: ParallelismConfig, n_layers: int) -> None:
-    """Check that every stage gets a module, and that named modules are those of the model."""
     named = len(layout.pp_modules_per_stage)
     if named:
         check_modules_per_stage(layout.pp_modules_per_stage, n_layers)
@@ -314,7 +309,6 @@ def _typed(stages: list[list[str]]) -> str:
 
 
 def check_pipeline(layout: ParallelismConfig, model: ModelConfig, local_batch_size: int, share: int) -> None:
-    """Check that the model and the batch can be split as the schedule needs."""
     check_weights(layout, model.n_layers)
     if layout.pp == 1:
         return

@@ -73,7 +73,6 @@ class PrecisionConfig:
         return PrecisionConfig(self.param_dtype, self.reduce_dtype, self.master_dtype)
 
     def validate(self) -> None:
-        """Raise ConfigError for combinations that are not allowed."""
         if self.master_dtype == "bfloat16" and self.param_dtype == "float32":
             rule = "computing in param_dtype=float32 on parameters rounded to bfloat16 gains nothing"
             works = "float32, or precision=bf16_full"

@@ -74,7 +74,6 @@ class Registry(Generic[Value]):
         return self._loaded[name]
 
     def values(self) -> Iterator[Value]:
-        """The values of all names."""
         return (self[name] for name in self)
 
     @property
@@ -157,7 +156,6 @@ def _package(entry: EntryPoint, separator: str = " ") -> str:
 
 
 def load_attribute(location: str) -> Any:
-    """Import and return ``module:attribute``."""
     module, _, name = location.partition(":")
     return functools.reduce(getattr, name.split("."), importlib.import_module(module))
 

@@ -34,11 +34,9 @@ class Phase:
 
     @property
     def tokens(self) -> int:
-        """Tokens per step."""
         return self.batch_size * self.seq_len
 
     def steps_until(self, step: int) -> int:
-        """Number of the phase's steps up to ``step``."""
         last = step if self.last_step is None else min(self.last_step, step)
         return max(0, last - self.first_step + 1)
 
@@ -78,11 +76,9 @@ class Sizes:
 
     @property
     def lengths(self) -> list[int]:
-        """The different lengths of sequences, in order of appearance."""
         return list(dict.fromkeys(phase.seq_len for phase in self.phases))
 
     def at(self, step: int) -> Phase:
-        """Return the phase of a step."""
         return next(each for each in self.phases if each.last_step is None or step <= each.last_step)
 
     def changes_length(self, step: int) -> bool:
@@ -121,7 +117,6 @@ SPLITS = ("validation", "train", "all")
 
 
 def require_tasks(field: str, names: Sequence[str], *, lm_eval: bool) -> None:
-    """Check that every name is a task, and that short names are distinct."""
     kinds = f"{DATA}, FILE{JSONL}{f', {LM_EVAL}NAME' if lm_eval else ''}"
     if not names:
         raise ConfigError(field, "[]", "names no task", kinds)
@@ -141,12 +136,10 @@ def require_stride(field: str, stride: int | None, window: int) -> None:
 
 
 def is_lm_eval(name: str) -> bool:
-    """Whether a task has the prefix of lm-evaluation-harness."""
     return name.startswith(LM_EVAL) and name != LM_EVAL
 
 
 def short_name(name: str) -> str:
-    """Name of a task in the names of metrics."""
     if name.startswith(LM_EVAL):
         return name.removeprefix(LM_EVAL)
     return Path(name).stem.replace(".", "_")
@@ -265,7 +258,6 @@ class TrainingConfig:
         return replace(self, local_batch_size=local, global_batch_size=size)
 
     def with_length(self, sizes: Sizes) -> TrainingConfig:
-        """Return the options with steps set, and without tokens."""
         if self.tokens is None:
             return self if self.steps is not None else replace(self, steps=DEFAULT_STEPS)
         tokens = parse_count("training.tokens", self.tokens)
@@ -315,7 +307,6 @@ class EvaluationConfig:
     """Use the first examples (or documents) of each task only; null: all."""
 
     def validate(self, data: DataConfig, seq_len: int) -> None:
-        """Raise ConfigError for tasks that cannot run in the loop."""
         if not self.interval:
             return
         require_tasks("evaluation.tasks", self.tasks, lm_eval=False)
@@ -349,7 +340,6 @@ class DebugConfig:
     """With skip: stop the run after more than this many consecutive skipped updates."""
 
     def validate(self, tp: int, compiled: bool) -> None:
-        """Raise ConfigError for a mode that the rest of the job does not allow."""
         for name in ("anomaly", "nan"):
             if getattr(self, name) and compiled:
                 rule = "compiled blocks cannot be inspected"
@@ -393,7 +383,6 @@ class ScaleConfig:
     """Set schedule.warmup_steps to this fraction of the steps."""
 
     def warmed_up(self, schedule: ScheduleConfig, steps: int) -> ScheduleConfig:
-        """Return the schedule with the warm-up of a run of ``steps`` steps."""
         if self.warmup_ratio is None:
             return schedule
         return replace(schedule, warmup_steps=round(self.warmup_ratio * schedule.curve_steps(steps)))
@@ -420,16 +409,13 @@ class CompileConfig:
 
     @property
     def blocks(self) -> bool:
-        """Whether blocks are compiled."""
         return self.enable and "blocks" in self.components
 
     @property
     def loss(self) -> bool:
-        """Whether the loss is compiled."""
         return self.enable and "loss" in self.components
 
     def validate(self) -> None:
-        """Raise ConfigError for an unknown backend, or no component."""
         if self.enable and not self.components:
             raise ConfigError("compile.components", "[]", "nothing is left to compile", "compile=off")
         if self.backend not in BACKENDS and self.backend not in _installed_backends():
@@ -456,7 +442,6 @@ class ActivationCheckpointConfig:
     """memory_budget: fraction of the activation memory that may be used, 0 (like full) to 1 (like none)."""
 
     def validate(self, compiler: CompileConfig, *, splits_backward: bool) -> None:
-        """Raise ConfigError for a mode that the rest of the job does not allow."""
         if self.mode == "selective_op" and splits_backward and not compiler.blocks:
             rule = "saves results for one backward pass, and the pipeline schedule has two (inputs, weights)"
             works = "compile=on, activation_checkpoint=full, or another parallelism.pp_schedule"

@@ -14,9 +14,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from tiers import THOROUGH
 
 import harness.compose.hydra
-from harness.compose.composer import Composer, compose_job
+from harness.compose.composer import Composer, compose_job, compose_points
 from harness.compose.hydra import search_path
-from harness.compose.multirun import compose_points
 from harness.compose.overrides import groups, options_of
 from harness.compose.paths import config_folders
 from harness.config.job import Job

@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 from jobs import tiny
 
-from harness.compose.composer import Composer, compose_job
-from harness.compose.multirun import compose_points
+from harness.compose.composer import Composer, compose_job, compose_points
 from harness.compose.scale import count
 from harness.config.job import Job
 from harness.config.model import ModelConfig

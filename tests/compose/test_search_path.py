@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from harness.compose.composer import compose_job
+from harness.compose.composer import compose_job, compose_points
 from harness.compose.hydra import search_path, shadowed
-from harness.compose.multirun import compose_points
 from harness.compose.overrides import groups, options_of
 from harness.compose.paths import conf_dir, config_folders
 from harness.compose.verb import Verb

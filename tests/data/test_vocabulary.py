@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.compose.composer import compose_job
-from harness.compose.multirun import compose_points
+from harness.compose.composer import compose_job, compose_points
 from harness.launch import train
 from harness.launch.begin import require_vocabulary
 from harness.util.errors import ConfigError, UserError

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.compose.multirun import compose_points
+from harness.compose.composer import compose_points
 from harness.config.fields import with_value
 from harness.config.job import Job
 from harness.launch.state import RunState, SlurmJobRecord

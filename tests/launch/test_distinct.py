@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.compose.composer import compose_job
-from harness.compose.multirun import compose_points
+from harness.compose.composer import compose_job, compose_points
 from harness.config.job import Job
 from harness.launch import submit as submit_module
 from harness.launch.queue import Queued

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.compose.multirun import compose_points
+from harness.compose.composer import compose_points
 from harness.compose.verb import Verb
 from harness.config.job import Job
 from harness.util.errors import UserError

@@ -9,8 +9,17 @@ import torch
 from equal import assert_equal
 from jobs import tiny
 from layouts import require_agreement
-from precision_runs import Outcome, trace_alone, trace_with_float8_gathers, train
-from rounding import E4M3, E5M2, difference, rounded, rounded_in_blocks
+from precision_runs import (
+    E4M3,
+    E5M2,
+    Outcome,
+    difference,
+    rounded,
+    rounded_in_blocks,
+    trace_alone,
+    trace_with_float8_gathers,
+    train,
+)
 from tiers import rest_is_thorough
 from torch import nn
 

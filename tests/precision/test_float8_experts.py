@@ -8,8 +8,7 @@ import pytest
 import torch
 from equal import assert_equal
 from layouts import require_agreement
-from precision_runs import trace_alone, train
-from rounding import E4M3, difference, rounded, rounded_in_blocks
+from precision_runs import E4M3, difference, rounded, rounded_in_blocks, trace_alone, train
 from tiers import rest_is_thorough
 from torch import Tensor, nn
 

@@ -9,7 +9,7 @@ import jobs
 import pytest
 import torch
 
-from harness.compose.multirun import compose_points
+from harness.compose.composer import compose_points
 from harness.config.job import Job
 from harness.launch.pool import RankFailed, RankPool
 from harness.model.decoder import Decoder

@@ -12,8 +12,7 @@ import pytest
 from families_table import CASES, MODELS, RELEASED_CONFIGS, shipped
 from tiers import rest_is_thorough
 
-from harness.compose.composer import Composer, compose_job
-from harness.compose.multirun import compose_points
+from harness.compose.composer import Composer, compose_job, compose_points
 from harness.config.model import ModelConfig
 from harness.tools.convert import ConvertJob
 from harness.util.errors import ConfigError, UserError

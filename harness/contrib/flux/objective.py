@@ -108,11 +108,7 @@ class FlowExecutor:
         raise AssertionError("pictures have no probabilities: the job was not refused")
 
     def _prepare(self, batch: ImageBatch) -> None:
-        """Set the grid of the pictures.
-
-        Raises:
-            DataError: the batch has other shapes than the model.
-        """
+        """Set the grid of the pictures."""
         flux = self.part.flux
         rows, columns = (size // PATCH for size in batch.mean_BCHW.shape[2:])
         text, width = batch.text_BLD.shape[1:]

@@ -43,22 +43,14 @@ _CHARACTERS_PER_PIXEL = 1 / 6
 
 
 def write_picture(path: Path, picture: np.ndarray) -> None:
-    """Write a picture, uint8 of shape (H, W, 3), as PNG.
-
-    Raises:
-        OSError: the folder is missing, full or not writable.
-    """
+    """Write a picture, uint8 of shape (H, W, 3), as PNG."""
     from PIL import Image
 
     write_atomically(path, _png(Image.fromarray(picture)))
 
 
 def write_sheet(path: Path, pictures: Sequence[np.ndarray], captions: Sequence[str]) -> None:
-    """Write pictures of one size, uint8 of shape (H, W, 3), in rows with a caption below each, as PNG.
-
-    Raises:
-        OSError: the folder is missing, full or not writable.
-    """
+    """Write pictures of one size, uint8 of shape (H, W, 3), in rows with a caption below each, as PNG."""
     from PIL import Image, ImageDraw
 
     height, width = pictures[0].shape[:2]
@@ -267,11 +259,7 @@ def _embeddings(job: Any, device: torch.device, texts: Sequence[str]) -> Embeddi
 
 
 def trained_size(job: Any, found: WeightFolder, autoencoder: Autoencoder) -> int:
-    """Height and width in pixels of the pictures that the model was trained on.
-
-    Raises:
-        ConfigError: the weights do not record it.
-    """
+    """Height and width in pixels of the pictures that the model was trained on."""
     recorded = (found.manifest.get("job") or {}).get("training")
     if recorded is None:
         rule = f"must be given, because {found.path} records no job that trained it"
@@ -281,11 +269,7 @@ def trained_size(job: Any, found: WeightFolder, autoencoder: Autoencoder) -> int
 
 
 def _check(job: Any, autoencoder: Autoencoder, captions: Embeddings, size: int) -> None:
-    """Check that the encoders are those of the model, and that the size can be cut into tokens.
-
-    Raises:
-        ConfigError: another shape.
-    """
+    """Check that the encoders are those of the model, and that the size can be cut into tokens."""
     flux, unit = flux_of(job.model), autoencoder.pixels * PATCH
     if size % unit:
         rule = f"must be a multiple of {unit}, the pixels of a token"

@@ -16,33 +16,33 @@ from harness.tools.plan.parameters import BYTES, tp_of
 
 @dataclass(frozen=True)
 class ElementWise:
-    """Element-wise operations in forward, in bytes per 16-bit value; backward moves twice as much.
+    """Element-wise operations in an eager forward, in bytes per 16-bit value; backward moves twice as much.
 
     Eager kernels are counted one by one; a compiled operation is one kernel that reads its inputs and writes
     its output.
     """
 
-    norm: float
-    residual: float
-    rotation: float
-    gate: float
-    clamped: float
+    norm: float = 4
+    residual: float = 6
+    rotation: float = 20
+    gate: float = 10
+    clamped: float = 22
     """Of a gate that is clamped (``swiglu_clamped``), more."""
-    bias: float
+    bias: float = 10
     """Per output of an expert with biases: each row's is looked up and added."""
-    bias_gradient: float
+    bias_gradient: float = 64
     """The same in backward, as bytes that take the same time: rows are added up with atomics."""
-    router: float
+    router: float = 6
     """Per value of the residual stream, which routers read in 32 bits."""
-    sort: float
+    sort: float = 18
     """Per value of a row of an expert: rows are copied in the experts' order, back, and added up in 32 bits
     (``model/moe.py``)."""
-    exchanged: float
+    exchanged: float = 8
     """The same, more: rows that came from other ranks are sorted by expert, and back
     (``parallelism/expert.py``)."""
-    kernels: int
+    kernels: int = 15
     """Kernels of a block in forward other than products, for their fixed cost; backward has twice as many."""
-    expert_kernels: int
+    expert_kernels: int = 31
     """The same, more, if the block has experts: routing, sorting and counting."""
 
 
@@ -55,33 +55,9 @@ class ElementWise:
 # Gradients of biases: of 1,571 ms of a step of GPT-OSS 20b another kernel saves 183 (MFU of 16.50 and
 # 18.68 %, github.com/pytorch/torchtitan/pull/2686), of which adding the biases takes 30: 6.4 ms for each of
 # 24 layers of 32,768 rows.
-EAGER = ElementWise(
-    norm=4,
-    residual=6,
-    rotation=20,
-    gate=10,
-    clamped=22,
-    bias=10,
-    bias_gradient=64,
-    router=6,
-    sort=18,
-    exchanged=8,
-    kernels=15,
-    expert_kernels=31,
-)
-COMPILED = ElementWise(
-    norm=4,
-    residual=4,
-    rotation=4,
-    gate=6,
-    clamped=0,
-    bias=4,
-    bias_gradient=64,
-    router=4,
-    sort=10,
-    exchanged=8,
-    kernels=8,
-    expert_kernels=15,
+EAGER = ElementWise()
+COMPILED = replace(
+    EAGER, residual=4, rotation=4, gate=6, clamped=0, bias=4, router=4, sort=10, kernels=8, expert_kernels=15
 )
 # Before torch 2.9 (github.com/pytorch/pytorch/pull/153666) an eager norm casts up, squares, averages, scales,
 # casts down and multiplies by the weight, one kernel each.
@@ -172,7 +148,6 @@ class Worker:
         self.casts_stream = job.precision.linear == "float8_tensorwise" and layout.uses_sequence_parallel
 
     def block(self, layer: int) -> Block:
-        """The passes of one block of the model."""
         operations = self.model_costs.block_operations(self.job.model, layer, self.job.training.seq_len)
         forward = self._forward(operations)
         collectives = self._tensor(operations, recompute=False)
@@ -315,7 +290,6 @@ class Worker:
         return 2 * operations.expert_gate_width / experts + operations.expert_width
 
     def _passes(self, operations: Operations) -> float:
-        """Seconds of element-wise operations in forward."""
         layout, costs = self.job.parallelism, self.costs
         exchanged = costs.exchanged if layout.ep > 1 else 0.0
         experts = layout.tp if layout.splits_experts else 1

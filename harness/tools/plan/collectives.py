@@ -50,14 +50,12 @@ class Pass:
 
     @property
     def seconds(self) -> float:
-        """Seconds of computation and of exposed collectives."""
         return self.compute + sum(each.exposed for each in self.collectives)
 
     def __add__(self, other: Pass) -> Pass:
         return Pass(self.compute + other.compute, self.collectives + other.collectives)
 
     def times(self, factor: float) -> Pass:
-        """The pass, scaled by ``factor``."""
         scaled = (
             replace(m, bytes=m.bytes * factor, seconds=m.seconds * factor, exposed=m.exposed * factor)
             for m in self.collectives
@@ -193,7 +191,6 @@ class Sharer:
         )
 
     def table(self, name: str) -> Sharing:
-        """FSDP's work for the embedding or the head."""
         values = sum(tensor.size for tensor in tensors_by_module(self.job.model).get(name, ()))
         return self._share_values(values / self.layout.tp, self._shards)
 

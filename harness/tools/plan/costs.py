@@ -110,13 +110,7 @@ class BlockCosts(ABC):
 
     @abstractmethod
     def activations(self, model: ModelConfig, layer: int, *, on_cpu: bool) -> PartActivations:
-        """What a block saves for backward, its input included.
-
-        Args:
-            model: the model.
-            layer: number of the block.
-            on_cpu: whether kernels are those of CPUs.
-        """
+        """What a block saves for backward, its input included."""
 
     @abstractmethod
     def operations(self, model: ModelConfig, layer: int, seq_len: int) -> Operations:
@@ -194,20 +188,12 @@ BLOCK_COSTS: Registry[type[BlockCosts]] = Registry(
 
 
 def costs_of(model: ModelConfig) -> Costs:
-    """Return the costs of a model.
-
-    Raises:
-        UserError: they are unknown.
-    """
+    """Return the costs of a model; UserError if they are unknown."""
     return _entry(COSTS, model.architecture)()
 
 
 def block_costs_of(model: ModelConfig) -> BlockCosts:
-    """Return the costs of a model's blocks.
-
-    Raises:
-        UserError: they are unknown.
-    """
+    """Return the costs of a model's blocks; UserError if they are unknown."""
     return _entry(BLOCK_COSTS, model.block)()
 
 

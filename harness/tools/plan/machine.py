@@ -33,7 +33,6 @@ class Group:
 
     @property
     def nodes(self) -> int:
-        """Number of nodes of the group."""
         return ceil(self.ranks / self.per_node)
 
     @property
@@ -43,7 +42,6 @@ class Group:
 
     @property
     def pair(self) -> Group:
-        """Two neighbours of the group."""
         return Group(2, min(2, self.per_node), None if self.per_leaf is None else min(2, self.per_leaf))
 
 
@@ -67,7 +65,6 @@ class Machine:
 
     @cached_property
     def achieved(self) -> Achieved:
-        """What the device's best kernels achieve."""
         shares: Any = self.device.achieved
         return replace(ACHIEVED.get(self.device.name, OTHER), **shares)
 
@@ -120,11 +117,9 @@ class Machine:
         return self.constants.contention + self.constants.second_wave * self.achieved.persistent
 
     def pass_seconds(self, moved: float) -> float:
-        """Seconds to read or write ``moved`` bytes of memory."""
         return moved / (self.device.memory_bandwidth * self.constants.memory) * self.pace
 
     def attention_seconds(self, flops: float, dtype: str) -> float:
-        """Seconds of fused attention's arithmetic."""
         kernel = self.software.attention
         achieved = self.achieved.others[kernel] if kernel else self.achieved.attention
         share = self.constants.attention * achieved
@@ -218,10 +213,7 @@ def _filled(rows: int, outputs: int, groups: int, units: int) -> float:
 
 
 def on_cpu(job: Job) -> bool:
-    """Whether the planned ranks compute on a CPU.
-
-    ``auto`` means GPUs if the cluster's accelerator is set, otherwise this machine's CPU.
-    """
+    """Whether ranks compute on a CPU: ``auto`` means this machine's if the cluster names no accelerator."""
     device = job.cluster.device
     return device == "cpu" or (device == "auto" and job.cluster.accelerator is None)
 
@@ -251,8 +243,7 @@ def machine_of(job: Job, calibration: Calibration | None = None) -> Machine | No
 
 
 def expert_groups(job: Job, ranks_per_node: int) -> tuple[Group, Group]:
-    """Return the groups of an expert's mesh (``parallelism/mesh.py``): of ``ep``, and of the expert's
-    shards."""
+    """Return the groups of an expert's mesh (``parallelism/mesh.py``): of ``ep``, and of its shards."""
     layout, world = job.parallelism, job.world_size
     leaf = job.cluster.leaf_ranks(world)
     stride = layout.tp if layout.splits_experts else 1
@@ -280,7 +271,6 @@ def _group(
 
 
 def _inside(degrees: tuple[tuple[str, int], ...], size: int, axes: tuple[str, ...]) -> int:
-    """Ranks of the group over ``axes`` that are among ``size`` neighbouring ranks."""
     world = prod(degree for _, degree in degrees)
     inside = stride = 1
     for axis, degree in reversed(degrees):

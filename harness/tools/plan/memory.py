@@ -52,7 +52,6 @@ IN_ATTENTION = re.compile(r"\.(\w+_)?(attention|attn)\.")
 
 
 def plus(*parts: Bytes) -> Bytes:
-    """Sum by kind."""
     total = dict(parts[0])
     for part in parts[1:]:
         for kind, size in part.items():
@@ -61,7 +60,6 @@ def plus(*parts: Bytes) -> Bytes:
 
 
 def heaviest(moments: Iterable[Bytes]) -> Bytes:
-    """The moment with the most bytes."""
     return max(moments, key=lambda moment: sum(moment.values()), default={})
 
 
@@ -248,7 +246,6 @@ class StageMemory:
 
     @cached_property
     def accumulated(self) -> float:
-        """Bytes of the unsharded gradients of all modules."""
         return sum(module.parameters.accumulated for module in self.modules)
 
     @cached_property
@@ -259,10 +256,7 @@ class StageMemory:
 
     @cached_property
     def forward(self) -> Bytes:
-        """Peak of a forward pass, in addition to the memory before it.
-
-        In a pipeline the parameters are already gathered.
-        """
+        """Peak of a forward pass, in addition to the memory before it."""
         moments, held, gathered = [], 0.0, 0.0
         for module in self.modules:
             own = module.parameters.gathered
@@ -371,13 +365,7 @@ STAGES_GATHERED = 3
 def rank_memory(
     job: Job, parameters: Sequence[RankParameters] | None = None, software: Software | None = None
 ) -> list[RankMemory]:
-    """Compute the memory of every pipeline rank at its peak.
-
-    Args:
-        job: the resolved job.
-        parameters: the shards of every pipeline rank, if they are known.
-        software: what the trainer runs, if it is another one.
-    """
+    """Compute the memory of every pipeline rank at its peak; ``parameters`` of all, if they are known."""
     order = pipeline_order(job.parallelism, job.model.n_layers, job.microbatches)
     prices = ActivationBytes(job, repeats_keys=software is not None and software.repeats_keys)
     keeps_outputs, memory = software is not None and software.keeps_outputs, []
@@ -448,7 +436,6 @@ class RankStep:
         self.offloaded = job.parallelism.cpu_offload and not self.cpu
 
     def memory(self) -> RankMemory:
-        """Memory of the rank at its peak."""
         moments = list(self._moments())
         fullest = heaviest(self._as_reserved(moment) for moment in moments)
         kinds = {kind: float(fullest.get(kind, 0.0)) for kind in KINDS}
@@ -563,7 +550,6 @@ class RankStep:
         return sum(sorted(sizes, reverse=True)[:STAGES_GATHERED])
 
     def _gradients(self) -> float:
-        """Bytes of sharded gradients on the device after backward."""
         if self.job.optimizer.in_backward or self.offloaded:
             return 0.0
         return self.parameters.gradient_bytes

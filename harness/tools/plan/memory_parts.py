@@ -75,7 +75,6 @@ class ActivationBytes:
         return sum(self.bytes_of(each) for each in tensors if each.by in by)
 
     def bytes_of(self, tensor: SavedTensor) -> float:
-        """Bytes of a tensor on a rank, per microbatch."""
         compute = BYTES[self.job.precision.param_dtype]
         sizes = {"compute": compute, "float32": 4, "int64": 8}
         sizes |= {"norm": 4 if self.cpu else compute, "widened": 0 if compute == 4 else 4}

@@ -39,13 +39,7 @@ _Pass = tuple[int, str, int]
 
 
 def pipeline_order(layout: ParallelismConfig, n_layers: int, microbatches: int) -> list[list[Action]]:
-    """Return the forward and backward passes of every pipeline rank, in order, without times.
-
-    Args:
-        layout: the layout, validated.
-        n_layers: layers of the model.
-        microbatches: microbatches of one pass over a local batch.
-    """
+    """Return the passes of every pipeline rank for one local batch, in order, without times."""
     if layout.pp > 1 and layout.pp_schedule_csv is None:
         stages = num_stages(layout, n_layers)
         return [list(row) for row in _actions_of_torch(layout.pp_schedule, layout.pp, stages, microbatches)]
@@ -96,7 +90,7 @@ def fullest(
     A pass is left out if another one of its kind has at least as large counts.
 
     Args:
-        actions: the passes.
+        actions: the passes of a rank.
         equal: the first stage that is equal to each stage of the rank; moments name only these.
         keeps_outputs: that of ``Software``.
     """
@@ -224,11 +218,6 @@ def simulate(
     For each microbatch, a forward pass needs the forward of the previous stage; a backward pass its own
     forward, and the backward (for inputs) of the next stage; a backward for weights the one for inputs.
     Between ranks, inputs arrive ``send_seconds`` later.
-
-    Args:
-        order: passes of each rank, in order.
-        seconds: duration of a pass.
-        send_seconds: time to send a microbatch's activations to the next stage.
 
     Raises:
         ValueError: the order cannot run: ranks wait for each other.

@@ -183,82 +183,71 @@ def remedies(
         devices, with other numbers. Then those that do not fit but take less memory, the smallest first.
     """
     composer = Composer("plan", PlanJob)
-    found = _ChangedJobs(composer, plan, overrides, headroom).smallest_of_each_kind(kinds)
+    found = _smallest_changes(composer, plan, overrides, kinds(plan.job), headroom)
     plain = [each for each in found if not (each.changes_numbers or each.takes_more or each.offloads)]
     if plain and not any(each.plan.fits for each in plain):
         first = min(plain, key=lambda each: each.plan.peak)
-        typed = [*overrides, *first.overrides]
-        seconds = _ChangedJobs(composer, first.plan, typed, headroom).smallest_of_each_kind(kinds)
+        typed, more = [*overrides, *first.overrides], kinds(first.plan.job)
         found += [
             replace(each, changes=(*first.changes, *each.changes))
-            for each in seconds
+            for each in _smallest_changes(composer, first.plan, typed, more, headroom)
             if each.plan.fits and not (each.takes_more or each.offloads)
         ]
     return sorted(found, key=lambda each: each.order)
 
 
-class _ChangedJobs:
-    """Composes and plans changes of a job."""
+def _smallest_changes(
+    composer: Composer, plan: Plan, overrides: Sequence[str], kinds: Iterable[list[Change]], headroom: float
+) -> list[Remedy]:
+    """Plan the smallest change of each kind that fits, or else the best if it takes less memory.
 
-    def __init__(self, composer: Composer, plan: Plan, overrides: Sequence[str], headroom: float) -> None:
-        self._composer, self._plan, self._overrides = composer, plan, overrides
-        self._headroom = headroom
-        self._composed, self._planned = cache(self._compose), cache(self._make_plan)
+    A larger change of a kind mostly takes less memory than a smaller one. More pipeline ranks may take more,
+    so the smallest is tried, too.
+    """
+    before = plan.job
 
-    def smallest_of_each_kind(self, kinds: Callable[[Job], Iterable[list[Change]]]) -> list[Remedy]:
-        """Plan the changes of each kind that is legal and takes less memory."""
-        found = map(self._smallest, kinds(self._plan.job))
-        return [each for each in found if each is not None]
-
-    def _smallest(self, changes: Sequence[Change]) -> Remedy | None:
-        """Plan the smallest change that fits, or else the best; None if none is legal or takes less memory.
-
-        A larger change of a kind mostly takes less memory than a smaller one. More pipeline ranks may take
-        more, so the smallest is tried, too.
-        """
-        legal = [change for change in changes if self._composed(change) is not None]
-        if not legal:
-            return None
-        best = self._planned(legal[-1])
-        if best.plan.fits:
-            index = bisect_left(legal[:-1], True, key=lambda change: self._planned(change).plan.fits is True)
-            best = self._planned(legal[index])
-        else:
-            best = min(best, self._planned(legal[0]), key=lambda each: each.plan.peak)
-        if best.plan.peak >= self._plan.peak:
-            return None
-        return replace(best, changes=(self._needed(best.changes[0]),))
-
-    def _compose(self, change: Change) -> tuple[Job, Calibration | None] | None:
+    @cache
+    def composed(change: Change) -> tuple[Job, Calibration | None] | None:
         """The changed job; None if it is illegal or the same."""
         try:
-            found = planned(self._composer.job([*self._overrides, *change]))
+            found = planned(composer.job([*overrides, *change]))
         except ConfigError:
             return None
-        return None if found[0] == self._plan.job else found
+        return None if found[0] == before else found
 
-    def _make_plan(self, change: Change) -> Remedy:
-        composed = self._composed(change)
-        assert composed is not None, "only legal changes are planned"
-        before, job = self._plan.job, composed[0]
-        more, numerics = job.world_size > before.world_size, differing_numerics(before, job)
-        return Remedy((change,), with_headroom(make_plan(*composed), self._headroom), bool(numerics), more)
+    @cache
+    def remedy(change: Change) -> Remedy:
+        changed = composed(change)
+        assert changed is not None, "only legal changes are planned"
+        job, numbers = changed[0], differing_numerics(before, changed[0])
+        made, more = make_plan(*changed), job.world_size > before.world_size
+        return Remedy((change,), with_headroom(made, headroom), bool(numbers), more)
 
-    def _needed(self, change: Change) -> Change:
-        """The overrides of a change without those that the job would have anyway."""
-        for each in change:
-            fewer = tuple(other for other in change if other != each)
-            if self._placed(fewer) == self._placed(change):
-                change = fewer
-        return change
-
-    def _placed(self, change: Change) -> tuple[Job, tuple[int, int]] | None:
+    def placed(change: Change) -> tuple[Job, tuple[int, int]] | None:
         """The changed job and its nodes, however they are given."""
-        composed = self._composed(change)
-        if composed is None:
+        if (changed := composed(change)) is None:
             return None
-        job = composed[0]
-        return replace(job, cluster=self._plan.job.cluster), job.cluster.nodes_for(job.world_size)
+        job = changed[0]
+        return replace(job, cluster=before.cluster), job.cluster.nodes_for(job.world_size)
+
+    found = []
+    for legal in ([change for change in changes if composed(change)] for changes in kinds):
+        if not legal:
+            continue
+        best = remedy(legal[-1])
+        if best.plan.fits:
+            first = bisect_left(legal[:-1], True, key=lambda change: remedy(change).plan.fits is True)
+            best = remedy(legal[first])
+        else:
+            best = min(best, remedy(legal[0]), key=lambda each: each.plan.peak)
+        if best.plan.peak < plan.peak:
+            [change] = best.changes
+            for each in change:
+                # Leave out what the job would have anyway.
+                fewer = tuple(other for other in change if other != each)
+                change = fewer if placed(fewer) == placed(change) else change
+            found.append(replace(best, changes=(change,)))
+    return found
 
 
 def with_headroom(plan: Plan, headroom: float) -> Plan:

@@ -204,13 +204,11 @@ hydra:
 def _command(path: Path, job: Sequence[str]) -> str:
     """Return the command that starts a sweep file."""
     start = ["python", "-m", "harness.train", "-m"]
-    for folder in config_folders().paths:
-        if (folder / "sweep").resolve() in path.parents:
-            name = path.relative_to((folder / "sweep").resolve()).with_suffix("")
-            return shlex.join([*start, f"sweep={name}", *job])
-    for parent in path.parents:
-        if parent.name == "sweep":
-            name = path.relative_to(parent).with_suffix("")
-            return shlex.join([*start, "--config-dir", str(parent.parent), f"sweep={name}", *job])
+    flags = {home: ["--config-dir", str(home.parent)] for home in path.parents if home.name == "sweep"}
+    flags |= {(folder / "sweep").resolve(): [] for folder in config_folders().paths}
+    for home, more in flags.items():
+        if home in path.parents:
+            name = path.relative_to(home).with_suffix("")
+            return shlex.join([*start, *more, f"sweep={name}", *job])
     typed = shlex.join([*start, "--config-dir", "FOLDER", f"sweep={path.stem}", *job])
     return f"to start it: put it into FOLDER/sweep/, and type {typed}"

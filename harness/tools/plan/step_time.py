@@ -162,7 +162,6 @@ class StepModel:
 
     @property
     def passes(self) -> int:
-        """Number of passes over a local batch in a step."""
         return self.job.accumulation_steps
 
     def update_seconds(self, stages: Iterable[Stage]) -> float:
@@ -229,7 +228,6 @@ class StepModel:
         return speed, self._traffic(collectives)
 
     def traffic(self, rank: int) -> list[Traffic]:
-        """Collectives of a step on one pipeline rank."""
         return self._traffic(self._rank(rank, 0.0)[1])
 
     def _rank(self, rank: int, makespan: float) -> tuple[dict[str, float], list[tuple[Collective, int]]]:

@@ -10,8 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from harness.compose.composer import compose_job
-from harness.compose.multirun import compose_points
+from harness.compose.composer import compose_job, compose_points
 from harness.compose.paths import conf_dir
 from harness.config.cluster import ClusterConfig
 from harness.config.fields import LABEL, leaves

@@ -19,8 +19,7 @@ import pytest
 from tiers import THOROUGH
 
 from harness.compose import resolve as job_rules
-from harness.compose.composer import compose_job
-from harness.compose.multirun import compose_points
+from harness.compose.composer import compose_job, compose_points
 from harness.compose.resolve import resolve
 from harness.config.job import Job, differing_numerics
 from harness.config.parallelism import AXES

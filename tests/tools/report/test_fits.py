@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 from tiers import THOROUGH
 
-from harness.compose.composer import Composed
-from harness.compose.multirun import compose_points
+from harness.compose.composer import Composed, compose_points
 from harness.compose.scale import count
 from harness.compose.verb import guarded
 from harness.launch.rows import KEPT, as_planned, read_kept

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from harness.compose.composer import Composed
-from harness.compose.multirun import compose_points
+from harness.compose.composer import Composed, compose_points
 from harness.config.pipeline import num_stages, split_modules
 from harness.tools.rehearse import verb
 from harness.tools.rehearse.figures import Failure, RankFigures

@@ -15,7 +15,7 @@ import pytest
 from gpu_table import report_rows
 from made import DEVICE, leave, make_sweep, plan_of, rate_of, result
 
-from harness.compose.multirun import compose_points
+from harness.compose.composer import compose_points
 from harness.config.job import Job
 from harness.launch.rows import KEPT, as_planned, keep
 from harness.metrics.window import THROUGHPUT

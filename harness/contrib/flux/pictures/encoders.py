@@ -106,9 +106,6 @@ def build_encoders(config: EncodersConfig, device: torch.device, *, shard: bool 
         config: which.
         device: where encoders with weights compute.
         shard: whether FSDP shards the weights over all ranks, which then encode together.
-
-    Raises:
-        UserError: a folder cannot be read, or a package is missing.
     """
     return Encoders(build_autoencoder(config, device), build_text_encoder(config, device, shard=shard))
 
@@ -291,11 +288,7 @@ def _import(name: str, field: str) -> Any:
 
 
 def _load(field: str, folder: Path, load: Callable[[], Any]) -> Any:
-    """Load a model or tokenizer from a local folder.
-
-    Raises:
-        ConfigError: there is none, or it is damaged.
-    """
+    """Load a model or tokenizer from a local folder."""
     if not folder.is_dir():
         raise ConfigError(field, folder, "there is no such folder", "the folder of a model")
     noise = logging.getLogger("transformers"), logging.getLogger("diffusers")

@@ -98,12 +98,7 @@ def open_tar_index(
     *,
     is_builder: bool = True,
 ) -> TarIndex:
-    """Open the table of tar files, after building it if it is missing or damaged.
-
-    Raises:
-        DataError: a file is no tar file, or the builder's table is not visible here.
-        OSError: the cache cannot be written.
-    """
+    """Open the table of tar files, after building it if it is missing or damaged."""
     stats = [_FORMAT_VERSION, file_stats(files)]
     key = hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:24]
     folder = Path(cache_dir).expanduser() / "pictures" / key
@@ -251,12 +246,7 @@ def open_pictures(
     wait_for_all: Callable[[], None] | None = None,
     is_builder: bool = True,
 ) -> PictureSource:
-    """Open the pictures of a split; the arguments are those of ``build_loader``.
-
-    Raises:
-        ConfigError: the split is ``validation``, and no pictures are held out for it.
-        DataError: the source cannot be read, or has no pictures.
-    """
+    """Open the pictures of a split; the arguments are those of ``build_loader``."""
     if split == "validation":
         data.require_validation()
     if data.kind == "drawn_shapes":
