@@ -47,7 +47,9 @@ def names_of(points: Sequence[Point]) -> list[str]:
     chosen: list[str] = []
     groups = 1
     while groups < len(points):
-        counts = {key: _count([columns[each] for each in (*chosen, key)]) for key in columns}
+        counts = {
+            key: len(set(zip(*(columns[each] for each in (*chosen, key)), strict=True))) for key in columns
+        }
         # Use labels only if nothing else distinguishes the runs.
         useful = [key for key, count in counts.items() if count > groups]
         best = max(useful, key=lambda key: (not sets_label(key), counts[key]), default=None)
@@ -78,10 +80,6 @@ def _columns(points: Sequence[Point]) -> dict[str, list[str | None]]:
         if key != "runs_dir"
     }
     return {key: values for key, values in columns.items() if len(set(values)) > 1}
-
-
-def _count(columns: Sequence[Sequence[str | None]]) -> int:
-    return len(set(zip(*columns, strict=True)))
 
 
 def by_part(fields: Sequence[str]) -> dict[str, list[str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -27,23 +27,13 @@ TASKS, JOB = "tasks", "job.json"
 J = TypeVar("J", bound=Job)
 
 
-class ShardSubmission(Submission):
-    """An array of ``module``; the name of a task's folder is its shard."""
-
-    def __init__(
-        self, module: str, jobs: Sequence[Job], folders: Sequence[Path], home: Path, name: str
-    ) -> None:
-        self.module = module
-        super().__init__(jobs, folders, home, name)
-
-
 def submit(job: J, writer: ShardWriter, module: str, workers: int) -> int:
     """Submit a task for each shard that is not finished, or show the script; return the exit code.
 
     Args:
         job: the job, with the part ``writer.verb``.
         writer: of the folder.
-        module: of a task.
+        module: of a task, which gets a folder whose name is its shard.
         workers: processes of a task.
     """
     if job.cluster.wait:
@@ -59,14 +49,16 @@ def submit(job: J, writer: ShardWriter, module: str, workers: int) -> int:
     folders = [home / TASKS / f"{shard:05}" for shard in shards]
     tasks: list[Job] = [job] * len(shards)
     name = f"{writer.verb}.{home.name}.{writer.key[:12]}"
-    submission = ShardSubmission(module, tasks, folders, home, name)
+    submission = Submission(tasks, folders, home, name, module=module)
     cost = f"{len(shards)} tasks with {workers} processes each, {cost_in_words(tasks)}"
     if job.cluster.dry_run:
         sys.stdout.write(f"{submission.script(planned=True)}\n# {cost}\n")
         return EXIT_OK
     require_slurm()
-    busy = _queued(folders)
-    if busy:
+    listed = jobs()
+    records = [SlurmJobRecord.read(folder) for folder in folders]
+    found = [None if record is None else record.find(listed) for record in records]
+    if busy := [f"job {each.id} ({each.state})" for each in found if each is not None]:
         sys.stdout.write(f"{home}: already submitted, {', '.join(busy)}; the same command continues later\n")
         return EXIT_OK
     confirm(tasks)
@@ -80,13 +72,6 @@ def submit(job: J, writer: ShardWriter, module: str, workers: int) -> int:
         return EXIT_OK
     sys.stdout.write(f"{home}: submitted as job {ids[0].partition('_')[0]}, {cost}\nlogs {home / 'slurm'}\n")
     return EXIT_OK
-
-
-def _queued(folders: list[Path]) -> list[str]:
-    listed = jobs()
-    records = [SlurmJobRecord.read(folder) for folder in folders]
-    found = [None if record is None else record.find(listed) for record in records]
-    return [f"job {each.id} ({each.state})" for each in found if each is not None]
 
 
 def run_task(module: str, job_class: type, writer_of: Callable[[Any], ShardWriter]) -> NoReturn:

@@ -187,7 +187,9 @@ class Study:
         """Run the trials that are left."""
         from optuna.trial import TrialState
 
-        stored, self._done = self._stored, self._count_finished()
+        stored = self._stored
+        killed = stored.user_attrs.get(_KILLED, [])
+        self._done = sum(each.state.is_finished() and each.number not in killed for each in stored.trials)
         if self._done and not self.registry.points() and not self.registry.skipped():
             rule = f"has none of the {self._done} points of the stored study"
             raise UserError(f"{self.registry.path / FILE}: {rule}; would work: another name=NAME")
@@ -261,10 +263,6 @@ class Study:
         except (TypeError, ValueError, ImportError) as error:
             raise UserError(f"{SETTINGS}sampler={settings.sampler}: {one_line(str(error))}") from error
         return study
-
-    def _count_finished(self) -> int:
-        killed = self._stored.user_attrs.get(_KILLED, [])
-        return sum(each.state.is_finished() and each.number not in killed for each in self._stored.trials)
 
     def _overrides(self, params: dict[str, Any]) -> list[str]:
         values = {name: params[override_key(name)] for name in self.space.axes}

@@ -118,25 +118,20 @@ class Registry:
         there = {self._relative(point) for point in self.points()}
         known = {_identity(each) for each in self.skipped()}
         rows: list[dict[str, Any]] = [
-            {
-                "point": point.id,
-                "run_dir": self._relative(point),
-                "overrides": point.overrides,
-            }
+            {"point": point.id, "run_dir": self._relative(point), "overrides": point.overrides}
             for point in points
             if self._relative(point) not in there
         ]
-        rows += [
-            {
-                "skipped": each.reason,
-                "overrides": each.overrides,
-                **({"swept": each.swept} if each.swept else {}),
-            }
-            for each in skipped
-            if _identity(each) not in known
-        ]
+        for each in skipped:
+            if _identity(each) not in known:
+                swept = {"swept": each.swept} if each.swept else {}
+                rows.append({"skipped": each.reason, "overrides": each.overrides, **swept})
         if rows:
-            self._append(rows)
+            repair_tail(self.path / FILE)
+            with (self.path / FILE).open("ab") as file:
+                now = time.time()
+                file.write("".join(json.dumps({**row, "time": now}) + "\n" for row in rows).encode())
+                sync_file(file)
 
     def points(self) -> list[Point]:
         """All points, in the order in which they were added."""
@@ -157,7 +152,7 @@ class Registry:
         return list({_identity(each): each for each in reversed(found)}.values())[::-1]
 
     def _relative(self, point: Point) -> str:
-        """Return the run folder relative to the sweep, so that the folder of all runs can be moved."""
+        # Relative, so that the folder of all runs can be moved.
         return os.path.relpath(point.run_dir, self.path)
 
     def _rows(self) -> list[dict[str, Any]]:
@@ -177,14 +172,6 @@ class Registry:
                     works = "would work: the file without this line, and without its point"
                     raise UserError(f"{path}: line {number} is damaged: {error}; {works}") from None
         return rows
-
-    def _append(self, rows: list[dict[str, Any]]) -> None:
-        path = self.path / FILE
-        now = time.time()
-        repair_tail(path)
-        with path.open("ab") as file:
-            file.write("".join(json.dumps({**row, "time": now}) + "\n" for row in rows).encode())
-            sync_file(file)
 
 
 def _checked(row: dict[str, Any]) -> dict[str, Any]:
@@ -211,12 +198,10 @@ def points_in(folder: Path) -> list[Point]:
     registry = Registry(folder)
     if registry.exists:
         return registry.points()
-    runs = (
-        [folder] if (folder / "job.json").is_file() else sorted(p.parent for p in folder.glob("*/job.json"))
-    )
-    if not runs:
+    files = [folder / "job.json"] if (folder / "job.json").is_file() else sorted(folder.glob("*/job.json"))
+    if not files:
         raise UserError(f"{folder}: neither a sweep folder nor a run folder{registry.neighbours()}")
-    return [Point(run.name, run, typed_overrides(run)) for run in runs]
+    return [Point(file.parent.name, file.parent, typed_overrides(file.parent)) for file in files]
 
 
 def typed_overrides(run_dir: Path) -> list[str]:

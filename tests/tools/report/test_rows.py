@@ -18,7 +18,7 @@ from harness.launch.rows import KEPT, completed, job_of, keep, load, of_points, 
 from harness.launch.state import SlurmJobRecord, read_states
 from harness.launch.sweep.registry import Registry, command_of
 from harness.launch.sweep.table import rows_of, table_text
-from harness.metrics.phases import SlowRank
+from harness.metrics.slow_ranks import SlowRank
 from harness.metrics.window import THROUGHPUT, Window
 from harness.run.result import write_result
 from harness.tools.report.runs import report_runs
