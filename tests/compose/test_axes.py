@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.compose.composer import compose_job, compose_points
+from harness.compose.composer import compose_points
 from harness.util.errors import UserError
 
 COMMON = ["model=llama3_tiny", "data=synthetic", "tokenizer=none", "cluster.device=cpu"]
@@ -40,29 +40,6 @@ def test_functions_of_options_and_order() -> None:
         each.job.training.seed for each in compose_points([*COMMON, "training.seed=shuffle(range(1,9))"])
     ]
     assert sorted(shuffled) == list(range(1, 9))
-
-
-@pytest.mark.parametrize(
-    ("typed", "message"),
-    [
-        ("training.seed=range(1,3)", ": is a sweep; would work: -m, which runs one job for each value"),
-        ("training.seed=choice(1,2)", ": is a sweep; would work: -m"),
-        ("model=glob(llama3*)", ": is a sweep; would work: -m"),
-        (
-            "optimizer.lr=interval(0,1)",
-            ": interval() is a range for sweepers that optimize (sweep",
-        ),
-        ("training.seed=shuffle(1,2)", ": has several values; would work: -m "),
-        ("training.seed=sort(2,1)", ": has several values; would work: -m "),
-        ("training.seed=nope(1)", ": Unknown function 'nope'"),
-        ("training.seed=range(a)", ": mismatch type argument start: str is incompatible with "),
-        ("training.seed=[1]2", ": cannot be read, extraneous input '2'"),
-    ],
-)
-def test_without_a_multirun(typed: str, message: str) -> None:
-    with pytest.raises(UserError) as caught:
-        compose_job([*COMMON, typed])
-    assert str(caught.value).startswith(f"{typed}{message}") and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

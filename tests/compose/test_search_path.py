@@ -119,27 +119,6 @@ def test_options_are_listed_and_checked(own: Path) -> None:
     assert [point.job.model.name for point in points] == ["mine"]
 
 
-@pytest.mark.parametrize(
-    ("typed", "message"),
-    [
-        ("hydra.searchpath=[/nowhere]", "hydra.searchpath=[/nowhere]: no such folder; would work: "),
-        ("hydra.searchpath=[file:///nowhere]", "hydra.searchpath=[file:///nowhere]: no such folder; "),
-        ("hydra.searchpath=[pkg://nope.conf]", "hydra.searchpath=[pkg://nope.conf]: no such folder in an "),
-        ("hydra.searchpath=[pkg://..a]", "hydra.searchpath=[pkg://..a]: no such folder in an installed "),
-        ("hydra.searchpath=[s3://a]", "hydra.searchpath=[s3://a]: must begin with file:// or pkg://; "),
-        ("hydra.searchpath=3", "hydra.searchpath=3: must be a list of folders or packages; "),
-        ("hydra.searchpath=[[a]]", "hydra.searchpath=[[a]]: must be a list of folders or packages; "),
-        ("~hydra.searchpath", "~hydra.searchpath: must be a list of folders or packages; "),
-        ("hydra.searchpath=[a],[b]", "hydra.searchpath=[a],[b]: all points of a sweep have one search path"),
-        ("hydra.searchpath=[a", "hydra.searchpath=[a: cannot be read"),
-    ],
-)
-def test_mistakes(typed: str, message: str) -> None:
-    with pytest.raises(UserError) as caught:
-        compose_job([typed])
-    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
-
-
 def test_a_search_path_in_an_experiment_is_refused_as_hydra_does(tmp_path: Path) -> None:
     text = "# @package _global_\nhydra:\n  searchpath: [file://x]\n"
     folder = written(tmp_path, {"experiment/late": text})
