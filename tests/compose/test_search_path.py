@@ -55,6 +55,18 @@ def test_own_primary_config_with_its_own_group(own: Path) -> None:
     assert seeds == [5, 6]
 
 
+def test_the_first_folder_with_a_name_is_used(own: Path, tmp_path: Path) -> None:
+    """conf/ comes first, then --config-dir, then the search path, in its order."""
+    other = written(tmp_path, {"model/mine": "defaults: [llama3_tiny, _self_]\nn_layers: 7\n"})
+    for path, flags, layers in (
+        (f"{other},{own}", [], 7),
+        (f"{own},{other}", [], 3),
+        (f"{other}", [str(own)], 3),
+    ):
+        with search_path([f"hydra.searchpath=[{path}]", "model=mine"], "train", folders=flags) as typed:
+            assert compose_job([*typed, *VALID]).model.n_layers == layers
+
+
 def test_a_primary_config_names_its_search_path(
     own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
