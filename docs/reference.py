@@ -18,9 +18,8 @@ from typing import Any
 
 import yaml
 
-from harness.compose.arguments import JOB_FLAGS, JSON, Argument
+from harness.compose.arguments import JOB_FLAGS, JSON, Argument, shown_config
 from harness.compose.generator import GENERATORS
-from harness.compose.help import shown_config
 from harness.compose.verb import VERBS, Verb
 from harness.config import failures
 from harness.config.data_kinds import DATA_KINDS

@@ -18,8 +18,8 @@ from held import Held
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from harness.compose.layers import schema_node
-from harness.config.fields import with_value
+from harness.compose.hydra import with_types
+from harness.config.fields import from_dict, with_value
 from harness.config.model import (
     ACTIVATIONS,
     ARCHITECTURES,
@@ -46,10 +46,8 @@ SEQ_LEN = 48  # longer than the windows and chunks of the rows
 
 def shipped(name: str) -> ModelConfig:
     """A model of conf/model."""
-    merged = OmegaConf.merge(schema_node(ModelConfig), OmegaConf.load(MODELS / f"{name}.yaml"))
-    read = OmegaConf.to_object(merged)
-    assert isinstance(read, ModelConfig)
-    return set_fields(read)
+    content = OmegaConf.to_container(OmegaConf.load(MODELS / f"{name}.yaml"))
+    return set_fields(from_dict(ModelConfig, with_types(content, ModelConfig)))
 
 
 def set_fields(model: ModelConfig, **fields: Any) -> ModelConfig:

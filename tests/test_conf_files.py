@@ -194,11 +194,11 @@ def test_parity_matrix() -> None:
     """Every layout of the matrix is a valid job that differs from a single process only in execution."""
     base = compose_job([], config_name="parity", schema=ParityJob)
     assert len(base.parity.matrix) > 30
-    with Composer("parity", ParityJob) as composer:
-        for layout, overrides in base.parity.matrix.items():
-            job = composer.job(overrides.split())
-            assert job.numerics_id == base.numerics_id, layout
-            assert job.id != base.id, layout
+    composer = Composer("parity", ParityJob)
+    for layout, overrides in base.parity.matrix.items():
+        job = composer.job(overrides.split())
+        assert job.numerics_id == base.numerics_id, layout
+        assert job.id != base.id, layout
 
 
 def test_models_hold_only_fields_of_the_model() -> None:

@@ -20,9 +20,8 @@ from processes import python
 from test_imports import ROOMS
 
 from harness.compose.arguments import JOB_FLAGS, CommandLine
-from harness.compose.composer import Composer, compose_job
-from harness.compose.multirun import chooses_points, compose_points, read_space
-from harness.compose.search_path import search_path
+from harness.compose.composer import Composer, chooses_points, compose_job, compose_points, read_space
+from harness.compose.hydra import search_path
 from harness.config import failures
 from harness.config.fields import leaves
 from harness.config.job import Job
@@ -160,8 +159,7 @@ def _check_job(command: Command, name: str, schema: type, line: CommandLine) -> 
             compose_job(line.overrides, config_name=name, schema=schema)
         assert f"error: {refused.value}" == command.output[0]
     elif line.multirun and chooses_points(line.overrides, config_name=name, schema=schema):
-        with Composer(name, schema) as composer:
-            assert read_space(composer, line.overrides).axes
+        assert read_space(Composer(name, schema), line.overrides).axes
     elif line.multirun:
         points = compose_points(line.overrides, config_name=name, schema=schema)
         reasons = {point.reason for point in points if point.job is None}

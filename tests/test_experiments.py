@@ -21,7 +21,7 @@ import bare_loop
 import compare
 import gpu_cases
 import gpu_table
-import memory as measure
+import pass_memory as measure
 import titan_gpu
 
 from harness.compose.composer import compose_job

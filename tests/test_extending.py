@@ -137,9 +137,11 @@ def test_parity(extras: Installed, layouts: str) -> None:
 
 
 def test_plan(extras: Installed) -> None:
-    """The plan's tensors, gradients and optimizer state are those that the training code builds."""
-    shown = extras.succeed(*command("plan"))
-    assert "really built, without values: 1 of 2 ranks" in shown and "agrees with the plan" in shown
+    """Its block and optimizer have costs: a momentum for each parameter; tables of rotation beside them."""
+    plan = json.loads(extras.succeed(*command("plan"), "--json"))
+    kinds = plan["memory"][0]["kinds"]
+    assert kinds["optimizer"] == 4 * plan["parameters_per_rank"][0]
+    assert kinds["optimizer"] < kinds["parameters"] < 1.2 * kinds["optimizer"] and kinds["activations"] > 0
 
 
 CHECK = """

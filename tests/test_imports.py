@@ -51,8 +51,8 @@ def stop(*_, **__):
 {replace}
 runpy.run_module("harness", run_name="__main__", alter_sys=True)
 """
-AT_START = """from torch.distributed.elastic import multiprocessing
-multiprocessing.start_processes = stop"""
+AT_START = """from harness.launch import local
+local.Popen = stop"""
 AT_FORWARD = """from torch import nn
 call = nn.Module.__call__
 nn.Module.__call__ = lambda self, *a, **k: (

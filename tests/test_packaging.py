@@ -81,7 +81,7 @@ def test_own_configurations_beside_the_wheel(unpacked: Path, tmp_path: Path) -> 
     typed = [f"hydra.searchpath=[{tmp_path}/own,pkg://own_models.conf]", "model=in_folder,in_package"]
     typed += ["tokenizer=none", "data=synthetic"]
     code = (
-        f"sys.path.append({str(package.parent)!r}); from harness.compose.multirun import compose_points; "
+        f"sys.path.append({str(package.parent)!r}); from harness.compose.composer import compose_points; "
         f"print([point.job.model.n_layers for point in compose_points({typed!r})])"
     )
     done = run(unpacked, tmp_path, code)

@@ -153,10 +153,12 @@ def table(rows: list[dict[str, Any]], layouts: list[str]) -> str:
                 if spread is None:
                     cells += ["-", "-"]
                     continue
-                median, between = spread.shown(".3f")
+                median, between = spread.as_text(".3f")
                 cells += [f"{statistics.median(theirs.values()):.1f}", f"{median} ({between})"]
             lines.append(cells)
-    return to_markdown(Table.of_cells(["layout", "figure", "harness", *heads], lines))
+    return to_markdown(
+        Table.of_cells(["layout", "figure", "harness", *heads], lines, right=range(2, 3 + len(heads)))
+    )
 
 
 def against_the_best(rows: list[dict[str, Any]], layouts: list[str]) -> list[str]:

@@ -24,7 +24,7 @@ from read_shapes import Judged, judge
 
 from harness.compose.composer import compose_job
 from harness.contrib.flux.pictures.shapes import DrawnShapes, captions
-from harness.contrib.flux.pictures.sheet import write_sheet
+from harness.contrib.flux.sampling import write_sheet
 from harness.tools.inference.generate import GenerateJob, generate
 
 HERE = Path(__file__).parent

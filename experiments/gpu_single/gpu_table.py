@@ -168,7 +168,7 @@ def spread(values: Sequence[float], form: str) -> str:
     found = Spread.of(values)
     if found is None:
         return "-"
-    middle, between = found.shown(form)
+    middle, between = found.as_text(form)
     return middle if len(values) == 1 else f"{middle} ({between})"
 
 

@@ -25,8 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from memory_errors import memory_tables
 
-from harness.compose.composer import Composer
-from harness.compose.multirun import compose_points
+from harness.compose.composer import Composer, compose_points
 from harness.config.fields import with_value
 from harness.model.accounting import account
 from harness.tools.plan.constants import Calibration, Constants, Software
@@ -105,11 +104,11 @@ def read(path: Path, *, as_here: bool = False) -> list[Row]:
 def plan_all(raws: Iterable[dict[str, str]], *, as_here: bool = False) -> list[Row]:
     """Plan published rows."""
     rows = []
-    with Composer() as composer:
-        for raw in raws:
-            calibration = calibration_of(Software() if as_here else software_of(raw))
-            plan = make_plan(composer.job(shlex.split(raw["overrides"])), calibration)
-            rows.append(Row(raw, plan, calibration))
+    composer = Composer()
+    for raw in raws:
+        calibration = calibration_of(Software() if as_here else software_of(raw))
+        plan = make_plan(composer.job(shlex.split(raw["overrides"])), calibration)
+        rows.append(Row(raw, plan, calibration))
     return rows
 
 

@@ -26,9 +26,9 @@ from held_rows import MEMORY, SPEED, Held
 
 from harness.config.job import Job
 from harness.tools.plan import evidence
-from harness.tools.plan.calibrate import FITTED, START, descend, moved, predicted_rate
+from harness.tools.plan.calibrate import FITTED, START, descend, predicted_rate, scale_constants
 from harness.tools.plan.constants import Calibration
-from harness.tools.plan.evidence import GENERATIONS, class_of
+from harness.tools.plan.evidence import class_of, generation_of
 from harness.tools.report.runs import spearman
 from harness.util.tables import GIB
 
@@ -71,11 +71,11 @@ def respond(row: errors.Row, source: str) -> Response:
     for name in FITTED:
         lower, upper = log_of(**{name: -STEP}), log_of(**{name: STEP})
         terms[name] = (upper - lower) / (2 * STEP), (upper + lower - 2 * middle) / (2 * STEP**2)
-    return Response(source, GENERATIONS[accelerator.name], middle, terms)
+    return Response(source, generation_of(accelerator.name) or "", middle, terms)
 
 
 def _moved(row: errors.Row, logs: dict[str, float]) -> Calibration:
-    return moved(replace(row.calibration, constants=START), logs)
+    return scale_constants(replace(row.calibration, constants=START), logs)
 
 
 def fit(responses: Iterable[Response], *, by_generation: bool = False) -> dict[str, float]:
@@ -260,7 +260,7 @@ def _order(rows: Sequence[Held]) -> str:
 
 def constants_in_words(responses: Sequence[Response]) -> str:
     """The constants fitted to all rows, and the errors with a set for each hardware generation."""
-    constants = moved(Calibration(START), fit(responses)).constants
+    constants = scale_constants(Calibration(START), fit(responses)).constants
     fitted = ", ".join(f"{name} {getattr(constants, name):.3f}" for name in FITTED)
     amounts = []
     for source in {each.source for each in responses}:

@@ -31,7 +31,7 @@ from harness.checkpoint.catalog import (
     open_checkpoint,
     reading,
 )
-from harness.run.folder import STATUS, RunStatus
+from harness.run.folder import STATUS, RunFolder
 from harness.util.errors import EXIT_MACHINE, EXIT_OK, UserError
 
 _BLOCK = 1 << 24
@@ -77,7 +77,7 @@ def verify_all(folders: Sequence[str], *, newest: bool) -> tuple[list[ComparedCh
             if (
                 verdict.state == "unfinished"
                 and path == paths[-1]
-                and RunStatus(Path(path).parent.parent).state == "completed"
+                and RunFolder(Path(path).parent.parent).state == "completed"
             ):
                 reason = f"{verdict.reason}, and {STATUS} says that the run has completed"
                 verdict = replace(verdict, state="damaged", reason=reason)

@@ -1,20 +1,25 @@
-"""Parse command lines: one parser for the flags of all verbs; overrides are the remaining arguments."""
+"""Command lines: the flags of all verbs, of which overrides are the rest; ``--help`` and ``--cfg``."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import difflib
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from harness.config.fields import check_written
-from harness.util.errors import UserError
+from harness.compose.composer import Composer
+from harness.compose.overrides import check_overrides, groups, options_of, to_user_error
+from harness.config.fields import check_written, default_of, docstrings, leaf_fields, rules_of
+from harness.config.job import Job
+from harness.config.registry import Registry
+from harness.util.errors import EXIT_OK, UserError
 
 CFG = ("job", "hydra", "all")
-INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
-SHOWS = ("help", "cfg", "info")
+SHOWS = ("help", "cfg")
 _CONF = "--config-dir FOLDER, which adds your files to those of conf/"
 # Hydra's flags that are not supported, and what to type instead.
 REFUSED = {
@@ -25,6 +30,8 @@ REFUSED = {
     "-sc": "--help, which lists groups, options and fields",
     "--run": "the command without it",
     "-r": "the command without it",
+    "--info": "--cfg all, which prints the composed job and Hydra's settings",
+    "-i": "--cfg all, which prints the composed job and Hydra's settings",
     "--experimental-rerun": "the overrides of overrides.txt in the run's folder",
 }
 
@@ -65,13 +72,6 @@ JOB_FLAGS = (
     ),
     Argument("-p", "--package", metavar="NAME", help="with `--cfg`: print one part, e.g. `parallelism`"),
     Argument("--resolve", help="with `--cfg`: resolve interpolations such as `${model.name}`"),
-    Argument(
-        *("-i", "--info"),
-        nargs="?",
-        const=INFO[0],
-        metavar="WHAT",
-        help=f"print how Hydra composes the job: {', '.join(f'`{each}`' for each in INFO)}",
-    ),
     Argument("-m", "--multirun", help="run one job for each combination of values (`harness train` only)"),
     Argument(
         "-cn", "--config-name", metavar="NAME", help="compose another primary file, of `conf/` or your own"
@@ -91,7 +91,6 @@ class CommandLine(argparse.Namespace):
 
     overrides: list[str]
     """Arguments that are not flags, in order."""
-    info: str | None = None
     json: bool = False
 
     @property
@@ -100,14 +99,7 @@ class CommandLine(argparse.Namespace):
         return [f"--{name.replace('_', '-')}" for name in SHOWS if getattr(self, name) not in (None, False)]
 
     def validate_flags_of_job(self) -> None:
-        """Check which of JOB_FLAGS can be combined, and the values that argparse does not check.
-
-        Raises:
-            UserError: naming the flag.
-        """
-        if self.info not in (None, *INFO):  # argparse took an override as its value
-            self.overrides.insert(0, self.info)
-            self.info = INFO[0]
+        """Check which of JOB_FLAGS can be combined, and the values that argparse does not check."""
         given = [each.names[-1] for each in JOB_FLAGS if getattr(self, each.name) not in (None, False)]
         if len(self.shown) > 1:
             first, second, *_ = self.shown
@@ -124,11 +116,6 @@ class Parser(argparse.ArgumentParser):
     """A parser of flags that are typed in full; its errors are one line, like those of overrides."""
 
     def parse_line(self, arguments: Sequence[str], *, takes_overrides: bool) -> CommandLine:
-        """Parse the arguments after the name of a verb.
-
-        Raises:
-            UserError: an unknown flag or argument, or an invalid value of a flag.
-        """
         line, rest = self.parse_known_args(arguments, CommandLine())
         for each in rest:
             if each.startswith("-"):
@@ -146,7 +133,6 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{typed}: no such flag; {works}")
 
     def _flags(self) -> Iterator[str]:
-        """Names of all flags, also those of subcommands."""
         yield from self._option_string_actions
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
@@ -154,11 +140,9 @@ class Parser(argparse.ArgumentParser):
                     yield from parser._flags()
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
-        """Return the flags that an abbreviation can stand for: none."""
         return []
 
     def error(self, message: str) -> NoReturn:
-        """Raise UserError instead of printing the usage."""
         about = re.fullmatch(r"argument ([^:]+): (.+)", message, re.DOTALL)
         name, problem = (about[1].split("/")[-1], about[2]) if about else ("", message)
         choice = re.fullmatch(r"invalid choice: '(.*)' \(choose from (.*)\)", problem, re.DOTALL)
@@ -173,3 +157,115 @@ class Parser(argparse.ArgumentParser):
         if given := re.fullmatch(r"ignored explicit argument '(.*)'", problem, re.DOTALL):
             raise UserError(f"{name}={given[1]}: takes no value; would work: {name}")
         raise UserError(f"{message}; would work: {' '.join(self.format_usage().split()[1:])}")
+
+
+def show(line: CommandLine, parser: Parser, *, config_name: str, schema: type) -> int:
+    check_overrides(line.overrides, schema)
+    if line.help:
+        text = help_text(line.overrides, parser, config_name=config_name, schema=schema)
+    else:
+        text = shown_config(
+            line.overrides,
+            str(line.cfg),
+            package=line.package,
+            resolve=line.resolve,
+            config_name=config_name,
+            schema=schema,
+        )
+    sys.stdout.write(text)
+    return EXIT_OK
+
+
+def shown_config(
+    overrides: list[str],
+    kind: str,
+    *,
+    package: str | None = None,
+    resolve: bool = False,
+    config_name: str = "train",
+    schema: type = Job,
+) -> str:
+    """Return the composed configuration as YAML, before it becomes a job."""
+    from omegaconf import OmegaConf
+
+    composer = Composer(config_name, schema)
+    plain = composer.config(overrides, resolve=resolve)
+    config: Any = OmegaConf.create({} if kind == "hydra" else plain)
+    if kind != "job":
+        config = OmegaConf.merge(config, {"hydra": composer.settings(overrides)})
+    try:
+        if resolve:
+            OmegaConf.resolve(config)
+        shown = config if package in (None, "_global_") else OmegaConf.select(config, package)
+    except Exception as error:
+        raise to_user_error(error) from error
+    if shown is None:
+        raise UserError(f"--package={package}: no such part; would work: {', '.join(map(str, config))}")
+    head = "" if package is None else f"# @package {package}\n"
+    return f"{head}{OmegaConf.to_yaml(shown)}" if OmegaConf.is_config(shown) else f"{shown}\n"
+
+
+def help_text(overrides: list[str], parser: Parser, *, config_name: str, schema: type) -> str:
+    """Return the text of ``--help``: all groups, fields and flags.
+
+    Hydra's own help searches the groups in 160 copies of its registry, which takes a second.
+    """
+    from omegaconf import OmegaConf
+
+    config = OmegaConf.create(Composer(config_name, schema).config(overrides))
+    rules = {name: rules_of(field) for name, field, _ in leaf_fields(schema())}
+    for name, kind in _options_of_entries(config):
+        texts = docstrings(kind)
+        for field in dataclasses.fields(kind):
+            of_option = f"{name}.{field.name}"
+            if OmegaConf.select(config, of_option) is None:
+                OmegaConf.update(config, of_option, default_of(field), force_add=True)
+            meaning = " ".join(texts.get(field.name, "").split()).replace("``", "`")
+            rules[of_option] = "; ".join(filter(None, (rules_of(field), meaning)))
+    fields = _with_rules(OmegaConf.to_yaml(config), rules)
+    options = {name: ", ".join(options_of(name)) for name in sorted(groups())}
+    parts = {
+        "Groups and their options (group=option)": "\n".join(map(": ".join, options.items())),
+        "Fields and their current values (field=value)": fields,
+        "Flags": parser.format_help().partition("options:\n")[2],
+    }
+    if not issubclass(schema, Job):
+        del parts["Groups and their options (group=option)"]
+    return "\n\n".join([str(parser.description), *(f"{head}:\n\n{text}" for head, text in parts.items())])
+
+
+def _options_of_entries(config: Any) -> Iterator[tuple[str, type]]:
+    from omegaconf import OmegaConf
+
+    from harness.config.cluster import CLUSTERS
+    from harness.config.data_kinds import DATA_KINDS
+    from harness.config.metrics import VIEWS
+    from harness.config.model import BLOCKS
+    from harness.config.optimizer import DECAYS, KINDS
+
+    entries: list[tuple[str, Registry[Any], str]] = [
+        ("model.block_options", BLOCKS, "model.block"),
+        ("optimizer.options", KINDS, "optimizer.kind"),
+        ("schedule.options", DECAYS, "schedule.decay_type"),
+        ("data.options", DATA_KINDS, "data.kind"),
+        ("cluster.options", CLUSTERS, "cluster.kind"),
+    ]
+    chosen = [(field, table, OmegaConf.select(config, choice)) for field, table, choice in entries]
+    views = OmegaConf.select(config, "metrics.views") or {}
+    chosen += [(f"metrics.views.{name}", VIEWS, name) for name in views]
+    for field, table, name in chosen:
+        options = table[name].options if name in table else None
+        if options is not None:
+            yield field, options
+
+
+def _with_rules(shown: str, rules: dict[str, str]) -> str:
+    lines: list[str] = []
+    path: list[str] = []
+    for line in shown.splitlines():
+        if match := re.match(r"( *)(\w+):", line):
+            path = [*path[: len(match[1]) // 2], match[2]]
+            rule = rules.get(".".join(path))
+            line += f"  # {rule}" if rule else ""
+        lines.append(line)
+    return "\n".join(lines)

@@ -1,51 +1,54 @@
-"""Compose a typed, validated job from command-line overrides.
+"""Compose a typed, validated job from command-line overrides, and the points of ``-m``.
 
-Overrides are checked against the dataclasses before Hydra sees them (so that every typo gets the same
-one-line error), Hydra merges the YAML, and the result is a plain ``Job``. No code that runs a job imports
-Hydra or OmegaConf.
+Overrides are checked against the dataclasses before Hydra is imported, so that every typo gets the same
+one-line error. Hydra says which files a job is made of; they and the values on the command line are merged
+as plain dictionaries. No code that runs a job imports Hydra or OmegaConf.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
-from harness.compose.errors import MISSING, to_user_error
-from harness.compose.layers import (
-    CONFIG_JSON,
-    Layers,
-    empty_axes,
-    files_of_option,
-    plain_node,
-    register_model,
-    register_schema,
-    schema_of,
+from harness.compose.hydra import (
+    UNSET,
+    Hydra,
+    apply_value,
+    hydra_of,
+    resolve_references,
+    search_path,
+    sets_search_path,
+    special_texts,
+    with_types,
 )
 from harness.compose.overrides import (
     AXES,
     FROM_CONFIG,
+    INTERVAL,
+    MISSING,
     check_overrides,
+    check_setting,
+    fields_of,
     groups,
-    in_hydra_syntax,
     options_of,
-    sets_field,
+    to_user_error,
     typed_value,
     with_one_length,
 )
-from harness.compose.paths import Stamp, conf_dir, config_folders
+from harness.compose.paths import config_folders
 from harness.compose.resolve import resolve
-from harness.compose.search_path import add_folders, overrides_for_hydra, search_path
-from harness.config.job import Job, from_dict
+from harness.config.fields import from_dict, type_hints
+from harness.config.job import Job
 from harness.config.texts import SecretError, masked
 from harness.train.process import launched_ranks
-from harness.util.errors import ConfigError, UserError
+from harness.util.errors import ConfigError, UserError, as_typed
 
 POINTS = "points"
 """Key in ``hydra.sweeper.params`` for points that are not a product of axes: one per line, as overrides."""
+WEIGHTS = ("generate.checkpoint", "evaluate.checkpoint")
+"""Fields with weights that are used: ``model=from_config`` is the model that they record."""
 
 
 def compose_job(overrides: Iterable[str], *, config_name: str = "train", schema: type = Job) -> Any:
@@ -61,8 +64,7 @@ def compose_job(overrides: Iterable[str], *, config_name: str = "train", schema:
     """
     with search_path(spelled_out(overrides, schema), config_name) as typed:
         check_overrides(typed, schema)  # before Hydra is imported
-        with Composer(config_name, schema) as composer:
-            return composer.point(in_hydra_syntax(typed, schema))
+        return Composer(config_name, schema).point(typed)
 
 
 def spelled_out(overrides: Iterable[str], schema: type) -> list[str]:
@@ -72,10 +74,7 @@ def spelled_out(overrides: Iterable[str], schema: type) -> list[str]:
 
 
 class Composer:
-    """Compose many jobs of one primary config, inside ``with``.
-
-    Hydra takes 0.1 s for a config. So it composes files that can change several groups, once in a process.
-    Options of single groups are merged into copies, and values are set there.
+    """Compose many jobs of one primary config, with the folders that are in use when it is made.
 
     Args:
         config_name: the primary config.
@@ -84,25 +83,7 @@ class Composer:
 
     def __init__(self, config_name: str = "train", schema: type = Job) -> None:
         self.config_name, self.schema = config_folders().primaries.get(config_name, config_name), schema
-        self._hydra = ExitStack()
-
-    def __enter__(self) -> Composer:
-        from hydra import initialize_config_dir
-        from hydra.core.global_hydra import GlobalHydra
-        from hydra.core.override_parser.overrides_parser import OverridesParser
-
-        register_schema(self.schema)
-        GlobalHydra.instance().clear()
-        self._hydra.enter_context(initialize_config_dir(config_dir=conf_dir(), version_base="1.3"))
-        loader = GlobalHydra.instance().config_loader()
-        add_folders(loader)
-        empty_axes()
-        self.parser = OverridesParser.create(loader)
-        self._conf = config_folders().stamp()
-        return self
-
-    def __exit__(self, *_raised: object) -> None:
-        self._hydra.close()
+        self._hydra: Hydra = hydra_of(config_folders().stamp())
 
     def job(self, overrides: Iterable[str]) -> Any:
         """Compose one job, like ``compose_job``.
@@ -112,16 +93,25 @@ class Composer:
         """
         overrides = list(overrides)
         check_overrides(overrides, self.schema)
-        return self.point(in_hydra_syntax(overrides, self.schema))
+        return self.point(overrides)
 
     def point(self, overrides: list[str]) -> Any:
-        """Compose one job from overrides that are already checked and in Hydra's syntax."""
-        read_from, overrides = register_model(overrides), with_one_length(overrides)
+        """Compose one job from overrides that are already checked."""
+        overrides = with_one_length(overrides)
+        config, _, missing = self._merged(overrides, resolve=True)
+        path = config.get("model", {}).get("path")
+        if path not in (None, UNSET, self._source_of_model(overrides)[1]):
+            rule = "is read only together with model=from_config"
+            raise ConfigError("model.path", path, rule, f"model=from_config model.path={path}")
         try:
-            _, config = self._config(overrides)
-        except Exception as error:
-            raise to_user_error(error, self.schema) from error
-        return job_from_config(config, self.schema, read_from)
+            job = from_dict(self.schema, config, unset=UNSET)
+        except ConfigError as error:
+            raise self._with_file(error, overrides) from None
+        if missing:
+            raise UserError(MISSING.format(", ".join(sorted(missing))))
+        # A verb's job may resolve itself in another way.
+        own = getattr(job, "resolve", None)
+        return (own or partial(resolve, job))(launched_ranks=launched_ranks())
 
     def point_of_sweep(self, overrides: list[str]) -> Composed:
         """Compose a job like ``point``, or find the reason why it is not valid."""
@@ -132,75 +122,136 @@ class Composer:
         except UserError as error:
             return Composed(overrides, None, masked(str(error)))
 
-    def config(self, overrides: list[str], *, with_hydra: bool = False) -> Any:
-        """Compose a config, before it becomes a job; ``with_hydra`` adds Hydra's own part, key ``hydra``."""
-        from hydra import compose
+    def config(self, overrides: Iterable[str], *, resolve: bool = False) -> dict[str, Any]:
+        """Compose a config, before it becomes a job; ``resolve`` replaces ``${...}`` by values."""
+        return self._merged(overrides, resolve=resolve)[0]
 
-        register_model(overrides)
+    def parsed(self, overrides: Iterable[str]) -> list[Any]:
+        """Parse overrides; Hydra's objects say their keys, values and axes."""
         try:
-            return compose(self.config_name, overrides_for_hydra(overrides), return_hydra_config=with_hydra)
+            return [self._hydra.parse(each) for each in overrides]
         except Exception as error:
-            raise to_user_error(error, self.schema) from error
+            raise to_user_error(error) from error
 
-    def axes(self, overrides: list[str]) -> dict[str, Any]:
+    def axes(self, overrides: Iterable[str]) -> dict[str, Any]:
         """Axes of the sweep in the job's files, of overrides with one value.
 
         Values by name of the field or group, ``sweep.NAME`` for settings, and POINTS.
         """
-        register_model(overrides)
+        settings = self._merged(overrides)[1]
+        return dict((settings.get("sweeper") or {}).get("params") or {})
+
+    def settings(self, overrides: Iterable[str]) -> Any:
+        from hydra.types import RunMode
+
+        choices, values = self._split(overrides)
+        typed = [*choices, *(str(each.input_line) for each in values if each.is_hydra_override())]
         try:
-            layers, config = self._config(overrides)
-            layers.add_hydra(config)
-            return dict(config.hydra.sweeper.get("params") or {})
+            loader = self._hydra.loader
+            return loader.load_configuration(self.config_name, typed, RunMode.RUN).hydra
         except Exception as error:
-            raise to_user_error(error, self.schema) from error
+            raise to_user_error(error) from error
 
-    def _parsed(self, typed: str) -> Any:
-        """Parse one override; sweeps have the parser's folder and are not kept."""
-        if typed not in _parsed_once:
-            [parsed] = self.parser.parse_overrides([typed])
+    def _merged(
+        self, overrides: Iterable[str], *, resolve: bool = False
+    ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+        """Return a new config, its settings of Hydra, and the fields that must be given."""
+        overrides = list(overrides)
+        try:
+            choices, values = self._split(overrides)
+            model = partial(self._model, overrides)
+            config = self._hydra.composed(self.config_name, tuple(choices), self.schema, model)
+            settings = config.pop("hydra", None) or {}
+            for name, value in settings.items():
+                below = {f".{key}": each for key, each in value.items()} if isinstance(value, dict) else {}
+                for key, each in (below or {"": value}).items():
+                    shown = f"hydra.{name}{key}={as_typed(each)} (in a file of the job)"
+                    check_setting(f"hydra.{name}{key}", shown)
+            in_file = {"hydra": settings}
+            for each in values:
+                apply_value(in_file if each.is_hydra_override() else config, each)
+            changed = {each.key_or_group.partition(".")[0] for each in values}
+            texts = list(special_texts(config))
+            missing = [name for values, key, name in texts if values[key] == UNSET]
+            if resolve:
+                changed |= {name.partition(".")[0] for _, _, name in texts}
+                config = resolve_references(config, texts)
+        except UserError:
+            raise
+        except Exception as error:
+            raise to_user_error(error) from error
+        for name in changed & config.keys():
+            config[name] = with_types(config[name], type_hints(self.schema).get(name, Any))
+        return config, in_file["hydra"], missing
+
+    def _split(self, overrides: Iterable[str]) -> tuple[list[str], list[Any]]:
+        """Separate the overrides that choose files from those that set values, which it parses."""
+        chosen: dict[str, str] = {}
+        others, values = [], []
+        for typed in overrides:
+            parsed = self._hydra.parse(typed)
             if parsed.is_sweep_override():
-                return parsed
-            _parsed_once[typed] = parsed
-        return _parsed_once[typed]
-
-    def _config(self, overrides: list[str]) -> tuple[Layers, Any]:
-        """Return a new config, as Hydra composes it, and what made it."""
-        from hydra._internal.config_loader_impl import ConfigLoaderImpl
-
-        values, options, rest = [], {}, []
-        for typed in overrides_for_hydra(overrides):
-            parsed = self._parsed(typed)
-            group = parsed.key_or_group
-            # Hydra reports the error of several values for one field.
-            if parsed.is_sweep_override():
-                rest.append(typed)
-            elif sets_field(typed) or (group in groups() and isinstance(parsed.value(), dict)):
+                raise sweep_error(parsed)
+            key, group = parsed.get_key_element(), parsed.key_or_group
+            if sets_search_path(typed):
+                continue
+            if parsed.package is None and (group not in groups() or isinstance(parsed.value(), dict)):
                 values.append(parsed)
-            # The last option of a group wins.
-            elif typed_value([typed], "model") == FROM_CONFIG and not parsed.is_delete():
-                options[group] = CONFIG_JSON
-            elif _sets_one_group(self._conf, typed):
-                options[group] = typed
+            elif parsed.package is not None and not parsed.is_add() and not parsed.is_delete():
+                others.append(f"+{parsed.input_line}")
+            elif group in fields_of(self.schema) and key == group:
+                chosen[group] = f"{group}={parsed.value()}"  # the last one wins
             else:
-                rest.append(typed)
-        layers = _layers(self._conf, self.config_name, self.schema, tuple(rest))
-        config = layers.config(options, {each.key_or_group for each in values})
-        ConfigLoaderImpl._apply_overrides_to_config(values, config)
-        return layers, config
+                others.append(str(parsed.input_line))
+        return [*chosen.values(), *others], values
+
+    def _with_file(self, error: ConfigError, overrides: list[str]) -> UserError:
+        """Add the file with the wrong value to an error, unless the value is typed, or a default."""
+        choices, values = self._split(overrides)
+        place, is_typed = "", any(f"{error.field}.".startswith(f"{each.key_or_group}.") for each in values)
+        model = partial(self._model, overrides)
+        for layer in self._hydra.layers(self.config_name, tuple(choices), self.schema, model):
+            content: Any = layer.content
+            for part in error.field.split("."):
+                content = content.get(part, MISSING) if isinstance(content, dict) else MISSING
+            if content is not MISSING and not is_typed and layer.name not in ("train", "job_schema"):
+                place = f" (in {layer.name}.yaml)"
+        if place and error.field in ("experiment", "sweep"):
+            return UserError(f"In '{place[5:-6]}': the file must begin with '# @package _global_'")
+        if error.rule.startswith("no such field"):
+            return UserError(f"{error.field}: {error.rule}{place}")
+        return ConfigError(error.field, error.value, f"{error.rule}{place}", error.works)
+
+    def _source_of_model(self, overrides: list[str]) -> tuple[str, str | None]:
+        """The field and the path that ``model=from_config`` reads; no path without that option."""
+        if typed_value(overrides, "model") == FROM_CONFIG:
+            # A conversion reads the config.json of its source.
+            for field in (*WEIGHTS, "model.path", "convert.source"):
+                if path := typed_value(overrides, field):
+                    return field, path
+        return "model.path", None
+
+    def _model(self, overrides: list[str]) -> dict[str, Any]:
+        from harness.weights.config_json import model_node
+        from harness.weights.detect import recorded_model
+
+        field, path = self._source_of_model(overrides)
+        if path is None:
+            works = "model=from_config model.path=FOLDER, which holds a config.json"
+            raise UserError(f"model.path: must be given with model=from_config; would work: {works}")
+        return recorded_model(path, field) if field in WEIGHTS else model_node(path)
 
 
-_parsed_once: dict[str, Any] = {}
+def sweep_error(parsed: Any) -> UserError:
+    from hydra.core.override_parser.types import ValueType
 
-
-@functools.cache
-def _layers(_conf: Stamp, config_name: str, schema: type, rest: tuple[str, ...]) -> Layers:
-    return Layers(config_name, schema_of(schema), rest)
-
-
-@functools.cache
-def _sets_one_group(_conf: Stamp, override: str) -> bool:
-    return bool(files_of_option(override))
+    typed, works = str(parsed.input_line), "-m, which runs one job for each value"
+    if parsed.value_type == ValueType.SIMPLE_CHOICE_SWEEP:
+        works = "-m to run one job for each, [...] around a list, quotes around one text with commas"
+        return UserError(f"{typed}: has several values; would work: {works}")
+    if parsed.is_interval_sweep():
+        return UserError(f"{typed}: {INTERVAL}; would work: one value, or range(START,STOP) with -m")
+    return UserError(f"{typed}: is a sweep; would work: {works}")
 
 
 @dataclass(frozen=True)
@@ -213,19 +264,15 @@ class Composed:
 
 
 def require_one_point(overrides: list[str], config_name: str, schema: type, *, can_sweep: bool) -> None:
-    """Refuse ``sweep=optuna``, and a sweep in the job's files without a choice of one of its points.
-
-    Raises:
-        UserError: naming the sweep, or the open axes.
-    """
+    """Refuse ``sweep=optuna``, and a sweep in the job's files without a choice of one of its points."""
     if "sweep=optuna" in overrides:
         works = "-m" if can_sweep else "python -m harness.train -m"
         raise UserError(f"sweep=optuna: is for several jobs; would work: {works}")
     chosen = [each for each in overrides if each.startswith(("sweep=", "experiment=", AXES))]
     if not chosen:
         return
-    with search_path(overrides, config_name) as overrides, Composer(config_name, schema) as composer:
-        axes = composer.axes(in_hydra_syntax(overrides, schema))
+    with search_path(overrides, config_name) as overrides:
+        axes = Composer(config_name, schema).axes(overrides)
     listed = str(axes.pop(POINTS, "")).splitlines()
     keys = {each.lstrip("+").partition("=")[0] for each in overrides}
     is_listed = any(line.split() and set(line.split()) <= set(overrides) for line in listed)
@@ -247,41 +294,154 @@ def option_values(group: str) -> dict[str, dict[str, Any]]:
     return {option: cast("dict[str, Any]", OmegaConf.to_container(of)) for option, of in loaded.items()}
 
 
-def job_from_config(config: Any, schema: type = Job, read_from: str | None = None) -> Any:
-    """Turn a config composed by Hydra into a resolved and validated job.
+SETTINGS = "sweep."
+"""Prefix of the settings of a sweep whose points are chosen by their results, such as ``sweep.n_trials``."""
 
-    Args:
-        config: the composed config.
-        schema: dataclass of the job.
-        read_from: path from ``register_model``.
+
+def chooses_points(overrides: Iterable[str], *, config_name: str = "train", schema: type = Job) -> bool:
+    """Whether points are chosen by their results, as with ``sweep=optuna``: a ``sweep.NAME`` is given."""
+    overrides = list(overrides)
+    if any(each.startswith(SETTINGS) for each in overrides):
+        return True
+    with search_path(overrides, config_name) as overrides:
+        check_overrides(overrides, schema)
+        composer = Composer(config_name, schema)
+        params = composer.axes(with_one_value(composer, overrides))
+    return any(name.startswith(SETTINGS) for name in params)
+
+
+@dataclass(frozen=True)
+class Space:
+    """Axes of which points are chosen.
+
+    Attributes:
+        settings: values of ``sweep.NAME``, by NAME.
+        axes: parsed by Hydra, by name of the field or group.
+        fixed: overrides of all points.
+    """
+
+    settings: dict[str, Any]
+    axes: dict[str, Any]
+    fixed: list[str]
+
+
+def read_space(composer: Composer, overrides: Iterable[str]) -> Space:
+    """Read the axes and settings of a command line and of the files that it names.
 
     Raises:
-        UserError: an unknown key, a value of the wrong type, a missing value, or a broken rule.
+        UserError: an override is wrong, or the points are listed.
     """
-    from omegaconf.errors import OmegaConfBaseException
-
+    overrides = list(overrides)
+    typed = [each for each in overrides if not each.startswith(SETTINGS)]
+    check_overrides(typed, composer.schema)
+    params = composer.axes(with_one_value(composer, typed))
+    if POINTS in params:
+        rule = "is a list of points, so there is nothing to choose"
+        raise UserError(f"{AXES}.{POINTS}: {rule}; would work: a sweep without {SETTINGS}NAME")
+    in_files = [f"{name}={'null' if value is None else value}" for name, value in params.items()]
+    given = [each for each in overrides if each.startswith(SETTINGS)]
+    space = Space({}, {}, [])
+    settings: dict[str, Any] = {"sweep": {}}
+    for each in composer.parsed([*in_files, *typed, *given]):
+        name = each.get_key_element()
+        if name.startswith(SETTINGS) and each.is_sweep_override():
+            raise UserError(f"{each.input_line}: a setting of the sweep has one value, or a list in [ ]")
+        if name.startswith(SETTINGS):
+            apply_value(settings, each)
+        elif each.is_sweep_override():
+            space.axes[name] = each
+        elif str(each.input_line) != "sweep=optuna":
+            space.axes.pop(name, None)
+            space.fixed.append(str(each.input_line))
     try:
-        plain = _plain_values(config)
-    except OmegaConfBaseException as error:
-        raise to_user_error(error, schema) from error
-    path = plain.get("model", {}).get("path")
-    if path is not None and path != read_from:
-        rule = "is read only together with model=from_config"
-        raise ConfigError("model.path", path, rule, f"model=from_config model.path={path}")
-    job = from_dict(schema, plain)
-    # A verb's job may resolve itself in another way.
-    own = getattr(job, "resolve", None)
-    return (own or partial(resolve, job))(launched_ranks=launched_ranks())
+        space.settings.update(resolve_references(settings, list(special_texts(settings)))["sweep"])
+    except Exception as error:
+        raise to_user_error(error) from error
+    return space
 
 
-def _plain_values(config: Any) -> dict[str, Any]:
-    """Return a config as dictionaries; an error names all missing values."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
+def compose_points(
+    overrides: Iterable[str],
+    *,
+    config_name: str = "train",
+    schema: type = Job,
+    show: Callable[[int, int], None] = lambda done, points: None,
+) -> list[Composed]:
+    """Compose every point of a multirun, in the order of Hydra's own sweeper.
 
-    try:
-        return cast("dict[str, Any]", plain_node(config))
-    except OmegaConfBaseException:
-        if missing := sorted(OmegaConf.missing_keys(config)):
-            raise UserError(MISSING.format(", ".join(missing))) from None
-        raise
+    Args:
+        overrides: as typed; comma-separated values of one field are an axis.
+        config_name: the primary config.
+        schema: dataclass of the jobs.
+        show: called with the number of composed points and of all points.
+
+    Raises:
+        UserError: the overrides are wrong for every point.
+    """
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+
+    points = []
+    with search_path(overrides, config_name) as overrides:
+        check_overrides(overrides, schema)
+        composer = Composer(config_name, schema)
+        # The points have the search path as it is written here, and not as the sweeper would.
+        searched = [each for each in overrides if sets_search_path(each)]
+        typed = [each for each in overrides if each not in searched]
+
+        def read(overrides: list[str]) -> list[Any]:
+            parsed: list[Any] = composer.parsed(overrides)
+            check_axes(parsed)
+            return parsed
+
+        params = composer.axes(with_one_value(composer, typed))
+        listed = _listed_points(params.pop(POINTS, ""), schema)
+        axes = [f"{name}={values}" for name, values in params.items()]
+        try:
+            spelled = [
+                [*searched, *point]
+                for own in listed or [[]]
+                for point in BasicSweeper.split_arguments(read([*axes, *own, *typed]), None)[0]
+            ]
+        except UserError:
+            raise
+        except Exception as error:
+            raise to_user_error(error) from error
+        for done, point in enumerate(spelled, start=1):
+            points.append(composer.point_of_sweep(point))
+            show(done, len(spelled))
+    return points
+
+
+def with_one_value(composer: Composer, typed: list[str]) -> list[str]:
+    """Return the overrides that are no axes; without the model's config, which no sweep depends on."""
+    once = [str(each.input_line) for each in composer.parsed(typed) if not each.is_sweep_override()]
+    return [each for each in once if typed_value([each], "model") != FROM_CONFIG]
+
+
+def _listed_points(text: str, schema: type) -> list[list[str]]:
+    lines = [line.split() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
+    for line in lines:
+        check_overrides(line, schema)
+    return lines
+
+
+WORKS = "values separated by commas, range(START,STOP,STEP), or glob(PATTERN) for options of a group"
+
+
+def check_axes(parsed: Iterable[Any]) -> None:
+    """Refuse axes without points for a grid."""
+    from hydra.core.override_parser.types import Glob, RangeSweep
+
+    for each in parsed:
+        if not each.is_sweep_override():
+            continue
+        typed, name, value = str(each.input_line), each.key_or_group, each.value()
+        if each.is_interval_sweep():
+            raise UserError(f"{typed}: {INTERVAL}; would work: {WORKS}")
+        if isinstance(value, Glob) and name not in groups():
+            rule = f"glob() chooses options of a group, and {name} is a field"
+            raise UserError(f"{typed}: {rule}; would work: values separated by commas")
+        if isinstance(value, RangeSweep) and value.step == 0:
+            raise UserError(f"{typed}: the step of a range must not be 0; would work: {WORKS}")
+        if next(each.sweep_iterator(), None) is None:
+            raise UserError(f"{typed}: an axis without values; would work: {WORKS}")

@@ -61,5 +61,4 @@ GENERATORS: Registry[type[Generator]] = Registry(
 
 
 def generator_of(model: ModelConfig) -> Generator:
-    """Return the generator of a model's architecture."""
     return GENERATORS[model.architecture]()

@@ -1,88 +1,23 @@
-"""Check overrides, before Hydra sees them: groups, options, fields, and Hydra's own settings."""
+"""Overrides: their groups, options, fields and settings of Hydra; one line for each mistake in them."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import functools
+import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from harness.compose.paths import config_folders
+from harness.config.failures import chain_of
 from harness.config.fields import no_such_field, type_hints
 from harness.config.job import Job
 from harness.config.texts import refuse_secrets
 from harness.util.errors import ConfigError, UserError
-
-HONOURED = ("searchpath", "sweeper.params")
-"""Settings that have an effect, without ``hydra.``, each with the settings below it."""
-_FOLDERS = "runs_dir=FOLDER name=NAME, a run's folder is FOLDER/NAME/ID, a sweep's is FOLDER/NAME"
-_RECORDS = "job.json and overrides.txt in the run's folder, which are always written"
-_OUTPUT = "metrics.console=plain metrics.log_interval=N; logs/ in the run's folder has each rank's output"
-_ENVIRONMENT = "cluster.env.NAME=VALUE"
-
-INSTEAD = {
-    "defaults": "group=option, or the defaults list of an own primary config (--config-dir, --config-name)",
-    "sweeper": "sweep=optuna for points chosen by results, with sweep.NAME=VALUE for its settings",
-    "launcher": "cluster=slurm on a cluster, cluster=local here",
-    "mode": "-m for a sweep, the command without -m for one job",
-    "run": _FOLDERS,
-    "sweep": _FOLDERS,
-    "output": _FOLDERS,
-    "output_subdir": _RECORDS,
-    "hydra_logging": _OUTPUT,
-    "job_logging": _OUTPUT,
-    "verbose": _OUTPUT,
-    "callbacks": "metrics.wandb=true, or result.json in the run's folder",
-    "env": _ENVIRONMENT,
-    "help": "--help",
-    "hydra_help": "--help",
-    "overrides": _RECORDS,
-    "runtime": "--info, or code.json in the run's folder",
-    "job.name": "name=NAME",
-    "job.chdir": "paths relative to the current folder, which does not change",
-    "job.override_dirname": "name=NAME with fields in it: 'name=a-${training.seed}'",
-    "job.id": "the id in job.json, a hash of the job",
-    "job.num": "the id in job.json, a hash of the job",
-    "job.config_name": "--config-name NAME",
-    "job.env_set": _ENVIRONMENT,
-    "job.env_copy": _ENVIRONMENT,
-    "job.config": "name=NAME with fields in it: 'name=a-${training.seed}'",
-}
-"""What would work instead of the settings without an effect; a name covers the settings below it."""
-
-
-def is_honoured(key: str) -> bool:
-    """Whether ``key`` (``hydra.NAME``, or ``hydra/GROUP``) is a setting that has an effect."""
-    return any(f"{_name(key)}.".startswith(f"{name}.") for name in HONOURED)
-
-
-def check_setting(override: str, key: str) -> None:
-    """Refuse a setting of Hydra that would have no effect.
-
-    Args:
-        override: as typed, or ``key=value`` of a file.
-        key: its key, which begins with ``hydra``.
-
-    Raises:
-        UserError: naming what to use instead.
-    """
-    if is_honoured(key):
-        return
-    parts = _name(key).split(".")
-    names = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-    works = next((INSTEAD[name] for name in names if name in INSTEAD), None)
-    if works is None:
-        known = sorted({*HONOURED, *INSTEAD})
-        raise UserError(f"{override}: no such setting of Hydra; Hydra has: {', '.join(known)}")
-    raise UserError(f"{override}: has no effect, because Hydra only composes here; would work: {works}")
-
-
-def _name(key: str) -> str:
-    return key.removeprefix("hydra").lstrip("./").replace("/", ".")
-
 
 OVERRIDE = re.compile(r"^(?P<sign>\+\+|\+|~)?(?P<key>[A-Za-z_][\w./@:-]*)(?:=(?P<value>.*))?$", re.DOTALL)
 
@@ -90,6 +25,9 @@ LISTED = ("experiment",)
 """Groups that allow a list of options; later options override earlier ones."""
 AXES = "hydra.sweeper.params"
 """The setting of Hydra that has the axes of a sweep."""
+SETTING = "hydra.searchpath"
+HONOURED = (SETTING, AXES)
+"""The settings of Hydra that have an effect, each with the settings below it."""
 
 LENGTHS = {
     "training.steps": "steps",
@@ -112,12 +50,10 @@ _NON_ASCII = re.compile(
 )
 
 
-def sets_field(override: str) -> bool:
-    """Whether an override sets a field, so that it does not change which files are composed."""
-    match = OVERRIDE.match(override)
-    if match is None or match["sign"] is not None or match["key"].startswith("hydra"):
-        return False
-    return match["key"] not in groups()
+def check_setting(key: str, shown: str) -> None:
+    if not any(f"{key}.".startswith(f"{each}.") for each in HONOURED):
+        works = f"{', '.join(HONOURED)}, sweep=optuna, and the fields and flags that --help lists"
+        raise UserError(f"{shown}: has no effect, because Hydra only composes here; would work: {works}")
 
 
 def groups() -> dict[str, tuple[Path, ...]]:
@@ -126,11 +62,7 @@ def groups() -> dict[str, tuple[Path, ...]]:
 
 
 def check_overrides(overrides: Iterable[str], schema: type = Job) -> None:
-    """Reject overrides of unknown groups, options or fields, before Hydra is imported.
-
-    Raises:
-        UserError: with a suggestion.
-    """
+    """Reject overrides of unknown groups, options or fields, before Hydra is imported."""
     # A verb without a training job has fields only.
     known_groups = groups() if issubclass(schema, Job) else {}
     overrides = list(overrides)
@@ -151,7 +83,7 @@ def check_overrides(overrides: Iterable[str], schema: type = Job) -> None:
         if key.startswith("sweep."):
             raise UserError(f"{override}: is for several jobs, chosen by results; would work: -m")
         if key == "hydra" or key.startswith(("hydra.", "hydra/")):
-            check_setting(override, key)
+            check_setting(key, override)
             continue
         if key not in known_groups:
             _check_field(key, value, schema, list(known_groups), sign)
@@ -164,25 +96,10 @@ def check_overrides(overrides: Iterable[str], schema: type = Job) -> None:
             raise UserError(f"{override}: every job needs an option of it; would work: {key}={options}")
 
 
-def in_hydra_syntax(overrides: Iterable[str], schema: type = Job) -> list[str]:
-    """Return the overrides in Hydra's syntax.
-
-    Hydra needs ``++`` before keys of mappings, ``+`` before an option of a group for another place
-    (data@data.sources.web=local_text), and quotes around options that look like numbers (debug=nan) and
-    around characters that are not ASCII.
+def with_quotes(override: str) -> str:
+    """Add the quotes that Hydra needs: around options that look like numbers (debug=nan), and around
+    characters that are not ASCII.
     """
-    return [_missing_sign(override, schema) + _with_quotes(override) for override in overrides]
-
-
-def _missing_sign(override: str, schema: type) -> str:
-    match = OVERRIDE.match(override)
-    sets_axes = match is not None and match["sign"] is None and match["key"] == AXES
-    if sets_axes or _is_own_key(override, schema):
-        return "++"
-    return "+" if match is not None and match["sign"] is None and "@" in match["key"] else ""
-
-
-def _with_quotes(override: str) -> str:
     match = OVERRIDE.match(override)
     if match is None or match["value"] is None:
         return override
@@ -209,20 +126,6 @@ def with_quoted_text(override: str, field: str) -> str:
     return f"{field}='{escaped}'"
 
 
-def _is_own_key(override: str, schema: type) -> bool:
-    """Whether a plain override sets a mapping, or a key of one."""
-    match = OVERRIDE.match(override)
-    current = schema
-    for name in match["key"].split(".") if match is not None and match["sign"] is None else ():
-        if not dataclasses.is_dataclass(current) or name not in fields_of(current):
-            return False
-        hint = type_hints(current)[name]
-        if get_origin(hint) is dict:
-            return True
-        current = fields_of(current)[name]
-    return False
-
-
 def typed_value(overrides: Iterable[str], key: str) -> str | None:
     """Return the last value given for a group or field, without quotes; None if there is none."""
     value = None
@@ -243,7 +146,6 @@ def with_one_length(overrides: list[str]) -> list[str]:
 
 
 def options_of(group: str) -> list[str]:
-    """Options of a group: its YAML files."""
     return sorted(
         {
             str(path.relative_to(folder))[: -len(".yaml")]
@@ -260,7 +162,6 @@ def own_groups() -> set[str]:
 
 
 def _check_options(group: str, value: str) -> None:
-    """Reject unknown options of a group. Sweep functions such as ``glob(...)`` are left to Hydra."""
     options = [*options_of(group), *([FROM_CONFIG] if group == "model" else [])]
     if value.strip().startswith("[") and group not in LISTED:
         rule = "a group takes one option; would work:"
@@ -276,7 +177,6 @@ def _check_options(group: str, value: str) -> None:
 
 
 def _check_field(key: str, value: str | None, schema: type, groups: list[str], sign: str | None) -> None:
-    """Reject an unknown field, and signs that a field does not take."""
     prefix, current = "", schema
     names = key.split(".")
     for depth, name in enumerate(names):
@@ -299,7 +199,6 @@ def _check_field(key: str, value: str | None, schema: type, groups: list[str], s
 
 
 def _namesakes(schema: type, name: str, prefix: str = "") -> list[str]:
-    """Dotted names of all fields called ``name``."""
     found = []
     for field, inner in fields_of(schema).items():
         found += [prefix + field] if field == name else []
@@ -324,3 +223,118 @@ def fields_of(schema: type) -> dict[str, Any]:
 def _inner(hint: Any) -> Any:
     kinds = () if get_origin(hint) is dict else (hint, *get_args(hint))
     return next((kind for kind in kinds if dataclasses.is_dataclass(kind)), None)
+
+
+# Starts of lines that only concern Python or Hydra.
+_HIDDEN = (
+    "full_key:",
+    "object_type=",
+    "reference_type=",
+    "set_env",
+    "See ",
+    "Config search path",
+    "provider=",
+)
+INTERVAL = "interval() is a range for sweepers that optimize (sweep=optuna), and a grid needs points"
+MISSING = "{}: must be given, on the command line or in a file of the job"
+
+
+def to_user_error(error: BaseException) -> UserError:
+    """Turn an error of Hydra or OmegaConf into a one-line UserError."""
+    import yaml
+    from hydra.errors import MissingConfigException, OverrideParseException
+    from omegaconf.errors import OmegaConfBaseException
+
+    if isinstance(error, UserError):
+        return error
+    chain = chain_of(error, suppressed=True)
+    text = "; ".join(dict.fromkeys(part for each in chain[:2] for part in _lines(each)))
+    for each in chain:
+        if isinstance(each, yaml.MarkedYAMLError):
+            return UserError(f"{_marked(each)}; would work: YAML, indented by spaces, each key once")
+        if isinstance(each, yaml.YAMLError | UnicodeDecodeError):
+            return UserError(f"{_unreadable_file()}: is not YAML in UTF-8: {'; '.join(_lines(each))}")
+        if isinstance(each, ValueError) and "integer string conversion" in str(each):
+            return UserError("an override or a file of conf/ has a number of more than 4300 digits")
+        if isinstance(each, RecursionError):
+            return UserError("an override or a file of conf/ is nested too deeply")
+        if isinstance(each, OverrideParseException):
+            works = "closed brackets and quotes, and quotes around other signs: field='\"a b\"'"
+            message, *more = _lines(each)
+            if message.startswith("Error parsing override") and more:
+                message = more[0]
+            if " while evaluating '" in message:
+                message = message.partition("': ")[2]
+                works = "a function of Hydra, such as range(1,3), or quotes around a text: field='\"a(b)\"'"
+                return UserError(f"{each.override}: {message}; would work: {works}")
+            # The lexer only repeats the override.
+            why = "" if message.startswith("Lexer") else f", {message}"
+            return UserError(f"{each.override}: cannot be read{why}; would work: {works}")
+        if isinstance(each, MissingConfigException) and each.missing_cfg_file:
+            group, _, option = str(each.missing_cfg_file).rpartition("/")
+            place = _after(text, "In '", "'")
+            place = f" (in {place}.yaml)" if place and place != "train" else ""
+            return UserError(
+                f"{group}={option}{place}: no such option; options: {', '.join(each.options or ())}"
+            )
+        if isinstance(each, OmegaConfBaseException):
+            if "Missing mandatory value: " in text:
+                return UserError(MISSING.format(_after(text, "Missing mandatory value: ", ";")))
+            key = "" if each.full_key is None else str(each.full_key)
+            return UserError(f"{key}: {text}" if key and key not in text else text)
+    if text.startswith("Could not override '") and "No match in the defaults list" in text:
+        group, works = _after(text, "'", "'"), _after(text + ";", "use ", ";")
+        if group.startswith("hydra/"):
+            check_setting(group, f"{group} in a file of the job")
+        return UserError(f"{group}: the primary config does not list this group; would work: {works}")
+    if text.startswith("Multiple values for "):
+        group = _after(text, "Multiple values for ", ".")
+        works = f"'- override /{group}: OPTION' in the defaults of the file that comes later"
+        return UserError(f"{group}: two files choose an option of this group; would work: {works}")
+    return UserError(text or type(error).__name__)
+
+
+def _marked(error: Any) -> str:
+    mark = error.problem_mark or error.context_mark
+    if mark is None:
+        return str(error.problem or error.context)
+    # Hydra may read a file into memory before parsing, and then the mark does not name the file.
+    file = mark.name if os.path.isfile(mark.name) else _file_with(mark.buffer)
+    return f"{file}:{mark.line + 1}:{mark.column + 1}: {error.problem or error.context}"
+
+
+def _file_with(text: str | None) -> str:
+    for path in _files_of_conf():
+        with contextlib.suppress(OSError, ValueError):
+            if text is not None and path.read_text(encoding="utf-8") == text.rstrip("\0"):
+                return str(path)
+    return "a file of conf/"
+
+
+def _unreadable_file() -> str:
+    """Find the file of conf/ that is not UTF-8 text; Hydra's error does not name it."""
+    for path in _files_of_conf():
+        try:
+            if not path.read_text(encoding="utf-8").replace("\n", "").isprintable():
+                return str(path)
+        except (OSError, ValueError):
+            return str(path)
+    return "a file of conf/"
+
+
+def _files_of_conf() -> Iterator[Path]:
+    folders = config_folders()
+    yield from (file for path in folders.paths for file in sorted(path.glob("*.yaml")))
+    for group in (each for groups in folders.groups.values() for each in groups):
+        for folder, _, names in os.walk(group, followlinks=True):
+            yield from (Path(folder, name) for name in sorted(names) if name.endswith(".yaml"))
+
+
+def _lines(error: BaseException) -> list[str]:
+    """Lines of an error's message, without those about Python or Hydra."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    return [line for line in lines if line and not line.startswith(_HIDDEN)]
+
+
+def _after(text: str, start: str, end: str) -> str:
+    return text.split(start, 1)[1].split(end, 1)[0] if start in text else ""

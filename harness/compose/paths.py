@@ -15,16 +15,10 @@ from harness.config.registry import Registry
 from harness.util import PACKAGE
 from harness.util.errors import UserError
 
-SETTING = "hydra.searchpath"
-
 
 @functools.cache
 def conf_dir() -> str:
-    """Return the absolute path of ``conf/``: the checkout's, or the wheel's copy.
-
-    Raises:
-        UserError: this installation has none.
-    """
+    """Return the absolute path of ``conf/``: the checkout's, or the wheel's copy."""
     for candidate in (PACKAGE.parent / "conf", PACKAGE / "_conf"):
         if os.path.isfile(candidate / "train.yaml"):
             return str(candidate)
@@ -51,7 +45,6 @@ class ConfigFolders:
 
     @property
     def added(self) -> tuple[Path, ...]:
-        """The folders of the search path."""
         return tuple(path for path in self.paths[1:] if path not in folders_of_packages())
 
     def find(self, name: str) -> Path | None:
@@ -62,7 +55,6 @@ class ConfigFolders:
         return next((file for file in files if os.path.isfile(file)), None)
 
     def primary_names(self) -> list[str]:
-        """Names of the primary configs."""
         return sorted({file.stem for path in self.paths for file in path.glob("*.yaml")})
 
     def stamp(self) -> Stamp:
@@ -105,13 +97,9 @@ def _only_conf(conf: str) -> ConfigFolders:
 
 @functools.cache
 def folders_of_packages() -> tuple[Path, ...]:
-    """Return the folders of configurations of installed packages, which entry points of harness.conf name.
-
-    Raises:
-        UserError: a package has no such folder.
-    """
+    """Return the folders of configurations of installed packages, which entry points of harness.conf name."""
     folders = []
-    for entry in Registry[str]("conf", {}, field=SETTING).plugins.values():
+    for entry in Registry[str]("conf", {}, field="hydra.searchpath").plugins.values():
         folder = folder_of_package(entry.value)
         if folder is None:
             package = f"the package {entry.dist.name} " if entry.dist else ""

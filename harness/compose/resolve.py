@@ -92,11 +92,7 @@ def resolve_layout(job: J, *, launched_ranks: int | None = None, gpus: int | Non
 
 
 def scale(job: J) -> J:
-    """Return the job with ``scale`` applied, but for the warm-up, which depends on the steps.
-
-    Raises:
-        ConfigError: the fields contradict each other or the job, or no model has the size.
-    """
+    """Return the job with ``scale`` applied, but for the warm-up, which depends on the steps."""
     left = ScaleConfig(warmup_ratio=job.scale.warmup_ratio)
     if job.scale == left:
         return job
@@ -107,14 +103,9 @@ def scale(job: J) -> J:
 
 
 def _check_parts(job: Job) -> None:
-    """Check every part, and the rules between parts."""
     if job.training.seq_len > job.model.max_seq_len:
-        raise ConfigError(
-            "training.seq_len",
-            job.training.seq_len,
-            f"must not exceed model.max_seq_len={job.model.max_seq_len}",
-            f"at most {job.model.max_seq_len}",
-        )
+        rule = f"must not exceed model.max_seq_len={job.model.max_seq_len}"
+        raise ConfigError("training.seq_len", job.training.seq_len, rule, f"at most {job.model.max_seq_len}")
     share = job.local_batch_size * job.accumulation_steps
     job.parallelism.validate(job.model, job.training.seq_len, job.local_batch_size, share)
     check_torch(job)
@@ -191,7 +182,6 @@ def check_compiled_experts(job: Job) -> None:
 
 
 def check_tokenizer(job: Job) -> None:
-    """Check that text has a tokenizer."""
     kinds = sorted(kind for kind in job.data.kinds if DATA_KINDS[kind].source)
     if job.tokenizer.kind == "none" and kinds:
         rule = f"cannot encode text, and data.kind={kinds[0]} reads text"
@@ -199,15 +189,10 @@ def check_tokenizer(job: Job) -> None:
 
 
 def check_chunked_loss(job: Job) -> None:
-    """Check that a chunked loss can be computed with a sharded vocabulary."""
     chunks, layout = job.training.loss_chunks, job.parallelism
     if chunks > 1 and layout.tp > 1 and not layout.loss_parallel:
-        raise ConfigError(
-            "training.loss_chunks",
-            chunks,
-            f"shards the vocabulary over parallelism.tp={layout.tp}, and parallelism.loss_parallel=false",
-            "1, or parallelism.loss_parallel=true",
-        )
+        rule = f"shards the vocabulary over parallelism.tp={layout.tp}, and parallelism.loss_parallel=false"
+        raise ConfigError("training.loss_chunks", chunks, rule, "1, or parallelism.loss_parallel=true")
 
 
 def check_async_tp(job: Job, *, on_cpu: bool) -> None:
@@ -235,38 +220,24 @@ def check_async_tp(job: Job, *, on_cpu: bool) -> None:
 
 
 def check_heads_of_flex(job: Job) -> None:
-    """Check that heads are wide enough for FlexAttention."""
     narrowest = min(job.model.head_width, job.model.value_width)
     if job.training.attention == "flex" and narrowest < FLEX_HEAD:
-        raise ConfigError(
-            "training.attention",
-            "flex",
-            f"needs a head dimension of at least {FLEX_HEAD}; model={job.model.name} has {narrowest}",
-            ["sdpa"],
-        )
+        rule = f"needs a head dimension of at least {FLEX_HEAD}; model={job.model.name} has {narrowest}"
+        raise ConfigError("training.attention", "flex", rule, ["sdpa"])
 
 
 def check_attention(job: Job) -> None:
-    """Check that the attention backend supports the layout, the precision and the documents."""
     backend, layout = job.training.attention, job.parallelism
     if backend == "varlen" and job.precision.param_dtype == "float32":
-        raise ConfigError(
-            "training.attention",
-            backend,
-            "flash attention over documents needs 16-bit formats, and precision.param_dtype is float32",
-            "precision=bf16, or sdpa, flex",
-        )
+        rule = "flash attention over documents needs 16-bit formats, and precision.param_dtype is float32"
+        raise ConfigError("training.attention", backend, rule, "precision=bf16, or sdpa, flex")
     if backend == "varlen" and job.model.attention.sinks:
         rule = f"flash attention does not support sinks, and model={job.model.name} has them"
         raise ConfigError("training.attention", backend, rule, ["sdpa", "flex"])
     if layout.cp > 1 and layout.cp_method == "ring":
         if backend != "sdpa":
-            raise ConfigError(
-                "training.attention",
-                backend,
-                f"parallelism.cp={layout.cp} with cp_method=ring has kernels of its own",
-                "sdpa, or parallelism.cp_method=ulysses",
-            )
+            rule = f"parallelism.cp={layout.cp} with cp_method=ring has kernels of its own"
+            raise ConfigError("training.attention", backend, rule, "sdpa, or parallelism.cp_method=ulysses")
         reach = [job.model.span(layer) for layer in range(job.model.num_blocks)]
         local = any(span.most_reach(job.training.seq_len) < job.training.seq_len for span in reach)
         if local or job.model.attention.sinks:
@@ -279,12 +250,9 @@ def check_attention(job: Job) -> None:
                 ["ulysses"],
             )
         if not job.data.attend_across_documents:
-            raise ConfigError(
-                "data.attend_across_documents",
-                False,
-                f"parallelism.cp={layout.cp} with cp_method=ring supports the causal mask only",
-                ("" if _has_conversations(job) else "true, or ") + "parallelism.cp_method=ulysses",
-            )
+            rule = f"parallelism.cp={layout.cp} with cp_method=ring supports the causal mask only"
+            works = ("" if _has_conversations(job) else "true, or ") + "parallelism.cp_method=ulysses"
+            raise ConfigError("data.attend_across_documents", False, rule, works)
 
 
 def _has_conversations(job: Job) -> bool:
@@ -328,12 +296,9 @@ def check_precision(job: Job) -> None:
 
     layout, linears = job.parallelism, sort_linears(job.model, job.precision)
     if job.training.loss_chunks > 1 and "output" in linears.converted:
-        raise ConfigError(
-            "training.loss_chunks",
-            job.training.loss_chunks,
-            f"chunks multiply the output projection in param_dtype, not in {job.precision.linear}",
-            f"1, or precision.filter_fqns=[{','.join([*job.precision.filter_fqns, 'output'])}]",
-        )
+        rule = f"chunks multiply the output projection in param_dtype, not in {job.precision.linear}"
+        works = f"1, or precision.filter_fqns=[{','.join([*job.precision.filter_fqns, 'output'])}]"
+        raise ConfigError("training.loss_chunks", job.training.loss_chunks, rule, works)
     check_layout(
         linears,
         job.model,
@@ -365,7 +330,6 @@ def check_scheduled_sizes(job: Job) -> None:
 
 
 def check_optimizer_groups(job: Job) -> None:
-    """Check optimizer.groups against the names of the model's tensors, and the optimizer against muP."""
     if job.optimizer.groups:
         from harness.optimizer.settings import check_groups
 
@@ -408,18 +372,12 @@ def check_update_in_backward(job: Job) -> None:
 
 
 def check_slow_ranks(job: Job) -> None:
-    """Reject ``cluster.exclude_slow`` without the phases that find slow ranks.
-
-    Raises:
-        ConfigError: naming the field.
-    """
     if job.cluster.exclude_slow and not job.profiling.phases:
         rule = "slow ranks are found by their phases, which are off"
         raise ConfigError("cluster.exclude_slow", True, rule, "profiling.phases=true")
 
 
 def check_batches(job: Job) -> None:
-    """Check that the data has batches that the model takes."""
     wanted = architecture_of(job.model).batches
     for kind in sorted(job.data.kinds - {"mixture"}):
         if DATA_KINDS[kind].batches != wanted:

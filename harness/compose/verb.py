@@ -15,11 +15,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
-from harness.compose.arguments import JOB_FLAGS, JSON, VERSION, Argument, CommandLine, Parser
-from harness.compose.composer import Composed, compose_job, require_one_point, spelled_out
-from harness.compose.overrides import in_hydra_syntax
+from harness.compose.arguments import JOB_FLAGS, JSON, VERSION, Argument, CommandLine, Parser, show
+from harness.compose.composer import (
+    Composed,
+    chooses_points,
+    compose_job,
+    compose_points,
+    require_one_point,
+    spelled_out,
+)
+from harness.compose.hydra import search_path, shadowed
 from harness.compose.paths import config_folders
-from harness.compose.search_path import search_path, shadowed
 from harness.config.registry import Registry
 from harness.config.texts import masked
 from harness.util.errors import (
@@ -51,11 +57,6 @@ def prepare_process() -> None:
 
 
 def typed_arguments() -> list[str]:
-    """The arguments of the command line.
-
-    Raises:
-        UserError: an argument is not UTF-8, or the current folder has been removed.
-    """
     for argument in sys.argv[1:]:
         try:
             argument.encode()
@@ -75,11 +76,7 @@ class Output(io.FileIO):
     _is_lost = False
 
     def write(self, data: Any, /) -> int:
-        """Write; after the first failure, drop the data.
-
-        Raises:
-            MachineError: writing failed for another reason, such as a full disk.
-        """
+        """Write; after the first failure, drop the data."""
         if not self._is_lost:
             try:
                 return super().write(data)
@@ -208,7 +205,6 @@ class Verb:
 
     @property
     def command(self) -> str:
-        """What the user types before the arguments."""
         return f"harness {self.name}"
 
     @property
@@ -223,23 +219,16 @@ class Verb:
         return (self.run.__doc__ or "").split("\n")[0]
 
     def parse(self, arguments: Sequence[str]) -> CommandLine:
-        """Parse the arguments after its name.
-
-        Raises:
-            UserError: naming the argument.
-        """
         line = self.parser().parse_line(arguments, takes_overrides=self.job is not None)
         if self.job is not None:
             line.validate_flags_of_job()
         return line
 
     def main(self) -> NoReturn:
-        """Run the command line of this process, and exit."""
         prepare_process()
         sys.exit(guarded(lambda: self.run_line(typed_arguments(), own_process=True)))
 
     def run_line(self, arguments: Sequence[str], *, own_process: bool = False) -> int:
-        """Run the arguments after its name; return the exit code."""
         if own_process and self.prepare is not None:
             self.prepare()
         if VERSION.names[-1] in arguments:
@@ -281,14 +270,10 @@ class Verb:
 
     def _composed(self, line: CommandLine, name: str, schema: type, run: Callable[..., int | Result]) -> Call:
         if line.shown:
-            from harness.compose.help import show
-
             return partial(show, line, self.parser(), config_name=name, schema=schema), False
         if line.multirun:
             if self.sweep is None:
                 raise UserError("-m: this verb takes one job; would work: python -m harness.train -m")
-            from harness.compose.multirun import chooses_points, compose_points
-
             if chooses_points(line.overrides, config_name=name, schema=schema):
                 if self.study is None:
                     rule = "this verb takes all points of a grid at once"
@@ -298,8 +283,7 @@ class Verb:
             return partial(self.sweep, points), self.has_json and line.json
         job = compose_job(line.overrides, config_name=name, schema=schema)
         require_one_point(line.overrides, name, schema, can_sweep=self.sweep is not None)
-        overrides = in_hydra_syntax(line.overrides, schema)
-        return partial(run, job, overrides), line.json or getattr(job, "wants_json", False)
+        return partial(run, job, line.overrides), line.json or getattr(job, "wants_json", False)
 
 
 def _warn_of_shadowed_files() -> None:
@@ -311,7 +295,6 @@ def _warn_of_shadowed_files() -> None:
 
 @contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
-    """Send what this process and its children print to stderr."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -324,7 +307,6 @@ def _stdout_to_stderr() -> Iterator[None]:
 
 
 def _show_composing(done: int, points: int) -> None:
-    """Draw a progress bar of the composed points, if stderr is a terminal."""
     if not sys.stderr.isatty():
         return
     filled = BAR_WIDTH * done // points
@@ -377,8 +359,8 @@ VERBS: Registry[Verb] = Registry(
         "rehearse": "harness.tools.rehearse.verb:VERB",
         "parity": "harness.tools.parity.parity:VERB",
         "bench": "harness.tools.study.bench:VERB",
-        "converge": "harness.tools.study.converge.verb:VERB",
-        "coordcheck": "harness.tools.study.coordcheck.verb:VERB",
+        "converge": "harness.tools.study.converge:VERB",
+        "coordcheck": "harness.tools.study.coordcheck:VERB",
         "sweep": "harness.tools.report.sweep:VERB",
         "report": "harness.tools.report.verb:VERB",
         "evaluate": "harness.tools.inference.evaluate:VERB",

@@ -79,11 +79,6 @@ class HardwareConfig:
     """The same for fused attention, of the 16-bit peak."""
 
     def validate(self, accelerator: str | None) -> None:
-        """Check that the numbers describe an accelerator.
-
-        Raises:
-            ConfigError: there is no accelerator, or it is a new one without all numbers that the plan needs.
-        """
         given = [field.name for field in fields(self) if getattr(self, field.name) is not None]
         if accelerator is None and given:
             name = f"cluster.hardware.{given[0]}"
@@ -120,72 +115,31 @@ def described(name: str, own: HardwareConfig) -> Accelerator | None:
     return replace(known, **numbers, source=f"{known.source}, changed by cluster.hardware")
 
 
-_RUN_FOLDER = "runs_dir, because the job's files are in the run folder"
-
-# Options of sbatch by their long names (slurm.schedmd.com/sbatch.html).
-_OF_SBATCH = {
-    **{name: f"cluster.{name}" for name in ("partition", "account", "qos", "constraint", "exclude", "time")},
-    **{name: f"cluster.{name}" for name in ("nodes", "mem", "exclusive", "wait", "parsable")},
-    "array": "cluster.max_running",
-    "clusters": "a login node of that cluster",
-    "cpus-per-task": "cluster.cpus_per_rank",
-    "error": _RUN_FOLDER,
-    "gpus": "cluster.ranks_per_node",
-    "gpus-per-node": "cluster.ranks_per_node",
-    "gpus-per-socket": "cluster.ranks_per_node",
-    "gpus-per-task": "cluster.ranks_per_node",
-    "help": "sbatch --help",
-    "job-name": "name",
-    "no-requeue": "cluster.max_requeues=0",
-    "ntasks": "degrees of parallelism",
-    "ntasks-per-core": "cluster.ranks_per_node",
-    "ntasks-per-gpu": "cluster.ranks_per_node",
-    "ntasks-per-node": "cluster.ranks_per_node",
-    "ntasks-per-socket": "cluster.ranks_per_node",
-    "open-mode": _RUN_FOLDER,
-    "output": _RUN_FOLDER,
-    "quiet": "cluster.parsable",
-    "requeue": "cluster.max_requeues",
-    "signal": "cluster.signal_seconds",
-    "test-only": "cluster.dry_run",
-    "usage": "sbatch --help",
-    "version": "sbatch --version",
-    "wrap": "cluster.setup",
-}
-
-# Options of srun (slurm.schedmd.com/srun.html). If an option is given twice, srun uses the last, the user's.
-_OF_SRUN = {
-    "cpus-per-task": "cluster.cpus_per_rank",
-    "error": _RUN_FOLDER,
-    "jobid": "",
-    "kill-on-bad-exit": "",
-    "multi-prog": "",
-    "nodes": "cluster.nodes",
-    "ntasks": "degrees of parallelism",
-    "ntasks-per-node": "cluster.ranks_per_node",
-    "open-mode": _RUN_FOLDER,
-    "output": _RUN_FOLDER,
-    "wait": "",
-}
+# Options that the harness sets, of sbatch by their long names (slurm.schedmd.com/sbatch.html) and of srun. If
+# srun gets one twice, it uses the last, the user's.
+_OF_SBATCH = """
+account array clusters constraint cpus-per-task error exclude exclusive gpus gpus-per-node gpus-per-socket
+gpus-per-task help job-name mem no-requeue nodes ntasks ntasks-per-core ntasks-per-gpu ntasks-per-node
+ntasks-per-socket open-mode output parsable partition qos quiet requeue signal test-only time usage version
+wait wrap
+"""
+_OF_SRUN = """
+cpus-per-task error jobid kill-on-bad-exit multi-prog nodes ntasks ntasks-per-node open-mode output wait
+"""
 _SHORT = {"c": "cpus-per-task", "e": "error", "K": "kill-on-bad-exit", "N": "nodes", "n": "ntasks"}
 _SHORT |= {"o": "output", "W": "wait"}
+_INSTEAD = {"job-name": "name", "wrap": "cluster.setup", "output": "runs_dir", "error": "runs_dir"}
 
 
 def check_sbatch(options: Mapping[str, Any], *, gres: bool) -> None:
-    """Raise ConfigError for an entry of ``cluster.sbatch`` that is not an option, or that the harness sets.
-
-    Args:
-        options: option values by long name.
-        gres: whether the harness asks for GPUs by ``--gres``.
-    """
+    """Raise ConfigError for what is no option of sbatch, or one that the harness sets itself."""
     for option, value in options.items():
         field, name = f"cluster.sbatch.{option}", option.replace("_", "-")
         if len(name) < 2 or not name.replace("-", "").isalnum() or name.startswith("-"):
-            raise ConfigError(
-                field, value, "must be the long name of an option", "cluster.sbatch.reservation=x"
-            )
+            rule = "must be the long name of an option"
+            raise ConfigError(field, value, rule, "cluster.sbatch.reservation=x")
         if (own := _own(name, _OF_SBATCH)) is not None:
-            raise ConfigError(field, value, f"the harness sets --{own} itself", _OF_SBATCH[own])
+            raise ConfigError(field, value, f"the harness sets --{own} itself", _instead(own))
         if name == "gres" and (gres or "gpu" in str(value)):
             raise ConfigError(field, value, "the harness asks for GPUs itself", "cluster.ranks_per_node")
         if value is False or not isinstance(value, bool | int | float | str):
@@ -194,7 +148,6 @@ def check_sbatch(options: Mapping[str, Any], *, gres: bool) -> None:
 
 
 def check_srun(arguments: Sequence[str]) -> None:
-    """Raise ConfigError for an option in ``cluster.srun_args`` that the harness sets."""
     for argument in arguments:
         if argument.startswith("--"):
             own = _own(argument[2:].partition("=")[0], _OF_SRUN)
@@ -202,15 +155,18 @@ def check_srun(arguments: Sequence[str]) -> None:
             own = _SHORT.get(argument[1:2]) if argument.startswith("-") else None
         if own is not None:
             rule = f"the harness sets --{own} of srun itself"
-            raise ConfigError("cluster.srun_args", argument, rule, _OF_SRUN[own])
+            raise ConfigError("cluster.srun_args", argument, rule, _instead(own))
 
 
-def _own(name: str, options: Mapping[str, str]) -> str | None:
+def _instead(option: str) -> str:
+    has_field = option in (field.name for field in fields(ClusterConfig))
+    return f"cluster.{option}" if has_field else _INSTEAD.get(option, "fields of cluster and parallelism")
+
+
+def _own(name: str, options: str) -> str | None:
     """Return the option that a name selects: both commands accept abbreviated names."""
-    if name in options:
-        return name
-    begun = [option for option in options if option.startswith(name)]
-    return begun[0] if begun else None
+    begun = [option for option in options.split() if option.startswith(name)]
+    return name if name in begun else next(iter(begun), None)
 
 
 @dataclass(frozen=True)
@@ -230,7 +186,6 @@ class ClusterKind:
     options: type | None = None
 
     def load(self) -> Callable[[Job, Any, list[str]], int]:
-        """Import ``start``."""
         start: Callable[[Job, Any, list[str]], int] = load_attribute(self.start)
         return start
 
@@ -294,7 +249,6 @@ class ClusterConfig:
     """Timeout of collectives after the first step."""
     stop_timeout_seconds: int = label(300, least=1)
     """Time that ranks have after ^C or SIGTERM to finish their step and save, before they are killed."""
-
     partition: str | None = label(None)
     """SLURM's --partition."""
     account: str | None = label(None)
@@ -362,13 +316,11 @@ class ClusterConfig:
     """Ask before submitting jobs of more GPU-hours than this (ranks x time limit; on CPU rank-hours)."""
 
     def resolve(self) -> ClusterConfig:
-        """Return the cluster with the defaults of its options."""
         schema, owner = CLUSTERS[self.kind].options, f"cluster.kind={self.kind}"
         return replace(self, options=resolve_options(self.options, schema, "cluster.options", owner))
 
     @property
     def is_here(self) -> bool:
-        """Whether the ranks run on this machine."""
         return CLUSTERS[self.kind].is_here
 
     @property
@@ -392,15 +344,10 @@ class ClusterConfig:
 
     @property
     def minutes(self) -> int | None:
-        """The time limit in minutes, rounded up; None if it is the partition's.
-
-        Raises:
-            ConfigError: ``time`` has none of SLURM's forms.
-        """
+        """The time limit in minutes, rounded up; None if it is the partition's."""
         return None if self.time is None else minutes_of(self.time)
 
     def validate(self) -> None:
-        """Raise ConfigError for fields that contradict each other or that SLURM would not accept."""
         if self.ranks_per_node is None and not self.is_here:
             rule = f"must be set with cluster.kind={self.kind}"
             raise ConfigError("cluster.ranks_per_node", None, rule, "8, GPUs of a node")
@@ -432,12 +379,9 @@ class ClusterConfig:
 
     def _validate_slurm(self) -> None:
         if self.minutes is not None and self.signal_seconds >= self.minutes * 60:
-            raise ConfigError(
-                "cluster.signal_seconds",
-                self.signal_seconds,
-                f"must be less than cluster.time={self.time}, or SLURM stops the job as it starts",
-                f"at most {self.minutes * 60 - 1}",
-            )
+            rule = f"must be less than cluster.time={self.time}, or SLURM stops the job as it starts"
+            works = f"at most {self.minutes * 60 - 1}"
+            raise ConfigError("cluster.signal_seconds", self.signal_seconds, rule, works)
         for name, (pattern, rule, works) in _FORMS.items():
             value = getattr(self, name)
             if value is not None and not re.fullmatch(pattern, value):
@@ -455,11 +399,7 @@ class ClusterConfig:
             raise ConfigError("cluster.container", self.container, f"cannot be parsed: {error}") from None
 
     def nodes_for(self, world_size: int) -> tuple[int, int]:
-        """Return the number of nodes for ``world_size`` ranks, and the ranks on each.
-
-        Raises:
-            ConfigError: the ranks do not fill the nodes evenly.
-        """
+        """Return the number of nodes for ``world_size`` ranks, and the ranks on each."""
         if self.is_here:
             return 1, world_size
         per_node = self._ranks_per_node
@@ -497,11 +437,7 @@ class ClusterConfig:
         return None if self.accelerator is None else described(self.accelerator, self.hardware)
 
     def with_device(self, device_name: str) -> ClusterConfig | None:
-        """Return the cluster with the accelerator that the driver reports; None if it is unknown.
-
-        Args:
-            device_name: the result of ``torch.cuda.get_device_name()``.
-        """
+        """Return the cluster with the accelerator of this name of torch.cuda; None if it is unknown."""
         if self.gpu is not None and device_name.strip() == self.hardware.device_name:
             return self
         found = find_accelerator(device_name)
@@ -516,12 +452,9 @@ class ClusterConfig:
         if self.device == "cuda" and gpus == 0:
             raise ConfigError("cluster.device", "cuda", f"{node_name()} has no NVIDIA GPU", ["cpu", "auto"])
         if self.device != "cpu" and 0 < gpus < ranks:
-            raise ConfigError(
-                "cluster.device",
-                self.device,
-                f"the layout takes {ranks} ranks, one GPU each, and this machine has {gpus}",
-                f"cpu, or degrees of parallelism that multiply to at most {gpus}",
-            )
+            rule = f"the layout takes {ranks} ranks, one GPU each, and this machine has {gpus}"
+            works = f"cpu, or degrees of parallelism that multiply to at most {gpus}"
+            raise ConfigError("cluster.device", self.device, rule, works)
 
 
 def count_gpus() -> int:
@@ -561,11 +494,7 @@ _TIME = re.compile(
 
 
 def minutes_of(time: str) -> int:
-    """Convert one of sbatch's time forms to minutes, rounded up (slurm.schedmd.com/sbatch.html, ``--time``).
-
-    Raises:
-        ConfigError: the time has none of the forms.
-    """
+    """Convert a time of sbatch (slurm.schedmd.com/sbatch.html, ``--time``) to minutes, rounded up."""
     match = _TIME.fullmatch(time.strip())
     parts = {name: int(value or 0) for name, value in match.groupdict().items()} if match else {}
     hours, minutes = (parts.get(a, 0) + parts.get(b, 0) for a, b in (("dh", "h"), ("dm", "m")))

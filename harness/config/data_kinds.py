@@ -8,8 +8,7 @@ from datetime import date
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from harness.config.formats import TOKEN_FORMATS
-from harness.config.registry import Choices, Registry
+from harness.config.registry import TOKEN_FORMATS, Choices, Registry
 from harness.util.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ class DataKind:
         source: returns the documents of a split, as a ``harness.data.documents.Source``, for a ``DataConfig``
             and "train" or "validation". They are tokenized and held out (``data.validation_fraction``).
             Empty: there are no documents, or the architecture's ``Objective`` reads the batches itself.
-        load: returns the loader of a ``harness.data.batch.Reading``; the default packs documents.
+        load: returns the loader of a ``harness.data.loader.Reading``; the default packs documents.
         tokenizer: returns the tokenizer of its documents, for a ``DataConfig`` and the job's tokenizer;
             empty: the job's.
         batches: what its batches hold: ``tokens``, or what another architecture takes.

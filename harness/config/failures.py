@@ -94,12 +94,7 @@ def describe_failure(error: BaseException) -> dict[str, Any]:
 
 
 def chain_of(error: BaseException, *, suppressed: bool = False) -> list[BaseException]:
-    """Return an exception and its causes and contexts, outermost first.
-
-    Args:
-        error: the exception.
-        suppressed: also follow contexts that ``raise ... from None`` suppresses.
-    """
+    """An exception, its causes and its contexts, outermost first; ``suppressed``: also of ``from None``."""
     chain: list[BaseException] = []
     current: BaseException | None = error
     while current is not None and current not in chain:
@@ -139,7 +134,6 @@ def text_of(error: BaseException) -> str:
 
 
 def _kind_of(error: BaseException) -> str:
-    """Classify one exception, without its causes."""
     if isinstance(error, HarnessError):
         return error.kind
     name, text = type(error).__name__, text_of(error)

@@ -119,11 +119,7 @@ def with_value(config: Part, name: str, value: Any) -> Part:
 
 
 def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, str, Any]]:
-    """Yield ``(dotted name, role, value)`` of every leaf field of a config dataclass, in order.
-
-    Raises:
-        TypeError: a leaf field has no role.
-    """
+    """Yield ``(dotted name, role, value)`` of every leaf field of a config dataclass, in order."""
     for name, field, value in leaf_fields(config, prefix):
         if "role" not in field.metadata:
             raise TypeError(f"config field {name} has no role (numerics, execution or label)")
@@ -184,7 +180,6 @@ _is_part = functools.cache(dataclasses.is_dataclass)
 
 
 def _element_type(config: Any, name: str) -> Any:
-    """Type of the values of a mapping field; None for other fields."""
     owner: type = type(config)
     hint = type_hints(owner)[name]
     return get_args(hint)[1] if get_origin(hint) is dict else None
@@ -215,10 +210,6 @@ def _range_in_words(rule: Any) -> str:
 
 def check_rules(config: Any, prefix: str = "") -> None:
     """Check the declared rule of every field, and that every number fits into a tensor.
-
-    Args:
-        config: a config dataclass.
-        prefix: dotted name of its parent field, with a trailing dot.
 
     Raises:
         ConfigError: naming the field.
@@ -253,9 +244,6 @@ def check_written(name: str, value: str, kind: str, works: str) -> None:
         value: the path.
         kind: ``file``, ``folder``, or ``path`` for either.
         works: what would work.
-
-    Raises:
-        ConfigError: it is empty, a URL or too long, or something of another kind is there.
     """
     path = Path(os.path.expanduser(value))
     exists, is_folder, problem = os.path.exists, os.path.isdir, ""
@@ -301,7 +289,6 @@ def _breaks(value: Any, rule: Any) -> bool:
 
 
 def _numbers(value: Any) -> list[int | float]:
-    """All numbers in a value."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list):
@@ -318,13 +305,14 @@ def _check_number(name: str, value: Any, number: int | float) -> None:
         raise ConfigError(name, value, rule)
 
 
-def from_dict(cls: type, plain: dict[str, Any], prefix: str = "") -> Any:
+def from_dict(cls: type, plain: dict[str, Any], prefix: str = "", *, unset: str | None = None) -> Any:
     """Build a (nested) config dataclass from plain containers.
 
     Args:
         cls: the dataclass.
         plain: its fields; missing ones get their defaults.
         prefix: prefix of the fields' dotted names, for errors.
+        unset: what stands for a value of any type that the caller will ask for.
 
     Raises:
         ConfigError: an unknown key, a value of the wrong type, or a missing field without a default.
@@ -340,12 +328,14 @@ def from_dict(cls: type, plain: dict[str, Any], prefix: str = "") -> Any:
         raise ConfigError(f"{prefix}{missing[0]}", None, "must be given")
 
     def built(kind: Any, value: Any, name: str) -> Any:
-        return from_dict(kind, value, f"{prefix}{name}.") if isinstance(value, dict) else value
+        if not isinstance(value, dict):
+            return value
+        return from_dict(kind, value, f"{prefix}{name}.", unset=unset)
 
     values = {}
     for name, value in plain.items():
         hint = hints[name]
-        if not _fits(value, hint):
+        if (unset is None or value != unset) and not _fits(value, hint):
             key = f"{prefix}{name}"
             raise ConfigError(key, value, f"must be {describe_type(hint, key)}")
         inner = inner_classes[name]
@@ -396,13 +386,11 @@ def type_hints(cls: type) -> dict[str, Any]:
 
 @functools.cache
 def _inner_classes(cls: type) -> dict[str, Any]:
-    """The dataclass that a field's type is or contains, by field; None without one."""
     found = {name: (hint, *get_args(hint)) for name, hint in type_hints(cls).items()}
     return {name: next(filter(dataclasses.is_dataclass, kinds), None) for name, kinds in found.items()}
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value has the annotated type of its field."""
     if hint is Any:
         return True
     if hint in (bool, int, str):

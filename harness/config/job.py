@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from harness.config.blocks import ActivationCheckpointConfig, CompileConfig
 from harness.config.checkpoint import CheckpointConfig
 from harness.config.cluster import ClusterConfig
 from harness.config.data import DataConfig, TokenizerConfig
@@ -32,6 +31,8 @@ from harness.config.parallelism import ParallelismConfig
 from harness.config.precision import PrecisionConfig
 from harness.config.texts import validate_texts
 from harness.config.training import (
+    ActivationCheckpointConfig,
+    CompileConfig,
     DebugConfig,
     EvaluationConfig,
     ScaleConfig,
@@ -49,7 +50,6 @@ class Job:
 
     feeds_model: ClassVar[bool] = True
     """Whether batches of the data pass through the model."""
-
     name: str = label("???")
     """Folder inside runs_dir that holds the run folders of jobs with this name."""
     runs_dir: str = label("runs", written="folder")
@@ -98,18 +98,15 @@ class Job:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
         return self.parallelism.world_size
 
     @property
     def steps(self) -> int:
-        """Optimizer steps."""
         assert self.training.steps is not None, "the job is not resolved"
         return self.training.steps
 
     @property
     def sizes(self) -> Sizes:
-        """Batch size and sequence length of every step."""
         schedule = self.schedule
         return Sizes(self.global_batch_size, self.training.seq_len, schedule.batch_sizes, schedule.seq_lens)
 
@@ -160,7 +157,6 @@ class Job:
             raise ConfigError("name", self.name, f"a folder's name has at most {LONGEST_NAME} bytes")
 
     def to_dict(self) -> dict[str, Any]:
-        """The job as plain containers."""
         return dataclasses.asdict(self)
 
     def to_json(self) -> str:
@@ -206,10 +202,6 @@ class Job:
 
         Fields that jobs no longer have are left out, if the id says that they had no effect.
 
-        Args:
-            ident: the id that was stored with it.
-            plain: its fields.
-
         Raises:
             ConfigError: an unknown field, or a value of the wrong type.
         """
@@ -223,7 +215,6 @@ class Job:
 
 
 def differing_numerics(a: Job, b: Job) -> list[str]:
-    """Dotted names of the numerics in which two jobs differ."""
     first, second = ({name: value for name, role, value in leaves(job) if role == NUMERICS} for job in (a, b))
     return [name for name in {**first, **second} if first.get(name) != second.get(name)]
 

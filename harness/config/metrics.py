@@ -58,37 +58,26 @@ class MetricsConfig:
 
     log_interval: int = label(1, least=1)
     """Optimizer steps between two rows of metrics.jsonl (and of every view of it)."""
-
     warmup_steps: int = label(3, least=0)
     """First steps of this process that throughput excludes: they compile, allocate and connect."""
-
     all_ranks: bool = label(False)
     """Also write the own values of every rank (memory, times, loss) into ``metrics/rank<r>.jsonl``."""
-
     console: str = label("auto", choices=CONSOLES)
     """auto: a progress bar on a terminal and plain lines elsewhere; rich, plain or none choose one."""
-
     wandb: bool = label(False)
     """Also log to Weights & Biases; offline when there is no API key."""
-
     wandb_project: str | None = label(None)
     """W&B project; null: WANDB_PROJECT, or else ``harness``."""
-
     wandb_entity: str | None = label(None)
     """W&B team or user; null: WANDB_ENTITY, or else the default of the account."""
-
     wandb_group: str | None = label(None)
     """W&B group of this run, e.g. the name of a sweep; null: WANDB_RUN_GROUP."""
-
     wandb_tags: list[str] = label(factory=list)
     """W&B tags of the run; an empty list: WANDB_TAGS."""
-
     wandb_mode: str | None = label(None, choices=WANDB_MODES)
     """online, offline or disabled; null: online with an API key, else offline. WANDB_MODE wins over it."""
-
     tensorboard: bool = label(False)
     """Also write TensorBoard event files into the ``tensorboard`` folder of the run."""
-
     views: dict[str, Any] = label(factory=dict)
     """More views, each by its name with its options: {mlflow: {experiment: my_experiment}}. Packages can add
     views."""
@@ -112,7 +101,6 @@ class MetricsConfig:
 
     @property
     def shown(self) -> dict[str, dict[str, Any]]:
-        """The options of all views that are on, by name."""
         return {**{name: {} for name in _SWITCHES if getattr(self, name)}, **self.views}
 
 
@@ -122,41 +110,24 @@ class ProfilingConfig:
 
     enable: bool = label(False)
     """Write traces."""
-
     interval: int = label(100)
     """Steps from one trace to the next; the first trace ends this many steps after the process starts."""
-
     warmup: int = label(3, least=0)
     """Steps before each trace in which the profiler already runs but records nothing."""
-
     active: int = label(1, least=1)
     """Steps per trace."""
-
     with_stack: bool = label(False)
     """Record the Python stack of every operation; makes steps slow and traces large."""
-
     record_shapes: bool = label(True)
     """Record the input shapes of every operation."""
-
     ranks: list[int] = label(factory=lambda: [0])
     """Ranks that write traces."""
-
     phases: bool = label(False)
     """Write the time of each phase of a step on each rank (``phases/``), and warn about slow ranks."""
-
     memory_snapshot: bool = label(False)
     """Also write snapshots of GPU memory by source line: with each trace, and when memory runs out."""
 
     def validate(self, steps: int, world_size: int) -> None:
-        """Check the fields of traces.
-
-        Args:
-            steps: steps of the run.
-            world_size: ranks of the run.
-
-        Raises:
-            ConfigError: with this value no complete trace would be written.
-        """
         if not self.enable:
             return
         traced = self.warmup + self.active
@@ -173,11 +144,7 @@ class ProfilingConfig:
             raise ConfigError("profiling.ranks", self.ranks, rule, f"[0] to [{world_size - 1}]")
 
     def refuse_snapshots(self, why: str) -> None:
-        """Reject memory snapshots without a GPU, for the reason ``why``.
-
-        Raises:
-            ConfigError: ``profiling.memory_snapshot`` is set.
-        """
+        """Reject memory snapshots without a GPU, for the reason ``why``."""
         if self.enable and self.memory_snapshot:
             rule = f"snapshots need a GPU, and {why}"
             raise ConfigError("profiling.memory_snapshot", True, rule, "false, or cluster.device=cuda")

@@ -44,9 +44,15 @@ def check_mixture(data: DataConfig) -> None:
     if not data.sources:
         raise ConfigError("data.sources", "{}", "data.kind=mixture needs named sources", _EXAMPLE)
     for name in data.source_names:
-        _check_name(name)
-        _check_fields_of_source(data.sources[name], name)
-    _refuse_fields_of_sources(data)
+        if not _NAME.fullmatch(name) or name == STEP:
+            rule = f"a name has letters, digits, _ and -, begins with a letter, and is not {STEP}"
+            raise ConfigError("data.sources", name, rule, "web")
+        _check_source(data.sources[name], name)
+    default = type(data)()
+    for name, value in vars(data).items():
+        if name not in (*OWN, *SHARED) and value != getattr(default, name):
+            rule = "is a field of each source"
+            raise ConfigError(f"data.{name}", value, rule, f"data.sources.NAME.{name}")
     for name in data.source_names:
         with errors_of_source(data, name):
             source_config(data, name).validate()
@@ -103,9 +109,6 @@ def weights_by_step(
     Args:
         data: a mixture.
         samples_per_epoch: samples per epoch of each source; None if unknown.
-
-    Raises:
-        ConfigError: a source has epochs, and its samples per epoch are unknown.
     """
     if not data.epochs:
         changes = [(int(each[STEP]), _without_step(each)) for each in data.weight_changes]
@@ -116,17 +119,13 @@ def weights_by_step(
         if samples is None:
             rule = f"the number of samples of data.sources.{name} is unknown"
             raise ConfigError(f"data.epochs.{name}", epochs, rule, "data.weights")
-        weights[name] = _exact(epochs) * samples
+        weights[name] = Fraction(str(epochs)) * samples
     return [(1, _shares(data, weights))]
 
 
-def _exact(number: float | Fraction) -> Fraction:
-    """Return the decimal number that the user typed: 1/10 for 0.1."""
-    return Fraction(str(number))
-
-
 def _shares(data: DataConfig, weights: Mapping[str, float | Fraction]) -> dict[str, Fraction]:
-    exact = {name: _exact(weights.get(name, 0)) for name in data.source_names}
+    # The decimal number that the user typed: 1/10 for 0.1.
+    exact = {name: Fraction(str(weights.get(name, 0))) for name in data.source_names}
     return {name: weight / sum(exact.values()) for name, weight in exact.items()}
 
 
@@ -134,13 +133,7 @@ def _without_step(change: Mapping[str, float]) -> dict[str, float]:
     return {name: weight for name, weight in change.items() if name != STEP}
 
 
-def _check_name(name: str) -> None:
-    if not _NAME.fullmatch(name) or name == STEP:
-        rule = f"a name has letters, digits, _ and -, begins with a letter, and is not {STEP}"
-        raise ConfigError("data.sources", name, rule, "web")
-
-
-def _check_fields_of_source(source: DataConfig, name: str) -> None:
+def _check_source(source: DataConfig, name: str) -> None:
     if source.kind == "mixture":
         rule = "a source is not a mixture itself"
         raise ConfigError(f"data.sources.{name}.kind", "mixture", rule, "its sources beside the others")
@@ -153,16 +146,6 @@ def _check_fields_of_source(source: DataConfig, name: str) -> None:
         if value != getattr(default, field):
             rule = "is set once, for all sources"
             raise ConfigError(f"data.sources.{name}.{field}", value, rule, f"data.{field}")
-
-
-def _refuse_fields_of_sources(data: DataConfig) -> None:
-    """Refuse a field that has an effect on a source only."""
-    default = type(data)()
-    for name in (field.name for field in dataclasses.fields(data)):
-        value = getattr(data, name)
-        if name not in (*OWN, *SHARED) and value != getattr(default, name):
-            rule = "is a field of each source"
-            raise ConfigError(f"data.{name}", value, rule, f"data.sources.NAME.{name}")
 
 
 def _check_weights(data: DataConfig) -> None:

@@ -31,7 +31,6 @@ class Span:
 
     @property
     def is_whole(self) -> bool:
-        """Whether attention is global."""
         return self.window is None and self.chunk is None
 
     def mean_reach(self, seq_len: int) -> float:
@@ -88,24 +87,19 @@ class AttentionConfig:
 
     @property
     def is_latent(self) -> bool:
-        """Whether keys and values come from a latent."""
         return self.kind == "mla"
 
     def span(self, layer: int) -> Span:
-        """The span of a block's attention."""
         return Span() if _is_nth(layer, self.global_every_nth_layer) else Span(self.window, self.chunk)
 
     def is_rotated(self, layer: int) -> bool:
-        """Whether a block rotates its queries and keys."""
         return not _is_nth(layer, self.nope_every_nth_layer)
 
     @property
     def latent_head_dim(self) -> int:
-        """Width of a query and key head of latent attention."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     def validate(self, n_heads: int, n_kv_heads: int, head_width: int) -> None:
-        """Raise ConfigError for fields that contradict each other."""
         if self.window is not None and self.chunk is not None:
             rule = "is one way to attend locally, and model.attention.window another"
             raise ConfigError("model.attention.chunk", self.chunk, rule, "one of them null")
@@ -177,7 +171,6 @@ class RopeConfig:
     """``yarn``: temperature of the scores of latent attention (DeepSeek V2 and V3)."""
 
     def validate(self) -> None:
-        """Raise ConfigError when no frequencies can be computed."""
         for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
             least, most = getattr(self, low), getattr(self, high)
             if least > most or (least == most and low == "beta_slow"):
@@ -260,7 +253,6 @@ class MoEConfig:
 
     @property
     def enabled(self) -> bool:
-        """Whether there are experts."""
         return self.num_experts > 0
 
     def is_at(self, layer: int) -> bool:
@@ -268,7 +260,6 @@ class MoEConfig:
         return layer >= self.first_dense_layers and (layer + 1) % self.every_nth_layer == 0
 
     def validate(self, n_layers: int) -> None:
-        """Raise ConfigError for fields that do not describe a mixture."""
         if not self.enabled:
             return
         if self.hidden_dim < 1:
@@ -280,12 +271,8 @@ class MoEConfig:
 
     def _validate_groups(self) -> None:
         if self.num_experts % self.num_groups:
-            raise ConfigError(
-                "model.moe.num_groups",
-                self.num_groups,
-                f"must divide model.moe.num_experts={self.num_experts}",
-                divisors(self.num_experts),
-            )
+            rule = f"must divide model.moe.num_experts={self.num_experts}"
+            raise ConfigError("model.moe.num_groups", self.num_groups, rule, divisors(self.num_experts))
         if self.top_groups > self.num_groups:
             rule = f"must not exceed model.moe.num_groups={self.num_groups}"
             raise ConfigError("model.moe.top_groups", self.top_groups, rule, [self.num_groups])
@@ -316,7 +303,6 @@ class MTPConfig:
     over its tokens divided by the token count of the next-token loss, which is slightly larger."""
 
     def validate(self) -> None:
-        """Raise ConfigError for a weight that is not positive."""
         if self.depth and not self.loss_weight > 0:
             works = "0.3, or model.mtp.depth=0"
             raise ConfigError("model.mtp.loss_weight", self.loss_weight, "must be positive", works)
@@ -458,16 +444,7 @@ class ModelConfig:
     def at_width(
         self, dim: int, given: Mapping[str, int] | None = None, field: str = "model.dim"
     ) -> ModelConfig:
-        """Return the model with another ``dim``, and the other widths in proportion; heads keep their width.
-
-        Args:
-            dim: width of the residual stream.
-            given: widths that are not proportional, by field.
-            field: the field that has ``dim``, for the error.
-
-        Raises:
-            ConfigError: a width would not be an integer.
-        """
+        """The model with another ``dim``, the widths ``given``, and others in proportion, but for heads."""
         given = given or {}
         model = replace(self, dim=dim, head_dim=self.head_width)
         widths = {name: field_of(self, name) or 0 for name in PROPORTIONAL if name not in given}
@@ -524,7 +501,6 @@ class ModelConfig:
 
     @property
     def head_width(self) -> int:
-        """Width of a query and key head, resolved."""
         return self.head_dim if self.head_dim is not None else self.dim // self.n_heads
 
     @property
@@ -534,7 +510,6 @@ class ModelConfig:
 
     @property
     def value_width(self) -> int:
-        """Width of a value head."""
         return self.attention.v_head_dim if self.attention.is_latent else self.head_width
 
     @property
@@ -552,7 +527,6 @@ class ModelConfig:
         return [layer for layer in range(self.num_blocks) if self.has_experts(layer)]
 
     def span(self, layer: int) -> Span:
-        """The span of a block's attention."""
         return self.attention.span(layer)
 
 
@@ -576,7 +550,6 @@ def named_fields(model: ModelConfig) -> Iterator[tuple[str, str, Any]]:
 
 
 def field_of(model: ModelConfig, name: str) -> Any:
-    """Return the value of a dotted field."""
     first, _, rest = name.partition(".")
     value = getattr(model, first)
     return getattr(value, rest) if rest else value

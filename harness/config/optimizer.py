@@ -186,7 +186,6 @@ class OptimizerConfig:
     pipeline and debug.non_finite=stop."""
 
     def resolve(self, master_dtype: str, param_dtype: str) -> OptimizerConfig:
-        """Return the options with the formats set."""
         iterations = self.newton_schulz_dtype
         if "muon" in self.kinds:
             iterations = iterations or param_dtype
@@ -199,7 +198,6 @@ class OptimizerConfig:
         )
 
     def validate(self, master_dtype: str = "float32") -> None:
-        """Raise ConfigError for an option that has no effect, or that a format does not allow."""
         unused = {} if "muon" in self.kinds else dict.fromkeys(OF_MUON, "optimizer=muon")
         if not any(KINDS[kind].has_betas for kind in self.kinds):
             unused |= dict.fromkeys(("beta1", "beta2"), "optimizer=adamw")
@@ -208,12 +206,9 @@ class OptimizerConfig:
         for name, other in unused.items():
             self._refuse(name, other)
         if self.implementation != "auto" and "bfloat16" in (master_dtype, self.state_dtype):
-            raise ConfigError(
-                "optimizer.implementation",
-                self.implementation,
-                "torch's AdamW does not update bfloat16 parameters or state in float32",
-                "auto, or optimizer.state_dtype=float32 and precision.master_dtype=float32",
-            )
+            rule = "torch's AdamW does not update bfloat16 parameters or state in float32"
+            works = "auto, or optimizer.state_dtype=float32 and precision.master_dtype=float32"
+            raise ConfigError("optimizer.implementation", self.implementation, rule, works)
         if self.implementation != "auto" and not KINDS[self.kind].is_torchs and not KINDS[self.kind].others:
             rule = f"torch has no {self.kind}"
             raise ConfigError("optimizer.implementation", self.implementation, rule, "auto")
@@ -238,12 +233,8 @@ class OptimizerConfig:
     def _validate_bfloat16_state(self) -> None:
         for name in ("beta1", "beta2", *(["momentum"] if "muon" in self.kinds else [])):
             if getattr(self, name) > LARGEST_BFLOAT16_BETA:
-                raise ConfigError(
-                    f"optimizer.{name}",
-                    getattr(self, name),
-                    BETA_RULE,
-                    f"at most {LARGEST_BFLOAT16_BETA}, or optimizer.state_dtype=float32",
-                )
+                rule, works = BETA_RULE, f"at most {LARGEST_BFLOAT16_BETA}, or optimizer.state_dtype=float32"
+                raise ConfigError(f"optimizer.{name}", getattr(self, name), rule, works)
 
 
 @dataclass(frozen=True)
@@ -272,12 +263,10 @@ class ScheduleConfig:
     training.seq_len."""
 
     def resolve(self) -> ScheduleConfig:
-        """Return the schedule with the defaults of its options."""
         schema, owner = DECAYS[self.decay_type].options, f"schedule.decay_type={self.decay_type}"
         return replace(self, options=resolve_options(self.options, schema, "schedule.options", owner))
 
     def curve_steps(self, steps: int) -> int:
-        """Steps of the learning-rate curve of a run of ``steps`` steps."""
         return max(steps, self.total_steps or 0)
 
     @property
@@ -291,7 +280,6 @@ class ScheduleConfig:
         return [(phase["until_step"], phase["tokens"]) for phase in self.seq_len]
 
     def validate_phases(self) -> None:
-        """Raise ConfigError for phases that are not complete, or not in order."""
         for name, unit in (("batch_size", "sequences"), ("seq_len", "tokens")):
             field, phases = f"schedule.{name}", getattr(self, name)
             works = f"[{{until_step:10,{unit}:8}},{{until_step:20,{unit}:16}}]"
@@ -303,7 +291,6 @@ class ScheduleConfig:
                 raise ConfigError(field, phases, "until_step must rise from phase to phase", works)
 
     def validate(self, steps: int) -> None:
-        """Raise ConfigError for phases that the curve of the learning rate is too short for."""
         curve = self.curve_steps(steps)
         name = "schedule.total_steps" if curve > steps else "training.steps"
         for sizes in ("batch_size", "seq_len"):
@@ -320,9 +307,5 @@ class ScheduleConfig:
                 # The decay's number of steps is rounded, by half a step at most.
                 least = math.ceil((self.warmup_steps + 0.5) / (1 - (self.decay_ratio or 0)))
                 works += f", or training.steps={least}, or schedule.total_steps={least}"
-            raise ConfigError(
-                "schedule.warmup_steps",
-                self.warmup_steps,
-                f"warm-up and decay ({decay_steps} steps) must fit into {name}={curve}",
-                works,
-            )
+            rule = f"warm-up and decay ({decay_steps} steps) must fit into {name}={curve}"
+            raise ConfigError("schedule.warmup_steps", self.warmup_steps, rule, works)

@@ -126,7 +126,6 @@ class ParallelismConfig:
 
     @property
     def splits_experts(self) -> bool:
-        """Whether every expert is split over tensor-parallel ranks."""
         return self.tp > 1 and self.expert_tensor_parallel
 
     @property
@@ -158,7 +157,6 @@ class ParallelismConfig:
 
     @property
     def uses_sequence_parallel(self) -> bool:
-        """Whether residuals are split along the sequence."""
         return self.tp > 1 and self.sequence_parallel
 
     def resolve(self, world_size: int | None, default_world: int | None) -> ParallelismConfig:
@@ -173,12 +171,9 @@ class ParallelismConfig:
             world = world_size or default_world or 2 * others
             if world % others:
                 named = degrees_in_words(self.degrees, between="=", none="")
-                raise ConfigError(
-                    "parallelism.dp_shard",
-                    -1,
-                    f"{named} does not divide the world size {world}",
-                    f"a world size that is a multiple of {others}, or degrees that divide {world}",
-                )
+                rule = f"{named} does not divide the world size {world}"
+                works = f"a world size that is a multiple of {others}, or degrees that divide {world}"
+                raise ConfigError("parallelism.dp_shard", -1, rule, works)
             return replace(self, dp_shard=world // others).resolve(world_size, default_world)
         if world_size is not None and self.world_size != world_size:
             named = degrees_in_words(self.degrees, between="=", none="")
@@ -200,17 +195,6 @@ class ParallelismConfig:
         return replace(self, pp_schedule_csv_digest=read_csv_schedule(self.pp_schedule_csv, self.pp).digest)
 
     def validate(self, model: ModelConfig, seq_len: int, local_batch_size: int, share: int) -> None:
-        """Check the layout against the model, the sequence and the batch.
-
-        Args:
-            model: the model, resolved.
-            seq_len: tokens per sequence.
-            local_batch_size: sequences per data-parallel rank and forward pass.
-            share: sequences per data-parallel rank and optimizer step.
-
-        Raises:
-            ConfigError: the layout does not fit them.
-        """
         self._validate_tensor(model, seq_len)
         self._validate_experts(model)
         self._validate_context(model)
@@ -235,7 +219,6 @@ class ParallelismConfig:
             raise ConfigError("parallelism.tp", self.tp, f"must divide {', '.join(broken)}", works)
 
     def _validate_experts(self, model: ModelConfig) -> None:
-        """Check that experts can be distributed, and sharded over the ranks that hold the same ones."""
         if not model.moe.enabled:
             if self.ep > 1:
                 rule = f"model={model.name} has no experts"
@@ -252,12 +235,8 @@ class ParallelismConfig:
         experts, ranks = model.moe.num_experts, self.expert_ranks
         product = "dp_shard x cp" if self.tp == 1 or self.splits_experts else "dp_shard x cp x tp"
         if experts % self.ep or ranks % self.ep:
-            raise ConfigError(
-                "parallelism.ep",
-                self.ep,
-                f"must divide model.moe.num_experts={experts} and {product} = {ranks}",
-                divisors(experts, ranks),
-            )
+            rule = f"must divide model.moe.num_experts={experts} and {product} = {ranks}"
+            raise ConfigError("parallelism.ep", self.ep, rule, divisors(experts, ranks))
         if not self._shards_experts(model, self.ep):
             works = [ep for ep in divisors(experts, ranks) if self._shards_experts(model, ep)]
             raise ConfigError(
@@ -269,7 +248,6 @@ class ParallelismConfig:
             )
 
     def _shards_experts(self, model: ModelConfig, ep: int) -> bool:
-        """Whether the ranks that hold the same experts can shard their parameters evenly."""
         shards = self.expert_ranks // ep
         hidden = model.moe.hidden_dim // (self.tp if self.splits_experts else 1)
         return (model.moe.num_experts // ep) % shards == 0 or not (hidden % shards or model.dim % shards)
@@ -279,27 +257,19 @@ class ParallelismConfig:
             return
         for name, default in (("cp_rotate_method", "allgather"), ("cp_load_balance", True)):
             if getattr(self, name) != default:
-                raise ConfigError(
-                    f"parallelism.{name}",
-                    getattr(self, name),
-                    f"applies to the ring only, and parallelism.cp_method is {self.cp_method}",
-                    f"parallelism.cp_method=ring, or {str(default).lower()}",
-                )
+                rule = f"applies to the ring only, and parallelism.cp_method is {self.cp_method}"
+                works = f"parallelism.cp_method=ring, or {str(default).lower()}"
+                raise ConfigError(f"parallelism.{name}", getattr(self, name), rule, works)
         heads = {f"model.{name}": getattr(model, name) // self.tp for name in ("n_heads", "n_kv_heads")}
         broken = [name for name, share in heads.items() if share % self.cp]
         if broken:
             named = [f"{name}={getattr(model, name.removeprefix('model.'))}" for name in broken]
             of_tp = f" / parallelism.tp={self.tp}" if self.tp > 1 else ""
             works = ", ".join(map(str, divisors(*heads.values())))
-            raise ConfigError(
-                "parallelism.cp",
-                self.cp,
-                f"ulysses exchanges heads: it must divide {', '.join(n + of_tp for n in named)}",
-                f"{works}, or parallelism.cp_method=ring",
-            )
+            rule = f"ulysses exchanges heads: it must divide {', '.join(n + of_tp for n in named)}"
+            raise ConfigError("parallelism.cp", self.cp, rule, f"{works}, or parallelism.cp_method=ring")
 
     def _validate_sequence(self, seq_len: int) -> None:
-        """Check that context and sequence parallel can split the sequence evenly."""
         unit = self.sequence_unit
         if seq_len % unit == 0:
             return
@@ -325,7 +295,6 @@ class ParallelismConfig:
         return self._sequence_unit(self.balances_context, self.sequence_parallel)
 
     def _sequence_unit(self, balanced: bool, sequence_parallel: bool) -> int:
-        """``sequence_unit`` with other options."""
         split = self.tp if sequence_parallel else 1
         return self.cp * (lcm(2, split) if balanced and self.cp > 1 else split)
 

@@ -40,11 +40,9 @@ class ScheduleRule:
         return {"one": "one stage", "two": "two stages", "many": "two or more stages"}[self.stages_per_rank]
 
     def takes_stages(self, per_rank: int) -> bool:
-        """Whether a rank may hold this many stages."""
         return {"one": per_rank == 1, "two": per_rank == 2, "many": per_rank >= 2}[self.stages_per_rank]
 
     def takes_microbatches(self, microbatches: int, pp: int, per_rank: int) -> bool:
-        """Whether the schedule can run this many microbatches."""
         if self.microbatches == "stages":
             return microbatches >= pp * per_rank
         return self.microbatches == "any" or microbatches % max(1, microbatches // pp) == 0
@@ -93,17 +91,12 @@ class CsvSchedule:
 
     @property
     def num_stages(self) -> int:
-        """Number of stages on all ranks."""
         return sum(len(stages) for stages in self.stages_of_rank)
 
 
 def read_csv_schedule(path: str, pp: int) -> CsvSchedule:
     """Read torch's compute-only CSV and check that it runs every stage and microbatch exactly once, in an
     order that ends.
-
-    Raises:
-        ConfigError: the file is missing, has another number of ranks, is incomplete, or its ranks wait for
-            each other.
     """
     field = "parallelism.pp_schedule_csv"
     if not Path(path).is_file():
@@ -171,26 +164,17 @@ def _waiting(passes: list[list[Pass]], last: int) -> list[str]:
 
 
 def stages_per_rank(layout: ParallelismConfig, n_layers: int) -> int:
-    """Number of stages each pipeline rank holds (the maximum, for a CSV schedule).
-
-    Raises:
-        ConfigError: the number of stages is not a multiple of the ranks.
-    """
+    """Number of stages each pipeline rank holds (the maximum, for a CSV schedule)."""
     total = num_stages(layout, n_layers)
     if layout.pp_schedule_csv is None and total % layout.pp:
         rule = f"the number of stages, {total}, must be a multiple of parallelism.pp={layout.pp}"
         if layout.pp_modules_per_stage:
             schedule = SCHEDULES[layout.pp_schedule]
-            works = [f"{layout.pp * r} stages" for r in (1, 2) if schedule.takes_stages(r)]
-            raise ConfigError(
-                "parallelism.pp_modules_per_stage", _typed(layout.pp_modules_per_stage), rule, works
-            )
-        raise ConfigError(
-            "parallelism.pp_layers_per_stage",
-            layout.pp_layers_per_stage,
-            rule,
-            [*fitting_layers_per_stage(layout, n_layers), "null"],
-        )
+            stages = [f"{layout.pp * r} stages" for r in (1, 2) if schedule.takes_stages(r)]
+            typed = _typed(layout.pp_modules_per_stage)
+            raise ConfigError("parallelism.pp_modules_per_stage", typed, rule, stages)
+        works = [*fitting_layers_per_stage(layout, n_layers), "null"]
+        raise ConfigError("parallelism.pp_layers_per_stage", layout.pp_layers_per_stage, rule, works)
     return -(-total // layout.pp)
 
 
@@ -213,7 +197,6 @@ def _weight(layout: ParallelismConfig, n_layers: int) -> int:
 
 
 def num_stages(layout: ParallelismConfig, n_layers: int) -> int:
-    """Number of stages, from the module names, the CSV, the layers per stage, or the schedule."""
     if layout.pp_modules_per_stage:
         return len(layout.pp_modules_per_stage)
     if layout.pp_schedule_csv is not None:
@@ -224,11 +207,7 @@ def num_stages(layout: ParallelismConfig, n_layers: int) -> int:
 
 
 def check_weights(layout: ParallelismConfig, n_layers: int) -> None:
-    """Check the weights of embedding and head, also without a pipeline: a search over layouts uses them.
-
-    Raises:
-        ConfigError: a weight is negative, or so large that it changes nothing.
-    """
+    """Check the weights of embedding and head, also without a pipeline: a search over layouts uses them."""
     for name in ("pp_first_stage_less_layers", "pp_last_stage_less_layers"):
         weight = getattr(layout, name)
         if not 0 <= weight <= 2 * n_layers:
@@ -237,11 +216,6 @@ def check_weights(layout: ParallelismConfig, n_layers: int) -> None:
 
 
 def check_stages(layout: ParallelismConfig, n_layers: int) -> None:
-    """Check that every stage gets a module, and that named modules are those of the model.
-
-    Raises:
-        ConfigError: the layers cannot be split this way.
-    """
     named = len(layout.pp_modules_per_stage)
     if named:
         check_modules_per_stage(layout.pp_modules_per_stage, n_layers)
@@ -250,17 +224,13 @@ def check_stages(layout: ParallelismConfig, n_layers: int) -> None:
         available = named or n_layers + 2
         if scheduled > available or (named and scheduled < named):
             source = "parallelism.pp_modules_per_stage" if named else f"model.n_layers={n_layers}"
-            raise ConfigError(
-                "parallelism.pp_schedule_csv",
-                layout.pp_schedule_csv,
-                f"runs {scheduled} stages, but {source} makes {'' if named else 'at most '}{available}",
-            )
+            rule = f"runs {scheduled} stages, but {source} makes {'' if named else 'at most '}{available}"
+            raise ConfigError("parallelism.pp_schedule_csv", layout.pp_schedule_csv, rule)
     elif not named:
         _check_automatic_split(layout, n_layers)
 
 
 def _check_automatic_split(layout: ParallelismConfig, n_layers: int) -> None:
-    """Raise ConfigError if the automatic split would leave a stage without a module."""
     first, last = layout.pp_first_stage_less_layers, layout.pp_last_stage_less_layers
     layers = layout.pp_layers_per_stage
     works = [*fitting_layers_per_stage(layout, n_layers), "null"]
@@ -334,23 +304,11 @@ def check_modules_per_stage(stages: list[list[str]], n_layers: int) -> None:
 
 
 def _typed(stages: list[list[str]]) -> str:
-    """The split as typed on the command line, truncated to 100 characters."""
     text = "[" + ",".join(f"[{','.join(stage)}]" for stage in stages) + "]"
     return text if len(text) <= 100 else f"{text[:96]}...]"
 
 
 def check_pipeline(layout: ParallelismConfig, model: ModelConfig, local_batch_size: int, share: int) -> None:
-    """Check that the model and the batch can be split as the schedule needs.
-
-    Args:
-        layout: the layout.
-        model: the model, resolved.
-        local_batch_size: sequences per data-parallel rank and forward pass.
-        share: sequences per data-parallel rank and step.
-
-    Raises:
-        ConfigError: naming the field, its value, the rule, and what would work.
-    """
     check_weights(layout, model.n_layers)
     if layout.pp == 1:
         return
@@ -371,12 +329,8 @@ def check_pipeline(layout: ParallelismConfig, model: ModelConfig, local_batch_si
             "1, or model.mtp.depth=0",
         )
     if local_batch_size % layout.pp_microbatch_size:
-        raise ConfigError(
-            "parallelism.pp_microbatch_size",
-            layout.pp_microbatch_size,
-            f"must divide training.local_batch_size={local_batch_size}",
-            divisors(local_batch_size),
-        )
+        rule, works = f"must divide training.local_batch_size={local_batch_size}", divisors(local_batch_size)
+        raise ConfigError("parallelism.pp_microbatch_size", layout.pp_microbatch_size, rule, works)
     check_stages(layout, model.n_layers)
     per_rank = stages_per_rank(layout, model.n_layers)
     if layout.pp_schedule_csv is not None:
@@ -390,12 +344,8 @@ def check_pipeline(layout: ParallelismConfig, model: ModelConfig, local_batch_si
         if layout.pp_layers_per_stage is not None and not layout.pp_modules_per_stage:
             layers = [*fitting_layers_per_stage(layout, model.n_layers), "null"]
             fits.append(f"or parallelism.pp_layers_per_stage={', '.join(map(str, layers))}")
-        raise ConfigError(
-            "parallelism.pp_schedule",
-            layout.pp_schedule,
-            f"takes {schedule.stages_in_words} per rank, and the split gives {per_rank}",
-            fits,
-        )
+        rule = f"takes {schedule.stages_in_words} per rank, and the split gives {per_rank}"
+        raise ConfigError("parallelism.pp_schedule", layout.pp_schedule, rule, fits)
     microbatches = local_batch_size // layout.pp_microbatch_size
     _check_microbatches(
         layout,
@@ -409,7 +359,6 @@ def check_pipeline(layout: ParallelismConfig, model: ModelConfig, local_batch_si
 def _check_microbatches(
     layout: ParallelismConfig, batch: int, share: int, fits: Callable[[int], bool], rule: str
 ) -> None:
-    """Raise ConfigError if the schedule cannot run the batch's number of microbatches."""
     size = layout.pp_microbatch_size
     if fits(batch // size):
         return
@@ -421,9 +370,5 @@ def _check_microbatches(
     if smaller:
         works.append(f"parallelism.pp_microbatch_size={', '.join(map(str, smaller))}")
     works.append(f"{near} with training.global_batch_size={near * layout.data_parallel}")
-    raise ConfigError(
-        "training.local_batch_size",
-        batch,
-        f"with parallelism.pp_microbatch_size={size} the number of microbatches is {now}, but {rule}",
-        ", or ".join(works),
-    )
+    rule = f"with parallelism.pp_microbatch_size={size} the number of microbatches is {now}, but {rule}"
+    raise ConfigError("training.local_batch_size", batch, rule, ", or ".join(works))

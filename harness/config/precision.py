@@ -73,49 +73,32 @@ class PrecisionConfig:
         return PrecisionConfig(self.param_dtype, self.reduce_dtype, self.master_dtype)
 
     def validate(self) -> None:
-        """Raise ConfigError for combinations that are not allowed."""
         if self.master_dtype == "bfloat16" and self.param_dtype == "float32":
-            raise ConfigError(
-                "precision.master_dtype",
-                self.master_dtype,
-                "computing in param_dtype=float32 on parameters rounded to bfloat16 gains nothing",
-                "float32, or precision=bf16_full",
-            )
+            rule = "computing in param_dtype=float32 on parameters rounded to bfloat16 gains nothing"
+            works = "float32, or precision=bf16_full"
+            raise ConfigError("precision.master_dtype", self.master_dtype, rule, works)
         if self.linear == "none":
             self._refuse_options_of_float8()
         if self.enable_fsdp_float8_all_gather and self.linear != "float8_tensorwise":
-            raise ConfigError(
-                "precision.enable_fsdp_float8_all_gather",
-                True,
-                f"needs one scale for all shards of a weight, which {self.linear} does not have",
-                "false, or precision.linear=float8_tensorwise",
-            )
+            rule = f"needs one scale for all shards of a weight, which {self.linear} does not have"
+            works = "false, or precision.linear=float8_tensorwise"
+            raise ConfigError("precision.enable_fsdp_float8_all_gather", True, rule, works)
         if self.precompute_float8_dynamic_scale_for_fsdp and not self.enable_fsdp_float8_all_gather:
-            raise ConfigError(
-                "precision.precompute_float8_dynamic_scale_for_fsdp",
-                True,
-                "applies only to weights gathered in float8",
-                "false, or precision.enable_fsdp_float8_all_gather=true",
-            )
+            rule = "applies only to weights gathered in float8"
+            works = "false, or precision.enable_fsdp_float8_all_gather=true"
+            raise ConfigError("precision.precompute_float8_dynamic_scale_for_fsdp", True, rule, works)
         if self.auto_filter_small_kn and self.linear not in ("float8_tensorwise", "float8_rowwise"):
-            raise ConfigError(
-                "precision.auto_filter_small_kn",
-                True,
-                f"torchao has measurements of float8_tensorwise and float8_rowwise, not of {self.linear}",
-                "false, and precision.filter_fqns by name",
-            )
+            rule = f"torchao has measurements of float8_tensorwise and float8_rowwise, not of {self.linear}"
+            works = "false, and precision.filter_fqns by name"
+            raise ConfigError("precision.auto_filter_small_kn", True, rule, works)
 
     def _refuse_options_of_float8(self) -> None:
-        """Raise ConfigError for options that have no effect while linears multiply in param_dtype."""
         options = ("enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp")
         for name in (*options, "auto_filter_small_kn", "emulate"):
             if getattr(self, name):
                 rule = "has no effect, because precision.linear=none"
                 raise ConfigError(f"precision.{name}", True, rule, "false, or precision=float8_rowwise")
         if tuple(self.filter_fqns) != DEFAULT_FILTER:
-            raise ConfigError(
-                "precision.filter_fqns",
-                self.filter_fqns,
-                "has no effect, because precision.linear=none",
-                f"[{','.join(DEFAULT_FILTER)}], or precision=float8_rowwise",
-            )
+            rule = "has no effect, because precision.linear=none"
+            works = f"[{','.join(DEFAULT_FILTER)}], or precision=float8_rowwise"
+            raise ConfigError("precision.filter_fqns", self.filter_fqns, rule, works)

@@ -74,7 +74,6 @@ class Registry(Generic[Value]):
         return self._loaded[name]
 
     def values(self) -> Iterator[Value]:
-        """The values of all names."""
         return (self[name] for name in self)
 
     @property
@@ -157,7 +156,6 @@ def _package(entry: EntryPoint, separator: str = " ") -> str:
 
 
 def load_attribute(location: str) -> Any:
-    """Import and return ``module:attribute``."""
     module, _, name = location.partition(":")
     return functools.reduce(getattr, name.split("."), importlib.import_module(module))
 
@@ -187,3 +185,20 @@ def resolve_options(options: dict[str, Any], schema: type | None, field: str, ow
         for each in dataclasses.fields(schema)
         if not (each.metadata.get("id_omits_default") and getattr(typed, each.name) == default_of(each))
     }
+
+
+TOKEN_FORMATS: Registry[Any] = Registry(
+    "token_format",
+    dict.fromkeys(("auto", "corpus")),
+    field="data.format",
+    expects="harness.data.tokens:TokenFormat",
+)
+"""Formats of ``data.kind=tokens``."""
+
+WEIGHT_FORMATS: Registry[Any] = Registry(
+    "weight_format",
+    dict.fromkeys(("dcp", "hf", "torch")),
+    field="convert.format",
+    expects="harness.weights.format:WeightFormat",
+)
+"""Formats of weights that are read or written."""

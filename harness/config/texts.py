@@ -66,10 +66,6 @@ class SecretError(ConfigError):
 def validate_texts(config: Any, environment: Mapping[str, str] = os.environ) -> None:
     """Check all strings of a config dataclass, also in lists and mappings.
 
-    Args:
-        config: the dataclass.
-        environment: no text may hold the value of a variable of it whose name is that of a secret.
-
     Raises:
         SecretError: a string contains something that looks like a secret.
         ConfigError: a string is not one printable line.
@@ -93,7 +89,6 @@ def _refuse_control_characters(field: str, text: str, *, in_list: bool) -> None:
 
 
 def _texts(name: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Yield (dotted name, string) for all strings in a value, including the keys of mappings."""
     if isinstance(value, str):
         yield name, value
     elif isinstance(value, list | tuple):
@@ -159,7 +154,6 @@ def _of_variable(name: str) -> tuple[str, str]:
 
 
 def _values_of_secrets(environment: Mapping[str, str]) -> dict[str, str]:
-    """The secrets of the environment, and the names of their variables."""
     return {
         value: name
         for name, value in environment.items()

@@ -1,4 +1,4 @@
-"""Configuration of the training loop: length, batch, seed, validation and debugging."""
+"""Configuration of the training loop: length, batch, seed, validation, debugging, compiling, recomputing."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,9 @@ class Phase:
 
     @property
     def tokens(self) -> int:
-        """Tokens per step."""
         return self.batch_size * self.seq_len
 
     def steps_until(self, step: int) -> int:
-        """Number of the phase's steps up to ``step``."""
         last = step if self.last_step is None else min(self.last_step, step)
         return max(0, last - self.first_step + 1)
 
@@ -77,11 +76,9 @@ class Sizes:
 
     @property
     def lengths(self) -> list[int]:
-        """The different lengths of sequences, in order of appearance."""
         return list(dict.fromkeys(phase.seq_len for phase in self.phases))
 
     def at(self, step: int) -> Phase:
-        """Return the phase of a step."""
         return next(each for each in self.phases if each.last_step is None or step <= each.last_step)
 
     def changes_length(self, step: int) -> bool:
@@ -120,11 +117,6 @@ SPLITS = ("validation", "train", "all")
 
 
 def require_tasks(field: str, names: Sequence[str], *, lm_eval: bool) -> None:
-    """Check that every name is a task, and that short names are distinct.
-
-    Raises:
-        ConfigError: one is not, or there is none.
-    """
     kinds = f"{DATA}, FILE{JSONL}{f', {LM_EVAL}NAME' if lm_eval else ''}"
     if not names:
         raise ConfigError(field, "[]", "names no task", kinds)
@@ -144,12 +136,10 @@ def require_stride(field: str, stride: int | None, window: int) -> None:
 
 
 def is_lm_eval(name: str) -> bool:
-    """Whether a task has the prefix of lm-evaluation-harness."""
     return name.startswith(LM_EVAL) and name != LM_EVAL
 
 
 def short_name(name: str) -> str:
-    """Name of a task in the names of metrics."""
     if name.startswith(LM_EVAL):
         return name.removeprefix(LM_EVAL)
     return Path(name).stem.replace(".", "_")
@@ -263,20 +253,11 @@ class TrainingConfig:
             if scheduled:
                 batches = ", ".join(map(str, [*scheduled, size]))
                 shares = f"a rank's share of every batch: {batches} / {replicas} data-parallel ranks"
-            raise ConfigError(
-                "training.local_batch_size",
-                local,
-                f"must divide {shares}",
-                divisors(share),
-            )
+            rule = f"must divide {shares}"
+            raise ConfigError("training.local_batch_size", local, rule, divisors(share))
         return replace(self, local_batch_size=local, global_batch_size=size)
 
     def with_length(self, sizes: Sizes) -> TrainingConfig:
-        """Return the options with steps set, and without tokens.
-
-        Raises:
-            ConfigError: both are given, or tokens is not a number of tokens.
-        """
         if self.tokens is None:
             return self if self.steps is not None else replace(self, steps=DEFAULT_STEPS)
         tokens = parse_count("training.tokens", self.tokens)
@@ -287,15 +268,7 @@ class TrainingConfig:
 
 
 def parse_count(name: str, value: int | float | str) -> int:
-    """Return the number that ``1_000_000``, ``1e6``, ``1M`` or ``0.001B`` means.
-
-    Args:
-        name: dotted name of the field, for the error.
-        value: the field's value.
-
-    Raises:
-        ConfigError: it is not an integer of at least 1.
-    """
+    """Return the number that ``1_000_000``, ``1e6``, ``1M`` or ``0.001B`` means."""
     text = str(value).strip()
     factor = COUNT_SUFFIXES.get(text[-1:].upper(), 1)
     try:
@@ -334,7 +307,6 @@ class EvaluationConfig:
     """Use the first examples (or documents) of each task only; null: all."""
 
     def validate(self, data: DataConfig, seq_len: int) -> None:
-        """Raise ConfigError for tasks that cannot run in the loop."""
         if not self.interval:
             return
         require_tasks("evaluation.tasks", self.tasks, lm_eval=False)
@@ -368,12 +340,6 @@ class DebugConfig:
     """With skip: stop the run after more than this many consecutive skipped updates."""
 
     def validate(self, tp: int, compiled: bool) -> None:
-        """Raise ConfigError for a mode that the rest of the job does not allow.
-
-        Args:
-            tp: tensor-parallel degree.
-            compiled: whether blocks are compiled.
-        """
         for name in ("anomaly", "nan"):
             if getattr(self, name) and compiled:
                 rule = "compiled blocks cannot be inspected"
@@ -417,7 +383,70 @@ class ScaleConfig:
     """Set schedule.warmup_steps to this fraction of the steps."""
 
     def warmed_up(self, schedule: ScheduleConfig, steps: int) -> ScheduleConfig:
-        """Return the schedule with the warm-up of a run of ``steps`` steps."""
         if self.warmup_ratio is None:
             return schedule
         return replace(schedule, warmup_steps=round(self.warmup_ratio * schedule.curve_steps(steps)))
+
+
+MODES = ("none", "full", "selective_op", "selective_layer", "memory_budget")
+BACKENDS = ("inductor", "aot_eager", "eager", "aot_eager_decomp_partition", "cudagraphs")
+"""Backends that ship with torch; packages can add their own."""
+COMPONENTS = ("blocks", "loss")
+
+
+@dataclass(frozen=True)
+class CompileConfig:
+    """torch.compile, block by block: equal blocks share compiled code, so depth adds no compile time."""
+
+    enable: bool = execution(False)
+    """Compile the components below."""
+    components: list[str] = execution(factory=lambda: list(COMPONENTS), choices=COMPONENTS)
+    """What is compiled: blocks, loss, or both."""
+    backend: str = execution("inductor")
+    """Backend of torch.compile: inductor, or aot_eager and eager, which need no C++ compiler."""
+    fullgraph: bool = execution(True)
+    """Make a graph break inside a block an error; false runs Python between the graphs."""
+
+    @property
+    def blocks(self) -> bool:
+        return self.enable and "blocks" in self.components
+
+    @property
+    def loss(self) -> bool:
+        return self.enable and "loss" in self.components
+
+    def validate(self) -> None:
+        if self.enable and not self.components:
+            raise ConfigError("compile.components", "[]", "nothing is left to compile", "compile=off")
+        if self.backend not in BACKENDS and self.backend not in _installed_backends():
+            raise ConfigError("compile.backend", self.backend or "''", "no such choice", BACKENDS)
+
+
+def _installed_backends() -> set[str]:
+    return {entry.name for entry in entry_points(group="torch_dynamo_backends")}
+
+
+@dataclass(frozen=True)
+class ActivationCheckpointConfig:
+    """Activations that are recomputed in backward instead of saved (arXiv:1604.06174)."""
+
+    mode: str = execution("none", choices=MODES)
+    """What is recomputed. none; full: every block; selective_layer: every n-th block; selective_op: every
+    block except expensive results (attention, collectives, every n-th matrix product); memory_budget: what
+    torch's partitioner chooses, in compiled blocks only."""
+    every_nth_layer: int = execution(2, least=1)
+    """selective_layer: recompute the blocks whose index is a multiple of this."""
+    save_every_nth_matmul: int = execution(2, least=0)
+    """selective_op: save every n-th matrix product of a block; 0 saves none."""
+    memory_budget: float = execution(0.5, least=0, most=1)
+    """memory_budget: fraction of the activation memory that may be used, 0 (like full) to 1 (like none)."""
+
+    def validate(self, compiler: CompileConfig, *, splits_backward: bool) -> None:
+        if self.mode == "selective_op" and splits_backward and not compiler.blocks:
+            rule = "saves results for one backward pass, and the pipeline schedule has two (inputs, weights)"
+            works = "compile=on, activation_checkpoint=full, or another parallelism.pp_schedule"
+            raise ConfigError("activation_checkpoint.mode", self.mode, rule, works)
+        if self.mode == "memory_budget" and not (compiler.blocks and compiler.backend != "eager"):
+            rule = "is applied by the compiler's partitioner, and blocks are not compiled"
+            works = "compile=on, or activation_checkpoint=selective_op"
+            raise ConfigError("activation_checkpoint.mode", self.mode, rule, works)

@@ -23,7 +23,7 @@ from harness.util.errors import ConfigError, DataError, MachineError, as_typed
 from harness.util.store import Damaged, only_builder, remove_abandoned, remove_folder
 
 if TYPE_CHECKING:
-    from harness.data.batch import Reading
+    from harness.data.loader import Reading
 
 UNIT_MIB = 16.0
 # How long the finished units of a cache that nobody continues are kept.
@@ -102,11 +102,7 @@ def open_documents(reading: Reading) -> TokenizedSplit:
 
 
 def cache_folder(source: Source, tokenizer: Tokenizer, held_out: float, cache_dir: str) -> Path:
-    """Folder of a source's token cache, which is complete if it has a manifest.
-
-    Raises:
-        DataError: the source cannot be read.
-    """
+    """Folder of a source's token cache, which is complete if it has a manifest."""
     return Path(cache_dir).expanduser() / f"corpus-{content_key(source, tokenizer, held_out)[:24]}"
 
 

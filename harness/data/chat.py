@@ -17,34 +17,26 @@ import numpy as np
 
 from harness.config.data import DataConfig
 from harness.data.cache import open_documents
-from harness.data.chat_sandbox import MARKS
 from harness.data.chat_template import ASSISTANT, ChatTemplate, message_of, template_of
 from harness.data.corpus import TokenizedSplit
-from harness.data.documents import Span
-from harness.data.parquet_files import read_columns
+from harness.data.documents import Span, read_columns
 from harness.data.samples import IGNORE_INDEX, random_stream
 from harness.data.sources import LocalFiles, file_stats
 from harness.data.tokenizer_base import Marked, Tokenizer
 from harness.util.errors import DataError
 
 if TYPE_CHECKING:
-    from harness.data.batch import Loader, Reading
+    from harness.data.loader import Loader, Reading
 
 _VERSION = 1
 _TOOLS = "tools"
-# JSON can spell half a surrogate pair, which no tokenizer can read. The marks are noncharacters of Unicode.
-_NO_TEXT = re.compile(f"[\ud800-\udfff{MARKS}]")
+# JSON can spell half a surrogate pair, which no tokenizer can read.
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
 def load_conversations(reading: Reading) -> Loader:
-    """Return the loader of conversations.
-
-    Raises:
-        ConfigError: no conversations are held out for validation.
-        DataError: the data is missing, unreadable or has no turn of the assistant, or the tokenizer has no
-            chat template.
-    """
-    from harness.data.batch import NumberedLoader  # torch; composing a job imports this file without it
+    """Return the loader of conversations."""
+    from harness.data.loader import NumberedLoader  # torch; composing a job imports this file without it
 
     data, tokenized = reading.data, open_documents(reading)
     samples = PackedConversations(
@@ -100,11 +92,7 @@ class Conversations(LocalFiles):
             yield self.document_of(row, f"{file}, row {number}{group}")
 
     def document_of(self, row: dict[str, Any], where: object) -> str:
-        """The conversation of a row.
-
-        Raises:
-            DataError: the row has no list of messages, a message has no role, or a text is not Unicode.
-        """
+        """The conversation of a row."""
         field = self.config.messages_field
         if field not in row:
             names = ", ".join(sorted(row)) or "none"
@@ -115,7 +103,7 @@ class Conversations(LocalFiles):
                 raise DataError(f"{where}: field {name!r} holds {type(value).__name__}, not a list")
         messages = [message_of(each, f"{where}, message {i}") for i, each in enumerate(messages, start=1)]
         text = json.dumps([str(where), messages, tools], ensure_ascii=False)
-        if bad := _NO_TEXT.search(text):
+        if bad := _HALF_PAIR.search(text):
             raise DataError(f"{where}: has U+{ord(bad[0]):04X}, which is not a character")
         return text
 
@@ -255,12 +243,7 @@ class PackedConversations:
 
 
 def first_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """Put each item into the first bin that has room for it, in order; return the bins of the items.
-
-    Args:
-        sizes: sizes of the items, each at most ``capacity``.
-        capacity: size of a bin.
-    """
+    """Put each item into the first bin that has room for it, in order; return the bins of the items."""
     # All bins but one are more than half full, so there are fewer than this. Inner node i of the tree has the
     # largest room of its children 2 i and 2 i + 1. Bins are leaves.
     bins = min(len(sizes), 2 * int(sizes.sum()) // capacity + 1)

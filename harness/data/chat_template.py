@@ -1,20 +1,18 @@
 """Chat templates: the text of a conversation, and the parts of it that the assistant wrote.
 
-Templates are rendered as by ``apply_chat_template`` of transformers, with the same functions and variables.
+transformers renders templates (the extra ``chat``), in its sandbox. ``strftime_now`` formats the job's date.
 """
 
 from __future__ import annotations
 
+import datetime
 import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from harness.config.data import DataConfig
-from harness.data.chat_sandbox import BEGIN, END, compile_template, split_marks
 from harness.data.tokenizer_base import Tokenizer
 from harness.data.tokenizer_json import CONFIG, read_transformers_settings, token_of
 from harness.util.encoding import read_object
@@ -58,7 +56,6 @@ class ChatTemplate:
     """A chat template, and the variables that it can read.
 
     Attributes:
-        text: the template.
         text_with_tools: the template of conversations that have tools.
         variables: special tokens by name (``bos_token``), and data.chat_template_options.
         special: texts of all special tokens.
@@ -81,12 +78,8 @@ class ChatTemplate:
     def render(
         self, messages: list[Message], tools: list[Any] | None = None, *, add_generation_prompt: bool = False
     ) -> str:
-        """Return the text of a conversation.
-
-        Raises:
-            DataError: the template refuses the conversation.
-        """
-        return self._rendered(messages, tools, add_generation_prompt).replace(BEGIN, "").replace(END, "")
+        """Return the text of a conversation."""
+        return self._rendered(messages, tools, add_generation_prompt=add_generation_prompt)[0]
 
     @cached_property
     def end_of_turn(self) -> str | None:
@@ -112,16 +105,16 @@ class ChatTemplate:
         if self.only_last:
             turns = turns[-1:]
         if _GENERATION.search(self.text_with_tools if tools else self.text):
-            text, marked = split_marks(self._rendered(messages, tools))
+            text, marked = self._rendered(messages, tools, marks=True)
             earlier = messages[: turns[0]] if self.only_last else []
-            return require_text(text), marked[self._rendered(earlier, tools).count(BEGIN) if earlier else 0 :]
+            first = len(self._rendered(earlier, tools, marks=True)[1]) if earlier else 0
+            return require_text(text), marked[first:]
         text = require_text(self.render(messages, tools))
         return text, [self._turn(messages, tools, index, text) for index in turns]
 
     def _turn(
         self, messages: list[Message], tools: list[Any] | None, index: int, text: str
     ) -> tuple[int, int]:
-        """The range of characters of message ``index`` in the text of all messages."""
         before = self.render(messages[:index], tools, add_generation_prompt=True)
         after = self.render(messages[: index + 1], tools)
         if not text.startswith(before):
@@ -156,15 +149,24 @@ class ChatTemplate:
         return None
 
     def _rendered(
-        self, messages: list[Message], tools: list[Any] | None, add_generation_prompt: bool = False
-    ) -> str:
-        """The text with the marks of generation blocks."""
-        template = compile_template(self.text_with_tools if tools else self.text, self.date)
+        self,
+        messages: list[Message],
+        tools: list[Any] | None,
+        *,
+        add_generation_prompt: bool = False,
+        marks: bool = False,
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text, and with ``marks`` the ranges of its generation blocks."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        text = self.text_with_tools if tools else self.text
+        _compile(text, self.date)
         try:
-            text: str = template.render(
-                messages=[_with_reasoning(message) for message in messages],
+            result: Any = render_jinja_template(
+                [[_with_reasoning(message) for message in messages]],
                 tools=tools or None,
-                documents=None,
+                chat_template=text,
+                return_assistant_tokens_mask=marks,
                 add_generation_prompt=add_generation_prompt,
                 **self.variables,
             )
@@ -173,17 +175,34 @@ class ChatTemplate:
         except Exception as error:  # a template is a program, which can raise anything
             reason = " ".join(str(error).split()) or type(error).__name__  # a MemoryError says nothing
             raise DataError(f"the chat template refuses it: {reason}") from error
-        if bad := _HALF_PAIR.search(text):
+        [rendered], ranges = result
+        if bad := _HALF_PAIR.search(rendered):
             raise DataError(f"the chat template renders U+{ord(bad[0]):04X}, which is not a character")
-        return text
+        return rendered, ranges[0] if ranges else []
+
+
+def _compile(text: str, date: str | None) -> None:
+    """Compile a template as ``render_jinja_template`` does; it finds the result in its cache."""
+    # Private, in transformers 4.56 to 5.23: the only way to another date than today's.
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    def strftime_now(format: str) -> str:
+        if date is None:
+            rule = "the chat template asks for today's date, so the samples would differ from day to day"
+            raise DataError(f"{rule}; would work: data.chat_date=2026-01-31")
+        return datetime.date.fromisoformat(date).strftime(format)
+
+    try:
+        _compile_jinja_template(text).globals["strftime_now"] = strftime_now
+    except (ImportError, DataError):
+        raise
+    except Exception as error:  # of jinja2 or of Python's compiler
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise DataError(f"the chat template is not a Jinja template: {reason}") from error
 
 
 def require_text(text: str) -> str:
-    """Return the text of a conversation.
-
-    Raises:
-        DataError: there is none.
-    """
+    """Return the text of a conversation."""
     if not text.strip():
         raise DataError(f"the chat template renders no text; would work: {SETTING}={_WORKS}")
     return text
@@ -232,20 +251,12 @@ def find_template(
         date=date,
     )
     for text in texts.values():
-        try:
-            compile_template(text, date)
-        except (jinja2.TemplateError, RecursionError, MemoryError) as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise DataError(f"the chat template is not a Jinja template: {reason}") from error
+        _compile(text, date)
     return template
 
 
 def message_of(message: Any, where: str) -> dict[str, Any]:
-    """A message with ``role`` and ``content``; ShareGPT's has ``from`` and ``value``.
-
-    Raises:
-        DataError: it has no role.
-    """
+    """A message with ``role`` and ``content``; ShareGPT's has ``from`` and ``value``."""
     if isinstance(message, dict) and "from" in message and "role" not in message:
         role = message["from"]
         message = {"role": _ROLES.get(role, role), "content": message.get("value")}

@@ -103,11 +103,7 @@ def files_of(split: str) -> tuple[str, str]:
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """Read the description of a shard.
-
-    Raises:
-        Damaged: it is missing or damaged.
-    """
+    """Read the description of a shard."""
     try:
         meta = parse_object((folder / META).read_bytes())
         if meta["dtype"] not in ("uint16", "uint32"):
@@ -137,8 +133,6 @@ class Shard:
     """A shard of a corpus.
 
     Attributes:
-        folder: its name in the corpus.
-        counts: its tokens and documents.
         meta_xxh3_64: checksum of its ``meta.json``, which has the checksums of its other files.
     """
 
@@ -152,12 +146,9 @@ class Manifest:
     """Description of a corpus.
 
     Attributes:
-        version: of the format.
         tokenizer: name, fingerprint, vocab_size, bos_id and eos_id.
         source: name of the source, and its files with path and size.
         held_out: fraction of documents in the split ``validation``.
-        counts: tokens and documents of all shards.
-        shards: in the order of their documents.
         key: hash of everything that determines the content, shards included.
     """
 
@@ -192,7 +183,6 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _check_plain(manifest: Manifest, shards: list[Shard]) -> None:
-    """Raise ValueError for names outside of the corpus and for numbers that cannot be."""
     for name in (shard.folder for shard in shards):
         if not is_file_name(name):
             raise ValueError(f"{name!r} is no name of a folder in it")
@@ -213,11 +203,7 @@ def open_shard(folder: Path, shard: Shard, split: str, name: str, *, check: bool
     """Map the files of a split of a shard.
 
     Args:
-        folder: the corpus.
         check: compare checksums, not only sizes.
-
-    Raises:
-        Damaged: a file is missing or damaged.
     """
     path = folder / shard.folder
     meta, files = read_meta(path), files_of(split)
@@ -235,8 +221,6 @@ def open_shards(folder: Path, split: str, *, check: bool = True) -> list[Tokeniz
     """Open the shards of a corpus that have documents of a split, in order.
 
     Args:
-        folder: the corpus.
-        split: ``train`` or ``validation``.
         check: compare checksums, as a token cache does; sizes are always compared. One rank of a
             node is enough.
 
@@ -273,12 +257,7 @@ def check_tokenizer(manifest: Manifest, tokenizer: Tokenizer, name: str) -> None
     """Check that a job's tokenizer is the corpus' one.
 
     Args:
-        manifest: of the corpus.
-        tokenizer: of the job.
         name: field and value of the corpus, for the error.
-
-    Raises:
-        DataError: another tokenizer wrote the corpus.
     """
     found = manifest.tokenizer
     if found["fingerprint"] != tokenizer.fingerprint:
@@ -289,11 +268,7 @@ def check_tokenizer(manifest: Manifest, tokenizer: Tokenizer, name: str) -> None
 
 
 def content_key(source: Source, tokenizer: Tokenizer, held_out: float) -> str:
-    """Hash of everything that determines the documents and their ids.
-
-    Raises:
-        DataError: the source cannot be read.
-    """
+    """Hash of everything that determines the documents and their ids."""
     content = [FORMAT_VERSION, source.identity, tokenizer.fingerprint, held_out]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
@@ -302,10 +277,6 @@ class CorpusWriter(ShardWriter):
     """Writes the corpus of a source; several processes may write different shards at the same time.
 
     Args:
-        target: the folder.
-        source: of the documents.
-        tokenizer: of the ids.
-        held_out: fraction of documents for validation.
         unit_mib: MiB of source that are tokenized at a time.
         shards: number of shards; None: one for each 16 GiB of source.
 
@@ -364,27 +335,13 @@ class CorpusWriter(ShardWriter):
         ]
 
     def write(self, shards: Sequence[int], workers: int | None) -> None:
-        """Tokenize the units of shards.
-
-        Raises:
-            DataError: of the first document that cannot be read.
-            OSError: the target is full or not writable.
-            MachineError: a process died.
-        """
+        """Tokenize the units of shards."""
         units = [unit for shard in shards for unit in self.shards[shard] if not self.folder(shard).exists()]
         self._units_folder.mkdir(parents=True, exist_ok=True)
         tokenize(self._units_folder, units, self._source, self._tokenizer, workers=workers)
 
     def finish(self) -> Manifest | None:
-        """Write all shards whose documents can be numbered, and the manifest when all shards are there.
-
-        Returns:
-            The manifest; None while units are missing.
-
-        Raises:
-            DataError: the source holds no text.
-            OSError: the target is full or not writable.
-        """
+        """Write all shards whose documents can be numbered, and the manifest when all shards are there."""
         document = 0
         for shard in range(len(self.shards)):
             if self.missing(shard):
@@ -417,7 +374,6 @@ class CorpusWriter(ShardWriter):
             remove_unit(self._units_folder, unit)
 
     def _concatenate(self, folder: Path, units: Sequence[Unit], first_document: int) -> None:
-        """Write the documents of units to the files of a shard."""
         writers = {split: _Writer(folder, split) for split in SPLITS}
         document, damaged = first_document, 0
         try:
@@ -450,7 +406,12 @@ class CorpusWriter(ShardWriter):
 
     def _manifest(self) -> Manifest:
         folders = [self.folder(shard) for shard in range(len(self.shards))]
-        counts = [_counts(folder) for folder in folders]
+        counts = []
+        for meta in map(read_meta, folders):
+            documents = {split: meta["files"][files_of(split)[1]]["size"] // 8 for split in SPLITS}
+            counts.append(
+                Counts({split: meta["tokens"][split] for split in SPLITS}, documents, meta["damaged"])
+            )
         total = Counts(
             {split: sum(each.tokens[split] for each in counts) for split in SPLITS},
             {split: sum(each.documents[split] for each in counts) for split in SPLITS},
@@ -486,12 +447,6 @@ class CorpusWriter(ShardWriter):
             ],
             key=self.key,
         )
-
-
-def _counts(folder: Path) -> Counts:
-    meta = read_meta(folder)
-    documents = {split: meta["files"][files_of(split)[1]]["size"] // 8 for split in SPLITS}
-    return Counts({split: meta["tokens"][split] for split in SPLITS}, documents, meta["damaged"])
 
 
 class _Writer:

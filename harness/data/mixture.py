@@ -22,8 +22,7 @@ import torch
 from harness.config.data import DataConfig
 from harness.config.mixture import errors_of_source, source_config, weights_by_step
 from harness.config.training import Sizes
-from harness.data.batch import Batch, Cursor, Loader, Reading, SourceLoader, stack
-from harness.data.loader import build_loader_of
+from harness.data.loader import Batch, Cursor, Loader, Reading, SourceLoader, build_loader_of, stack
 from harness.data.samples import random_stream
 from harness.data.streaming import RowStream
 from harness.data.token_files import holds_out
@@ -42,7 +41,6 @@ class SourceOrder:
     Args:
         shares: share of every source; they add up to 1.
         block: number of samples that are shuffled together; fewer where the shares change next.
-        seed: seed of the shuffling.
     """
 
     def __init__(self, shares: Shares, *, block: int, seed: int) -> None:
@@ -113,7 +111,6 @@ class SourceOrder:
         self._enter_block(number, self._target.counts)
 
     def _enter_block(self, first: int, counts: list[int]) -> None:
-        """Assign the samples of the block that begins at ``first``; ``counts`` are those before it."""
         changes = (change for change, _ in self._shares if change > first)
         self._first, self._end = first, min([first + self._block, *changes])
         self._counts = list(counts)
@@ -194,11 +191,7 @@ class MixtureLoader(Loader):
     a stream for each row of the global batch; a stream advances when its row draws the source.
 
     Args:
-        order: assigns samples to sources.
-        loaders: loaders of the sources, by name.
         indices: the index of each source in ``Batch.sources_B``.
-        rows: this loader's rows of the largest global batch.
-        sizes: sizes of all steps.
     """
 
     samples_per_epoch = None

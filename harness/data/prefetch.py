@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from harness.data.batch import AnyBatch, Batch, Loader
+from harness.data.loader import AnyBatch, Batch, Loader
 from harness.data.samples import IGNORE_INDEX
 
 # How long the end of a run waits for a read that does not return.
@@ -71,8 +71,6 @@ class Prefetcher(Loader):
 
     Args:
         loader: source of the batches; must not be used elsewhere.
-        depth: number of batches to prefetch.
-        device: where the batches are copied.
     """
 
     def __init__(self, loader: Loader, depth: int, device: torch.device) -> None:
@@ -173,7 +171,6 @@ class _Worker:
             self._put(error)
 
     def _put(self, item: Any) -> None:
-        """Put an item into the queue; give up when the thread is stopped."""
         while not self._stopped.is_set():
             try:
                 return self._queue.put(item, timeout=_POLL_SECONDS)

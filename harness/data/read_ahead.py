@@ -2,7 +2,8 @@
 
 Each process has some of the rank's rows, and the documents of a row stay in order, so they are the same with
 any number of processes. A rank sends the readers once, then requests; each is answered by a chunk of a
-row's documents. At most ``CHUNKS_AHEAD`` chunks of a row are requested or waiting to be used.
+row's documents. At most ``CHUNKS_AHEAD`` chunks of a row are requested or waiting to be used. The processes
+run ``python -m harness.data.read_ahead``.
 """
 
 from __future__ import annotations
@@ -13,47 +14,31 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
+import traceback
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing import Pipe
-from typing import Any, NamedTuple
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from typing import Any
 
-from harness.data.stream_reader import Document, Position, Reader, RowReader
+from harness.data.stream_reader import Document, Position, RowReader
 from harness.util.errors import DataError, MachineError
+from harness.util.lifeline import end_with_parent
 
 CHUNKS_AHEAD = 2
 LEAST_CHUNK_TOKENS = 4096  # smaller messages cost more than their tokens
 _ENDING_SECONDS = 5.0
 
 
-class Request(NamedTuple):
-    """Ask for a chunk of a row's documents."""
-
-    row: int
-    generation: int
-    """Number of the row's seeks so far; chunks of an earlier one are not used."""
-    position: Position | None
-    """Where to read from; None continues."""
-
-
-class Chunk(NamedTuple):
-    """Answer to a request."""
-
-    row: int
-    generation: int
-    documents: list[Document]
-    error: str | None
-    """Reading failed after these documents."""
-
-
 class ReaderPool:
-    """The processes of a rank; the first document that is read starts them.
-
-    They end with the rank, however it ends, because their connection does.
+    """The processes of a rank; the first document that is read starts them. They end with the rank.
 
     Args:
-        readers: the rank's rows.
         processes: how many to start; at most one for each row.
         chunk_tokens: least number of tokens in a chunk.
     """
@@ -62,35 +47,37 @@ class ReaderPool:
         self._readers, self._chunk_tokens = readers, max(chunk_tokens, LEAST_CHUNK_TOKENS)
         self._num_processes = min(processes, len(readers))
         self._processes: list[_Process] = []
-        self._process_of: dict[int, _Process] = {}
-        self._generations = dict.fromkeys(readers, 0)
         self._seeks: dict[int, Position] = {}
         self._chunks: dict[int, deque[deque[Document] | DataError]] = {row: deque() for row in readers}
+        self.close()
 
-    def reader(self, row: int) -> Reader:
-        """Return a reader of one row."""
-        return _PoolReader(self, self._readers[row], row)
+    def reader(self, row: int) -> RowReader:
+        """Return a reader of one row; closing it stops all processes."""
+        return _PoolReader(**vars(self._readers[row]), pool=self)
 
-    def seek(self, row: int, position: Position) -> int:
-        """Make ``position`` the next document of ``row``; return the generation, for ``take``.
+    def seek(self, row: int, position: Position) -> None:
+        """Make ``position`` the next document of ``row``.
 
         The next ``take`` of any row sends this, so that all rows are read at the same time.
         """
-        self._generations[row] += 1
-        self._chunks[row].clear()
         self._seeks[row] = position
-        return self._generations[row]
+        self._chunks[row].clear()
+        self._outdated[row] = self._requested[row]
 
-    def take(self, row: int, generation: int) -> Document:
-        """Return the next document of ``row``.
+    def take(self, row: int) -> Document:
+        """Return the next document of ``row``, which must have been sought since the pool was closed.
 
         Raises:
             DataError: the documents cannot be read.
             MachineError: the row's process has died.
         """
-        if generation != self._generations[row]:
-            raise ValueError(f"row {row}: another position was loaded, or the pool was closed")
-        self._send_seeks()
+        if not self._processes:
+            self._start()
+        seeks, self._seeks = self._seeks, {}
+        # First a chunk of every row, then further ones.
+        for number in range(CHUNKS_AHEAD):
+            for each, position in seeks.items():
+                self._request(each, None if number else position)
         chunks = self._chunks[row]
         while not chunks:
             self._receive(self._process_of[row])
@@ -100,39 +87,36 @@ class ReaderPool:
         document = first.popleft()
         if not first:
             chunks.popleft()
-            self._process_of[row].send(Request(row, generation, None))
+            self._request(row, None)
         return document
 
     def close(self) -> None:
         """Stop the processes. Readers must seek before they continue."""
         for process in self._processes:
             process.end()
-        self._processes, self._process_of = [], {}
-        for row, chunks in self._chunks.items():
-            if row not in self._seeks:
-                self._generations[row] += 1
+        self._processes, self._process_of = [], dict[int, _Process]()
+        # Chunks of each row that are not received yet, and how many of them an earlier position asked for.
+        self._requested, self._outdated = dict.fromkeys(self._readers, 0), dict.fromkeys(self._readers, 0)
+        for chunks in self._chunks.values():
             chunks.clear()
-
-    def _send_seeks(self) -> None:
-        if not self._processes:
-            self._start()
-        seeks, self._seeks = self._seeks, {}
-        # First a chunk of every row, then further ones.
-        for number in range(CHUNKS_AHEAD):
-            for row, position in seeks.items():
-                self._process_of[row].send(Request(row, self._generations[row], None if number else position))
 
     def _start(self) -> None:
         rows = list(self._readers)
         shares = [rows[first :: self._num_processes] for first in range(self._num_processes)]
-        self._processes = [_Process(share, self._readers[share[0]].name) for share in shares]
-        for process in self._processes:  # which import meanwhile
-            process.send_readers({row: self._readers[row] for row in process.rows}, self._chunk_tokens)
-            self._process_of |= dict.fromkeys(process.rows, process)
+        self._processes = [_Process(self._readers[share[0]].name) for share in shares]
+        for process, share in zip(self._processes, shares, strict=True):  # which import meanwhile
+            process.send(pickled(({row: self._readers[row] for row in share}, self._chunk_tokens)))
+            self._process_of |= dict.fromkeys(share, process)
+
+    def _request(self, row: int, position: Position | None) -> None:
+        self._requested[row] += 1
+        self._process_of[row].send(pickle.dumps((row, position)))
 
     def _receive(self, process: _Process) -> None:
-        row, generation, documents, error = process.receive()
-        if generation != self._generations[row]:
+        row, documents, error = process.receive()
+        self._requested[row] -= 1
+        if self._outdated[row]:
+            self._outdated[row] -= 1
             return
         if documents:
             self._chunks[row].append(deque(documents))
@@ -140,26 +124,16 @@ class ReaderPool:
             self._chunks[row].append(DataError(error))
 
 
-class _PoolReader(Reader):
-    def __init__(self, pool: ReaderPool, reader: RowReader, row: int) -> None:
-        self._pool, self._reader, self._row = pool, reader, row
-
-    @property
-    def beginning(self) -> Position:
-        return self._reader.beginning
-
-    def check(self, position: Position) -> None:
-        self._reader.check(position)
+@dataclass(frozen=True)
+class _PoolReader(RowReader):
+    pool: ReaderPool
 
     def read(self, position: Position) -> Iterator[Document]:
-        return self._documents(self._pool.seek(self._row, position))
+        self.pool.seek(self.row, position)
+        return iter(lambda: self.pool.take(self.row), None)  # without end
 
     def close(self) -> None:
-        self._pool.close()
-
-    def _documents(self, generation: int) -> Iterator[Document]:
-        while True:
-            yield self._pool.take(self._row, generation)
+        self.pool.close()
 
 
 class _Process:
@@ -168,40 +142,40 @@ class _Process:
     It is started as a command: multiprocessing would import the main module once more, and with it torch.
     """
 
-    def __init__(self, rows: list[int], name: str) -> None:
-        self.rows, self._name = rows, name
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._connection, theirs = Pipe()
         # The mask is inherited: stop signals are for the rank, which needs documents until it stops.
         signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+        command = [sys.executable, "-P", "-m", __name__, str(theirs.fileno()), str(os.getpid())]
+        own = {
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "PYTHONUTF8": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",  # pyarrow's threads, too
+            "USE_TORCH": "0",  # read by `datasets`
+        }
         try:
             self._popen = subprocess.Popen(
-                [sys.executable, "-P", "-m", "harness.data.read_ahead_process", str(theirs.fileno())],
-                env={**os.environ, **_environment()},
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                command, env={**os.environ, **own}, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             theirs.close()
         self.end = weakref.finalize(self, _end, self._popen)
 
-    def send_readers(self, readers: dict[int, RowReader], chunk_tokens: int) -> None:
+    def send(self, message: bytes) -> None:
         try:
-            self._connection.send_bytes(pickled((readers, chunk_tokens)))
+            self._connection.send_bytes(message)
         except OSError as error:
             raise self._death() from error
 
-    def send(self, request: Request) -> None:
+    def receive(self) -> tuple[int, list[Document], str | None]:
+        """Return a row, its next documents, and the error after them."""
         try:
-            self._connection.send(request)
-        except OSError as error:
-            raise self._death() from error
-
-    def receive(self) -> Chunk:
-        try:
-            chunk: Chunk = self._connection.recv()
-            return chunk
+            answer: tuple[int, list[Document], str | None] = self._connection.recv()
+            return answer
         except (EOFError, OSError) as error:
             raise self._death() from error
 
@@ -225,17 +199,6 @@ def _end(popen: subprocess.Popen[bytes]) -> None:
     popen.wait()
 
 
-def _environment() -> dict[str, str]:
-    """Variables of a process that reads ahead: the same modules, one thread, no GPU, no torch."""
-    return {
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "PYTHONUTF8": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",  # pyarrow's threads, too
-        "USE_TORCH": "0",  # read by `datasets`
-    }
-
-
 def pickled(value: Any) -> bytes:
     file = io.BytesIO()
     _Pickler(file).dump(value)
@@ -250,3 +213,46 @@ class _Pickler(pickle.Pickler):
         if torch is not None and isinstance(value, torch.Tensor) and value.ndim == 0:
             return int, (int(value),)
         return NotImplemented
+
+
+def _serve(connection: Connection) -> None:
+    readers, chunk_tokens = pickle.loads(connection.recv_bytes())
+    requests: SimpleQueue[tuple[int, Position | None]] = SimpleQueue()
+    documents: dict[int, Iterator[Document]] = {}
+
+    def receive() -> None:
+        # In a thread, so that the rank never waits to send, and this process ends with it while it reads.
+        with suppress(EOFError, OSError):
+            while True:
+                requests.put(connection.recv())
+        os._exit(0)
+
+    threading.Thread(target=receive, name="requests", daemon=True).start()
+    while True:
+        row, position = requests.get()
+        if position is not None:
+            documents[row] = readers[row].read(position)
+        connection.send((row, *_read(documents[row], chunk_tokens, readers[row].name)))
+
+
+def _read(documents: Iterator[Document], count: int, name: str) -> tuple[list[Document], str | None]:
+    """Read at least ``count`` tokens; with an error, return it and what was read before."""
+    chunk: list[Document] = []
+    try:
+        while count > 0:
+            chunk.append(next(documents))
+            count -= len(chunk[-1].tokens)
+    except StopIteration:  # reading has failed earlier
+        pass
+    except DataError as error:
+        return chunk, str(error)
+    except Exception as error:
+        traceback.print_exc()
+        return chunk, f"{name} cannot be read: {type(error).__name__}: {' '.join(str(error).split())}"
+    return chunk, None
+
+
+if __name__ == "__main__":
+    end_with_parent(int(sys.argv[2]))  # a fork of the rank may keep the connection open
+    with suppress(EOFError, OSError):  # the rank closes the connection when it ends
+        _serve(Connection(int(sys.argv[1])))

@@ -121,7 +121,6 @@ def number_documents(first_labels: np.ndarray, seq_len: int) -> np.ndarray:
 
     Args:
         first_labels: positions of labels that are a document's first token; it is the next position's input.
-        seq_len: number of inputs of the sample.
     """
     begins = np.zeros(seq_len + 1, dtype=np.int64)
     begins[first_labels + 1] = 1

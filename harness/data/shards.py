@@ -44,8 +44,6 @@ class ShardWriter(ABC):
     """Writes the shards of a folder. A shard is a list of units, which are finished one by one.
 
     Attributes:
-        target: the folder.
-        source_name: name of the source, for messages.
         shards: units of each shard.
     """
 
@@ -94,11 +92,7 @@ class ShardWriter(ABC):
         return self.target / UNFINISHED
 
     def check_target(self) -> None:
-        """Check that the target is new, or an unfinished folder of the same job.
-
-        Raises:
-            ConfigError: the target has other files, or unfinished work of something else.
-        """
+        """Check that the target is new, or an unfinished folder of the same job."""
         path, field = self.target / PLAN, f"{self.verb}.target"
         if path.exists():
             found = read_object(path)
@@ -114,11 +108,7 @@ class ShardWriter(ABC):
             raise ConfigError(field, self.target, "has other files", "a new folder")
 
     def begin(self) -> None:
-        """Write the plan. If the source has changed, shards that were written from it are removed.
-
-        Raises:
-            OSError: the target cannot be written.
-        """
+        """Write the plan. If the source has changed, shards that were written from it are removed."""
         path = self.target / PLAN
         self.work.mkdir(parents=True, exist_ok=True)
         if path.exists() and not self.is_same_source:
@@ -157,11 +147,7 @@ def cut_units(units: Sequence[U], count: int) -> list[list[U]]:
 
 
 def write_here(writer: ShardWriter, workers: int | None) -> float:
-    """Write what is missing, and the manifest; return the seconds.
-
-    Raises:
-        MachineError: the disk is full or not writable.
-    """
+    """Write what is missing, and the manifest; return the seconds."""
     started = time.monotonic()
     try:
         with only_builder(writer.target / UNFINISHED, lambda: writer.is_complete) as building:
@@ -180,26 +166,13 @@ def write_here(writer: ShardWriter, workers: int | None) -> float:
 
 
 def write_manifest(folder: Path, manifest: Any) -> None:
-    """Write the manifest, a dataclass, which makes a folder complete.
-
-    Raises:
-        OSError: the folder is full or not writable.
-    """
+    """Write the manifest, a dataclass, which makes a folder complete."""
     text = json.dumps(dataclasses.asdict(manifest), indent=1, ensure_ascii=False)
     write_atomically(folder / MANIFEST, f"{text}\n".encode())
 
 
 def load_manifest(folder: Path, verb: str, noun: str) -> dict[str, Any]:
-    """Read the manifest of a folder.
-
-    Args:
-        folder: the folder.
-        verb: the verb that writes such folders.
-        noun: their name, for messages.
-
-    Raises:
-        DataError: there is none, it is not JSON, or a later version wrote it.
-    """
+    """Read the manifest of a folder."""
     path = folder / MANIFEST
     try:
         found = parse_object(path.read_bytes())

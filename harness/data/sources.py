@@ -22,16 +22,23 @@ from typing import Any, Self
 from harness.config.data import DataConfig
 from harness.config.data_kinds import DATA_KINDS
 from harness.config.registry import load_attribute
-from harness.data.documents import LongText, Source, Span, cut, describe, named
-from harness.data.parquet_files import read_columns, row_groups
-from harness.data.text_files import (
+from harness.data.documents import (
     COMPRESSIONS,
     LONGEST_LINE,
+    ROWS_PER_READ,
     Line,
+    LongText,
+    Source,
+    Span,
+    cut,
+    describe,
     find_damage,
     format_of,
+    named,
     opened,
+    read_columns,
     read_in_parts,
+    row_groups,
     skip_to_line,
 )
 from harness.data.tokenizer_base import Tokenizer
@@ -39,7 +46,6 @@ from harness.util.encoding import parse_object
 from harness.util.errors import ConfigError, DataError
 from harness.util.files import matching
 
-_ROWS_PER_READ = 256
 EMPTY = "holds no text: every document is empty"
 # A longer file has more than units.LONG_CHARS characters, which have at most 4 bytes each.
 LONG_FILE_BYTES = 16_000_000
@@ -87,18 +93,13 @@ class LocalFiles:
 
     @cached_property
     def files(self) -> list[Path]:
-        """The matching files.
-
-        Raises:
-            DataError: no file matches.
-        """
+        """The matching files."""
         found = find_files(self._patterns, self.config.exclude)
         if not found:
             raise DataError(f"no file matches {self.name}, seen from {os.getcwd()}{self._hint()}")
         return found
 
     def _hint(self) -> str:
-        """Return what to write instead, if a pattern is a folder."""
         for pattern in self._patterns:
             folder = Path(expand(pattern))
             if _is_saved(folder):
@@ -168,7 +169,7 @@ class LocalFiles:
 
     def document_of(self, row: dict[str, Any], where: object) -> str:
         """The document of a row of JSON or parquet; ``where`` is its position for error messages."""
-        return _text_of_row(row, self.config.text_field, where)
+        return text_of_row(row, self.config.text_field, where)
 
     def read_parquet(self, file: Path, span: Span) -> Iterator[str]:
         """Yield the document of each row."""
@@ -193,10 +194,13 @@ class LocalFiles:
                     start = offset - len(line)
                 if line.strip():
                     text = self._decoded(line, where, start)
-                    yield self.document_of(_row_of_line(text, where), where) if text else ""
+                    try:
+                        row = parse_object(text) if text else None
+                    except ValueError as error:
+                        raise DataError(f"{where}: not a JSON object ({error})") from error
+                    yield "" if row is None else self.document_of(row, where)
 
     def _decoded(self, content: bytes, where: object, start: int = 0) -> str:
-        """Decode a document; return an empty string if it is not UTF-8 and skipped."""
         try:
             return content.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -205,11 +209,7 @@ class LocalFiles:
         return content.decode("utf-8", "replace")
 
     def _may_repair(self, where: object, position: int, *, of_file: bool = False) -> bool:
-        """Count a document that is not UTF-8; return whether it is repaired, and not left out.
-
-        Raises:
-            DataError: data.encoding_errors=strict.
-        """
+        """Count a document that is not UTF-8; return whether it is repaired, and not left out."""
         if self.config.encoding_errors == "strict":
             byte = f"byte {position}" + (" of the file" if of_file else "")
             raise DataError(f"{where}: not UTF-8 at {byte}; would work: data.encoding_errors=replace or skip")
@@ -252,14 +252,7 @@ def _glob_to_regex(pattern: str) -> re.Pattern[str]:
     return re.compile("".join(meaning.get(part, re.escape(part)) for part in parts), re.DOTALL)
 
 
-def _row_of_line(line: str, where: object) -> dict[str, Any]:
-    try:
-        return parse_object(line)
-    except ValueError as error:
-        raise DataError(f"{where}: not a JSON object ({error})") from error
-
-
-def _text_of_row(row: dict[str, Any], field: str, where: object) -> str:
+def text_of_row(row: dict[str, Any], field: str, where: object) -> str:
     """Text of a row; null is an empty document."""
     if field not in row:
         raise DataError(f"{where}: no field {field!r} among {named(row)}; set data.text_field")
@@ -303,14 +296,8 @@ class HubTable:
         stats = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
         # A table in memory has no files; its fingerprint identifies its content.
         content = stats or self._table._fingerprint
-        return [
-            "hub",
-            content,
-            self.config.dataset,
-            self.config.subset,
-            self._split,
-            self.config.text_field,
-        ]
+        config = self.config
+        return ["hub", content, config.dataset, config.subset, self._split, config.text_field]
 
     @property
     def reading(self) -> list[Any]:
@@ -330,28 +317,21 @@ class HubTable:
     def read(self, span: Span) -> Iterator[str]:
         table = self._table.select_columns([self.config.text_field])
         table = table.select(range(span.begin, len(table) if span.end is None else span.end))
-        for batch in table.iter(batch_size=_ROWS_PER_READ):
+        for batch in table.iter(batch_size=ROWS_PER_READ):
             for text in batch[self.config.text_field]:
-                yield _text_of_row({self.config.text_field: text}, self.config.text_field, self.name)
+                yield text_of_row({self.config.text_field: text}, self.config.text_field, self.name)
 
 
 def open_dataset(config: DataConfig, split: str) -> Any:
-    """Load one split with ``datasets``: an IterableDataset with ``data.streaming``, else a Dataset.
-
-    Raises:
-        DataError: no such dataset, subset or split, or the hub cannot be reached.
-    """
+    """Load one split with ``datasets``: an IterableDataset with ``data.streaming``, else a Dataset."""
     import datasets
 
     try:
         if config.dataset and _is_saved(Path(config.dataset)):
             return _saved_split(config, split)
+        files, streaming = config.data_files or None, config.streaming
         return datasets.load_dataset(
-            config.dataset,
-            config.subset,
-            split=split,
-            streaming=config.streaming,
-            data_files=config.data_files or None,
+            config.dataset, config.subset, split=split, streaming=streaming, data_files=files
         )
     except DataError:
         raise
@@ -363,7 +343,6 @@ def open_dataset(config: DataConfig, split: str) -> Any:
 
 
 def _is_saved(folder: Path) -> bool:
-    """Whether ``save_to_disk`` of `datasets` wrote the folder."""
     return any(os.path.isfile(folder / name) for name in ("dataset_dict.json", "state.json"))
 
 
@@ -387,8 +366,3 @@ def require_column(dataset: Any, field: str, name: str) -> None:
     columns = dataset.column_names
     if columns is not None and field not in columns:
         raise DataError(f"{name}: no column {field!r} among {named(columns)}; set data.text_field")
-
-
-def text_of_example(example: dict[str, Any], field: str, name: str) -> str:
-    """Text of a streamed example; null is an empty document."""
-    return _text_of_row(example, field, name)

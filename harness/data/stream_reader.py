@@ -27,12 +27,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby, islice
 from math import gcd
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from harness.data.samples import random_stream
-from harness.data.sources import text_of_example
+from harness.data.sources import text_of_row
 from harness.data.tokenizer import Tokenizer, with_bos_eos
 from harness.util.errors import DataError
 
@@ -45,35 +45,6 @@ class Document(NamedTuple):
     position: Position
     tokens: np.ndarray
     """int32, with bos and eos."""
-
-
-class Reader(Protocol):
-    """Reads the documents of one row, endlessly, from any position."""
-
-    @property
-    def beginning(self) -> Position:
-        """Position of the first document."""
-        ...
-
-    def check(self, position: Position) -> None:
-        """Check that ``position`` is of this dataset and order.
-
-        Raises:
-            DataError: it is not.
-        """
-        ...
-
-    def read(self, position: Position) -> Iterator[Document]:
-        """Yield the documents from ``position`` on, without end.
-
-        Raises:
-            DataError: the row has no text, or the dataset cannot be read.
-        """
-        ...
-
-    def close(self) -> None:
-        """Stop background work; call ``read`` to continue."""
-        ...
 
 
 class _Part(NamedTuple):
@@ -91,14 +62,13 @@ class _Text(NamedTuple):
 
 @dataclass(frozen=True)
 class RowReader:
-    """Reads in this process.
+    """Reads the documents of one row from any position, in this process.
 
     Args:
         dataset: the split, an ``IterableDataset``.
         row: row of the global batch (j).
         rows: the global batch size (R).
         field: the column with the text.
-        name: name for error messages.
         shuffle_buffer: documents of a block; None keeps the stored order.
     """
 
@@ -113,10 +83,12 @@ class RowReader:
 
     @property
     def beginning(self) -> Position:
+        """Position of the first document."""
         position = {"shards": self.dataset.n_shards, "part": 0, "document": None, "example": 0}
         return position if self.shuffle_buffer is None else {**position, "block": 0, "index": 0}
 
     def check(self, position: Position) -> None:
+        """Check that ``position`` is of this dataset and order."""
         shuffled = "block" in position
         if shuffled != (self.shuffle_buffer is not None):
             raise DataError(
@@ -131,12 +103,14 @@ class RowReader:
             )
 
     def read(self, position: Position) -> Iterator[Document]:
+        """Yield the documents from ``position`` on, without end."""
         texts = self._texts(position) if self.shuffle_buffer is None else self._shuffled_texts(position)
         for start, text in texts:
             tokens = with_bos_eos(self.tokenizer.encode(text), self.tokenizer)
             yield Document(start, np.asarray(tokens, dtype=np.int32))
 
     def close(self) -> None:
+        """Stop background work; call ``read`` to continue."""
         return
 
     def _texts(self, position: Position) -> Iterator[_Text]:
@@ -150,9 +124,7 @@ class RowReader:
                 part.dataset.load_state_dict(state)
             found = False
             for fields, next_state in self._examples(part.dataset):
-                text = (
-                    text_of_example(fields, self.field, self.name) if example % part.cuts == part.cut else ""
-                )
+                text = text_of_row(fields, self.field, self.name) if example % part.cuts == part.cut else ""
                 if text:
                     found = True
                     where = (
@@ -182,7 +154,6 @@ class RowReader:
 
     @property
     def _cuts(self) -> int:
-        """Parts of each shard."""
         return -(-self.rows // self.dataset.n_shards)
 
     @property

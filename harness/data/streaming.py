@@ -12,15 +12,22 @@ from typing import Any
 
 import numpy as np
 
-from harness.config.data import DataConfig
 from harness.config.training import Sizes
-from harness.data.batch import Batch, Cursor, Loader, Piece, Reading, SourceLoader, refuse_mixture, stack
-from harness.data.loader import load_documents
+from harness.data.loader import (
+    Batch,
+    Cursor,
+    Loader,
+    Piece,
+    Reading,
+    SourceLoader,
+    load_documents,
+    refuse_mixture,
+    stack,
+)
 from harness.data.read_ahead import ReaderPool
 from harness.data.samples import IGNORE_INDEX, number_documents
 from harness.data.sources import open_dataset, require_column
-from harness.data.stream_reader import Document, Position, Reader, RowReader
-from harness.data.tokenizer import Tokenizer
+from harness.data.stream_reader import Document, Position, RowReader
 from harness.util.errors import DataError
 
 
@@ -28,74 +35,46 @@ def load_hub(reading: Reading) -> Loader:
     """Return the loader of a dataset: with ``data.streaming`` of its streams, else of its documents."""
     if not reading.data.streaming:
         return load_documents(reading)
-    streams = build_streams(
-        reading.data,
-        reading.tokenizer,
-        seq_len=reading.seq_len,
-        global_batch_size=reading.global_batch_size,
-        seed=reading.seed,
-        rows=reading.rows,
-        split=reading.split,
-    )
-    return StreamLoader(streams, reading.rows, reading.sizes)
-
-
-def build_streams(
-    data: DataConfig,
-    tokenizer: Tokenizer,
-    *,
-    seq_len: int,
-    global_batch_size: int,
-    seed: int,
-    rows: range,
-    split: str = "train",
-) -> dict[int, RowStream]:
-    """Build the streams of ``rows``; ``data.workers`` processes read for them all.
-
-    Raises:
-        ConfigError: no documents are held out for validation.
-        DataError: the dataset cannot be opened, or has no column ``data.text_field``.
-    """
-    validating = split == "validation"
+    data, rows, validating = reading.data, reading.rows, reading.split == "validation"
     if validating:
         data.require_validation()
     part = data.validation_split if validating and data.validation_split else data.split
     dataset = open_dataset(data, part)
     name = f"dataset {data.dataset}, split {part}"
     require_column(dataset, data.text_field, name)
-    in_process = {
+    readers = {
         row: RowReader(
             dataset,
-            tokenizer,
+            reading.tokenizer,
             row=row,
-            rows=global_batch_size,
+            rows=reading.global_batch_size,
             field=data.text_field,
-            name=f"{name}, row {row} of {global_batch_size}",
-            seed=seed,
-            shuffle_buffer=data.shuffle_buffer if data.shuffle and not validating else None,
+            name=f"{name}, row {row} of {reading.global_batch_size}",
+            seed=reading.seed,
+            shuffle_buffer=data.shuffle_buffer if reading.shuffles else None,
         )
         for row in rows
     }
-    readers: dict[int, Reader] = dict(in_process)
     if data.workers:
-        pool = ReaderPool(in_process, data.workers, chunk_tokens=seq_len)
+        pool = ReaderPool(readers, data.workers, chunk_tokens=reading.seq_len)
         readers = {row: pool.reader(row) for row in rows}
-    return {
+    streams = {
         row: RowStream(
             reader,
-            seq_len=seq_len,
+            seq_len=reading.seq_len,
             mask_document_boundary=data.mask_document_boundary,
             number_documents=not data.attend_across_documents,
         )
         for row, reader in readers.items()
     }
+    return StreamLoader(streams, rows, reading.sizes)
 
 
 class RowStream:
     """An endless sequence of the samples of one row of the global batch."""
 
     def __init__(
-        self, reader: Reader, *, seq_len: int, mask_document_boundary: bool, number_documents: bool = False
+        self, reader: RowReader, *, seq_len: int, mask_document_boundary: bool, number_documents: bool = False
     ) -> None:
         self._reader, self._seq_len = reader, seq_len
         self._mask_document_boundary = mask_document_boundary
@@ -112,11 +91,7 @@ class RowStream:
         return {**position, "offset": self._offset}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state.
-
-        Raises:
-            DataError: the state is of another dataset or order.
-        """
+        """Continue from a state."""
         position = {name: value for name, value in state.items() if name != "offset"}
         self._reader.check(position)
         self._seek(position, state["offset"])
@@ -130,9 +105,6 @@ class RowStream:
 
         Args:
             length: T; default: seq_len.
-
-        Raises:
-            DataError: the row's part of the dataset holds no text, or cannot be read.
         """
         length = length or self._seq_len
         tokens, starts = self._peek(length + 1)

@@ -12,14 +12,16 @@ class SpecialSet:
     Attributes:
         pattern: regular expression of the words within which byte pairs are joined.
         tokens: special tokens in the order of their ids; the first id follows the last byte pair's.
-        bos: token before every document.
-        eos: token after every document.
     """
 
     pattern: str
     tokens: tuple[str, ...]
     bos: str
     eos: str
+
+
+def _named(names: str) -> list[str]:
+    return [f"<|{name}|>" for name in names.split()]
 
 
 def _reserved(name: str, first: int, last: int) -> list[str]:
@@ -33,11 +35,9 @@ LLAMA3 = SpecialSet(
         r"|\s*[\r\n]+|\s+(?!\S)|\s+"
     ),
     tokens=(
-        "<|begin_of_text|>",
-        "<|end_of_text|>",
+        *_named("begin_of_text end_of_text"),
         *_reserved("", 0, 3),
-        "<|start_header_id|>",
-        "<|end_header_id|>",
+        *_named("start_header_id end_header_id"),
         *_reserved("", 4, 4),
         "<|eot_id|>",
         *_reserved("", 5, 250),
@@ -63,28 +63,16 @@ _O200K_PATTERN = "|".join(
 LLAMA4 = SpecialSet(
     pattern=_O200K_PATTERN,
     tokens=(
-        "<|begin_of_text|>",
-        "<|end_of_text|>",
-        "<|fim_prefix|>",
-        "<|fim_middle|>",
-        "<|fim_suffix|>",
+        *_named("begin_of_text end_of_text fim_prefix fim_middle fim_suffix"),
         # Text, from 200,005. Numbers 6 and 7 of the reserved tokens do not exist.
-        "<|header_start|>",
-        "<|header_end|>",
-        "<|eom|>",
-        "<|eot|>",
-        "<|step|>",
+        *_named("header_start header_end eom eot step"),
         *_reserved("text_post_train_", 0, 5),
-        "<|python_start|>",
-        "<|python_end|>",
-        "<|finetune_right_pad|>",
+        *_named("python_start python_end finetune_right_pad"),
         *_reserved("text_post_train_", 8, 68),
         # Images, from 200,080.
-        "<|image_start|>",
-        "<|image_end|>",
+        *_named("image_start image_end"),
         *_reserved("vision_", 0, 1),
-        "<|tile_x_separator|>",
-        "<|tile_y_separator|>",
+        *_named("tile_x_separator tile_y_separator"),
         *_reserved("vision_", 2, 5),
         "<|image|>",
         *_reserved("vision_", 6, 6),
@@ -92,8 +80,7 @@ LLAMA4 = SpecialSet(
         *_reserved("vision_", 7, 1047),
         # Reasoning, from 201,134.
         *_reserved("reasoning_", 0, 7),
-        "<|reasoning_thinking_start|>",
-        "<|reasoning_thinking_end|>",
+        *_named("reasoning_thinking_start reasoning_thinking_end"),
         # The rest of the 2,048.
         *_reserved("", 0, 903),
     ),
@@ -106,21 +93,8 @@ LLAMA4 = SpecialSet(
 O200K_HARMONY = SpecialSet(
     pattern=_O200K_PATTERN,
     tokens=(
-        "<|startoftext|>",
-        "<|endoftext|>",
-        "<|reserved_200000|>",
-        "<|reserved_200001|>",
-        "<|return|>",
-        "<|constrain|>",
-        "<|reserved_200004|>",
-        "<|channel|>",
-        "<|start|>",
-        "<|end|>",
-        "<|message|>",
-        "<|reserved_200009|>",
-        "<|reserved_200010|>",
-        "<|reserved_200011|>",
-        "<|call|>",
+        *_named("startoftext endoftext reserved_200000 reserved_200001 return constrain reserved_200004"),
+        *_named("channel start end message reserved_200009 reserved_200010 reserved_200011 call"),
         *(f"<|reserved_{i}|>" for i in range(200_013, 200_018)),
         "<|endofprompt|>",  # of o200k_base; tiktoken also calls it <|reserved_200018|>
         *(f"<|reserved_{i}|>" for i in range(200_019, 201_088)),

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from harness.config.data import DataConfig
-from harness.config.formats import TOKEN_FORMATS
-from harness.data.batch import Loader, Reading, load_packed
+from harness.config.registry import TOKEN_FORMATS
 from harness.data.corpus import check_tokenizer, open_shards, read_manifest
+from harness.data.loader import Loader, Reading, load_packed
 from harness.data.shards import MANIFEST
 from harness.data.sources import expand
 from harness.data.tokenizer import NoTokenizer, Tokenizer
@@ -38,49 +38,29 @@ _SCANNED_FILES, _SCANNED_TOKENS = 16, 1 << 16
 
 def load_tokens(reading: Reading) -> Loader:
     """Return the loader of token files."""
-    tokens = open_token_files(
-        reading.data,
-        reading.tokenizer,
-        split=reading.split,
-        model_vocab_size=reading.model_vocab_size,
-        wait_for_all=reading.wait_for_all,
-        is_builder=reading.is_builder,
-    )
-    return load_packed(reading, tokens)
+    return load_packed(reading, open_token_files(reading))
 
 
-def open_token_files(
-    data: DataConfig,
-    tokenizer: Tokenizer,
-    *,
-    split: str,
-    model_vocab_size: int,
-    wait_for_all: Callable[[], None] | None,
-    is_builder: bool,
-) -> Tokens:
+def open_token_files(reading: Reading) -> Tokens:
     """Open the tokens of a split.
 
     Validation has the files of ``data.validation_paths``, or the corpus' held-out documents, or the last
-    ``data.validation_fraction`` of each file.
-
-    Args:
-        split: "train" or "validation".
-        wait_for_all: a barrier over all ranks; called once if the format builds a token cache.
-        is_builder: whether this rank reads a sample of the tokens for ids outside the vocabulary, checks
-            checksums, and builds the token cache.
+    ``data.validation_fraction`` of each file. The rank that builds caches also reads a sample of the tokens
+    for ids outside the vocabulary, and checks checksums.
 
     Raises:
         ConfigError: no tokens are held out for validation, document boundaries are needed and unknown, or a
             setting is for another format.
         DataError: a file is missing, malformed, or of another tokenizer.
     """
+    data, tokenizer, split, is_builder = reading.data, reading.tokenizer, reading.split, reading.is_builder
     is_separate = split == "validation" and bool(data.validation_paths)
     field = "validation_paths" if is_separate else "paths"
     patterns = getattr(data, field)
     files, format = find_token_files(patterns, field, data.format)
     _refuse_settings_of_other_formats(data, format, files[0])
     name = f"data.{field}=[{', '.join(patterns)}], {split} tokens"
-    limit = _limit(tokenizer, model_vocab_size)
+    limit = _limit(tokenizer, reading.model_vocab_size)
     foreign: TokenFormat | None = None
     if format == "corpus":
         splits = {"train", "validation"} if is_separate else {split}
@@ -91,7 +71,7 @@ def open_token_files(
         is_separate |= holds_out
     else:
         foreign = TOKEN_FORMATS[format]
-        parts = foreign.open(files, Opening(data, name, limit, wait_for_all, is_builder))
+        parts = foreign.open(files, Opening(data, name, limit, reading.wait_for_all, is_builder))
     has_index = all(part.num_documents is not None for part in parts)
     if split == "validation" and not is_separate and not data.validation_fraction:
         works = "data.validation_paths, or data.validation_fraction=0.01"
@@ -108,11 +88,7 @@ def open_token_files(
 
 
 def holds_out(data: DataConfig) -> bool:
-    """Whether token files have tokens for validation; reads the manifests of corpora.
-
-    Raises:
-        DataError: no file matches, or a manifest is damaged.
-    """
+    """Whether token files have tokens for validation; reads the manifests of corpora."""
     if data.validation_paths or data.validation_fraction:
         return True
     files, format = find_token_files(data.paths, "paths", data.format)
@@ -133,15 +109,8 @@ def _refuse_settings_of_other_formats(data: DataConfig, format: str, file: Path)
 def find_token_files(patterns: Sequence[str], field: str, format: str) -> tuple[list[Path], str]:
     """Find the files (for a corpus: folders) that match paths, globs, folders or prefixes.
 
-    Args:
-        patterns: the values of ``data.<field>``.
-        format: of all files, or ``auto``.
-
     Returns:
         Sorted paths and their format.
-
-    Raises:
-        DataError: no file matches, or files are of several formats, or their format is unknown.
     """
     found: set[Path] = set()
     for pattern in map(expand, patterns):
@@ -169,7 +138,6 @@ def find_token_files(patterns: Sequence[str], field: str, format: str) -> tuple[
 
 
 def _warn_of_other_tokenizer(files: list[Path], format: TokenFormat, tokenizer: Tokenizer) -> None:
-    """Warn if a file records another tokenizer than the path of the job's."""
     path = str(tokenizer.config.path if tokenizer.config else None)
     for file in files:
         name = format.tokenizer_of(file)
@@ -179,7 +147,6 @@ def _warn_of_other_tokenizer(files: list[Path], format: TokenFormat, tokenizer: 
 
 
 def _files_of(path: Path, format: str) -> list[Path]:
-    """Return the token files that a path stands for."""
     if path.is_dir():
         return _in_folder(path, format)
     for ending, owner in companions().items():
@@ -212,7 +179,6 @@ def _in_folder(folder: Path, format: str) -> list[Path]:
 
 
 def _format_of(file: Path) -> str:
-    """Return a file's format by its name, a file beside it, or its first bytes."""
     if file.is_dir():
         return "corpus"
     formats = token_formats()

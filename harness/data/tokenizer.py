@@ -10,13 +10,13 @@ from pathlib import Path
 from types import MappingProxyType
 
 from harness.config.data import SETS, TokenizerConfig
-from harness.data.long_text import in_pieces
 from harness.data.tokenizer_base import (
     Marked,
     Tokenizer,
     decode_known,
     encode_marked,
     fingerprint_of,
+    in_pieces,
     read_tokenizer,
 )
 from harness.data.tokenizer_json import HuggingFaceTokenizer, number_of_ids
@@ -269,11 +269,7 @@ def _none_if_negative(token_id: int) -> int | None:
 
 
 def vocabulary_size(config: TokenizerConfig) -> int | None:
-    """Return a tokenizer's number of tokens, faster than building it; None if its file does not exist here.
-
-    Raises:
-        DataError: the file is malformed.
-    """
+    """Return a tokenizer's number of tokens without building it; None if its file is not here."""
     if config.kind == "bytes":
         return BytesTokenizer.vocab_size
     if config.kind == "none":
@@ -289,11 +285,7 @@ def vocabulary_size(config: TokenizerConfig) -> int | None:
 
 
 def check_vocab_size(num_tokens: int, vocab_size: int) -> None:
-    """Check that the model's vocabulary is at least as large as the tokenizer's.
-
-    Raises:
-        ConfigError: it is smaller.
-    """
+    """Check that the model's vocabulary is at least as large as the tokenizer's."""
     if num_tokens > vocab_size:
         rule = f"the tokenizer has {num_tokens} tokens, which the model's vocabulary must hold"
         raise ConfigError("model.vocab_size", vocab_size, rule, f"{num_tokens} and more, another tokenizer")

@@ -45,10 +45,6 @@ class HuggingFaceTokenizer(Tokenizer):
     Special tokens in a document are encoded as plain text, as with ``split_special_tokens=True``. Added
     tokens that are not special (Qwen's ``<think>``) are encoded as one token.
 
-    Args:
-        content: of the file.
-        config: path of the file, and the bos and eos tokens.
-
     Raises:
         DataError: the file is not a tokenizer.json, or its bos or eos token is unknown.
     """
@@ -106,7 +102,6 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def _with_special(self) -> Any:
-        """The tokenizer that recognizes special tokens in a text."""
         return type(self._model).from_str(self._model.to_str())
 
     def encode_marked(self, texts: Sequence[str]) -> list[Marked]:
@@ -149,7 +144,6 @@ class HuggingFaceTokenizer(Tokenizer):
         return bos or "", eos or ""
 
     def _works(self, name: str) -> str:
-        """Values that would work for tokenizer.bos or tokenizer.eos."""
         special = [token.content for token in self._special_tokens()]
         shown = [f"tokenizer.{name}=\"'{token}'\"" for token in special[:_SHOWN]]
         more = [f"{len(special) - _SHOWN} more"] if len(special) > _SHOWN else []
@@ -161,11 +155,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def number_of_ids(content: bytes, file: Path) -> int:
-    """Return the largest id of a tokenizer.json plus 1, without building the tokenizer.
-
-    Raises:
-        DataError: the file is not a tokenizer.json.
-    """
+    """Return the largest id of a tokenizer.json plus 1, without building the tokenizer."""
     try:
         plain = parse_object(content)
         vocabulary = plain["model"]["vocab"]
@@ -197,10 +187,6 @@ def copy_tokenizer(config: TokenizerConfig, folder: Path) -> None:
 
     If tokenizer.bos or tokenizer.eos differs from the files, the copies get its value: the model was trained
     with it.
-
-    Args:
-        config: the tokenizer, of kind ``huggingface``.
-        folder: where to write; made if missing.
 
     Raises:
         DataError: the tokenizer is invalid.

@@ -25,7 +25,6 @@ from datetime import timedelta
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, TextIO
 
 import numpy as np
 import xxhash
@@ -71,11 +70,7 @@ class Unit:
 
 
 def units_of(source: Source, tokenizer: Tokenizer, unit_bytes: int) -> list[Unit]:
-    """Return the units of a source, in the order of its documents.
-
-    Raises:
-        DataError: the source cannot be read.
-    """
+    """Return the units of a source, in the order of its documents."""
     groups: list[list[Span]] = []
     size = 0
     for span in source.spans(unit_bytes):
@@ -84,15 +79,11 @@ def units_of(source: Source, tokenizer: Tokenizer, unit_bytes: int) -> list[Unit
             size = 0
         groups[-1].append(span)
         size += span.nbytes
-    reading = source.reading
-    return [
-        Unit(number, _hash([*reading, tokenizer.fingerprint, source.contents(spans)]), tuple(spans))
-        for number, spans in enumerate(groups)
-    ]
-
-
-def _hash(content: list[Any]) -> str:
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:24]
+    units, common = [], [*source.reading, tokenizer.fingerprint]
+    for number, spans in enumerate(groups):
+        content = json.dumps([*common, source.contents(spans)])
+        units.append(Unit(number, hashlib.sha256(content.encode()).hexdigest()[:24], tuple(spans)))
+    return units
 
 
 @dataclass(frozen=True)
@@ -102,8 +93,6 @@ class Index:
     Attributes:
         num_documents: including empty ones.
         damaged: documents that were not UTF-8.
-        num_tokens: number of ids.
-        checksum: of the unit's files.
         starts: offset of each nonempty document (int64).
         numbers: number of each nonempty document among all of the unit (int64).
     """
@@ -163,13 +152,7 @@ def write_unit(
     """Tokenize a unit into ``folder``: its files are there completely, or not at all.
 
     Args:
-        folder: where to write.
-        unit: of ``source``.
         advance: called with the approximate number of bytes read since the last call.
-
-    Raises:
-        DataError: a document cannot be read.
-        OSError: the folder is full or not writable.
     """
     dtype = token_dtype(tokenizer)
     temporary = folder / f".{unit.key}.{uuid.uuid4().hex}.tmp"
@@ -283,10 +266,6 @@ def tokenize(
     """Tokenize the units that are not complete in ``folder``; those that are finished survive an error.
 
     Args:
-        folder: of the units' files; exists.
-        units: of the source, in order.
-        source: the source.
-        tokenizer: the tokenizer.
         workers: number of processes; None: as many as this process may use CPUs, at most MOST_WORKERS. A
             tokenizer without ``config``, and a process that may have no children, tokenize here.
 
@@ -323,16 +302,7 @@ def _prepare(
 
 
 class Progress:
-    """Prints how much is tokenized, every few seconds.
-
-    Args:
-        name: of the source.
-        units: all units.
-        missing: those that are still to be tokenized.
-        workers: number of processes.
-        stream: where to print.
-        clock: seconds.
-    """
+    """Prints how much is tokenized, every few seconds."""
 
     def __init__(
         self,
@@ -340,11 +310,9 @@ class Progress:
         units: Iterable[Unit],
         missing: Sequence[Unit],
         workers: int,
-        stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._name, self._workers, self._clock = name, workers, clock
-        self._stream = stream or sys.stderr
         self._read = dict.fromkeys((unit.key for unit in missing), 0)
         self._total, self._todo = bytes_of(units), bytes_of(missing)
         self._started = clock()
@@ -360,11 +328,11 @@ class Progress:
         done = sum(self._read.values())
         speed = done / (now - self._started)
         left = f", {timedelta(seconds=round((self._todo - done) / speed))} left" if speed else ""
-        self._stream.write(
+        sys.stderr.write(
             f"tokenizing {self._name}: {(self._total - self._todo + done) / 1e6:,.0f} of "
             f"{self._total / 1e6:,.0f} MB, {speed / 1e6:.1f} MB/s{left}, processes: {self._workers}\n"
         )
-        self._stream.flush()
+        sys.stderr.flush()
 
 
 def is_held_out(index: int, fraction: float) -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from harness.config.formats import TOKEN_FORMATS
+from harness.config.registry import TOKEN_FORMATS
 from harness.util.errors import DataError
 from harness.util.files import require_regular
 
@@ -52,7 +52,6 @@ class Limit:
     """Upper limit of token ids.
 
     Attributes:
-        vocab_size: every id must be smaller.
         rule: the rule that a larger id breaks, and what would work, for the error.
     """
 
@@ -174,11 +173,7 @@ class Delimited:
 
 
 def size_of(file: Path) -> int:
-    """Return the size of a file.
-
-    Raises:
-        DataError: it is missing or no regular file: a pipe would never end.
-    """
+    """Return the size of a file."""
     try:
         return require_regular(file)
     except OSError as error:
@@ -189,9 +184,6 @@ def map_file(name: str, dtype: str, skip: int, count: int) -> np.ndarray:
     """Map ``count`` values of a file, after ``skip`` bytes.
 
     Uses pyarrow, because numpy's maps keep their files open, and a process may often open 1,024 files only.
-
-    Raises:
-        DataError: the file cannot be opened or is shorter.
     """
     import pyarrow
 
@@ -209,9 +201,6 @@ class Opening:
     """How the files of a split are opened.
 
     Attributes:
-        data: the job's data.
-        name: of all files, for errors.
-        limit: of token ids.
         wait_for_all: a barrier over all ranks, for formats that build a token cache (``cache.open_cache``).
         is_builder: whether this rank builds it.
     """

@@ -72,8 +72,6 @@ class Workers:
         """Work on units in ``count`` processes.
 
         Args:
-            units: in order.
-            count: number of processes.
             advance: called with a unit and its progress since the last call.
 
         Raises:
@@ -157,7 +155,6 @@ class Workers:
 
 
 def _work(connection: Connection, parent: int, prepare: Callable[[int], Work], index: int, does: str) -> None:
-    """Work on units until the connection is closed."""
     # ^C on the terminal reaches all processes; the one that started this one handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent(parent)

@@ -24,12 +24,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 
 
 class Received:
-    """Handles the signals that ask the ranks to stop, and forwards them.
-
-    Attributes:
-        process: process id of srun while it runs; srun forwards signals to the ranks.
-        last: the last signal received, or None.
-    """
+    """Handles the signals that ask the ranks to stop, and forwards them."""
 
     def __init__(self) -> None:
         self.process: int | None = None
@@ -121,7 +116,6 @@ class WrongCode(Exception):
 
 
 def _check_code(wanted: str | None) -> None:
-    """Raise WrongCode if the copy of the code is gone and Python imported another harness."""
     found = Path(__file__).resolve().parents[2]
     if wanted is not None and found != Path(wanted).resolve():
         raise WrongCode(

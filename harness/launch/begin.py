@@ -1,16 +1,25 @@
-"""Begin an attempt in a run folder: lock it, move an earlier attempt aside, describe the job."""
+"""Begin a run: check its input files, lock its folder, move an earlier attempt aside, describe the job."""
 
 from __future__ import annotations
 
+import functools
+import glob
+import os
 import shutil
+import tempfile
 from pathlib import Path
 
-from harness.checkpoint.catalog import CheckpointFolder
+from harness.checkpoint.catalog import CheckpointFolder, is_url
 from harness.checkpoint.resume import CONTINUES, can_resume
+from harness.config.data import ASSET_PREFIX, DataConfig, TokenizerConfig
+from harness.config.data_kinds import DATA_KINDS
 from harness.config.job import Job
-from harness.run.folder import EVALUATIONS, METRICS, RunFolder, RunStatus
+from harness.config.mixture import sources_of
+from harness.config.registry import load_attribute
+from harness.run.folder import EVALUATIONS, METRICS, RunFolder
 from harness.run.result import write_json_atomically
-from harness.util.errors import UserError
+from harness.util.errors import ConfigError, DataError, UserError
+from harness.util.files import matching
 
 DESCRIPTION = ("job.json", "overrides.txt", "code.json", CONTINUES, "slurm")
 PER_ATTEMPT = (
@@ -30,15 +39,9 @@ def begin(
     resume from.
 
     Args:
-        folder: the run folder.
-        job: the resolved job.
-        overrides: the overrides on the command line.
         adopt: whether to resume from stopped runs of the same experiment on other layouts, if their
             checkpoints are newer.
         state: the new state in ``status.json``.
-
-    Raises:
-        UserError: the same job is running in the folder, or the folder cannot be written.
     """
     with folder.locked(job):
         others = _unfinished_siblings(job) if adopt else []
@@ -53,9 +56,6 @@ def begin_again(folder: RunFolder, job: Job) -> None:
     """Prepare the folder for another attempt of the job described in it, and lock it.
 
     Before the first attempt of a submitted job, the folder is as ``begin`` left it.
-
-    Raises:
-        UserError: the same job is running in the folder, or the folder cannot be written.
     """
     with folder.locked(job):
         if folder.state != "submitted":
@@ -66,7 +66,6 @@ def begin_again(folder: RunFolder, job: Job) -> None:
 
 
 def _archive_earlier_attempt(folder: RunFolder, job: Job, names: tuple[str, ...]) -> None:
-    """Move files of an earlier attempt to ``attempts/<n>``."""
     if folder.state == "planned":
         return  # no earlier attempt
     resumes = can_resume(job, folder.path)
@@ -95,7 +94,7 @@ def _unfinished_siblings(job: Job) -> list[str]:
         return []
     found = []
     for path in sorted(runs.iterdir()):
-        run, checkpoints = RunStatus(path), path / config.folder
+        run, checkpoints = RunFolder(path), path / config.folder
         if path.name == job.id or not checkpoints.is_dir() or run.state in ("completed", None):
             continue
         if run.may_be_running or _numerics_id(path) != job.numerics_id:
@@ -111,3 +110,141 @@ def _numerics_id(run_dir: Path) -> str | None:
         return Job.read(run_dir / "job.json").numerics_id
     except (FileNotFoundError, UserError):
         return None
+
+
+_NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/local", "/scratch/local")
+
+
+def require_inputs(job: Job) -> None:
+    """Check that a job's data, tokenizer and initial weights exist, as far as this machine can tell."""
+    for data, errors in sources_of(job.data):
+        with errors:
+            _require_files(data)
+    tokenizer = job.tokenizer.path
+    if tokenizer and not tokenizer.startswith(ASSET_PREFIX) and _is_missing(str(job.tokenizer.file)):
+        raise ConfigError("tokenizer.path", tokenizer, "there is no such file", "a tokenizer file")
+    initial = job.checkpoint.initial_load_path
+    if initial and not is_url(initial) and _is_missing(initial.removeprefix("file://")):
+        works = "a checkpoint, a run folder, or safetensors with checkpoint.initial_load_in_hf=true"
+        raise ConfigError("checkpoint.initial_load_path", initial, "there is no such folder", works)
+
+
+def _require_files(data: DataConfig) -> None:
+    named = DATA_KINDS[data.kind].folders
+    for name, folder in (load_attribute(named)(data) if named else {}).items():
+        if folder and _is_missing(os.path.expanduser(folder)):
+            raise ConfigError(f"data.options.{name}", folder, "there is no such folder", "the model's folder")
+    if not data.reads_files:
+        return
+    for name in ("paths", "validation_paths"):
+        patterns = tuple(getattr(data, name))
+        if not patterns or _matches_any(patterns):
+            continue
+        if "corpus" in DATA_KINDS[data.kind].formats:
+            from harness.data.tokens import named_by_prefix
+
+            patterns = tuple(path for prefix in patterns for path in named_by_prefix(prefix))
+        if not _matches_any(patterns):
+            rule = f"no file matches, seen from {os.getcwd()}"
+            raise ConfigError(f"data.{name}", f"[{','.join(getattr(data, name))}]", rule, "files that exist")
+
+
+def require_vocabulary(job: Job) -> None:
+    """Check that the job's tokenizer fits into its model's vocabulary, if the tokenizer's file exists here.
+
+    For conversations, also check that there is a chat template.
+
+    Raises:
+        ConfigError: it does not fit.
+        DataError: the tokenizer's file is malformed, or missing where the ranks run on this machine; or there
+            is no chat template.
+    """
+    if job.cluster.is_here and job.tokenizer.has_file:
+        from harness.data.tokenizer_base import read_tokenizer
+
+        read_tokenizer(job.tokenizer.file)
+    kinds = [DATA_KINDS[kind] for kind in job.data.kinds]
+    if any(kind.has_vocabulary and kind.batches == "tokens" for kind in kinds):
+        from harness.data.sources import tokenizer_of
+        from harness.data.tokenizer import build_tokenizer, check_vocab_size
+
+        tokenizer = job.tokenizer
+        num_tokens = _vocabulary_size(tokenizer.kind, tokenizer.path, tokenizer.special)
+        check_vocab_size(num_tokens or 0, job.model.vocab_size)
+        for source, errors in sources_of(job.data):
+            if DATA_KINDS[source.kind].tokenizer and num_tokens is not None:
+                with errors:
+                    tokenizer_of(source, build_tokenizer(tokenizer))
+
+
+@functools.cache
+def _vocabulary_size(kind: str, path: str | None, special: str) -> int | None:
+    from harness.data.tokenizer import vocabulary_size
+
+    return vocabulary_size(TokenizerConfig(kind, path, special))
+
+
+def require_tokenized(job: Job, passed: set[str] | None = None) -> None:
+    """Check that a job need not tokenize more than data.tokenize_limit_gib, as far as this machine can tell.
+
+    Datasets of the hub are checked by the ranks, when their size is known.
+    """
+    if not job.cluster.is_here and not _is_visible(os.path.expanduser(job.data.cache_dir)):
+        return
+    for data, errors in sources_of(job.data):
+        source = repr((data, job.tokenizer, job.validation.interval > 0))
+        if DATA_KINDS[data.kind].source and data.reads_files and source not in (passed or ()):
+            with errors:
+                _require_tokenized(data, job)
+        if passed is not None:
+            passed.add(source)
+
+
+def _require_tokenized(data: DataConfig, job: Job) -> None:
+    from harness.data.cache import cache_folder, is_small, too_large
+    from harness.data.shards import MANIFEST
+    from harness.data.sources import source_of, tokenizer_of
+    from harness.data.tokenizer import build_tokenizer
+
+    for split in ("train", *(("validation",) if data.validation_paths and job.validation.interval else ())):
+        source, held_out = source_of(data, split)
+        try:
+            if is_small(source):
+                continue
+            tokenizer = tokenizer_of(data, build_tokenizer(job.tokenizer))
+            folder = cache_folder(source, tokenizer, held_out, data.cache_dir)
+        except DataError:  # the ranks may see other files
+            continue
+        if not (folder / MANIFEST).exists():
+            raise too_large(source, job.tokenizer)
+
+
+@functools.cache
+def _matches_any(patterns: tuple[str, ...]) -> bool:
+    """Whether a pattern matches a path here, or may match one that is not visible here."""
+    from harness.data.sources import expand
+
+    return any(
+        next(matching(path), None) is not None or not _is_visible(_without_wildcards(path))
+        for path in map(expand, patterns)
+    )
+
+
+def _without_wildcards(pattern: str) -> str:
+    parts = Path(pattern).parts
+    fixed = next((index for index, part in enumerate(parts) if glob.has_magic(part)), len(parts))
+    return str(Path(*parts[:fixed])) if fixed else "."
+
+
+@functools.cache
+def _is_missing(path: str) -> bool:
+    return not os.path.exists(path) and _is_visible(path)
+
+
+def _is_visible(path: str) -> bool:
+    """Whether a path would be the same on a node: its folder exists here and is not for temporary files."""
+    absolute = os.path.abspath(path)
+    node_local = (*_NODE_LOCAL, tempfile.gettempdir())
+    return os.path.isdir(os.path.dirname(absolute)) and not any(
+        absolute == folder or absolute.startswith(f"{folder}/") for folder in node_local
+    )

@@ -21,13 +21,6 @@ class RankDied(MachineError):
     """A rank ended without recording an error: killed from outside, by the kernel, or by a library.
 
     Without ``kind``, the kind is inferred from the end of its log, or else ``unknown``.
-
-    Args:
-        rank: the rank.
-        how: how it ended, e.g. ``signal 9 (SIGKILL)``.
-        logs: folder of the ranks' logs.
-        hint: further text for the message.
-        kind: the failure class, if known.
     """
 
     def __init__(self, rank: int, how: str, logs: Path, *, hint: str = "", kind: str | None = None) -> None:
@@ -44,14 +37,7 @@ class RankDied(MachineError):
 
     @classmethod
     def by_code(cls, rank: int, exit_code: int, memory_kills: int, logs: Path) -> RankDied:
-        """Describe a rank of this machine by its exit code.
-
-        Args:
-            rank: the rank.
-            exit_code: its exit code, negative for a signal.
-            memory_kills: number of processes that the kernel's OOM killer killed meanwhile.
-            logs: folder of the ranks' logs.
-        """
+        """Describe a rank of this machine; a negative exit code is a signal."""
         if exit_code >= 0:
             return cls(rank, f"exit code {exit_code}", logs)
         how, hint, kind = f"signal {-exit_code} ({signal.Signals(-exit_code).name})", "", None
@@ -69,8 +55,6 @@ def dead_ranks(output: str, logs: Path, *, late: bool = False) -> list[tuple[int
     """Return the ranks that failed by themselves, in the order in which they ended.
 
     Args:
-        output: srun's output.
-        logs: folder of the ranks' logs.
         late: also return those that srun named after it began to end the ranks, unless its signal ended them.
     """
     memory = "out_of_memory" if kind_of_text(output) == "out_of_memory" else None
@@ -92,7 +76,6 @@ def unnamed_ranks(output: str, ranks: int) -> list[int]:
 
 
 def _named(output: str) -> Iterator[tuple[int, str, bool]]:
-    """Yield the ranks that srun names, how they ended, and whether srun was ending the ranks by then."""
     ending = _ENDING.search(output)
     for match in _TASKS.finditer(output):
         tasks, how = match.groups()
@@ -107,7 +90,6 @@ def record_dead(folder: RunFolder, dead: Iterable[tuple[int, RankDied]]) -> list
     """Record the ranks that have not recorded an error themselves; return these errors, the cause first.
 
     Args:
-        folder: the run folder.
         dead: the ranks, in the order in which they ended. The first one is the cause, unless the log of
             another one gives a reason.
     """
@@ -125,12 +107,7 @@ def only_victims(folder: RunFolder) -> bool:
 
 
 def record_left(folder: RunFolder, left: Iterable[int]) -> list[RankDied]:
-    """Record ranks that left without an error before the run was at its end; return these errors.
-
-    Args:
-        folder: the run folder.
-        left: the ranks that ended with exit code 0.
-    """
+    """Record ranks that left without an error before the run was at its end; return these errors."""
     if folder.row.get("exit_code") in (EXIT_OK, EXIT_RESUMABLE):
         return []
     if not only_victims(folder) and (folder.has_result or folder.first_error() is not None):

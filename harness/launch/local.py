@@ -1,19 +1,19 @@
-"""Start a job's ranks on this machine, supervise them, and record how the run ended."""
+"""Run a job on this machine: start its ranks, or be a rank that torchrun has started."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import logging
 import os
 import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from subprocess import Popen
+from typing import TYPE_CHECKING, NoReturn
 
+from harness.checkpoint.resume import is_finished, show_finished
 from harness.config.job import Job
 from harness.launch.begin import begin
 from harness.launch.dead_ranks import RankDied, count_memory_kills, record_dead, record_left
@@ -30,12 +30,20 @@ from harness.train.process import (
     stop_signals_ignored,
     stop_signals_interrupt,
 )
-from harness.util.errors import EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_OK, EXIT_RESUMABLE, STOPPED, ConfigError
+from harness.util.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_MACHINE,
+    EXIT_OK,
+    EXIT_RESUMABLE,
+    EXIT_USER,
+    STOPPED,
+    ConfigError,
+    MachineError,
+    UserError,
+)
 
 if TYPE_CHECKING:
-    from subprocess import Popen
-
-    from torch.distributed.elastic.multiprocessing import LogsSpecs, SubprocessContext
+    import torch.distributed as dist
 
 POLL_SECONDS = 0.05
 # Time that ranks have after one has failed, to notice it and to record their progress. A rank that hangs in a
@@ -44,11 +52,7 @@ LEAVING_SECONDS = 2.0
 
 
 def start(job: Job, folder: RunFolder, overrides: list[str]) -> int:
-    """Run a job as the work of this process; return the exit code.
-
-    Raises:
-        ConfigError: the job is only to be shown.
-    """
+    """Run a job as the work of this process; return the exit code."""
     if job.cluster.dry_run:
         rule = "shows a job for SLURM, and cluster.kind is local"
         raise ConfigError("cluster.dry_run", True, rule, "cluster=slurm, or false with --cfg job")
@@ -63,7 +67,6 @@ def launch(job: Job, folder: RunFolder, *, apart: bool = False, ends_process: bo
     together, and with this process.
 
     Args:
-        job: the resolved job.
         folder: its run folder, begun.
         apart: run a single rank as a child too, so that this process keeps no state of it.
         ends_process: this process ends with the run's exit code, so ignore stop signals once the ranks have
@@ -120,12 +123,8 @@ def _run_ranks(job: Job, folder: RunFolder, started: float) -> int:
     )
 
 
-def _supervise(job: Job, processes: Mapping[int, Popen], stop: StopRequest) -> dict[int, int]:
-    """Wait until all ranks have ended, or one has failed and the time for the others to end is over.
-
-    Returns:
-        exit codes (negative: the signal) of the ranks that ended by themselves.
-    """
+def _supervise(job: Job, processes: Mapping[int, Popen[bytes]], stop: StopRequest) -> dict[int, int]:
+    """Wait until all ranks have ended, or one has failed and the time for the others to end is over."""
     deadline, asked = float("inf"), False
     while True:
         codes = {rank: process.poll() for rank, process in processes.items()}
@@ -145,56 +144,112 @@ def _supervise(job: Job, processes: Mapping[int, Popen], stop: StopRequest) -> d
 
 
 @contextlib.contextmanager
-def _started(world_size: int, run_dir: Path, environment: dict[str, str]) -> Iterator[dict[int, Popen]]:
-    """Start the ranks by torch elastic; yield their processes, and kill the remaining ones at the end.
+def _started(
+    world_size: int, run_dir: Path, environment: dict[str, str]
+) -> Iterator[dict[int, Popen[bytes]]]:
+    """Start the ranks, each with its process group; yield their processes, and kill what is left at the end.
 
-    Not by ``elastic_launch``: its agent gives the other ranks of a failed one 30 seconds to end, sends them
-    the signal that asks for an orderly stop, and requires that the host name resolves.
+    Rank 0 writes to the terminal, the others into ``logs``. torchrun's agent would give the other ranks of a
+    failed one 30 seconds to end, and send them the signal that asks for an orderly stop.
     """
-    with importing_torch():
-        from torch.distributed.elastic.multiprocessing import start_processes
-
-    # The run folder's error files describe failures better than elastic's log.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    ranks = range(world_size)
-    start = functools.partial(
-        start_processes,
-        name="rank",
-        entrypoint=sys.executable,
-        args=dict.fromkeys(ranks, ("-u", "-m", "harness.train.rank", str(run_dir))),
-        envs={rank: {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in ranks},
-        logs_specs=_logs_specs(run_dir / "logs"),
-    )
-    # In a thread: in the main thread elastic would replace our signal handlers with its own.
-    with ThreadPoolExecutor(1) as thread:
-        context = cast("SubprocessContext", thread.submit(start).result())
-    processes = {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}
+    command = [sys.executable, "-u", "-m", "harness.train.rank", str(run_dir)]
+    processes: dict[int, Popen[bytes]] = {}
     try:
+        for rank in range(world_size):
+            own = {**os.environ, **environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            with contextlib.ExitStack() as files:
+                out, err = (
+                    files.enter_context((run_dir / "logs" / f"rank{rank}.{name}").open("wb"))
+                    if rank
+                    else None
+                    for name in ("out", "err")
+                )
+                processes[rank] = Popen(command, env=own, stdout=out, stderr=err, start_new_session=True)
         yield processes
     finally:
         for process in processes.values():
             # Also for a rank that has ended: workers it started may remain in its process group.
             with contextlib.suppress(OSError):
                 os.killpg(process.pid, signal.SIGKILL)
-        context.close(signal.SIGKILL)
+        for process in processes.values():
+            process.wait()
 
 
-def _logs_specs(folder: Path) -> LogsSpecs:
-    """Send rank 0's output to the terminal and that of the other ranks to files in a folder."""
-    from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
+GRACE_SECONDS = 0.5
+ROW_SECONDS = 3.0
+_BEGUN, _REFUSED, _FINISHED = "begun", "refused", "finished"
 
-    class InOneFolder(LogsSpecs):
-        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-            def files(suffix: str) -> dict[int, str]:
-                return {rank: str(folder / f"rank{rank}.{suffix}") if rank else "" for rank in envs}
 
-            return LogsDest(
-                stdouts=files("out"), stderrs=files("err"), error_files=dict.fromkeys(envs, os.devnull)
-            )
+def run_launched_rank(job: Job, folder: RunFolder, overrides: list[str]) -> NoReturn:
+    """Run this rank and end the process with its exit code."""
+    from harness.train.rank import end_with_launcher, leave, run_rank
 
-        @property
-        def root_log_dir(self) -> str:
-            return str(folder)
+    started, rank = time.monotonic(), int(os.environ["RANK"])
+    os.environ.update(openmp_environment(job))
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # Only if the parent is known to be the launcher: a shell in between may end earlier.
+        end_with_launcher(job, folder, os.getppid())
+    with stop_signals_interrupt():
+        store = _rendezvous(job) if job.world_size > 1 else None
+        outcome = _begin_on_rank_0(job, folder, overrides, rank, store)
+        if outcome != _BEGUN:
+            leave(EXIT_OK if outcome == _FINISHED else EXIT_USER)
+        code = run_rank(job, folder, started=started, store=store)
+        _report_failure(job, folder, code, rank)
+    # The lock on the folder is released when the process ends.
+    leave(code)
 
-    folder.mkdir(parents=True, exist_ok=True)
-    return InOneFolder()
+
+def _rendezvous(job: Job) -> dist.Store:
+    """Return the store that all ranks share before there is a process group."""
+    with importing_torch():
+        import torch.distributed as dist
+
+    timeout = timedelta(seconds=job.cluster.start_timeout_seconds)
+    try:
+        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    except dist.DistError as error:
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise MachineError(
+            f"rank {os.environ['RANK']} cannot connect to the store at {address} (MASTER_ADDR, MASTER_PORT): "
+            f"{str(error).splitlines()[0]}"
+        ) from error
+    store.set_timeout(timeout)
+    # torchrun may restart the ranks, and its store keeps their keys.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"harness-{attempt}", store)
+
+
+def _begin_on_rank_0(
+    job: Job, folder: RunFolder, overrides: list[str], rank: int, store: dist.Store | None
+) -> str:
+    """Begin the run folder on rank 0 while the others wait: none may write into an earlier attempt."""
+    if rank != 0 and store is not None:
+        return store.get("folder").decode()
+    outcome = _BEGUN
+    try:
+        if is_finished(job, folder.path):
+            show_finished(job, folder.path)
+            outcome = _FINISHED
+        else:
+            begin(folder, job, overrides, adopt=True)
+    except UserError as error:
+        # Show it before the other ranks receive the decision: torchrun ends all ranks when the first ends.
+        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.flush()
+        outcome = _REFUSED
+    if store is not None:
+        store.set("folder", outcome)
+    return outcome
+
+
+def _report_failure(job: Job, folder: RunFolder, code: int, rank: int) -> None:
+    if code in (EXIT_OK, *STOPPED):
+        return
+    # Errors are written at about the same time: the cause may be written after its consequences.
+    time.sleep(GRACE_SECONDS)
+    try:
+        (folder.path / "errors" / "told").open("x").close()
+    except OSError:
+        return
+    finish_run(job, folder, code, row_seconds=0.0 if rank == 0 else ROW_SECONDS)

@@ -25,11 +25,7 @@ _QUERY = "index,memory.used,memory.total,ecc.errors.uncorrected.volatile.total"
 
 
 class UnfitNodes(MachineError):
-    """Nodes that failed the check.
-
-    Args:
-        faults: descriptions of the faults, by node name.
-    """
+    """Nodes that failed the check."""
 
     kind = "node"
 
@@ -67,12 +63,7 @@ def check_nodes(job: Job, run_dir: Path) -> None:
 
 
 def faults_here(run_dir: Path, gpus: int) -> list[str]:
-    """Return this node's faults; empty if it is fit.
-
-    Args:
-        run_dir: the folder that ranks write into.
-        gpus: number of GPUs that the job needs on this node.
-    """
+    """Return this node's faults; empty if it is fit."""
     faults = [*_folder_faults(run_dir), *_memory_faults(Path("/proc/meminfo"))]
     return [*faults, *_gpu_faults(gpus)] if gpus else faults
 

@@ -35,10 +35,7 @@ _PRELOADED = ["harness.train.engine", "harness.train.setup", "harness.data.loade
 
 @dataclass(frozen=True)
 class Failure:
-    """Failure of one rank: its text, with the traceback; kind and message if it is a ``HarnessError``.
-
-    Not every exception can be pickled.
-    """
+    """Failure of one rank as text, with kind and message of a ``HarnessError``: not all can be pickled."""
 
     text: str
     kind: str | None = None
@@ -46,12 +43,7 @@ class Failure:
 
 
 class RankFailed(HarnessError):
-    """A rank of the pool raised, died, or did not answer in time.
-
-    Args:
-        message: the message.
-        failure: the failure that caused it; None: there was no answer.
-    """
+    """A rank of the pool raised, died, or did not answer in time."""
 
     def __init__(self, message: str, failure: Failure | None = None) -> None:
         super().__init__(message)
@@ -82,9 +74,6 @@ class RankPool:
             world_size: number of ranks, at most ``size``.
             function: importable from the ranks (pickled by reference).
             arguments: picklable.
-
-        Raises:
-            RankFailed: a rank failed; the message has the cause's traceback. The next job gets new ranks.
         """
         assert 1 <= world_size <= self.size, f"{world_size} ranks of {self.size}"
         if not self._ranks:
@@ -171,7 +160,6 @@ class RankPool:
 
 @contextmanager
 def _environment(**variables: str) -> Iterator[None]:
-    """Set environment variables while a child is started that inherits them."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -200,7 +188,6 @@ def _forget_meshes() -> None:
 
 
 def _serve(rank: int, connection: Connection, on_gpus: bool) -> None:
-    """Run jobs as one rank of the pool until the owner closes the connection."""
     # ^C on the terminal reaches the ranks too. Their owner handles it, and they end with the owner.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     owner = mp.parent_process()

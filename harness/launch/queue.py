@@ -171,11 +171,7 @@ def submit_script(script: Path) -> str:
 
 
 def jobs() -> Jobs:
-    """List this user's jobs.
-
-    Raises:
-        SlurmError: the scheduler does not answer, as all functions here may.
-    """
+    """List this user's jobs."""
     _require_configuration()
     return Jobs(_listed(f"--user={getpass.getuser()}"))
 
@@ -250,18 +246,24 @@ def partition_minutes(partition: str | None) -> int:
 
 
 def _facts(line: str) -> dict[str, str]:
-    """Parse a line of ``scontrol show --oneliner``."""
     return dict(part.split("=", 1) for part in line.split() if "=" in part)
 
 
-def requeue(job_id: str) -> None:
-    """Requeue a running job under its id; SLURM ends its processes."""
+def requeue(job_id: str, without: Sequence[str] = ()) -> None:
+    """Requeue a running job under its id, without some nodes; SLURM ends its processes.
+
+    SLURM does not start the job again before its processes have ended, such as this one.
+    """
+    # Read first: SLURM's signal to the job's processes may end a later scontrol.
+    excluded = _with_excluded(job_id, without) if without else None
     try:
         _run("scontrol", "requeue", job_id)
     except SlurmError:
         # SLURM's signal to the job's processes may have ended scontrol after it was obeyed.
         if not is_requeued(job_id):
             raise
+    if excluded is not None:
+        _update(job_id, excluded)
 
 
 def is_requeued(job_id: str) -> bool:
@@ -272,17 +274,6 @@ def is_requeued(job_id: str) -> bool:
 def own_nodes() -> list[str]:
     """Return the nodes of the allocation that this process runs in."""
     return _run("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split()
-
-
-def requeue_without(job_id: str, nodes: Sequence[str]) -> None:
-    """Requeue the job that this process belongs to, and exclude nodes from it.
-
-    SLURM does not start the job again before its processes have ended.
-    """
-    # Read first: SLURM's signal to the job's processes may end a later scontrol.
-    excluded = _with_excluded(job_id, nodes)
-    requeue(job_id)
-    _update(job_id, excluded)
 
 
 def exclude(job_id: str, nodes: Sequence[str]) -> None:
@@ -300,7 +291,7 @@ def _update(job_id: str, change: str) -> None:
 
 
 def _retried(call: Callable[[], T]) -> T:
-    """Call again if a command failed: SLURM's signal to the job's processes ends commands too."""
+    # SLURM's signal to the job's processes ends commands too.
     for _ in range(ATTEMPTS - 1):
         with contextlib.suppress(SlurmError):
             return call()

@@ -22,16 +22,81 @@ from typing import Any
 
 from harness.config.fields import LABEL, leaves
 from harness.config.job import Job
-from harness.launch.naming import names_of
 from harness.launch.queue import SlurmError
 from harness.launch.state import RunState, read_states, states_in_folders
 from harness.launch.sweep.registry import FILE as SWEEP
-from harness.launch.sweep.registry import Point, Registry, command_of, labels, typed_overrides
+from harness.launch.sweep.registry import Point, Registry, command_of, labels, sets_label, typed_overrides
 from harness.metrics.mfu import mfu
 from harness.run.evaluations import newest
 from harness.run.folder import RunFolder
 from harness.util.encoding import flatten, parse_object
 from harness.util.errors import UserError
+
+MOST_FIELDS = 3
+
+
+def names_of(points: Sequence[Point]) -> list[str]:
+    """Name each run by the smallest set of overridden fields that distinguishes the runs, with their values.
+
+    Args:
+        points: runs that were started one by one, so their overrides may set different fields.
+    """
+    if len(points) < 2:
+        return labels([point.overrides for point in points])
+    columns = _columns(points)
+    chosen: list[str] = []
+    groups = 1
+    while groups < len(points):
+        counts = {
+            key: len(set(zip(*(columns[each] for each in (*chosen, key)), strict=True))) for key in columns
+        }
+        # Use labels only if nothing else distinguishes the runs.
+        useful = [key for key, count in counts.items() if count > groups]
+        best = max(useful, key=lambda key: (not sets_label(key), counts[key]), default=None)
+        if best is None:
+            break
+        chosen.append(best)
+        groups = counts[best]
+    shown = [key for key in columns if key in chosen]
+    named = [
+        " ".join(f"{key}={columns[key][index]}" for key in shown if columns[key][index] is not None)
+        for index in range(len(points))
+    ]
+    return [
+        name if name and named.count(name) == 1 else f"{name} {point.id}".strip()
+        for name, point in zip(named, points, strict=True)
+    ]
+
+
+def _columns(points: Sequence[Point]) -> dict[str, list[str | None]]:
+    """Return fields that any run overrides and that differ, with the value in each run; label fields last."""
+    typed = [dict(each.lstrip("+").partition("=")[::2] for each in point.overrides) for point in points]
+    fields = [{name: str(value) for name, _, value in leaves(point.job)} for point in points]
+    keys = sorted(dict.fromkeys(key for each in typed for key in each), key=sets_label)
+    columns = {
+        # Fields also have a value in runs that do not override them; groups and mapping keys do not.
+        key: [own.get(key, given.get(key)) for own, given in zip(fields, typed, strict=True)]
+        for key in keys
+        if key != "runs_dir"
+    }
+    return {key: values for key, values in columns.items() if len(set(values)) > 1}
+
+
+def by_part(fields: Sequence[str]) -> dict[str, list[str]]:
+    """Group fields by their part of the job."""
+    parts: dict[str, list[str]] = {}
+    for field in fields:
+        parts.setdefault(field.partition(".")[0], []).append(field)
+    return parts
+
+
+def in_short(fields: Sequence[str]) -> str:
+    """Return a list of fields as text; a part with many fields is shown by their number."""
+    return ", ".join(
+        ", ".join(own) if len(own) <= MOST_FIELDS else f"{part} ({len(own)} fields)"
+        for part, own in by_part(fields).items()
+    )
+
 
 Row = dict[str, Any]
 
@@ -130,7 +195,6 @@ def as_planned(name: str, job: Job, overrides: list[str]) -> Row:
 
 
 def _typed(overrides: Sequence[str]) -> Row:
-    """Return overrides and command without ``runs_dir``, which is specific to a machine."""
     own = [each for each in overrides if not each.startswith("runs_dir=")]
     return {"overrides": own, "command": command_of(own)}
 
@@ -172,11 +236,7 @@ def _range_of_steps(row: Row) -> tuple[float | None, float | None]:
 
 
 def job_of(row: Row) -> Job | None:
-    """Return the job of a row; None for a skipped point.
-
-    Raises:
-        ConfigError: the row is of a version whose jobs had other fields.
-    """
+    """Return the job of a row; None for a skipped point."""
     plain: dict[str, Any] = {}
     for key, value in row.items():
         part, _, name = key.partition(".")
@@ -195,11 +255,7 @@ def shortened(label: str) -> str:
 
 
 def read_kept(folder: Path) -> list[Row]:
-    """Read the rows of ``results.jsonl``; empty if there is no such file.
-
-    Raises:
-        UserError: the file is damaged.
-    """
+    """Read the rows of ``results.jsonl``; empty if there is no such file."""
     path = folder / KEPT
     if not path.is_file():
         return []
@@ -236,7 +292,6 @@ def _kept(row: Row, labels: frozenset[str]) -> Row:
 
 
 def _labels() -> frozenset[str]:
-    """Return the job fields to drop: labels, except names and where the job ran."""
     names = (name for name, role, _ in leaves(Job()) if role == LABEL)
     return frozenset(
         f"job.{name}"

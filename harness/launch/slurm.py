@@ -32,8 +32,6 @@ class Shape:
     """The resources that a job requests; jobs of equal shape form one array.
 
     Attributes:
-        nodes: number of nodes.
-        ranks_per_node: ranks per node.
         options: sbatch options, sorted.
         exports: shell lines that set the job's environment.
         setup: the user's shell lines before the job.
@@ -105,9 +103,6 @@ def device_hours(job: Job) -> float | None:
 
     Returns:
         device-hours; None if the time limit is the partition's and there is no SLURM here to read it from.
-
-    Raises:
-        SlurmError: the scheduler does not answer.
     """
     config = job.cluster
     nodes, ranks_per_node = config.nodes_for(job.world_size)
@@ -123,19 +118,14 @@ def device_hours(job: Job) -> float | None:
 class Submission:
     """Jobs of one shape, submitted together: several form a job array.
 
-    Attributes:
-        module: run by the script, with the run folder, or ``--list`` and the file of an array's run folders.
-
     Args:
-        jobs: the resolved jobs.
         run_dirs: their run folders, begun with the state ``submitted`` when ``submit`` is called.
         home: the folder of the run or the sweep, for SLURM's logs and the copy of the code.
         name: SLURM's job name; it identifies the job if this process dies before it has stored the job id.
         at_once: maximum number of jobs that run at once; None means ``cluster.max_running``.
         after: ids of jobs that must end first, successfully or not.
+        module: run by the script, with the run folder, or ``--list`` and the file of an array's run folders.
     """
-
-    module = "harness.launch.batch"
 
     def __init__(
         self,
@@ -146,13 +136,15 @@ class Submission:
         *,
         at_once: int | None = None,
         after: Sequence[str] = (),
+        module: str = "harness.launch.batch",
     ) -> None:
         shapes = {shape_of(job) for job in jobs}
         assert len(shapes) == 1, "jobs of one array have one shape"
+        self.is_array = len(jobs) > 1
         self.jobs, self.run_dirs = jobs, [path.absolute() for path in run_dirs]
         self.home, self.name, self.shape = home.absolute(), name, shapes.pop()
         self.at_once = min(job.cluster.max_running for job in jobs) if at_once is None else at_once
-        self.after = after
+        self.after, self.module = after, module
         # Not one folder per job: SLURM opens the log before submitit could create the folder.
         self.folder = self.home / "slurm"
         # Whether sbatch was started: then the job may be in the queue even if this process fails.
@@ -169,14 +161,28 @@ class Submission:
         """
         from submitit.slurm.slurm import _make_sbatch_string
 
-        several = len(self.jobs) > 1
-        log = "%A_%a_0_log.out" if several else "%j_0_log.out"  # submitit's names
+        log = "%A_%a_0_log.out" if self.is_array else "%j_0_log.out"  # submitit's names
         folder = str(self.folder).replace("%", "%%")
-        parameters = self._parameters()
-        parameters["additional_parameters"]["output"] = f"slurm-{log}" if planned else f"{folder}/{log}"
-        count: dict[str, Any] = {"map_count": len(self.jobs)} if several else {}
+        options = dict(self.shape.options)
+        options["output"] = f"slurm-{log}" if planned else f"{folder}/{log}"
+        if self.after:
+            own = [options["dependency"]] if "dependency" in options else []
+            options["dependency"] = ",".join([*own, f"afterany:{':'.join(self.after)}"])
+        # submitit's defaults are a time limit of five minutes, and a wckey, which clusters without accounting
+        # by wckey refuse.
+        nothing: Any = None
         text: str = _make_sbatch_string(
-            command=f"exec {self._command()}", folder=self.folder, **count, **parameters
+            command=f"exec {self._command()}",
+            folder=self.folder,
+            job_name=self.name,
+            setup=self._setup(),
+            use_srun=False,
+            stderr_to_stdout=True,
+            map_count=len(self.jobs) if self.is_array else None,
+            array_parallelism=self.at_once,
+            time=nothing,
+            wckey=nothing,
+            additional_parameters=options,
         )
         return text
 
@@ -187,44 +193,35 @@ class Submission:
 
     @property
     def _list_path(self) -> Path:
-        """Path where ``submit`` writes the run folders of an array, one per line."""
         return self.folder / f"{self._stem}.runs"
 
     def _command(self) -> str:
-        """Return the command that runs the job."""
-        several = len(self.jobs) > 1
         command = [sys.executable, "-u", "-m", self.module]
-        command += ["--list", str(self._list_path)] if several else [str(self.run_dirs[0])]
+        command += ["--list", str(self._list_path)] if self.is_array else [str(self.run_dirs[0])]
         if self.shape.snapshot:
             command += ["--code", str(snapshot_path(self.home))]
         return shlex.join(command)
 
     def submit(self) -> list[str]:
-        """Submit the jobs; return their ids, in the order of the jobs.
-
-        Raises:
-            UserError: there is no SLURM here, or it refuses the job.
-            SlurmError: SLURM does not answer.
-        """
+        """Submit the jobs; return their ids, in the order of the jobs."""
         require_slurm()
         check_shell(self.shape.setup)
         if self.shape.snapshot:
             take_snapshot(self.home)
         self.folder.mkdir(parents=True, exist_ok=True)
-        several = len(self.jobs) > 1
         job_records = [
-            SlurmJobRecord(self.name, i if several else None, logs=str(self.folder))
+            SlurmJobRecord(self.name, i if self.is_array else None, logs=str(self.folder))
             for i in range(len(self.jobs))
         ]
         for run_dir, job_record in zip(self.run_dirs, job_records, strict=True):
             job_record.write(run_dir)
         # Write everything that the job reads before submitting it: this process may die at any moment.
-        if several:
+        if self.is_array:
             write_atomically(self._list_path, "".join(f"{path}\n" for path in self.run_dirs).encode())
         write_atomically(self.script_path, self.script().encode())
         self.is_sent = True
         number = self._sbatch()
-        ids = [f"{number}_{job_record.index}" if several else number for job_record in job_records]
+        ids = [f"{number}_{job_record.index}" if self.is_array else number for job_record in job_records]
         for run_dir, job_record, ident in zip(self.run_dirs, job_records, ids, strict=True):
             # The job may have started meanwhile and written a newer record.
             if (SlurmJobRecord.read(run_dir) or job_record).job_id is None:
@@ -236,31 +233,9 @@ class Submission:
         with _environment_for_submitting(self.shape):
             return submit_script(self.script_path)
 
-    def _parameters(self) -> dict[str, Any]:
-        return {
-            "job_name": self.name,
-            "use_srun": False,
-            "stderr_to_stdout": True,
-            "array_parallelism": self.at_once,
-            "setup": self._setup(),
-            # submitit's defaults are a time limit of five minutes, and a wckey, which clusters without
-            # accounting by wckey refuse.
-            "time": None,
-            "wckey": None,
-            "additional_parameters": self._options(),
-        }
-
-    def _options(self) -> dict[str, Any]:
-        options = dict(self.shape.options)
-        if self.after:
-            own = [options["dependency"]] if "dependency" in options else []
-            options["dependency"] = ",".join([*own, f"afterany:{':'.join(self.after)}"])
-        return options
-
     def _setup(self) -> list[str]:
         """Return the script's lines before its command."""
-        several = len(self.jobs) > 1
-        needed = self._list_path if several else self.run_dirs[0] / "job.json"
+        needed = self._list_path if self.is_array else self.run_dirs[0] / "job.json"
         missing = f"error: {needed} is missing: submit the job with the harness, and without cluster.dry_run"
         lines = [
             # These signals would end bash before it execs the job's process, which handles them.
@@ -318,7 +293,7 @@ _DEFAULTS = {
 
 @contextmanager
 def _environment_for_submitting(shape: Shape) -> Iterator[None]:
-    """Remove variables of a surrounding allocation, and those that would override the script's options."""
+    """Hide a surrounding allocation, and variables that would override the script's options."""
     from submitit.helpers import clean_env
 
     options = dict(shape.options)

@@ -27,7 +27,7 @@ from harness.launch.begin import begin_again
 from harness.launch.dead_ranks import dead_ranks, only_victims, record_dead, record_left, unnamed_ranks
 from harness.launch.node_check import UnfitNodes, check_nodes
 from harness.launch.state import SlurmJobRecord
-from harness.metrics.phases import slow_ranks
+from harness.metrics.slow_ranks import slow_ranks
 from harness.run.folder import RunFolder, last_lines
 from harness.train.finish import finish_run
 from harness.train.process import rank_environment, rendezvous_store
@@ -79,12 +79,7 @@ def run_and_leave(run_dir: Path, received: Received) -> NoReturn:
 
 
 class Allocation:
-    """The SLURM allocation of this job.
-
-    Attributes:
-        job_id: the id as ``squeue`` prints it.
-        restarts: number of earlier starts of the job.
-    """
+    """The SLURM allocation of this job."""
 
     def __init__(self, job_id: str, restarts: int) -> None:
         self.job_id, self.restarts = job_id, restarts
@@ -182,12 +177,7 @@ def _begin(job: Job, folder: RunFolder, allocation: Allocation) -> None:
 
 
 def _end(folder: RunFolder, *, is_taken: bool = False) -> None:
-    """Note in the job's record that this attempt ends by itself, and whether the job was cancelled.
-
-    Args:
-        folder: the run folder.
-        is_taken: whether SLURM is taking the nodes.
-    """
+    """Note in the job's record that this attempt ends by itself, and whether the job was cancelled."""
     record = SlurmJobRecord.read(folder.path)
     if record is None:
         return  # somebody has removed it
@@ -224,15 +214,6 @@ def _verdict(folder: RunFolder, allocation: Allocation, returned: int, ranks: in
     An error that is not a consequence of another rank's failure comes first, then a rank that was killed. If
     srun ended rank 0 because another rank was killed, rank 0's error is a consequence. So is a failed
     collective. If all recorded errors say that a peer is gone, the rank that recorded none is the cause.
-
-    Args:
-        folder: the run folder.
-        allocation: the job's allocation.
-        returned: exit code of srun, negative for a signal.
-        ranks: number of ranks.
-
-    Returns:
-        an exit code.
     """
     error, code = folder.first_error(), folder.row.get("exit_code")
     if error is not None and error["kind"] not in VICTIMS:
@@ -260,8 +241,6 @@ def _verdict(folder: RunFolder, allocation: Allocation, returned: int, ranks: in
 
 
 class NoProgress(MachineError):
-    """The time limit or a preemption ended the job before its first step was done, twice in a row."""
-
     kind = "preempted"
 
     def __init__(self) -> None:
@@ -282,17 +261,7 @@ class StepFailed(MachineError):
 
 
 def _requeue(job: Job, folder: RunFolder, allocation: Allocation, seconds: float) -> int:
-    """Requeue a job that stopped after saving, at most ``cluster.max_requeues`` times.
-
-    Args:
-        job: the resolved job.
-        folder: its run folder.
-        allocation: the job's allocation.
-        seconds: how long the job has run.
-
-    Returns:
-        EXIT_RESUMABLE in any case.
-    """
+    """Requeue a job that stopped after saving, at most ``cluster.max_requeues`` times."""
     if allocation.restarts >= job.cluster.max_requeues:
         reason = _why_not_requeued(job, seconds)
         folder.set_status("interrupted", exit_code=EXIT_RESUMABLE, reason=reason)
@@ -302,10 +271,7 @@ def _requeue(job: Job, folder: RunFolder, allocation: Allocation, seconds: float
     folder.set_status("requeued", restarts=allocation.restarts + 1, **({"excluded": slow} if slow else {}))
     folder.release()
     try:
-        if slow:
-            queue.requeue_without(allocation.job_id, slow)
-        else:
-            queue.requeue(allocation.job_id)
+        queue.requeue(allocation.job_id, slow)
     except queue.SlurmError as error:
         folder.set_status("interrupted", exit_code=EXIT_RESUMABLE)
         sys.stderr.write(f"WARNING cannot requeue this job: {error}\n")
@@ -313,7 +279,6 @@ def _requeue(job: Job, folder: RunFolder, allocation: Allocation, seconds: float
 
 
 def _slow_nodes(job: Job, folder: RunFolder) -> list[str]:
-    """Return the nodes to exclude: those of ranks that were slow when the attempt ended."""
     if not job.cluster.exclude_slow:
         return []
     return sorted({each.host for each in slow_ranks(folder.path) if each.until is None})
@@ -342,7 +307,7 @@ def _requeue_without(unfit: UnfitNodes, job: Job, folder: RunFolder, allocation:
     _end(folder)
     folder.release()
     try:
-        queue.requeue_without(allocation.job_id, unfit.nodes)
+        queue.requeue(allocation.job_id, unfit.nodes)
     except queue.SlurmError as error:
         sys.stderr.write(f"WARNING cannot requeue this job without these nodes: {error}\n")
         if allocation.state() in _TAKEN:
@@ -391,13 +356,6 @@ def srun_command(job: Job, run_dir: Path) -> list[str]:
         f"--error={logs}/rank%t.err",
         *config.srun_args,
     ]
-    container = shlex.split(config.container or "")
-    return [
-        *command,
-        *container,  # options of srun, or a command around Python
-        config.python or sys.executable,
-        "-u",
-        "-m",
-        "harness.train.rank",
-        str(run_dir),
-    ]
+    container = shlex.split(config.container or "")  # options of srun, or a command around Python
+    python = [config.python or sys.executable, "-u", "-m", "harness.train.rank", str(run_dir)]
+    return [*command, *container, *python]

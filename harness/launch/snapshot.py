@@ -20,14 +20,7 @@ _WORKS = "would work: a place outside of the package, or cluster.snapshot=false"
 
 
 def snapshot_path(home: Path) -> Path:
-    """Return the folder for a copy of the current code, ``home/code/<digest>``, to be put on PYTHONPATH.
-
-    Args:
-        home: the folder of the run or the sweep.
-
-    Raises:
-        UserError: the package holds a file that is not copied.
-    """
+    """Return the folder for a copy of the current code, ``home/code/<digest>``, to be put on PYTHONPATH."""
     digest = hashlib.sha256()
     for path, content in _code(PACKAGE).items():
         digest.update(f"{path}\0{len(content)}\0".encode() + content)

@@ -13,7 +13,7 @@ from typing import Any
 from harness.config.fields import from_dict
 from harness.config.job import Job
 from harness.launch.queue import ENDED, Jobs, Queued, SlurmError, is_live, jobs, last_states
-from harness.metrics.phases import SlowRank, slow_ranks
+from harness.metrics.slow_ranks import SlowRank, slow_ranks
 from harness.run.folder import RunFolder, last_lines
 from harness.run.result import write_json_atomically
 from harness.train.finish import finish_run
@@ -39,7 +39,6 @@ class SlurmJobRecord:
         index: index of the array task; None for a job that is not an array.
         job_id: the id as ``squeue`` prints it; None until SLURM has answered.
         restarts: how often SLURM has restarted the job.
-        cancelled: whether the job was cancelled.
         begun: whether an attempt has begun and has not said how it ended.
         logs: folder of the job script's log; None in files of earlier versions.
     """
@@ -60,11 +59,7 @@ class SlurmJobRecord:
 
     @classmethod
     def read(cls, run_dir: Path) -> SlurmJobRecord | None:
-        """Return the record of a run folder; None if the run was never submitted.
-
-        Raises:
-            UserError: the file cannot be read, or is damaged.
-        """
+        """Return the record of a run folder; None if the run was never submitted."""
         path = run_dir / FILE
         try:
             plain = read_object(path)
@@ -170,7 +165,6 @@ class RunState:
     """The current state of a run.
 
     Attributes:
-        run_dir: its run folder.
         state: ``planned`` (never started), ``pending`` (waits in SLURM's queue), ``blocked`` (is in the queue
             and can never start), ``running``, ``suspended`` (by SLURM), ``completed``, ``stopped``
             (interrupted, can resume), ``cancelled`` (its SLURM job was), ``failed``, or ``lost`` (ended
@@ -208,21 +202,13 @@ class RunState:
 
 
 def read_states(run_dirs: Sequence[Path]) -> list[RunState]:
-    """Return the states of all runs, with one query of SLURM if any run needs it.
-
-    Raises:
-        SlurmError: the scheduler does not answer.
-    """
+    """Return the states of all runs, with one query of SLURM if any run needs it."""
     listed = queued_jobs(run_dirs)
     return [read_state(run_dir, listed) for run_dir in run_dirs]
 
 
 def queued_jobs(run_dirs: Sequence[Path]) -> Jobs | None:
-    """Return SLURM's jobs if any run was submitted and is not complete; None if there is no SLURM here.
-
-    Raises:
-        SlurmError: the scheduler does not answer.
-    """
+    """Return SLURM's jobs if any run was submitted and is not complete; None if there is no SLURM here."""
     if not any((path / FILE).is_file() and RunFolder(path).state != "completed" for path in run_dirs):
         return Jobs([])
     return jobs() if shutil.which("squeue") is not None else None
@@ -287,9 +273,6 @@ def record_lost(run_dirs: Sequence[Path]) -> tuple[list[RunState], list[RunState
     """Write the rows of runs that ended without one; return the states of all runs, and of those written.
 
     Queries SLURM once for its jobs, and once more for the final states of jobs that it does not list.
-
-    Raises:
-        SlurmError: the scheduler does not answer.
     """
     listed = queued_jobs(run_dirs)
     seen = {run_dir: read_state(run_dir, listed) for run_dir in run_dirs}
@@ -351,11 +334,9 @@ def close_run(
     A cancelled job, and a run of this machine, count as interrupted, not as failed.
 
     Args:
-        job: the resolved job.
         folder: its run folder, held by this process.
         record: of its SLURM job; None if the run was not submitted.
         state: SLURM's final state of the job, or None.
-        quiet: print nothing.
     """
     lost = None if record is None else JobLost(record, state)
     if lost is None or lost.kind == "cancelled":

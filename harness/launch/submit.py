@@ -8,8 +8,7 @@ import time
 from pathlib import Path
 
 from harness.config.job import Job
-from harness.launch.begin import begin
-from harness.launch.preflight import require_inputs
+from harness.launch.begin import begin, require_inputs
 from harness.launch.queue import Jobs, Queued, SlurmError, describe, is_live, jobs, last_states, require_slurm
 from harness.launch.slurm import Submission, device_hours, shape_of
 from harness.launch.state import BUSY, SlurmJobRecord, close_run, read_state, record_lost
@@ -68,11 +67,7 @@ def _kept_in_words(submitted: Job, typed: Job) -> str:
 
 
 def _queued_unless_failed(folder: RunFolder, submission: Submission) -> Queued | None:
-    """Return the job in the queue; None if it has failed and SLURM is only cleaning up.
-
-    Raises:
-        UserError: the job is queued but its run folder was removed, so it would fail when it starts.
-    """
+    """Return the job in the queue; None if it has failed and SLURM is only cleaning up."""
     if SlurmJobRecord.read(folder.path) is None:
         found = SlurmJobRecord(submission.name).find(jobs())
         # A job of that name may have another runs_dir. SLURM cuts StdOut at a space.
@@ -87,7 +82,6 @@ def _queued_unless_failed(folder: RunFolder, submission: Submission) -> Queued |
 
 
 def _close_lost(job: Job, folder: RunFolder) -> None:
-    """If the run's earlier job ended without a row, write it and show how the job ended."""
     earlier = read_state(folder.path, Jobs([]))
     record = earlier.job_record
     if earlier.state == "lost" and record is not None and record.job_id is not None:
@@ -99,12 +93,7 @@ def _close_lost(job: Job, folder: RunFolder) -> None:
 def submit(
     submission: Submission, folders: list[RunFolder], overrides: list[list[str]], *, adopt: bool = False
 ) -> list[str]:
-    """Prepare the run folders, submit, and release the folders; return the job ids.
-
-    Raises:
-        UserError: an input file is missing, a folder is in use, or SLURM is not here or refuses the job.
-        SlurmError: SLURM does not answer.
-    """
+    """Prepare the run folders, submit, and release the folders; return the job ids."""
     for job in submission.jobs:
         require_inputs(job)
     try:
@@ -158,11 +147,7 @@ def _hours(jobs: list[Job]) -> float | None:
 
 
 def confirm(jobs: list[Job]) -> None:
-    """Ask for confirmation if jobs may cost more than ``cluster.confirm_gpu_hours``.
-
-    Raises:
-        UserError: the answer is no, or stdin is not a terminal.
-    """
+    """Ask for confirmation if jobs may cost more than ``cluster.confirm_gpu_hours``."""
     limit, hours = min(job.cluster.confirm_gpu_hours for job in jobs), _hours(jobs)
     if hours is None:
         raise ConfigError(
@@ -188,11 +173,7 @@ def queued(run_dir: Path) -> Queued | None:
 
 
 def follow(job: Job, folder: RunFolder) -> int:
-    """Show rank 0's output until the job ends; return the run's exit code.
-
-    Raises:
-        UserError: a file of the run folder is damaged, or the job can never start.
-    """
+    """Show rank 0's output until the job ends; return the run's exit code."""
     tail, asked = Tail(folder.path / "logs" / "rank0.out"), 0.0
     try:
         while True:

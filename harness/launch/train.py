@@ -19,7 +19,7 @@ from harness.compose.composer import Composed
 from harness.compose.verb import Verb
 from harness.config.cluster import CLUSTERS
 from harness.config.job import Job
-from harness.launch.preflight import require_tokenized, require_vocabulary
+from harness.launch.begin import require_tokenized, require_vocabulary
 from harness.run.folder import RunFolder
 from harness.train.process import launched_ranks
 from harness.util.errors import UserError
@@ -29,7 +29,7 @@ def train(job: Job, overrides: list[str]) -> int:
     """Train a job, as its controller or as one of its ranks; return the exit code."""
     folder = RunFolder(job.run_dir)
     if launched_ranks() is not None:
-        from harness.launch.torchrun import run_launched_rank
+        from harness.launch.local import run_launched_rank
 
         run_launched_rank(job, folder, overrides)
     if is_finished(job, folder.path):

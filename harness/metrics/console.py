@@ -44,7 +44,6 @@ class PlainConsole:
         return f"step {row['step']:>{width}}/{self._total_steps}  {self._text(row)}".rstrip()
 
     def _text(self, row: Mapping[str, Any]) -> str:
-        """Format the metrics of a row, without its step; None is left out."""
         shown = []
         for metric in self._metrics:
             stem, is_prefix = metric.name.removesuffix("*"), metric.name.endswith("*")
@@ -88,8 +87,6 @@ class RichConsole(PlainConsole):
     """A progress bar with the newest metrics at the bottom of the terminal, and a line above it now and then.
 
     Args:
-        total_steps: last step of the run.
-        terminal: standard output by default.
         clock: monotonic clock, in seconds.
     """
 

@@ -28,9 +28,6 @@ class MetricsFile:
 
     Attributes:
         notes: warnings for the user, one line each; the caller removes those it has shown.
-
-    Raises:
-        OSError: the file cannot be created, read or written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -41,12 +38,7 @@ class MetricsFile:
         self._file = path.open("a+b")
 
     def write(self, row: Row) -> None:
-        """Append one row.
-
-        Raises:
-            TypeError: JSON cannot represent a value; nothing is written.
-            OSError: the disk is full or not available.
-        """
+        """Append one row."""
         line = dumps(row).encode() + b"\n"
         self._restore_if_deleted()
         self._file.write(line)
@@ -173,13 +165,11 @@ def _describe_damage(path: Path, damaged: list[tuple[int, int]]) -> str:
 
 
 def _free_name(path: Path) -> Path:
-    """Return a name in the same folder that does not exist yet."""
     names = (path.with_name(f"{path.stem}.damaged-{number}{path.suffix}") for number in itertools.count(1))
     return next(name for name in names if not name.exists())
 
 
 def _row(line: bytes) -> Row | None:
-    """Parse a line; None if it is broken."""
     try:
         row = loads(line.decode())
     except ValueError:  # not JSON, or not UTF-8

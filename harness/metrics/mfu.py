@@ -103,10 +103,7 @@ class Efficiency:
     """Convert the throughput of a job to its speed per rank and MFU.
 
     Args:
-        model: the model, resolved.
         seq_len: full length of the sequences.
-        peak: peak of the device.
-        world_size: number of ranks.
     """
 
     def __init__(self, model: ModelConfig, seq_len: int, peak: Peak, world_size: int) -> None:

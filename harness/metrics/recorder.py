@@ -24,12 +24,7 @@ class Recorder:
     warning. Messages can be shown from the start, rows only after ``begin``.
 
     Args:
-        config: which views to use.
-        run_dir: the run folder.
         run_id: the id of the run, the same after a resume.
-        name: display name of the run.
-        job: the resolved job as plain values.
-        total_steps: last step of the run.
     """
 
     def __init__(
@@ -56,9 +51,6 @@ class Recorder:
                 attempt wrote after its last checkpoint, are dropped: they will be written again.
             metrics: columns of rows, in the order of a line on the console.
             has_curve: whether this folder should have the rows up to that step; missing rows are reported.
-
-        Raises:
-            OSError: metrics.jsonl cannot be written.
         """
         config, run_dir = self._config, self._run_dir
         self._file = MetricsFile(run_dir / METRICS_FILE)
@@ -71,11 +63,7 @@ class Recorder:
             self._add_view(name, options, start_step)
 
     def log(self, row: Mapping[str, Any]) -> None:
-        """Write the row of a step or a validation; it has a ``step``. Views leave out None, which is unknown.
-
-        Raises:
-            OSError: metrics.jsonl cannot be written.
-        """
+        """Write the row of a step or a validation, with its ``step``. Views leave out None."""
         assert self._file is not None, "rows before begin"
         self._file.write(dict(row))
         self._show_notes()

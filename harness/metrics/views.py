@@ -68,12 +68,6 @@ class WandbView:
 
     Rows have their own ``step`` and are logged without ``step=``: W&B drops a row whose step is below the
     last one, as after a resume from an older checkpoint.
-
-    Args:
-        run: the run to show.
-
-    Raises:
-        Exception: anything that wandb raises when it is missing, misused or cannot reach its server.
     """
 
     name = "wandb"
@@ -118,12 +112,7 @@ def log_sweep(config: MetricsConfig, folder: Path, group: str, rows: Sequence[Ma
 
     Args:
         config: metrics of any of the sweep's jobs: project, entity, tags and mode.
-        folder: folder of the sweep, for the local copy.
-        group: group of the sweep's runs.
         rows: the table, one row per point, all with the same columns.
-
-    Raises:
-        Exception: anything that wandb raises when it is missing, misused or cannot reach its server.
     """
     import wandb
 
@@ -171,10 +160,6 @@ class TensorBoardView:
 
     Args:
         run: the run to show; events of an earlier attempt after its start_step are purged.
-
-    Raises:
-        ImportError: tensorboard is not installed.
-        OSError: the folder cannot be written.
     """
 
     name = "tensorboard"
@@ -218,9 +203,6 @@ class MlflowView:
 
     Args:
         run: the run to show; its options are ``MlflowOptions``.
-
-    Raises:
-        Exception: anything that mlflow raises when it is missing, misused or cannot reach its server.
     """
 
     name = "mlflow"
@@ -239,7 +221,6 @@ class MlflowView:
         self._thread.start()
 
     def _begin(self, run: ShownRun) -> str:
-        """Continue the run's MLflow run, or create one with the job as parameters; return its id."""
         name = run.options.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "harness"
         found = self._client.get_experiment_by_name(name)
         experiment = self._client.create_experiment(name) if found is None else found.experiment_id
@@ -288,7 +269,6 @@ class MlflowView:
             self._error = error
 
     def _waiting_rows(self) -> Iterator[list[_Row]]:
-        """Yield the rows that wait, some at a time, until the end."""
         while True:
             rows = [self._rows.get()]
             while len(rows) < _ROWS_PER_REQUEST and not self._rows.empty():

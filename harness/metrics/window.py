@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
 from harness.metrics.columns import Metric
 
@@ -49,23 +50,13 @@ SUMMARY = (
 )
 
 
-@dataclass(frozen=True)
-class StepTime:
-    """The time of one step, in seconds.
-
-    Attributes:
-        seconds: wall time of the step, without validation, checkpoint and profiling.
-        data_seconds: the part of ``seconds`` spent waiting for data.
-        validation_seconds: time spent in validation, outside ``seconds``.
-        checkpoint_seconds: time spent saving, outside ``seconds``.
-        profiling_seconds: time spent writing traces, outside ``seconds``.
-    """
+class StepTime(NamedTuple):
+    """The time of one step, in seconds."""
 
     seconds: float
-    data_seconds: float = 0.0
-    validation_seconds: float = 0.0
-    checkpoint_seconds: float = 0.0
-    profiling_seconds: float = 0.0
+    """Without the sections ``EXCLUDED``."""
+    spent: dict[str, float]
+    """Time in each of ``SECTIONS``."""
 
 
 class StepTimer:
@@ -77,7 +68,7 @@ class StepTimer:
                 batch = next(batches)
             train(batch)
             lap = timer.lap()
-            window.add(lap.seconds, tokens, lap.data_seconds)
+            window.add(lap.seconds, tokens, lap.spent["data"])
             with timer.section("checkpoint"):
                 save()
 
@@ -105,12 +96,7 @@ class StepTimer:
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
-        """Add the time of the ``with`` block to section ``name``, one of SECTIONS.
-
-        Raises:
-            ValueError: no such section.
-            RuntimeError: another section is open; its time would count twice.
-        """
+        """Add the time of the ``with`` block to section ``name``, one of SECTIONS."""
         if name not in SECTIONS:
             raise ValueError(f"no section {name!r}; there are {', '.join(SECTIONS)}")
         if self._open is not None:
@@ -125,17 +111,13 @@ class StepTimer:
             self._open = None
 
     def lap(self) -> StepTime:
-        """End the step and begin the next one.
-
-        Raises:
-            RuntimeError: a section is still open.
-        """
+        """End the step and begin the next one."""
         if self._open is not None:
             raise RuntimeError(f"step ended inside of section {self._open!r}")
         seconds = self._clock() - self._started - sum(self._spent[name] for name in EXCLUDED)
         spent = self._spent
         self.restart()
-        return StepTime(seconds, *(spent[name] for name in SECTIONS))
+        return StepTime(seconds, spent)
 
     def _edge(self, name: str) -> float:
         """Return the time; first wait for the device if the step excludes the section."""
@@ -158,9 +140,6 @@ class Window:
 
     Warm-up starts with the first step of *this process*, not with step 1 of the run: a resumed run compiles
     and connects again.
-
-    Args:
-        warmup_steps: number of first steps to exclude.
     """
 
     def __init__(self, warmup_steps: int = 3) -> None:
@@ -191,7 +170,6 @@ class Window:
             data_seconds: the part of ``seconds`` spent waiting for data.
             profiled: whether a profiler ran, which slows the step down.
             warms_up: whether the step counts as warm-up wherever it is: it compiles again.
-            seq_len: length of its sequences.
         """
         step = _Step(seconds, tokens, data_seconds, profiled, seq_len)
         self._seen += 1

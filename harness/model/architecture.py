@@ -111,11 +111,7 @@ def architecture_of(model: ModelConfig) -> Architecture:
 
 
 def resolve_model(model: ModelConfig) -> ModelConfig:
-    """Return the model with derived fields, such as head_dim, set, after a check of its rules.
-
-    Raises:
-        ConfigError: the fields do not describe a model.
-    """
+    """Return the model with derived fields, such as head_dim, set, after a check of its rules."""
     architecture = architecture_of(model)
     owner = f"model.architecture={model.architecture}"
     options = resolve_options(model.options, architecture.options, "model.options", owner)

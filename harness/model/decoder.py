@@ -54,7 +54,6 @@ class MTP(nn.Module):
     (ggml-org/llama.cpp#24025 and vllm-project/vllm#47448).
 
     Args:
-        config: the model.
         block: its block, number n_layers.
     """
 
@@ -128,7 +127,6 @@ class Decoder(ModelPart):
         """Build the named modules on the current default device (use ``torch.device("meta")``).
 
         Args:
-            config: the model.
             seq_len: length of the sequences, and of the rotation table.
             modules: names among tok_embeddings, layers.<i>, norm, output; None means all.
         """
@@ -272,7 +270,6 @@ class Decoder(ModelPart):
         return self.output(x, *(labels for labels in (labels_BT, later_labels_BT) if labels is not None))
 
     def _masks(self, documents_BT: Tensor | None, x: Tensor, length: int) -> dict[AttentionSpec, Any | None]:
-        """Attention masks, one for all blocks of equal ``reach``."""
         kernels = {block.attention.inner.spec: block.attention.inner for block in self.blocks.values()}
         return {
             reach: kernel.mask(documents_BT, x.shape[0], length, x.device)

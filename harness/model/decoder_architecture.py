@@ -111,7 +111,6 @@ class DecoderArchitecture(Architecture):
 
 
 def _validate_mup(model: ModelConfig) -> None:
-    """Check that the base model of muP is possible."""
     of, field = model.mup, "model.mup.base_widths"
     if of.base_widths and of.base_dim is None:
         rule = "has no effect without model.mup.base_dim"

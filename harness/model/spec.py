@@ -283,7 +283,6 @@ def fsdp_groups(config: ModelConfig, *, experts_apart: bool) -> dict[str, str]:
     module around it; "" is the model itself.
 
     Args:
-        config: the model.
         experts_apart: whether experts have another mesh than the other parameters, so another group.
     """
     return architecture_of(config).fsdp_groups(config, experts_apart=experts_apart)

@@ -34,7 +34,6 @@ def build_optimizer(
     """One optimizer for all parameters, with a parameter group for each ``tensor_settings``.
 
     Args:
-        config: hyperparameters and implementation.
         named_parameters: parameters by their names in the full model.
         specs: descriptions of the full model's tensors by name.
         ranks: the ranks that hold shards of these parameters; None for one rank.
@@ -184,7 +183,6 @@ class UpdateInBackward:
         updated: indices of the parameters that have been updated since the start.
 
     Args:
-        optimizer: the optimizer.
         parameters: all its parameters, in the order of ``take_squares``.
         mesh: the layout, for the norm.
         device: device of the result of ``take_squares``.
@@ -218,7 +216,6 @@ class UpdateInBackward:
         return update
 
     def _step(self, parameters: Iterable[Tensor], group_index: int) -> None:
-        """Step the optimizer for these parameters only."""
         groups: list[dict[str, Any]] = self.optimizer.param_groups
         self.optimizer.param_groups = [{**groups[group_index], "params": list(parameters)}]
         try:

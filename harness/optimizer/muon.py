@@ -45,7 +45,6 @@ def orthogonalize(x_BOI: Tensor, steps: int) -> Tensor:
 
     Args:
         x_BOI: matrices; overwritten.
-        steps: iterations.
     """
     if len(x_BOI) > 1 and x_BOI.device.type == "cpu":
         # Batched products of bfloat16 are slower than single ones by orders of magnitude there.
@@ -145,7 +144,6 @@ class Muon(OwnOptimizer):
             apply_before(applied)
 
     def _update_local(self, units: list[Unit], applied: Tensor | None) -> None:
-        """Update matrices that this rank holds alone."""
         updates = {
             unit: self.nesterov(unit, applied).to(self.tensors[unit.tensor].device, self.dtype)
             for unit in units
@@ -375,7 +373,6 @@ class _Round:
             self.muon.add(piece.unit, update, applied)
 
     def _exchange(self, routes: _Routes, values: Callable[[_Piece], Tensor]) -> _Exchange:
-        """Start to send pieces to the ranks of the group."""
         sizes = [
             [sum(piece.size for piece in to.get(rank, ())) for rank in range(self.muon.ranks)]
             for to in (routes.sent, routes.received)

@@ -76,7 +76,6 @@ def kind_of(config: OptimizerConfig, tensor: TensorSpec) -> str:
 
 
 def _role_settings(config: OptimizerConfig, tensor: TensorSpec) -> TensorSettings:
-    """Settings of a tensor without groups, but with their kind."""
     kind = kind_of(config, tensor)
     is_table = tensor.name.startswith("tok_embeddings")
     decays = config.decay_vectors if tensor.is_vector else config.decay_embeddings or not is_table
@@ -108,11 +107,7 @@ def _mup_factor(config: OptimizerConfig, kind: str, tensor: TensorSpec) -> float
 
 
 def check_mup(config: OptimizerConfig, base_dim: int, tensors: Iterable[TensorSpec]) -> None:
-    """Check that a rule of muP is known for the kinds of optimizers.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Check that a rule of muP is known for the kinds of optimizers."""
     trained = [tensor for tensor in tensors if not tensor.is_buffer]
     for kind in kinds_of(config, trained):
         if KINDS[kind].mup is None:
@@ -172,7 +167,6 @@ def check_groups(config: OptimizerConfig, tensors: Mapping[str, TensorSpec]) -> 
 
 
 def _typed(plain: dict[str, Any], at: str) -> OptimizerGroup:
-    """Return a group as its dataclass, after a check of everything that needs no tensors."""
     group: OptimizerGroup = from_dict(OptimizerGroup, plain, f"{at}.")
     check_rules(group, f"{at}.")
     try:

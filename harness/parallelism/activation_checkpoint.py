@@ -19,8 +19,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from harness.config.blocks import ActivationCheckpointConfig, CompileConfig
 from harness.config.parallelism import ParallelismConfig
+from harness.config.training import ActivationCheckpointConfig, CompileConfig
 from harness.model.part import ModelPart
 
 # Always saved. topk: recomputed routing could choose other experts. on_host: the host would wait again for

@@ -36,7 +36,6 @@ class Balance:
     It also sets the routers' scale of the auxiliary loss, so that the loss is a mean over the global batch.
 
     Args:
-        job: the resolved job.
         parts: this rank's parts of the model.
         device: where counts are summed.
 

@@ -14,8 +14,8 @@ from torch._dynamo.utils import calculate_time_spent, counters
 from torch.distributed import _functional_collectives
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, wait_tensor
 
-from harness.config.blocks import ActivationCheckpointConfig, CompileConfig
 from harness.config.parallelism import ParallelismConfig
+from harness.config.training import ActivationCheckpointConfig, CompileConfig
 from harness.model.part import ModelPart
 
 _seconds_before_reset = 0.0

@@ -257,7 +257,6 @@ ring_attention.register_autograd(_differentiate, setup_context=_save)
 
 @contextmanager
 def _options(balanced: bool, rotation: str) -> Iterator[None]:
-    """Set torch's process-wide options of ring attention for one call."""
     before = _cp_options.enable_load_balance, _cp_options.rotate_method
     _cp_options.enable_load_balance, _cp_options.rotate_method = balanced, ROTATIONS[rotation]
     try:

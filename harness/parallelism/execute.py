@@ -178,7 +178,6 @@ class PipelineExecutor:
         return torch.cat(scores) if scores else torch.zeros(rows, 2, device=self.device, dtype=torch.float64)
 
     def _run(self, run, batch: Batch) -> list[Tensor]:  # type: ignore[no-untyped-def]
-        """Losses of the microbatches; none on ranks that do not compute them."""
         batch = local_positions_of(batch, self.positions)
         inputs = (batch.inputs_BT,) if self.holds_first else ()
         target = batch.labels_BT if self.holds_last else None

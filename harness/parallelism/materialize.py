@@ -20,7 +20,6 @@ def materialize(part: ModelPart, seed: int, device: torch.device, parameter_devi
 
     Args:
         part: a part on meta; its parameters may be DTensors.
-        seed: the run's seed.
         device: where the part computes. Values are generated there even if parameters are stored elsewhere,
             so that offloading does not change a run.
         parameter_device: where parameters are stored.

@@ -73,7 +73,6 @@ def build_mesh(layout: ParallelismConfig, device: torch.device, *, has_experts: 
     """Make the process groups of a layout; all ranks must call it.
 
     Args:
-        layout: degrees of parallelism, resolved.
         device: the ranks' device type.
         has_experts: whether the model has experts, which may need a mesh of their own.
     """

@@ -27,7 +27,6 @@ def build_model_parts(job: Job, mesh: Mesh, device: torch.device) -> list[ModelP
     """Build, split and initialise this rank's parts of the model (one part without a pipeline).
 
     Args:
-        job: the resolved job.
         mesh: the device mesh of the layout.
         device: where the parts compute.
 

@@ -79,11 +79,7 @@ class Stage(PipelineStage):
         return [module for module in self.submod.modules() if isinstance(module, FSDPModule)]
 
     def _check_all_found(self, groups: list[dict[str, Any]]) -> None:
-        """Check that the weight pass will give every parameter a gradient.
-
-        Raises:
-            LostGradientError: torch has not found a parameter in the autograd graph.
-        """
+        """Check that the weight pass will give every parameter a gradient."""
         found = set().union(*(group["params"] for group in groups))
         parameters = [(name, p) for name, p in self.submod.named_parameters() if p.requires_grad]
         if len(found) < len(parameters):
@@ -110,7 +106,6 @@ def build_schedule(
     """Make torch's schedule object for this rank.
 
     Args:
-        job: the resolved job.
         mesh: has the pp axis.
         parts: this rank's model parts, in the order of ``stages_of_rank``.
         loss: maps the last stage's output and the labels to the loss.

@@ -199,9 +199,6 @@ def enable_async(mesh: DeviceMesh, device: torch.device) -> None:
     """Enable symmetric memory on the tp axis, with which the compiler overlaps products and collectives.
 
     Without it the compiler's pass would silently do nothing. What it fuses is counted in ``fused``.
-
-    Raises:
-        ConfigError: the GPUs of the axis cannot read each other's memory.
     """
     from torch.distributed import _symmetric_memory as symmetric_memory
 

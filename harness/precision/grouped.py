@@ -71,11 +71,7 @@ def _adapt(product: Callable[..., Tensor], **options: Any) -> Product:
 
 
 def _require_mxfp8_kernels() -> None:
-    """Check for torchao's own kernels, which its wheels do not include for every Python and CUDA.
-
-    Raises:
-        UserError: a kernel is missing.
-    """
+    """Check for torchao's own kernels, which its wheels do not include for every Python and CUDA."""
     from torchao.prototype.moe_training import mxfp8_grouped_mm
     from torchao.prototype.moe_training.kernels.mxfp8 import quant
 

@@ -114,15 +114,10 @@ def check_layout(
 
     Args:
         linears: the converted linears.
-        model: the model, resolved.
-        precision: number formats.
         tp: degree of tensor parallelism.
         rows: sequences per forward pass of a linear.
         tokens: tokens of each sequence on one rank.
         splits_experts: whether tensor parallelism splits every expert.
-
-    Raises:
-        ConfigError: a length is not a multiple of the format's block.
     """
     split = {
         name: (linear.inputs if linear.split is Split.ROW else linear.outputs, _block(name, precision))
@@ -222,13 +217,8 @@ def require_hardware(
     """Check the hardware of a job as far as it is known; ranks check the rest.
 
     Args:
-        precision: number formats.
-        cluster: describes the nodes' hardware.
         gpus: GPUs of this machine if the job runs here, else None.
         experts: whether experts multiply in the format too.
-
-    Raises:
-        ConfigError: the hardware does not support the format.
     """
     if precision.linear == "none" or precision.emulate:
         return
@@ -243,11 +233,7 @@ def require_hardware(
 
 
 def require_device(precision: PrecisionConfig, device: torch.device, *, experts: bool) -> None:
-    """Check a rank's device.
-
-    Raises:
-        ConfigError: the device does not support the format.
-    """
+    """Check a rank's device."""
     import torch
 
     if precision.linear == "none" or precision.emulate:

@@ -43,12 +43,7 @@ def swap_linears(
     Args:
         part: a model part on the meta device, before tensor parallel splits it.
         converted: names of linears and experts in the full model; names not in the part are ignored.
-        precision: number formats.
         device: where the part will compute.
-
-    Raises:
-        ConfigError: the device does not support the format.
-        UserError: torchao is missing, too old, or has no kernels for the device.
     """
     modules = {name: module for name, module in part.named_modules() if name in converted}
     experts = [module for module in modules.values() if isinstance(module, Experts)]
@@ -155,11 +150,7 @@ def float8_style(module: nn.Module, split: Split, stream: Placement) -> Parallel
 
 
 class Float8Cast:
-    """Casts a region's input to float8 before it is gathered, once for all linears that take it.
-
-    Args:
-        linear: one of these linears.
-    """
+    """Casts a region's input to float8 before it is gathered, once for all linears that take it."""
 
     def __init__(self, linear: Float8Linear) -> None:
         self.config, self.linear_mm_config = linear.config, linear.linear_mm_config

@@ -34,13 +34,24 @@ LOCK = ".lock"
 # Disk space reserved for the run's result, in case the disk is full when it ends.
 RESERVE, RESERVED_BYTES = ".reserve", 1 << 18
 _LARGEST_PID = 2**22  # on Linux
+LOG_LINES_SHOWN = 8
+# Required fields of a recorded error, and their types.
+_FIELDS = {
+    **dict.fromkeys(("kind", "type", "message", "traceback"), str),
+    "exit_code": int,
+    "rank": int | None,
+    "time": int | float,
+}
+LEAVING_SECONDS = 10.0
 
 
-class RunStatus:
-    """Files of a run folder that tell how far its last attempt has come."""
+class RunFolder:
+    """The folder of one run: state and errors of its last attempt, and its lock."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._unrecorded: list[dict[str, Any]] = []
+        self._lock: IO[bytes] | None = None
 
     @property
     def state(self) -> str | None:
@@ -134,11 +145,7 @@ class RunStatus:
             return {}
 
     def _write_with_reserve(self, write: Callable[[], object]) -> None:
-        """Call ``write``; if the disk is full, free the reserved space and try again.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Call ``write``; if the disk is full, free the reserved space and try again."""
         try:
             write()
         except OSError as error:
@@ -146,50 +153,6 @@ class RunStatus:
                 raise
             (self.path / RESERVE).unlink(missing_ok=True)
             write()
-
-
-def is_running(status: dict[str, Any]) -> bool:
-    """Whether the process that wrote a status still runs; False if it ran on another machine."""
-    if status.get("state") not in ("starting", "running") or status.get("host") != socket.gethostname():
-        return False
-    pid = status.get("pid")
-    if not isinstance(pid, int) or not 0 < pid <= _LARGEST_PID or pid == os.getpid():
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    # Process ids are reused.
-    return status.get("pid_started") in (None, _start_of(pid))
-
-
-def _start_of(pid: int) -> int | None:
-    """Return a process's start time in clock ticks since boot; None if it is unreadable or a zombie."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return None if fields[0] == "Z" else int(fields[19])
-    except (OSError, IndexError, ValueError):
-        return None
-
-
-LOG_LINES_SHOWN = 8
-# Required fields of a recorded error, and their types.
-_FIELDS = {
-    **dict.fromkeys(("kind", "type", "message", "traceback"), str),
-    "exit_code": int,
-    "rank": int | None,
-    "time": int | float,
-}
-
-
-class RunErrors(RunStatus):
-    """The errors of a run's last attempt."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self._unrecorded: list[dict[str, Any]] = []
 
     def record_error(
         self, rank: int | None, error: BaseException, *, step: int | None = None
@@ -251,32 +214,8 @@ class RunErrors(RunStatus):
     def _error_path(self, rank: int | None) -> Path:
         return self.path / "errors" / ("controller.json" if rank is None else f"rank{rank}.json")
 
-
-def last_lines(log: Path) -> str:
-    """Return the end of a log, formatted to follow a message; empty if there is no log."""
-    try:
-        tail = log.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:]
-    except OSError:
-        return ""
-    return "".join(f"\n  {line}" for line in ["last lines of its log:", *tail]) if tail else ""
-
-
-LEAVING_SECONDS = 10.0
-
-
-class RunFolder(RunErrors):
-    """The folder of one run."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self._lock: IO[bytes] | None = None
-
     def plan(self, job: Job, overrides: list[str]) -> None:
-        """Describe a job that will run here later, unless an attempt has already started.
-
-        Raises:
-            UserError: the folder cannot be written.
-        """
+        """Describe a job that will run here later, unless an attempt has already started."""
         if (self.path / "job.json").exists() and self.state != "planned":
             return
         try:
@@ -287,11 +226,7 @@ class RunFolder(RunErrors):
             raise UserError(f"runs_dir={job.runs_dir}: cannot write the run folder: {error}") from error
 
     def read_job(self) -> Job:
-        """Return the job in ``job.json``.
-
-        Raises:
-            UserError: the file is missing or damaged.
-        """
+        """Return the job in ``job.json``."""
         try:
             return Job.read(self.path / "job.json")
         except FileNotFoundError:
@@ -360,7 +295,6 @@ class RunFolder(RunErrors):
             self._write_end({**others, **wanted}, exit_reason, exit_code)
 
     def _cause(self, exit_reason: str) -> dict[str, Any]:
-        """Fields of the row that name the cause of a failure, or say that the SLURM job was cancelled."""
         if exit_reason == "interrupted" and self.is_cancelled:
             return {"error.kind": "cancelled"}
         error = (self.first_error() if exit_reason == "failed" else None) or {}
@@ -379,11 +313,7 @@ class RunFolder(RunErrors):
             )
 
     def hold(self) -> None:
-        """Lock the folder, unless this object has done so; the lock ends with the process at the latest.
-
-        Raises:
-            UserError: another process has the lock, or the folder cannot be written.
-        """
+        """Lock the folder, unless this object has done so; the lock ends with the process at the latest."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._hold()
@@ -410,6 +340,41 @@ class RunFolder(RunErrors):
     def _running(self, status: dict[str, Any]) -> UserError:
         process = f" (pid {status['pid']} on {status.get('host')})" if "pid" in status else ""
         return UserError(f"{self.path}: this job is already running{process}; wait for it or stop it")
+
+
+def is_running(status: dict[str, Any]) -> bool:
+    """Whether the process that wrote a status still runs; False if it ran on another machine."""
+    if status.get("state") not in ("starting", "running") or status.get("host") != socket.gethostname():
+        return False
+    pid = status.get("pid")
+    if not isinstance(pid, int) or not 0 < pid <= _LARGEST_PID or pid == os.getpid():
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    # Process ids are reused.
+    return status.get("pid_started") in (None, _start_of(pid))
+
+
+def _start_of(pid: int) -> int | None:
+    """Return a process's start time in clock ticks since boot; None if it is unreadable or a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if fields[0] == "Z" else int(fields[19])
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def last_lines(log: Path) -> str:
+    """Return the end of a log, formatted to follow a message; empty if there is no log."""
+    try:
+        tail = log.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:]
+    except OSError:
+        return ""
+    return "".join(f"\n  {line}" for line in ["last lines of its log:", *tail]) if tail else ""
 
 
 @functools.cache

@@ -52,10 +52,6 @@ def write_json_atomically(path: Path, obj: Any) -> None:
     """Write ``obj`` as indented JSON; a reader sees the old file or the new one, never a part.
 
     Non-finite floats become the strings "nan", "inf" and "-inf".
-
-    Raises:
-        TypeError: ``obj`` holds something that JSON cannot represent.
-        OSError: the folder is missing, full or not writable.
     """
     write_atomically(path, dumps(obj, indent=2).encode() + b"\n")
 
@@ -68,12 +64,7 @@ def write_result(run_dir: Path, row: dict[str, Any]) -> Path:
 
 
 def read_result(run_dir: Path) -> dict[str, Any]:
-    """Read the row that ``write_result`` wrote.
-
-    Raises:
-        OSError: the file is missing or cannot be read.
-        ValueError: it is damaged: not a JSON object, or a value that tables read has another type.
-    """
+    """Read the row that ``write_result`` wrote."""
     row = parse_object((run_dir / "result.json").read_bytes())
     for name, value in row.items():
         kind = _NUMBER if name.startswith("window.") else _KINDS.get(name)
@@ -91,7 +82,6 @@ def versions() -> dict[str, str | None]:
 
 
 def _version(package: str) -> str | None:
-    """Read the version from the package's metadata, without importing it."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -21,10 +21,9 @@ from harness.compose.verb import Verb
 from harness.config.checkpoint import EXPORT_DTYPES
 from harness.config.data import TokenizerConfig
 from harness.config.fields import label, part
-from harness.config.formats import WEIGHT_FORMATS
 from harness.config.job import Job
 from harness.config.model import FAMILIES, ModelConfig
-from harness.config.registry import Choices, load_attribute
+from harness.config.registry import WEIGHT_FORMATS, Choices, load_attribute
 from harness.util.errors import EXIT_OK, ConfigError, UserError
 from harness.weights.detect import WeightFolder, choose_model, choose_tokenizer, find_source, open_source
 

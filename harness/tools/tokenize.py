@@ -84,7 +84,7 @@ def tokenize(job: TokenizeJob, overrides: list[str]) -> int | Result:
         return _result(writer, done, f"{writer.target} is complete")
     writer.check_target()
     if job.cluster.kind == "slurm":
-        from harness.launch.shard_array import submit
+        from harness.launch.shards import submit
 
         workers = job.tokenize.workers or job.cluster.cpus_per_rank or WORKERS
         return submit(job, writer, "harness.tools.tokenize", workers)
@@ -95,11 +95,7 @@ def tokenize(job: TokenizeJob, overrides: list[str]) -> int | Result:
 
 
 def writer_of(job: TokenizeJob) -> CorpusWriter:
-    """Return the writer of a job's corpus.
-
-    Raises:
-        DataError: the source or the tokenizer cannot be read.
-    """
+    """Return the writer of a job's corpus."""
     source, held_out = source_of(job.data, "train")
     config = job.tokenize
     assert config.target is not None, "checked by validate"
@@ -109,11 +105,7 @@ def writer_of(job: TokenizeJob) -> CorpusWriter:
 
 
 def _complete_corpus(job: TokenizeJob, writer: CorpusWriter) -> Manifest | None:
-    """Return the manifest if the corpus is complete.
-
-    Raises:
-        ConfigError: the target is a corpus of another source, tokenizer or number of shards.
-    """
+    """Return the manifest if the corpus is complete."""
     if not (writer.target / MANIFEST).exists():
         return None
     manifest = read_manifest(writer.target)
@@ -150,6 +142,6 @@ def _result(writer: CorpusWriter, manifest: Manifest, title: str, seconds: float
 VERB = Verb("tokenize", tokenize, job=TokenizeJob, has_json=True)
 
 if __name__ == "__main__":  # a task of a SLURM array
-    from harness.launch.shard_task import run_task
+    from harness.launch.shards import run_task
 
     run_task("harness.tools.tokenize", TokenizeJob, writer_of)

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from harness.config.fields import with_value
 from harness.config.job import Job
-from harness.data.batch import AnyBatch, Batch
+from harness.data.loader import AnyBatch, Batch
 from harness.data.prefetch import count_valid, place
-from harness.metrics.phases import SUMS
 from harness.model.part import ModelPart
 from harness.model.spec import tensors
 from harness.optimizer.base import drops_on_device, parts_of
@@ -30,7 +29,7 @@ from harness.parallelism.parallelize import build_model_parts
 from harness.precision.swap import precompute_scales
 from harness.train.objective import objective_of
 from harness.train.step import HOST, LossSum, SourceLosses, StepOutcome
-from harness.util.annotation import annotated
+from harness.util.annotation import SUMS, annotated
 from harness.util.errors import LostGradientError
 
 
@@ -41,8 +40,6 @@ class Engine:
     that every rank decides the same.
 
     Args:
-        job: the resolved job.
-        device: device of this rank.
         built: its mesh and model parts, if they exist already.
     """
 
@@ -174,7 +171,6 @@ class Engine:
         return self.objective.build_executor(job, self.mesh, self.parts, self.loss, self.device)
 
     def _set_length(self, length: int) -> None:
-        """Make the parts compute sequences of another length, and choose the executor for it."""
         if length == self.length:
             return
         self.length = length
@@ -299,18 +295,13 @@ class Engine:
         return packed
 
     def _squares(self) -> Tensor:
-        """Return this rank's share of each gradient's squared norm."""
         if self.updater is not None:
             return self.updater.take_squares()
         reduce_partial_gradients(self.parameters)
         return local_squares(self.parameters, self.mesh, self.device)
 
     def _check_gradients(self) -> None:
-        """Check, after the first backward pass of the process, that every parameter has a gradient.
-
-        Raises:
-            LostGradientError: a parameter has none.
-        """
+        """Check, after the first backward pass of the process, that every parameter has a gradient."""
         lost = [
             name
             for index, (name, parameter) in enumerate(self.named_parameters())
@@ -322,7 +313,6 @@ class Engine:
         self._gradients_checked = True
 
     def _loss_of_sequences(self, loss: Tensor) -> Tensor:
-        """Loss of complete sequences: the sum over context-parallel ranks."""
         if self.job.parallelism.cp == 1 or not self.has_loss:
             return loss
         loss = loss.double()

@@ -23,10 +23,6 @@ def finish_run(
     """Find and show the cause of a failure, complete the run's row, and return the exit code.
 
     Args:
-        job: the resolved job.
-        folder: its run folder.
-        code: exit code of the ranks.
-        quiet: print nothing.
         row_seconds: how long to wait for the row of rank 0, which has more fields.
     """
     error = folder.first_error() if code != EXIT_OK else None
@@ -55,7 +51,6 @@ def finish_run(
 
 
 def _name_absent(folder: RunFolder, error: dict[str, Any]) -> dict[str, Any]:
-    """Add the ranks that did not reach the collective to the error of the rank that waited for them."""
     absent = absent_ranks(folder.path, error)
     if not absent or "absent_ranks" in error:
         return error
@@ -101,7 +96,6 @@ def absent_ranks(run_dir: Path, error: dict[str, Any]) -> list[int]:
     A stopped rank writes nothing.
 
     Args:
-        run_dir: the run folder.
         error: the error of the first rank whose collective timed out.
     """
     positions = _read_positions(run_dir)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from harness.config.job import Job
     from harness.config.model import ModelConfig
     from harness.config.training import TrainingConfig, ValidationConfig
-    from harness.data.batch import Loader
+    from harness.data.loader import Loader
     from harness.data.tokenizer import Tokenizer
     from harness.parallelism.execute import Executor
     from harness.parallelism.loss import Loss, TokenLoss
@@ -81,10 +81,6 @@ class Objective(ABC):
         """Return the loader of ``rows`` of every global batch.
 
         Args:
-            job: the resolved job.
-            tokenizer: the job's tokenizer.
-            rows: rows of the global batch.
-            split: ``train`` or ``validation``.
             process: ``wait_for_all`` and ``is_builder`` of ``harness.data.loader.build_loader``.
         """
 
@@ -146,14 +142,7 @@ def objective_of(model: ModelConfig) -> Objective:
 
 
 def loader_of(job: Job, tokenizer: Tokenizer, rows: range, split: str = "train") -> Loader:
-    """Return a loader of the given rows of every global batch.
-
-    Args:
-        job: the resolved job.
-        tokenizer: the job's tokenizer.
-        rows: rows of the global batch.
-        split: ``train`` or ``validation``.
-    """
+    """Return a loader of the given rows of every global batch."""
     from harness.train.setup import local_rank
 
     return objective_of(job.model).build_loader(

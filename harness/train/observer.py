@@ -13,7 +13,7 @@ from typing import Any
 from harness.checkpoint.rank_group import RankGroup
 from harness.config.job import Job
 from harness.config.training import Sizes
-from harness.data.batch import Loader
+from harness.data.loader import Loader
 from harness.data.tokenizer import Tokenizer
 from harness.metrics.columns import Metric
 from harness.metrics.window import VALIDATION
@@ -106,7 +106,6 @@ class Observer:
         """End a step when it is launched (the device may not have finished it); or aside.
 
         Args:
-            step: its number.
             sums: of the numbers that ``begin_step`` returned.
 
         Returns:

@@ -46,11 +46,7 @@ def launched_ranks() -> int | None:
 
 
 def _launcher_number(name: str, least: int, below: int | None = None) -> int:
-    """Read a number that a launcher must set.
-
-    Raises:
-        UserError: the variable is missing, not a number, or out of range.
-    """
+    """Read a number that a launcher must set."""
     value = os.environ.get(name)
     if value is None:
         raise _launcher_error(name, "is missing")
@@ -208,7 +204,6 @@ def rank_environment(job: Job, port: int, started: float) -> dict[str, str]:
     """Return the environment variables that all ranks of a job share.
 
     Args:
-        job: the resolved job.
         port: port of the store, on this node.
         started: time.monotonic() of this machine at which the job was started.
     """
@@ -283,11 +278,7 @@ class StopRequest:
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> StopRequest:
-        # Python lets only the main thread set handlers; in other threads no signal can request a stop.
-        if threading.current_thread() is threading.main_thread():
-            for number in STOP_SIGNALS:
-                if signal.getsignal(number) != signal.SIG_IGN:
-                    self._previous[number] = signal.signal(number, self._note)
+        self._previous = _set_handlers(self._note)
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -344,7 +335,7 @@ def ignore_stop_signals() -> None:
 
 
 def _set_handlers(handler: object) -> dict[int, object]:
-    """Set the handler of every stop signal that is not ignored; return the previous handlers."""
+    # Python lets only the main thread set handlers; in other threads no signal can request a stop.
     if threading.current_thread() is not threading.main_thread():
         return {}
     wanted = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]

@@ -69,7 +69,6 @@ def main() -> None:
 
 
 def _run_srun_task(job: Job, folder: RunFolder) -> NoReturn:
-    """Run a rank that srun started as a task; srun sets its rank and ends it with the others."""
     os.environ["RANK"], os.environ["LOCAL_RANK"] = os.environ["SLURM_PROCID"], os.environ["SLURM_LOCALID"]
     with stop_signals_interrupt():
         code = run_rank(job, folder, started=float(os.environ[STARTED]))
@@ -94,44 +93,77 @@ class LauncherGone(MachineError):
     """Recorded when the launcher was killed, which ends its ranks too."""
 
 
-class Run:
-    """The trainer and recorder, once created; used to write the row of a failed run.
+class Rank:
+    """One rank of a job.
 
     Attributes:
-        trainer: the trainer, once created.
-        recorder: the metrics recorder, on rank 0, once created.
+        trainer: None until it is created.
+        recorder: writes the metrics; on rank 0, once created.
     """
 
     trainer: Trainer | None = None
     recorder: Recorder | None = None
 
-    @property
-    def step(self) -> int | None:
-        """The last finished step; None if there is no trainer yet."""
-        return None if self.trainer is None else self.trainer.progress.step
+    def __init__(self, job: Job, folder: RunFolder) -> None:
+        self.job, self.folder = job, folder
+        self.number = int(os.environ.get("RANK", "0"))
 
-    def facts(self) -> dict[str, Any]:
-        """Return the trainer's results so far; empty if there are none."""
+    def end(self, trainer: Trainer, reason: str) -> int:
+        """Write the run's row on rank 0, and return the exit code."""
+        from harness.train.rows import shown_summary
+
+        if "RANK" in os.environ:
+            ignore_stop_signals()
+        stopped = EXIT_RESUMABLE if trainer.is_resumable else EXIT_INTERRUPTED
+        code = EXIT_OK if reason == "completed" else stopped
+        if self.recorder is not None:
+            with stop_signals_ignored():
+                row = trainer.result()
+                self.folder.write_result(self.job, reason, code, row)
+                stopped_by = {} if code == EXIT_OK else {"exit_reason": reason}
+                where = {"run folder": str(self.folder.path)}
+                self.recorder.close({**shown_summary(row), **stopped_by, **where})
+        return code
+
+    def fail(self, error: BaseException) -> int:
+        """Record an error, and on rank 0 the run's row with its results so far; return the exit code."""
+        # Record the cause first: the next calls can fail or take long, and must not replace it.
+        step = None if self.trainer is None else self.trainer.progress.step
+        code = int(self.folder.record_error(self.number, error, step=step)["exit_code"])
+        if self.number != 0:
+            return code
+        facts: dict[str, Any] = {}
         try:
-            return {} if self.trainer is None else self.trainer.result()
+            facts = {} if self.trainer is None else self.trainer.result()
         except Exception:
             traceback.print_exc()
-            return {}
+        of_run = code
+        try:
+            # torchrun stops the peers of a failed rank: their interruption is a consequence, not the cause.
+            first = self.folder.first_error()
+            of_run = code if first is None else first["exit_code"]
+            reason = "interrupted" if of_run == EXIT_INTERRUPTED else "failed"
+            self.folder.write_result(self.job, reason, of_run, facts)
+        except Exception:
+            traceback.print_exc()
+        if self.recorder is not None:
+            with contextlib.suppress(Exception):
+                self.recorder.close({"exit_code": of_run})
+        return code
 
 
 def run_rank(job: Job, folder: RunFolder, *, started: float, store: dist.Store | None = None) -> int:
     """Train as one rank, record how the run ended, and return the exit code.
 
     Args:
-        job: the resolved job.
-        folder: its run folder, begun.
         started: time.monotonic() of this machine at which the job was started.
         store: the rendezvous store; None means the one that torchrun's variables name.
     """
-    rank, run = int(os.environ.get("RANK", "0")), Run()
+    rank = Rank(job, folder)
     try:
         process.set_environment(job, folder.path)
         with process.importing_torch():
+            from harness.metrics.recorder import Recorder
             from harness.train.engine import Engine
             from harness.train.setup import pick_device, process_group, set_up_process
             from harness.train.trainer import Trainer
@@ -143,75 +175,25 @@ def run_rank(job: Job, folder: RunFolder, *, started: float, store: dist.Store |
             # NCCL's flight recorder writes its file there from C++, and does not create the folder.
             (folder.path / process.FLIGHT_RECORDER).mkdir(exist_ok=True)
         with process_group(job, device, store):
-            if rank == 0:
+            if rank.number == 0:
                 folder.set_status("running")
-                run.recorder = _open_recorder(job, folder)
-                run.recorder.message(describe(job, folder, device))
-                run.recorder.message(process.describe(job, device.type, keeps_memory=kept))
-            run.trainer = Trainer(job, folder, Engine(job, device), run.recorder, started)
-            reason = run.trainer.train()
-            return _end_rank(job, folder, run.trainer, run.recorder, reason)
+                rank.recorder = Recorder(
+                    job.metrics,
+                    folder.path,
+                    run_id=folder.path.name,
+                    name=job.name,
+                    job=job.to_dict(),
+                    total_steps=job.steps,
+                )
+                rank.recorder.message(describe(job, folder, device))
+                rank.recorder.message(process.describe(job, device.type, keeps_memory=kept))
+            rank.trainer = Trainer(job, folder, Engine(job, device), rank.recorder, started)
+            return rank.end(rank.trainer, rank.trainer.train())
     except BaseException as error:
         if "RANK" in os.environ:
             ignore_stop_signals()
         with stop_signals_ignored():
-            return _end_failed_rank(job, folder, rank, run, error)
-
-
-def _end_failed_rank(job: Job, folder: RunFolder, rank: int, run: Run, error: BaseException) -> int:
-    """Record the error, and on rank 0 the run's row; return the exit code."""
-    # Record the cause first: the next calls can fail or take long.
-    failure = folder.record_error(rank, error, step=run.step)
-    if rank == 0:
-        _end_failed_run(job, folder, run, failure["exit_code"])
-    return int(failure["exit_code"])
-
-
-def _end_rank(job: Job, folder: RunFolder, trainer: Trainer, recorder: Recorder | None, reason: str) -> int:
-    """Write the run's row on the rank that has the recorder; return the exit code."""
-    from harness.train.rows import shown_summary
-
-    if "RANK" in os.environ:
-        ignore_stop_signals()
-    stopped = EXIT_RESUMABLE if trainer.is_resumable else EXIT_INTERRUPTED
-    code = EXIT_OK if reason == "completed" else stopped
-    if recorder is not None:
-        with stop_signals_ignored():
-            row = trainer.result()
-            folder.write_result(job, reason, code, row)
-            stopped_by = {} if code == EXIT_OK else {"exit_reason": reason}
-            recorder.close({**shown_summary(row), **stopped_by, "run folder": str(folder.path)})
-    return code
-
-
-def _open_recorder(job: Job, folder: RunFolder) -> Recorder:
-    from harness.metrics.recorder import Recorder
-
-    return Recorder(
-        job.metrics,
-        folder.path,
-        run_id=folder.path.name,
-        name=job.name,
-        job=job.to_dict(),
-        total_steps=job.steps,
-    )
-
-
-def _end_failed_run(job: Job, folder: RunFolder, run: Run, code: int) -> None:
-    """Write the row of a failed or interrupted run with its results so far, and close the metrics.
-
-    The error is already recorded; errors raised here must not replace it.
-    """
-    try:
-        # torchrun stops the peers of a failed rank: their interruption is a consequence, not the cause.
-        error = folder.first_error()
-        code = code if error is None else error["exit_code"]
-        folder.write_result(job, "interrupted" if code == EXIT_INTERRUPTED else "failed", code, run.facts())
-    except Exception:
-        traceback.print_exc()
-    if run.recorder is not None:
-        with contextlib.suppress(Exception):
-            run.recorder.close({"exit_code": code})
+            return rank.fail(error)
 
 
 def describe(job: Job, folder: RunFolder, device: Any) -> str:

@@ -197,7 +197,6 @@ def rank_row(row: Row, loss: float | None, maxima: Row) -> Row:
 
 
 def _scheduled_sizes(step: int, trainer: Trainer) -> Row:
-    """Return the sizes of a step that the job schedules."""
     schedule, phase = trainer.job.schedule, trainer.run.sizes.at(step)
     return {
         **({"schedule.batch_size": phase.batch_size} if schedule.batch_size else {}),
@@ -246,7 +245,6 @@ def _speed(trainer: Trainer, tokens_per_second: float | None, lengths: Mapping[i
 
 
 def _source_losses(step: Step, trainer: Trainer) -> Row:
-    """Return the loss and the valid tokens of each source of a mixture in one step."""
     outcome = step.outcome
     row: Row = {}
     found = zip(outcome.source_losses, outcome.source_tokens, strict=True)

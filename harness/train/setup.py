@@ -31,7 +31,6 @@ def local_rank() -> int:
 
 
 def _from_launcher(name: str, default: int) -> int:
-    """Read an integer variable set by a launcher; the default without one."""
     return int(os.environ.get(name, default)) if "RANK" in os.environ else default
 
 
@@ -78,7 +77,6 @@ def _driver() -> str | None:
 
 
 def _unusable(rule: str, driver: str) -> tuple[str, str]:
-    """Say why torch cannot use GPUs that have a driver, and what would work."""
     built, major = torch.version.cuda, int(driver.partition(".")[0])
     newest = next((cuda for lowest, cuda in DRIVERS.items() if major >= lowest), None)
     works = f"a build of torch for CUDA {newest}" if newest else f"a driver of at least {min(DRIVERS)}"
@@ -134,8 +132,6 @@ def process_group(job: Job, device: torch.device, store: dist.Store | None = Non
     """Create the default process group, and destroy it at the end.
 
     Args:
-        job: the resolved job.
-        device: device of this rank.
         store: rendezvous store; None: the one of torchrun's variables.
     """
     _check_interface()
@@ -165,7 +161,6 @@ def process_group(job: Job, device: torch.device, store: dist.Store | None = Non
 
 
 def _check_interface() -> None:
-    """Raise UserError if GLOO_SOCKET_IFNAME names a network interface that this host does not have."""
     wanted = os.environ.get("GLOO_SOCKET_IFNAME")
     names = [name for _, name in socket.if_nameindex()]
     missing = [name for name in (wanted or "").split(",") if name and name not in names]

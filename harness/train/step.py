@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from harness.config.job import Job
-from harness.data.batch import AnyBatch, Batch
+from harness.data.loader import AnyBatch, Batch
 from harness.data.prefetch import valid_by_source
 from harness.parallelism.loss import Loss
 from harness.train.rows import Row
@@ -43,7 +42,6 @@ class StepOutcome:
     Args:
         sums: summed over the world, on the device: square of the gradient norm, loss, the loss of
             multi-token prediction if the model has it, and of a mixture each source's share of the loss.
-        loss: this rank's share of the loss.
         squares: this rank's share of each gradient's squared norm.
         valid_tokens: tokens of the global batch that the loss counts.
         source_tokens: the same for each source of a mixture.
@@ -166,7 +164,10 @@ class SourceLosses:
 
 
 LATE_STEPS = {"cpu": 0, "cuda": 1}
-"""How many steps later the host may read the values of a step. On a CPU there is no device to wait for."""
+"""How many steps later the host reads the values of a step and writes its row, unless needed before.
+
+So the host does not wait for the device to finish its queue, and is never more than one step ahead of it. On
+a CPU there is no device to wait for."""
 
 
 @dataclass(frozen=True)
@@ -193,28 +194,3 @@ class Step:
     lr: float
     noted: Noted | None = None
     """None if no row of it is logged."""
-
-
-class StepQueue:
-    """Steps to read, oldest first.
-
-    On a GPU, values are read, and their row is written, when the next step is launched, unless they are
-    needed before. So the host does not wait for the device to finish its queue, and is never more than one
-    step ahead of it.
-    """
-
-    def __init__(self, device_type: str) -> None:
-        self._late = LATE_STEPS[device_type]
-        self._steps: deque[Step] = deque()
-
-    def add(self, step: Step) -> None:
-        """Add the step that was just launched."""
-        self._steps.append(step)
-
-    def __len__(self) -> int:
-        return len(self._steps)
-
-    def due(self, *, drain: bool) -> Iterator[Step]:
-        """Remove and yield the steps to read now; with ``drain`` all of them."""
-        while len(self._steps) > (0 if drain else self._late):
-            yield self._steps.popleft()

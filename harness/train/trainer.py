@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -32,7 +33,7 @@ from harness.train.observers import observers_of
 from harness.train.process import StopRequest, garbage_collection, ignore_stop_signals
 from harness.train.rows import Progress, Row, metrics_of_rows, rank_row, result_row, source_progress, step_row
 from harness.train.setup import device_name, device_peak, set_timeouts
-from harness.train.step import HostCopy, Noted, Step, StepQueue
+from harness.train.step import LATE_STEPS, HostCopy, Noted, Step
 from harness.util.annotation import annotated
 from harness.util.errors import NonFiniteError, UserError
 from harness.weights import huggingface
@@ -42,10 +43,6 @@ class Trainer:
     """Train one job; every rank has a trainer.
 
     Args:
-        job: the resolved job.
-        folder: the run folder.
-        engine: model and optimizer.
-        recorder: writes the metrics; on rank 0 only.
         started: time.monotonic() of this machine at which the process or its controller started.
         observers: what watches the loop, in order; None: the observers of the job.
     """
@@ -62,7 +59,7 @@ class Trainer:
         self.job, self.engine, self.recorder, self.started = job, engine, recorder, started
         self.progress, self.window = Progress(), Window(job.metrics.warmup_steps)
         self.resumed_from: str | None = None
-        self.unread, self.compiler = StepQueue(engine.device.type), CompileWatch()
+        self.unread, self.compiler = deque[Step](), CompileWatch()
         synchronize = torch.cuda.synchronize if engine.device.type == "cuda" else None
         self.timer = StepTimer(synchronize, annotated=annotated)
         self.device_name, peak = device_name(engine.device), device_peak(job, engine.device)
@@ -130,7 +127,7 @@ class Trainer:
                     self._finish(drain=True)
                 raise
             stopping = step.outcome.stop_requested and number < self.job.steps
-            self.unread.add(step)
+            self.unread.append(step)
             self._finish(drain=stopping or bool(aside) or self._needs_outcome(number))
             self.progress.running = None
             self._note_compiled(number)
@@ -195,7 +192,6 @@ class Trainer:
             self.recorder.log({"step": step, **columns})
 
     def _describe(self) -> None:
-        """Show notes about the data, the inputs of the MFU, and the formats of the linears."""
         if self._note_of_data:
             self._message(self._note_of_data)
         self._message(describe_inputs(self.efficiency.accounting, self.efficiency.peak))
@@ -224,7 +220,6 @@ class Trainer:
         return self.is_saved and self.job.checkpoint.resume
 
     def _start(self) -> None:
-        """Load the checkpoint or weights that the run starts from."""
         if self.job.checkpoint.enable:
             self.saver.prepare()
             starter = CheckpointLoader(
@@ -271,13 +266,11 @@ class Trainer:
         return any(Need.SLOWS in each.needs(step) for each in self.observers)
 
     def _wait_for_staging(self) -> None:
-        """Wait until the checkpoint in flight has copied the tensors that the next update changes."""
         if self.saver.is_staging:
             with self.timer.section("checkpoint"):
                 self.saver.wait_for_staging()
 
     def _save_if_due(self, step: int, stopping: bool) -> None:
-        """Save at the job's interval, at the end, and before a stop."""
         config, last = self.job.checkpoint, self.job.steps
         self.saver.poll()
         if config.is_due(step, last) or (stopping and config.writes):
@@ -290,15 +283,15 @@ class Trainer:
             self.saver.close()
 
     def _finish(self, *, drain: bool) -> None:
-        """Read the launched steps that are due, and write their rows."""
-        for step in self.unread.due(drain=drain):
+        late = 0 if drain else LATE_STEPS[self.engine.device.type]
+        while len(self.unread) > late:
+            step = self.unread.popleft()
             self._read_outcome(step)
             self._record_time(step.number)
             if step.noted is not None:
                 self._log(step, step.noted)
 
     def _read_outcome(self, step: Step) -> None:
-        """Read the loss and norm of a step, handle values that are not finite, and update the progress."""
         skipped = self.non_finite.check(step)
         if skipped is not None:
             self.progress.skipped_steps += 1
@@ -312,7 +305,7 @@ class Trainer:
         self.window.add(
             lap.seconds,
             phase.tokens,
-            lap.data_seconds,
+            lap.spent["data"],
             profiled=self._is_slowed(step),
             warms_up=self.run.sizes.changes_length(step),
             seq_len=phase.seq_len,
@@ -321,7 +314,6 @@ class Trainer:
             self.progress.first_step_seconds = time.monotonic() - self.started
 
     def _note_compiled(self, step: int) -> None:
-        """Report what a step has compiled; after one that was expected to, timeouts are short again."""
         changes, seq_len = self.run.sizes.changes_length(step), self.run.sizes.at(step).seq_len
         if step == self.progress.start_step + 1:
             set_timeouts(self.job.cluster.step_timeout_seconds)

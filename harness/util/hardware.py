@@ -8,7 +8,6 @@ from a similar name.
 from __future__ import annotations
 
 import os
-import re
 import socket
 from dataclasses import dataclass, field
 
@@ -125,50 +124,31 @@ L4 = Accelerator(
     "L4", _peaks(half=121, tf32=60, float32=30.3, float8=242.5), 24, 0.3e12, _L4_SHEET, 31.5e9, 58, 72, "PCIe"
 )
 
-# Match full device names: a partial match would take an "A100" for an "A10", a "GH200" for an "H200", and
-# "NVIDIA H100 80GB HBM3 MIG 1g.10gb", a seventh of a device, for a full device. Old drivers omit "NVIDIA".
-_NAMES: tuple[tuple[str, Accelerator], ...] = (
-    (r"(NVIDIA )?A100-SXM4-40GB", A100_SXM_40),
-    (r"(NVIDIA )?A100-SXM4-80GB", A100_SXM_80),
-    (r"(NVIDIA )?A100-PCIE-40GB", A100_PCIE_40),
-    (r"(NVIDIA )?A100 80GB PCIe", A100_PCIE_80),
-    (r"NVIDIA H100 80GB HBM3", H100_SXM),
-    (r"NVIDIA H100 PCIe", H100_PCIE),
-    (r"NVIDIA H100 NVL", H100_NVL),
-    (r"NVIDIA H200", H200_SXM),
-    (r"NVIDIA H200 NVL", H200_NVL),
-    (r"NVIDIA B200", B200),
-    (r"NVIDIA GB200", GB200),
-    (r"AMD Instinct MI300X( OAM)?", MI300X),
-    (r"NVIDIA L40S", L40S),
-    (r"NVIDIA A10", A10),
-    (r"NVIDIA L4", L4),
+# The driver's name, and the compute capability with CUDA (developer.nvidia.com/cuda-gpus).
+_DEVICES: tuple[tuple[Accelerator, str, tuple[int, int] | None], ...] = (
+    (A100_SXM_40, "NVIDIA A100-SXM4-40GB", (8, 0)),
+    (A100_SXM_80, "NVIDIA A100-SXM4-80GB", (8, 0)),
+    (A100_PCIE_40, "NVIDIA A100-PCIE-40GB", (8, 0)),
+    (A100_PCIE_80, "NVIDIA A100 80GB PCIe", (8, 0)),
+    (H100_SXM, "NVIDIA H100 80GB HBM3", (9, 0)),
+    (H100_PCIE, "NVIDIA H100 PCIe", (9, 0)),
+    (H100_NVL, "NVIDIA H100 NVL", (9, 0)),
+    (H200_SXM, "NVIDIA H200", (9, 0)),
+    (H200_NVL, "NVIDIA H200 NVL", (9, 0)),
+    (B200, "NVIDIA B200", (10, 0)),
+    (GB200, "NVIDIA GB200", (10, 0)),
+    (MI300X, "AMD Instinct MI300X", None),
+    (L40S, "NVIDIA L40S", (8, 9)),
+    (A10, "NVIDIA A10", (8, 6)),
+    (L4, "NVIDIA L4", (8, 9)),
+    # Last: drivers report it under the name of other H100s, so it is never detected, only configured.
+    (H100_96GB, "NVIDIA H100", (9, 0)),
 )
-
-# Drivers report the H100 96GB under the name of other H100s, so it is never detected, only configured.
-ACCELERATORS: dict[str, Accelerator] = {
-    accelerator.name: accelerator for accelerator in (*(found for _, found in _NAMES), H100_96GB)
-}
+ACCELERATORS = {accelerator.name: accelerator for accelerator, _, _ in _DEVICES}
 """All accelerators by name, for planning without a device."""
 
-CUDA_DEVICES: dict[str, tuple[str, tuple[int, int]]] = {
-    "A100 SXM 40GB": ("NVIDIA A100-SXM4-40GB", (8, 0)),
-    "A100 SXM 80GB": ("NVIDIA A100-SXM4-80GB", (8, 0)),
-    "A100 PCIe 40GB": ("NVIDIA A100-PCIE-40GB", (8, 0)),
-    "A100 PCIe 80GB": ("NVIDIA A100 80GB PCIe", (8, 0)),
-    "H100 SXM": ("NVIDIA H100 80GB HBM3", (9, 0)),
-    "H100 96GB": ("NVIDIA H100", (9, 0)),
-    "H100 PCIe": ("NVIDIA H100 PCIe", (9, 0)),
-    "H100 NVL": ("NVIDIA H100 NVL", (9, 0)),
-    "H200 SXM": ("NVIDIA H200", (9, 0)),
-    "H200 NVL": ("NVIDIA H200 NVL", (9, 0)),
-    "B200": ("NVIDIA B200", (10, 0)),
-    "GB200": ("NVIDIA GB200", (10, 0)),
-    "L40S": ("NVIDIA L40S", (8, 9)),
-    "A10": ("NVIDIA A10", (8, 6)),
-    "L4": ("NVIDIA L4", (8, 9)),
-}
-"""The driver's name and the compute capability of accelerators with CUDA (developer.nvidia.com/cuda-gpus)."""
+CUDA_DEVICES = {each.name: (driver, version) for each, driver, version in _DEVICES if version is not None}
+"""The driver's name and the compute capability of accelerators with CUDA."""
 
 
 def find_accelerator(device_name: str) -> Accelerator | None:
@@ -177,10 +157,12 @@ def find_accelerator(device_name: str) -> Accelerator | None:
     Args:
         device_name: the result of ``torch.cuda.get_device_name()``, e.g. ``NVIDIA H100 80GB HBM3``.
     """
-    for pattern, accelerator in _NAMES:
-        if re.fullmatch(pattern, device_name.strip(), re.IGNORECASE):
-            return accelerator
-    return None
+    # Match full device names: a partial match would take an "A100" for an "A10", a "GH200" for an "H200", and
+    # "NVIDIA H100 80GB HBM3 MIG 1g.10gb", a seventh of a device, for a full device.
+    name = device_name.strip().lower().removesuffix(" oam")
+    name = f"nvidia {name}" if name.startswith("a100") else name  # old drivers omit it
+    found = [accelerator for accelerator, driver, _ in _DEVICES[:-1] if driver.lower() == name]
+    return found[0] if found else None
 
 
 def node_name() -> str:

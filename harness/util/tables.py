@@ -112,8 +112,13 @@ class Table:
         cls, headings: Sequence[str], cells: Iterable[Sequence[Any]], right: Collection[int] = ()
     ) -> Table:
         """Make a table of lists; the columns with an index in ``right`` are aligned to the right."""
-        columns = [Column(name, name, str if n in right else "") for n, name in enumerate(headings)]
-        return cls(columns, [dict(zip(headings, row, strict=True)) for row in cells], missing="")
+        # A heading may occur twice.
+        keys = [name if headings.index(name) == n else f"{name} {n}" for n, name in enumerate(headings)]
+        columns = [
+            Column(key, name, str if n in right else "")
+            for n, (key, name) in enumerate(zip(keys, headings, strict=True))
+        ]
+        return cls(columns, [dict(zip(keys, row, strict=True)) for row in cells], missing="")
 
     @property
     def shown(self) -> list[Column]:

@@ -17,10 +17,9 @@ from harness.checkpoint.catalog import (
 )
 from harness.config.data import DataConfig, TokenizerConfig
 from harness.config.fields import LABEL, known_fields
-from harness.config.formats import WEIGHT_FORMATS
 from harness.config.job import Job, from_dict
 from harness.config.model import FAMILIES, ModelConfig, named_fields
-from harness.config.registry import load_attribute
+from harness.config.registry import WEIGHT_FORMATS, load_attribute
 from harness.util.errors import ConfigError, UserError
 from harness.weights.config_json import model_node
 from harness.weights.format import weight_formats

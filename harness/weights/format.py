@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from harness.config.formats import WEIGHT_FORMATS
+from harness.config.registry import WEIGHT_FORMATS
 
 
 @dataclass(frozen=True)

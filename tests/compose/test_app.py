@@ -112,7 +112,3 @@ def test_flags_and_overrides_in_any_order() -> None:
     line = VERBS["plan"].parse(["a=1", "--cfg", "job", "~b", "-p=model", "+c=-1", "d=--x", "--json"])
     assert (line.cfg, line.package, line.json) == ("job", "model", True)
     assert line.overrides == ["a=1", "~b", "+c=-1", "d=--x"]
-    assert VERBS["train"].parse(["--info"]).info == "all"
-    assert VERBS["train"].parse(["--info", "config"]).info == "config"
-    line = VERBS["train"].parse(["a=1", "--info", "b=2"])
-    assert (line.info, sorted(line.overrides)) == ("all", ["a=1", "b=2"])

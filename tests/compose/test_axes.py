@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.compose.composer import compose_job
-from harness.compose.multirun import compose_points
+from harness.compose.composer import compose_job, compose_points
 from harness.util.errors import UserError
 
 COMMON = ["model=llama3_tiny", "data=synthetic", "tokenizer=none", "cluster.device=cpu"]

@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 from jobs import tiny
 
-from harness.compose.composer import Composer, compose_job
-from harness.compose.multirun import compose_points
-from harness.compose.size import count
+from harness.compose.composer import Composer, compose_job, compose_points
+from harness.compose.scale import count
 from harness.config.job import Job
 from harness.config.model import ModelConfig
 from harness.model.accounting import account
@@ -49,15 +48,15 @@ def test_a_flux_keeps_its_proportions() -> None:
 
 
 def test_sizes_of_a_family_keep_its_proportions() -> None:
-    with Composer() as composer:
-        own = composer.job([*BIG, "model=llama3_8b"]).model
-        for wanted in (3e8, 7e10):
-            model = composer.job([*BIG, "model=llama3_8b", f"scale.parameters={wanted}"]).model
-            assert count(model, "non_embedding") == dense_parameters(model) == pytest.approx(wanted, rel=0.1)
-            assert model.head_width == own.head_width == 128
-            assert model.n_heads / model.n_kv_heads == 4 and model.dim == 128 * model.n_heads
-            assert model.ffn_hidden_dim == 3.5 * model.dim
-            assert 2 / 3 < (model.dim / model.n_layers) / (own.dim / own.n_layers) < 3 / 2
+    composer = Composer()
+    own = composer.job([*BIG, "model=llama3_8b"]).model
+    for wanted in (3e8, 7e10):
+        model = composer.job([*BIG, "model=llama3_8b", f"scale.parameters={wanted}"]).model
+        assert count(model, "non_embedding") == dense_parameters(model) == pytest.approx(wanted, rel=0.1)
+        assert model.head_width == own.head_width == 128
+        assert model.n_heads / model.n_kv_heads == 4 and model.dim == 128 * model.n_heads
+        assert model.ffn_hidden_dim == 3.5 * model.dim
+        assert 2 / 3 < (model.dim / model.n_layers) / (own.dim / own.n_layers) < 3 / 2
     # The family's own size is found again, also in words, and that of its larger sibling nearly.
     assert composer.job([*BIG, "model=llama3_8b", "scale.parameters=6.98B"]).model == own
     sibling = composer.job([*BIG, "model=llama3_70b"]).model

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import hydra
 import pytest
-from hydra.core.global_hydra import GlobalHydra
-from omegaconf import OmegaConf
-from tiers import THOROUGH
 
-from harness.compose.composer import Composer, compose_job
-from harness.compose.layers import register_schema
-from harness.compose.multirun import compose_points
+from harness.compose.composer import compose_job, compose_points
+from harness.compose.hydra import search_path, shadowed
 from harness.compose.overrides import groups, options_of
 from harness.compose.paths import conf_dir, config_folders
-from harness.compose.search_path import search_path, shadowed
 from harness.compose.verb import Verb
 from harness.config.job import Job
-from harness.tools.parity.parity import ParityJob
 from harness.util.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -33,13 +23,11 @@ TEXTS = {
     "model/llama3_8b": "defaults: [llama3_tiny, _self_]\nname: not_used\n",
     "experiment/own": "# @package _global_\n# Own.\ndefaults:\n  - override /model: mine\n"
     "training:\n  steps: 3\n",
-    "experiment/sub/below": "# @package _global_\ndefaults: [/experiment/own, _self_]\nname: below\n",
     "sweep/seeds": "# @package _global_\nhydra:\n  sweeper:\n    params:\n      training.seed: 5,6\n",
     "ablation/a": "# @package _global_\ntraining:\n  seed: 77\n",
     "ablation/b": "# @package optimizer\nlr: 0.25\n",
     "own_train": "defaults: [train, ablation: null, _self_, override model: deep]\ntraining:\n  steps: 9\n",
 }
-OTHER = {"model/mine": "defaults: [llama3_tiny]\n", "data/synth": "defaults: [synthetic]\n"}
 VALID = ["data=synthetic", "tokenizer=none"]
 
 
@@ -54,74 +42,6 @@ def written(folder: Path, texts: dict[str, str]) -> Path:
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return written(tmp_path_factory.mktemp("own"), TEXTS)
-
-
-@pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return written(tmp_path_factory.mktemp("other"), OTHER)
-
-
-@pytest.fixture
-def plain_hydra() -> Iterator[None]:
-    """Hydra's own composition, with only conf/ in its search path."""
-    GlobalHydra.instance().clear()
-    with hydra.initialize_config_dir(conf_dir(), version_base="1.3"):
-        yield
-
-
-CASES = [
-    ("train", ["model=mine"]),
-    ("train", ["model=deep", "precision=bf16", "parallelism=tp"]),
-    ("train", ["model=llama3_8b"]),
-    ("train", ["experiment=own"]),
-    ("parity", ["experiment=own", "data=synth", "model.n_layers=7"]),
-    ("train", ["experiment=sub/below", "model=deep"]),
-    ("train", ["+ablation=a", "model=mine"]),
-    ("train", ["+ablation=b", "model=mine", "optimizer=adamw"]),
-]
-
-
-@pytest.mark.parametrize(("primary", "typed"), CASES if THOROUGH else CASES[1::3])
-def test_composed_as_hydra_does(
-    primary: str, typed: list[str], own: Path, other: Path, plain_hydra: None
-) -> None:
-    """The first job of a process, later ones made from layers, and Hydra's own configuration are equal."""
-    setting = f"hydra.searchpath=[file://{own},{other}]"
-    schema = {"train": Job, "parity": ParityJob}[primary]
-    register_schema(schema)
-    expected, named = (hydra.compose(primary, [setting, *typed, *more]) for more in ([], ["name=n"]))
-    with search_path([setting], primary), Composer(primary, schema) as composer:
-        assert composer._config(typed)[1] == expected
-        composer._config(["model=llama3_tiny"])
-        assert composer._config([*typed, "name=n"])[1] == named
-
-
-def test_the_order_of_folders_is_that_of_hydras_own_command_line(own: Path, other: Path) -> None:
-    """An application of ``hydra.main`` composes the same; conf/ comes first, then --config-dir."""
-    code = (
-        "import hydra, sys; from omegaconf import OmegaConf\n"
-        "from harness.compose.layers import register_schema; from harness.config.job import Job\n"
-        "register_schema(Job)\n"
-        f"@hydra.main(config_path={conf_dir()!r}, config_name='train', version_base='1.3')\n"
-        "def main(config): pass\nmain()\n"
-    )
-    typed = [f"hydra.searchpath=[{other}]", "model=mine", "data=synth"]
-    lines = [
-        ["-c", code, "--config-dir", str(own), *typed, "--cfg", "job"],
-        ["-m", "harness.train", "--config-dir", str(own), *typed, "--cfg", "job"],
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = [
-        subprocess.run([sys.executable, *line], capture_output=True, text=True, env=environment, check=True)
-        for line in lines
-    ]
-    theirs, ours = (OmegaConf.create(each.stdout) for each in done)
-    assert theirs == ours and ours.model.n_layers == 3 and ours.data.kind == "synthetic"
-    with search_path([f"hydra.searchpath=[{other},{own}]"], "train"):
-        assert (
-            compose_job(["model=mine", *VALID]).model.n_layers
-            == compose_job(["model=llama3_tiny", *VALID]).model.n_layers
-        )
 
 
 def test_own_primary_config_with_its_own_group(own: Path) -> None:

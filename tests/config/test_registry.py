@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from plugins import install
 
-from harness.compose.help import help_text
+from harness.compose.arguments import help_text
 from harness.config.data_kinds import DATA_KINDS, DataKind
 from harness.config.fields import check_rules, label, numerics
 from harness.config.job import Job

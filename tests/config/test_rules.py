@@ -16,7 +16,7 @@ from harness.tools.parity.parity import ParityJob
 from harness.tools.plan.config import PlanJob
 from harness.tools.rehearse.config import RehearseJob
 from harness.tools.study.bench import BenchJob
-from harness.tools.study.converge.config import ConvergeJob
+from harness.tools.study.techniques import ConvergeJob
 from harness.util.errors import ConfigError
 
 

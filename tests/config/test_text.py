@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from processes import python
 
-from harness.compose.composer import compose_job
-from harness.compose.multirun import compose_points
+from harness.compose.composer import compose_job, compose_points
 from harness.compose.resolve import resolve
 from harness.config.fields import leaves, with_value
 from harness.config.job import Job

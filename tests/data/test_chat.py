@@ -20,7 +20,7 @@ from harness.data.chat_template import TEMPLATES, template_of
 from harness.data.loader import build_loader
 from harness.data.tokenizer import build_tokenizer
 from harness.data.tokenizer_base import Tokenizer
-from harness.launch.preflight import require_vocabulary
+from harness.launch.begin import require_vocabulary
 from harness.util.errors import ConfigError, DataError
 
 transformers = pytest.importorskip("transformers")
@@ -283,7 +283,7 @@ def test_templates_are_checked_before_ranks_start() -> None:
         ("{{ raise_exception('no\nsystem') }}", [user("a"), assistant("b")], "refuses it: no system"),
         ("{{ messages[9].role }}", [user("a"), assistant("b")], "the chat template refuses it"),
         ("{{ ''.__class__.__mro__ }}", [user("a"), assistant("b")], "refuses it: access to attribute"),
-        ("{% set n = namespace(_a=1) %}", [user("a"), assistant("b")], "cannot store '_a'"),
+        ("{% set n = namespace(_a=1) %}", [user("a"), assistant("b")], "cannot store underscore-prefixed"),
         ("{{ 'a' * 10**18 }}", [user("a"), assistant("b")], "the chat template refuses it: MemoryError$"),
         ("{{ '\\ud800' }}", [user("a"), assistant("b")], r"renders U\+D800, which is not a character$"),
         (
@@ -391,7 +391,6 @@ HELLO = '{"role": "user", "content": "Hello"}'
             '{"messages": [{"role": "user", "content": "\\ud800"}]}',
             "line 2: has U\\+D800, which is not a character",
         ),
-        ('{"messages": [{"role": "user", "content": "\\ufdd0"}]}', "line 2: has U\\+FDD0, "),
     ],
 )
 def test_a_wrong_line_is_named(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from harness.compose.layers import schema_node
+from harness.compose.hydra import with_types
 from harness.config.data import DataConfig, TokenizerConfig
 from harness.config.fields import check_rules, from_dict, leaves
 from harness.util.errors import ConfigError
@@ -19,9 +19,7 @@ STREAMED = {"kind": "hub", "dataset": "d", "streaming": True, "shuffle": False}
 
 
 def load(config_class, file):
-    return from_dict(
-        config_class, OmegaConf.to_container(OmegaConf.merge(schema_node(config_class), OmegaConf.load(file)))
-    )
+    return from_dict(config_class, with_types(OmegaConf.to_container(OmegaConf.load(file)), config_class))
 
 
 @pytest.mark.parametrize("config", [DataConfig(), TokenizerConfig()])

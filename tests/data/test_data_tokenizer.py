@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "measure"))
 import python_tokenizer
 
 from harness.config.data import TokenizerConfig
-from harness.data import long_text
+from harness.data import tokenizer_base
 from harness.data.tokenizer import SentencePieceTokenizer, _cut_long_runs, build_tokenizer, vocabulary_size
 from harness.util.errors import DataError
 
@@ -73,7 +73,7 @@ def test_a_batch_is_encoded_as_its_texts_are(tokenizer):
 
 
 def test_pieces_of_a_long_text_have_the_ids_of_the_full_text(tokenizer, monkeypatch):
-    monkeypatch.setattr(long_text, "PIECE_CHARS", 3_000)
+    monkeypatch.setattr(tokenizer_base, "PIECE_CHARS", 3_000)
     text = "".join((STDLIB / name).read_bytes().decode() for name in SOURCES) + "☃" * 7_000 + "\n\n  x"
     for part in (700, 10_000, len(text)):
         parts = [text[start : start + part] for start in range(0, len(text), part)]
@@ -86,7 +86,7 @@ def test_pieces_of_a_long_text_have_the_ids_of_the_full_text(tokenizer, monkeypa
 def test_a_text_is_not_cut_where_that_would_change_its_ids():
     """With a tokenizer whose ids depend on earlier lines: it numbers them."""
     text = "line\n" * 1_000_000
-    assert list(long_text.split_long_text([text], lambda part: list(range(part.count("\n"))))) == [text]
+    assert list(tokenizer_base.split_long_text([text], lambda part: list(range(part.count("\n"))))) == [text]
 
 
 def test_the_size_of_a_vocabulary_is_known_without_building(tmp_path):

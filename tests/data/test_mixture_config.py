@@ -10,7 +10,7 @@ from harness.compose.composer import compose_job
 from harness.config.data import DataConfig
 from harness.config.fields import check_rules, from_dict
 from harness.config.mixture import errors_of_source
-from harness.launch.preflight import require_vocabulary
+from harness.launch.begin import require_vocabulary
 from harness.util.errors import ConfigError, DataError, UserError
 
 SOURCES = {"a": {"kind": "synthetic"}, "b": {"kind": "local", "paths": ["web/*.txt"]}}

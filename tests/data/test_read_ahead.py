@@ -61,7 +61,7 @@ def processes_of():
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == os.getpid() and "read_ahead_process" in (entry / "cmdline").read_text():
+            if parent == os.getpid() and "read_ahead" in (entry / "cmdline").read_text():
                 found.append(int(entry.name))
         except OSError:
             continue

@@ -37,8 +37,7 @@ PLAIN = TokenizerConfig("bytes")
 
 
 @pytest.fixture(autouse=True)
-def in_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def without_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda file: None)  # for thousands of small units
 
 
@@ -165,7 +164,7 @@ def test_a_long_file_is_decoded_in_parts(
 ) -> None:
     Path("a.txt").write_bytes(content)
     monkeypatch.setattr(sources, "LONG_FILE_BYTES", 50)
-    monkeypatch.setattr("harness.data.text_files._BLOCK_BYTES", 7)
+    monkeypatch.setattr("harness.data.documents._BLOCK_BYTES", 7)
     source = LocalFiles(DataConfig(paths=["a.txt"], encoding_errors=errors), "paths")
     (text,) = source.read(Span("a.txt", 0, None, 1))
     assert isinstance(text, LongText) and "".join(text.parts()) == content.decode(errors="replace")

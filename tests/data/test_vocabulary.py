@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.compose.composer import compose_job
-from harness.compose.multirun import compose_points
+from harness.compose.composer import compose_job, compose_points
 from harness.launch import train
-from harness.launch.preflight import require_vocabulary
+from harness.launch.begin import require_vocabulary
 from harness.util.errors import ConfigError, UserError
 
 TEXT = ["data=python_stdlib", "model=llama3_tiny", "model.vocab_size=256"]

@@ -101,7 +101,7 @@ FLAGS = (
     "-h", "--help", "--cfg", "--cfg job", "--cfg nope", "-c all", "--cfg=hydra", "--cfg job --resolve", "-m",
     "-m -m", "--cfg job -p nope", "--cfg job --package model.rope", "--package", "-m --cfg", "-m --cfg job",
     "-m --help", "-sc", "-sc install=bash", "--info",
-    "-i searchpath", "--info nope", "--run", "--resolve", "-cd /nowhere", "-cd .",
+    "--run", "--resolve", "-cd /nowhere", "-cd .",
     "-cd file", "-cd=folder", "-cp x", "-cn nope", "-cn plan",
     "-cn ../conf/train", "--experimental-rerun x", "--jsn", "--json", "-x", "--", "---", "--cfg=job=x",
     "-m=3", "-ü", "--version", "-hx", "-cn", "-cn x" + LONG, "--cfg all -p hydra", "--cfg job -p ''",

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from harness.compose.multirun import compose_points
+from harness.compose.composer import compose_points
 from harness.config.fields import with_value
 from harness.config.job import Job
 from harness.launch.state import RunState, SlurmJobRecord
 from harness.launch.sweep import run
-from harness.launch.sweep.arrays import Array, arrays_of
 from harness.launch.sweep.registry import Point, Registry
+from harness.launch.sweep.run import Array, arrays_of
 from harness.run.folder import RunFolder
 
 SHAPES = "parallelism.dp_shard=1,2,4,8"
@@ -87,8 +87,10 @@ def test_points_that_slurm_has_already_count(tmp_path: Path, monkeypatch: pytest
         return [f"88_{index}" for index in range(len(folders))]
 
     monkeypatch.setattr(run, "submit", submit)
-    run.submit_points(Registry(tmp_path), own[4:], waiting[:2])
-    run.submit_points(Registry(tmp_path), own[4:], waiting)
+    for busy in (2, 4):
+        tasks = [*own[:busy], *own[4:]]
+        planned = [RunState(point.run_dir, "planned") for point, _ in own[4:]]
+        run.Selection.of(Registry(tmp_path), tasks, [*waiting[:busy], *planned]).submit()
     assert asked == [(2, [], 4), (4, ["77"], 4)]
 
 

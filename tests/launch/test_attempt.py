@@ -167,7 +167,7 @@ def test_an_unfit_node_of_a_job_that_cannot_be_requeued_is_the_error(
         if refused:
             raise SlurmError("scontrol requeue 7: Access/permission denied")
 
-    monkeypatch.setattr(attempt.queue, "requeue_without", requeue_without)
+    monkeypatch.setattr(attempt.queue, "requeue", requeue_without)
     folder = RunFolder(tmp_path)
     code = attempt._requeue_without(UnfitNodes({"node1": ["bad"]}), job, folder, Granted(state))
     if refused and state == "RUNNING":
@@ -237,8 +237,7 @@ def test_nodes_of_ranks_that_are_still_slow_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: Job, excludes: bool
 ) -> None:
     asked: list[tuple[str, list[str]]] = []
-    monkeypatch.setattr(attempt.queue, "requeue", lambda job_id: asked.append((job_id, [])))
-    monkeypatch.setattr(attempt.queue, "requeue_without", lambda job_id, nodes: asked.append((job_id, nodes)))
+    monkeypatch.setattr(attempt.queue, "requeue", lambda job_id, nodes: asked.append((job_id, nodes)))
     found = {"device": "H100", "phase": "forward", "excess": 0.3, "step": 20}
     slow = [
         {"rank": 3, "host": "node2", "until": None, **found},

@@ -20,8 +20,8 @@ from harness.tools.plan.machine import device_of, machine_of
 from harness.tools.plan.make import make_plan
 from harness.tools.plan.search import search
 from harness.tools.plan.space import Space
-from harness.tools.report.predict import machine_of as machine_of_row
-from harness.tools.report.predict import predicted
+from harness.tools.report.experiment import machine_of as machine_of_row
+from harness.tools.report.experiment import predicted
 from harness.util.errors import ConfigError, UserError
 from harness.util.hardware import ACCELERATORS, find_accelerator
 

@@ -8,17 +8,23 @@ from pathlib import Path
 
 import pytest
 
-from harness.compose.composer import compose_job
-from harness.compose.multirun import compose_points
+from harness.compose.composer import compose_job, compose_points
 from harness.config.job import Job
 from harness.launch import submit as submit_module
-from harness.launch.naming import names_of
 from harness.launch.queue import Queued
-from harness.launch.rows import of_sweep
+from harness.launch.rows import names_of, of_sweep
 from harness.launch.state import SlurmJobRecord
 from harness.launch.sweep import run
-from harness.launch.sweep.distinct import OF_THE_COMMAND, run_dir_of, unique_points
-from harness.launch.sweep.registry import Point, Registry, Skipped, labels, typed_overrides
+from harness.launch.sweep.registry import (
+    OF_THE_COMMAND,
+    Point,
+    Registry,
+    Skipped,
+    labels,
+    run_dir_of,
+    typed_overrides,
+    unique_points,
+)
 from harness.run.folder import RunFolder
 from harness.util.errors import UserError
 

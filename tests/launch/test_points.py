@@ -9,8 +9,7 @@ from unittest import mock
 import pytest
 from omegaconf import DictConfig
 
-from harness.compose.composer import compose_job
-from harness.compose.multirun import compose_points
+from harness.compose.composer import compose_job, compose_points
 from harness.compose.paths import using_folders
 from harness.util.errors import UserError
 

@@ -279,9 +279,9 @@ def test_a_requeue_that_ends_its_own_scontrol_still_excludes_nodes(
     monkeypatch.setattr(queue, "_run", run)
     if state == "RUNNING":
         with pytest.raises(SlurmError, match="exit code -15"):
-            queue.requeue_without("7", ["node1"])
+            queue.requeue("7", ["node1"])
     else:
-        queue.requeue_without("7", ["node1"])
+        queue.requeue("7", ["node1"])
     assert (typed[-1] == ("scontrol", "update", "jobid=7", "excnodelist=node9,node1")) == (state == "PENDING")
 
 

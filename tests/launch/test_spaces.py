@@ -9,19 +9,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from unittest import mock
 
-import hydra
 import pytest
-from tiers import THOROUGH
 
-import harness.compose.composer
-from harness.compose.composer import Composer, compose_job, job_from_config
-from harness.compose.multirun import compose_points
-from harness.compose.overrides import groups, in_hydra_syntax, options_of
+from harness.compose.composer import compose_points
 from harness.compose.verb import Verb
 from harness.config.job import Job
-from harness.tools.parity.parity import ParityJob
 from harness.util.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -72,70 +65,6 @@ def test_layouts_8_is_every_layout_of_8_ranks() -> None:
 def test_spaces_of_layouts_compute_one_thing(space: str) -> None:
     jobs, _ = jobs_of(space)
     assert len({job.numerics_id for job in jobs}) == 1
-
-
-def test_points_are_what_composing_each_of_them_gives() -> None:
-    typed = ["model=llama3_8b,llama3_tiny", "parallelism={tp:2},{pp:3}", "cluster.env.A=x"]
-    # Set groups by option and by value, with experiments that set fields of other groups.
-    groups = ["precision=bf16,fp32", "cluster=slurm_h100,local", "experiment=quickstart", "compile=on"]
-    shown: list[tuple[int, int]] = []
-    twice = ["data=python_stdlib", "data=synthetic", "training.seed=1,2"]
-    points = [
-        *compose_points(typed),
-        *compose_points(twice),
-        *compose_points(groups, show=lambda *of: shown.append(of)),
-    ]
-    assert shown == [(number, 4) for number in range(1, 5)]
-    assert any(point.job is not None for point in points)
-    with Composer():
-        for point in points:
-            try:
-                assert point.job == job_from_config(hydra.compose("train", point.overrides))
-            except UserError as error:
-                assert point.reason == str(error)
-
-
-def options_by_group() -> dict[str, list[str]]:
-    return {group: options_of(group) for group in groups() if group not in ("experiment", "sweep")}
-
-
-@pytest.mark.parametrize(
-    ("primary", "rest"), [("train", ()), ("parity", ()), ("train", ("experiment=quickstart",))]
-)
-def test_options_are_merged_as_hydra_does(primary: str, rest: tuple[str, ...]) -> None:
-    """Option n of every group, together."""
-    chosen = options_by_group()
-    with Composer(primary, {"train": Job, "parity": ParityJob}[primary]) as composer:
-        few = 2 if (primary, rest) == ("train", ()) else 1
-        for number in range(max(map(len, chosen.values())) if THOROUGH else few):
-            typed = [f"{group}={options[number % len(options)]}" for group, options in chosen.items()]
-            typed = [*rest, *in_hydra_syntax(typed)]
-            assert composer._config(typed)[1] == hydra.compose(primary, typed), typed
-
-
-def test_hydra_composes_once_whatever_options_are_combined(monkeypatch: pytest.MonkeyPatch) -> None:
-    harness.compose.composer._layers.cache_clear()
-    counted = mock.Mock(side_effect=hydra.compose)
-    monkeypatch.setattr(hydra, "compose", counted)
-    with Composer() as composer:
-        for model in ("llama3_tiny", "llama3_8b"):
-            for precision in ("bf16", "fp32"):
-                for schedule in ("cosine", "wsd"):
-                    composer.job([f"model={model}", f"precision={precision}", f"schedule={schedule}"])
-    assert counted.call_count == 1
-    compose_job(["model=llama3_8b", "precision=bf16"])
-    assert counted.call_count == 1
-
-
-def test_a_changed_file_is_composed_again(tmp_path: Path) -> None:
-    (tmp_path / "experiment").mkdir()
-    seeds = []
-    for seed in (1, 23):
-        text = f"# @package _global_\ntraining:\n  seed: {seed}\n"
-        (tmp_path / "experiment" / "own.yaml").write_text(text)
-        typed = [f"hydra.searchpath=[{tmp_path}]", "experiment=own", "model=llama3_tiny"]
-        seeds.append(compose_job(typed).training.seed)
-    assert seeds == [1, 23]
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,7 @@ import pytest
 from optuna.trial import TrialState
 from tiers import rest_is_thorough
 
-from harness.compose.composer import compose_job
-from harness.compose.multirun import chooses_points
+from harness.compose.composer import chooses_points, compose_job
 from harness.config.job import Job
 from harness.launch.begin import begin
 from harness.launch.sweep import optuna as study_module

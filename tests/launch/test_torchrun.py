@@ -17,9 +17,9 @@ from tiers import rest_is_thorough
 
 from harness.compose.composer import compose_job
 from harness.launch.begin import begin
-from harness.launch.torchrun import _rendezvous
+from harness.launch.local import _rendezvous
 from harness.run.folder import RunFolder
-from harness.train.rank import Run, _end_failed_run
+from harness.train.rank import Rank
 from harness.util.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_USER, MachineError
 
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "harness.train")
@@ -93,8 +93,7 @@ def test_the_row_of_a_rank_that_is_stopped_names_the_peer_that_failed(
     begin(folder, job, [])
     if peer_failed:
         folder.record_error(1, LookupError("broken here"))
-    folder.record_error(0, KeyboardInterrupt())
-    _end_failed_run(job, folder, Run(), EXIT_INTERRUPTED)
+    assert Rank(job, folder).fail(KeyboardInterrupt()) == EXIT_INTERRUPTED
     row = json.loads((folder.path / "result.json").read_text())
     expected = ("failed", EXIT_BUG) if peer_failed else ("interrupted", EXIT_INTERRUPTED)
     assert (row["exit_reason"], row["exit_code"]) == expected

@@ -1,15 +1,22 @@
-"""The recorder writes the file first, and a failing view does not stop a run."""
+"""The recorder: the file first, the console, shipped views; a failing view does not stop a run."""
 
 from __future__ import annotations
 
+import io
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
+from rich.console import Console as Terminal
 
+from harness.compose.hydra import with_types
+from harness.config.fields import check_rules, from_dict, leaves
 from harness.config.metrics import MetricsConfig
 from harness.config.training import OBSERVERS
 from harness.metrics import views
+from harness.metrics.console import PlainConsole, RichConsole, SilentConsole, make_console
 from harness.metrics.jsonl import read_metrics
 from harness.metrics.recorder import Recorder
 from harness.train.rows import metrics_of_rows
@@ -135,3 +142,126 @@ def test_a_full_disk_does_stop_the_run(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(recorder._file, "write", fail)
     with pytest.raises(OSError, match="No space left"):
         recorder.log({"step": 1})
+
+
+METRICS = metrics_of_rows(OBSERVERS.values())
+
+ROW = {
+    "step": 20,
+    "loss": 5.12341,
+    "grad_norm": 1.2341,
+    "lr": 3e-4,
+    "tokens_per_second": 2345.4,
+    "mfu": 0.4123,
+    "memory_gib": 1.234,
+    "data_share": 0.004,
+    "tokens": 10,
+}
+
+
+def test_plain_row() -> None:
+    out = io.StringIO()
+    console = PlainConsole(100, out)
+    console.begin(0, METRICS)
+    console.log(ROW)
+    assert out.getvalue() == (
+        "step    20/100  loss 5.1234  grad_norm 1.234  lr 3.00e-04  tokens/s 2,345  mfu 41.2%"
+        "  mem 1.23 GiB  data 0.4%\n"
+    )
+
+
+def test_none_is_left_out_and_nan_is_not() -> None:
+    out = io.StringIO()
+    console = PlainConsole(100, out)
+    console.begin(0, METRICS)
+    console.log({"step": 1, "loss": float("nan"), "mfu": None, "tokens_per_second": None})
+    assert out.getvalue() == "step     1/100  loss nan\n"
+
+
+def test_plain_summary() -> None:
+    out = io.StringIO()
+    values = {"exit": "done", "tokens_per_second": 123456.7, "mfu": None, "window_steps": 1200, "ok": True}
+    PlainConsole(100, out).summary("summary", values)
+    assert out.getvalue().splitlines() == [
+        "summary",
+        "  exit               done",
+        "  tokens_per_second  123,457",
+        "  window_steps       1,200",
+        "  ok                 yes",
+    ]
+
+
+def test_rich_bar_and_lines_above_it() -> None:
+    out = io.StringIO()
+    now = [0.0]
+    terminal = Terminal(file=out, force_terminal=True, width=160, color_system=None)
+    console = RichConsole(100, terminal, clock=lambda: now[0])
+    console.begin(10, METRICS)
+    for step in (11, 12, 13):
+        console.log({**ROW, "step": step})
+    now[0] = 60.0
+    console.log({**ROW, "step": 14})
+    console.log({"step": 14, "validation_loss": 4.0})
+    console.message("saved [step 14]")
+    console.warn("a view is off")
+    console.log({**ROW, "step": 100})
+    console.close()
+    console.summary("summary", {"exit": "done"})
+    lines = [line.split("\x1b[2K")[-1].strip("\r ") for line in out.getvalue().splitlines()]
+    permanent = [line for line in lines if line.startswith("step  ")]
+    assert [line.split("  loss")[0] for line in permanent if "loss 5" in line] == [
+        "step    11/100",
+        "step    14/100",
+        "step   100/100",
+    ]
+    assert "step    14/100  validation_loss 4.0000" in lines
+    assert "saved [step 14]" in lines
+    assert "warning: a view is off" in lines
+    assert "100/100" in out.getvalue() and "  exit  done" in out.getvalue()
+
+
+@pytest.mark.parametrize(("terminal", "kind"), [(True, RichConsole), (False, PlainConsole)])
+def test_auto_looks_at_standard_output(monkeypatch: pytest.MonkeyPatch, terminal: bool, kind: type) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(out, "isatty", lambda: terminal, raising=False)
+    monkeypatch.setattr("sys.stdout", out)
+    console = make_console("auto", 10)
+    console.close()
+    assert isinstance(console, kind)
+
+
+def test_silent_console_still_warns(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    console = make_console("none", 10)
+    assert isinstance(console, SilentConsole)
+    with caplog.at_level(logging.WARNING):
+        console.log(ROW)
+        console.message("hello")
+        console.warn("wandb is off")
+    assert capsys.readouterr().out == ""
+    assert caplog.messages == ["wandb is off"]
+
+
+CONF = Path(__file__).parents[2] / "conf" / "metrics"
+
+
+def shipped(name: str) -> MetricsConfig:
+    content = OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"))
+    config = from_dict(MetricsConfig, with_types(content, MetricsConfig))
+    check_rules(config)
+    return config
+
+
+def test_default_file_spells_out_the_defaults() -> None:
+    assert shipped("default") == MetricsConfig()
+    assert set(OmegaConf.load(CONF / "default.yaml")) == {name for name, _, _ in leaves(MetricsConfig())}
+
+
+@pytest.mark.parametrize(
+    ("name", "wandb", "tensorboard"),
+    [("wandb", True, False), ("tensorboard", False, True), ("all", True, True)],
+)
+def test_shipped_views(name: str, wandb: bool, tensorboard: bool) -> None:
+    config = shipped(name)
+    assert (config.wandb, config.tensorboard) == (wandb, tensorboard)

@@ -1,11 +1,18 @@
-"""Throughput covers training only: no warm-up, no validation, no saving."""
+"""Times of steps by hand, the window of throughput, MFU, and peak memory."""
 
 from __future__ import annotations
 
 import statistics
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from harness.metrics import memory
+from harness.metrics.mfu import Peak, describe_inputs, mfu, peak_of, utilization
 from harness.metrics.window import StepTimer, Window
 
 
@@ -32,8 +39,8 @@ def test_lap_leaves_out_validation_and_checkpoint() -> None:
     with timer.section("checkpoint"):
         clock.wait(10.0)
     lap = timer.lap()
-    assert (lap.seconds, lap.data_seconds) == (2.5, 0.5)
-    assert (lap.validation_seconds, lap.checkpoint_seconds) == (30.0, 10.0)
+    assert (lap.seconds, lap.spent["data"]) == (2.5, 0.5)
+    assert (lap.spent["validation"], lap.spent["checkpoint"]) == (30.0, 10.0)
 
 
 def test_no_time_falls_between_laps() -> None:
@@ -71,7 +78,7 @@ def test_queued_work_counts_for_its_step() -> None:
         clock.wait(1.0)
     lap = timer.lap()
     assert lap.seconds == pytest.approx(3.1)
-    assert lap.validation_seconds == pytest.approx(1.0)
+    assert lap.spent["validation"] == pytest.approx(1.0)
 
 
 def test_misuse_of_sections_is_refused() -> None:
@@ -143,3 +150,74 @@ def test_a_step_that_compiles_again_counts_as_warm_up() -> None:
     assert window.interval()["tokens_per_second"] == 15
     assert window.interval_lengths == window.lengths == {5: 10, 10: 20}
     assert window.summary()["window_steps"] == 2
+
+
+@dataclass(frozen=True)
+class Flops:
+    flops_per_token_full: float
+    flops_per_token_causal: float
+
+
+# Llama 3 8B at 8192 tokens as torchtitan counts it: 6 * (N - N_embedding) + 12 * L * d * T, N = 8.03e9.
+PARAMETERS = 6 * (8_030_261_248 - 128_256 * 4096)
+ATTENTION = 12 * 32 * 4096 * 8192
+LLAMA3_8B = Flops(PARAMETERS + ATTENTION, PARAMETERS + ATTENTION / 2)
+
+
+def test_published_llama3_8b() -> None:
+    assert LLAMA3_8B.flops_per_token_full == pytest.approx(57.9e9, rel=1e-3)
+    row = utilization(6667, LLAMA3_8B, peak_of("NVIDIA H100 80GB HBM3", "bfloat16"))
+    assert row["tflops_per_device"] == pytest.approx(386, abs=0.5)
+    assert row["mfu"] == pytest.approx(0.390, abs=0.001)
+    assert row["mfu_causal"] == pytest.approx(
+        row["mfu"] * (PARAMETERS + ATTENTION / 2) / (PARAMETERS + ATTENTION)
+    )
+
+
+def test_the_peak_is_that_of_the_arithmetic() -> None:
+    assert peak_of("NVIDIA H100 80GB HBM3", "float8").flops == 1978.9e12
+    assert peak_of("NVIDIA H100 80GB HBM3", "float32").flops == 66.9e12
+    missing = peak_of("NVIDIA A100-SXM4-80GB", "float8")
+    assert missing.flops is None
+    assert "float8" in missing.origin
+
+
+def test_unknown_hardware_has_no_mfu() -> None:
+    peak = peak_of("Some CPU", "bfloat16")
+    row = utilization(1e3, LLAMA3_8B, peak)
+    assert row["mfu"] is None and row["mfu_causal"] is None
+    assert row["tflops_per_device"] == pytest.approx(57.9, rel=1e-3)
+    assert describe_inputs(LLAMA3_8B, peak).startswith("no MFU: no known peak for 'Some CPU'; 57.9")
+
+
+def test_no_throughput_no_mfu() -> None:
+    assert set(utilization(None, LLAMA3_8B, Peak(1e12, "test")).values()) == {None}
+    assert mfu(None, 1.0, 1.0) is None
+
+
+def test_inputs_are_described_in_both_conventions() -> None:
+    line = describe_inputs(LLAMA3_8B, peak_of("NVIDIA H100 80GB HBM3", "bfloat16"))
+    assert "57.91 GFLOP/token (full attention)" in line
+    assert "51.47 (causal half)" in line
+    assert "989.4 TFLOP/s (H100 SXM, dense bfloat16" in line
+
+
+def test_peak_follows_an_allocation() -> None:
+    script = (
+        "from harness.metrics.memory import peak_memory_gib as peak\n"
+        "before = peak('cpu'); block = b'x' * 2**27; del block\n"
+        "print(peak('cpu') - before)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert 0.06 < float(done.stdout) < 0.2
+
+
+@pytest.mark.parametrize(("platform", "unit"), [("linux", 1024), ("darwin", 1)])
+def test_units_of_getrusage(
+    platform: str, unit: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(memory, "_STATUS", tmp_path / "missing")
+    monkeypatch.setattr(memory.sys, "platform", platform)
+    usage = SimpleNamespace(ru_maxrss=2**30 // unit)
+    monkeypatch.setattr(memory.resource, "getrusage", lambda who: usage)
+    assert memory.peak_memory_gib("cpu") == 1.0

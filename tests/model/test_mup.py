@@ -243,29 +243,6 @@ def test_every_output_is_found() -> None:
     assert same == {"output.weight"} | routers and len(routers) == 3
 
 
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        (["model.mup.base_dim=20"], "model.n_heads=8 x 20 / 64 is no integer; would work: a multiple of 16"),
-        (["model.mup.base_widths={n_heads:2}"], "no effect without model.mup.base_dim"),
-        (["model.mup.base_dim=32", "model.mup.base_widths={depth:2}"], "no such width of model=llama3_tiny"),
-        (
-            ["model.mup.base_dim=32", "model.mup.base_widths={n_kv_heads:3}"],
-            "base model that is not possible: model.n_kv_heads=3: must divide model.n_heads=4",
-        ),
-        (
-            ["model.mup.base_dim=32", "optimizer=adam", "optimizer.weight_decay=0.1"],
-            "for which muP has no rule",
-        ),
-        (["model.mup.base_dim=0"], "must be at least 1"),
-    ],
-)
-def test_mistakes_get_one_line(overrides: list[str], expected: str) -> None:
-    with pytest.raises(ConfigError) as raised:
-        tiny(*overrides)
-    assert expected in str(raised.value) and "\n" not in str(raised.value)
-
-
 def test_an_optimizer_without_a_rule_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "KINDS", {"adamw": dataclasses.replace(KINDS["adamw"], mup=None)})
     with pytest.raises(ConfigError, match="no rule of muP is known for"):

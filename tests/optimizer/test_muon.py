@@ -1,71 +1,97 @@
-"""Muon on one process, against torch.optim.Muon and a singular value decomposition."""
+"""Muon: its orthogonalization, the ranks that own matrices, and the same update on every layout."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from test_adamw import built_for, model
-from torch import Tensor
+import torch.distributed as dist
+from layouts import EXPERT_MATRIX, MATRIX, layout, require_parity, verdict_of
+from tiers import rest_is_thorough
 from torch.utils.flop_counter import FlopCounterMode
-from waits import waits
 
-from harness.config.optimizer import LR_SCALES, OptimizerConfig, lr_scale
-from harness.optimizer import assignment
+from harness.config.job import Job
+from harness.launch.pool import RankPool
+from harness.optimizer import assignment, muon
 from harness.optimizer.assignment import Matrices
-from harness.optimizer.muon import Muon, orthogonalize
+from harness.optimizer.muon import orthogonalize
+from harness.tools.parity.parity import Trace, trace
+from harness.tools.plan.parameters import parameters_of, planned_update
 
-CONFIG = OptimizerConfig(kind="muon", lr=0.03, weight_decay=0.2, momentum=0.9)
-
-
-def is_muons(name: str, parameter: Tensor) -> bool:
-    return parameter.ndim == 2 and name.startswith("layers.")
-
-
-def trained(optimizers: Any, steps: int = 5) -> dict[str, Tensor]:
-    """Parameters after some steps of the optimizers that ``optimizers`` builds for a model."""
-    decoder = model()
-    built = optimizers(decoder)
-    generator = torch.Generator().manual_seed(3)
-    for _ in range(steps):
-        for parameter in decoder.parameters():
-            parameter.grad = torch.randn(parameter.shape, generator=generator)
-        for each in built:
-            each.step()
-    return {name: parameter.detach() for name, parameter in decoder.named_parameters()}
+# A learning rate at which updates matter, from the first step on.
+MUON = ("optimizer=muon", "schedule.warmup_steps=1", "optimizer.lr=0.01")
+MOE = (*MUON, "model=qwen3_moe_debug")
+# Shards by rows and columns, strided shards, uneven ones, replicas, stages, and host memory.
+CORE = ["fsdp_uneven", "hsdp_tp", "fsdp_offload"]
+CORE_OF_EXPERTS = ["fsdp_tp_ep_experts", "ep_hsdp"]
 
 
-def torchs(config: OptimizerConfig) -> dict[str, Tensor]:
-    """The same training by torch.optim.Muon (in bfloat16) and torch.optim.AdamW."""
-
-    def build(decoder: Any) -> list[torch.optim.Optimizer]:
-        named = dict(decoder.named_parameters())
-        matrices = [p for name, p in named.items() if is_muons(name, p)]
-        tables = [p for name, p in named.items() if p.ndim == 2 and not is_muons(name, p)]
-        adamw: dict[str, Any] = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
-        return [
-            torch.optim.Muon(
-                matrices,
-                lr=config.lr,
-                weight_decay=config.weight_decay,
-                momentum=config.momentum,
-                adjust_lr_fn=config.lr_scale,
-            ),
-            torch.optim.AdamW(tables, weight_decay=config.weight_decay, **adamw),
-            torch.optim.AdamW([p for p in named.values() if p.ndim < 2], weight_decay=0.0, **adamw),
-        ]
-
-    return trained(build)
+def in_many_rounds(job_json: str, steps: int) -> Trace:
+    """Train with rounds of one matrix each, so that exchanges overlap."""
+    with mock.patch.object(assignment, "ROUND_VALUES", 1):
+        return trace(job_json, steps)
 
 
-@pytest.mark.parametrize("scale", LR_SCALES)
-def test_equals_torchs(scale: str) -> None:
-    config = dataclasses.replace(CONFIG, lr_scale=scale, newton_schulz_dtype="bfloat16")
-    expected = torchs(config)
-    for name, value in trained(lambda decoder: [built_for(decoder, config)]).items():
-        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6, msg=name)
+@pytest.mark.parametrize("name", rest_is_thorough(MATRIX, *CORE))
+def test_layout_agrees_with_one_process(pool: RankPool, name: str) -> None:
+    require_parity(pool, name, layout(name, *MUON), steps=3)
+
+
+@pytest.mark.parametrize("name", rest_is_thorough(EXPERT_MATRIX, *CORE_OF_EXPERTS))
+def test_layout_of_experts_agrees_with_one_process(pool: RankPool, name: str) -> None:
+    require_parity(pool, name, layout(name, *MOE), steps=3, run=in_many_rounds)
+
+
+def own_shards(job_json: str, steps: int) -> Trace:
+    """Every rank orthogonalizes its own shards."""
+
+    def alone(self: Any, parameter: torch.Tensor) -> Any:
+        shape = getattr(parameter, "_local_tensor", parameter).shape
+        count = 1 if len(shape) == 2 else shape[0]
+        holder = muon._Holder(self.group.rank(), (), range(shape[-2]), range(shape[-1]))
+        return range(count), [holder]
+
+    with mock.patch.object(muon._Holders, "of", alone):
+        return trace(job_json, steps)
+
+
+def test_sabotage_is_noticed(pool: RankPool) -> None:
+    assert not verdict_of(pool, "fsdp", layout("fsdp", *MUON), run=own_shards, steps=3).passed
+
+
+def sent_in_a_step(job_json: str) -> float:
+    """Bytes that this rank sends to others in the all-to-alls of an update."""
+    sent = 0.0
+    original = dist.all_to_all_single
+
+    def counted(received: Any, values: Any, into: Any, out: list[int], **options: Any) -> Any:
+        nonlocal sent
+        sent += (sum(out) - out[options["group"].rank()]) * values.element_size()
+        return original(received, values, into, out, **options)
+
+    with mock.patch.object(dist, "all_to_all_single", counted):
+        trace(job_json, 1)
+    return sent
+
+
+BYTES = [("fsdp", MUON), ("hsdp_tp", MUON), ("ddp", MUON), ("fsdp_tp_pp", MUON), ("ep_hsdp", MOE)]
+BYTES += [("fsdp_tp_ep_experts", MOE), ("tp_experts", MOE), ("fsdp_experts_uneven", MOE)]
+
+
+@pytest.mark.parametrize("case", rest_is_thorough(BYTES, *BYTES[4::3]), ids=lambda case: case[0])
+def test_ranks_send_what_the_plan_says(pool: RankPool, case: tuple[str, tuple[str, ...]]) -> None:
+    name, overrides = case
+    job: Job = layout(name, *overrides)
+    sent = pool.run(job.world_size, sent_in_a_step, job.to_json())
+    each = job.world_size // job.parallelism.pp
+    for stage in range(job.parallelism.pp):
+        planned = planned_update(job, parameters_of(job, stage))
+        assert planned is not None
+        busiest = max(sent[stage * each : (stage + 1) * each])
+        assert busiest > 0
+        assert planned.sent == pytest.approx(busiest, rel=0.1)
 
 
 @pytest.mark.parametrize("shape", [(6, 10), (10, 6), (8, 8)], ids=str)
@@ -83,64 +109,6 @@ def test_singular_values_become_about_one(shape: tuple[int, int]) -> None:
 
 def test_a_matrix_of_zeros_stays_zero() -> None:
     assert not orthogonalize(torch.zeros(1, 4, 6), 5).any()
-
-
-def test_one_step_by_hand_in_bfloat16() -> None:
-    """Parameter and momentum are updated in float32 from the stored values, then rounded."""
-    torch.manual_seed(0)
-    parameter = torch.nn.Parameter(torch.randn(8, 6).bfloat16())
-    group = {"params": [parameter], "lr": 0.5, "weight_decay": 0.1}
-    built = muon([group], torch.bfloat16)
-    momentum = torch.zeros(8, 6)
-    for _ in range(3):
-        value = parameter.detach().float()
-        parameter.grad = torch.randn(8, 6).bfloat16()
-        built.step()
-        momentum = 0.9 * momentum + 0.1 * parameter.grad.float()
-        update = orthogonalize((0.1 * parameter.grad.float() + 0.9 * momentum)[None].clone(), 5)[0]
-        value = value * (1 - 0.5 * 0.1) - 0.5 * 0.2 * 8**0.5 * update
-        stored = built.state[parameter]["momentum_buffer"]
-        assert (stored.dtype, parameter.dtype) == (torch.bfloat16, torch.bfloat16)
-        torch.testing.assert_close(stored.float(), momentum, rtol=2**-8, atol=1e-6)
-        torch.testing.assert_close(parameter.detach().float(), value, rtol=2**-7, atol=1e-5)
-        momentum = stored.float()
-
-
-def muon(groups: list[dict[str, Any]], state_dtype: torch.dtype = torch.float32) -> Muon:
-    scale = lr_scale("match_rms_adamw")
-    return Muon(groups, 1.0, state_dtype, momentum=0.9, steps=5, dtype=torch.float32, scale=scale)
-
-
-def steps_of(dropped: list[bool]) -> tuple[Tensor, Tensor]:
-    """Parameter and momentum after steps of equal gradients, some of them dropped and not finite."""
-    torch.manual_seed(0)
-    parameter = torch.nn.Parameter(torch.randn(2, 8, 6))
-    built = muon([{"params": [parameter], "weight_decay": 0.1}])
-    gradient = torch.randn(2, 8, 6)
-    for drop in dropped:
-        parameter.grad = torch.full_like(gradient, torch.inf) if drop else gradient.clone()
-        built.found_inf = torch.tensor(float(drop))
-        built.step()
-    return parameter.detach(), built.state[parameter]["momentum_buffer"]
-
-
-def test_a_dropped_step_changes_nothing() -> None:
-    for found, expected in zip(steps_of([False, True, False]), steps_of([False, False]), strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
-
-
-def test_the_host_does_not_wait() -> None:
-    """Experts and two matrices of equal shapes, with a check of the device for finite numbers."""
-    with torch.device("meta"):
-        shapes = [(2, 8, 6), (8, 6), (8, 6), (4, 12)]
-        parameters = [torch.nn.Parameter(torch.empty(shape)) for shape in shapes]
-        built = muon([{"params": parameters, "weight_decay": 0.1}])
-        built.found_inf = torch.zeros(())
-    for parameter in parameters:
-        parameter.grad = torch.empty_like(parameter)
-    with waits() as found:
-        built.step()
-    assert found == []
 
 
 SHARED = [Matrices(1, 512, 512, 4)] * 5 + [Matrices(1, 1536, 512, 4)] * 6 + [Matrices(6, 64, 32, 2)]

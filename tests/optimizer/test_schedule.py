@@ -21,38 +21,23 @@ def factors(steps: int, **fields: object) -> list[float]:
     return [factor(step) for step in range(steps + 1)]
 
 
-def test_warm_up_stable_and_decay() -> None:
-    assert factors(10, warmup_steps=2, decay_ratio=0.4) == pytest.approx(
-        [0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0]
-    )
+HALF, ROOT = math.sqrt(2) / 2, math.sqrt(0.75)
+SHAPES: list[tuple[int, dict[str, object], list[float]]] = [
+    (10, {"warmup_steps": 2, "decay_ratio": 0.4}, [0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0]),
+    (8, {"warmup_steps": 4, "decay_ratio": 0.0, "min_lr_factor": 1.0}, [0.25, 0.5, 0.75, *[1] * 6]),
+    (4, {"warmup_steps": 0, "decay_ratio": 0.5}, [1, 1, 1, 0.5, 0]),
+    # Without a ratio it decays from the end of the warm-up.
+    (6, {"warmup_steps": 2, "decay_ratio": None}, [0.5, 1, 1, 0.75, 0.5, 0.25, 0]),
+    (4, {"warmup_steps": 4, "decay_ratio": None}, [0.25, 0.5, 0.75, 1, 1]),
+    (6, {"warmup_steps": 2, "decay_type": "cosine"}, [0.5, 1, 1, (1 + HALF) / 2, 0.5, (1 - HALF) / 2, 0]),
+    (4, {"warmup_steps": 0, "decay_type": "sqrt"}, [1, 0.5, 1 - HALF, 1 - ROOT, 0]),
+    (4, {"warmup_steps": 0, "min_lr_factor": 0.2}, [1, 0.8, 0.6, 0.4, 0.2]),
+]
 
 
-def test_warm_up_reaches_the_peak_at_its_last_step() -> None:
-    assert factors(8, warmup_steps=4, decay_ratio=0.0)[:5] == pytest.approx([0.25, 0.5, 0.75, 1, 1])
-
-
-def test_no_warm_up_starts_at_the_peak() -> None:
-    assert factors(4, warmup_steps=0, decay_ratio=0.5) == pytest.approx([1, 1, 1, 0.5, 0])
-
-
-def test_null_ratio_decays_from_the_end_of_the_warm_up() -> None:
-    assert factors(6, warmup_steps=2, decay_ratio=None) == pytest.approx([0.5, 1, 1, 0.75, 0.5, 0.25, 0])
-
-
-def test_constant() -> None:
-    assert factors(5, warmup_steps=2, decay_ratio=0.0, min_lr_factor=1.0) == pytest.approx(
-        [0.5, 1, 1, 1, 1, 1]
-    )
-
-
-def test_all_warm_up() -> None:
-    assert factors(4, warmup_steps=4, decay_ratio=None) == pytest.approx([0.25, 0.5, 0.75, 1, 1])
-
-
-def test_cosine() -> None:
-    half = math.sqrt(2) / 2
-    shape = [1, (1 + half) / 2, 0.5, (1 - half) / 2, 0]
-    assert factors(6, warmup_steps=2, decay_type="cosine") == pytest.approx([0.5, 1, *shape])
+@pytest.mark.parametrize(("steps", "fields", "expected"), SHAPES)
+def test_shapes(steps: int, fields: dict[str, object], expected: list[float]) -> None:
+    assert factors(steps, **fields) == pytest.approx(expected)
 
 
 def test_cosine_ends_at_its_floor() -> None:
@@ -60,15 +45,6 @@ def test_cosine_ends_at_its_floor() -> None:
     assert made[52] == pytest.approx(0.55)
     assert made[-1] == pytest.approx(0.1)
     assert min(made[2:]) == made[-1]
-
-
-def test_square_root() -> None:
-    made = factors(4, warmup_steps=0, decay_type="sqrt")
-    assert made == pytest.approx([1, 0.5, 1 - math.sqrt(0.5), 1 - math.sqrt(0.75), 0])
-
-
-def test_floor_of_a_linear_decay() -> None:
-    assert factors(4, warmup_steps=0, min_lr_factor=0.2) == pytest.approx([1, 0.8, 0.6, 0.4, 0.2])
 
 
 def test_the_last_decay_step_still_learns() -> None:

@@ -11,7 +11,6 @@ from harness.model.decoder import Decoder
 from harness.parallelism.mesh import build_mesh
 from harness.parallelism.parallelize import build_model_parts
 from harness.train.setup import process_group
-from harness.util.errors import ConfigError
 
 CPU = torch.device("cpu")
 TINY = ("model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "training.seq_len=64", "model.n_layers=4")
@@ -125,25 +124,3 @@ def test_selective_layers_do_not_depend_on_the_pipeline() -> None:
     part = Decoder(job.model, 64, ["layers.1", "layers.2", "layers.3"])
     apply_activation_checkpoint(part, job.activation_checkpoint)
     assert [name for name, block in part.layers.items() if "forward" in vars(block)] == ["2"]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "rule"),
-    [
-        (["activation_checkpoint.mode=some"], r"no such choice; would work: none, full"),
-        (["activation_checkpoint=memory_budget"], r"blocks are not compiled; would work: compile=on"),
-        (
-            ["activation_checkpoint=memory_budget", "compile=on", "compile.components=[loss]"],
-            r"blocks are not compiled",
-        ),
-        (["activation_checkpoint.memory_budget=2"], r"must be in \[0, 1\]"),
-        (["activation_checkpoint.every_nth_layer=0"], r"must be at least 1"),
-        (
-            ["parallelism=pp", "parallelism.pp_schedule=ZBVZeroBubble", "activation_checkpoint=selective_op"],
-            r"saves results for one backward pass, and the pipeline schedule has two",
-        ),
-    ],
-)
-def test_refused(overrides: list[str], rule: str) -> None:
-    with pytest.raises(ConfigError, match=rule):
-        compose_job([*TINY, *overrides])

@@ -17,7 +17,6 @@ from harness.parallelism.compile import CompileWatch
 from harness.parallelism.tensor import describe_fused
 from harness.train.engine import Engine
 from harness.train.setup import process_group
-from harness.util.errors import ConfigError
 
 CPU = torch.device("cpu")
 COMPILED = [
@@ -123,31 +122,6 @@ def test_a_run_prints_what_it_compiled(tmp_path: Any, capsys: pytest.CaptureFixt
     row = json.loads((done.folder.path / "result.json").read_text())
     assert row["recompiles"] == 0
     assert row["compile_seconds"] > 0
-
-
-@pytest.mark.parametrize(
-    ("overrides", "rule"),
-    [
-        (["compile.components=[head]"], r"compile.components=head: no such choice"),
-        (["compile.components=[]"], r"nothing is left to compile"),
-        (["parallelism.async_tp=true"], r"needs parallelism.tp and sequence_parallel"),
-        (["parallelism.async_tp=true", "parallelism=tp"], r"blocks are not compiled by inductor"),
-        (
-            ["parallelism.async_tp=true", "parallelism=tp", "compile.backend=inductor"],
-            r"the ranks compute on CPUs",
-        ),
-        (
-            [
-                *("parallelism.async_tp=true", "parallelism=tp", "compile.backend=inductor"),
-                *("cluster=slurm_h100", "cluster.ranks_per_node=1", "cluster.device=cuda"),
-            ],
-            r"needs tensor-parallel ranks on one node; there are 1 ranks per node",
-        ),
-    ],
-)
-def test_refused(overrides: list[str], rule: str) -> None:
-    with pytest.raises(ConfigError, match=rule):
-        jobs.tiny(*COMPILED, *overrides)
 
 
 # -- asynchronous tensor parallel: the compiler pass, tested on CPUs with torch's own fallbacks ----

@@ -101,7 +101,7 @@ def test_compiled_in_one_graph(pool: RankPool, name: str) -> None:
 
 def rounds(layout: ParallelismConfig) -> int:
     """Number of ring passes in forward and backward of a block with selective_op checkpointing."""
-    from harness.config.blocks import ActivationCheckpointConfig
+    from harness.config.training import ActivationCheckpointConfig
     from harness.parallelism import activation_checkpoint, context
 
     group, original, calls = dist.group.WORLD, context._templated_ring_attention, []

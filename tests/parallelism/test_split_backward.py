@@ -41,8 +41,8 @@ ONE_MICROBATCH = [
 
 
 def compose(*overrides: str) -> Job:
-    with Composer("parity", ParityJob) as composer:
-        return composer.job(overrides).plain
+    composer = Composer("parity", ParityJob)
+    return composer.job(overrides).plain
 
 
 def layout(row: str) -> Job:

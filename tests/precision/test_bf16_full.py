@@ -13,7 +13,6 @@ from tiers import rest_is_thorough
 
 from harness.config.job import Job
 from harness.launch.pool import RankPool
-from harness.util.errors import ConfigError
 
 SMALL = ("training.steps=10", "training.seq_len=64", "training.global_batch_size=4", "data.mask_fraction=0.3")
 STEPS = 4
@@ -92,20 +91,3 @@ def test_one_gradient_at_a_time_is_in_memory(pool: RankPool, layout: str) -> Non
     """At every update, no other parameter has a gradient."""
     job = job_of(f"parallelism={layout}", "training.max_norm=0", "optimizer.in_backward=true")
     assert set(pool.run(job.world_size, most_gradients_in_memory, job.to_json())) == {1}
-
-
-@pytest.mark.parametrize(
-    ("overrides", "says"),
-    [
-        ([], "training.max_norm=1.0: .*would work: 0, or optimizer.in_backward=false"),
-        (["training.max_norm=0", "parallelism=pp"], "parallelism.pp=2: .*would work: 1, or"),
-        (["training.max_norm=0", "debug.non_finite=skip"], "debug.non_finite=skip: .*would work: stop, or"),
-        (
-            ["training.max_norm=0", "training.local_batch_size=1"],
-            "local_batch_size=1: .*a step has 4; would work: 4, or",
-        ),
-    ],
-)
-def test_unsupported_updates_in_backward_are_refused(overrides: list[str], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        job_of("optimizer.in_backward=true", *overrides)

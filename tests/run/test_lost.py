@@ -12,7 +12,7 @@ import pytest
 from harness.compose.composer import compose_job
 from harness.launch.state import SlurmJobRecord
 from harness.launch.sweep.registry import Point, Registry
-from harness.launch.sweep.run import _select, states_of
+from harness.launch.sweep.run import Selection, states_of
 from harness.run.folder import RunFolder
 from harness.tools.report.sweep import VERB
 from harness.util.errors import EXIT_MACHINE, EXIT_OK, EXIT_USER
@@ -220,7 +220,7 @@ def test_points_that_were_never_submitted_are_suspended_or_never_start(
     assert "never submitted" in out.splitlines()[5]
     # Neither is submitted a second time.
     tasks = [(point, point.job) for point in points]
-    wanted, _ = _select(tasks, states_of(points), out_of_memory=False, rerun=False)
+    wanted = Selection.of(sweep, tasks, states_of(points)).wanted
     assert [point.id for point, _ in wanted] == [point.id for point in points[4:]]
     out, _ = verb("cancel", sweep.path)
     assert out == f"cancelled 4 of {POINTS} points\n"

@@ -76,8 +76,8 @@ def test_errors_while_ending_do_not_hide_the_cause(
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(rank.Run, "trainer", BrokenTrainer())
-    monkeypatch.setattr(rank.Run, "recorder", recorder)
+    monkeypatch.setattr(rank.Rank, "trainer", BrokenTrainer())
+    monkeypatch.setattr(rank.Rank, "recorder", recorder)
     monkeypatch.setattr(rank.process, "set_environment", fail)
     assert rank.run_rank(job, folder, started=time.monotonic()) == code
     row = json.loads((folder.path / "result.json").read_text())

@@ -12,8 +12,7 @@ import pytest
 from families_table import CASES, MODELS, RELEASED_CONFIGS, shipped
 from tiers import rest_is_thorough
 
-from harness.compose.composer import Composer, compose_job
-from harness.compose.multirun import compose_points
+from harness.compose.composer import Composer, compose_job, compose_points
 from harness.config.model import ModelConfig
 from harness.tools.convert import ConvertJob
 from harness.util.errors import ConfigError, UserError
@@ -77,13 +76,13 @@ def test_points_of_a_sweep_have_each_their_own(tmp_path: Path, chosen: str) -> N
 
 
 def test_a_path_that_is_not_read_is_refused(tmp_path: Path) -> None:
-    with Composer() as composer:
-        with pytest.raises(ConfigError, match=r"^model\.path=.*read only together with model=from_config"):
-            composer.job([f"model.path={tmp_path}"])
-        with pytest.raises(UserError, match=r"^model\.path: must be given with model=from_config"):
-            composer.job(["model=from_config"])
-        with pytest.raises(UserError, match=r"config\.json: is missing"):
-            composer.job(["model=from_config", f"model.path={tmp_path}"])
+    composer = Composer()
+    with pytest.raises(ConfigError, match=r"^model\.path=.*read only together with model=from_config"):
+        composer.job([f"model.path={tmp_path}"])
+    with pytest.raises(UserError, match=r"^model\.path: must be given with model=from_config"):
+        composer.job(["model=from_config"])
+    with pytest.raises(UserError, match=r"config\.json: is missing"):
+        composer.job(["model=from_config", f"model.path={tmp_path}"])
 
 
 DEBUG = sorted(file.stem for file in MODELS.glob("*_debug.yaml") if file.stem != "llama3_debug")

@@ -6,8 +6,15 @@ from collections.abc import Collection, Hashable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from harness.contrib.flux import spec
-from harness.contrib.flux.config import FluxConfig, flux_of
+from harness.contrib.flux.config import (
+    FluxConfig,
+    block_modules,
+    flux_of,
+    fsdp_groups,
+    is_double,
+    modules,
+    rows_of,
+)
 from harness.model.accounting import Accounting
 from harness.model.architecture import Architecture, changed
 from harness.util.errors import ConfigError, divisors
@@ -72,13 +79,13 @@ class FluxArchitecture(Architecture):
                 raise ConfigError(name, value, rule, shown)
 
     def modules(self, model: ModelConfig) -> Iterator[ModuleSpec]:
-        return spec.modules(model)
+        return modules(model)
 
     def block_modules(self, model: ModelConfig, layer: int) -> Iterator[ModuleSpec]:
-        return spec.block_modules(model, layer)
+        return block_modules(model, layer)
 
     def fsdp_groups(self, model: ModelConfig, *, experts_apart: bool) -> dict[str, str]:
-        return spec.fsdp_groups(model)
+        return fsdp_groups(model)
 
     def account(self, model: ModelConfig, seq_len: int) -> Accounting:
         """Count parameters and FLOPs; all of a sample are spread over its tokens.
@@ -87,9 +94,9 @@ class FluxArchitecture(Architecture):
         picture, or of both, or one row per sample. All positions attend to all, so both counts of attention
         are the full square.
         """
-        tensors = [tensor for module in spec.modules(model) for tensor in module.tensors]
+        tensors = [tensor for module in modules(model) for tensor in module.tensors]
         products = sum(
-            tensor.size * spec.rows_of(model, tensor, seq_len) for tensor in tensors if tensor.is_matrix
+            tensor.size * rows_of(model, tensor, seq_len) for tensor in tensors if tensor.is_matrix
         )
         attention = model.n_layers * 2.0 * 2 * model.dim * seq_len**2
         flops = (6.0 * products + 3 * attention) / seq_len
@@ -97,7 +104,7 @@ class FluxArchitecture(Architecture):
         return Accounting(parameters, parameters, flops, flops)
 
     def block_kind(self, model: ModelConfig, layer: int) -> Hashable:
-        return spec.is_double(model, layer)
+        return is_double(model, layer)
 
     def build_part(self, job: Job, modules: Collection[str] | None) -> Flux:
         from harness.contrib.flux.model import Flux

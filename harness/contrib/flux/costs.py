@@ -10,16 +10,15 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from harness.contrib.flux.config import PATCH, flux_of
+from harness.contrib.flux.config import PATCH, block_modules, flux_of, is_double, rows_of
 from harness.tools.plan.costs import Costs
 
 if TYPE_CHECKING:
     from harness.config.job import Job
-    from harness.contrib.flux.batch import ImageBatch
+    from harness.contrib.flux.objective import ImageBatch
 
 from harness.config.model import ModelConfig
-from harness.contrib.flux import spec
-from harness.model.spec import Split
+from harness.model.spec import Split, TensorSpec
 from harness.tools.plan.activations import (
     LSE,
     ActivationSplit,
@@ -55,7 +54,7 @@ class FluxCosts(Costs):
     def block_operations(self, model: ModelConfig, layer: int, seq_len: int) -> Operations:
         return block_operations(model, layer, seq_len)
 
-    def row_share(self, model: ModelConfig, tensor: spec.TensorSpec, seq_len: int) -> float:
+    def row_share(self, model: ModelConfig, tensor: TensorSpec, seq_len: int) -> float:
         return row_share(model, tensor, seq_len)
 
     def outputs(self, model: ModelConfig) -> int:
@@ -73,7 +72,7 @@ class FluxCosts(Costs):
     def fake_batch(self, job: Job, rows: int) -> ImageBatch:
         import torch
 
-        from harness.contrib.flux.batch import ImageBatch
+        from harness.contrib.flux.objective import ImageBatch
 
         flux = flux_of(job.model)
         side = PATCH * math.isqrt(job.training.seq_len - flux.text_length)
@@ -87,9 +86,9 @@ class FluxCosts(Costs):
         )
 
 
-def row_share(model: ModelConfig, tensor: spec.TensorSpec, seq_len: int) -> float:
+def row_share(model: ModelConfig, tensor: TensorSpec, seq_len: int) -> float:
     """Rows that a matrix multiplies, as a fraction of a sequence's tokens."""
-    return spec.rows_of(model, tensor, seq_len) / max(1, seq_len)
+    return rows_of(model, tensor, seq_len) / max(1, seq_len)
 
 
 def block_activations(model: ModelConfig, layer: int, seq_len: int) -> PartActivations:
@@ -108,7 +107,7 @@ def block_activations(model: ModelConfig, layer: int, seq_len: int) -> PartActiv
     grads = SavedTensor("grads of the hidden features", 2 * hidden, inner)
     of_attention = SavedTensor("grads of q, k, v and attended", 4 * dim, inner)
     gradient, region = SavedTensor("grad", dim, stream), SavedTensor("grad of the region's input", dim, whole)
-    if spec.is_double(model, layer):
+    if is_double(model, layer):
         first = (*attention, SavedTensor("wo.out", dim, stream))
         kept = (*first, *_modulated("mlp", dim), *feed_forward, SavedTensor("w2.out", dim, stream))
     else:
@@ -143,11 +142,11 @@ def head_activations(model: ModelConfig, seq_len: int) -> PartActivations:
 def block_operations(model: ModelConfig, layer: int, seq_len: int) -> Operations:
     """The operations of one block for one token."""
     return Operations(
-        tuple(t for module in spec.block_modules(model, layer) for t in module.tensors if t.is_matrix),
+        tuple(t for module in block_modules(model, layer) for t in module.tensors if t.is_matrix),
         Attention(
             model.n_heads, model.n_heads, model.head_width, model.head_width, 4.0 * model.dim * seq_len
         ),
-        norm_width=(2 if spec.is_double(model, layer) else 1) * 2 * model.dim,
+        norm_width=(2 if is_double(model, layer) else 1) * 2 * model.dim,
         rotated_width=4 * model.dim,
         gate_width=model.ffn_hidden_dim,
         expert_gate_width=0,
@@ -170,7 +169,7 @@ def _products(model: ModelConfig, layer: int, seq_len: int) -> Iterator[SavedTen
     """Results of a block's linears, in the order of computation."""
     found = {
         tensor.module.removeprefix(f"layers.{layer}."): tensor
-        for module in spec.block_modules(model, layer)
+        for module in block_modules(model, layer)
         for tensor in module.tensors
         if tensor.is_matrix
     }
@@ -181,7 +180,7 @@ def _products(model: ModelConfig, layer: int, seq_len: int) -> Iterator[SavedTen
             *(f"{stream}_attn.wo" for stream in ("txt", "img")),
             *(f"{stream}_mlp.{leaf}" for stream in ("txt", "img") for leaf in ("w1", "w2")),
         ]
-        if spec.is_double(model, layer)
+        if is_double(model, layer)
         else ["mod", "attn.wq", "attn.wk", "attn.wv", "attn.wo", "mlp.w1", "mlp.w2"]
     )
     for name in order:

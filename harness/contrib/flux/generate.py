@@ -32,7 +32,7 @@ class Pictures(Generator):
         job = with_encoders(request.job, request.overrides, found)
         output = Path(job.generate.options["output"])
         output.mkdir(parents=True, exist_ok=True)
-        outcome = request.run(job, "harness.contrib.flux.generate_rank:generate", found, prompts)
+        outcome = request.run(job, "harness.contrib.flux.sampling:generate", found, prompts)
         if outcome is None:
             return EXIT_OK
         count = "1 picture" if len(prompts) == 1 else f"{len(prompts)} pictures"

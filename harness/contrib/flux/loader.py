@@ -22,7 +22,7 @@ from harness.contrib.flux.pictures.loader import (
     Picture,
 )
 from harness.contrib.flux.pictures.sources import RawSamples, open_pictures
-from harness.data.batch import Loader
+from harness.data.loader import Loader
 from harness.data.samples import random_stream
 from harness.train.setup import pick_device
 

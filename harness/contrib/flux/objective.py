@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
@@ -17,9 +17,125 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from harness.contrib.flux.batch import ImageBatch
-from harness.contrib.flux.config import FlowConfig
-from harness.contrib.flux.model import pack
+from harness.config.job import Job
+from harness.contrib.flux.config import PATCH, FlowConfig, flow_of, flux_of
+from harness.contrib.flux.model import Flux, pack
+from harness.parallelism.fsdp import sync_gradients
+from harness.util.annotation import annotated
+from harness.util.errors import DataError
+
+# B is the number of a rank's rows, L the tokens of a caption; C, H and W are those of latents.
+
+
+class ImageBatch(NamedTuple):
+    """A rank's rows of one global step of encoded pictures, in row order.
+
+    A sample is a sequence of L text tokens and one token for each square of 2 x 2 latents.
+    """
+
+    mean_BCHW: Tensor
+    """Mean of the autoencoder's posterior, shifted and scaled for the model, float32. C: channels of the
+    autoencoder; H, W: height and width of the picture / 8."""
+    std_BCHW: Tensor | None
+    """Standard deviation of the same, scaled; None: the mean is used as it is."""
+    text_BLD: Tensor
+    """Embedding of the caption's tokens (T5). Rows of dropped captions have that of the empty caption."""
+    pooled_BP: Tensor
+    """Embedding of the caption (CLIP)."""
+    numbers_B: Tensor
+    """Number of each row's sample, ``step * global_batch_size + row``: noise and times are functions of the
+    seed and this number. int64, always in host memory."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Number of rows, and tokens of each."""
+        return len(self.mean_BCHW), self.text_BLD.shape[1] + self.image_tokens
+
+    @property
+    def sources_B(self) -> None:
+        """Pictures come from one source."""
+        return None
+
+    @property
+    def image_tokens(self) -> int:
+        """Tokens of a picture."""
+        return self.mean_BCHW.shape[2] * self.mean_BCHW.shape[3] // 4
+
+    def count_valid(self) -> int:
+        """Number of tokens that have a loss: those of the pictures."""
+        return len(self.mean_BCHW) * self.image_tokens
+
+    def each(self, function: Callable[[Tensor], Tensor]) -> ImageBatch:
+        """Apply ``function`` to every tensor."""
+        return ImageBatch(*(None if tensor is None else function(tensor) for tensor in self))  # type: ignore[arg-type]
+
+    def to(self, device: torch.device) -> ImageBatch:
+        """Copy to the device asynchronously, through pinned memory; the sample numbers stay."""
+        if device.type == "cpu":
+            return self
+        copy = self.each(
+            lambda tensor: (
+                tensor if tensor.device.type != "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+            )
+        )
+        return copy._replace(numbers_B=self.numbers_B)
+
+
+class FlowExecutor:
+    """The ``harness.parallelism.execute.Executor`` of Flux; every rank runs the full model."""
+
+    def __init__(self, job: Job, part: Flux, loss: FlowLoss) -> None:
+        self.part, self.loss, self.layout = part, loss, job.parallelism
+        self.config, self.seed = flow_of(job), job.training.seed
+        self.guidance = self.config.guidance if flux_of(job.model).guidance else None
+
+    def forward_backward(self, batch: ImageBatch, *, last: bool) -> Tensor:
+        sync_gradients(self.part, self.layout, last)
+        self._prepare(batch)
+        with annotated("forward.head"):
+            loss = self._loss(training_flow(batch, self.config, self.seed))
+        with annotated("backward.head"):
+            loss.backward()
+        return loss.detach().unsqueeze(0)
+
+    @torch.no_grad()
+    def forward(self, batch: ImageBatch) -> Tensor:
+        """Return the loss at fixed times (``validation_flow``)."""
+        self._prepare(batch)
+        return self._loss(validation_flow(batch, self.seed))
+
+    def score(self, batch: ImageBatch) -> Tensor:
+        raise AssertionError("pictures have no probabilities: the job was not refused")
+
+    def _prepare(self, batch: ImageBatch) -> None:
+        """Set the grid of the pictures."""
+        flux = self.part.flux
+        rows, columns = (size // PATCH for size in batch.mean_BCHW.shape[2:])
+        text, width = batch.text_BLD.shape[1:]
+        differing = [
+            each
+            for each in (
+                ("training.seq_len", self.part.job_seq_len, text + rows * columns),
+                ("model.options.text_length", flux.text_length, text),
+                ("model.options.latent_channels", flux.latent_channels, batch.mean_BCHW.shape[1]),
+                ("model.options.context_dim", flux.context_dim, width),
+                ("model.options.pooled_dim", flux.pooled_dim, batch.pooled_BP.shape[1]),
+            )
+            if each[1] != each[2]
+        ]
+        if differing:
+            rules = "; ".join(f"{name} is {own}, and the data has {found}" for name, own, found in differing)
+            works = " ".join(f"{name}={found}" for name, _, found in differing)
+            raise DataError(f"{rules}; would work: {works}")
+        self.part.set_grid(rows, columns)
+
+    def _loss(self, flow: Flow) -> Tensor:
+        text_BLD, noisy_BIP = self.part.own_tokens(flow.text_BLD, flow.noisy_BIP)
+        _, target_BIP = self.part.own_tokens(flow.text_BLD, flow.target_BIP)
+        guidance_B = None if self.guidance is None else torch.full_like(flow.times_B, self.guidance)
+        predicted = self.part(noisy_BIP, text_BLD, flow.pooled_BP, flow.times_B, guidance_B)
+        return self.loss(predicted, target_BIP)
+
 
 VALIDATION_TIMES = 8
 """Validation samples have the times 1/16, 3/16, ..., 15/16 in turn, by their number."""

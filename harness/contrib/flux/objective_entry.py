@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from harness.config.job import Job
     from harness.config.model import ModelConfig
     from harness.config.training import TrainingConfig
-    from harness.contrib.flux.execute import FlowExecutor
-    from harness.contrib.flux.objective import FlowLoss
-    from harness.data.batch import Loader
+    from harness.contrib.flux.objective import FlowExecutor, FlowLoss
+    from harness.data.loader import Loader
     from harness.data.tokenizer import Tokenizer
     from harness.parallelism.mesh import Mesh
 
@@ -111,7 +110,7 @@ class FlowMatching(Objective):
     def build_executor(
         self, job: Job, mesh: Mesh, parts: Sequence[Any], loss: FlowLoss, device: torch.device
     ) -> FlowExecutor:
-        from harness.contrib.flux.execute import FlowExecutor
+        from harness.contrib.flux.objective import FlowExecutor
 
         return FlowExecutor(job, parts[0], loss)
 

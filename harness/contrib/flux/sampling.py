@@ -2,23 +2,82 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import NamedTuple
+import textwrap
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.contrib.flux.config import PATCH, FlowConfig
+from harness.config.fields import with_value
+from harness.config.job import Job
+from harness.contrib.flux.config import PATCH, FlowConfig, SamplingConfig, flow_of, flux_of
 from harness.contrib.flux.model import Flux, pack, unpack
 from harness.contrib.flux.objective import generator_of, shift_of
-from harness.contrib.flux.pictures.encoder_base import Embeddings
+from harness.contrib.flux.pictures.config import encoders_of
+from harness.contrib.flux.pictures.encoders import (
+    Autoencoder,
+    Embeddings,
+    as_bytes,
+    build_autoencoder,
+    build_text_encoder,
+)
 from harness.parallelism.fsdp import reshard
 from harness.parallelism.mesh import Mesh
+from harness.util.errors import ConfigError
+from harness.util.files import write_atomically
+from harness.weights.detect import WeightFolder
+
+LEAST_WIDTH = 128
+"""Smaller pictures are enlarged on a sheet, in pixels."""
+_COLUMNS, _MARGIN, _LINE = 8, 8, 12
+_CHARACTERS_PER_PIXEL = 1 / 6
+
+
+def write_picture(path: Path, picture: np.ndarray) -> None:
+    """Write a picture, uint8 of shape (H, W, 3), as PNG."""
+    from PIL import Image
+
+    write_atomically(path, _png(Image.fromarray(picture)))
+
+
+def write_sheet(path: Path, pictures: Sequence[np.ndarray], captions: Sequence[str]) -> None:
+    """Write pictures of one size, uint8 of shape (H, W, 3), in rows with a caption below each, as PNG."""
+    from PIL import Image, ImageDraw
+
+    height, width = pictures[0].shape[:2]
+    factor = -(-LEAST_WIDTH // width)
+    wide, high = width * factor, height * factor
+    texts = [textwrap.wrap(caption, max(1, int(wide * _CHARACTERS_PER_PIXEL)))[:4] for caption in captions]
+    below = max(map(len, texts)) * _LINE
+    columns = min(_COLUMNS, len(pictures))
+    rows = -(-len(pictures) // columns)
+    cell = wide + _MARGIN, high + below + _MARGIN
+    sheet = Image.new("RGB", (columns * cell[0] + _MARGIN, rows * cell[1] + _MARGIN), "white")
+    drawing = ImageDraw.Draw(sheet)
+    for i, (picture, lines) in enumerate(zip(pictures, texts, strict=True)):
+        left, top = _MARGIN + i % columns * cell[0], _MARGIN + i // columns * cell[1]
+        sheet.paste(Image.fromarray(picture).resize((wide, high), Image.Resampling.NEAREST), (left, top))
+        for line, text in enumerate(lines):
+            drawing.text((left, top + high + line * _LINE), text, fill="black")
+    write_atomically(path, _png(sheet))
+
+
+def _png(picture: object) -> bytes:
+    from PIL import Image
+
+    assert isinstance(picture, Image.Image)
+    content = io.BytesIO()
+    picture.save(content, "PNG")
+    return content.getvalue()
 
 
 class Sampling(NamedTuple):
@@ -89,12 +148,12 @@ class Sampler:
             rows = len(noise_BCHW)
             empty = Embeddings(*(each.to(device).expand(rows, *each.shape[1:]) for each in empty))
         times = sampling_times(how.steps, shift_of(self._flow, math.prod(grid)))
-        for time, following in itertools.pairwise(times):
-            velocity = self._velocity(tokens_BIP, captions, time, how)
+        for now, following in itertools.pairwise(times):
+            velocity = self._velocity(tokens_BIP, captions, now, how)
             if empty is not None and how.cfg != 1:
-                without = self._velocity(tokens_BIP, empty, time, how)
+                without = self._velocity(tokens_BIP, empty, now, how)
                 velocity = without + how.cfg * (velocity - without)
-            tokens_BIP = tokens_BIP + (following - time) * velocity
+            tokens_BIP = tokens_BIP + (following - now) * velocity
         # Without a backward pass FSDP leaves some modules gathered.
         reshard(self._part)
         return unpack(tokens_BIP, grid)
@@ -119,3 +178,109 @@ class Sampler:
 def without_shift(flow: FlowConfig) -> FlowConfig:
     """The config of times that are not shifted."""
     return replace(flow, base_shift=0.0, max_shift=0.0)
+
+
+@dataclass
+class Outcome:
+    """Files of the pictures, in the order of the prompts; size in pixels; durations in seconds."""
+
+    files: list[str] = field(default_factory=list)
+    size: int = 0
+    load_seconds: float = 0.0
+    seconds: float = 0.0
+
+
+def generate(
+    job: Any,
+    device: torch.device,
+    load: Callable[[Job], Any],
+    found: WeightFolder,
+    prompts: Sequence[str],
+) -> Outcome:
+    """Generate on this rank of a process group.
+
+    Args:
+        job: the resolved job.
+        device: where this rank computes.
+        load: returns a job's model with its weights (``harness.compose.generator.Request``).
+        found: the weights.
+        prompts: all prompts.
+
+    Returns:
+        The files, written by rank 0, and the durations of the slowest rank.
+    """
+    started = time.perf_counter()
+    captions = _embeddings(job, device, ["", *prompts])
+    autoencoder = build_autoencoder(encoders_of(job.data), device)
+    config = SamplingConfig(**job.generate.options)
+    size = config.size or trained_size(job, found, autoencoder)
+    _check(job, autoencoder, captions, size)
+    side = size // autoencoder.pixels
+    tokens = (side // PATCH) ** 2
+    job = with_value(job, "training.seq_len", flux_of(job.model).text_length + tokens)
+    model = load(job)
+    loaded = time.perf_counter()
+    flow = flow_of(job) if config.shift else without_shift(flow_of(job))
+    sampler = Sampler(model.part, model.mesh, flow)
+    shape = autoencoder.channels, side, side
+    how = Sampling(config.steps, config.guidance, config.cfg)
+    replicas, own = job.parallelism.data_parallel, dict[int, np.ndarray]()
+    for start in range(0, len(prompts), job.generate.batch_size * replicas):
+        numbers = list(range(start, min(start + job.generate.batch_size * replicas, len(prompts))))
+        mine = numbers[model.mesh.data_rank :: replicas]
+        # Every rank takes part in every pass: one without a prompt of its own repeats the first.
+        chosen = mine or numbers[:1]
+        latents = sampler.sample(
+            noise_of(job.generate.seed, chosen, shape, device),
+            Embeddings(*(each[[number + 1 for number in chosen]] for each in captions)),
+            Embeddings(*(each[:1] for each in captions)),
+            how,
+        )
+        if mine and model.mesh.rank("tp") == 0 and model.mesh.rank("cp") == 0:
+            own |= zip(mine, as_bytes(autoencoder.decode(latents)), strict=True)
+    pictures = {number: picture for each in model.ranks.gather(own) for number, picture in each.items()}
+    outcome = Outcome(size=size)
+    outcome.files = [str(Path(config.output) / f"{number:03}.png") for number in range(len(prompts))]
+    if model.ranks.rank == 0:
+        for number, file in enumerate(outcome.files):
+            write_picture(Path(file), pictures[number])
+    seconds = loaded - started, time.perf_counter() - loaded
+    outcome.load_seconds, outcome.seconds = (
+        max(each) for each in zip(*model.ranks.gather(seconds), strict=True)
+    )
+    return outcome
+
+
+def _embeddings(job: Any, device: torch.device, texts: Sequence[str]) -> Embeddings:
+    """Encode captions, in host memory. The encoder is freed on return: T5 is as large as the model."""
+    encoder, count = build_text_encoder(encoders_of(job.data), device, shard=True), job.generate.batch_size
+    parts = [encoder.encode(texts[start : start + count]) for start in range(0, len(texts), count)]
+    return Embeddings(*(torch.cat([each.cpu() for each in same]) for same in zip(*parts, strict=True)))
+
+
+def trained_size(job: Any, found: WeightFolder, autoencoder: Autoencoder) -> int:
+    """Height and width in pixels of the pictures that the model was trained on."""
+    recorded = (found.manifest.get("job") or {}).get("training")
+    if recorded is None:
+        rule = f"must be given, because {found.path} records no job that trained it"
+        raise ConfigError("generate.options.size", None, rule, [1024])
+    tokens = recorded["seq_len"] - flux_of(job.model).text_length
+    return math.isqrt(tokens) * PATCH * autoencoder.pixels
+
+
+def _check(job: Any, autoencoder: Autoencoder, captions: Embeddings, size: int) -> None:
+    """Check that the encoders are those of the model, and that the size can be cut into tokens."""
+    flux, unit = flux_of(job.model), autoencoder.pixels * PATCH
+    if size % unit:
+        rule = f"must be a multiple of {unit}, the pixels of a token"
+        raise ConfigError("generate.options.size", size, rule, [max(1, size // unit) * unit])
+    encoders = encoders_of(job.data)
+    for name, value, has, wants in (
+        ("autoencoder", encoders.autoencoder, autoencoder.channels, flux.latent_channels),
+        ("text_length", encoders.text_length, captions.text_BLD.shape[1], flux.text_length),
+        ("text", encoders.text, captions.text_BLD.shape[2], flux.context_dim),
+        ("text", encoders.text, captions.pooled_BP.shape[1], flux.pooled_dim),
+    ):
+        if has != wants:
+            rule = f"makes {has} values where model={job.model.name} takes {wants}"
+            raise ConfigError(f"data.options.{name}", value, rule, "the encoders of training")

@@ -5,15 +5,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from harness.contrib.flux.batch import ImageBatch
 from harness.contrib.flux.config import flow_of, flux_of, sheet_of
 from harness.contrib.flux.model import Flux
+from harness.contrib.flux.objective import ImageBatch
 from harness.contrib.flux.pictures.config import encoders_of
-from harness.contrib.flux.pictures.encoder_base import Embeddings
-from harness.contrib.flux.pictures.encoders import as_bytes, build_autoencoder
+from harness.contrib.flux.pictures.encoders import Embeddings, as_bytes, build_autoencoder
 from harness.contrib.flux.pictures.loader import PictureLoader
-from harness.contrib.flux.pictures.sheet import write_sheet
-from harness.contrib.flux.sampling import Sampler, Sampling, noise_of
+from harness.contrib.flux.sampling import Sampler, Sampling, noise_of, write_sheet
 from harness.train.observer import Periodic, Row, Run
 from harness.util.errors import ConfigError
 

@@ -16,8 +16,7 @@ from harness.config.data import DataConfig
 from harness.contrib.formats.token_formats import smallest_dtype
 from harness.data.cache import open_cache
 from harness.data.corpus import TokenizedSplit
-from harness.data.documents import Span
-from harness.data.parquet_files import read_columns
+from harness.data.documents import Span, read_columns
 from harness.data.sources import LocalFiles, file_stats
 from harness.data.tokenizer_base import Tokenizer
 from harness.data.tokens import Concatenation, Limit, Opening, TokenFormat, Tokens

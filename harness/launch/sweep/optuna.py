@@ -11,23 +11,29 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.compose.composer import Composed, Composer
-from harness.compose.errors import to_user_error
-from harness.compose.multirun import SETTINGS, Space, read_space
-from harness.compose.search_path import sets_search_path
+from harness.compose.composer import SETTINGS, Composed, Composer, Space, read_space
+from harness.compose.hydra import sets_search_path
 from harness.config.fields import check_rules, from_dict, label
 from harness.config.job import Job
 from harness.launch.state import BUSY, HELD
 from harness.launch.submit import confirm
-from harness.launch.sweep.distinct import check_swept, run_dir_of, unique_points
-from harness.launch.sweep.registry import FILE, Point, Registry, Skipped, override_key, sets_label
+from harness.launch.sweep.registry import (
+    FILE,
+    Point,
+    Registry,
+    Skipped,
+    check_swept,
+    override_key,
+    run_dir_of,
+    sets_label,
+    unique_points,
+)
 from harness.launch.sweep.run import (
+    Selection,
     Task,
-    busy_points,
     follow_points,
     run_point,
     states_of,
-    submit_points,
     with_group,
 )
 from harness.launch.sweep.study import PointFailedError, StudyRecord, check_directions, check_objective
@@ -86,8 +92,6 @@ def run_study(
     """Run points that Optuna chooses; return the exit code: 0 if any point completed.
 
     Args:
-        overrides: as typed.
-        config_name: the primary config.
         check: returns a point without its job if its inputs cannot be used.
 
     Raises:
@@ -99,7 +103,8 @@ def run_study(
         works = "pip install 'harness[optuna]'"
         raise UserError(f"sweep=optuna: its package is not installed; would work: {works}") from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    with Composer(config_name) as composer, warnings.catch_warnings():
+    composer = Composer(config_name)
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Optuna calls some samplers experimental
         space = read_space(composer, overrides)
         settings: StudySettings = from_dict(StudySettings, space.settings, SETTINGS)
@@ -127,27 +132,16 @@ def run_study(
 
 
 def _folder(composer: Composer, fixed: list[str]) -> Path:
-    """Return the folder of the study: its name is composed without the axes.
-
-    Raises:
-        UserError: the name cannot be resolved, or is no folder inside runs_dir.
-    """
-    config = composer.config(fixed)
-    try:
-        job = Job(name=str(config.name), runs_dir=str(config.runs_dir))
-    except Exception as error:
-        raise to_user_error(error) from error
+    """Return the folder of the study: its name is composed without the axes."""
+    config = composer.config(fixed, resolve=True)
+    job = Job(name=config["name"], runs_dir=config["runs_dir"])
     check_rules(job)
     job.validate_folder()
     return Path(job.runs_dir) / job.name
 
 
 def _start_record(registry: Registry, record: StudyRecord) -> None:
-    """Write the record; a study continues only with the same objective and shared overrides.
-
-    Raises:
-        UserError: the folder has points of another study.
-    """
+    """Write the record; a study continues only with the same objective and shared overrides."""
     earlier = StudyRecord.read(registry.path)
     if earlier is not None and not earlier.is_same(record):
         if registry.points():
@@ -170,13 +164,6 @@ class Study:
 
     A point that has already run gives its value at once. A point that failed is not started again by the same
     process, but when the study continues.
-
-    Args:
-        registry: the sweep's folder, locked.
-        record: the objective.
-        settings: of the study.
-        space: the axes.
-        compose: returns the point of some overrides; its job is None if it is not valid.
     """
 
     def __init__(
@@ -197,15 +184,12 @@ class Study:
         self._tried: set[Path] = set()
 
     def run(self) -> None:
-        """Run the trials that are left.
-
-        Raises:
-            KeyboardInterrupt: the user stopped a run, or following.
-            UserError: the points cannot be started here, or too many failed.
-        """
+        """Run the trials that are left."""
         from optuna.trial import TrialState
 
-        stored, self._done = self._stored, self._count_finished()
+        stored = self._stored
+        killed = stored.user_attrs.get(_KILLED, [])
+        self._done = sum(each.state.is_finished() and each.number not in killed for each in stored.trials)
         if self._done and not self.registry.points() and not self.registry.skipped():
             rule = f"has none of the {self._done} points of the stored study"
             raise UserError(f"{self.registry.path / FILE}: {rule}; would work: another name=NAME")
@@ -280,17 +264,12 @@ class Study:
             raise UserError(f"{SETTINGS}sampler={settings.sampler}: {one_line(str(error))}") from error
         return study
 
-    def _count_finished(self) -> int:
-        killed = self._stored.user_attrs.get(_KILLED, [])
-        return sum(each.state.is_finished() and each.number not in killed for each in self._stored.trials)
-
     def _overrides(self, params: dict[str, Any]) -> list[str]:
         values = {name: params[override_key(name)] for name in self.space.axes}
         chosen = [f"{name}={'null' if value is None else value}" for name, value in values.items()]
         return [*self.space.fixed, *chosen]
 
     def _run_batch(self, batch: Sequence[Composed]) -> list[Value]:
-        """Run some points, wait until all have ended, and return their values."""
         legal = [each for each in batch if each.job is not None]
         tasks = [(point, with_group(job, self.registry)) for point, job in unique_points(legal, self._swept)]
         for point, job in tasks:
@@ -336,14 +315,14 @@ class Study:
             and each.run_dir not in self._tried
         ]
         self._tried |= {point.run_dir for point, _ in wanted}
-        remote = [task for task in wanted if task[1].cluster.kind == "slurm"]
-        if remote:
+        selection = Selection(self.registry, tasks, seen, wanted)
+        if selection.remote:
             if not self._is_confirmed:  # once, for the cost of all points, estimated by the first batch
                 batches = math.ceil((self.settings.n_trials - self._done) / batch)
-                confirm([job for _, job in remote] * batches)
+                confirm([job for _, job in selection.remote] * batches)
                 self._is_confirmed = True
-            submit_points(self.registry, remote, busy_points(self.registry, tasks, seen))
-        return {task[0].run_dir: task for task in wanted if task not in remote}
+            selection.submit()
+        return {task[0].run_dir: task for task in wanted if task not in selection.remote}
 
     def _point(self, composed: Composed) -> Point:
         return Point(composed.job.id, run_dir_of(composed.job, self._swept), composed.overrides)

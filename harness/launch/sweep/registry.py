@@ -1,4 +1,4 @@
-"""``sweep.jsonl``: the points of a sweep, and its skipped points. The file is only appended to."""
+"""Points of a sweep: ``sweep.jsonl``, which is only appended to, and the run folders of points."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from harness.compose.composer import Composed
 from harness.config.fields import LABEL, leaves
 from harness.config.job import Job
 from harness.metrics.jsonl import repair_tail
@@ -30,13 +31,7 @@ LONGEST_NAME = 120
 
 @dataclass(frozen=True)
 class Point:
-    """One job of a sweep.
-
-    Attributes:
-        id: the job's id.
-        run_dir: its run folder.
-        overrides: the overrides it was composed from.
-    """
+    """One job of a sweep."""
 
     id: str
     run_dir: Path
@@ -44,11 +39,7 @@ class Point:
 
     @property
     def job(self) -> Job:
-        """The resolved job, read from its run folder.
-
-        Raises:
-            UserError: the folder is gone, or its ``job.json`` is damaged.
-        """
+        """The resolved job, read from its run folder."""
         try:
             return Job.read(self.run_dir / "job.json")
         except FileNotFoundError:
@@ -83,11 +74,7 @@ class Registry:
 
     @classmethod
     def open(cls, path: Path) -> Registry:
-        """Return the registry of an existing sweep.
-
-        Raises:
-            UserError: there is no sweep in this folder.
-        """
+        """Return the registry of an existing sweep."""
         registry = cls(path)
         if not registry.exists:
             raise UserError(f"{path}: no sweep was started in this folder{registry.neighbours()}")
@@ -110,11 +97,7 @@ class Registry:
 
     @contextmanager
     def controlled(self) -> Iterator[None]:
-        """Hold the sweep's lock, which is released when the process ends.
-
-        Raises:
-            UserError: another process holds the lock, or the folder cannot be written.
-        """
+        """Hold the sweep's lock, which is released when the process ends."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             held = lock(self.path / LOCK, create=True)
@@ -135,25 +118,20 @@ class Registry:
         there = {self._relative(point) for point in self.points()}
         known = {_identity(each) for each in self.skipped()}
         rows: list[dict[str, Any]] = [
-            {
-                "point": point.id,
-                "run_dir": self._relative(point),
-                "overrides": point.overrides,
-            }
+            {"point": point.id, "run_dir": self._relative(point), "overrides": point.overrides}
             for point in points
             if self._relative(point) not in there
         ]
-        rows += [
-            {
-                "skipped": each.reason,
-                "overrides": each.overrides,
-                **({"swept": each.swept} if each.swept else {}),
-            }
-            for each in skipped
-            if _identity(each) not in known
-        ]
+        for each in skipped:
+            if _identity(each) not in known:
+                swept = {"swept": each.swept} if each.swept else {}
+                rows.append({"skipped": each.reason, "overrides": each.overrides, **swept})
         if rows:
-            self._append(rows)
+            repair_tail(self.path / FILE)
+            with (self.path / FILE).open("ab") as file:
+                now = time.time()
+                file.write("".join(json.dumps({**row, "time": now}) + "\n" for row in rows).encode())
+                sync_file(file)
 
     def points(self) -> list[Point]:
         """All points, in the order in which they were added."""
@@ -174,15 +152,11 @@ class Registry:
         return list({_identity(each): each for each in reversed(found)}.values())[::-1]
 
     def _relative(self, point: Point) -> str:
-        """Return the run folder relative to the sweep, so that the folder of all runs can be moved."""
+        # Relative, so that the folder of all runs can be moved.
         return os.path.relpath(point.run_dir, self.path)
 
     def _rows(self) -> list[dict[str, Any]]:
-        """All rows, without a last one that a killed writer left incomplete.
-
-        Raises:
-            UserError: a line is damaged.
-        """
+        """All rows, without a last one that a killed writer left incomplete."""
         path, rows = self.path / FILE, []
         try:
             lines = path.read_bytes().split(b"\n")
@@ -198,14 +172,6 @@ class Registry:
                     works = "would work: the file without this line, and without its point"
                     raise UserError(f"{path}: line {number} is damaged: {error}; {works}") from None
         return rows
-
-    def _append(self, rows: list[dict[str, Any]]) -> None:
-        path = self.path / FILE
-        now = time.time()
-        repair_tail(path)
-        with path.open("ab") as file:
-            file.write("".join(json.dumps({**row, "time": now}) + "\n" for row in rows).encode())
-            sync_file(file)
 
 
 def _checked(row: dict[str, Any]) -> dict[str, Any]:
@@ -228,20 +194,14 @@ def folder_of(jobs: Sequence[Job]) -> Path:
 
 
 def points_in(folder: Path) -> list[Point]:
-    """Return the points of a sweep folder, the run of a run folder, or all runs of one name.
-
-    Raises:
-        UserError: the folder has neither a sweep nor a run.
-    """
+    """Return the points of a sweep folder, the run of a run folder, or all runs of one name."""
     registry = Registry(folder)
     if registry.exists:
         return registry.points()
-    runs = (
-        [folder] if (folder / "job.json").is_file() else sorted(p.parent for p in folder.glob("*/job.json"))
-    )
-    if not runs:
+    files = [folder / "job.json"] if (folder / "job.json").is_file() else sorted(folder.glob("*/job.json"))
+    if not files:
         raise UserError(f"{folder}: neither a sweep folder nor a run folder{registry.neighbours()}")
-    return [Point(run.name, run, typed_overrides(run)) for run in runs]
+    return [Point(file.parent.name, file.parent, typed_overrides(file.parent)) for file in files]
 
 
 def typed_overrides(run_dir: Path) -> list[str]:
@@ -293,6 +253,86 @@ def _label_fields() -> frozenset[str]:
 
 
 def _identity(skipped: Skipped) -> tuple[tuple[str, ...], str]:
-    """Return a key that is equal for points that differ only in labels that are no axes."""
     own = [each for each in skipped.overrides if each in skipped.swept or not sets_label(each)]
     return tuple(own), skipped.reason
+
+
+OF_THE_COMMAND = tuple(
+    f"cluster.{name}" for name in ("confirm_gpu_hours", "dry_run", "max_running", "parsable", "wait")
+)
+"""Labels that configure the command that starts a sweep, not its runs."""
+
+
+def unique_points(
+    composed: Sequence[Composed], swept: Sequence[str] | None = None
+) -> list[tuple[Point, Job]]:
+    """Return the points that have a job, one per run folder.
+
+    Args:
+        composed: points with jobs.
+        swept: labels of which each value has a run of its own; None: those by which alone points differ.
+    """
+    swept = swept_labels([each.job for each in composed]) if swept is None else swept
+    found: dict[Path, tuple[Point, Job]] = {}
+    for each in composed:
+        job: Job = each.job
+        path = run_dir_of(job, swept)
+        found.setdefault(path, (Point(job.id, path, each.overrides), job))
+    return list(found.values())
+
+
+def swept_labels(jobs: Sequence[Job]) -> list[str]:
+    """Return the labels by which alone some jobs differ: dotted names, of mappings with the key."""
+    first: dict[Path, Job] = {}
+    names: set[str] = set()
+    for job in jobs:
+        other = first.setdefault(job.run_dir, job)
+        if job != other:
+            names.update(_differing_labels(other, job))
+    return check_swept(names)
+
+
+def check_swept(names: Iterable[str]) -> list[str]:
+    """Return labels that are axes, in order."""
+    for name in names:
+        if name in OF_THE_COMMAND:
+            raise UserError(
+                f"{name}: configures the command, not its runs; would work: one value for all points"
+            )
+    return sorted(names)
+
+
+def run_dir_of(job: Job, swept: Sequence[str]) -> Path:
+    """Return the run folder of a point: that of its job, with a digest of the swept labels added.
+
+    An earlier run of the job that had the same labels, without a sweep over them, keeps its folder.
+    """
+    if not swept:
+        return job.run_dir
+    values = [(name, _value(job, name)) for name in swept]
+    digest = hashlib.sha256(json.dumps(values).encode()).hexdigest()[:8]
+    own = job.run_dir.with_name(f"{job.run_dir.name}-{digest}")
+    if not own.exists() and (job.run_dir / "job.json").is_file():
+        earlier = Job.read(job.run_dir / "job.json")
+        if [(name, _value(earlier, name)) for name in swept] == values:
+            return job.run_dir
+    return own
+
+
+def _value(job: Job, name: str) -> Any:
+    value: Any = job
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
+    return value
+
+
+def _differing_labels(first: Job, second: Job) -> list[str]:
+    """Return the dotted names of fields that differ; for mappings, of their keys."""
+    names = []
+    # Both jobs have the same fields: a run folder has one set of data.sources.
+    for (name, _, left), (_, _, right) in zip(leaves(first), leaves(second), strict=True):
+        if isinstance(left, dict) and isinstance(right, dict):
+            names += [f"{name}.{key}" for key in {**left, **right} if left.get(key) != right.get(key)]
+        elif left != right:
+            names.append(name)
+    return names

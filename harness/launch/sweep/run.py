@@ -1,4 +1,4 @@
-"""Start the points of a sweep that are not complete: one by one on this machine, or all at once on SLURM."""
+"""Start the points of a sweep that are not complete: one by one here, or on SLURM in arrays by shape."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from harness.compose.composer import Composed
@@ -17,11 +18,9 @@ from harness.config.fields import with_value
 from harness.config.job import Job
 from harness.launch.begin import begin
 from harness.launch.queue import SlurmError
-from harness.launch.slurm import Submission, shape_of
+from harness.launch.slurm import Shape, Submission, shape_of
 from harness.launch.state import BUSY, HELD, RunState, SlurmJobRecord, read_states, record_lost
 from harness.launch.submit import confirm, cost_in_words, submit
-from harness.launch.sweep.arrays import Array, arrays_of
-from harness.launch.sweep.distinct import unique_points
 from harness.launch.sweep.registry import (
     Point,
     Registry,
@@ -30,12 +29,15 @@ from harness.launch.sweep.registry import (
     folder_of,
     labels,
     sets_label,
+    unique_points,
 )
 from harness.launch.sweep.table import rows_of, table_text
 from harness.metrics.views import log_sweep
 from harness.run.folder import RunFolder
 from harness.util.errors import EXIT_INTERRUPTED, EXIT_OK, STOPPED, UserError
 
+# SLURM's default MaxArraySize is 1001.
+LARGEST_ARRAY = 1000
 SKIPPED_SHOWN = 10
 # Interval between queries of the queue: short after a change, then increasing.
 FOLLOW_SECONDS, LONGEST_FOLLOW_SECONDS = 2.0, 30.0
@@ -43,17 +45,170 @@ FOLLOW_SECONDS, LONGEST_FOLLOW_SECONDS = 2.0, 30.0
 Task = tuple[Point, Job]
 
 
+@dataclass(frozen=True)
+class Array:
+    """Points of one shape that are submitted as one job array.
+
+    At most ``at_once`` of them run at once. ``after`` is the index of the array that must end first, if any.
+    """
+
+    points: list[Task]
+    at_once: int
+    after: int | None
+
+
+def arrays_of(points: Sequence[Task], limit: int) -> list[Array]:
+    """Group points into arrays of which at most ``limit`` points run at once, over all arrays.
+
+    SLURM limits each array separately, so the limit is divided among the arrays. If there are more arrays
+    than the limit, some wait until another one has ended.
+    """
+    groups: dict[Shape, list[Task]] = {}
+    for point, job in points:
+        groups.setdefault(shape_of(job), []).append((point, job))
+    pieces = [
+        group[start : start + LARGEST_ARRAY]
+        for group in groups.values()
+        for start in range(0, len(group), LARGEST_ARRAY)
+    ]
+    # One for each array, then one at a time to the array with the longest queue.
+    shares = [1] * len(pieces)
+    for _ in range(limit - len(pieces)):
+        longest = max(range(len(pieces)), key=lambda index: len(pieces[index]) / shares[index], default=None)
+        if longest is None or len(pieces[longest]) <= shares[longest]:
+            break
+        shares[longest] += 1
+    # Chains of arrays that wait for each other, as many as may run at once: the last array, and all points.
+    last: list[int | None] = [None] * min(limit, len(pieces))
+    lengths = [0] * len(last)
+    arrays = []
+    for index, piece in enumerate(pieces):
+        chain = lengths.index(min(lengths))
+        arrays.append(Array(piece, shares[index], last[chain]))
+        last[chain] = index
+        lengths[chain] += len(piece)
+    return arrays
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The points of a command, and those of them to start.
+
+    Attributes:
+        registry: the sweep.
+        tasks: all points and their jobs.
+        seen: their states.
+        wanted: those to start.
+        oom: those left out because they ran out of memory.
+    """
+
+    registry: Registry
+    tasks: Sequence[Task]
+    seen: Sequence[RunState]
+    wanted: Sequence[Task]
+    oom: Sequence[Task] = ()
+
+    @classmethod
+    def of(
+        cls,
+        registry: Registry,
+        tasks: Sequence[Task],
+        seen: Sequence[RunState],
+        *,
+        out_of_memory: bool = False,
+        rerun: bool = False,
+    ) -> Selection:
+        """Select what is not complete; the flags are those of ``_start``."""
+        wanted, oom = [], []
+        for task, each in zip(tasks, seen, strict=True):
+            again = rerun and each.state == "completed" and not task[1].checkpoint.resume
+            if each.kind == "out_of_memory" and not out_of_memory:
+                oom.append(task)
+            elif again or each.state not in ("completed", *HELD):
+                wanted.append(task)
+        return cls(registry, tasks, seen, wanted, oom)
+
+    @property
+    def remote(self) -> list[Task]:
+        """The points to submit to SLURM."""
+        return [task for task in self.wanted if task[1].cluster.kind == "slurm"]
+
+    def in_words(self, skipped: Sequence[Skipped]) -> str:
+        """Say how many points run, where, and what is skipped."""
+        lines = [f"{self.registry.path}: {len(self.seen) + len(skipped)} points, {len(self.wanted)} to run"]
+        shapes = Counter(_resources(job) for _, job in self.wanted)
+        lines += [f"  {count} x {resources}" for resources, count in shapes.items()]
+        if self.remote:
+            lines.append(f"  {cost_in_words([job for _, job in self.remote])}")
+        started = [*self.wanted, *self.oom]
+        states = Counter(
+            each.state for task, each in zip(self.tasks, self.seen, strict=True) if task not in started
+        )
+        lines += [f"  {count} {state} already" for state, count in states.items()]
+        if self.oom:
+            left = "out of memory before, left out (resume --out-of-memory starts them)"
+            lines.append(f"  {len(self.oom)} {left}")
+        if skipped:
+            lines.append(f"  {len(skipped)} skipped, which are not valid jobs")
+            others = [point.overrides for point, _ in self.tasks]
+            lines += [f"    {line}" for line in _reasons(skipped, others)]
+        return "\n".join(lines) + "\n"
+
+    def arrays(self) -> tuple[list[Array], list[str]]:
+        """Return the arrays to submit, and ids of the jobs that must end before the first array may start.
+
+        Points that are pending or running count towards ``cluster.max_running``, also those that other
+        commands have added to the sweep.
+        """
+        typed = {os.path.normpath(point.run_dir) for point, _ in self.tasks}
+        points = self.registry.points()
+        others = [each.run_dir for each in points if os.path.normpath(each.run_dir) not in typed]
+        busy = [each for each in (*self.seen, *read_states(others)) if each.state in BUSY and each.job_record]
+        limit = min((job.cluster.max_running for _, job in self.remote), default=1)
+        if limit > len(busy):
+            return arrays_of(self.remote, limit - len(busy)), []
+        ids = {each.job_id.partition("_")[0] for each in busy if each.job_id is not None}
+        return arrays_of(self.remote, limit), sorted(ids)
+
+    def submission(self, array: Array, name: str, after: Sequence[str]) -> Submission:
+        """Return an array as it is submitted under a name, after other jobs."""
+        run_dirs, jobs = [point.run_dir for point, _ in array.points], [job for _, job in array.points]
+        return Submission(jobs, run_dirs, self.registry.path, name, at_once=array.at_once, after=after)
+
+    def submit(self) -> None:
+        """Submit the points for SLURM; those of equal shape form one array."""
+        arrays, first = self.arrays()
+        submitted: list[str] = []
+        for array in arrays:
+            after = first if array.after is None else [submitted[array.after]]
+            # A unique name, which identifies the jobs if this process dies while it submits.
+            submission = self.submission(array, f"{self.registry.name}.{uuid.uuid4().hex[:8]}", after)
+            folders = [RunFolder(path) for path in submission.run_dirs]
+            ids = submit(submission, folders, [point.overrides for point, _ in array.points])
+            submitted.append(ids[0].partition("_")[0])
+            tasks = f" to {submitted[-1]}_{len(ids) - 1}" if len(ids) > 1 else ""
+            waits = f", after job {', '.join(after)}" if after else ""
+            if submission.jobs[0].cluster.parsable:
+                sys.stdout.write(f"{submitted[-1]}\n")
+            shape = submission.shape.describe()
+            sys.stderr.write(f"submitted {ids[0]}{tasks}: {len(ids)} x {shape}{waits}\n")
+
+
 def sweep(composed: Sequence[Composed]) -> int:
     """Run a multirun; return the exit code: 0 if all valid points are complete or submitted."""
     legal = [each for each in composed if each.job is not None]
-    skipped = _skipped(composed)
-    jobs = [each.job for each in legal if each.job is not None]
-    if not jobs:
+    constant = constant_labels([each.overrides for each in composed])
+    skipped = []
+    for each in composed:
+        if each.job is None:
+            swept = tuple(o for o in each.overrides if sets_label(o) and o not in constant)
+            skipped.append(Skipped(each.overrides, each.reason, swept))
+    if not legal:
         reasons = "".join(f"  {line}\n" for line in _reasons(skipped))
         raise UserError(f"none of the {len(composed)} points is a valid job:\n{reasons}".rstrip())
-    registry = Registry(folder_of(jobs))
+    registry = Registry(folder_of([each.job for each in legal]))
     tasks = [(point, with_group(job, registry)) for point, job in unique_points(legal)]
-    if jobs[0].cluster.dry_run:
+    if legal[0].job.cluster.dry_run:
         return _show_dry(registry, tasks, skipped)
     with registry.controlled():
         for point, job in tasks:
@@ -64,25 +219,10 @@ def sweep(composed: Sequence[Composed]) -> int:
     return _finish(registry, tasks, stopped, submitted_only)
 
 
-def _skipped(composed: Sequence[Composed]) -> list[Skipped]:
-    constant = constant_labels([each.overrides for each in composed])
-    return [
-        Skipped(
-            each.overrides,
-            each.reason,
-            tuple(o for o in each.overrides if sets_label(o) and o not in constant),
-        )
-        for each in composed
-        if each.job is None
-    ]
-
-
 def resume(registry: Registry, *, out_of_memory: bool = False) -> int:
     """Start the points of an existing sweep that are not complete; return the exit code.
 
-    Args:
-        registry: the sweep.
-        out_of_memory: also start points that ran out of memory; they fail again unless something has changed.
+    With ``out_of_memory`` also points that ran out of memory, which fail again unless something has changed.
     """
     with registry.controlled():
         tasks = [(point, point.job) for point in registry.points()]
@@ -96,11 +236,7 @@ def with_group(job: Job, registry: Registry) -> Job:
 
 
 def states_of(points: Sequence[Point]) -> list[RunState]:
-    """Return the states of points; write missing rows of ended points.
-
-    Raises:
-        SlurmError: the scheduler does not answer.
-    """
+    """Return the states of points; write missing rows of ended points."""
     seen, closed = record_lost([point.run_dir for point in points])
     if closed:
         counts = Counter(each.kind or each.state for each in closed)
@@ -121,85 +257,32 @@ def _start(
     """Print the plan, ask before a costly submission, then submit points to SLURM and run the local ones.
 
     Args:
-        registry: the sweep.
-        tasks: points and their jobs.
         skipped: points that are not valid jobs.
         out_of_memory: also start points that ran out of memory.
         rerun: also start completed points whose job has ``checkpoint.resume=false``.
 
     Returns:
         whether the user interrupted the sweep, and whether all started points were only submitted.
-
-    Raises:
-        UserError: the record of a SLURM job is damaged.
     """
     for point, _ in tasks:
         SlurmJobRecord.read(point.run_dir)  # without a readable record a point could be submitted twice
     seen = states_of([point for point, _ in tasks])
-    wanted, oom = _select(tasks, seen, out_of_memory=out_of_memory, rerun=rerun)
-    sys.stderr.write(_plan_in_words(registry, tasks, seen, wanted, oom, skipped))
-    remote = [each for each in wanted if each[1].cluster.kind == "slurm"]
-    others = [each for each in wanted if each not in remote]
-    if remote:
-        confirm([job for _, job in remote])
-        submit_points(registry, remote, busy_points(registry, tasks, seen))
-    return _run_here(others), not others and not oom
-
-
-def busy_points(registry: Registry, tasks: Sequence[Task], seen: Sequence[RunState]) -> list[RunState]:
-    """Return the pending and running points, including those that other commands have added to the sweep."""
-    typed = {os.path.normpath(point.run_dir) for point, _ in tasks}
-    others = [each.run_dir for each in registry.points() if os.path.normpath(each.run_dir) not in typed]
-    return [each for each in (*seen, *read_states(others)) if each.state in BUSY]
-
-
-def _select(
-    tasks: Sequence[Task], seen: Sequence[RunState], *, out_of_memory: bool, rerun: bool
-) -> tuple[list[Task], list[Task]]:
-    """Return the points to start, and those left out because they ran out of memory."""
-    wanted, oom = [], []
-    for task, each in zip(tasks, seen, strict=True):
-        again = rerun and each.state == "completed" and not task[1].checkpoint.resume
-        if each.kind == "out_of_memory" and not out_of_memory:
-            oom.append(task)
-        elif again or each.state not in ("completed", *HELD):
-            wanted.append(task)
-    return wanted, oom
-
-
-def _plan_in_words(
-    registry: Registry,
-    tasks: Sequence[Task],
-    seen: Sequence[RunState],
-    wanted: Sequence[Task],
-    oom: Sequence[Task],
-    skipped: Sequence[Skipped],
-) -> str:
-    """Return the first lines of a sweep's output: how many points run, where, and what is skipped."""
-    lines = [f"{registry.path}: {len(seen) + len(skipped)} points, {len(wanted)} to run"]
-    shapes = Counter(_resources(job) for _, job in wanted)
-    lines += [f"  {count} x {resources}" for resources, count in shapes.items()]
-    costly = [job for _, job in wanted if job.cluster.kind == "slurm"]
-    if costly:
-        lines.append(f"  {cost_in_words(costly)}")
-    states = Counter(
-        each.state for task, each in zip(tasks, seen, strict=True) if task not in wanted and task not in oom
-    )
-    lines += [f"  {count} {state} already" for state, count in states.items()]
-    if oom:
-        lines.append(f"  {len(oom)} out of memory before, left out (resume --out-of-memory starts them)")
-    if skipped:
-        lines.append(f"  {len(skipped)} skipped, which are not valid jobs")
-        lines += [f"    {line}" for line in _reasons(skipped, [point.overrides for point, _ in tasks])]
-    return "\n".join(lines) + "\n"
+    selection = Selection.of(registry, tasks, seen, out_of_memory=out_of_memory, rerun=rerun)
+    sys.stderr.write(selection.in_words(skipped))
+    if selection.remote:
+        confirm([job for _, job in selection.remote])
+        selection.submit()
+    others = [each for each in selection.wanted if each not in selection.remote]
+    return _run_here(others), not others and not selection.oom
 
 
 def _resources(job: Job) -> str:
     if job.cluster.kind == "slurm":
         return shape_of(job).describe()
+    where = " here, one after another"
     if job.cluster.kind != "local":
-        return f"{job.world_size} rank{'s' if job.world_size > 1 else ''}, cluster.kind={job.cluster.kind}"
-    return f"{job.world_size} rank{'s' if job.world_size > 1 else ''} here, one after another"
+        where = f", cluster.kind={job.cluster.kind}"
+    return f"{job.world_size} rank{'s' if job.world_size > 1 else ''}{where}"
 
 
 def _reasons(skipped: Sequence[Skipped], others: Sequence[list[str]] = ()) -> list[str]:
@@ -210,62 +293,18 @@ def _reasons(skipped: Sequence[Skipped], others: Sequence[list[str]] = ()) -> li
 
 
 def _show_dry(registry: Registry, tasks: Sequence[Task], skipped: Sequence[Skipped]) -> int:
-    """Show the scripts of a sweep without writing anything."""
     seen = read_states([point.run_dir for point, _ in tasks])
-    wanted, oom = _select(tasks, seen, out_of_memory=False, rerun=True)
-    sys.stderr.write(_plan_in_words(registry, tasks, seen, wanted, oom, skipped))
-    remote = [each for each in wanted if each[1].cluster.kind == "slurm"]
-    arrays, first = _arrays(remote, busy_points(registry, tasks, seen))
+    selection = Selection.of(registry, tasks, seen, rerun=True)
+    sys.stderr.write(selection.in_words(skipped))
+    arrays, first = selection.arrays()
     for array in arrays:
         after = first if array.after is None else [f"ID_OF_ARRAY_{array.after + 1}"]
-        script = _submission(registry, array, registry.name, after).script(planned=True)
-        sys.stdout.write(f"{script}\n")
+        sys.stdout.write(f"{selection.submission(array, registry.name, after).script(planned=True)}\n")
     return EXIT_OK
 
 
-def _arrays(wanted: Sequence[Task], busy: Sequence[RunState]) -> tuple[list[Array], list[str]]:
-    """Return the arrays to submit, and ids of the jobs that must end before the first array may start.
-
-    Points of the sweep that are already in SLURM's queue count towards ``cluster.max_running``.
-    """
-    limit = min((job.cluster.max_running for _, job in wanted), default=1)
-    there = [each for each in busy if each.job_record is not None]
-    left = limit - len(there)
-    if left > 0:
-        return arrays_of(wanted, left), []
-    ids = {each.job_id.partition("_")[0] for each in there if each.job_id is not None}
-    return arrays_of(wanted, limit), sorted(ids)
-
-
-def _submission(registry: Registry, array: Array, name: str, after: Sequence[str]) -> Submission:
-    run_dirs = [point.run_dir for point in array.points]
-    return Submission(array.jobs, run_dirs, registry.path, name, at_once=array.at_once, after=after)
-
-
-def submit_points(registry: Registry, wanted: Sequence[Task], busy: Sequence[RunState]) -> None:
-    """Submit points; those of equal shape form one array."""
-    arrays, first = _arrays(wanted, busy)
-    submitted: list[str] = []
-    for array in arrays:
-        after = first if array.after is None else [submitted[array.after]]
-        # A unique name, which identifies the jobs if this process dies while it submits.
-        submission = _submission(registry, array, f"{registry.name}.{uuid.uuid4().hex[:8]}", after)
-        folders = [RunFolder(path) for path in submission.run_dirs]
-        ids = submit(submission, folders, [point.overrides for point in array.points])
-        submitted.append(ids[0].partition("_")[0])
-        tasks = f" to {submitted[-1]}_{len(ids) - 1}" if len(ids) > 1 else ""
-        waits = f", after job {', '.join(after)}" if after else ""
-        if array.jobs[0].cluster.parsable:
-            sys.stdout.write(f"{submitted[-1]}\n")
-        sys.stderr.write(f"submitted {ids[0]}{tasks}: {len(ids)} x {submission.shape.describe()}{waits}\n")
-
-
 def _run_here(tasks: Sequence[Task]) -> bool:
-    """Run points one after another; continue after a failed point.
-
-    Returns:
-        whether the user interrupted the sweep.
-    """
+    """Run points one after another; continue after a failed point."""
     names = labels([point.overrides for point, _ in tasks])
     for number, (name, (point, job)) in enumerate(zip(names, tasks, strict=True), start=1):
         sys.stderr.write(f"[{number}/{len(tasks)}] {name}\n")
@@ -291,10 +330,6 @@ def run_point(job: Job, point: Point) -> int:
 
 def follow_points(points: Sequence[Point], names: Sequence[str]) -> bool:
     """Wait until no point is pending or running; print changes of state.
-
-    Args:
-        points: the points.
-        names: their names.
 
     Returns:
         whether the user interrupted the wait.
@@ -325,7 +360,6 @@ def follow_points(points: Sequence[Point], names: Sequence[str]) -> bool:
 
 
 def _finish(registry: Registry, tasks: Sequence[Task], stopped: bool, submitted_only: bool) -> int:
-    """Follow submitted jobs if ``cluster.wait``, show table and failures, and return the exit code."""
     points, waits = [point for point, _ in tasks], any(job.cluster.wait for _, job in tasks)
     if submitted_only and not waits:
         sys.stderr.write(f"harness sweep status {registry.path}\n")

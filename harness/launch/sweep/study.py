@@ -51,11 +51,7 @@ class StudyRecord:
 
     @classmethod
     def read(cls, folder: Path) -> StudyRecord | None:
-        """Read the record of a sweep's folder; None if it is no study.
-
-        Raises:
-            UserError: the file is damaged.
-        """
+        """Read the record of a sweep's folder; None if it is no study."""
         path = folder / FILE
         if not path.is_file():
             return None
@@ -91,11 +87,7 @@ class StudyRecord:
         return values
 
     def best(self, rows: Sequence[dict[str, Any]]) -> list[int]:
-        """Return the indices of the best completed runs; for several columns, those that no run beats in all.
-
-        Args:
-            rows: rows of ``result.json``, empty where there is none.
-        """
+        """Return the indices of the best completed runs; of several columns, those that none beats in all."""
         costs = self._costs(rows)
         if len(self.objective) == 1:
             return [min(costs, key=lambda index: costs[index])] if costs else []
@@ -111,7 +103,6 @@ class StudyRecord:
         return sorted(costs, key=lambda index: (index not in best, costs[index]))
 
     def _costs(self, rows: Sequence[dict[str, Any]]) -> dict[int, list[float]]:
-        """Return the values of completed runs by index, with the sign that makes less better."""
         signs = [-1.0 if each == MAXIMIZE else 1.0 for each in self.direction]
         costs = {}
         for index, row in enumerate(rows):
@@ -135,7 +126,6 @@ class StudyRecord:
 
 
 def _dominates(first: list[float], second: list[float]) -> bool:
-    """Whether costs are nowhere higher than others, and somewhere lower."""
     return first != second and all(a <= b for a, b in zip(first, second, strict=True))
 
 
@@ -146,11 +136,7 @@ def _number(value: object) -> float | None:
 
 
 def check_objective(value: Any) -> list[str]:
-    """Return the columns that ``sweep.objective`` names.
-
-    Raises:
-        ConfigError: one is not a number of ``result.json``.
-    """
+    """Return the columns that ``sweep.objective`` names."""
     names = [str(each) for each in value] if isinstance(value, list) else [str(value)]
     known = {column.name for column in metrics_of_result() if column.unit not in _NO_NUMBERS}
     for name in names:
@@ -176,11 +162,7 @@ def check_directions(given: Any, objective: Sequence[str], field: str) -> list[s
 
     Args:
         given: a direction, a list of them, or None.
-        objective: columns.
         field: the setting, for errors.
-
-    Raises:
-        ConfigError: a direction is unknown, missing, or cannot be derived.
     """
     if given is None:
         found = [natural_direction(name) for name in objective]

@@ -28,8 +28,6 @@ def rows_of(
     """Return one row of text per point; unknown values are empty.
 
     Args:
-        points: the points.
-        seen: their states.
         objective: columns of ``result.json`` that a study optimizes, which are shown too.
         full_reasons: do not shorten reasons.
     """

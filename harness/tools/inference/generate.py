@@ -149,11 +149,7 @@ class Prompt:
 
 
 def read_prompts(job: GenerateJob, found: Sequence[str | Conversation], tokenizer: Tokenizer) -> list[Prompt]:
-    """Tokenize all prompts, as ``read_texts`` returns them.
-
-    Raises:
-        UserError: one is empty, or has tokens that the model does not have.
-    """
+    """Tokenize all prompts, as ``read_texts`` returns them."""
     config = job.generate
     if config.chat:
         prompts = _turns(config.chat, found, tokenizer)
@@ -171,11 +167,7 @@ def read_prompts(job: GenerateJob, found: Sequence[str | Conversation], tokenize
 
 
 def read_texts(job: GenerateJob) -> list[str | Conversation]:
-    """Read all prompts, as text; with generate.chat also conversations.
-
-    Raises:
-        UserError: there is none, or one cannot be read.
-    """
+    """Read all prompts, as text; with generate.chat also conversations."""
     config = job.generate
     found: list[str | Conversation] = [*([] if job.prompt is None else [job.prompt]), *config.prompts]
     if config.prompt_file is not None:
@@ -204,11 +196,7 @@ def _turns(chat: str, found: Sequence[str | Conversation], tokenizer: Tokenizer)
 
 
 def require_room(prompts: Sequence[Prompt], job: GenerateJob) -> int:
-    """Return the longest sequence: the longest prompt and all new tokens.
-
-    Raises:
-        ConfigError: it is longer than the model supports.
-    """
+    """Return the longest sequence: the longest prompt and all new tokens."""
     longest, most = max(len(prompt.ids) for prompt in prompts), job.model.max_seq_len
     if longest >= most:
         number = next(i for i, prompt in enumerate(prompts, start=1) if len(prompt.ids) == longest)

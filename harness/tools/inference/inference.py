@@ -111,9 +111,6 @@ def use_checkpoint(job: Any, overrides: list[str], field: str, *, has_text: bool
         overrides: the overrides that composed it.
         field: its field with the path.
         has_text: whether a tokenizer is needed.
-
-    Raises:
-        UserError: there are no weights, they are damaged, or no tokenizer is known and one is needed.
     """
     path = attrgetter(field)(job)
     if path is None:
@@ -170,9 +167,6 @@ def run_on_ranks(job: Job, function: str, *arguments: Any) -> Any:
         job: the resolved job.
         function: ``module:name`` of a function, imported after torch's environment is set.
         arguments: picklable, like the result.
-
-    Raises:
-        UserError, MachineError: those of the function on any rank. Out of memory is a MachineError.
     """
     if launched_ranks() is not None or job.world_size == 1:
         os.environ.update(openmp_environment(job))

@@ -153,11 +153,7 @@ class HarnessLM(LM):  # type: ignore[misc]
         return [float(nats) for nats in sums]
 
     def generate_until(self, requests: list[Any]) -> list[str]:
-        """Text after each context, up to a stop string.
-
-        Raises:
-            UserError: the layout cannot generate, or a task asks for an unknown way of sampling.
-        """
+        """Text after each context, up to a stop string."""
         self.has_answered = True
         layout = self.model.job.parallelism
         for name in ("pp", "cp"):

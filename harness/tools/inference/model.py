@@ -102,11 +102,7 @@ class InferenceModel:
 
 
 def with_model(job: Job, device: torch.device, function: str, found: WeightFolder, *arguments: Any) -> Any:
-    """Call a function on this rank, as ``harness.compose.generator.Request.run``.
-
-    Raises:
-        ConfigError, UserError: those of the function, and of ``InferenceModel``.
-    """
+    """Call a function on this rank, as ``harness.compose.generator.Request.run``."""
 
     def load(job: Job) -> InferenceModel:
         model = InferenceModel(job, device)

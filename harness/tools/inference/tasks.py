@@ -38,9 +38,6 @@ def numbered_lines(name: str, file: str, works: str) -> list[tuple[str, str]]:
         name: name of the input, for messages.
         file: its path, or ``-`` for standard input.
         works: a valid input, for messages.
-
-    Raises:
-        UserError: the input cannot be read, is not UTF-8, has no such line, or one is too long.
     """
     lines = []
     try:
@@ -63,11 +60,7 @@ def numbered_lines(name: str, file: str, works: str) -> list[tuple[str, str]]:
 
 
 def parse_json(line: str, where: str) -> Any:
-    """Parse a line.
-
-    Raises:
-        UserError: it is not JSON, or has text that is not Unicode.
-    """
+    """Parse a line."""
     try:
         row = parse(line)
         json.dumps(row, ensure_ascii=False).encode("utf-8")
@@ -144,12 +137,7 @@ class Setting:
 
 
 def open_task(name: str, setting: Setting) -> Task:
-    """Read and tokenize a task; not one of lm-evaluation-harness.
-
-    Raises:
-        ConfigError: the data has no documents, or the tokenizer does not fit the model.
-        UserError: a file is missing, empty or malformed, or an example is too long.
-    """
+    """Read and tokenize a task; not one of lm-evaluation-harness."""
     check_vocab_size(setting.tokenizer.vocab_size, setting.vocab_size)
     if name == DATA:
         return Documents(setting)
@@ -240,11 +228,7 @@ class Continuations:
 
 
 def pair_row(context: str, continuation: str, setting: Setting, where: str) -> Row:
-    """Tokens of a context and its continuation, which is scored.
-
-    Raises:
-        UserError: there is no token before the continuation or none in it, or they exceed the window.
-    """
+    """Tokens of a context and its continuation, which is scored."""
     row = encode_pair(context, continuation, setting, where)
     inputs = len(row.tokens) - 1
     if inputs > setting.window:

@@ -19,7 +19,7 @@ from harness.compose.resolve import resolve
 from harness.compose.verb import Result, Verb
 from harness.config.fields import NUMERICS, label, leaves, part, with_value
 from harness.config.job import Job, differing_numerics
-from harness.launch.preflight import require_vocabulary
+from harness.launch.begin import require_vocabulary
 from harness.model.spec import BALANCE_BIAS, block_prefix
 from harness.tools.parity.random_jobs import random_job
 from harness.util.errors import EXIT_OK, ConfigError
@@ -200,11 +200,7 @@ class LayoutComparer:
     """Traces of one process by job id; only of the last few jobs, because gradients take memory."""
 
     def verdict(self, name: str, job: Job) -> Verdict:
-        """Compare one layout; with several ``comparisons``, return the worst result.
-
-        Raises:
-            RankFailed: a rank failed.
-        """
+        """Compare one layout; with several ``comparisons``, return the worst result."""
         verdicts = [self._compare(name, each) for each in comparisons(job)]
         return min(verdicts, key=lambda verdict: (verdict.passed, -verdict.gradient))
 
@@ -341,10 +337,10 @@ def matrix_rows(job: ParityJob, overrides: list[str]) -> list[Row]:
 def random_rows(config: ParityConfig, overrides: list[str]) -> Iterator[Row]:
     """Compose random jobs one after another; overrides on the command line apply to all of them."""
     fixed = [override for override in overrides if not override.startswith("parity.")]
-    with Composer("parity", ParityJob) as composer:
-        for seed in range(config.seed, config.seed + config.random):
-            composed, job = random_job(composer, seed, config.world_size, fixed)
-            yield Row(f"parity.seed={seed}", job.plain, " ".join(composed))
+    composer = Composer("parity", ParityJob)
+    for seed in range(config.seed, config.seed + config.random):
+        composed, job = random_job(composer, seed, config.world_size, fixed)
+        yield Row(f"parity.seed={seed}", job.plain, " ".join(composed))
 
 
 HEADER = f"{'layout':<28} {'ranks':>5} {'loss':>9} {'gradient':>9} {'norm':>9}  verdict  worst parameter\n"
@@ -362,24 +358,20 @@ def line(verdict: Verdict) -> str:
 def compose_layouts(
     config: ParityConfig, overrides: list[str], *, has_experts: bool = False
 ) -> dict[str, tuple[int, Job]]:
-    """Compose the chosen layouts as jobs with the same numerics: name -> (ranks, job).
-
-    Raises:
-        ConfigError: a name is not in the matrix, or a layout changes the numerics.
-    """
+    """Compose the chosen layouts as jobs with the same numerics: name -> (ranks, job)."""
     matrix = config.matrix | (config.expert_matrix if has_experts else {})
     for name in config.layouts:
         if name not in matrix:
             raise ConfigError("parity.layouts", name, "no such layout", sorted(matrix))
     jobs: dict[str, tuple[int, Job]] = {}
-    with Composer("parity", ParityJob) as composer:
-        for name in config.layouts or matrix:
-            job = composer.job([*overrides, *matrix[name].split()]).plain
-            first = next(iter(jobs.values()), (0, job))[1]
-            differing = differing_numerics(first, job)
-            if differing:
-                raise ConfigError("parity.matrix", name, f"changes the numerics: {', '.join(differing)}")
-            jobs[name] = (job.world_size, job)
+    composer = Composer("parity", ParityJob)
+    for name in config.layouts or matrix:
+        job = composer.job([*overrides, *matrix[name].split()]).plain
+        first = next(iter(jobs.values()), (0, job))[1]
+        differing = differing_numerics(first, job)
+        if differing:
+            raise ConfigError("parity.matrix", name, f"changes the numerics: {', '.join(differing)}")
+        jobs[name] = (job.world_size, job)
     return jobs
 
 

@@ -10,11 +10,11 @@ import random
 from collections.abc import Sequence
 
 from harness.compose.composer import Composer
-from harness.config.blocks import MODES
 from harness.config.job import Job
 from harness.config.parallelism import AXES, CP_METHODS, CP_ROTATE_METHODS, RESHARD
 from harness.config.pipeline import SCHEDULES
-from harness.launch.preflight import require_vocabulary
+from harness.config.training import MODES
+from harness.launch.begin import require_vocabulary
 from harness.util.errors import ConfigError, UserError
 
 DENSE = ("llama3_tiny", "qwen3_debug")
@@ -40,9 +40,6 @@ def random_job(composer: Composer, seed: int, ranks: int, fixed: Sequence[str]) 
 
     Returns:
         The overrides, and the job that they compose.
-
-    Raises:
-        UserError: no sample is valid together with the fixed overrides.
     """
     generator = random.Random(seed)
     # One model for all samples: composing another takes a fifth of a second.
@@ -78,13 +75,11 @@ def random_job(composer: Composer, seed: int, ranks: int, fixed: Sequence[str]) 
 
 
 def _sample_groups(generator: random.Random) -> list[str]:
-    """Sample the config groups: the model, and whether sequences are packed from documents."""
     model = generator.choice(DENSE if generator.random() < 0.4 else MIXTURES)
     return [f"model={model}", *(DOCUMENTS if generator.random() < 0.2 else ())]
 
 
 def _sample_fields(generator: random.Random, groups: list[str], degrees: dict[str, int]) -> list[str]:
-    """Sample all other fields; the result may be invalid."""
 
     def chance(probability: float, *overrides: str) -> list[str]:
         return list(overrides) if generator.random() < probability else []
@@ -127,7 +122,6 @@ def _sample_fields(generator: random.Random, groups: list[str], degrees: dict[st
 
 
 def _sample_sizes(generator: random.Random) -> list[str]:
-    """Sample schedules of batch size and sequence length that change within the first steps."""
     sampled = []
     if generator.random() < 0.2:
         sampled.append(f"schedule.batch_size=[{{until_step:1,sequences:{generator.choice((2, 4))}}}]")

@@ -146,55 +146,33 @@ def norm_activations(
     )
 
 
+def _inner(name: str, width: float, dtype: str = "compute") -> SavedTensor:
+    return SavedTensor(name, width, ActivationSplit.INNER, dtype)
+
+
 def _attention(config: ModelConfig, layer: int) -> PartActivations:
-    of, heads, groups = config.attention, config.n_heads, config.n_kv_heads
-    width = config.head_width
+    of, heads, groups, width = config.attention, config.n_heads, config.n_kv_heads, config.head_width
     q, k = heads * width, groups * width
     extra: tuple[SavedTensor, ...] = ()
-    is_rotated = of.is_rotated(layer)
     if of.qk_norm == "learned":
-        extra += norm_activations("q_norm", width, ActivationSplit.INNER, heads) + norm_activations(
-            "k_norm", width, ActivationSplit.INNER, groups
-        )
-    elif of.qk_norm == "l2" and is_rotated:
-        extra += _bare_norm("q_l2", width, heads) + _bare_norm("k_l2", width, groups)
+        extra += norm_activations("q_norm", width, ActivationSplit.INNER, heads)
+        extra += norm_activations("k_norm", width, ActivationSplit.INNER, groups)
+    elif of.qk_norm == "l2" and of.is_rotated(layer):
+        # Without a weight; the output is counted with attention.
+        extra += norm_activations("q_l2", width, ActivationSplit.INNER, heads)[:2]
+        extra += norm_activations("k_l2", width, ActivationSplit.INNER, groups)[:2]
+    padded = width
     if of.sinks:
         # model/kernels.py, _with_sink: one more feature and one more key, padded to a multiple of eight.
-        joined = heads * (width + 8), groups * (width + 8), groups * (width + 8)
-        tensors = [
-            SavedTensor(n, w, ActivationSplit.INNER) for n, w in zip(("q", "k", "v"), joined, strict=True)
-        ]
-        out = (
-            SavedTensor("attended", heads * (width + 8), ActivationSplit.INNER),
-            SavedTensor(LSE, heads, ActivationSplit.INNER, "float32"),
-        )
-        extra += (SavedTensor("wo.in", q, ActivationSplit.INNER),)
-    else:
-        tensors = [
-            SavedTensor("q", q, ActivationSplit.INNER),
-            SavedTensor("k", k, ActivationSplit.INNER),
-            SavedTensor("v", k, ActivationSplit.INNER),
-        ]
-        out = (
-            SavedTensor("attended", q, ActivationSplit.INNER),
-            SavedTensor(LSE, heads, ActivationSplit.INNER, "float32"),
-        )
+        padded += 8
+        extra += (_inner("wo.in", q),)
+    tensors = _inner("q", heads * padded), _inner("k", groups * padded), _inner("v", groups * padded)
+    out = _inner("attended", heads * padded), _inner(LSE, heads, "float32")
     return PartActivations(
         kept=(*extra, *tensors, *out),
         products=_attention_products(config, layer),
         always_saved=out,
-        backward=(
-            SavedTensor("grad of attended", q, ActivationSplit.INNER),
-            SavedTensor("grads of q, k, v", q + 2 * k, ActivationSplit.INNER),
-        ),
-    )
-
-
-def _bare_norm(name: str, width: int, heads: int) -> tuple[SavedTensor, ...]:
-    """A norm without a weight; its output is counted with attention."""
-    return (
-        SavedTensor(f"{name}.in", heads * width, ActivationSplit.INNER, "norm"),
-        SavedTensor(f"{name}.rstd", heads, ActivationSplit.INNER, "float32"),
+        backward=(_inner("grad of attended", q), _inner("grads of q, k, v", q + 2 * k)),
     )
 
 
@@ -218,33 +196,25 @@ def _latent(config: ModelConfig, layer: int, on_cpu: bool) -> PartActivations:
     of, heads = config.attention, config.n_heads
     wide, value, rank = heads * config.head_width, heads * of.v_head_dim, of.kv_lora_rank
     up = heads * (of.qk_nope_head_dim + of.v_head_dim)
-    down = rank + of.qk_rope_head_dim
+    whole = ActivationSplit.WHOLE
     kept: tuple[SavedTensor, ...] = ()
     if of.q_lora_rank is not None:
-        kept += (
-            *norm_activations("q_norm", of.q_lora_rank, ActivationSplit.WHOLE),
-            SavedTensor("q_norm.out", of.q_lora_rank, ActivationSplit.WHOLE),
-        )
+        kept += norm_activations("q_norm", of.q_lora_rank, whole)
+        kept += (SavedTensor("q_norm.out", of.q_lora_rank, whole),)
     # The norm's input is a view of the latents and the rotated key together.
     kept += (
-        SavedTensor("latents", down, ActivationSplit.WHOLE),
-        *norm_activations("kv_norm", rank, ActivationSplit.WHOLE)[1:],
-        SavedTensor("kv_norm.out", rank, ActivationSplit.WHOLE),
-        SavedTensor("q", wide, ActivationSplit.INNER),
-        SavedTensor("k", wide, ActivationSplit.INNER),
-    )
-    padded = on_cpu and value != wide
-    out = (
-        SavedTensor("attended", wide if padded else value, ActivationSplit.INNER),
-        SavedTensor(LSE, heads, ActivationSplit.INNER, "float32"),
+        SavedTensor("latents", rank + of.qk_rope_head_dim, whole),
+        *norm_activations("kv_norm", rank, whole)[1:],
+        SavedTensor("kv_norm.out", rank, whole),
+        _inner("q", wide),
+        _inner("k", wide),
     )
     # Values are a view of the result of wkv_b, unless a CPU's kernel needs them padded to the width of keys.
-    kept += (SavedTensor("v", wide if padded else up, ActivationSplit.INNER), *out)
-    kept += (SavedTensor("wo.in", value, ActivationSplit.INNER),) if padded else ()
-    backward = (
-        SavedTensor("grad of attended", value, ActivationSplit.INNER),
-        SavedTensor("grads of q, k, v", 2 * wide + up, ActivationSplit.INNER),
-    )
+    padded = on_cpu and value != wide
+    out = _inner("attended", wide if padded else value), _inner(LSE, heads, "float32")
+    kept += (_inner("v", wide if padded else up), *out)
+    kept += (_inner("wo.in", value),) if padded else ()
+    backward = _inner("grad of attended", value), _inner("grads of q, k, v", 2 * wide + up)
     return PartActivations(kept, _attention_products(config, layer), always_saved=out, backward=backward)
 
 

@@ -10,39 +10,39 @@ from harness.model.spec import Split, TensorSpec
 from harness.precision.linears import sort_linears
 from harness.tools.plan.collectives import Collective, ContextParallel, Pass
 from harness.tools.plan.costs import Operations, costs_of
-from harness.tools.plan.machine import DTYPE_BYTES, Machine, expert_groups, group_of
-from harness.tools.plan.parameters import tp_of
+from harness.tools.plan.machine import Machine, expert_groups, group_of
+from harness.tools.plan.parameters import BYTES, tp_of
 
 
 @dataclass(frozen=True)
 class ElementWise:
-    """Element-wise operations in forward, in bytes per 16-bit value; backward moves twice as much.
+    """Element-wise operations in an eager forward, in bytes per 16-bit value; backward moves twice as much.
 
     Eager kernels are counted one by one; a compiled operation is one kernel that reads its inputs and writes
     its output.
     """
 
-    norm: float
-    residual: float
-    rotation: float
-    gate: float
-    clamped: float
+    norm: float = 4
+    residual: float = 6
+    rotation: float = 20
+    gate: float = 10
+    clamped: float = 22
     """Of a gate that is clamped (``swiglu_clamped``), more."""
-    bias: float
+    bias: float = 10
     """Per output of an expert with biases: each row's is looked up and added."""
-    bias_gradient: float
+    bias_gradient: float = 64
     """The same in backward, as bytes that take the same time: rows are added up with atomics."""
-    router: float
+    router: float = 6
     """Per value of the residual stream, which routers read in 32 bits."""
-    sort: float
+    sort: float = 18
     """Per value of a row of an expert: rows are copied in the experts' order, back, and added up in 32 bits
     (``model/moe.py``)."""
-    exchanged: float
+    exchanged: float = 8
     """The same, more: rows that came from other ranks are sorted by expert, and back
     (``parallelism/expert.py``)."""
-    kernels: int
+    kernels: int = 15
     """Kernels of a block in forward other than products, for their fixed cost; backward has twice as many."""
-    expert_kernels: int
+    expert_kernels: int = 31
     """The same, more, if the block has experts: routing, sorting and counting."""
 
 
@@ -55,33 +55,9 @@ class ElementWise:
 # Gradients of biases: of 1,571 ms of a step of GPT-OSS 20b another kernel saves 183 (MFU of 16.50 and
 # 18.68 %, github.com/pytorch/torchtitan/pull/2686), of which adding the biases takes 30: 6.4 ms for each of
 # 24 layers of 32,768 rows.
-EAGER = ElementWise(
-    norm=4,
-    residual=6,
-    rotation=20,
-    gate=10,
-    clamped=22,
-    bias=10,
-    bias_gradient=64,
-    router=6,
-    sort=18,
-    exchanged=8,
-    kernels=15,
-    expert_kernels=31,
-)
-COMPILED = ElementWise(
-    norm=4,
-    residual=4,
-    rotation=4,
-    gate=6,
-    clamped=0,
-    bias=4,
-    bias_gradient=64,
-    router=4,
-    sort=10,
-    exchanged=8,
-    kernels=8,
-    expert_kernels=15,
+EAGER = ElementWise()
+COMPILED = replace(
+    EAGER, residual=4, rotation=4, gate=6, clamped=0, bias=4, router=4, sort=10, kernels=8, expert_kernels=15
 )
 # Before torch 2.9 (github.com/pytorch/pytorch/pull/153666) an eager norm casts up, squares, averages, scales,
 # casts down and multiplies by the weight, one kernel each.
@@ -128,11 +104,6 @@ HIGH_PRECISION = "float8_rowwise_hp"
 ROWWISE = ("float8_rowwise", HIGH_PRECISION)
 
 
-def power_of_two(width: int) -> int:
-    """The smallest power of two that is at least ``width``."""
-    return 1 << (width - 1).bit_length()
-
-
 @dataclass(frozen=True)
 class Block:
     """The passes of one block."""
@@ -161,9 +132,10 @@ class Worker:
             self.converted = frozenset(sort_linears(job.model, job.precision).converted)
         self.rows = job.microbatch_size * job.training.seq_len // layout.cp
         self.stream_rows = self.rows // layout.tp if layout.uses_sequence_parallel else self.rows
-        self.value_bytes = DTYPE_BYTES[job.precision.param_dtype]
+        self.value_bytes = BYTES[job.precision.param_dtype]
         self.dtype = job.precision.param_dtype
-        self.costs = self._costs(compiled=job.compile.blocks)
+        eager = EAGER if self.machine.software.fused_norm else UNFUSED
+        self.costs = COMPILED if job.compile.blocks else eager
         narrow = "mxfp8" if job.precision.linear == "mxfp8" else "float8"
         has_tf32 = job.training.matmul_precision != "highest" and "tf32" in self.machine.device.peak_flops
         self.router_dtype = "tf32" if has_tf32 else "float32"
@@ -176,7 +148,6 @@ class Worker:
         self.casts_stream = job.precision.linear == "float8_tensorwise" and layout.uses_sequence_parallel
 
     def block(self, layer: int) -> Block:
-        """The passes of one block of the model."""
         operations = self.model_costs.block_operations(self.job.model, layer, self.job.training.seq_len)
         forward = self._forward(operations)
         collectives = self._tensor(operations, recompute=False)
@@ -185,17 +156,23 @@ class Worker:
         products = [self._product(product) for product in operations.products]
         weights = [self._product(product, of_weights=True) for product in operations.products]
         passes, attention = self._passes(operations), self._attention_seconds(operations)
-        adding = self._gradient_sums(operations)
         host = self._host_seconds(operations)
+        # FSDP casts a microbatch's gradients to the dtype in which they are reduced (read 2 bytes, write 4).
+        # If several passes share one reduction, it adds them to the sum instead (read 2 and 4, write 4;
+        # FSDPParam's ``accumulate_unsharded_grad_if_needed``).
+        times = 2 if self.job.parallelism.pp > 1 else 1
+        per_value = self.value_bytes + times * BYTES[self.job.precision.reduce_dtype]
+        adding = self.machine.pass_seconds(self._held(operations, lambda product: True) * per_value)
+        # Casts of gradients, and of inputs and weights along the other dimension.
+        gradients = self._cast(operations, self.casts.gradient, of_inputs=False)
+        inputs = self._cast(operations, self.casts.input_backward, of_inputs=True)
+        casts = gradients + inputs + self._cast_weights(operations, backward=True)
+        biases = 0.0
+        if self.job.model.moe.expert_bias:
+            values = self._expert_rows(1) * self._biased_width(operations)
+            biases = self.machine.pass_seconds(values * self.costs.bias_gradient * self.value_bytes / 2)
         for_weights = sum(weights) + adding
-        for_inputs = (
-            sum(products)
-            + self._cast_gradients(operations)
-            + 2 * passes
-            + 2.5 * attention
-            + self._bias_gradients(operations)
-            + context.adding_seconds()
-        )
+        for_inputs = sum(products) + casts + 2 * passes + 2.5 * attention + biases + context.adding_seconds()
         return Block(
             forward=Pass(max(forward, host), (*collectives, *context.forward(), *experts)),
             recompute=self.recompute(layer),
@@ -234,7 +211,11 @@ class Worker:
     def _forward(self, operations: Operations) -> float:
         products = sum(self._product(product) for product in operations.products)
         attention = self._attention_seconds(operations)
-        others = self._passes(operations) + self._cast_inputs(operations) + self._cast_weights(operations)
+        others = (
+            self._passes(operations)
+            + self._cast(operations, self.casts.forward, of_inputs=True)
+            + self._cast_weights(operations)
+        )
         return products + attention + self._context(operations).merging_seconds() + others
 
     def recompute(self, layer: int) -> Pass:
@@ -255,7 +236,7 @@ class Worker:
         kept = 1 / ac.save_every_nth_matmul if ac.save_every_nth_matmul else 0.0
         products = sum(self._product(product) for product in operations.products)
         products += self._cast_weights(operations)
-        again = self._passes(operations) + self._cast_inputs(operations)
+        again = self._passes(operations) + self._cast(operations, self.casts.forward, of_inputs=True)
         gathers = tuple(each for each in collectives if each.collective == "all_gather")
         return Pass(products * (1 - kept) + again, gathers)
 
@@ -271,7 +252,7 @@ class Worker:
         else:
             outputs //= tp_of(layout, product)
         if product.split is Split.ROUTER:
-            dtype, width = self.router_dtype, DTYPE_BYTES["float32"]
+            dtype, width = self.router_dtype, BYTES["float32"]
         if not product.is_expert:
             share_of_rows = self.model_costs.row_share(job.model, product, job.training.seq_len)
             rows = self.stream_rows if product.split is Split.ROUTER else self.rows
@@ -297,18 +278,11 @@ class Worker:
         flops = self.rows * operations.attention.flops / layout.tp
         if self.machine.software.attention in PADDED_KERNELS:
             widths = operations.attention.score_width, operations.attention.value_width
-            flops *= sum(map(power_of_two, widths)) / sum(widths)
+            flops *= sum(1 << (width - 1).bit_length() for width in widths) / sum(widths)
         if layout.cp > 1 and layout.cp_method == "ring" and not layout.cp_load_balance:
             # Rank r of n attends to r full pieces and half of its own, n / 2 in the mean.
             flops *= (2 * layout.cp - 1) / layout.cp
         return self.machine.attention_seconds(flops, self.dtype)
-
-    def _bias_gradients(self, operations: Operations) -> float:
-        """Seconds of adding up the rows' gradients of the experts' biases."""
-        if not self.job.model.moe.expert_bias:
-            return 0.0
-        values = self._expert_rows(1) * self._biased_width(operations)
-        return self.machine.pass_seconds(values * self.costs.bias_gradient * self.value_bytes / 2)
 
     def _biased_width(self, operations: Operations) -> float:
         """Outputs of a token's experts to which biases are added."""
@@ -316,7 +290,6 @@ class Worker:
         return 2 * operations.expert_gate_width / experts + operations.expert_width
 
     def _passes(self, operations: Operations) -> float:
-        """Seconds of element-wise operations in forward."""
         layout, costs = self.job.parallelism, self.costs
         exchanged = costs.exchanged if layout.ep > 1 else 0.0
         experts = layout.tp if layout.splits_experts else 1
@@ -336,13 +309,7 @@ class Worker:
         launches = self.machine.constants.launch * self._kernels(operations)
         return self.machine.pass_seconds(traffic * self.value_bytes / 2) + launches
 
-    def _costs(self, *, compiled: bool) -> ElementWise:
-        if compiled:
-            return COMPILED
-        return EAGER if self.machine.software.fused_norm else UNFUSED
-
     def _kernels(self, operations: Operations) -> int:
-        """Kernels of a block in forward other than products."""
         return self.costs.kernels + (self.costs.expert_kernels if operations.expert_width else 0)
 
     def _host_seconds(self, operations: Operations) -> float:
@@ -353,15 +320,6 @@ class Worker:
 
     def _is_float8(self, product: TensorSpec) -> bool:
         return product.module in self.converted
-
-    def _cast_inputs(self, operations: Operations) -> float:
-        return self._cast(operations, self.casts.forward, of_inputs=True)
-
-    def _cast_gradients(self, operations: Operations) -> float:
-        """Seconds of backward's casts: of gradients, and of inputs and weights along the other dimension."""
-        gradients = self._cast(operations, self.casts.gradient, of_inputs=False)
-        inputs = self._cast(operations, self.casts.input_backward, of_inputs=True)
-        return gradients + inputs + self._cast_weights(operations, backward=True)
 
     def _cast_weights(self, operations: Operations, *, backward: bool = False) -> float:
         """Seconds of casting weights; FSDP that gathers them in 8 bits has cast its shard of them before."""
@@ -421,9 +379,8 @@ class Worker:
             seconds = self.machine.collective_seconds(collective, size, group)
             if layout.uses_sequence_parallel:
                 seconds += self.machine.pass_seconds(size * ALONG_SEQUENCE)
-            collectives += [
-                Collective("tp", collective, group, size, seconds, seconds * (1 - hidden))
-            ] * count
+            one = Collective("tp", collective, group, size, seconds, seconds * (1 - hidden))
+            collectives += [one] * count
         return tuple(collectives)
 
     def _context(self, operations: Operations) -> ContextParallel:
@@ -443,7 +400,6 @@ class Worker:
         return (*self._over_experts(operations, counts, times=1), *self._rows_to_experts(operations))
 
     def _rows_to_experts(self, operations: Operations) -> tuple[Collective, ...]:
-        """Rows travel to the experts and back; their gradients do so in backward."""
         size = self._expert_rows(1) * operations.expert_width * self.value_bytes
         return self._over_experts(operations, size, times=2)
 
@@ -452,22 +408,7 @@ class Worker:
         if layout.ep == 1 or not operations.expert_width:
             return ()
         group = expert_groups(job, self.machine.ranks_per_node)[0]
-        seconds = self.machine.collective_seconds("all_to_all", size, group)
-        return (Collective("ep", "all_to_all", group, size, seconds, seconds),) * times
-
-    # -- gradients ----
-
-    def _gradient_sums(self, operations: Operations) -> float:
-        """Seconds of casting a microbatch's gradients and adding them up.
-
-        FSDP casts gradients to the dtype in which they are reduced (read 2 bytes, write 4). If several passes
-        share one reduction, it adds them to the sum instead (read 2 and 4, write 4; FSDPParam's
-        ``accumulate_unsharded_grad_if_needed``).
-        """
-        layout, reduce = self.job.parallelism, DTYPE_BYTES[self.job.precision.reduce_dtype]
-        held = self._held(operations, lambda product: True)
-        per_value = self.value_bytes + reduce * (2 if layout.pp > 1 else 1)
-        return self.machine.pass_seconds(held * per_value)
+        return (Collective.on(self.machine, "ep", "all_to_all", group, size),) * times
 
     def _held(self, operations: Operations, counts: Callable[[TensorSpec], bool]) -> float:
         """Values of a rank's gathered matrices that are counted."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from harness.config.cluster import ClusterConfig
@@ -23,8 +23,6 @@ START = replace(Constants(), matmul=0.78, float8=0.78)
 # Expected deviation of constants from their start, and of predictions from rows, as standard deviations of
 # the logarithm. A constant on which no row depends keeps its start.
 PRIOR, NOISE = 0.25, 0.02
-# Upper limits: these constants are fractions.
-MOST = {"matmul": 1.0, "float8": 1.0, "attention": 1.0, "memory": 1.0}
 
 
 @dataclass(frozen=True)
@@ -44,43 +42,28 @@ def predicted_rate(job: Job, calibration: Calibration) -> float:
     return StepModel(job, machine).speed()[0].tokens_per_second_per_rank
 
 
-def fit(
-    rows: Sequence[Measured],
-    start: Calibration,
-    names: Sequence[str] = FITTED,
-    prior: float = PRIOR,
-    noise: float = NOISE,
-) -> Calibration:
-    """Fit constants to measured rows.
+def fit(rows: Sequence[Measured], start: Calibration) -> Calibration:
+    """Fit the constants ``FITTED`` to measured rows; the others keep their values.
 
-    Minimizes the sum over rows of (log(predicted / measured) / ``noise``)^2 plus the sum over constants of
-    (log(constant / start) / ``prior``)^2, a maximum a posteriori estimate.
-
-    Args:
-        rows: measured jobs.
-        start: initial constants; those that are not in ``names`` keep their values.
-        names: the constants to fit.
-        prior: expected deviation of constants from ``start`` (standard deviation of the logarithm).
-        noise: expected deviation of predictions from measurements (standard deviation of the logarithm).
+    Minimizes the sum over rows of (log(predicted / measured) / ``NOISE``)^2 plus the sum over constants of
+    (log(constant / start) / ``PRIOR``)^2, a maximum a posteriori estimate.
     """
 
     def cost_of(logs: dict[str, float]) -> float:
-        calibration = moved(start, logs)
+        calibration = scale_constants(start, logs)
         misses = sum(
             math.log(predicted_rate(row.job, calibration) / row.tokens_per_second_per_rank) ** 2
             for row in rows
         )
-        return misses / noise**2 + sum(log**2 for log in logs.values()) / prior**2
+        return misses / NOISE**2 + sum(log**2 for log in logs.values()) / PRIOR**2
 
-    return moved(start, descend(cost_of, names))
+    return scale_constants(start, descend(cost_of, FITTED))
 
 
 def descend(cost_of: Callable[[dict[str, float]], float], names: Sequence[str]) -> dict[str, float]:
-    """Minimize a cost by coordinate descent from zero. The step is halved when no coordinate improves.
+    """Minimize the cost of logarithms of constants, relative to their start, by coordinate descent.
 
-    Args:
-        cost_of: the cost of logarithms of constants, relative to their start.
-        names: names of the coordinates.
+    The step is halved when no coordinate improves.
     """
     logs = dict.fromkeys(names, 0.0)
     cost = cost_of(logs)
@@ -99,20 +82,19 @@ def descend(cost_of: Callable[[dict[str, float]], float], names: Sequence[str]) 
     return logs
 
 
-def moved(start: Calibration, logs: dict[str, float]) -> Calibration:
-    """Multiply constants by the exponentials of ``logs``, up to their limits."""
-    values = {
-        name: min(getattr(start.constants, name) * math.exp(log), MOST.get(name, math.inf))
-        for name, log in logs.items()
-    }
+def scale_constants(start: Calibration, logs: dict[str, float]) -> Calibration:
+    """Multiply constants, which are fractions, by the exponentials of ``logs``."""
+    values = {name: min(getattr(start.constants, name) * math.exp(log), 1.0) for name, log in logs.items()}
     return replace(start, constants=replace(start.constants, **values))
 
 
 def render_fit(calibration: Calibration, rows: Sequence[Measured]) -> str:
     """Format the constants, and the prediction error of each run."""
-    lines = [f"constants of {calibration.source}"]
-    for field in fields(calibration.constants):
-        lines.append(f"  {field.name:<10} {getattr(calibration.constants, field.name):.3g}")
+    constants = asdict(calibration.constants).items()
+    lines = [
+        f"constants of {calibration.source}",
+        *(f"  {name:<10} {value:.3g}" for name, value in constants),
+    ]
     errors = []
     lines += ["", f"  {'measured':>10} {'planned':>10} {'error':>7}  tokens/s a rank"]
     for row in rows:
@@ -130,15 +112,12 @@ def render_fit(calibration: Calibration, rows: Sequence[Measured]) -> str:
 def calibrate(
     measured: Sequence[Measured], folder: Path, cluster: ClusterConfig | None = None
 ) -> tuple[Calibration, list[Measured]]:
-    """Fit constants to measured runs.
+    """Fit constants to measured runs; also returns the runs, on nodes with their hardware.
 
     Args:
         measured: the runs.
         folder: where they come from.
         cluster: may describe their accelerator; else their own clusters do, or harness/util/hardware.py.
-
-    Returns:
-        The constants; the runs, on nodes with this hardware.
 
     Raises:
         UserError: there is no run, runs are from several devices, or their device is unknown.

@@ -10,8 +10,8 @@ from harness.config.parallelism import ParallelismConfig
 from harness.model.accounting import block_weights
 from harness.model.spec import block_tensors
 from harness.tools.plan.costs import Attention
-from harness.tools.plan.machine import DTYPE_BYTES, Group, Machine, expert_groups, group_of
-from harness.tools.plan.parameters import tensors_by_module
+from harness.tools.plan.machine import Group, Machine, expert_groups, group_of
+from harness.tools.plan.parameters import BYTES, tensors_by_module
 
 # A ring's partial results, eager (torch's _SDPAMerger and ring backward,
 # torch/distributed/tensor/experimental/ _context_parallel/_attention.py). Outputs: the cast to 32 bits (6)
@@ -34,6 +34,12 @@ class Collective:
     exposed: float
     """Seconds that no computation hides."""
 
+    @classmethod
+    def on(cls, machine: Machine, axis: str, collective: str, group: Group, size: float) -> Collective:
+        """A collective that nothing hides."""
+        seconds = machine.collective_seconds(collective, size, group)
+        return cls(axis, collective, group, size, seconds, seconds)
+
 
 @dataclass(frozen=True)
 class Pass:
@@ -44,14 +50,12 @@ class Pass:
 
     @property
     def seconds(self) -> float:
-        """Seconds of computation and of exposed collectives."""
         return self.compute + sum(each.exposed for each in self.collectives)
 
     def __add__(self, other: Pass) -> Pass:
         return Pass(self.compute + other.compute, self.collectives + other.collectives)
 
     def times(self, factor: float) -> Pass:
-        """The pass, scaled by ``factor``."""
         scaled = (
             replace(m, bytes=m.bytes * factor, seconds=m.seconds * factor, exposed=m.exposed * factor)
             for m in self.collectives
@@ -103,7 +107,7 @@ class ContextParallel:
         forward = self.forward()
         if layout.cp == 1 or layout.cp_method == "ulysses":
             return forward
-        gradients = self._one_hop(self._keys * DTYPE_BYTES["float32"])
+        gradients = self._one_hop(self._keys * BYTES["float32"])
         behind = self.attention_seconds * 1.5
         return (*forward, *self._over("all_to_all", [gradients] * layout.cp, behind))
 
@@ -120,13 +124,9 @@ class ContextParallel:
 
     def _over(self, collective: str, sizes: list[float], behind: float = 0.0) -> tuple[Collective, ...]:
         """Collectives over the context axis; computation hides ``behind`` seconds of their sum."""
-        taken = {size: self.machine.collective_seconds(collective, size, self.group) for size in sizes}
-        exposed = max(0.0, 1 - behind / sum(taken[size] for size in sizes)) if behind else 1.0
-        each = {
-            size: Collective("cp", collective, self.group, size, seconds, seconds * exposed)
-            for size, seconds in taken.items()
-        }
-        return tuple(each[size] for size in sizes)
+        every = [Collective.on(self.machine, "cp", collective, self.group, size) for size in sizes]
+        exposed = max(0.0, 1 - behind / sum(each.seconds for each in every)) if behind else 1.0
+        return tuple(replace(each, exposed=each.seconds * exposed) for each in every)
 
     def merging_seconds(self) -> float:
         """Seconds of merging a ring's partial outputs in forward, and of copying keys and values."""
@@ -144,8 +144,7 @@ class ContextParallel:
         return adding + self._ring_steps(self._keys, RING_KEY_GRADIENTS, later)
 
     def _ring_steps(self, values: float, first: float, later: float) -> float:
-        """Seconds of a ring's passes over ``values``: bytes per value in the first step, and in later
-        ones."""
+        """Seconds of a ring's passes over ``values``; bytes per value in the first step, and later."""
         layout = self.layout
         if layout.cp == 1 or layout.cp_method != "ring":
             return 0.0
@@ -192,7 +191,6 @@ class Sharer:
         )
 
     def table(self, name: str) -> Sharing:
-        """FSDP's work for the embedding or the head."""
         values = sum(tensor.size for tensor in tensors_by_module(self.job.model).get(name, ()))
         return self._share_values(values / self.layout.tp, self._shards)
 
@@ -203,19 +201,15 @@ class Sharer:
 
     def _share_values(self, values: float, group: Group) -> Sharing:
         precision, machine = self.job.precision, self.machine
-        param = 1 if precision.enable_fsdp_float8_all_gather else DTYPE_BYTES[precision.param_dtype]
-        reduced = DTYPE_BYTES[precision.reduce_dtype]
+        param = 1 if precision.enable_fsdp_float8_all_gather else BYTES[precision.param_dtype]
+        reduced = BYTES[precision.reduce_dtype]
         shards = group.ranks
         gather, reduce = [], []
         if shards > 1:
-            gather.append(self._over_shards("all_gather", values * param, group))
-            reduce.append(self._over_shards("reduce_scatter", values * reduced, group))
+            gather.append(Collective.on(machine, "dp", "all_gather", group, values * param))
+            reduce.append(Collective.on(machine, "dp", "reduce_scatter", group, values * reduced))
         if self.layout.dp_replicate > 1:
             replicas = group_of(self.job, machine.ranks_per_node, "dp_replicate")
-            reduce.append(self._over_shards("all_reduce", values / shards * reduced, replicas))
+            reduce.append(Collective.on(machine, "dp", "all_reduce", replicas, values / shards * reduced))
         copying = machine.pass_seconds(2 * values * param) if shards > 1 else 0.0
         return Sharing(tuple(gather), tuple(reduce), copying, values / shards)
-
-    def _over_shards(self, collective: str, size: float, group: Group) -> Collective:
-        seconds = self.machine.collective_seconds(collective, size, group)
-        return Collective("dp", collective, group, size, seconds, seconds)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from harness.compose.composer import Composed, compose_job
-from harness.compose.size import count
+from harness.compose.scale import count
 from harness.compose.verb import Result
 from harness.config.fields import NUMERICS, leaves
 from harness.config.job import Job
@@ -82,7 +82,7 @@ def compare(points: list[Composed]) -> Result:
         if value := getattr(legal[0], name):
             raise ConfigError(name, value, "works on one job, and -m has several", f"{name} without -m")
     common = set.intersection(*(set(point.overrides) for point in points))
-    plans, data, rows = [], [], []
+    plans, data, rows = list[Plan](), list[dict[str, Any]](), list[dict[str, Any]]()
     for point in points:
         name = " ".join(each for each in point.overrides if each not in common) or "-"
         if point.job is None:
@@ -96,7 +96,8 @@ def compare(points: list[Composed]) -> Result:
         rows.append({"point": name, "layout": mesh_of(plan.job.parallelism)} | figures)
         rows[-1]["fits"] = FITS[plan.fits]
     known = [each for each in data if each["legal"]]
-    total = {"points": len(known)} | {name: sum(each[name] for each in known) for name in ("tokens", "flops")}
+    total: dict[str, Any] = {"points": len(known)}
+    total |= {name: sum(each[name] for each in known) for name in ("tokens", "flops")}
     total |= {name: summed(each[name] for each in known) for name in ("gpu_hours", "dollars", "kwh")}
     sizes_differ = len({(each["parameters"], each["tokens"]) for each in known}) > 1
     unit = "rank" if any(plan.accelerator is None for plan in plans) else "GPU"
@@ -221,14 +222,11 @@ def render_differences(a: Plan, b: Plan) -> str:
     kinds = _kinds(a, b)
     if a.memory_limit is not None and b.memory_limit is not None:
         kinds.append(("left", a.memory_limit - a.peak, b.memory_limit - b.peak))
-    memory = [
-        (
-            kind,
-            *(_signed(size, gib).removeprefix("+") for size in (x, y)),
-            _signed(_change(x, y, a.peak), gib),
-        )
-        for kind, x, y in kinds
-    ]
+    memory = []
+    for kind, *sizes in kinds:
+        change = sizes[1] - sizes[0]
+        cells = [_signed(size, gib).removeprefix("+") for size in sizes]
+        memory.append([kind, *cells, _signed(change if abs(change) > NEGLIGIBLE * a.peak else 0.0, gib)])
     blocks = [
         aligned_facts(facts),
         _table(("field", "A", "B", "changes"), fields, right=()),
@@ -241,8 +239,10 @@ def render_differences(a: Plan, b: Plan) -> str:
     if a.speed is not None and b.speed is not None:
         title = "a step, predicted; change: of A's device time for a token\n"
         changes = cost_changes(a, b)
-        steps = [(part, *(plan.parts.get(part, 0.0) for plan in (a.speed, b.speed))) for part in PARTS]
-        rows = [(part_name(part), x, y, changes[part]) for part, x, y in steps]
+        before, after = a.speed.parts, b.speed.parts
+        rows = [
+            (part_name(part), before.get(part, 0.0), after.get(part, 0.0), changes[part]) for part in PARTS
+        ]
         rows.append(("the step", a.speed.step_seconds, b.speed.step_seconds, sum(changes.values())))
         parts = [
             (name, seconds(x), seconds(y), f"{change:+.1%}")
@@ -282,11 +282,6 @@ def _table(
 
 def _signed(change: float, form: Form) -> str:
     return "-" if change == 0 else f"{'+' if change > 0 else '-'}{form(abs(change))}"
-
-
-def _change(before: float, after: float, whole: float) -> float:
-    """The difference; 0 if it is rounding."""
-    return after - before if abs(after - before) > NEGLIGIBLE * whole else 0.0
 
 
 def _kinds(a: Plan, b: Plan) -> list[tuple[str, float, float]]:

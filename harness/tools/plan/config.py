@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -70,18 +70,16 @@ class PlanJob(Job):
     def _validate_plan(self) -> None:
         if self.rehearse and self.search:
             raise ConfigError("rehearse", True, "cannot be combined with search=true", "search=false")
-        for name in ("search", "picture", "rehearse"):
-            if self.calibrate is not None and getattr(self, name):
-                rule = "fits constants to runs and plans no job"
-                raise ConfigError("calibrate", self.calibrate, rule, f"calibrate alone, then {name} without")
-        for name in ("search", "rehearse", "calibrate", "picture"):
-            if self.against is not None and getattr(self, name):
-                rule = f"compares the plans of two jobs, and {name} works on one"
-                raise ConfigError("against", self.against or "''", rule, f"against without {name}")
-        if self.headroom and not self.search:
-            raise ConfigError("headroom", self.headroom, "is read by a search only", "search=true")
-        if self.sweep_file is not None and not self.search:
-            raise ConfigError("sweep_file", self.sweep_file, "is written by a search only", "search=true")
+        asked = [name for name in ("search", "rehearse", "calibrate", "picture") if getattr(self, name)]
+        if self.calibrate is not None and (others := [name for name in asked if name != "calibrate"]):
+            works = f"calibrate alone, then {others[0]} without"
+            raise ConfigError("calibrate", self.calibrate, "fits constants to runs and plans no job", works)
+        if self.against is not None and asked:
+            rule = f"compares the plans of two jobs, and {asked[0]} works on one"
+            raise ConfigError("against", self.against or "''", rule, f"against without {asked[0]}")
+        for name in () if self.search else ("headroom", "sweep_file"):
+            if value := getattr(self, name):
+                raise ConfigError(name, value, "is used by a search only", "search=true")
         written = [("picture", ".png"), ("sweep_file", ".yaml")]
         for name, suffix in (*written, *([("calibration", ".json")] if self.calibrate is not None else [])):
             path = getattr(self, name)
@@ -91,6 +89,10 @@ class PlanJob(Job):
                 raise ConfigError(name, path or "''", f"must end in {suffix}", f"plan{suffix}")
             if not Path(path).parent.is_dir():
                 raise ConfigError(name, path, f"there is no folder {Path(path).parent}", f"plan{suffix}")
+
+
+PLANNER_FIELDS = {field.name for field in fields(PlanJob)} - {field.name for field in fields(Job)}
+"""Fields that a training job does not have."""
 
 
 def put_on_virtual_gpus(job: AnyJob) -> tuple[AnyJob, int]:

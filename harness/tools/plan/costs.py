@@ -6,10 +6,8 @@ A kind without costs trains; its memory and time are unknown.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from harness.config.model import ModelConfig
 from harness.config.registry import MissingPackageError, Registry
@@ -20,7 +18,7 @@ from harness.util.errors import UserError
 
 if TYPE_CHECKING:
     from harness.config.job import Job
-    from harness.data.batch import AnyBatch
+    from harness.data.loader import AnyBatch
 
 
 @dataclass(frozen=True)
@@ -55,24 +53,7 @@ class Operations:
     """Values of a token that are sorted by expert and back."""
 
 
-def pre_norm_operations(model: ModelConfig, layer: int, seq_len: int) -> Operations:
-    """Return the operations of a pre-norm block."""
-    has_experts, of = model.has_experts(layer), model.moe
-    return Operations(
-        tuple(tensor for tensor in block_tensors(model, layer) if tensor.is_matrix),
-        Attention(
-            model.n_heads,
-            model.n_kv_heads,
-            model.head_width,
-            model.value_width,
-            attention_flops(model, model.span(layer).mean_reach(seq_len)),
-        ),
-        norm_width=2 * model.dim,
-        rotated_width=(model.n_heads + model.n_kv_heads) * model.rotated_width,
-        gate_width=(of.shared_hidden_dim if has_experts else model.ffn_hidden_dim),
-        expert_gate_width=of.top_k * of.hidden_dim if has_experts else 0,
-        expert_width=of.top_k * model.dim if has_experts else 0,
-    )
+T = TypeVar("T")
 
 
 class Costs(ABC):
@@ -129,13 +110,7 @@ class BlockCosts(ABC):
 
     @abstractmethod
     def activations(self, model: ModelConfig, layer: int, *, on_cpu: bool) -> PartActivations:
-        """What a block saves for backward, its input included.
-
-        Args:
-            model: the model.
-            layer: number of the block.
-            on_cpu: whether kernels are those of CPUs.
-        """
+        """What a block saves for backward, its input included."""
 
     @abstractmethod
     def operations(self, model: ModelConfig, layer: int, seq_len: int) -> Operations:
@@ -149,7 +124,22 @@ class PreNormCosts(BlockCosts):
         return pre_norm_activations(model, layer, on_cpu=on_cpu)
 
     def operations(self, model: ModelConfig, layer: int, seq_len: int) -> Operations:
-        return pre_norm_operations(model, layer, seq_len)
+        has_experts, of = model.has_experts(layer), model.moe
+        return Operations(
+            tuple(tensor for tensor in block_tensors(model, layer) if tensor.is_matrix),
+            Attention(
+                model.n_heads,
+                model.n_kv_heads,
+                model.head_width,
+                model.value_width,
+                attention_flops(model, model.span(layer).mean_reach(seq_len)),
+            ),
+            norm_width=2 * model.dim,
+            rotated_width=(model.n_heads + model.n_kv_heads) * model.rotated_width,
+            gate_width=(of.shared_hidden_dim if has_experts else model.ffn_hidden_dim),
+            expert_gate_width=of.top_k * of.hidden_dim if has_experts else 0,
+            expert_width=of.top_k * model.dim if has_experts else 0,
+        )
 
 
 class DecoderCosts(Costs):
@@ -198,29 +188,18 @@ BLOCK_COSTS: Registry[type[BlockCosts]] = Registry(
 
 
 def costs_of(model: ModelConfig) -> Costs:
-    """Return the costs of a model.
-
-    Raises:
-        UserError: they are unknown.
-    """
-    with _unknown():
-        return COSTS[model.architecture]()
+    """Return the costs of a model; UserError if they are unknown."""
+    return _entry(COSTS, model.architecture)()
 
 
 def block_costs_of(model: ModelConfig) -> BlockCosts:
-    """Return the costs of a model's blocks.
-
-    Raises:
-        UserError: they are unknown.
-    """
-    with _unknown():
-        return BLOCK_COSTS[model.block]()
+    """Return the costs of a model's blocks; UserError if they are unknown."""
+    return _entry(BLOCK_COSTS, model.block)()
 
 
-@contextmanager
-def _unknown() -> Iterator[None]:
+def _entry(table: Registry[T], name: str) -> T:
     try:
-        yield
+        return table[name]
     except MissingPackageError as error:
         rule = "memory and time are unknown: its costs are not declared"
         works = "training without a plan, or a package that declares them (docs/howto/extend.md)"

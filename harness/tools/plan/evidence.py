@@ -15,27 +15,23 @@ from harness.tools.plan.plan import Evidence, Plan
 from harness.util.tables import figure, gib
 
 GENERATIONS = {
-    "A100 SXM 40GB": "Ampere",
-    "A100 SXM 80GB": "Ampere",
-    "A100 PCIe 40GB": "Ampere",
-    "A100 PCIe 80GB": "Ampere",
-    "H100 SXM": "Hopper",
-    "H100 96GB": "Hopper",
-    "H100 PCIe": "Hopper",
-    "H100 NVL": "Hopper",
-    "H200 SXM": "Hopper",
-    "H200 NVL": "Hopper",
-    "B200": "Blackwell",
-    "GB200": "Blackwell",
-    "MI300X": "CDNA 3",
+    "Ampere": ("A100 SXM 40GB", "A100 SXM 80GB", "A100 PCIe 40GB", "A100 PCIe 80GB"),
+    "Hopper": ("H100 SXM", "H100 96GB", "H100 PCIe", "H100 NVL", "H200 SXM", "H200 NVL"),
+    "Blackwell": ("B200", "GB200"),
+    "CDNA 3": ("MI300X",),
 }
-"""Hardware generation of each accelerator with published rows."""
+"""Accelerators of each hardware generation with published rows."""
+
+
+def generation_of(accelerator: str) -> str | None:
+    """Return the hardware generation of an accelerator; None without published rows."""
+    return next((name for name, devices in GENERATIONS.items() if accelerator in devices), None)
 
 
 def class_of(job: Job, accelerator: str) -> str | None:
     """Return the class of a job on an accelerator, such as "dense models on Hopper"; None without a
     generation."""
-    generation = GENERATIONS.get(accelerator)
+    generation = generation_of(accelerator)
     return None if generation is None else f"{costs_of(job.model).kind(job.model)} on {generation}"
 
 

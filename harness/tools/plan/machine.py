@@ -13,8 +13,8 @@ from harness.config.parallelism import AXES
 from harness.tools.plan.constants import ACHIEVED, OTHER, Achieved, Calibration, Constants, Software
 from harness.util.hardware import Accelerator
 
+# Boards of up to four of these have no switch (docs.nvidia.com, vGPU, NVSwitch lists boards of eight only).
 DIRECTLY_WIRED = ("A100 SXM 40GB", "A100 SXM 80GB", "H100 SXM", "H100 96GB", "H200 SXM")
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 # Tile size that cuBLAS and CUTLASS choose on Hopper for large matrices, and smaller ones with their speed;
 # assumed, 0.8 to 0.95 and 0.6 to 0.8.
 TILE = (128, 256)
@@ -33,7 +33,6 @@ class Group:
 
     @property
     def nodes(self) -> int:
-        """Number of nodes of the group."""
         return ceil(self.ranks / self.per_node)
 
     @property
@@ -43,7 +42,6 @@ class Group:
 
     @property
     def pair(self) -> Group:
-        """Two neighbours of the group."""
         return Group(2, min(2, self.per_node), None if self.per_leaf is None else min(2, self.per_leaf))
 
 
@@ -67,7 +65,6 @@ class Machine:
 
     @cached_property
     def achieved(self) -> Achieved:
-        """What the device's best kernels achieve."""
         shares: Any = self.device.achieved
         return replace(ACHIEVED.get(self.device.name, OTHER), **shares)
 
@@ -102,12 +99,12 @@ class Machine:
 
     @cached_property
     def pace(self) -> float:
-        """Time of computing on the slowest device, as a multiple of torch's kernels on a mean one."""
+        """Slowdown of the slowest device, relative to torch's kernels on an average one."""
         return self.slowest / self.software.speed
 
     @cached_property
     def slowest(self) -> float:
-        """Expected time of the slowest device, as a multiple of their mean."""
+        """Expected slowdown of the slowest device relative to an average one."""
         return 1.0 + self.constants.spread * largest_of(self.ranks)
 
     def busiest(self, ranks: int, experts: int) -> float:
@@ -120,11 +117,9 @@ class Machine:
         return self.constants.contention + self.constants.second_wave * self.achieved.persistent
 
     def pass_seconds(self, moved: float) -> float:
-        """Seconds to read or write ``moved`` bytes of memory."""
         return moved / (self.device.memory_bandwidth * self.constants.memory) * self.pace
 
     def attention_seconds(self, flops: float, dtype: str) -> float:
-        """Seconds of fused attention's arithmetic."""
         kernel = self.software.attention
         achieved = self.achieved.others[kernel] if kernel else self.achieved.attention
         share = self.constants.attention * achieved
@@ -153,7 +148,10 @@ class Machine:
             return 0.0
         there_and_back = 2.0 if collective == "all_reduce" else 1.0
         share = 1.0 if collective == "send" else (group.ranks - 1) / group.ranks
-        rate = self.device.link_bandwidth * self.constants.link * self._wired(group)
+        rate = self.device.link_bandwidth * self.constants.link
+        if self.device.name in DIRECTLY_WIRED and 2 < self.board <= 4 and group.per_node > 1:
+            # These boards have no switch: their links are divided among the other devices.
+            rate *= (group.per_node - 1) / (self.board - 1)
         if group.nodes > 1:
             if collective == "all_to_all":
                 # Pieces for ranks of this node and of others are sent at the same time.
@@ -181,16 +179,6 @@ class Machine:
             return 0.0
         away = (group.ranks - group.per_leaf) / group.ranks
         return away * moved * self.oversubscription / self.network_rate
-
-    def _wired(self, group: Group) -> float:
-        """Fraction of a device's links that lead to the group's ranks on its node.
-
-        Boards of up to four Ampere or Hopper devices have no switch: their links are divided among the other
-        devices (docs.nvidia.com, vGPU, NVSwitch: only boards of eight are listed).
-        """
-        if self.device.name not in DIRECTLY_WIRED or not 2 < self.board <= 4 or group.per_node == 1:
-            return 1.0
-        return (group.per_node - 1) / (self.board - 1)
 
     @property
     def network_rate(self) -> float:
@@ -225,10 +213,7 @@ def _filled(rows: int, outputs: int, groups: int, units: int) -> float:
 
 
 def on_cpu(job: Job) -> bool:
-    """Whether the planned ranks compute on a CPU.
-
-    ``auto`` means GPUs if the cluster's accelerator is set, otherwise this machine's CPU.
-    """
+    """Whether ranks compute on a CPU: ``auto`` means this machine's if the cluster names no accelerator."""
     device = job.cluster.device
     return device == "cpu" or (device == "auto" and job.cluster.accelerator is None)
 
@@ -258,8 +243,7 @@ def machine_of(job: Job, calibration: Calibration | None = None) -> Machine | No
 
 
 def expert_groups(job: Job, ranks_per_node: int) -> tuple[Group, Group]:
-    """Return the groups of an expert's mesh (``parallelism/mesh.py``): of ``ep``, and of the expert's
-    shards."""
+    """Return the groups of an expert's mesh (``parallelism/mesh.py``): of ``ep``, and of its shards."""
     layout, world = job.parallelism, job.world_size
     leaf = job.cluster.leaf_ranks(world)
     stride = layout.tp if layout.splits_experts else 1
@@ -287,7 +271,6 @@ def _group(
 
 
 def _inside(degrees: tuple[tuple[str, int], ...], size: int, axes: tuple[str, ...]) -> int:
-    """Ranks of the group over ``axes`` that are among ``size`` neighbouring ranks."""
     world = prod(degree for _, degree in degrees)
     inside = stride = 1
     for axis, degree in reversed(degrees):

@@ -22,12 +22,7 @@ def planned(job: PlanJob) -> tuple[Job, Calibration | None]:
 
 
 def make_plan(job: Job, calibration: Calibration | None = None) -> Plan:
-    """Predict memory, traffic and speed of a job.
-
-    Args:
-        job: the resolved job.
-        calibration: constants other than the defaults.
-    """
+    """Predict memory, traffic and speed of a resolved job, with the default constants or others."""
     return with_speed(plan_memory(job, calibration), calibration)
 
 
@@ -41,7 +36,7 @@ def with_speed(plan: Plan, calibration: Calibration | None = None) -> Plan:
 
 
 def plan_memory(job: Job, calibration: Calibration | None = None) -> Plan:
-    """Predict only the memory of a job; arguments as of ``make_plan``."""
+    """Predict only the memory of a job."""
     device, parameters = device_of(job), parameters_of_ranks(job)
     return Plan(
         job=job,
@@ -75,7 +70,6 @@ def _phases(job: Job, machine: Machine | None) -> list[PlannedPhase]:
 
 
 def _notes(job: Job) -> list[str]:
-    """What the predictions leave out, and what is known to be slow."""
     notes = []
     if job.model.moe.enabled and not job.model.moe.force_balance:
         notes.append("memory is that of evenly loaded experts")

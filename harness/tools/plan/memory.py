@@ -47,12 +47,11 @@ gradients of shards, and ``buffers``, FSDP's gather buffers. A third one, ``unus
 the allocator cannot use."""
 
 
-IN_ATTENTION = re.compile(r"\.(attention|attn|img_attn|txt_attn)\.")
+IN_ATTENTION = re.compile(r"\.(\w+_)?(attention|attn)\.")
 """Names of tensors whose gradients are computed last in a block's backward."""
 
 
 def plus(*parts: Bytes) -> Bytes:
-    """Sum by kind."""
     total = dict(parts[0])
     for part in parts[1:]:
         for kind, size in part.items():
@@ -61,7 +60,6 @@ def plus(*parts: Bytes) -> Bytes:
 
 
 def heaviest(moments: Iterable[Bytes]) -> Bytes:
-    """The moment with the most bytes."""
     return max(moments, key=lambda moment: sum(moment.values()), default={})
 
 
@@ -157,7 +155,6 @@ class StageMemory:
         return Module(name, part, parameters, self.job.parallelism.frees(name))
 
     def _join_ends(self) -> None:
-        """Gather and reduce the head's parameters with the first module's; keep the last block gathered."""
         first, *blocks, head = self.modules
         own, late = first.parameters, head.parameters
         joint = replace(
@@ -194,7 +191,13 @@ class StageMemory:
         if not self.fsdp:
             own = master * elements
             return ModuleParameters(0, 0, own, master * first, master * late, own, (), sharded)
-        gathered = sum(self._gathered_size(t, compute) * padded[t.name] for t in tensors)
+        in_float8 = {
+            tensor.name
+            for tensor in tensors
+            if tensor.spec.is_matrix and tensor.spec.module in self.activations.gathered_in_float8
+        }
+        sizes = (BYTES["float8"] if t.name in in_float8 else compute for t in tensors)
+        gathered = sum(size * padded[t.name] for size, t in zip(sizes, tensors, strict=True))
         return ModuleParameters(
             gathered=gathered,
             buffer=gathered if layout.parameter_shards > 1 else 0,
@@ -204,13 +207,6 @@ class StageMemory:
             accumulated=reduce * elements,
             reduced=tuple(reduce * sum(padded[t.name] for t in group) for group in groups if group),
             sharded=sharded,
-        )
-
-    def _gathered_size(self, tensor: HeldTensor, compute: int) -> int:
-        return (
-            BYTES["float8"]
-            if tensor.spec.is_matrix and tensor.spec.module in self.activations.gathered_in_float8
-            else compute
         )
 
     @cached_property
@@ -226,10 +222,7 @@ class StageMemory:
 
     @cached_property
     def kept_for_weights(self) -> Bytes:
-        """Memory between backward for inputs and backward for weights.
-
-        Recomputed blocks then have all of their tensors.
-        """
+        """Memory between backward for inputs and for weights: recomputed blocks have all of their tensors."""
         return {"activations": sum(max(module.part.kept, module.part.backward) for module in self.modules)}
 
     @cached_property
@@ -253,7 +246,6 @@ class StageMemory:
 
     @cached_property
     def accumulated(self) -> float:
-        """Bytes of the unsharded gradients of all modules."""
         return sum(module.parameters.accumulated for module in self.modules)
 
     @cached_property
@@ -264,10 +256,7 @@ class StageMemory:
 
     @cached_property
     def forward(self) -> Bytes:
-        """Peak of a forward pass, in addition to the memory before it.
-
-        In a pipeline the parameters are already gathered.
-        """
+        """Peak of a forward pass, in addition to the memory before it."""
         moments, held, gathered = [], 0.0, 0.0
         for module in self.modules:
             own = module.parameters.gathered
@@ -325,11 +314,9 @@ class StageMemory:
                 (0.0, own.gradients),
             ):
                 logits = self.logits.gradient if self.logits is not None and module.name == "head" else 0.0
-                moment = {
-                    "activations": held + activations,
-                    "gradients": unsharded + self._new(gradients, gradients_there and not self.fsdp),
-                    "logits": logits,
-                }
+                # Gradients that are added to existing ones are each freed at once.
+                new = gradients / 4 if gradients_there and not self.fsdp else gradients
+                moment = {"activations": held + activations, "gradients": unsharded + new, "logits": logits}
                 moments.append(base | moment)
             if not self.pipelined:
                 gathered -= own.gathered
@@ -346,14 +333,9 @@ class StageMemory:
                 shards += 0.0 if gradients_there or at_once else own.sharded
         return moments
 
-    @staticmethod
-    def _new(gradients: float, added_in_place: bool) -> float:
-        """Bytes of new gradients; if they are added to existing ones, each is freed at once."""
-        return gradients / 4 if added_in_place else gradients
-
     @cached_property
     def reduction(self) -> float:
-        """Largest inputs of two reduce-scatters that follow each other: one is in flight."""
+        """Peak bytes of the inputs of two overlapping reduce-scatters."""
         sizes = [size for module in self.modules for size in module.parameters.reduced]
         return max(map(sum, pairwise([0.0, *sizes])), default=0.0)
 
@@ -383,13 +365,7 @@ STAGES_GATHERED = 3
 def rank_memory(
     job: Job, parameters: Sequence[RankParameters] | None = None, software: Software | None = None
 ) -> list[RankMemory]:
-    """Compute the memory of every pipeline rank at its peak.
-
-    Args:
-        job: the resolved job.
-        parameters: the shards of every pipeline rank, if they are known.
-        software: what the trainer runs, if it is another one.
-    """
+    """Compute the memory of every pipeline rank at its peak; ``parameters`` of all, if they are known."""
     order = pipeline_order(job.parallelism, job.model.n_layers, job.microbatches)
     prices = ActivationBytes(job, repeats_keys=software is not None and software.repeats_keys)
     keeps_outputs, memory = software is not None and software.keeps_outputs, []
@@ -460,13 +436,16 @@ class RankStep:
         self.offloaded = job.parallelism.cpu_offload and not self.cpu
 
     def memory(self) -> RankMemory:
-        """Memory of the rank at its peak."""
         moments = list(self._moments())
         fullest = heaviest(self._as_reserved(moment) for moment in moments)
         kinds = {kind: float(fullest.get(kind, 0.0)) for kind in KINDS}
-        kinds["runtime"] += self._runtime(kinds)
         allocated = max(sum(moment.values()) - moment.get("unusable", 0.0) for moment in moments)
-        allocated += 0 if self.cpu else 2 * CUBLAS_WORKSPACE  # tensors of torch
+        if self.cpu:
+            kinds["runtime"] += CPU_PROCESS
+        else:
+            own = self._gradients() if self.fsdp else 0.0
+            kinds["runtime"] += FRAGMENTATION * (sum(kinds.values()) - own) + 2 * CUBLAS_WORKSPACE
+            allocated += 2 * CUBLAS_WORKSPACE  # tensors of torch
         return RankMemory(self.parameters.pp_rank, self.parameters.stages, kinds, allocated)
 
     def _as_reserved(self, moment: Bytes) -> Bytes:
@@ -490,28 +469,24 @@ class RankStep:
         # The first pass starts without gradients; later passes except the last are like the second.
         for number in {0, min(1, passes - 1), passes - 1}:
             yield from self._pass(always, number, last=number + 1 == passes)
-        yield plus(always, {"shards": self._gradients()}, self._update())
+        update = planned_update(self.job, self.parameters)
+        exchanged = {} if update is None else {"communication": update.buffers}
+        updating = max(self._rounding(), exchanged, key=lambda kinds: sum(kinds.values()))
+        yield plus(always, {"shards": self._gradients()}, updating)
 
     def _always(self) -> Bytes:
         """Bytes that stay for the complete step, from the second step on (the optimizer has its state)."""
-        buffers = self.parameters.buffer_bytes + self._rotation_table()
+        job, held = self.job, self.parameters
+        # The batch of all passes; cosines and sines of this rank's positions, float32, one table per stage.
+        rows = job.global_batch_size // job.parallelism.data_parallel
+        length = job.training.seq_len / job.parallelism.cp
+        buffers = held.buffer_bytes + len(self.stages) * 4 * length * job.model.rotated_width
         return {
-            "parameters": buffers + (0 if self.offloaded else self.parameters.parameter_bytes),
-            "optimizer": 0.0 if self.offloaded else self.parameters.optimizer_bytes,
-            "activations": self._batch(),
+            "parameters": buffers + (0 if self.offloaded else held.parameter_bytes),
+            "optimizer": 0.0 if self.offloaded else held.optimizer_bytes,
+            "activations": rows * costs_of(job.model).sample_bytes(job.model, job.training.seq_len),
             "communication": self._boundaries(),
         }
-
-    def _batch(self) -> float:
-        """Bytes of the batch, of complete sequences, for all passes of a step."""
-        rows = self.job.global_batch_size // self.job.parallelism.data_parallel
-        model = self.job.model
-        return rows * costs_of(model).sample_bytes(model, self.job.training.seq_len)
-
-    def _rotation_table(self) -> float:
-        """Bytes of cosines and sines of this rank's positions, float32, one table per stage."""
-        length = self.job.training.seq_len / self.job.parallelism.cp
-        return len(self.stages) * 4 * length * self.job.model.rotated_width
 
     def _boundaries(self) -> float:
         """Bytes of the stages' receive buffers, for all microbatches (PipelineStage, args_recv_info)."""
@@ -523,10 +498,13 @@ class RankStep:
 
     def _pass(self, always: Bytes, number: int, *, last: bool) -> Iterator[Bytes]:
         """Yield the peaks of the passes over one local batch."""
-        reduces = self.fsdp and not self.pipelined and (self.job.parallelism.parameter_shards > 1 or last)
-        sharded_before = self._sharded_after(number)
-        before = {stage: self._accumulated_after(number, stage) for stage in self.numbers}
-        after = before if reduces else {stage: self.stages[stage].accumulated for stage in self.numbers}
+        scatters = self.fsdp and (self.job.parallelism.parameter_shards > 1 or self.pipelined)
+        reduces = self.fsdp and not self.pipelined and (scatters or last)
+        # Gradients that earlier passes accumulated: of shards, or unsharded.
+        sharded_before = self._gradients() if number and scatters else 0.0
+        own_gradients = {stage: self.stages[stage].accumulated for stage in self.numbers}
+        before = own_gradients if number and not scatters else dict.fromkeys(self.numbers, 0.0)
+        after = before if reduces else own_gradients
         for moment in self.passes:
             stage, counts = self.stages[moment.stage], moment.counts
             gradients = (
@@ -571,29 +549,10 @@ class RankStep:
         sizes = [size for stage, count in ran.items() for size in [self.stages[stage].resident] * count]
         return sum(sorted(sizes, reverse=True)[:STAGES_GATHERED])
 
-    def _accumulated_after(self, passes: int, stage: int) -> float:
-        """Bytes of a stage's unsharded gradients, accumulated by earlier passes."""
-        layout = self.job.parallelism
-        unsharded = not self.fsdp or (layout.parameter_shards == 1 and not self.pipelined)
-        return self.stages[stage].accumulated if passes and unsharded else 0.0
-
-    def _sharded_after(self, passes: int) -> float:
-        """Bytes of sharded gradients, accumulated by earlier passes."""
-        layout = self.job.parallelism
-        scattered = self.fsdp and (layout.parameter_shards > 1 or self.pipelined)
-        return self._gradients() if passes and scattered else 0.0
-
     def _gradients(self) -> float:
-        """Bytes of sharded gradients on the device after backward."""
         if self.job.optimizer.in_backward or self.offloaded:
             return 0.0
         return self.parameters.gradient_bytes
-
-    def _update(self) -> Bytes:
-        """Temporary memory of the optimizer's update."""
-        update = planned_update(self.job, self.parameters)
-        exchanged = {} if update is None else {"communication": update.buffers}
-        return max(self._rounding(), exchanged, key=lambda kinds: sum(kinds.values()))
 
     def _rounding(self) -> Bytes:
         """Temporary memory of torch's updates, and of ours in float32."""
@@ -604,9 +563,3 @@ class RankStep:
         if how == "foreach":
             return {"runtime": float(self.parameters.parameter_bytes)}  # roots of all second moments
         return {"runtime": 2.0 * 4 * largest if how == "for-loop" else 0.0}
-
-    def _runtime(self, kinds: Bytes) -> float:
-        if self.cpu:
-            return CPU_PROCESS
-        own = self._gradients() if self.fsdp else 0.0
-        return FRAGMENTATION * (sum(kinds.values()) - own) + 2 * CUBLAS_WORKSPACE

@@ -61,36 +61,30 @@ class ActivationBytes:
         }
         self.costs = costs_of(job.model)
         self.blocks: dict[tuple[Hashable, bool], PartBytes] = {}
-        precision = job.precision
-        converted = (
-            sort_linears(job.model, precision).converted if precision.enable_fsdp_float8_all_gather else ()
+        in_float8 = job.precision.enable_fsdp_float8_all_gather
+        self.gathered_in_float8 = frozenset(
+            sort_linears(job.model, job.precision).converted if in_float8 else ()
         )
-        self.gathered_in_float8 = frozenset(converted)
         """Names of the linears whose weights FSDP gathers in float8."""
 
     def total(self, tensors: Iterable[SavedTensor], *, compiled: bool = False) -> float:
         """Bytes of those tensors that are saved, per microbatch."""
-        return sum(self.bytes_of(each) for each in tensors if self._keeps(each, compiled))
+        by = {SavedBy.ALL}
+        if not compiled:
+            by |= {SavedBy.EAGER, SavedBy.COMPOSITE_NORM} if self.cpu else {SavedBy.EAGER}
+        return sum(self.bytes_of(each) for each in tensors if each.by in by)
 
     def bytes_of(self, tensor: SavedTensor) -> float:
-        """Bytes of a tensor on a rank, per microbatch."""
-        return self.tokens * tensor.width * self._size(tensor) / self.degree[tensor.cut]
-
-    def _size(self, tensor: SavedTensor) -> int:
         compute = BYTES[self.job.precision.param_dtype]
-        if tensor.dtype == "norm":
-            return 4 if self.cpu else compute
-        if tensor.dtype == "widened":
-            return 0 if compute == 4 else 4
-        return {"compute": compute, "float32": 4, "int64": 8}[tensor.dtype]
+        sizes = {"compute": compute, "float32": 4, "int64": 8}
+        sizes |= {"norm": 4 if self.cpu else compute, "widened": 0 if compute == 4 else 4}
+        return self.tokens * tensor.width * sizes[tensor.dtype] / self.degree[tensor.cut]
 
-    def _keeps(self, tensor: SavedTensor, compiled: bool) -> bool:
-        if tensor.by is SavedBy.ALL:
-            return True
-        return not compiled and (tensor.by is SavedBy.EAGER or self.cpu)
+    def _stream(self, cut: ActivationSplit = ActivationSplit.STREAM) -> float:
+        return self.bytes_of(SavedTensor("stream", self.job.model.dim, cut))
 
     def block(self, layer: int) -> PartBytes:
-        """Bytes of a decoder block, under the job's recomputation and compiler."""
+        """Bytes of a block, under the job's recomputation and compiler."""
         key = block_kinds(self.job.model)[layer], self._is_recomputed(layer)
         if key not in self.blocks:
             self.blocks[key] = self._block(layer)
@@ -107,8 +101,7 @@ class ActivationBytes:
         compiled = self.job.compile.blocks and self.job.compile.backend != "eager"
         everything = self.total(declared.kept, compiled=compiled)
         recomputed = self._recomputed(declared, layer, compiled=compiled)
-        stream = self.bytes_of(SavedTensor("stream", self.job.model.dim, ActivationSplit.STREAM))
-        partial = self.bytes_of(SavedTensor("summand", self.job.model.dim, ActivationSplit.PARTIAL))
+        stream, partial = self._stream(), self._stream(ActivationSplit.PARTIAL)
         gradients = self.total(declared.backward, compiled=compiled)
         late = self.total(declared.late_backward, compiled=compiled) + self._ring()
         if recomputed is None:
@@ -146,7 +139,7 @@ class ActivationBytes:
         how = self.job.activation_checkpoint
         if not self._is_recomputed(layer):
             return None
-        entering = self.bytes_of(SavedTensor("stream", self.job.model.dim, ActivationSplit.STREAM))
+        entering = self._stream()
         choices = 0.0 if self.job.parallelism.splits_backward else self.total(declared.choices)
         if how.mode == "memory_budget":
             # torch's partitioner fills a budget: a fraction between the minimum it has to save and what it
@@ -161,7 +154,6 @@ class ActivationBytes:
         return entering + self.total(declared.choices) + self.total(saved), extra
 
     def _products(self, declared: PartActivations, *, compiled: bool) -> list[SavedTensor]:
-        """The matrix products that selective recomputation saves."""
         nth = self.job.activation_checkpoint.save_every_nth_matmul
         kept = [tensor for i, tensor in enumerate(declared.products, 1) if nth and i % nth == 0]
         if compiled and self.job.parallelism.tp > 1:
@@ -172,20 +164,14 @@ class ActivationBytes:
     def _collectives(self) -> list[SavedTensor]:
         """The results of collectives that it saves: sums and exchanges, but not gathers."""
         model, layout = self.job.model, self.job.parallelism
-        sums = (
-            [SavedTensor(f"sum {i}", model.dim, ActivationSplit.STREAM) for i in range(2)]
-            if layout.tp > 1
-            else []
-        )
-        if layout.ep > 1:
-            rows = model.moe.top_k * model.dim
-            sums += [SavedTensor(f"exchange {i}", rows, ActivationSplit.ROUTED) for i in range(2)]
-        return sums
+        rows, sums = model.moe.top_k * model.dim, 2 * (layout.tp > 1)
+        saved = [SavedTensor(f"sum {i}", model.dim, ActivationSplit.STREAM) for i in range(sums)]
+        exchanges = 2 * (layout.ep > 1)
+        return saved + [SavedTensor(f"exchange {i}", rows, ActivationSplit.ROUTED) for i in range(exchanges)]
 
     def embedding(self) -> PartBytes:
         """Bytes of the modules before the blocks; their output is the first block's input."""
-        stream = self.bytes_of(SavedTensor("stream", self.job.model.dim, ActivationSplit.STREAM))
-        summand = self.bytes_of(SavedTensor("summand", self.job.model.dim, ActivationSplit.PARTIAL))
+        stream, summand = self._stream(), self._stream(ActivationSplit.PARTIAL)
         declared = self.costs.entry_activations(self.job.model, self.job.training.seq_len)
         kept = self.total(declared.kept)
         return PartBytes(kept, kept + stream + summand, kept + summand, 0.0)

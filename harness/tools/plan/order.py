@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -40,13 +39,7 @@ _Pass = tuple[int, str, int]
 
 
 def pipeline_order(layout: ParallelismConfig, n_layers: int, microbatches: int) -> list[list[Action]]:
-    """Return the forward and backward passes of every pipeline rank, in order, without times.
-
-    Args:
-        layout: the layout, validated.
-        n_layers: layers of the model.
-        microbatches: microbatches of one pass over a local batch.
-    """
+    """Return the passes of every pipeline rank for one local batch, in order, without times."""
     if layout.pp > 1 and layout.pp_schedule_csv is None:
         stages = num_stages(layout, n_layers)
         return [list(row) for row in _actions_of_torch(layout.pp_schedule, layout.pp, stages, microbatches)]
@@ -92,12 +85,12 @@ class Moment:
 def fullest(
     actions: Iterable[Action], equal: Mapping[int, int], *, keeps_outputs: bool = False
 ) -> list[Moment]:
-    """Return the passes of a rank at which its memory can be the largest, in order.
+    """Return the passes at which a rank's memory can peak, in schedule order.
 
     A pass is left out if another one of its kind has at least as large counts.
 
     Args:
-        actions: the passes.
+        actions: the passes of a rank.
         equal: the first stage that is equal to each stage of the rank; moments name only these.
         keeps_outputs: that of ``Software``.
     """
@@ -147,18 +140,18 @@ def gathering_passes(actions: Sequence[Action]) -> set[Action]:
 @lru_cache(maxsize=512)
 def _of_torch(name: str, pp: int, stages: int, microbatches: int) -> list[str]:
     """Return the lines of one of torch's schedules, from the cache if it is there."""
-    path = _folder() / f"{name}-{pp}-{stages}-{microbatches}"
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = caches / "harness" / f"pipeline_orders-{_FORMAT}" / f"torch-{_version('torch')}"
+    path = folder / f"{name}-{pp}-{stages}-{microbatches}"
     text = _read(path)
     if text is None:
         ranks = _made_by_torch(name, pp, stages, microbatches)
         text = "".join(" ".join(f"{s}{kind}{i}" for s, kind, i in passes) + "\n" for passes in ranks)
-        _write(path, text)
+        # The cache is optional, and the checksum tells a file that another process is writing.
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"{xxhash.xxh3_64_hexdigest(text.encode())}\n{text}")
     return text.splitlines()
-
-
-def _folder() -> Path:
-    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(caches) / "harness" / f"pipeline_orders-{_FORMAT}" / f"torch-{_version('torch')}"
 
 
 def _read(path: Path) -> str | None:
@@ -170,35 +163,27 @@ def _read(path: Path) -> str | None:
     return text.decode() if xxhash.xxh3_64_hexdigest(text).encode() == checksum else None
 
 
-def _write(path: Path, text: str) -> None:
-    """Write an order to the cache; ignore errors, because the cache is optional."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(f"{xxhash.xxh3_64_hexdigest(text.encode())}\n{text}")
-        temporary.replace(path)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink()
-
-
 def _made_by_torch(name: str, pp: int, stages: int, microbatches: int) -> list[list[_Pass]]:
     from torch.distributed.pipelining import schedules
 
     # torch logs the arguments of every schedule.
     logging.getLogger(schedules.__name__).setLevel(logging.WARNING)
     per_rank = stages // pp
-    ours = [_Stage(index * pp, stages, pp) for index in range(per_rank)]
+    # The attributes of a stage that a schedule's constructor reads.
+    shared = {"num_stages": stages, "group_size": pp, "group_rank": 0, "has_backward": False, "submod": None}
+    ours = [
+        SimpleNamespace(stage_index=at, is_first=at == 0, is_last=at == stages - 1, **shared)
+        for at in range(0, per_rank * pp, pp)
+    ]
     of_one = SCHEDULES[name].stages_per_rank == "one"
     # Skip inserting sends and gathers, which takes torch ten times as long as the passes and is not needed.
-    bare = type("Bare", (schedules.get_schedule_class(name),), {"_prepare_schedule_with_comms": _nothing})
+    bare = type(
+        "Bare", (schedules.get_schedule_class(name),), {"_prepare_schedule_with_comms": lambda *_, **__: None}
+    )
     schedule: Any = bare(ours[0] if of_one else ours, n_microbatches=microbatches)
     order = schedule._get_pipeline_order() if of_one else schedule.pipeline_order
     ranks = [[each for step in order[rank] for each in _passes(step)] for rank in range(pp)]
     return [_numbered(passes) for passes in ranks] if of_one else ranks
-
-
-def _nothing(schedule: Any, order: Any, *more: Any, **others: Any) -> None: ...
 
 
 def _numbered(passes: list[_Pass]) -> list[_Pass]:
@@ -214,24 +199,8 @@ def _numbered(passes: list[_Pass]) -> list[_Pass]:
     return numbered
 
 
-class _Stage(SimpleNamespace):
-    """The attributes of a stage that a schedule's constructor reads."""
-
-    def __init__(self, index: int, stages: int, pp: int) -> None:
-        super().__init__(
-            stage_index=index,
-            num_stages=stages,
-            group_size=pp,
-            group_rank=0,
-            is_first=index == 0,
-            is_last=index == stages - 1,
-            has_backward=False,
-            submod=None,
-        )
-
-
 def _passes(step: Any) -> list[_Pass]:
-    """The passes in one entry of a schedule: none, one, or the two of an overlapped pair."""
+    """None, one, or the two of an overlapped pair."""
     if step is None:
         return []
     if step.sub_actions is not None:
@@ -249,11 +218,6 @@ def simulate(
     For each microbatch, a forward pass needs the forward of the previous stage; a backward pass its own
     forward, and the backward (for inputs) of the next stage; a backward for weights the one for inputs.
     Between ranks, inputs arrive ``send_seconds`` later.
-
-    Args:
-        order: passes of each rank, in order.
-        seconds: duration of a pass.
-        send_seconds: time to send a microbatch's activations to the next stage.
 
     Raises:
         ValueError: the order cannot run: ranks wait for each other.

@@ -12,8 +12,9 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from math import prod
 from typing import Any, TypeVar
 
@@ -50,34 +51,43 @@ class HeldTensor:
 
     @property
     def name(self) -> str:
-        """Name in the full model."""
         return self.spec.name
 
     @cached_property
     def held_elements(self) -> int:
-        """Number of values in the shard."""
         return prod(self.sharded)
 
     @cached_property
     def gathered_elements(self) -> int:
-        """Number of values during computation."""
         return prod(self.gathered)
 
     @property
     def is_buffer(self) -> bool:
-        """Whether no optimizer updates it."""
         return self.spec.is_buffer
 
 
-@dataclass(frozen=True, eq=False)
 class HeldModule:
     """The parameters and buffers of a module on the fullest rank; equal blocks share it, with the first
     one's names."""
 
-    name: str
-    tensors: tuple[HeldTensor, ...]
-    optimizer: OptimizerConfig
-    _known: dict[Hashable, Any] = field(default_factory=dict)
+    def __init__(self, name: str, tensors: tuple[HeldTensor, ...], optimizer: OptimizerConfig) -> None:
+        self.name, self.tensors = name, tensors
+        parameters = [tensor for tensor in tensors if not tensor.is_buffer]
+        self.held = sum(tensor.held_elements for tensor in parameters)
+        """Number of parameters in its shards, without buffers."""
+        self.largest = max(tensor.held_elements for tensor in tensors)
+        # The balancing biases of experts: float32, replicated.
+        self.buffer_bytes = sum(4 * tensor.held_elements for tensor in tensors if tensor.is_buffer)
+        # The optimizer's state: tensors like the parameter, and the float32 step of some kinds.
+        self.optimizer_bytes, state_bytes = 0, BYTES[optimizer.state_dtype or "float32"]
+        self.groups: dict[str, list[HeldTensor]] = {}
+        """The parameters by FSDP group."""
+        for tensor in parameters:
+            self.groups.setdefault(tensor.group, []).append(tensor)
+            kind = KINDS[kind_of(optimizer, tensor.spec)]
+            tensors_of_state = len(kind.state) * state_bytes + 4 * (optimizer.ema_decay > 0)
+            self.optimizer_bytes += tensor.held_elements * tensors_of_state + 4 * kind.counts_steps
+        self._known: dict[Hashable, Any] = {}
 
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """Compute something from the tensors once for each key: the options of a job that it depends on."""
@@ -85,63 +95,34 @@ class HeldModule:
             self._known[key] = make()
         return self._known[key]  # type: ignore[no-any-return]
 
-    @cached_property
-    def held(self) -> int:
-        """Number of parameters in its shards, without buffers."""
-        return sum(tensor.held_elements for tensor in self.tensors if not tensor.is_buffer)
 
-    @cached_property
-    def largest(self) -> int:
-        """Number of values in its largest shard."""
-        return max(tensor.held_elements for tensor in self.tensors)
-
-    @cached_property
-    def buffer_bytes(self) -> int:
-        """Bytes of the balancing biases of experts: float32, replicated."""
-        return sum(4 * tensor.held_elements for tensor in self.tensors if tensor.is_buffer)
-
-    @cached_property
-    def optimizer_bytes(self) -> int:
-        """Bytes of the optimizer's state: tensors like the parameter, and the float32 step of some kinds."""
-        total, state_bytes = 0, BYTES[self.optimizer.state_dtype or "float32"]
-        for tensor in self.tensors:
-            if not tensor.is_buffer:
-                kind = KINDS[kind_of(self.optimizer, tensor.spec)]
-                total += len(kind.state) * tensor.held_elements * state_bytes + 4 * kind.counts_steps
-                total += 4 * tensor.held_elements * (self.optimizer.ema_decay > 0)
-        return total
-
-    @cached_property
-    def groups(self) -> dict[str, list[HeldTensor]]:
-        """The parameters by FSDP group."""
-        groups: dict[str, list[HeldTensor]] = {}
-        for tensor in self.tensors:
-            if not tensor.is_buffer:
-                groups.setdefault(tensor.group, []).append(tensor)
-        return groups
-
-
-@dataclass(frozen=True)
 class RankParameters:
-    """Parameters, gradients and optimizer state of the fullest rank of a pipeline rank."""
+    """Parameters, gradients and optimizer state of the fullest rank of a pipeline rank.
 
-    pp_rank: int
-    modules: dict[int, dict[str, HeldModule]]
-    """The modules of each of its stages by name, in the model's order."""
-    master_bytes: int
-    """Bytes per value of a parameter, and of its gradient."""
-    specs: Mapping[str, list[TensorSpec]]
-    """The model's tensors by module."""
+    Args:
+        pp_rank: the pipeline rank.
+        modules: the modules of each of its stages by name, in the model's order.
+        master_bytes: bytes per value of a parameter, and of its gradient.
+        specs: the model's tensors by module.
+    """
 
-    @property
-    def stages(self) -> tuple[int, ...]:
-        """Its stages."""
-        return tuple(self.modules)
-
-    @cached_property
-    def held_modules(self) -> list[HeldModule]:
+    def __init__(
+        self,
+        pp_rank: int,
+        modules: dict[int, dict[str, HeldModule]],
+        master_bytes: int,
+        specs: Mapping[str, list[TensorSpec]],
+    ) -> None:
+        self.pp_rank, self.modules, self.specs = pp_rank, modules, specs
+        self.stages = tuple(modules)
+        self.held_modules = [module for of_stage in modules.values() for module in of_stage.values()]
         """The modules of all its stages, with the names of the first of equal blocks."""
-        return [module for modules in self.modules.values() for module in modules.values()]
+        self.held = sum(module.held for module in self.held_modules)
+        """Number of parameters in its shards, without buffers."""
+        self.largest = max(module.largest for module in self.held_modules)
+        self.parameter_bytes = self.gradient_bytes = self.held * master_bytes
+        self.buffer_bytes = sum(module.buffer_bytes for module in self.held_modules)
+        self.optimizer_bytes = sum(module.optimizer_bytes for module in self.held_modules)
 
     @cached_property
     def tensors(self) -> tuple[HeldTensor, ...]:
@@ -152,36 +133,6 @@ class RankParameters:
             for name, module in named
             for tensor, spec in zip(module.tensors, self.specs[name], strict=True)
         )
-
-    @cached_property
-    def held(self) -> int:
-        """Number of parameters in its shards, without buffers."""
-        return sum(module.held for module in self.held_modules)
-
-    @cached_property
-    def largest(self) -> int:
-        """Number of values in its largest shard."""
-        return max(module.largest for module in self.held_modules)
-
-    @property
-    def parameter_bytes(self) -> int:
-        """Bytes of the parameters."""
-        return self.held * self.master_bytes
-
-    @cached_property
-    def buffer_bytes(self) -> int:
-        """Bytes of the balancing biases of experts: float32, replicated."""
-        return sum(module.buffer_bytes for module in self.held_modules)
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes of all gradients, which have the dtype and sharding of the parameters."""
-        return self.parameter_bytes
-
-    @cached_property
-    def optimizer_bytes(self) -> int:
-        """Bytes of the optimizer's state."""
-        return sum(module.optimizer_bytes for module in self.held_modules)
 
     def groups(self, stage: int) -> dict[str, list[HeldTensor]]:
         """The parameters of a stage by FSDP group, in the order of forward; equal blocks share a list."""
@@ -232,7 +183,6 @@ class HeldModules:
             self._first[name] = kinds.setdefault((kind, named), name)
 
     def of(self, name: str, layout: ParallelismConfig) -> HeldModule:
-        """The shards of a module."""
         first = self._first.get(name, name)
         key = (first, layout.parameter_shards, layout.tp, layout.ep, layout.expert_tensor_parallel)
         if key not in self._known:
@@ -256,12 +206,7 @@ def parameters_of_ranks(job: Job) -> list[RankParameters]:
 
 
 def parameters_of(job: Job, pp_rank: int) -> RankParameters:
-    """The shards of the fullest rank of a pipeline rank.
-
-    Args:
-        job: the resolved job.
-        pp_rank: the pipeline rank.
-    """
+    """The shards of the fullest rank of a pipeline rank."""
     model, layout = job.model, job.parallelism
     known = held_modules(job)
     names = split_modules(layout, model.n_layers)
@@ -293,7 +238,6 @@ def _group_of(name: str, groups: Mapping[str, str]) -> str:
 
 
 def _cut(shape: tuple[int, ...], dim: int, ranks: int) -> tuple[int, ...]:
-    """The first, longest piece of a dimension split over ranks."""
     return (*shape[:dim], -(-shape[dim] // ranks), *shape[dim + 1 :])
 
 
@@ -356,13 +300,11 @@ class _Cell:
         return index
 
 
-def planned_update(job: Job, parameters: RankParameters) -> PlannedUpdate | None:
-    """Plan the exchanges of an update; None if no optimizer of these tensors exchanges anything.
+_Round = list[tuple[Unit, _Cell, Matrices]]
 
-    Args:
-        job: the resolved job.
-        parameters: the tensors of a pipeline rank.
-    """
+
+def planned_update(job: Job, parameters: RankParameters) -> PlannedUpdate | None:
+    """Plan the exchanges of an update; None if no optimizer of these tensors exchanges anything."""
     all_specs = (held.spec for module in parameters.held_modules for held in module.tensors)
     if not exchanges(job.optimizer, all_specs):
         return None
@@ -372,19 +314,15 @@ def planned_update(job: Job, parameters: RankParameters) -> PlannedUpdate | None
             by_settings.setdefault(tensor_settings(job.optimizer, held.spec), []).append(held.spec)
     specs = [each for settings, own in by_settings.items() if KINDS[settings.kind].exchanges for each in own]
     layout = job.parallelism
-    cells = [_cell(layout, spec) for spec in specs]
-    matrices = [
-        Matrices(_matrices(layout, spec), spec.outputs, spec.inputs, cell.holders)
-        for spec, cell in zip(specs, cells, strict=True)
-    ]
-    rounds = assign(matrices)
+    tensors = [_holders(layout, spec) for spec in specs]
+    assigned = assign([of for _, of in tensors])
+    rounds: list[_Round] = [[(unit, *tensors[unit.tensor]) for unit in units] for units in assigned]
     value_bytes = BYTES[job.optimizer.newton_schulz_dtype or job.precision.param_dtype]
     steps = job.optimizer.newton_schulz_steps
     owned: dict[_Cell, Counter[int]] = defaultdict(Counter)
     replicas: dict[_Cell, Counter[tuple[int, ...]]] = defaultdict(Counter)
     shapes: dict[_Cell, dict[int, Counter[tuple[int, int]]]] = defaultdict(lambda: defaultdict(Counter))
-    for unit in (unit for units in rounds for unit in units):
-        cell, of = cells[unit.tensor], matrices[unit.tensor]
+    for unit, cell, of in chain.from_iterable(rounds):
         owned[cell][unit.owner] += unit.count * of.values
         replicas[cell][cell.replica(unit.owner)] += unit.count * of.values
         shapes[cell][unit.owner][min(of.rows, of.columns), max(of.rows, of.columns)] += unit.count
@@ -400,8 +338,8 @@ def planned_update(job: Job, parameters: RankParameters) -> PlannedUpdate | None
             own_shapes += shapes[cell][holder]
         sent = max(sent, values * value_bytes)
         work = max(work, own_shapes, key=lambda found: _flops(found, steps))
-    exchanged = sum(matrices[units[0].tensor].holders > 1 for units in rounds)
-    buffers = _buffers(rounds, matrices, cells, on_cpu=job.cluster.device == "cpu")
+    exchanged = sum(units[0][2].holders > 1 for units in rounds)
+    buffers = _buffers(rounds, on_cpu=job.cluster.device == "cpu")
     return PlannedUpdate(work, _flops(work, steps), sent, 2 * exchanged, buffers * value_bytes)
 
 
@@ -409,8 +347,9 @@ def _flops(shapes: Mapping[tuple[int, int], int], steps: int) -> float:
     return sum(count * orthogonalization_flops(*shape, steps) for shape, count in shapes.items())
 
 
-def _cell(layout: ParallelismConfig, spec: TensorSpec) -> _Cell:
-    """The holders of a tensor's matrices (``parallelism/mesh.py``): the axes that do not divide experts."""
+def _holders(layout: ParallelismConfig, spec: TensorSpec) -> tuple[_Cell, Matrices]:
+    """The holders (``parallelism/mesh.py``) of a tensor's matrices, and the matrices that they share."""
+    count = 1
     sizes = {"dp_replicate": layout.dp_replicate, "shard": layout.parameter_shards, "tp": layout.tp}
     replicated = ("dp_replicate",) if tp_of(layout, spec) == layout.tp else ("dp_replicate", "tp")
     if spec.is_expert:
@@ -421,15 +360,9 @@ def _cell(layout: ParallelismConfig, spec: TensorSpec) -> _Cell:
             "expert_tp": layout.tp if layout.splits_experts else 1,
         }
         replicated = ("dp_replicate",)
-    return _Cell(tuple(sizes), tuple(sizes.values()), replicated)
-
-
-def _matrices(layout: ParallelismConfig, spec: TensorSpec) -> int:
-    """Number of a tensor's matrices that the ranks of a cell share."""
-    if not spec.is_expert:
-        return 1
-    by_expert = layout.expert_shard_dim(spec.experts) == 0
-    return spec.experts // layout.ep // (layout.expert_shards if by_expert else 1)
+        count = spec.experts // layout.ep // (layout.expert_shards if by_expert else 1)
+    cell = _Cell(tuple(sizes), tuple(sizes.values()), replicated)
+    return cell, Matrices(count, spec.outputs, spec.inputs, cell.holders)
 
 
 def _ranks(layout: ParallelismConfig) -> list[dict[str, int]]:
@@ -449,14 +382,12 @@ def _coordinates(axes: Sequence[str], sizes: Sequence[int], index: int) -> dict[
     return found
 
 
-def _buffers(
-    rounds: Sequence[Sequence[Unit]], matrices: Sequence[Matrices], cells: Sequence[_Cell], *, on_cpu: bool
-) -> float:
+def _buffers(rounds: list[_Round], *, on_cpu: bool) -> float:
     """Most values of temporary tensors on the first rank of each cell (``optimizer/muon.py``, ``step``).
 
     While a round is orthogonalized, the pieces of the next one arrive and those of the one before return.
     """
-    first = [_RoundValues(units, matrices, cells, on_cpu=on_cpu) for units in rounds]
+    first = [_RoundValues(units, on_cpu=on_cpu) for units in rounds]
     exchanged = [each for each in first if each.holders > 1]
     peak = max((each.iterating for each in first if each.holders == 1), default=0.0)
     peak += exchanged[0].arriving if exchanged else 0.0
@@ -469,19 +400,11 @@ def _buffers(
 class _RoundValues:
     """Numbers of values of a round's temporary tensors on the first rank of each cell."""
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        matrices: Sequence[Matrices],
-        cells: Sequence[_Cell],
-        *,
-        on_cpu: bool,
-    ) -> None:
-        self.holders = matrices[units[0].tensor].holders
+    def __init__(self, units: _Round, *, on_cpu: bool) -> None:
+        self.holders = units[0][2].holders
         self.owned = self.arriving = self.returning = 0.0
-        together: dict[object, list[Unit]] = defaultdict(list)
-        for unit in units:
-            cell, of = cells[unit.tensor], matrices[unit.tensor]
+        together = Counter[tuple[int, int]]()
+        for unit, cell, of in units:
             size = float(unit.count * of.values)
             if cell.replica(unit.owner) == cell.replica(0):
                 self.arriving += size / cell.shards
@@ -490,12 +413,9 @@ class _RoundValues:
                 self.owned += size
                 self.arriving += size
                 self.returning += size * cell.replicas
-                together[unit if on_cpu else (of.rows, of.columns)].append(unit)
+                # A CPU iterates on one matrix after the other.
+                together[of.rows, of.columns] += 0 if on_cpu else unit.count
         largest = 0.0
-        for group in together.values():
-            of = matrices[group[0].tensor]
-            # A CPU iterates on one matrix after the other.
-            count = 1 if on_cpu else sum(unit.count for unit in group)
-            grams = 2 * min(of.rows, of.columns) ** 2
-            largest = max(largest, count * (of.values + grams))
+        for (rows, columns), count in together.items():
+            largest = max(largest, max(1, count) * (rows * columns + 2 * min(rows, columns) ** 2))
         self.iterating = self.owned + largest

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.tools.plan.plan import KINDS, Action, Plan, Speed
+from harness.tools.plan.plan import KINDS, Plan, Speed
 from harness.tools.plan.render import devices, mesh_of, schedule_of
 from harness.util.files import write_atomically
 from harness.util.tables import GIB, seconds
@@ -40,20 +40,15 @@ _INCHES, _DPI = 12.0, 150
 
 
 def draw(path: Path, plan: Plan) -> None:
-    """Draw the plan into a PNG.
-
-    Args:
-        path: the file.
-        plan: the plan; without a timeline only its memory is drawn.
-    """
+    """Draw the plan into a PNG; without a timeline only its memory is drawn."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     timeline = plan.speed.timeline if plan.speed is not None else []
     ranks = len(plan.memory)
     heights = [3.6, *([max(1.8, 0.36 * ranks + 1.1)] if timeline else [])]
-    layout = ConstrainedLayoutEngine(hspace=0.08, h_pad=0.08)
     width = _INCHES if timeline or ranks > 4 else _INCHES * 0.6
+    layout = ConstrainedLayoutEngine(hspace=0.08, h_pad=0.08)
     figure = Figure(figsize=(width, sum(heights) + 0.9), layout=layout)
     axes = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     title = f"{plan.job.name} on {devices(plan)}: {mesh_of(plan.job.parallelism)}"
@@ -68,133 +63,105 @@ def draw(path: Path, plan: Plan) -> None:
 
 def _draw_memory(axis: Axes, plan: Plan) -> None:
     """Draw stacked bars, one per pipeline rank, and the memory limit as a line."""
-    places, bottoms = range(len(plan.memory)), [0.0] * len(plan.memory)
+    ranks = range(len(plan.memory))
+    tops = [0.0 for _ in ranks]
+    small: dict[str, Any] = {"fontsize": 8.5, "color": _INK}
     for kind in KINDS:
         sizes = [rank.kinds.get(kind, 0.0) / GIB for rank in plan.memory]
-        if not any(sizes):
-            continue
-        axis.bar(places, sizes, bottom=bottoms, width=0.62, color=_KIND_COLORS[kind], label=kind, linewidth=0)
-        bottoms = [bottom + size for bottom, size in zip(bottoms, sizes, strict=True)]
-    for place, top in zip(places, bottoms, strict=True):
-        axis.text(
-            place,
-            top,
-            f"{top:.1f}" if top >= 10 else f"{top:.2g}",
-            ha="center",
-            va="bottom",
-            fontsize=8.5,
-            color=_INK,
-        )
-    highest = max(bottoms)
+        if any(sizes):
+            axis.bar(ranks, sizes, 0.62, bottom=tops, color=_KIND_COLORS[kind], label=kind, linewidth=0)
+            tops = [top + size for top, size in zip(tops, sizes, strict=True)]
+    for place, top in zip(ranks, tops, strict=True):
+        text = f"{top:.1f}" if top >= 10 else f"{top:.2g}"
+        axis.text(place, top, text, ha="center", va="bottom", **small)
+    highest = max(tops)
     if plan.memory_limit is not None:
         limit = plan.memory_limit / GIB
         color = _INK if plan.fits else "#b02a2a"
         axis.axhline(limit, color=color, linewidth=1.3, linestyle=(0, (5, 3)))
-        words = f"limit {limit:.3g} GiB"
-        axis.annotate(
-            words,
-            (1, limit),
-            (-4, 5),
-            xycoords=axis.get_yaxis_transform(),
-            textcoords="offset points",
-            ha="right",
-            fontsize=8.5,
-            color=color,
-            bbox={"boxstyle": "square,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.8},
-        )
+        at: dict[str, Any] = {"xycoords": axis.get_yaxis_transform(), "textcoords": "offset points"}
+        box = {"boxstyle": "square,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}
+        text = f"limit {limit:.3g} GiB"
+        axis.annotate(text, (1, limit), (-4, 5), fontsize=8.5, color=color, ha="right", bbox=box, **at)
         # Always show the limit, also if it is far above the bars.
         highest = max(highest, limit)
     axis.set_ylim(0, highest * 1.12)
     # Keep a single bar narrow.
-    axis.set_xlim(-0.6 - max(0, 3 - len(places)), len(places) - 0.4 + max(0, 3 - len(places)))
-    axis.set_xticks(places, [_name(plan, place) for place in places], fontsize=8.5)
-    _finish(axis, "memory at its peak, by pipeline rank" if len(places) > 1 else "memory at its peak")
+    margin = max(0, 3 - len(ranks))
+    axis.set_xlim(-0.6 - margin, len(ranks) - 0.4 + margin)
+    axis.set_xticks(ranks, ["every rank"] if len(ranks) == 1 else _names(plan), fontsize=8.5)
+    _title(axis, "memory at its peak" + (", by pipeline rank" if len(ranks) > 1 else ""))
     axis.set_ylabel("GiB on each rank", fontsize=9, color=_INK)
     handles, labels = axis.get_legend_handles_labels()
     _legend(axis, handles[::-1], labels[::-1])
 
 
-def _name(plan: Plan, place: int) -> str:
-    if len(plan.memory) == 1:
-        return "every rank"
-    rank = plan.memory[place]
-    stages = ", ".join(map(str, rank.stages)) if len(rank.stages) <= 4 else f"{len(rank.stages)}"
-    return f"pp {rank.pp_rank}\n{'stage' if len(rank.stages) == 1 else 'stages'} {stages}"
+def _names(plan: Plan) -> list[str]:
+    """Names of the pipeline ranks, with their stages."""
+    names = []
+    for rank in plan.memory:
+        stages = ", ".join(map(str, rank.stages)) if len(rank.stages) <= 4 else f"{len(rank.stages)}"
+        names.append(f"pp {rank.pp_rank}\n{'stage' if len(rank.stages) == 1 else 'stages'} {stages}")
+    return names
 
 
 def _draw_timeline(axis: Axes, speed: Speed, title: str) -> None:
-    """Draw a Gantt chart: one row per pipeline rank, the first on top, one bar per pass."""
+    """Draw a Gantt chart: one row per pipeline rank, the first on top, one bar per pass with its number."""
     from matplotlib.colors import to_hex
     from matplotlib.patches import Patch
 
-    rows = speed.timeline
-    last = max((action.end for row in rows for action in row), default=0.0)
+    rows, actions = speed.timeline, [action for row in speed.timeline for action in row]
+    last = max((action.end for action in actions), default=0.0)
     scale, unit = (1.0, "s") if last >= 1 else (1e3, "ms") if last >= 1e-3 else (1e6, "us")
     end = max(last, speed.step_seconds) * scale
     axis.set_xlim(0, end)
     axis.set_ylim(len(rows) - 0.5, -0.5)
     points_wide = _INCHES * 72 * 0.8 / end
-    shades = {place: min(place * 0.25, _PALEST) for place in range(64)}
     # Edges separate neighbours of one color, and must not hide narrow bars.
-    widths = sorted(action.end - action.start for row in rows for action in row)
+    widths = sorted(action.end - action.start for action in actions)
     edge = min(0.5, 0.08 * widths[len(widths) // 2] * scale * points_wide)
     for place, row in enumerate(rows):
         held = sorted({action.stage for action in row})
         bars = [(action.start * scale, (action.end - action.start) * scale) for action in row]
-        colors = [
-            to_hex(_paler(_PASSES[action.kind][1], shades[min(held.index(action.stage), 63)]))
-            for action in row
-        ]
+        colors = [to_hex(_paler(_PASSES[each.kind][1], held.index(each.stage))) for each in row]
         axis.broken_barh(bars, (place - 0.39, 0.78), facecolors=colors, edgecolor="white", linewidth=edge)
-        _number(axis, row, place, scale, points_wide)
+        small: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 6.5, "color": "white"}
+        for action, (start, width) in zip(row, bars, strict=True):
+            if width * points_wide >= _FEWEST_POINTS_FOR_A_NUMBER:
+                axis.text(start + width / 2, place, f"{action.microbatch}", **small)
     axis.set_yticks(range(len(rows)), [f"pp {rank}" for rank in range(len(rows))], fontsize=8.5)
     axis.set_xlabel(unit, fontsize=9, color=_INK)
-    idle = 1 - sum(a.end - a.start for row in rows for a in row) / (len(rows) * last) if last else 0.0
-    _finish(
+    idle = 1 - sum(widths) / (len(rows) * last) if last else 0.0
+    _title(
         axis, f"{title}: {seconds(speed.step_seconds)}; pipeline ranks idle {idle:.1%} of the passes' time"
     )
-    kinds = [kind for kind in _PASSES if any(action.kind == kind for row in rows for action in row)]
+    kinds = {action.kind for action in actions}
+    handles: list[Any] = [
+        Patch(color=color, label=label) for kind, (label, color) in _PASSES.items() if kind in kinds
+    ]
     chunks = max(len({action.stage for action in row}) for row in rows)
-    handles: list[Any] = [Patch(color=_PASSES[kind][1], label=_PASSES[kind][0]) for kind in kinds]
     if chunks > 1:
         words = "second stage of the rank" if chunks == 2 else "later stages of the rank: paler"
-        handles.append(Patch(color=to_hex(_paler(_PASSES["F"][1], shades[1])), label=words))
+        handles.append(Patch(color=to_hex(_paler(_PASSES["F"][1], 1)), label=words))
     _legend(axis, handles, [handle.get_label() for handle in handles])
 
 
-def _number(axis: Axes, row: Sequence[Action], place: int, scale: float, points_wide: float) -> None:
-    """Write the microbatch's number into bars that are wide enough."""
-    for action in row:
-        width = (action.end - action.start) * scale * points_wide
-        if width >= _FEWEST_POINTS_FOR_A_NUMBER:
-            middle = (action.start + action.end) / 2 * scale
-            axis.text(
-                middle, place, f"{action.microbatch}", ha="center", va="center", fontsize=6.5, color="white"
-            )
-
-
-def _paler(color: str, share: float) -> tuple[float, float, float]:
+def _paler(color: str, chunk: int) -> tuple[float, float, float]:
+    """The color of a pass of a rank's stage with this number."""
     from matplotlib.colors import to_rgb
 
+    share = min(chunk * 0.25, _PALEST)
     red, green, blue = (part + (1 - part) * share for part in to_rgb(color))
     return red, green, blue
 
 
-def _finish(axis: Axes, title: str) -> None:
+def _title(axis: Axes, title: str) -> None:
     axis.set_title(title, fontsize=10, loc="left", color=_INK)
     axis.spines[["top", "right"]].set_visible(False)
     axis.tick_params(labelsize=8.5, colors=_INK, length=3)
 
 
 def _legend(axis: Axes, handles: Sequence[Any], labels: Sequence[str]) -> None:
-    axis.legend(
-        handles,
-        labels,
-        loc="upper left",
-        bbox_to_anchor=(1.005, 1),
-        frameon=False,
-        fontsize=8.5,
-        handlelength=1.1,
-        handleheight=1.1,
-        labelcolor=_INK,
-    )
+    place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.005, 1), "frameon": False}
+    size: dict[str, Any] = {"fontsize": 8.5, "handlelength": 1.1, "handleheight": 1.1}
+    axis.legend(handles, labels, labelcolor=_INK, **place, **size)

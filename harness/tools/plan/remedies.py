@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from math import gcd
 from typing import Any
@@ -18,15 +18,15 @@ from harness.compose.verb import Result
 from harness.config.cluster import ClusterConfig
 from harness.config.fields import with_value
 from harness.config.job import Job, differing_numerics
-from harness.tools.plan.config import GPUS, PlanJob
+from harness.tools.plan.config import GPUS, PLANNER_FIELDS, PlanJob
 from harness.tools.plan.constants import Calibration
 from harness.tools.plan.make import make_plan, planned
 from harness.tools.plan.plan import Plan
-from harness.tools.plan.render import mesh_of
-from harness.tools.plan.search import Candidate, NothingFits, search
+from harness.tools.plan.render import device_name, mesh_of
+from harness.tools.plan.search import Candidate, NothingFits, Search, search
 from harness.tools.plan.space import MODES, Space
 from harness.util.errors import ConfigError, UserError, divisors
-from harness.util.tables import aligned, figure, gib
+from harness.util.tables import Column, Table, figure, gib, to_text
 
 Change = tuple[str, ...]
 """Overrides that are added to those of the job."""
@@ -182,83 +182,72 @@ def remedies(
         Those that fit, cheapest first: by device time for a token, then those with unknown time, on more
         devices, with other numbers. Then those that do not fit but take less memory, the smallest first.
     """
-    with Composer("plan", PlanJob) as composer:
-        found = _ChangedJobs(composer, plan, overrides, headroom).smallest_of_each_kind(kinds)
-        plain = [each for each in found if not (each.changes_numbers or each.takes_more or each.offloads)]
-        if plain and not any(each.plan.fits for each in plain):
-            first = min(plain, key=lambda each: each.plan.peak)
-            typed = [*overrides, *first.overrides]
-            seconds = _ChangedJobs(composer, first.plan, typed, headroom).smallest_of_each_kind(kinds)
-            found += [
-                replace(each, changes=(*first.changes, *each.changes))
-                for each in seconds
-                if each.plan.fits and not (each.takes_more or each.offloads)
-            ]
+    composer = Composer("plan", PlanJob)
+    found = _smallest_changes(composer, plan, overrides, kinds(plan.job), headroom)
+    plain = [each for each in found if not (each.changes_numbers or each.takes_more or each.offloads)]
+    if plain and not any(each.plan.fits for each in plain):
+        first = min(plain, key=lambda each: each.plan.peak)
+        typed, more = [*overrides, *first.overrides], kinds(first.plan.job)
+        found += [
+            replace(each, changes=(*first.changes, *each.changes))
+            for each in _smallest_changes(composer, first.plan, typed, more, headroom)
+            if each.plan.fits and not (each.takes_more or each.offloads)
+        ]
     return sorted(found, key=lambda each: each.order)
 
 
-class _ChangedJobs:
-    """Composes and plans changes of a job."""
+def _smallest_changes(
+    composer: Composer, plan: Plan, overrides: Sequence[str], kinds: Iterable[list[Change]], headroom: float
+) -> list[Remedy]:
+    """Plan the smallest change of each kind that fits, or else the best if it takes less memory.
 
-    def __init__(self, composer: Composer, plan: Plan, overrides: Sequence[str], headroom: float) -> None:
-        self._composer, self._plan, self._overrides = composer, plan, overrides
-        self._headroom = headroom
-        self._composed, self._planned = cache(self._compose), cache(self._make_plan)
+    A larger change of a kind mostly takes less memory than a smaller one. More pipeline ranks may take more,
+    so the smallest is tried, too.
+    """
+    before = plan.job
 
-    def smallest_of_each_kind(self, kinds: Callable[[Job], Iterable[list[Change]]]) -> list[Remedy]:
-        """Plan the changes of each kind that is legal and takes less memory."""
-        found = map(self._smallest, kinds(self._plan.job))
-        return [each for each in found if each is not None]
-
-    def _smallest(self, changes: Sequence[Change]) -> Remedy | None:
-        """Plan the smallest change that fits, or else the best; None if none is legal or takes less memory.
-
-        A larger change of a kind mostly takes less memory than a smaller one. More pipeline ranks may take
-        more, so the smallest is tried, too.
-        """
-        legal = [change for change in changes if self._composed(change) is not None]
-        if not legal:
-            return None
-        best = self._planned(legal[-1])
-        if best.plan.fits:
-            index = bisect_left(legal[:-1], True, key=lambda change: self._planned(change).plan.fits is True)
-            best = self._planned(legal[index])
-        else:
-            best = min(best, self._planned(legal[0]), key=lambda each: each.plan.peak)
-        if best.plan.peak >= self._plan.peak:
-            return None
-        return replace(best, changes=(self._needed(best.changes[0]),))
-
-    def _compose(self, change: Change) -> tuple[Job, Calibration | None] | None:
+    @cache
+    def composed(change: Change) -> tuple[Job, Calibration | None] | None:
         """The changed job; None if it is illegal or the same."""
         try:
-            found = planned(self._composer.job([*self._overrides, *change]))
+            found = planned(composer.job([*overrides, *change]))
         except ConfigError:
             return None
-        return None if found[0] == self._plan.job else found
+        return None if found[0] == before else found
 
-    def _make_plan(self, change: Change) -> Remedy:
-        composed = self._composed(change)
-        assert composed is not None, "only legal changes are planned"
-        before, job = self._plan.job, composed[0]
-        more, numerics = job.world_size > before.world_size, differing_numerics(before, job)
-        return Remedy((change,), with_headroom(make_plan(*composed), self._headroom), bool(numerics), more)
+    @cache
+    def remedy(change: Change) -> Remedy:
+        changed = composed(change)
+        assert changed is not None, "only legal changes are planned"
+        job, numbers = changed[0], differing_numerics(before, changed[0])
+        made, more = make_plan(*changed), job.world_size > before.world_size
+        return Remedy((change,), with_headroom(made, headroom), bool(numbers), more)
 
-    def _needed(self, change: Change) -> Change:
-        """The overrides of a change without those that the job would have anyway."""
-        for each in change:
-            fewer = tuple(other for other in change if other != each)
-            if self._placed(fewer) == self._placed(change):
-                change = fewer
-        return change
-
-    def _placed(self, change: Change) -> tuple[Job, tuple[int, int]] | None:
+    def placed(change: Change) -> tuple[Job, tuple[int, int]] | None:
         """The changed job and its nodes, however they are given."""
-        composed = self._composed(change)
-        if composed is None:
+        if (changed := composed(change)) is None:
             return None
-        job = composed[0]
-        return replace(job, cluster=self._plan.job.cluster), job.cluster.nodes_for(job.world_size)
+        job = changed[0]
+        return replace(job, cluster=before.cluster), job.cluster.nodes_for(job.world_size)
+
+    found = []
+    for legal in ([change for change in changes if composed(change)] for changes in kinds):
+        if not legal:
+            continue
+        best = remedy(legal[-1])
+        if best.plan.fits:
+            first = bisect_left(legal[:-1], True, key=lambda change: remedy(change).plan.fits is True)
+            best = remedy(legal[first])
+        else:
+            best = min(best, remedy(legal[0]), key=lambda each: each.plan.peak)
+        if best.plan.peak < plan.peak:
+            [change] = best.changes
+            for each in change:
+                # Leave out what the job would have anyway.
+                fewer = tuple(other for other in change if other != each)
+                change = fewer if placed(fewer) == placed(change) else change
+            found.append(replace(best, changes=(change,)))
+    return found
 
 
 def with_headroom(plan: Plan, headroom: float) -> Plan:
@@ -288,23 +277,22 @@ def render_remedies(plan: Plan, found: Sequence[Remedy]) -> str:
 
 
 def _table(plan: Plan, found: Sequence[Remedy]) -> str:
+    unit, before, ranks = device_name(plan), plan.speed, plan.job.world_size
+    columns = [
+        *(Column("change", "change"), Column("memory_peak", "GiB", gib)),
+        Column("rate", f"tokens/s a {unit}", str),
+        *(Column("faster", "speed", "+.1%"), Column("besides", "besides")),
+    ]
     rows = []
-    unit = "GPU" if plan.accelerator is not None else "rank"
-    for each in found:
-        rate, before, ranks = each.rate, plan.speed, each.plan.job.world_size
-        besides = [f"{ranks} {unit}s"] if ranks != plan.job.world_size else []
+    for each, data in zip(found, remedies_as_dict(found), strict=True):
+        besides = [f"{data['world_size']} {unit}s"] if data["world_size"] != ranks else []
         besides += ["changes the numbers"] if each.changes_numbers else []
-        faster = None if rate is None or before is None else rate / before.tokens_per_second_per_rank - 1
-        rows.append(
-            {
-                "change": each.typed,
-                "GiB": gib(each.plan.peak),
-                f"tokens/s a {unit}": "unknown" if rate is None else figure(rate),
-                "speed": "" if faster is None else f"{faster:+.1%}",
-                "besides": ", ".join(besides),
-            }
-        )
-    return aligned(rows, {"change", "besides"}) if rows else ""
+        rate = "unknown" if each.rate is None else figure(each.rate)
+        row = data | {"change": each.typed, "rate": rate, "besides": ", ".join(besides)}
+        if each.rate is not None and before is not None:
+            row["faster"] = each.rate / before.tokens_per_second_per_rank - 1
+        rows.append(row)
+    return to_text(Table(columns, rows, missing=""), "  ")
 
 
 def remedies_as_dict(found: Sequence[Remedy]) -> list[dict[str, Any]]:
@@ -323,29 +311,27 @@ def remedies_as_dict(found: Sequence[Remedy]) -> list[dict[str, Any]]:
     ]
 
 
-def what_would_fit(failed: NothingFits, job: PlanJob, overrides: Sequence[str]) -> Result:
+def what_would_fit(failed: NothingFits, overrides: Sequence[str]) -> Result:
     """Return a failed search as a result, with an error that says what would work.
 
     Args:
         failed: the error of the search.
-        job: the job of the search.
-        overrides: the overrides that compose it.
+        overrides: the overrides that compose its job.
     """
-    _, calibration = planned(job)
-    space, layout = failed.space, failed.closest.overrides(failed.space.base.parallelism)
-    of_search = {field.name for field in fields(PlanJob)} - {field.name for field in fields(Job)}
-    of_search.remove("calibration")
+    found, space = failed.search, failed.search.space
+    layout = failed.closest.overrides(space.base.parallelism)
+    of_search = PLANNER_FIELDS - {"calibration"}
     typed = [each for each in overrides if (match := OVERRIDE.match(each)) and match["key"] not in of_search]
-    closest = with_headroom(make_plan(failed.closest.job(space.base), calibration), job.headroom)
-    changed = remedies(closest, [*typed, *layout], kinds_not_searched, job.headroom)
-    ranks, more, best = more_ranks(space, calibration, job.headroom)
+    closest = with_headroom(make_plan(failed.closest.job(space.base), found.calibration), found.headroom)
+    changed = remedies(closest, [*typed, *layout], kinds_not_searched, found.headroom)
+    ranks, more, best = more_ranks(found)
     works = []
     if best is not None:
         assert best.plan.speed is not None
         rate = figure(best.plan.speed.tokens_per_second_per_rank)
         works.append(
             f"{' '.join(more)} ({ranks} ranks: {mesh_of(best.plan.job.parallelism)}, {best.point.mode}, "
-            f"{gib(best.plan.peak)} GiB, {rate} tokens/s a {'GPU' if best.plan.accelerator else 'rank'})"
+            f"{gib(best.plan.peak)} GiB, {rate} tokens/s a {device_name(best.plan)})"
         )
     for each in changed:
         if each.plan.fits:
@@ -356,8 +342,8 @@ def what_would_fit(failed: NothingFits, job: PlanJob, overrides: Sequence[str]) 
     data = {
         "world_size": space.world,
         "best": [],
-        "too_large": failed.rejected.too_large,
-        "illegal": dict(failed.rejected.illegal.most_common()),
+        "too_large": found.too_large,
+        "illegal": dict(found.illegal.most_common()),
         "closest": {"overrides": layout, "memory_peak": closest.peak, "memory_limit": closest.memory_limit},
         "remedies": remedies_as_dict(changed),
         "more_ranks": {
@@ -372,34 +358,30 @@ def what_would_fit(failed: NothingFits, job: PlanJob, overrides: Sequence[str]) 
     return Result(data, error=UserError(f"{failed}{too_few}{would_work}"))
 
 
-def more_ranks(
-    space: Space, calibration: Calibration | None, headroom: float
-) -> tuple[int, Change, Candidate | None]:
+def more_ranks(failed: Search) -> tuple[int, Change, Candidate | None]:
     """Search for layouts of 2, 4, 8, ... times as many ranks, until one fits.
 
     Returns:
         The largest number of ranks that was tried, its overrides, and the fastest layout of those with the
         least memory; None if even these do not fit.
     """
-    base, typed = space.base, space.typed
-    fixed = {name: value for name, value in LEAST_MEMORY.items() if name not in typed}
-    if base.training.seq_len < 2 * LEAST_CONTEXT and "parallelism.cp" not in typed:
+    base, space = failed.space.base, failed.space
+    fixed = {name: value for name, value in LEAST_MEMORY.items() if name not in space.typed}
+    if base.training.seq_len < 2 * LEAST_CONTEXT and "parallelism.cp" not in space.typed:
         fixed["parallelism.cp"] = 1
-    for name, value in fixed.items():
-        base = with_value(base, name, value)
     tried: tuple[int, Change] = (space.world, ())
     for factor in FACTORS_OF_RANKS:
-        change = multiply_ranks(space.base.cluster, space.world, factor)
+        change = multiply_ranks(base.cluster, space.world, factor)
         if change is None:
             break
         larger = base
-        for override in change:
-            name, _, number = override.partition("=")
-            larger = with_value(larger, name, int(number))
+        numbers = (override.split("=") for override in change)
+        for name, value in (fixed | {name: int(number) for name, number in numbers}).items():
+            larger = with_value(larger, name, value)
         world = space.world * factor
+        wider = Space(larger, world, space.typed | set(fixed))
         try:
-            found = search(Space(larger, world, space.typed | set(fixed)), 1, calibration, headroom)
-            return world, change, found.best[0]
+            return world, change, search(wider, 1, failed.calibration, failed.headroom).best[0]
         except ConfigError:
             break  # the network between nodes is unknown
         except UserError:

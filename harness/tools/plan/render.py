@@ -11,7 +11,7 @@ from harness.config.parallelism import ParallelismConfig, degrees_in_words
 from harness.config.pipeline import num_stages
 from harness.tools.plan.costs import costs_of
 from harness.tools.plan.evidence import bands_as_dict, memory_band, throughput_band
-from harness.tools.plan.plan import KINDS, PARTS, Plan, RankMemory, Speed
+from harness.tools.plan.plan import KINDS, PARTS, Plan, RankMemory
 from harness.util.hardware import ACCELERATORS, POWER_SHARE
 from harness.util.tables import (
     Column,
@@ -80,7 +80,10 @@ def render(plan: Plan) -> str:
 
 def as_dict(plan: Plan) -> dict[str, Any]:
     """The plan as plain containers for JSON; units are bytes, seconds and FLOPs."""
-    job = plan.job
+    job, speed = plan.job, None
+    if plan.speed is not None:
+        speed = dataclasses.asdict(dataclasses.replace(plan.speed, timeline=[]))
+        speed["timeline"] = [[action._asdict() for action in rank] for rank in plan.speed.timeline]
     return {
         "legal": True,
         "job": {"id": job.id, **job.to_dict()},
@@ -99,7 +102,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "memory_limit": plan.memory_limit,
         "fits": plan.fits,
         "traffic": [dataclasses.asdict(each) for each in plan.traffic],
-        "speed": None if plan.speed is None else _speed_as_dict(plan.speed),
+        "speed": speed,
         "accelerator": None if plan.accelerator is None else plan.accelerator.name,
         "budget": {
             "steps": job.steps,
@@ -112,11 +115,6 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "phases": [dataclasses.asdict(phase) for phase in plan.phases],
         "notes": plan.notes,
     }
-
-
-def _speed_as_dict(speed: Speed) -> dict[str, Any]:
-    own = dataclasses.asdict(dataclasses.replace(speed, timeline=[]))
-    return own | {"timeline": [[action._asdict() for action in rank] for rank in speed.timeline]}
 
 
 def tokens_of(job: Job) -> int:

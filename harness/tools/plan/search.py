@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, islice
@@ -31,14 +31,13 @@ from harness.tools.plan.order import fullest, passes_of_rank
 from harness.tools.plan.parameters import RankParameters, parameters_of
 from harness.tools.plan.plan import PARTS, Action, Plan
 from harness.tools.plan.render import mesh_of
-from harness.tools.plan.space import MODES, Legality, Point, Space
+from harness.tools.plan.space import MODES, Key, Legality, Point, Space
 from harness.util.errors import ConfigError, UserError
 from harness.util.hardware import ACCELERATORS, Accelerator
 from harness.util.tables import gib
 
-MOST_LAYOUTS, MOST_POINTS = 20_000, 1_000_000
-"""Limits of a search: a few minutes."""
-Key = tuple[Any, ...]
+MOST_POINTS = 1_000_000
+"""Limit of a search: a few minutes."""
 Made = TypeVar("Made")
 
 
@@ -61,10 +60,64 @@ class Candidate:
         return rounded(self.seconds), self.point.axes, self.plan.peak
 
 
-@dataclass
-class Rejected:
-    """Why points are not among the best; the counts add up to all other points."""
+class NothingFits(UserError):
+    """No legal point fits."""
 
+    def __init__(self, found: Search) -> None:
+        assert found.closest is not None, "a point that does not fit has a shortfall"
+        shortfall, self.closest = found.closest
+        self.search, space = found, found.space
+        where = f"{mesh_of(self.closest.layout(space.base.parallelism))}, {self.closest.mode}"
+        super().__init__(
+            f"none of the {found.too_large:,} legal ways to run {space.world} ranks fits; the closest is at "
+            f"least {gib(shortfall)} GiB too large on its fullest rank ({where})"
+        )
+
+
+def rounded(seconds: float) -> float:
+    """Round to three digits: the plan cannot tell smaller differences."""
+    return float(f"{seconds:.3g}")
+
+
+def search(space: Space, top: int, calibration: Calibration | None = None, headroom: float = 0.0) -> Search:
+    """Find the ``top`` fastest points of a space, with default constants or a calibration.
+
+    A point fits if it leaves ``headroom`` of the usable memory, a fraction.
+
+    Raises:
+        UserError: no point is legal, none fits, or the hardware is unknown.
+    """
+    began = time.perf_counter()
+    found = Search(space, top, calibration, headroom)
+    legal = found.legal_points()
+    if legal:
+        found.rank(legal)
+    if not found.best and found.closest:
+        raise NothingFits(found)
+    if not found.best:
+        name, count = found.illegal.most_common(1)[0]
+        raise UserError(
+            f"none of the {found.points:,} ways to run {space.world} ranks is legal, "
+            f"for most of them ({count:,}): {found.rules[name]}"
+        )
+    found.seconds = time.perf_counter() - began
+    return found
+
+
+@dataclass
+class Search:
+    """A search and its result: the best points, and why the others are not among them."""
+
+    space: Space
+    top: int
+    calibration: Calibration | None
+    headroom: float
+    best: list[Candidate] = field(default_factory=list)
+    """The fastest, first."""
+    layouts: int = 0
+    """Number of all meshes."""
+    points: int = 0
+    """Number of all points: the best, and those that the following count."""
     illegal: Counter[str] = field(default_factory=Counter)
     """Illegal points by the field whose rule they break."""
     rules: dict[str, ConfigError] = field(default_factory=dict)
@@ -77,176 +130,102 @@ class Rejected:
     """Number of points as fast as one of the best, with more axes or more memory."""
     slower: Counter[str] = field(default_factory=Counter)
     """Slower points, by the part of the step in which they lose most to the best."""
-
-    def add_illegal(self, error: ConfigError) -> None:
-        self.illegal[error.field] += 1
-        self.rules.setdefault(error.field, error)
-
-    def add_too_large(self, shortfall: float, point: Point) -> None:
-        self.too_large += 1
-        if self.closest is None or shortfall < self.closest[0]:
-            self.closest = shortfall, point
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """Result of a search."""
-
-    space: Space
-    best: list[Candidate]
-    """The fastest, first."""
-    rejected: Rejected
-    points: int
-    layouts: int
-    """Number of all meshes."""
-    planned: int
+    planned: int = 0
     """Number of points that were fully planned; the bound was enough for the others."""
-    seconds: float
+    seconds: float = 0.0
     """Duration of the search."""
 
+    def legal_points(self) -> list[Point]:
+        """Return the legal points of the space; count the others."""
+        space, legality, legal = self.space, Legality(self.space.base), list[Point]()
+        for degrees, ep in space.layouts():
+            self.layouts += 1
+            for point in space.points(degrees, ep):
+                self.points += 1
+                error = legality.broken(point)
+                if error is None:
+                    legal.append(point)
+                else:
+                    self._count_illegal(error)
+            if len(legal) > MOST_POINTS:
+                raise UserError(
+                    f"cluster.ranks={space.world}: a search of more than {MOST_POINTS:,} ways to run "
+                    f"{space.world} ranks takes too long; would work: fewer ranks, or fixed degrees such as "
+                    "parallelism.tp=8"
+                )
+        if not self.layouts:
+            axes = ", ".join(sorted(name for name in space.typed if name.startswith("parallelism.")))
+            raise UserError(
+                f"no layout has {space.world} ranks with the fields on the command line ({axes}); "
+                "would work: fewer of these fields, or other values"
+            )
+        return legal
 
-class NothingFits(UserError):
-    """No legal point fits."""
-
-    def __init__(self, space: Space, rejected: Rejected) -> None:
-        assert rejected.closest is not None, "a point that does not fit has a shortfall"
-        self.space, self.rejected = space, rejected
-        shortfall, self.closest = rejected.closest
-        layout = mesh_of(self.closest.layout(space.base.parallelism))
-        super().__init__(
-            f"none of the {rejected.too_large:,} legal ways to run {space.world} ranks fits; the closest is "
-            f"at least {gib(shortfall)} GiB too large on its fullest rank ({layout}, {self.closest.mode})"
-        )
-
-
-def rounded(seconds: float) -> float:
-    """Round to three digits: the plan cannot tell smaller differences."""
-    return float(f"{seconds:.3g}")
-
-
-def search(
-    space: Space, top: int, calibration: Calibration | None = None, headroom: float = 0.0
-) -> SearchResult:
-    """Find the ``top`` fastest points of a space, with default constants or a calibration.
-
-    A point fits if it leaves ``headroom`` of the usable memory, a fraction.
-
-    Raises:
-        UserError: no point is legal, none fits, or the hardware is unknown.
-    """
-    began = time.perf_counter()
-    layouts = list(islice(space.layouts(), MOST_LAYOUTS + 1))
-    if not layouts:
-        axes = ", ".join(sorted(name for name in space.typed if name.startswith("parallelism.")))
-        raise UserError(
-            f"no layout has {space.world} ranks with the fields on the command line ({axes}); "
-            "would work: fewer of these fields, or other values"
-        )
-    if len(layouts) > MOST_LAYOUTS:
-        raise _too_many(space, f"{MOST_LAYOUTS:,} layouts")
-    legality, rejected, legal = Legality(space.base), Rejected(), list[Point]()
-    for point in (point for layout in layouts for point in space.points(*layout)):
-        if len(legal) == MOST_POINTS:
-            raise _too_many(space, f"{MOST_POINTS:,} ways to run {space.world} ranks")
-        error = legality.broken(point)
-        if error is None:
-            legal.append(point)
-        else:
-            rejected.add_illegal(error)
-    points = len(legal) + sum(rejected.illegal.values())
-    ranking = _Ranking(space, legal, top, rejected, calibration, headroom) if legal else None
-    if ranking is not None and ranking.best:
-        took = time.perf_counter() - began
-        return SearchResult(space, ranking.best, rejected, points, len(layouts), ranking.planned, took)
-    if rejected.closest:
-        raise NothingFits(space, rejected)
-    name, count = rejected.illegal.most_common(1)[0]
-    raise UserError(
-        f"none of the {sum(rejected.illegal.values()):,} ways to run {space.world} ranks is legal, "
-        f"for most of them ({count:,}): {rejected.rules[name]}"
-    )
-
-
-def _too_many(space: Space, what: str) -> UserError:
-    return UserError(
-        f"cluster.ranks={space.world}: a search of more than {what} takes too long; would work: fewer ranks, "
-        f"or fixed degrees such as parallelism.tp=8"
-    )
-
-
-class _Ranking:
-    """Plans the legal points that may be among the best."""
-
-    def __init__(
-        self,
-        space: Space,
-        points: Sequence[Point],
-        top: int,
-        rejected: Rejected,
-        calibration: Calibration | None,
-        headroom: float,
-    ) -> None:
-        self.best: list[Candidate] = []
-        self.planned = 0
-        self._base, self._top, self._rejected = space.base, top, rejected
-        self._calibration, self._headroom = calibration, headroom
-        device = device_of(space.base)
-        machine = machine_of(points[0].job(space.base), calibration)
+    def rank(self, points: Sequence[Point]) -> None:
+        """Plan the legal points that may be among the best."""
+        base = self.space.base
+        device, machine = device_of(base), machine_of(points[0].job(base), self.calibration)
         if device is None:
             rule = "a search ranks by speed, and the hardware of these ranks is unknown"
-            raise ConfigError("cluster.accelerator", space.base.cluster.accelerator, rule, ACCELERATORS)
+            raise ConfigError("cluster.accelerator", base.cluster.accelerator, rule, ACCELERATORS)
         if machine is None:
             rule = "a search ranks by speed, and the network between these nodes is unknown"
             raise ConfigError("cluster.network_gbps", None, rule, "400, Gbit/s for each device")
-        self._memory, times = MemoryBounds(space.base, device, headroom), TimeBounds(space.base, machine)
+        memory, times = MemoryBounds(base, device, self.headroom), TimeBounds(base, machine)
+        bounded: list[tuple[float, Point]] = []
+        for point in points:
+            if shortfall := memory.persistent_shortfall(point):
+                self._count_too_large(shortfall, point)
+            else:
+                bounded.append((rounded(times.seconds(point)), point))
         # Points that did not fit, by placement: rows, saved activations, shortfall.
-        self._too_large: dict[Key, list[tuple[int, int, float]]] = {}
+        known: dict[Key, list[tuple[int, int, float]]] = defaultdict(list)
         dropped: list[Point | Candidate] = []
-        bounded = [(rounded(times.seconds(point)), point) for point in points if not self._persists(point)]
         for least, point in sorted(bounded, key=lambda pair: pair[0]):
-            if len(self.best) == top and (least, point.axes) > self.best[-1].order[:2]:
+            if len(self.best) == self.top and (least, point.axes) > self.best[-1].order[:2]:
                 dropped.append(point)
-            elif new := self._candidate(point):
-                dropped += self._insert(new)
+                continue
+            # With all else equal, larger microbatches and less recomputation never take less memory.
+            too_large = known[point.placement]
+            saved = -MODES.index(point.mode) if point.mode in MODES else 0
+            lacks = (short for rows, less, short in too_large if rows <= point.rows and less <= saved)
+            if (shortfall := next(lacks, 0.0)) == 0.0:
+                shortfall, new = self._plan(point, memory)
+                dropped += self._insert(new) if new is not None else []
+                too_large += [(point.rows, saved, shortfall)] if shortfall else []
+            if shortfall:
+                self._count_too_large(shortfall, point)
         for each in dropped:
             if isinstance(each, Candidate):
                 parts, others = (one.plan.speed.parts for one in (each, self.best[0]) if one.plan.speed)
             else:
                 parts, others = times.parts(each), times.parts(self.best[0].point)
             worst = max(PARTS, key=lambda part: parts.get(part, 0.0) - others.get(part, 0.0))
-            rejected.slower[worst] += 1
+            self.slower[worst] += 1
 
-    def _persists(self, point: Point) -> bool:
-        """Whether a point is too large without activations; if so, count it."""
-        shortfall = self._memory.persistent_shortfall(point)
-        if shortfall:
-            self._rejected.add_too_large(shortfall, point)
-        return shortfall > 0
+    def _count_illegal(self, error: ConfigError) -> None:
+        self.illegal[error.field] += 1
+        self.rules.setdefault(error.field, error)
 
-    def _candidate(self, point: Point) -> Candidate | None:
-        """Plan a point, if it may fit; count it if it does not."""
-        # With all else equal, larger microbatches and less recomputation never take less memory.
-        too_large = self._too_large.setdefault(point.placement, [])
-        for rows, saved, shortfall in too_large:
-            if rows <= point.rows and saved <= _saved(point):
-                self._rejected.add_too_large(shortfall, point)
-                return None
-        shortfall, plan = self._memory.shortfall(point), None
-        if not shortfall:
-            try:
-                job = point.job(self._base)
-            except ConfigError as error:
-                self._rejected.add_illegal(error)
-                return None
-            plan = plan_memory(job, self._calibration)
-            self.planned += 1
-            if plan.memory_limit is not None:
-                shortfall = max(0.0, plan.peak - (1 - self._headroom) * plan.memory_limit)
-        if shortfall:
-            too_large.append((point.rows, _saved(point), shortfall))
-            self._rejected.add_too_large(shortfall, point)
-            return None
-        return Candidate(point, with_speed(plan, self._calibration))
+    def _count_too_large(self, shortfall: float, point: Point) -> None:
+        self.too_large += 1
+        if self.closest is None or shortfall < self.closest[0]:
+            self.closest = shortfall, point
+
+    def _plan(self, point: Point, memory: MemoryBounds) -> tuple[float, Candidate | None]:
+        """Plan a point that may fit; return the bytes by which it does not, or the candidate."""
+        if shortfall := memory.shortfall(point):
+            return shortfall, None
+        try:
+            job = point.job(self.space.base)
+        except ConfigError as error:
+            self._count_illegal(error)
+            return 0.0, None
+        plan = plan_memory(job, self.calibration)
+        self.planned += 1
+        if plan.memory_limit is not None and plan.peak > (usable := (1 - self.headroom) * plan.memory_limit):
+            return plan.peak - usable, None
+        return 0.0, Candidate(point, with_speed(plan, self.calibration))
 
     def _insert(self, new: Candidate) -> list[Candidate]:
         """Keep a candidate if it is among the best; among equally fast ones only the simplest.
@@ -256,25 +235,20 @@ class _Ranking:
         """
         tied = next((each for each in self.best if each.order[0] == new.order[0]), None)
         if tied is not None:
-            self._rejected.tied += 1
+            self.tied += 1
             if tied.order <= new.order:
                 return []
             self.best.remove(tied)
         insort(self.best, new, key=lambda candidate: candidate.order)
-        self.best, slower = self.best[: self._top], self.best[self._top :]
+        self.best, slower = self.best[: self.top], self.best[self.top :]
         return slower
 
 
-def _saved(point: Point) -> int:
-    """Order of an activation checkpointing mode: a higher value saves more activations."""
-    return -MODES.index(point.mode) if point.mode in MODES else 0
-
-
 class _Once:
-    """Computes what depends on few fields once."""
+    """Computes what depends on few of the searched fields once."""
 
-    def __init__(self) -> None:
-        self._known: dict[Key, Any] = {}
+    def __init__(self, base: Job) -> None:
+        self._base, self._known = base, dict[Key, Any]()
 
     def _once(self, key: Key, make: Callable[[], Made]) -> Made:
         if key not in self._known:
@@ -290,8 +264,8 @@ class MemoryBounds(_Once):
     """
 
     def __init__(self, base: Job, device: Accelerator | None, headroom: float = 0.0) -> None:
-        super().__init__()
-        self._base, self._device, self._headroom = base, device, headroom
+        super().__init__(base)
+        self._device, self._headroom = device, headroom
 
     def persistent_shortfall(self, point: Point) -> float:
         """Least bytes by which a legal point exceeds the limit without activations; 0 if it may fit."""
@@ -376,7 +350,7 @@ def _first_ranks(job: Job) -> range:
 
 KNOWN = ("compute", "tp", "cp", "ep")
 """Parts of a step's time that come from single blocks."""
-Load = tuple[float, ...]
+Load = Sequence[float]
 """Seconds of one microbatch in a part of the model: forward, backward, and both by ``KNOWN``."""
 Held = tuple[tuple[Any, int], ...]
 """Kinds of blocks, the embedding and the head, each with its number."""
@@ -405,7 +379,8 @@ class _Rank:
     """Seconds at the start and end of the step in which it has no work."""
     parts: Sequence[float]
     """``busy`` by ``KNOWN``."""
-    blocks: Held
+    held: Sequence[tuple[Any, int]]
+    """What its stages hold, with the numbers."""
 
 
 class TimeBounds(_Once):
@@ -417,13 +392,12 @@ class TimeBounds(_Once):
     """
 
     def __init__(self, base: Job, machine: Machine) -> None:
-        super().__init__()
-        self._base, self._machine = base, machine
+        super().__init__(base)
+        self._machine = machine
         self._kinds = tuple(block_kinds(base.model))
         self._first = {kind: layer for layer, kind in reversed(list(enumerate(self._kinds)))}
-        linear = base.precision.linear
-        converted = () if linear == "none" else sort_linears(base.model, base.precision).converted
-        self._converted = frozenset(converted)
+        formatted = base.precision.linear != "none"
+        self._converted = frozenset(sort_linears(base.model, base.precision).converted if formatted else ())
 
     def seconds(self, point: Point) -> float:
         """Lower bound on the step time of a legal point."""
@@ -437,7 +411,7 @@ class TimeBounds(_Once):
         key = ("ranks", point.tp, point.cp, point.ep, point.rows, point.mode)
         pipeline = (point.pp, point.schedule, point.layers_per_stage)
         ranks = self._once((*key, *pipeline), lambda: self._slowest(point))
-        of_ranks = [passes * sum(count * sharing[kind] for kind, count in rank.blocks) for rank in ranks]
+        of_ranks = [passes * sum(count * sharing.get(of, 0.0) for of, count in rank.held) for rank in ranks]
         bounds = [times * rank.busy + rank.idle + more for rank, more in zip(ranks, of_ranks, strict=True)]
         at = max(range(len(ranks)), key=bounds.__getitem__)
         parts = {name: times * part for name, part in zip(KNOWN, ranks[at].parts, strict=True)}
@@ -469,11 +443,12 @@ class TimeBounds(_Once):
         left = [0.0, *accumulate(work[held][1] for held in stages)]
         waits_for_gradients = layout.pp > 1 and not layout.splits_backward
         ranks: list[_Rank] = []
-        for first, own, blocks in owned:
-            forward, backward, *parts = _added(work[held] for held in own)
-            idle = reached[first] + (left[first] if waits_for_gradients else 0.0)
+        for own in owned:
+            held = [stages[stage] for stage in own]
+            forward, backward, *parts = _added(map(work.__getitem__, held))
+            idle = reached[own[0]] + (left[own[0]] if waits_for_gradients else 0.0)
             if not any(other.busy >= forward + backward and other.idle >= idle for other in ranks):
-                ranks.append(_Rank(forward + backward, idle, parts, blocks))
+                ranks.append(_Rank(forward + backward, idle, parts, [each for of in held for each in of]))
         return ranks
 
     def _loads(self, point: Point) -> dict[Any, Load]:
@@ -485,22 +460,14 @@ class TimeBounds(_Once):
             loads[kind] = _load(block.forward, block.recompute, block.inputs, block.weights)
         return loads
 
-    def _pipeline(self, layout: ParallelismConfig) -> tuple[list[Held], list[tuple[int, list[Held], Held]]]:
-        """What each stage holds; the first stage of each rank, what its stages hold, and its blocks."""
+    def _pipeline(self, layout: ParallelismConfig) -> tuple[list[Held], list[list[int]]]:
+        """What each stage holds, and the stages of each rank."""
         n_layers = self._base.model.n_layers
-        stages = [Counter(map(self._kind, names)) for names in split_modules(layout, n_layers)]
+        parts = {f"layers.{layer}": kind for layer, kind in enumerate(self._kinds)}
+        modules = split_modules(layout, n_layers)
+        stages = [Counter(parts.get(name, name) for name in names) for names in modules]
         # The lists of modules do not name the block of multi-token prediction.
         stages[-1].update(self._kinds[n_layers:])
+        # The time of the last norm is negligible.
         held = [tuple((of, count) for of, count in stage.items() if of != "norm") for stage in stages]
-        owned = []
-        for rank in range(layout.pp):
-            own = stages_of_rank(layout, n_layers, rank)
-            blocks = Counter(
-                kind for stage in own for kind in stages[stage].elements() if kind in self._first
-            )
-            owned.append((own[0], [held[stage] for stage in own], tuple(blocks.items())))
-        return held, owned
-
-    def _kind(self, name: str) -> Any:
-        """The kind of a block; of another module its name. The time of the last norm is negligible."""
-        return self._kinds[int(name.removeprefix("layers."))] if name.startswith("layers.") else name
+        return held, [stages_of_rank(layout, n_layers, rank) for rank in range(layout.pp)]

@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from harness.compose.paths import conf_dir, config_folders
-from harness.config.job import Job
-from harness.tools.plan.config import PlanJob
+from harness.tools.plan.config import PLANNER_FIELDS
 from harness.tools.plan.evidence_table import RESOLUTION
 from harness.tools.plan.render import (
     as_dict,
@@ -24,7 +22,7 @@ from harness.tools.plan.render import (
     part_name,
     schedule_of,
 )
-from harness.tools.plan.search import SearchResult
+from harness.tools.plan.search import Search
 from harness.util import PACKAGE
 from harness.util.errors import ConfigError
 from harness.util.files import write_atomically
@@ -33,10 +31,9 @@ from harness.util.tables import Column, Table, figure, gib, seconds, shortened, 
 # Reasons that are shown one by one; the others are summed.
 _SHOWN = 6
 _SEARCHED = ("parallelism.", "training.local_batch_size", "activation_checkpoint.mode")
-_PLANNER_FIELDS = {field.name for field in fields(PlanJob)} - {field.name for field in fields(Job)}
 
 
-def render_found(found: SearchResult) -> str:
+def render_found(found: Search) -> str:
     """Format the result of a search, without its sweep file."""
     plan = found.best[0].plan
     job, unit = plan.job, device_name(plan)
@@ -81,7 +78,7 @@ def render_found(found: SearchResult) -> str:
     return f"{head}\n{table}{trust}\nwhy the others lose\n{_losers(found)}"
 
 
-def _alike(found: SearchResult) -> int | None:
+def _alike(found: Search) -> int | None:
     """Return how many of the best layouts are too close to the first to rank; None without published rows."""
     first = found.best[0]
     if first.plan.accelerator is None or first.plan.is_calibrated:
@@ -89,7 +86,7 @@ def _alike(found: SearchResult) -> int | None:
     return sum(each.seconds <= first.seconds * (1 + RESOLUTION.off) for each in found.best)
 
 
-def _distinguished(found: SearchResult) -> str:
+def _distinguished(found: Search) -> str:
     alike = _alike(found)
     if alike is None:
         return ""
@@ -101,37 +98,37 @@ def _distinguished(found: SearchResult) -> str:
     )
 
 
-def _losers(found: SearchResult) -> str:
-    rejected = found.rejected
-    shown = rejected.illegal.most_common(_SHOWN)
-    lines = [(count, f"illegal: {shortened(str(rejected.rules[field]), 150)}") for field, count in shown]
-    if others := sum(rejected.illegal.values()) - sum(count for _, count in shown):
-        lines.append((others, f"illegal by {len(rejected.illegal) - len(shown)} other rules"))
-    if rejected.closest is not None:
-        lacks, point = rejected.closest
+def _losers(found: Search) -> str:
+    shown = found.illegal.most_common(_SHOWN)
+    lines = [(count, f"illegal: {shortened(str(found.rules[field]), 150)}") for field, count in shown]
+    if others := sum(found.illegal.values()) - sum(count for _, count in shown):
+        lines.append((others, f"illegal by {len(found.illegal) - len(shown)} other rules"))
+    if found.closest is not None:
+        lacks, point = found.closest
         batch = f"{point.local_batch_size} at once"
         if point.schedule:
             microbatches = point.local_batch_size // point.microbatch_size
             batch = f"{point.schedule}, {microbatches} x {point.microbatch_size}"
         closest = f"{mesh_of(point.layout(found.space.base.parallelism))}, {batch}, {point.mode}"
         reason = f"do not fit; the closest is at least {gib(lacks)} GiB too large: {closest}"
-        lines.append((rejected.too_large, reason))
-    if rejected.tied:
-        lines.append((rejected.tied, "as fast as one of these, with more axes or more memory"))
-    for part, count in rejected.slower.most_common():
+        lines.append((found.too_large, reason))
+    if found.tied:
+        lines.append((found.tied, "as fast as one of these, with more axes or more memory"))
+    for part, count in found.slower.most_common():
         lines.append((count, f"slower, most of all by {part_name(part)}"))
     return "".join(f"  {count:>9,}  {reason}\n" for count, reason in lines)
 
 
-def found_as_dict(found: SearchResult) -> dict[str, Any]:
+def found_as_dict(found: Search) -> dict[str, Any]:
     """The result of a search as plain containers, for JSON."""
-    rejected, base = found.rejected, found.space.base.parallelism
-    best = [{"overrides": each.point.overrides(base), "plan": as_dict(each.plan)} for each in found.best]
-    for each in best:
-        del each["plan"]["speed"]["timeline"]
+    base = found.space.base.parallelism
+    plans = [as_dict(each.plan) for each in found.best]
+    for plan in plans:
+        del plan["speed"]["timeline"]
+    typed = [each.point.overrides(base) for each in found.best]
     closest = None
-    if rejected.closest is not None:
-        closest = {"lacks": rejected.closest[0], "overrides": rejected.closest[1].overrides(base)}
+    if found.closest is not None:
+        closest = {"lacks": found.closest[0], "overrides": found.closest[1].overrides(base)}
     return {
         "world_size": found.space.world,
         "layouts": found.layouts,
@@ -140,13 +137,13 @@ def found_as_dict(found: SearchResult) -> dict[str, Any]:
         "seconds": found.seconds,
         "kept": sorted(found.space.typed),
         "alike": _alike(found),
-        "best": best,
+        "best": [{"overrides": own, "plan": plan} for own, plan in zip(typed, plans, strict=True)],
         "lost": {
-            "illegal": dict(rejected.illegal.most_common()),
-            "too_large": rejected.too_large,
-            "tied": rejected.tied,
+            "illegal": dict(found.illegal.most_common()),
+            "too_large": found.too_large,
+            "tied": found.tied,
             "closest": closest,
-            "slower": dict(rejected.slower.most_common()),
+            "slower": dict(found.slower.most_common()),
         },
     }
 
@@ -165,7 +162,7 @@ def sweep_path(name: str, asked: str | None) -> Path:
     return folder / "search" / f"{name}.yaml"
 
 
-def write_sweep(found: SearchResult, path: Path, overrides: Sequence[str]) -> str:
+def write_sweep(found: Search, path: Path, overrides: Sequence[str]) -> str:
     """Write the sweep that measures the best points; return the command that starts it.
 
     Args:
@@ -179,7 +176,7 @@ def write_sweep(found: SearchResult, path: Path, overrides: Sequence[str]) -> st
     base, plan = found.space.base.parallelism, found.best[0].plan
     points = [each.point.overrides(base) for each in found.best]
     # Each point sets the searched fields; the same field on the command line would override it.
-    moved = {override.split("=")[0] for override in points[0]} | _PLANNER_FIELDS
+    moved = {override.split("=")[0] for override in points[0]} | PLANNER_FIELDS
     moved |= {"parallelism.ep"} | {f"parallelism.pp_{name}" for name in ("schedule", "layers_per_stage")}
     moved.add("parallelism.pp_microbatch_size")
     job = [override for override in overrides if override.lstrip("+").split("=")[0] not in moved]
@@ -207,13 +204,11 @@ hydra:
 def _command(path: Path, job: Sequence[str]) -> str:
     """Return the command that starts a sweep file."""
     start = ["python", "-m", "harness.train", "-m"]
-    for folder in config_folders().paths:
-        if (folder / "sweep").resolve() in path.parents:
-            name = path.relative_to((folder / "sweep").resolve()).with_suffix("")
-            return shlex.join([*start, f"sweep={name}", *job])
-    for parent in path.parents:
-        if parent.name == "sweep":
-            name = path.relative_to(parent).with_suffix("")
-            return shlex.join([*start, "--config-dir", str(parent.parent), f"sweep={name}", *job])
+    flags = {home: ["--config-dir", str(home.parent)] for home in path.parents if home.name == "sweep"}
+    flags |= {(folder / "sweep").resolve(): [] for folder in config_folders().paths}
+    for home, more in flags.items():
+        if home in path.parents:
+            name = path.relative_to(home).with_suffix("")
+            return shlex.join([*start, *more, f"sweep={name}", *job])
     typed = shlex.join([*start, "--config-dir", "FOLDER", f"sweep={path.stem}", *job])
     return f"to start it: put it into FOLDER/sweep/, and type {typed}"

@@ -22,15 +22,18 @@ MODES = ("none", "selective_op", "full")
 SCHEDULES_TRIED = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 """Without GPipe and LoopedBFS: they save all microbatches and idle as long as 1F1B and Interleaved1F1B."""
 
-_PP, _REPLICATE, _SHARD, _CP, _TP = map(AXES.index, ("pp", "dp_replicate", "dp_shard", "cp", "tp"))
+Key = tuple[Any, ...]
 _KEY = re.compile(r"^(?:\+\+|\+)?(?P<key>[\w.]+)=(?P<value>.*)$", re.DOTALL)
 
 
 class Point(NamedTuple):
-    """One candidate of a search; a tuple, because a search makes a million."""
+    """One candidate of a search; a tuple, because a search makes a million. First the degrees of ``AXES``."""
 
-    degrees: tuple[int, ...]
-    """Degrees of ``AXES``, in their order."""
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
     ep: int
     local_batch_size: int
     """Sequences per data-parallel rank and pass."""
@@ -44,16 +47,9 @@ class Point(NamedTuple):
     """None: the number of stages that the schedule needs."""
 
     @property
-    def pp(self) -> int:
-        return self.degrees[_PP]
-
-    @property
-    def cp(self) -> int:
-        return self.degrees[_CP]
-
-    @property
-    def tp(self) -> int:
-        return self.degrees[_TP]
+    def degrees(self) -> tuple[int, ...]:
+        """Degrees of ``AXES``, in their order."""
+        return self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp
 
     @property
     def axes(self) -> int:
@@ -62,7 +58,7 @@ class Point(NamedTuple):
 
     @property
     def data_parallel(self) -> int:
-        return self.degrees[_REPLICATE] * self.degrees[_SHARD]
+        return self.dp_replicate * self.dp_shard
 
     @property
     def rows(self) -> int:
@@ -70,7 +66,7 @@ class Point(NamedTuple):
         return self.local_batch_size if self.schedule is None else self.microbatch_size
 
     @property
-    def placement(self) -> tuple[Any, ...]:
+    def placement(self) -> Key:
         """The point up to the size of microbatches and recomputation."""
         return self.degrees, self.ep, self.schedule, self.layers_per_stage
 
@@ -168,19 +164,20 @@ class Space:
 
     def points(self, degrees: tuple[int, ...], ep: int) -> Iterator[Point]:
         """Yield all points of a mesh, those with the least memory first."""
-        of = dict(zip(AXES, degrees, strict=True))
-        share, rest = divmod(self.base.global_batch_size, of["dp_replicate"] * of["dp_shard"])
+        pp, replicas, shards, cp, tp = degrees
+        share, rest = divmod(self.base.global_batch_size, replicas * shards)
         if rest:
             # One point of this mesh, so that the error is reported once.
-            yield Point(degrees, ep, 1, 1, "full", None if of["pp"] == 1 else "1F1B", None)
+            schedule = None if pp == 1 else "1F1B"
+            yield Point(pp, replicas, shards, cp, tp, ep, 1, 1, "full", schedule, None)
             return
-        pipelined = of["pp"] > 1
-        for local in self._choices("training.local_batch_size", [share] if pipelined else divisors(share)):
-            sizes = divisors(local) if pipelined and local else [1]
-            for size in self._choices("parallelism.pp_microbatch_size", sizes) if pipelined else [1]:
-                for schedule, layers in self._schedules(of["pp"]) if pipelined else [(None, None)]:
+        for local in self._choices("training.local_batch_size", [share] if pp > 1 else divisors(share)):
+            sizes = divisors(local) if pp > 1 and local else [1]
+            for size in self._choices("parallelism.pp_microbatch_size", sizes) if pp > 1 else [1]:
+                for schedule, layers in self._schedules(pp) if pp > 1 else [(None, None)]:
                     for mode in self._choices("activation_checkpoint.mode", reversed(MODES)):
-                        yield Point(degrees, ep, local, size, mode, schedule, layers)
+                        mesh = pp, replicas, shards, cp, tp, ep
+                        yield Point(*mesh, local, size, mode, schedule, layers)
 
     def _choices(self, field: str, free: Iterable[Any]) -> list[Any]:
         """Values of a field: the fixed one, or all of ``free``."""
@@ -265,27 +262,27 @@ class Legality:
         self._plain = replace(base, precision=base.precision.without_format())
         linear = base.precision.linear
         self._linears = None if linear == "none" else sort_linears(base.model, base.precision)
-        self._known: dict[tuple[Any, ...], ConfigError | None] = {}
+        self._known: dict[Key, ConfigError | None] = {}
         self._passed = False
         self._batch = base.global_batch_size
         self._batches = [size for _, size in base.schedule.batch_sizes]
 
     def broken(self, point: Point) -> ConfigError | None:
         """The rule that a point breaks; None if it is legal."""
-        degrees, ep, local, size, mode, schedule, layers = point
-        pp, replicas, shards, cp, tp = degrees
+        pp, replicas, shards, cp, tp, ep, local, size, mode, schedule, layers = point
         share, rest = divmod(self._batch, replicas * shards)
         rows = replicas * shards * local
         uneven = rest or not rows or share % local
         if uneven or any(size % rows for size in self._batches):
             return self._error_of(self._check_all, point)
-        for rule, *key in (
-            (self._check_axes, degrees, ep),
-            (self._check_pipeline, pp, schedule, layers, share, local, size),
-            (self._check_mode, mode, schedule, tp),
-            (self._check_all, pp, cp, tp, ep, mode, share > local),
-            (self._check_format, tp, cp, point.rows),
-        ):
+        rules: tuple[tuple[Callable[[Point], None], Key], ...] = (
+            (self._check_axes, (*point.degrees, ep)),
+            (self._check_pipeline, (pp, schedule, layers, share, local, size)),
+            (self._check_mode, (mode, schedule, tp)),
+            (self._check_all, (pp, cp, tp, ep, mode, share > local)),
+            (self._check_format, (tp, cp, point.rows)),
+        )
+        for rule, key in rules:
             known = (rule.__name__, *key)
             if known not in self._known:
                 self._known[known] = self._error_of(rule, point)

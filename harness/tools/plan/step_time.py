@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -19,9 +19,9 @@ from harness.model.spec import tensors
 from harness.optimizer.settings import exchanges, kinds_of
 from harness.tools.plan.block_cost import Block, Worker
 from harness.tools.plan.collectives import Collective, Pass, Sharer, Sharing, added
-from harness.tools.plan.machine import DTYPE_BYTES, Group, Machine, group_of
+from harness.tools.plan.machine import Group, Machine, group_of
 from harness.tools.plan.order import gathering_passes, pipeline_order, sends_of_ranks, simulate
-from harness.tools.plan.parameters import parameters_of, planned_update
+from harness.tools.plan.parameters import BYTES, parameters_of, planned_update
 from harness.tools.plan.plan import PARTS, Action, Speed, Traffic
 
 # Memory traffic of norm and clipping per 32-bit parameter, in bytes: the norm reads the gradient, clipping
@@ -73,7 +73,7 @@ class StepModel:
         self.stages = [self._stage(names) for names in modules]
 
     def _of_each_block(self, make: Callable[[int], Made]) -> list[Made]:
-        """Call ``make`` for every block; equal blocks share the result."""
+        """Equal blocks share the result."""
         made: dict[object, Made] = {}
         for layer, key in enumerate(self.keys):
             if key not in made:
@@ -90,12 +90,12 @@ class StepModel:
         inputs = [block.recompute + block.inputs for block in blocks]
         weights = [block.weights for block in blocks]
         tables = {"tok_embeddings": self.worker.table, "output": self.worker.head}
-        held = [tables[name]() for name in tables if name in names]
-        if held:
-            named = [name for name in tables if name in names]
-            sharing += [self.sharer.table(name) for name in named[: 1 if model.tied_embeddings else None]]
-        forward += [table_forward for table_forward, _ in held]
-        inputs += [table_backward for _, table_backward in held]
+        named = [name for name in tables if name in names]
+        sharing += [self.sharer.table(name) for name in named[: 1 if model.tied_embeddings else None]]
+        for name in named:
+            there, back = tables[name]()
+            forward.append(there)
+            inputs.append(back)
         always, gathers, once = self._around(blocks, sharing, has_head="output" in names)
         forward.append(always[0])
         inputs.append(always[1])
@@ -145,13 +145,8 @@ class StepModel:
         gathers: int,
         reduces: bool,
     ) -> Pass:
-        """Collectives of one pass, with the seconds that computation does not hide.
-
-        Args:
-            gathers: how many of ``sharing``, from the first, are gathered.
-        """
-        collectives: list[Collective] = []
-        copying = 0.0
+        """Collectives of one pass that gathers the first of ``sharing``; what computation does not hide."""
+        collectives, copying = list[Collective](), 0.0
         for i, shared in enumerate(sharing):
             mine = (*(shared.gather if i < gathers else ()), *(shared.reduce if reduces else ()))
             taken = sum(m.seconds for m in mine)
@@ -159,10 +154,7 @@ class StepModel:
             room = computing(blocks[i - 1]) if 0 < i <= len(blocks) else 0.0
             hidden = min(taken, room)
             exposed = 1 - hidden * (1 - self.machine.contention) / taken if taken else 0.0
-            collectives += [
-                Collective(m.axis, m.collective, m.group, m.bytes, m.seconds, m.seconds * exposed)
-                for m in mine
-            ]
+            collectives += [replace(m, exposed=m.seconds * exposed) for m in mine]
             copying += shared.copying if i < gathers else 0.0
         return Pass(copying, tuple(collectives))
 
@@ -170,13 +162,12 @@ class StepModel:
 
     @property
     def passes(self) -> int:
-        """Number of passes over a local batch in a step."""
         return self.job.accumulation_steps
 
     def update_seconds(self, stages: Iterable[Stage]) -> float:
         """Seconds of the norm, clipping and the optimizer on a rank with these stages."""
         held = sum(shared.held for stage in stages for shared in stage.sharing)
-        width = DTYPE_BYTES[self.job.precision.master_dtype] / 4
+        width = BYTES[self.job.precision.master_dtype] / 4
         moved = CLIP_BYTES + moved_by_update(self.job.model, self.job.optimizer)
         return self.machine.pass_seconds(held * moved * width)
 
@@ -187,7 +178,7 @@ class StepModel:
         if update is None:
             return Pass()
         dtype = self.job.optimizer.newton_schulz_dtype or self.job.precision.param_dtype
-        product = partial(self.machine.product_seconds, dtype=dtype, value_bytes=DTYPE_BYTES[dtype])
+        product = partial(self.machine.product_seconds, dtype=dtype, value_bytes=BYTES[dtype])
         computing = self.job.optimizer.newton_schulz_steps * sum(
             count * (product(short, long, short) + product(short, short, short) + product(short, short, long))
             for (short, long), count in update.shapes.items()
@@ -196,11 +187,9 @@ class StepModel:
         if not update.exchanges:
             return Pass(computing)
         size = update.sent / update.exchanges * group.ranks / (group.ranks - 1)
-        seconds = self.machine.collective_seconds("all_to_all", size, group)
-        between = (update.exchanges - 2) * seconds
-        hidden = min(between, computing)
-        exposed = seconds - hidden / update.exchanges
-        one = Collective("optimizer", "all_to_all", group, size, seconds, exposed)
+        one = Collective.on(self.machine, "optimizer", "all_to_all", group, size)
+        hidden = min((update.exchanges - 2) * one.seconds, computing)
+        one = replace(one, exposed=one.seconds - hidden / update.exchanges)
         return Pass(computing, (one,) * update.exchanges)
 
     def timeline(self) -> list[list[Action]]:
@@ -222,8 +211,7 @@ class StepModel:
     def _send(self) -> Collective:
         size = self.worker.stream_rows * self.job.model.dim * self.worker.value_bytes
         neighbours = group_of(self.job, self.machine.ranks_per_node, "pp").pair
-        seconds = self.machine.collective_seconds("send", size, neighbours)
-        return Collective("pp", "send", neighbours, size, seconds, 0.0)
+        return replace(Collective.on(self.machine, "pp", "send", neighbours, size), exposed=0.0)
 
     def speed(self) -> tuple[Speed, list[Traffic]]:
         """The step's time and its parts, and the traffic of the slowest rank."""
@@ -231,17 +219,15 @@ class StepModel:
         makespan = max(actions[-1].end for actions in timeline)
         ranks = [self._rank(rank, makespan) for rank in range(len(timeline))]
         slowest = max(ranks, key=lambda rank: sum(rank[0].values()) - rank[0]["bubble"])
-        parts = slowest[0]
+        (parts, collectives), job = slowest, self.job
         step = sum(parts.values())
-        job = self.job
         rate = job.global_batch_size * job.training.seq_len / step / job.world_size
         peak = self.machine.device.peak_flops.get(job.precision.param_dtype)
         share = mfu(rate, account(job.model, job.training.seq_len).flops_per_token_full, peak)
         speed = Speed(step, parts, rate, share, timeline if self.layout.pp > 1 else [])
-        return speed, self._traffic(slowest[1])
+        return speed, self._traffic(collectives)
 
     def traffic(self, rank: int) -> list[Traffic]:
-        """Collectives of a step on one pipeline rank."""
         return self._traffic(self._rank(rank, 0.0)[1])
 
     def _rank(self, rank: int, makespan: float) -> tuple[dict[str, float], list[tuple[Collective, int]]]:
@@ -266,33 +252,28 @@ class StepModel:
         parts["optimizer"] = self.update_seconds(stages) + orthogonalization.seconds
         collectives += [(item, 1) for item in orthogonalization.collectives]
         if self.layout.pp > 1:
-            sends = self.sends[rank] * self.passes
-            collectives.append((self._send, sends))
+            collectives.append((self._send, self.sends[rank] * self.passes))
         return parts, collectives
 
     def _traffic(self, collectives: list[tuple[Collective, int]]) -> list[Traffic]:
         """Add up equal collectives of the same axis and group."""
-        sums: dict[tuple[str, str, Group], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0, 0.0])
+        equal: dict[tuple[str, str, Group], list[tuple[Collective, int]]] = defaultdict(list)
         for item, times in collectives:
-            total = sums[item.axis, item.collective, item.group]
-            for i, value in enumerate((1, item.bytes, item.seconds, item.exposed)):
-                total[i] += value * times
-        order = {axis: i for i, axis in enumerate(PARTS)}
-        return [
+            equal[item.axis, item.collective, item.group].append((item, times))
+        traffic = [
             Traffic(
                 axis,
                 collective,
                 group.ranks,
-                int(n),
-                size * _sent(collective, group.ranks),
+                sum(times for _, times in own),
+                sum(item.bytes * times for item, times in own) * _sent(collective, group.ranks),
                 self.machine.link_of(group),
-                seconds,
-                exposed,
+                sum(item.seconds * times for item, times in own),
+                sum(item.exposed * times for item, times in own),
             )
-            for (axis, collective, group), (n, size, seconds, exposed) in sorted(
-                sums.items(), key=lambda item: (order[item[0][0]], item[0][1])
-            )
+            for (axis, collective, group), own in equal.items()
         ]
+        return sorted(traffic, key=lambda each: (PARTS.index(each.axis), each.collective))
 
 
 def _sent(collective: str, ranks: int) -> float:

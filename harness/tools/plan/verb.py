@@ -24,7 +24,6 @@ from harness.compose.verb import Result, Verb
 from harness.config.cluster import ClusterConfig
 from harness.config.registry import load_attribute
 from harness.tools.plan.config import REHEARSE, PlanJob
-from harness.tools.plan.plan import Plan
 from harness.train.process import launched_ranks
 from harness.util.errors import HarnessError, UserError
 
@@ -50,26 +49,18 @@ def plan(job: PlanJob, overrides: list[str]) -> Result:
         from harness.tools.plan.picture import draw
 
         draw(Path(job.picture), made)
+    data, text = as_dict(made), render(made)
     if job.rehearse:
         gc.enable()
         rehearsed: Result = load_attribute(REHEARSE)(made)
-        data, text = (
-            as_dict(made) | {"rehearsed": rehearsed.data["ranks"]},
-            f"{render(made)}\n{rehearsed.text}",
-        )
-        return replace(rehearsed, data=data, text=text)
-    return _with_remedies(Result(as_dict(made), render(made)), made, overrides)
-
-
-def _with_remedies(result: Result, made: Plan, overrides: list[str]) -> Result:
-    """Add the changes that make a job fit, if it does not."""
+        data["rehearsed"] = rehearsed.data["ranks"]
+        return replace(rehearsed, data=data, text=f"{text}\n{rehearsed.text}")
     if made.fits is not False:
-        return replace(result, data=result.data | {"remedies": []})
+        return Result(data | {"remedies": []}, text)
     from harness.tools.plan.remedies import remedies, remedies_as_dict, render_remedies
 
     found = remedies(made, overrides)
-    text = f"{result.text}\n{render_remedies(made, found)}"
-    return replace(result, data=result.data | {"remedies": remedies_as_dict(found)}, text=text)
+    return Result(data | {"remedies": remedies_as_dict(found)}, f"{text}\n{render_remedies(made, found)}")
 
 
 def _search(job: PlanJob, overrides: list[str]) -> Result:
@@ -85,7 +76,7 @@ def _search(job: PlanJob, overrides: list[str]) -> Result:
     except NothingFits as failed:
         from harness.tools.plan.remedies import what_would_fit
 
-        return what_would_fit(failed, job, overrides)
+        return what_would_fit(failed, overrides)
     path = sweep_path(job.name, job.sweep_file)
     if job.picture is not None:
         from harness.tools.plan.picture import draw

@@ -55,11 +55,7 @@ def cuda_version() -> str | None:
 
 
 def library() -> Path:
-    """Return the folder of the stand-in libraries for the installed torch; build them if needed.
-
-    Raises:
-        UserError: torch was built without CUDA, or a compiler or a header is missing.
-    """
+    """Return the folder of the stand-in libraries for the installed torch; build them if needed."""
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     require_build()
     folder = caches / "harness" / "rehearse" / _digest()
@@ -105,7 +101,6 @@ def _include_folders() -> list[Path]:
 
 
 def _digest() -> str:
-    """Return a digest of the sources, of this file and of torch's version."""
     digest = hashlib.sha256()
     for path in [Path(__file__), *sorted(SOURCES.iterdir()), _torch_folder() / "version.py"]:
         digest.update(path.read_bytes())
@@ -133,7 +128,6 @@ def _build(folder: Path) -> None:
 
 
 def _failing(names: set[str]) -> str:
-    """Return the source of functions that report their names and fail."""
     lines = ['extern "C" void virtual_gpu_unknown(const char*);']
     for name in sorted(names):
         found = _CALLED.fullmatch(name)
@@ -145,7 +139,6 @@ def _failing(names: set[str]) -> str:
 
 
 def _called() -> set[str]:
-    """Return the functions of CUDA's libraries that torch's libraries call."""
     torch = _torch_folder()
     called: set[str] = set()
     for path in [*(torch / "lib").glob("*.so*"), *torch.glob("_C*.so")]:

@@ -23,7 +23,6 @@ from harness.config.failures import chain_of
 from harness.config.fields import with_value
 from harness.config.job import Job
 from harness.run.folder import RunFolder
-from harness.tools.rehearse.device import virtual_device
 from harness.tools.rehearse.figures import (
     OUT_OF_MEMORY,
     Collective,
@@ -33,6 +32,7 @@ from harness.tools.rehearse.figures import (
     RankFigures,
     Wait,
 )
+from harness.tools.rehearse.gpu import virtual_device
 from harness.train.process import set_environment
 from harness.util import PACKAGE
 from harness.util.lifeline import end_with_parent
@@ -85,7 +85,6 @@ def serve(request: Request) -> None:
 
 
 def _be_rank(request: Request) -> None:
-    """Rehearse in the forked process, and end it."""
     code = 1
     try:
         log = os.open(request.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -198,7 +197,6 @@ class Rehearsal:
         figures.recompilations = watch.unexpected
 
     def _end_step(self, step: int, engine: Any, watch: Any, store: Any) -> None:
-        """Note the time of a step, from 1, and count the calls of the last one."""
         if step == 0:
             return
         figures = self.figures

@@ -36,11 +36,7 @@ def require_no_gpu(config: RehearseConfig) -> None:
 
 
 class Rehearsals:
-    """Context manager that rehearses ranks, one after another.
-
-    Raises:
-        UserError: torch's build for CUDA, a compiler or a header is missing.
-    """
+    """Context manager that rehearses ranks, one after another."""
 
     def __enter__(self) -> Rehearsals:
         folder = library()
@@ -65,11 +61,7 @@ class Rehearsals:
         self._scratch.cleanup()
 
     def run(self, job: Job, rank: int, config: RehearseConfig) -> RankFigures:
-        """Rehearse one rank of a job.
-
-        Raises:
-            MachineError: the processes cannot be started.
-        """
+        """Rehearse one rank of a job."""
         result, log = (Path(self._scratch.name) / name for name in ("result.json", "rank.log"))
         result.unlink(missing_ok=True)
         log.write_text("")
@@ -116,11 +108,7 @@ class Rehearsals:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Return the environment of a process that loads the stand-in library.
-
-    Args:
-        folder: where the libraries are.
-    """
+    """Return the environment of a process that loads the stand-in library."""
     paths = [str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")]
     return os.environ | {
         CONTROLLER: str(os.getpid()),
@@ -139,7 +127,6 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def _ended(job: Job, rank: int, how: str, log: Path) -> RankFigures:
-    """Return the figures of a rank whose process did not write any."""
     pp_rank = rank // (job.world_size // job.parallelism.pp)
     figures = RankFigures(rank, pp_rank, str(job.cluster.accelerator))
     figures.failure = Failure("process", f"{how}: {_end_of_log(log)}", "unknown", None)

@@ -25,7 +25,7 @@ from torch._meta_registrations import alloc_with_matching_layout
 from torch.distributed.pipelining.stage import PipelineStage
 
 from harness.config.job import Job
-from harness.data.batch import AnyBatch, Batch, Loader
+from harness.data.loader import AnyBatch, Batch, Loader
 from harness.model.kernels import VarlenKernel
 from harness.parallelism.expert import ExpertExchange
 from harness.tools.plan.costs import costs_of
@@ -222,7 +222,6 @@ def _shapes_are_known(stage: Any, received_result: Tensor | None = None) -> Tens
 
 
 def _cudnn_attention(gpu: VirtualGpu) -> Any:
-    """Replace torch's two operators of cuDNN's attention."""
 
     def forward(
         q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, lse: bool, p: float = 0.0,

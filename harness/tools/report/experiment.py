@@ -1,4 +1,4 @@
-"""Points of an experiment's folder, with published, predicted, rehearsed and measured results."""
+"""Rows with published, predicted, rehearsed and measured results: of runs, and of an experiment's folder."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from harness.compose.composer import compose_job
-from harness.compose.multirun import compose_points
+from harness.compose.composer import compose_job, compose_points
 from harness.compose.paths import conf_dir
 from harness.config.cluster import ClusterConfig
 from harness.config.fields import LABEL, leaves
 from harness.config.job import Job
+from harness.config.registry import MissingPackageError
 from harness.launch.rows import as_planned, job_of, load, of_sweep, read_kept, shortened
 from harness.launch.sweep.registry import FILE as SWEEP
 from harness.launch.sweep.registry import Registry, labels
@@ -23,7 +23,6 @@ from harness.tools.plan.config import PlanJob
 from harness.tools.plan.constants import Calibration, Constants
 from harness.tools.plan.verb import plan
 from harness.tools.report import published
-from harness.tools.report.predict import METRICS, delta, machine_of, predicted
 from harness.tools.report.published import Published, Recipe, recipe_of
 from harness.util.encoding import read_object
 from harness.util.errors import UserError
@@ -31,6 +30,8 @@ from harness.util.files import write_atomically
 from harness.util.tables import GIB, NOT_MEASURED
 
 Row = dict[str, Any]
+CALIBRATION = "calibration.json"
+METRICS = ("tokens_per_second_per_rank", "memory_gib", "mfu")
 REHEARSED = "rehearsed.json"
 """Rehearsals of a folder's jobs by id: ``memory_gib`` (reserved by torch's allocator), the ``rank`` with the
 most, and ``torch``."""
@@ -45,22 +46,82 @@ _FIELDS = (
 )
 
 
+def delta(value: float | None, reference: float | None) -> float | None:
+    """Return ``value / reference - 1``; None if either is unknown or the reference is 0."""
+    return None if value is None or not reference else value / reference - 1
+
+
+def predicted(job: Job, cluster: ClusterConfig | None = None, calibration: Calibration | None = None) -> Row:
+    """Return a plan's ``METRICS``, ``step_seconds`` and ``fits``; None where the plan has no value.
+
+    Args:
+        job: the job.
+        cluster: has the accelerator of the nodes; None means the job's.
+        calibration: calibrated constants in place of the defaults.
+    """
+    from harness.tools.plan.make import make_plan
+
+    plan = make_plan(job if cluster is None else job.on_accelerator_of(cluster), calibration)
+    of_speed = ("tokens_per_second_per_rank", "mfu", "step_seconds")
+    return {
+        **{name: None if plan.speed is None else getattr(plan.speed, name) for name in of_speed},
+        "memory_gib": plan.peak / GIB,
+        "fits": plan.fits,
+    }
+
+
+def machine_of(row: Row) -> ClusterConfig | None:
+    """Return a cluster with the accelerator that a row was measured on; None if it is unknown."""
+    job = job_of(row)
+    cluster = ClusterConfig() if job is None else job.cluster
+    return cluster.with_device(row.get("device") or "")
+
+
+def calibration_of(folder: Path, path: Path | None = None) -> Calibration | None:
+    """Return the constants for predicting a folder's measurements: from ``path``, or from the folder."""
+    beside = folder / CALIBRATION
+    path = path or (beside if beside.is_file() else None)
+    return None if path is None else Calibration.read(str(path))
+
+
+def with_predictions(rows: Sequence[Row], calibration: Calibration | None = None) -> list[Row]:
+    """Add ``predicted.*`` for the machine that each row was measured on, and ``delta.*``.
+
+    A delta is predicted over measured, minus 1. The machine of a row without measurement is its job's.
+    """
+    made = []
+    for row in rows:
+        job = job_of(row)
+        try:
+            values = {} if job is None else predicted(job, machine_of(row), calibration)
+        except MissingPackageError as error:
+            sys.stderr.write(f"WARNING {row.get('run_dir')}: no prediction: {error}\n")
+            values = {}
+        row = row | {f"predicted.{name}": value for name, value in values.items()}
+        deltas = {name: delta(values[name], row.get(f"measured.{name}")) for name in METRICS if values}
+        made.append(row | {f"delta.{name}": value for name, value in deltas.items()})
+    return made
+
+
 @dataclass(frozen=True)
 class Experiment:
-    """One experiment of the folder and its points."""
+    """One experiment of a folder and its points.
+
+    Attributes:
+        name: stem of its file: ``table1``.
+        title: title from its file.
+        command: command that runs it.
+        rows: rows with ``published.*``, ``predicted.*``, ``measured.*`` and ``expected.*``.
+        recipes: recipe of each row, by which published tables distinguish runs.
+        source: source of the published numbers; empty if there are none.
+    """
 
     name: str
-    """Stem of its file: ``table1``."""
     title: str
-    """Title from its file."""
     command: str
-    """Command that runs it."""
     rows: list[Row]
-    """Rows with ``published.*``, ``predicted.*``, ``measured.*`` and ``expected.*``."""
     recipes: list[Recipe]
-    """Recipe of each row, by which published tables distinguish runs."""
     source: str
-    """Source of the published numbers; empty if there are none."""
 
     @property
     def once(self) -> list[tuple[Recipe, Row]]:
@@ -116,63 +177,51 @@ def tables_of(
         UserError: a point is not a valid job, a published row matches no point, or a rehearsal failed.
     """
     rows, kept = published.read(folder), read_kept(folder)
-    tables = []
-    for path in spaces_of(folder):
-        option = f"experiment={option_of(folder)}/{path.stem}"
-        jobs = _jobs_of(path, option)
-        measured = [*_runs_of(jobs[0][0], runs_dir), *kept]
-        own = [row for row in rows if row.table == path.stem]
-        if rehearse:
-            rows_of_jobs = [(job, overrides, published.find(job, own)) for job, overrides in jobs]
-            rehearse_missing(
-                folder, [(job.id, overrides, row.accelerator) for job, overrides, row in rows_of_jobs if row]
-            )
-        tables.append(_table(path, option, jobs, own, measured, calibration))
-    return tables
-
-
-def _jobs_of(path: Path, option: str) -> list[tuple[Job, list[str]]]:
-    """Return the jobs of an experiment, with the overrides of each.
-
-    Raises:
-        UserError: a point is not a valid job.
-    """
-    points = compose_points([option])
-    for point in points:
-        if point.job is None:
-            raise UserError(f"{path}: {shortened(' '.join(point.overrides))}: {point.reason}")
-    return [(point.job, point.overrides) for point in points]
+    return [
+        _table(path, [row for row in rows if row.table == path.stem], kept, runs_dir, calibration, rehearse)
+        for path in spaces_of(folder)
+    ]
 
 
 def _table(
     path: Path,
-    option: str,
-    jobs: Sequence[tuple[Job, list[str]]],
     own: list[Published],
-    measured: list[Row],
+    kept: list[Row],
+    runs_dir: Path | None,
     calibration: Calibration | None,
+    rehearse: bool,
 ) -> Experiment:
-    found = [published.find(job, own) for job, _ in jobs]
-    if own and (len([row for row in found if row]) != len(own) or None in found):
+    option = f"experiment={option_of(path.parent)}/{path.stem}"
+    points = compose_points([option])
+    for point in points:
+        if point.job is None:
+            raise UserError(f"{path}: {shortened(' '.join(point.overrides))}: {point.reason}")
+    found = [published.find(point.job, own) for point in points]
+    reproduced = [row for row in found if row]
+    if own and not len(reproduced) == len(own) == len(found):
         raise UserError(f"{path}: its points do not match the published rows of {path.stem} one to one")
-    words = published.names([row for row in found if row]) if own else None
-    words = words or [shortened(name) for name in labels([overrides for _, overrides in jobs])]
-    rehearsed = read_rehearsed(path.parent)
+    if rehearse:
+        published_points = [(point, row) for point, row in zip(points, found, strict=True) if row]
+        rehearse_missing(
+            path.parent, [(point.job.id, point.overrides, row.accelerator) for point, row in published_points]
+        )
+    words = (
+        published.names(reproduced) if own else list(map(shortened, labels([p.overrides for p in points])))
+    )
+    measured, rehearsed = [*_runs_of(points[0].job, runs_dir), *kept], read_rehearsed(path.parent)
     lines, recipes = [], []
-    for (job, overrides), row, name in zip(jobs, found, words, strict=True):
-        planned = {**as_planned(name, job, overrides), "state": NOT_MEASURED}
-        matching = _measurements(job, measured) or [planned]
-        for each in matching:
-            line = _joined({**each, "point": name, "table": path.stem}, job, row, calibration)
-            lines.append(_with_rehearsal(line, rehearsed.get(job.id)))
-            recipes.append(recipe_of(job))
+    for point, row, name in zip(points, found, words, strict=True):
+        planned = {**as_planned(name, point.job, point.overrides), "state": NOT_MEASURED}
+        for each in _measurements(point.job, measured) or [planned]:
+            line = {**each, "point": name, "table": path.stem}
+            lines.append(_joined(line, point.job, row, rehearsed.get(point.job.id, {}), calibration))
+            recipes.append(recipe_of(point.job))
     title = path.read_text().splitlines()[1].removeprefix("# ")
     command = f"python -m harness.train -m {option}"
     return Experiment(path.stem, title, command, lines, recipes, own[0].source if own else "")
 
 
 def _runs_of(job: Job, runs_dir: Path | None) -> list[Row]:
-    """Return the rows of an experiment's runs."""
     folder = (runs_dir or Path(job.runs_dir)) / job.name
     if (folder / SWEEP).is_file():
         return of_sweep(Registry(folder))
@@ -203,50 +252,38 @@ def workload(job: Job) -> tuple[tuple[str, Any], ...]:
     )
 
 
-def _joined(row: Row, job: Job, own: Published | None, calibration: Calibration | None) -> Row:
-    """Add published, predicted and expected values, and their deltas, to a row."""
+def _joined(
+    row: Row, job: Job, own: Published | None, rehearsed: Row, calibration: Calibration | None
+) -> Row:
+    """Add published, predicted, rehearsed and expected values, and their deltas, to a row."""
+
+    def add(kind: str, values: Row) -> None:
+        row.update({f"{kind}.{name}": value for name, value in values.items()})
+
     machine = machine_of(row)
     if own is None:
-        values = predicted(job, machine, calibration)
-    else:
-        cluster = ClusterConfig(accelerator=own.accelerator)
-        values = predicted(job, cluster, Calibration(Constants(), software=own.software))
-    row = {**row, **{f"predicted.{name}": value for name, value in values.items()}}
-    if own is not None:
-        row |= {
-            "published.layout": own.layout,
-            "published.tokens_per_second_per_rank": own.tokens_per_second_per_rank,
-            "published.memory_gib": own.memory_gib,
-            "published.accelerator": own.accelerator,
-            "published.source": own.source,
-        }
-        if row["state"] == "completed":
-            expected = predicted(job, machine, calibration)
-            row |= {f"expected.{name}": value for name, value in expected.items()}
-    against = "published" if own is not None else "measured"
+        add("predicted", predicted(job, machine, calibration))
+        add("delta", {name: delta(row[f"predicted.{name}"], row.get(f"measured.{name}")) for name in METRICS})
+        return row
+    of_table = ClusterConfig(accelerator=own.accelerator)
+    add("predicted", predicted(job, of_table, Calibration(Constants(), software=own.software)))
+    shown = ("layout", "tokens_per_second_per_rank", "memory_gib", "accelerator", "source")
+    add("published", {name: getattr(own, name) for name in shown})
+    add("rehearsed", {name: value for name, value in rehearsed.items() if name == "memory_gib"})
+    if row["state"] == "completed":
+        add("expected", predicted(job, machine, calibration))
     for name in METRICS:
-        row[f"delta.{name}"] = delta(row[f"predicted.{name}"], row.get(f"{against}.{name}"))
-        if own is not None:
-            row[f"delta.measured.{name}"] = delta(row.get(f"measured.{name}"), row.get(f"published.{name}"))
-            row[f"delta.expected.{name}"] = delta(row.get(f"expected.{name}"), row.get(f"measured.{name}"))
+        kinds = ("predicted", "published", "measured", "expected", "rehearsed")
+        made, known, measured, expected, rehearsal = (row.get(f"{kind}.{name}") for kind in kinds)
+        row[f"delta.{name}"] = delta(made, known)
+        row[f"delta.measured.{name}"] = delta(measured, known)
+        row[f"delta.expected.{name}"] = delta(expected, measured)
+        row[f"delta.rehearsed.{name}"] = delta(rehearsal, known)
     return row
 
 
-def _with_rehearsal(row: Row, found: Row | None) -> Row:
-    """A row with the rehearsed memory, and its difference from the published one."""
-    if found is None:
-        return row
-    memory = found["memory_gib"]
-    difference = delta(memory, row.get("published.memory_gib"))
-    return {**row, "rehearsed.memory_gib": memory, "delta.rehearsed.memory_gib": difference}
-
-
 def read_rehearsed(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the rehearsals of a folder by the job's id.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
+    """Return the rehearsals of a folder by the job's id."""
     path = folder / REHEARSED
     return read_object(path) if path.is_file() else {}
 
@@ -280,8 +317,3 @@ def rehearse_missing(folder: Path, jobs: Sequence[tuple[str, list[str], str]]) -
         }
         write_atomically(folder / REHEARSED, f"{json.dumps(found, indent=1, sort_keys=True)}\n".encode())
         sys.stderr.write(f"rehearsed {' '.join(overrides)}: {found[job_id]['memory_gib']:.1f} GiB\n")
-
-
-def measured_rows(tables: Sequence[Experiment]) -> list[Row]:
-    """Return the rows to keep: those of completed and failed runs."""
-    return [row for table in tables for row in table.rows if row["state"] in ("completed", "failed")]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness.compose.size import count
+from harness.compose.scale import count
 from harness.config.fields import NUMERICS, leaves
 from harness.config.job import Job
 from harness.launch.rows import job_of
@@ -115,8 +115,7 @@ class Fits:
         runs: the completed runs that were fitted.
         loss: which loss: ``validation_loss``, or the last step's ``loss``.
         law: the fitted law; None with a reason in ``words``.
-        by_parameters: IsoFLOP parabolas over model size.
-        by_tokens: the same over tokens.
+        by_parameters, by_tokens: IsoFLOP parabolas over model size, and over tokens.
         forecasts: runs that were held out, or have not completed.
         words: findings, one sentence each.
     """
@@ -164,7 +163,6 @@ def fits_of(rows: Sequence[Row], *, counted: str = "non_embedding", hold_out: in
 
 
 def _without_largest(runs: Sequence[Run], hold_out: int) -> list[Run]:
-    """Return the runs, sorted by compute, without those of the ``hold_out`` largest computes."""
     computes = sorted({run.flops for run in runs})
     if hold_out >= len(computes):
         most = f"--hold-out {len(computes) - 1}" if len(computes) > 1 else "runs of several sizes"
@@ -190,7 +188,6 @@ def _run(row: Row, loss: str, counted: str) -> Run:
 
 
 def _require_comparable(rows: Sequence[Row]) -> None:
-    """Check that losses are of the same data."""
     done = [row for row in rows if row["state"] == "completed"]
     if not done:
         raise UserError("no run has completed, so there is no loss to fit; would work: the same after a run")
@@ -207,7 +204,6 @@ def _require_comparable(rows: Sequence[Row]) -> None:
 
 
 def _law(runs: Sequence[Run]) -> tuple[Fit | None, list[str]]:
-    """Fit the law that the runs can determine."""
     ratios = [run.tokens / run.parameters for run in runs]
     words, law = [], CHINCHILLA
     if max(ratios) < COLLINEAR * min(ratios):
@@ -321,15 +317,8 @@ def report_fits(title: str, made: Fits, counted: str, folder: Path) -> Document:
 
 
 def _of_run(run: Run) -> Row:
-    ratio = run.tokens / run.parameters
-    return {
-        "point": run.name,
-        "N": run.parameters,
-        "D": run.tokens,
-        "ratio": ratio,
-        "C": run.flops,
-        "loss": run.loss,
-    }
+    sizes = {"N": run.parameters, "D": run.tokens, "ratio": run.tokens / run.parameters, "C": run.flops}
+    return {"point": run.name, **sizes, "loss": run.loss}
 
 
 def _rows_of_runs(made: Fits) -> list[Row]:
@@ -343,13 +332,9 @@ def _rows_of_runs(made: Fits) -> list[Row]:
 
 def _of_forecast(each: Forecast) -> Row:
     predicted, loss = each.predicted, each.run.loss
-    return _of_run(each.run) | {
-        "predicted": predicted.value,
-        "low": predicted.low,
-        "high": predicted.high,
-        "error": each.error,
-        "inside": None if loss is None else loss in predicted,
-    }
+    interval = {"predicted": predicted.value, "low": predicted.low, "high": predicted.high}
+    inside = None if loss is None else loss in predicted
+    return _of_run(each.run) | interval | {"error": each.error, "inside": inside}
 
 
 def _parabolas(by_parameters: Frontier, by_tokens: Frontier | None) -> Table:

@@ -10,7 +10,7 @@ from typing import Any
 
 from harness.config.job import Job
 from harness.metrics.jsonl import read_metrics
-from harness.metrics.phases import own_seconds, slow_ranks
+from harness.metrics.slow_ranks import own_seconds, slow_ranks
 from harness.metrics.window import EXCLUDED
 from harness.run.folder import RunFolder
 from harness.tools.plan.constants import Calibration
@@ -93,20 +93,25 @@ def report_phases(folder: Path, out: Path, calibration: Calibration | None) -> D
     Raises:
         UserError: the run has no phases.
     """
-    by_rank = _read(folder)
-    out.mkdir(parents=True, exist_ok=True)
+    files = {int(path.stem.removeprefix("rank")): path for path in (folder / FOLDER).glob("rank*.jsonl")}
+    by_rank = {rank: rows for rank, path in sorted(files.items()) if (rows := read_metrics(path))}
+    if not by_rank:
+        raise UserError(
+            f"{folder}: has no phases; would work: the folder of a run with profiling.phases=true, "
+            "and more steps than metrics.warmup_steps"
+        )
     job = RunFolder(folder).read_job()
-    means = {rank: _mean(rows) for rank, rows in by_rank.items()}
+    means = {}
+    for rank, rows in by_rank.items():
+        phases = _mean_phases([(row["phases"], row["steps"]) for row in rows])
+        means[rank] = {phase: seconds for phase, seconds in phases.items() if phase not in EXCLUDED}
     step = sum(sum(seconds.values()) for seconds in means.values()) / len(means)
     parts = _rows_of_parts(job, means, step, calibration)
-    slow = slow_ranks(folder)
-    ranks = _rows_of_ranks(by_rank, means)
-    staged = _rows_of_stages(by_rank) if job.parallelism.pp > 1 else []
     steps = sum(row["steps"] for row in next(iter(by_rank.values())))
     summary = [
         f"{layout_and_schedule(job)}: {step:.4f} s a step, mean of {steps} steps on {len(means)} ranks"
     ]
-    summary += [f"slow: {each}" for each in slow] or ["no rank was found slow"]
+    summary += [f"slow: {each}" for each in slow_ranks(folder)] or ["no rank was found slow"]
     text = (
         "Means over all ranks. A collective counts while computation waits for it; `pp` includes the bubble."
     )
@@ -115,35 +120,14 @@ def report_phases(folder: Path, out: Path, calibration: Calibration | None) -> D
         heading = "One step on all ranks"
         blocks += [f"## {heading}", Figure(PICTURE, heading)]
     blocks.append(Table(_OF_PHASES, _rows_of_phases(means, step), "Phases"))
-    blocks += [Table(_OF_STAGES, staged, "Passes of each stage")] if staged else []
-    blocks.append(Table(_OF_RANKS, ranks, "Ranks"))
+    if job.parallelism.pp > 1:
+        blocks.append(Table(_OF_STAGES, _rows_of_stages(by_rank), "Passes of each stage"))
+    blocks.append(Table(_OF_RANKS, _rows_of_ranks(by_rank, means), "Ranks"))
     return Document(f"Phases of {job.name}", summary, blocks, parts)
 
 
-def _read(folder: Path) -> dict[int, list[Row]]:
-    """Return the rows of each rank.
-
-    Raises:
-        UserError: there are none.
-    """
-    files = {int(path.stem.removeprefix("rank")): path for path in (folder / FOLDER).glob("rank*.jsonl")}
-    found = {rank: rows for rank, path in sorted(files.items()) if (rows := read_metrics(path))}
-    if not found:
-        raise UserError(
-            f"{folder}: has no phases; would work: the folder of a run with profiling.phases=true, "
-            "and more steps than metrics.warmup_steps"
-        )
-    return found
-
-
-def _mean(rows: Sequence[Row]) -> dict[str, float]:
-    """Return the seconds of each phase in a mean step of one rank."""
-    phases = _weighted([(row["phases"], row["steps"]) for row in rows])
-    return {phase: seconds for phase, seconds in phases.items() if phase not in EXCLUDED}
-
-
-def _weighted(rows: Sequence[tuple[dict[str, float], int]]) -> dict[str, float]:
-    """Return the mean of each phase over rows of several steps each."""
+def _mean_phases(rows: Sequence[tuple[dict[str, float], int]]) -> dict[str, float]:
+    """Return the mean step's seconds of each phase, of rows that are means of several steps."""
     total: dict[str, float] = defaultdict(float)
     for phases, steps in rows:
         for phase, seconds in phases.items():
@@ -160,18 +144,22 @@ def _rows_of_parts(
         for phase, each in seconds.items():
             measured[part_of(phase)] += each / len(means)
     speed = make_plan(job, calibration).speed
-    rows = []
-    for part, names in PARTS.items():
-        planned = sum(speed.parts[name] for name in names) if speed is not None and names else None
-        if measured[part] or planned:
-            rows.append(_row_of_part(part, measured[part], step, planned))
-    total = None if speed is None else speed.step_seconds
-    return [*rows, _row_of_part("step", step, step, total)]
-
-
-def _row_of_part(part: str, seconds: float, step: float, planned: float | None) -> Row:
-    ratio = seconds / planned if planned else None
-    return {"part": part, "seconds": seconds, "share": seconds / step, "planned": planned, "ratio": ratio}
+    measured["step"] = step
+    planned: dict[str, float | None] = dict.fromkeys([*PARTS, "step"])
+    if speed is not None:
+        planned |= {part: sum(speed.parts[name] for name in names) for part, names in PARTS.items() if names}
+        planned["step"] = speed.step_seconds
+    return [
+        {
+            "part": part,
+            "seconds": measured[part],
+            "share": measured[part] / step,
+            "planned": known,
+            "ratio": measured[part] / known if known else None,
+        }
+        for part, known in planned.items()
+        if measured[part] or known
+    ]
 
 
 def _rows_of_phases(means: dict[int, dict[str, float]], step: float) -> list[Row]:
@@ -180,22 +168,19 @@ def _rows_of_phases(means: dict[int, dict[str, float]], step: float) -> list[Row
     for name in sorted(names, key=_turn):
         found = {rank: each[name] for rank, each in means.items() if name in each}
         seconds = sum(found.values()) / len(means)
-        share = seconds / step
-        rows.append(
-            {"phase": name, "part": part_of(name), "seconds": seconds, "share": share, **_range(found)}
-        )
+        row = {"phase": name, "part": part_of(name), "seconds": seconds, "share": seconds / step}
+        rows.append(row | _range(found))
     return rows
 
 
 def _rows_of_stages(by_rank: dict[int, list[Row]]) -> list[Row]:
-    """Return the rows of forward and backward phases of each pipeline stage."""
     found: dict[int, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
     for rank, rows in by_rank.items():
         # Only ranks with several stages write them; JSON's keys are text.
         stages = rows[0].get("stages") or {str(rows[0]["stage"]): rows[0]["phases"]}
         for stage in stages:
             passes = [(row.get("stages", {stage: row["phases"]})[stage], row["steps"]) for row in rows]
-            for phase, seconds in _weighted(passes).items():
+            for phase, seconds in _mean_phases(passes).items():
                 if phase.startswith(("forward.", "backward.")):
                     found[int(stage)][phase][rank] = seconds
     return [
@@ -211,16 +196,17 @@ def _turn(phase: str) -> tuple[int, str]:
 
 
 def _range(of_ranks: dict[int, float]) -> Row:
-    """Return the least and the most seconds of ranks, and the rank with the most."""
     most = max(of_ranks, key=lambda rank: of_ranks[rank])
     return {"least": min(of_ranks.values()), "most": of_ranks[most], "rank": str(most)}
 
 
 def _rows_of_ranks(by_rank: dict[int, list[Row]], means: dict[int, dict[str, float]]) -> list[Row]:
-    queued = {rank: _queued(rows) for rank, rows in by_rank.items()}
-    own = {rank: sum(own_seconds(seconds)) - (queued[rank] or 0.0) for rank, seconds in means.items()}
-    of_stage = defaultdict(list)
+    of_stage, queued, own = defaultdict(list), {}, {}
     for rank, rows in by_rank.items():
+        # Seconds of a step in which the rank had no core to compute on, where the machine knows them.
+        known = [({"queued": row["queued"]}, row["steps"]) for row in rows if "queued" in row]
+        queued[rank] = _mean_phases(known)["queued"] if known else None
+        own[rank] = sum(own_seconds(means[rank])) - (queued[rank] or 0.0)
         of_stage[rows[-1]["stage"]].append(own[rank])
     made = []
     for rank, rows in by_rank.items():
@@ -231,19 +217,11 @@ def _rows_of_ranks(by_rank: dict[int, list[Row]], means: dict[int, dict[str, flo
     return made
 
 
-def _queued(rows: Sequence[Row]) -> float | None:
-    """Return the mean seconds of a step in which a rank had no core to compute on; None if unknown."""
-    known = [({"queued": row["queued"]}, row["steps"]) for row in rows if "queued" in row]
-    return _weighted(known)["queued"] if known else None
-
-
 def draw(path: Path, by_rank: dict[int, list[Row]], job: Job) -> bool:
     """Draw the newest step whose spans all ranks have, one bar per rank, ordered by pipeline stage.
 
-    Clocks of ranks differ, so ranks are aligned where the sum of the gradients' norm ends.
-
-    Returns:
-        whether there was a step to draw.
+    Clocks of ranks differ, so ranks are aligned where the sum of the gradients' norm ends. Returns whether
+    there was a step to draw.
     """
     from matplotlib.patches import Patch
 
@@ -262,7 +240,9 @@ def draw(path: Path, by_rank: dict[int, list[Row]], job: Job) -> bool:
         by_color = defaultdict(list)
         for start, end, phase, _stage in row["spans"]:
             left = 1000 * (start - row["aligned_at"] - origin)
-            by_color[_color_of(phase)].append((left, 1000 * (end - start)))
+            first = phase.split(".")[0]
+            color = first if first in _COLORS else part_of(phase)
+            by_color[color].append((left, 1000 * (end - start)))
         used |= by_color.keys()
         for name, bars in by_color.items():
             axis.broken_barh(bars, (height - 0.42, 0.84), facecolors=_COLORS[name], linewidth=0)
@@ -277,8 +257,3 @@ def draw(path: Path, by_rank: dict[int, list[Row]], job: Job) -> bool:
     figure.suptitle(f"{job.name}, {layout_and_schedule(job)}: step {step}", fontsize=11)
     save(figure, path)
     return True
-
-
-def _color_of(phase: str) -> str:
-    first = phase.split(".")[0]
-    return first if first in _COLORS else part_of(phase)

@@ -173,9 +173,9 @@ def fit(
 
 
 def _starts(logs: Array, targets: Array) -> list[Array]:
-    """Return starts: for each combination of exponents the best offset and coefficients, by linear squares.
+    """For each combination of exponents the best offset and coefficients, in which the law is linear.
 
-    The law is linear in them (variable projection, arXiv:2603.22339).
+    Variable projection, arXiv:2603.22339.
     """
     losses, starts = np.exp(targets), []
     for exponents in product(EXPONENTS, repeat=logs.shape[1]):
@@ -193,8 +193,8 @@ def _log_terms(values: Array, logs: Array) -> Array:
     """Return the logarithm of each term at each point, [points, 1 + variables]."""
     count = 1 + logs.shape[1]
     offset = np.zeros((len(logs), 1))
-    terms = values[:count] - np.concatenate([offset, values[count:] * logs], axis=1)
-    return np.clip(terms, -1e6, 1e6)  # steps far off have no infinite terms
+    values = np.clip(np.nan_to_num(values), -1e6, 1e6)  # of steps along directions without effect
+    return np.asarray(values[:count] - np.concatenate([offset, values[count:] * logs], axis=1))
 
 
 def _log_loss(values: Array, logs: Array) -> Array:
@@ -219,7 +219,6 @@ def _minimize(start: Array, logs: Array, targets: Array) -> tuple[Array, float]:
         method="trf" if many else "lm",
         loss="huber" if many else "linear",
         f_scale=HUBER,
-        x_scale="jac",
     )
     found.x[0] = max(found.x[0], np.log(_SMALLEST_OFFSET) + targets.min())  # log 0 is no number
     return found.x, float(found.cost)

@@ -10,10 +10,8 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from harness.config.fields import NUMERICS, leaves
-from harness.config.job import Job
-from harness.launch.naming import MOST_FIELDS, by_part, in_short
-from harness.launch.rows import fastest_first, job_of
+from harness.config.job import Job, differing_numerics
+from harness.launch.rows import MOST_FIELDS, by_part, fastest_first, in_short, job_of
 from harness.launch.sweep.study import StudyRecord
 from harness.metrics.window import THROUGHPUT
 from harness.run.evaluations import PREFIX, evaluated_columns
@@ -109,9 +107,9 @@ def report_runs(
 
     Args:
         title: title of the report.
-        rows: rows with predictions.
+        rows: rows with predictions, made with the constants of ``calibration``.
         folder: folder for its pictures.
-        calibration: constants that the predictions were made with.
+        calibration: named in the summary.
         study: the objective, if a sweeper chose the points by their results.
     """
     rows = with_layouts(rows)
@@ -174,12 +172,13 @@ def best_of(rows: Sequence[Row]) -> Row | None:
 
 
 def _tables(title: str, rows: Sequence[Row], folder: Path) -> list[Block]:
-    """Return a table and a picture per group of equal numerics; one of each if all runs differ."""
+    """Return a table and a picture for each group of equal numerics; one of each if all runs differ."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         if row["state"] != "skipped":
             groups.setdefault(row.get("numerics_id", ""), []).append(row)
-    differ = _differences(groups)
+    jobs = [job for group in groups.values() if (job := job_of(group[0])) is not None]
+    differ = list(dict.fromkeys(name for job in jobs[1:] for name in differing_numerics(jobs[0], job)))
     notes = []
     if len(groups) > 1 and all(len(group) == 1 for group in groups.values()):
         notes = [f"The numerics of all runs differ ({in_short(differ)}): compare losses as well as speed."]
@@ -208,17 +207,6 @@ def _values(row: Row, differ: Sequence[str]) -> str:
             name = row.get(f"job.{part}.name")
             words.append(f"{part} ({len(own)} fields)" if name is None else f"{part}={name}")
     return ", ".join(words)
-
-
-def _differences(groups: dict[str, list[Row]]) -> list[str]:
-    """Return the numerics fields in which groups differ."""
-    jobs = [job for group in groups.values() if (job := job_of(group[0])) is not None]
-    values: dict[str, set[str]] = {}
-    for job in jobs:
-        for name, role, value in leaves(job):
-            if role == NUMERICS:
-                values.setdefault(name, set()).add(str(value))
-    return [name for name, found in values.items() if len(found) > 1]
 
 
 def tables_beside(rows: Sequence[Row]) -> list[Table]:
@@ -336,14 +324,7 @@ def effects(table: str, rows: Sequence[tuple[Recipe, Row]]) -> list[Effect]:
 def report_published(
     title: str, tables: Sequence[Experiment], folder: Path, calibration: Calibration | None = None
 ) -> Document:
-    """Report published, predicted and measured results of tables, and write the pictures into ``folder``.
-
-    Args:
-        title: title of the report.
-        tables: tables of the experiment, in order.
-        folder: folder for its pictures.
-        calibration: constants that the measured machines were predicted with.
-    """
+    """Report published, predicted and measured results of tables, and write the pictures into ``folder``."""
     tables = [replace(table, rows=[_with_machine(row) for row in table.rows]) for table in tables]
     found = [each for table in tables for each in effects(table.name, table.once)]
     blocks: list[Block] = [_errors(tables, found)]
@@ -357,10 +338,7 @@ def report_published(
     for table in tables:
         name = in_words(table.name)
         subject = table.title.removeprefix(f"{name}: ").removesuffix(".")
-        notes = [
-            f"{subject}.",
-            f"Published: {table.source}. Run it: `{table.command} cluster=slurm_h100`",
-        ]
+        notes = [f"{subject}.", f"Published: {table.source}. Run it: `{table.command} cluster=slurm_h100`"]
         if any(row["state"] == "completed" for row in table.rows):
             notes.append(f"Measured {THROUGHPUT}, divided by the number of GPUs. {SPREAD}")
         blocks.append(Table(_OF_PUBLISHED, table.rows, name, notes))
@@ -378,7 +356,6 @@ def in_words(name: str) -> str:
 
 
 def _with_machine(row: Row) -> Row:
-    """Add ``measured_on``: the device, or why there is no measurement."""
     on = str(row.get("device") or "") if row["state"] == "completed" else str(row["state"])
     failure = f"failed: {row.get('kind')}: {row.get('reason')}"
     return {**row, "measured_on": failure if row["state"] == "failed" else on}

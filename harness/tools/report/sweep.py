@@ -54,7 +54,6 @@ def status(folder: Path, *, verify: bool = False) -> Result:
 
 
 def _as_dict(point: Point, each: RunState) -> dict[str, Any]:
-    """A point as one flat row."""
     return {
         "run_dir": each.run_dir,
         "overrides": point.overrides,
@@ -69,7 +68,7 @@ def _as_dict(point: Point, each: RunState) -> dict[str, Any]:
 
 
 def _verify(seen: Sequence[RunState]) -> tuple[list[dict[str, Any]], int]:
-    """Verify the newest checkpoint of each completed point; return the verdicts and the exit code."""
+    """Verify the newest checkpoint of each completed point."""
     from harness.checkpoint.verify import verify_all
 
     verdicts: list[dict[str, Any]] = []

@@ -12,9 +12,9 @@ from harness.launch.rows import KEPT, Row, keep, load
 from harness.launch.sweep.registry import FILE as SWEEP
 from harness.launch.sweep.study import StudyRecord
 from harness.tools.report import experiment
+from harness.tools.report.experiment import CALIBRATION, calibration_of, with_predictions
 from harness.tools.report.fits import fits_of, report_fits
 from harness.tools.report.phases import report_phases
-from harness.tools.report.predict import CALIBRATION, calibration_of, with_predictions
 from harness.tools.report.runs import report_published, report_runs
 from harness.util.errors import UserError
 from harness.util.tables import Document, Table, to_markdown
@@ -82,7 +82,6 @@ def _experiment(
 
 
 def _keep(out: Path, rows: list[Row]) -> None:
-    """Keep the rows of runs that have ended."""
     ended = [row for row in rows if row["state"] in ("completed", "failed")]
     if ended:
         out.mkdir(parents=True, exist_ok=True)
@@ -114,19 +113,17 @@ def _fits(folder: Path, out: Path | None, runs: Path | None, hold_out: int, coun
     if hold_out < 0:
         raise UserError(f"--hold-out={hold_out}: must be at least 0; would work: --hold-out 1")
     is_experiment = experiment.is_experiment(folder)
-    rows = _rows_of_experiment(folder, runs) if is_experiment else load(_source_of(folder))
+    rows: list[Row] = []
+    if is_experiment:
+        # Of the sweeps in the folder of runs; without them, the kept ones.
+        spaces = [Path(runs or "runs") / name for name in experiment.names_of(folder)]
+        rows = [row for space in spaces if (space / SWEEP).is_file() for row in load(space)]
+    rows = rows or load(folder if is_experiment else _source_of(folder))
     made = fits_of(rows, counted=counted, hold_out=hold_out)
     out = out or (folder if is_experiment else folder / "report")
     if is_experiment:
         _keep(out, rows)
     return _written(report_fits(folder.resolve().name, made, counted, out), out, OF_FITS)
-
-
-def _rows_of_experiment(folder: Path, runs: Path | None) -> list[Row]:
-    """Return the rows of the experiment's sweeps in the folder of runs; without them, the kept ones."""
-    spaces = [Path(runs or "runs") / name for name in experiment.names_of(folder)]
-    found = [row for space in spaces if (space / SWEEP).is_file() for row in load(space)]
-    return found or load(folder)
 
 
 def _source_of(folder: Path) -> Path:

@@ -25,6 +25,7 @@ from harness.run.folder import RunFolder
 from harness.train.process import launched_ranks
 from harness.util.encoding import flatten
 from harness.util.errors import EXIT_INTERRUPTED, EXIT_OK, STOPPED, ConfigError, UserError
+from harness.util.tables import Table, to_text
 
 EXIT_FAILED = 1
 BASE = "base"
@@ -42,6 +43,7 @@ QUANTITIES = (
     ("MFU", "mfu", "mfu", ".1%"),
     ("MFU, causal half", "mfu_causal", "mfu_causal", ".1%"),
 )
+RATE_OF_RUN = QUANTITIES[0][2]
 # Fields that a row of bench.jsonl copies from the row of a run.
 FACTS = (
     *("id", "numerics_id", "name", "exit_reason", "world_size", "device", "parameters"),
@@ -94,12 +96,12 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float | None]) -> Spread | None:
-        """Median and range of the values that are not None; None if there are none."""
+        """Summarize the values that are not None; None if there are none."""
         known = [value for value in values if value is not None]
         return cls(statistics.median(known), min(known), max(known)) if known else None
 
-    def shown(self, form: str) -> tuple[str, str]:
-        """The median and the range, formatted."""
+    def as_text(self, form: str) -> tuple[str, str]:
+        """Format the median, and the range."""
         return format(self.median, form), f"{self.low:{form}} to {self.high:{form}}"
 
 
@@ -118,12 +120,10 @@ def bench(job: BenchJob, overrides: list[str]) -> int | Result:
     began, rows = time.time(), measure(variants, config.rounds)
     if rows is None:
         return EXIT_INTERRUPTED
-    summaries = [
-        {"time": began, **summary(name, rows, variant.overrides)} for name, variant in variants.items()
-    ]
+    summaries = [{"time": began, **summary(name, rows, each.overrides)} for name, each in variants.items()]
     file = MetricsFile(out)
-    for each in summaries:
-        file.write(each)
+    for row in summaries:
+        file.write(row)
     file.close()
     return Result(
         {"rows": summaries, "out": out},
@@ -189,7 +189,7 @@ def measure(variants: Mapping[str, Variant], rounds: int) -> dict[str, dict[int,
                 return None
             rows[name][number] = row
             failure = failure_of(rows[name])
-            result = failure or f"{row[FIELDS[RATE]]:,.1f} tokens/s"
+            result = failure or f"{row[RATE_OF_RUN]:,.1f} tokens/s"
             sys.stderr.write(f"round {number + 1} of {rounds}: {name}: {result}\n")
     return rows
 
@@ -204,9 +204,6 @@ def run_once(variant: Variant) -> tuple[int, Row]:
     return code, folder.row
 
 
-FIELDS = {name: field for _, name, field, _ in QUANTITIES}
-
-
 def failure_of(rows: Mapping[int, Row]) -> str:
     """Error of a job's last run in one line; empty if it completed."""
     row = rows[max(rows)] if rows else {}
@@ -216,82 +213,64 @@ def failure_of(rows: Mapping[int, Row]) -> str:
     return f"FAILED ({row.get('error.kind', 'unknown')}): {message.splitlines()[0] if message else ''}"
 
 
-def completed(rows: Mapping[int, Row]) -> dict[int, Row]:
-    """The rows of completed runs, by round."""
-    return {number: row for number, row in rows.items() if row.get("exit_reason") == "completed"}
-
-
 def ratios(rows: Mapping[int, Row], base: Mapping[int, Row]) -> list[float]:
-    """Tokens per second relative to the base, for every round that both completed."""
-    ours, theirs = ({n: row[FIELDS[RATE]] for n, row in completed(each).items()} for each in (rows, base))
+    """Return tokens per second relative to the base, for every round that both completed."""
+    ours, theirs = (
+        {number: row[RATE_OF_RUN] for number, row in each.items() if row.get("exit_reason") == "completed"}
+        for each in (rows, base)
+    )
     return ratios_by_round(ours, theirs)
 
 
 def ratios_by_round(ours: Mapping[int, float], theirs: Mapping[int, float]) -> list[float]:
-    """Ratio of one quantity, for every round that has both."""
+    """Return the ratio of one quantity, for every round that has both."""
     return [ours[number] / theirs[number] for number in ours if number in theirs]
 
 
 def summary(name: str, rows: Mapping[str, Mapping[int, Row]], overrides: list[str]) -> Row:
-    """The flat row of one job: measurements over the rounds, the job, versions and hardware."""
+    """Return the flat row of one job: measurements over the rounds, the job, versions and hardware."""
     own = rows[name]
-    done, last = completed(own), own[max(own)]
-    measured: Row = {}
-    for _, quantity, field, _ in QUANTITIES:
-        values = [row.get(field) for row in done.values()]
-        spread = Spread.of(values)
-        measured[quantity] = {
-            "median": spread and spread.median,
-            "min": spread and spread.low,
-            "max": spread and spread.high,
-            "rounds": values,
-        }
+    done = [row for row in own.values() if row.get("exit_reason") == "completed"]
+
+    def spread(values: Sequence[float | None]) -> Row:
+        found = Spread.of(values)
+        low, median, high = (found.low, found.median, found.high) if found else (None, None, None)
+        return {"median": median, "min": low, "max": high, "rounds": values}
+
+    measured = {quantity: spread([row.get(field) for row in done]) for _, quantity, field, _ in QUANTITIES}
     if name != BASE:
-        found = ratios(own, rows[BASE])
-        spread = Spread.of(found)
-        measured["ratio"] = {
-            "to": BASE,
-            "median": spread and spread.median,
-            "min": spread and spread.low,
-            "max": spread and spread.high,
-            "rounds": found,
-        }
+        measured["ratio"] = {"to": BASE, **spread(ratios(own, rows[BASE]))}
+    last = own[max(own)]
     facts = {key: last.get(key) for key in FACTS}
     facts |= {key: value for key, value in last.items() if key.startswith(GROUPS_OF_FACTS)}
     return flatten({"variant": name, "overrides": overrides, "rounds": len(done), **measured, **facts})
 
 
 def report(rows: Mapping[str, Mapping[int, Row]]) -> str:
-    """The printed report: a block for every job, then the ratios."""
-    blocks = [_block(name, own) for name, own in rows.items()]
-    others = [name for name in rows if name != BASE]
-    if others:
-        lines = [f"tokens/s over {BASE}'s, round by round"]
-        for name in others:
-            spread = Spread.of(ratios(rows[name], rows[BASE]))
-            median, between = spread.shown(".3f") if spread else ("-", "no round that both completed")
-            lines.append(f"  {name:<26} {median:>12}   {between}")
-        blocks.append("\n".join(lines) + "\n")
-    return "".join(blocks)
+    """Return the printed report: median and range of each quantity of every job, then the ratios."""
+    text = ""
+    for name, own in rows.items():
+        last, size = own[max(own)], own[max(own)].get("world_size")
+        ranks = f"{size} rank{'' if size == 1 else 's'}"
+        if failure := failure_of(own):
+            text += f"{name} ({ranks})\n  {failure}\n"
+            continue
+        lines: list[tuple[str, ...]] = []
+        for shown, _, field, form in QUANTITIES:
+            if spread := Spread.of([row.get(field) for row in own.values()]):
+                lines.append((shown, *spread.as_text(form)))
+            elif field == "mfu":
+                lines.append((shown, "-", str(last.get("peak_origin"))))
+        text += _block(f"{name} ({ranks} on {last.get('device')})", lines)
+    lines = []
+    for name in [each for each in rows if each != BASE]:
+        spread = Spread.of(ratios(rows[name], rows[BASE]))
+        lines.append((name, *(spread.as_text(".3f") if spread else ("-", "no round that both completed"))))
+    return text + (_block(f"tokens/s over {BASE}'s, round by round", lines) if lines else "")
 
 
-def _block(name: str, rows: Mapping[int, Row]) -> str:
-    """Median and range of each quantity of one job, or its error."""
-    last = rows[max(rows)]
-    size = last.get("world_size")
-    ranks = f"{size} rank{'' if size == 1 else 's'}"
-    failure = failure_of(rows)
-    if failure:
-        return f"{name} ({ranks})\n  {failure}\n"
-    lines = [f"{name} ({ranks} on {last.get('device')})"]
-    for shown, _, field, form in QUANTITIES:
-        spread = Spread.of([row.get(field) for row in rows.values()])
-        if spread is not None:
-            median, between = spread.shown(form)
-            lines.append(f"  {shown:<26} {median:>12}   {between}")
-        elif field == "mfu":
-            lines.append(f"  {shown:<26} {'-':>12}   {last.get('peak_origin')}")
-    return "\n".join(lines) + "\n"
+def _block(title: str, lines: Sequence[tuple[str, ...]]) -> str:
+    return to_text(Table.of_cells((title, "median", "range"), lines, right=(1,)))
 
 
 VERB = Verb("bench", bench, job=BenchJob, has_json=True)

@@ -63,7 +63,6 @@ class FlightRecorder(Observer):
 
     @property
     def _deadline(self) -> float:
-        """When to write; never between steps."""
         return self._last_second if self.run.progress.running == self._step else float("inf")
 
     def _write(self, why: str, *, timed_out: bool = False) -> None:
@@ -86,7 +85,6 @@ class FlightRecorder(Observer):
 
 
 def _gloo_trace() -> dict[str, Any]:
-    """Read gloo's entries from torch's flight recorder."""
     return pickle.loads(c10d._dump_fr_trace())  # type: ignore[attr-defined,no-any-return]
 
 

@@ -91,11 +91,7 @@ def where_is(engine: Engine) -> dict[str, Any]:
 
 
 class RankMetrics(Observer):
-    """Writes the values of this rank when a step is logged.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Writes the values of this rank when a step is logged."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)

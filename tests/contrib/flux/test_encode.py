@@ -17,8 +17,7 @@ from tiny_encoders import overrides, save_encoders
 from harness.compose.composer import compose_job
 from harness.config.data import DataConfig
 from harness.config.training import Sizes
-from harness.contrib.flux.encode.config import EncodeJob
-from harness.contrib.flux.encode.verb import encode
+from harness.contrib.flux.encode.verb import EncodeJob, encode
 from harness.contrib.flux.encode.writer import LatentWriter
 from harness.contrib.flux.pictures.config import encoders_of
 from harness.contrib.flux.pictures.encoders import build_encoders

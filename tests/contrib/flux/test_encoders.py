@@ -19,12 +19,12 @@ from harness.contrib.flux.pictures.config import EncodersConfig
 from harness.contrib.flux.pictures.encoders import (
     Patches,
     Words,
+    _load,
     as_bytes,
     as_floats,
     build_encoders,
     fingerprint_of,
 )
-from harness.contrib.flux.pictures.pretrained import _load
 from harness.launch.pool import RankPool
 from harness.util.errors import ConfigError
 

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from harness.compose.composer import compose_job
-from harness.contrib.flux.batch import ImageBatch
 from harness.contrib.flux.config import FlowConfig, flux_of
 from harness.contrib.flux.model import unpack
-from harness.contrib.flux.objective import FlowLoss, shift_of, training_flow, validation_flow
+from harness.contrib.flux.objective import FlowLoss, ImageBatch, shift_of, training_flow, validation_flow
 from harness.model.architecture import architecture_of
 from harness.tools.inference.evaluate import EvaluateJob
-from harness.tools.study.coordcheck.config import CoordCheckJob
+from harness.tools.study.coordcheck import CoordCheckJob
 from harness.train.engine import Engine
 from harness.train.objective import loader_of
 from harness.train.setup import process_group

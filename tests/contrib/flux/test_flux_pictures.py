@@ -17,10 +17,9 @@ from read_shapes import judge, read
 from tiny_encoders import overrides, save_encoders
 
 from harness.compose.composer import compose_job
-from harness.contrib.flux.generate_rank import trained_size
 from harness.contrib.flux.pictures.encoders import Patches
 from harness.contrib.flux.pictures.shapes import DrawnShapes
-from harness.contrib.flux.pictures.sheet import write_sheet
+from harness.contrib.flux.sampling import trained_size, write_sheet
 from harness.launch.begin import begin
 from harness.run.folder import RunFolder
 from harness.tools.inference.generate import GenerateJob, generate

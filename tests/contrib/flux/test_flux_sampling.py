@@ -15,7 +15,7 @@ from test_flux_exchange import ours, small, theirs
 
 from harness.compose.composer import compose_job
 from harness.contrib.flux.config import FlowConfig, flow_of, flux_of
-from harness.contrib.flux.pictures.encoder_base import Embeddings
+from harness.contrib.flux.pictures.encoders import Embeddings
 from harness.contrib.flux.sampling import Sampler, Sampling, noise_of, sampling_times, without_shift
 from harness.launch.pool import RankPool
 from harness.train.engine import Engine

@@ -15,10 +15,11 @@ from held import Held
 
 from harness.config.data import DataConfig, TokenizerConfig
 from harness.config.fields import check_rules
-from harness.config.formats import TOKEN_FORMATS, WEIGHT_FORMATS
 from harness.config.model import ModelConfig
-from harness.config.registry import Registry, load_attribute
+from harness.config.registry import TOKEN_FORMATS, WEIGHT_FORMATS, Registry, load_attribute
+from harness.config.training import Sizes
 from harness.data.corpus import TokenizedSplit
+from harness.data.loader import Reading
 from harness.data.token_files import open_token_files
 from harness.data.tokenizer import build_tokenizer
 from harness.data.tokens import Opening, TokenFormat, Tokens
@@ -77,21 +78,17 @@ def test_pyproject_has_the_formats_of_this_package(registry: Registry[object]) -
 
 def test_token_files_of_another_package(added: None, tmp_path: Path) -> None:
     (tmp_path / "a.ids").write_text("1 2 3\n4 5\n")
-    tokenizer = build_tokenizer(TokenizerConfig("none"))
+    tokenizer, sizes = build_tokenizer(TokenizerConfig("none")), Sizes(1, 4)
     for path in (tmp_path, tmp_path / "a.ids", tmp_path / "a.ids.txt"):
         data = DataConfig("tokens", paths=[str(path)], dtype="int32")
         (tmp_path / "a.ids.txt").touch()
-        tokens = open_token_files(
-            data, tokenizer, split="train", model_vocab_size=9, wait_for_all=None, is_builder=True
-        )
+        tokens = open_token_files(Reading(data, tokenizer, 4, 1, 0, range(1), "train", 9, None, True, sizes))
         assert tokens.read(0, 5).tolist() == [1, 2, 3, 4, 5]
         assert tokens.starts_between(0, 5).tolist() == [0, 3]
     check_rules(DataConfig("tokens", format="lines"))
     with pytest.raises(ConfigError, match=r"data\.tokens_field=ids: is read only from .* and .* is lines"):
         other = DataConfig("tokens", paths=[str(tmp_path)], tokens_field="ids")
-        open_token_files(
-            other, tokenizer, split="train", model_vocab_size=9, wait_for_all=None, is_builder=True
-        )
+        open_token_files(Reading(other, tokenizer, 4, 1, 0, range(1), "train", 9, None, True, sizes))
 
 
 def test_weights_of_another_package(added: None, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 from harness.compose.composer import compose_job
 from harness.tools.rehearse.build import library
 from harness.tools.rehearse.config import RehearseJob
-from harness.tools.rehearse.device import virtual_device
+from harness.tools.rehearse.gpu import virtual_device
 from harness.tools.rehearse.server import environment
 
 JOB = "model=llama3_8b parallelism=fsdp data=synthetic tokenizer=bytes cluster=slurm_h100 cluster.nodes=1"

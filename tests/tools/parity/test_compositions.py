@@ -34,8 +34,8 @@ STEPS = 2
 
 @cache
 def sampled(seed: int, *fixed: str) -> tuple[list[str], ParityJob]:
-    with Composer("parity", ParityJob) as composer:
-        overrides, job = random_job(composer, seed, RANKS, fixed)
+    composer = Composer("parity", ParityJob)
+    overrides, job = random_job(composer, seed, RANKS, fixed)
     return overrides, job.plain
 
 
@@ -81,8 +81,8 @@ LOW = [
 @pytest.mark.parametrize("typed", LOW)
 def test_the_job_in_float32_has_no_other_format(typed: str) -> None:
     """Also none that was derived from the precision when the job was resolved."""
-    with Composer("parity", ParityJob) as composer:
-        job = composer.job(typed.split()).plain
+    composer = Composer("parity", ParityJob)
+    job = composer.job(typed.split()).plain
     exact, own = comparisons(job)
 
     def rounding(job: ParityJob) -> list[str]:
@@ -97,8 +97,8 @@ def test_the_job_in_float32_has_no_other_format(typed: str) -> None:
 @pytest.mark.thorough
 def test_one_process_may_be_the_less_exact_one(pool: RankPool) -> None:
     """Seed 150 of eight ranks: the embedding's gradient in bfloat16, summed over all rows at once."""
-    with Composer("parity", ParityJob) as composer:
-        _, job = random_job(composer, 150, 8, ())
+    composer = Composer("parity", ParityJob)
+    _, job = random_job(composer, 150, 8, ())
     judge = LayoutComparer(pool, ParityConfig(steps=STEPS))
     require_agreement(judge.verdict("parity.seed=150", job.plain))
 
@@ -169,8 +169,8 @@ def test_few_references_are_kept() -> None:
 def test_a_wrong_gradient_of_a_router_in_bfloat16_is_noticed(judge: LayoutComparer) -> None:
     typed = ["model=qwen3_moe_debug", "parallelism.dp_shard=2", "parallelism.ep=2", "precision=bf16"]
     typed += ["training.seq_len=32", "training.global_batch_size=4", "model.moe.aux_loss_coeff=0"]
-    with Composer("parity", ParityJob) as composer:
-        job = composer.job(typed).plain
+    composer = Composer("parity", ParityJob)
+    job = composer.job(typed).plain
     exact, in_turn = comparisons(job)
     assert (exact.precision.param_dtype, exact.model.moe.force_balance) == ("float32", False)
     assert (in_turn.precision.param_dtype, in_turn.model.moe.force_balance) == ("bfloat16", True)

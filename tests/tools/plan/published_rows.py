@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from harness.compose.multirun import compose_points
+from harness.compose.composer import compose_points
 from harness.config.job import Job
 from harness.tools.report.published import Published, find, read
 

@@ -15,7 +15,6 @@ import pytest
 from tiers import rest_is_thorough
 
 from harness.compose.composer import compose_job
-from harness.config.parallelism import AXES
 from harness.tools.plan import evidence
 from harness.tools.plan.constants import Calibration, Constants
 from harness.tools.plan.evidence_table import EVIDENCE, MEMORY, RESOLUTION
@@ -158,7 +157,7 @@ def test_rank_of_a_published_layout() -> None:
     typed += ["training.seq_len=2048", "precision=bf16", "activation_checkpoint=full"]
     jobs = [compose_job([*typed, more]) for more in ("parallelism.dp_shard=4", "parallelism.tp=4")]
     fast, slow = (make_plan(job) for job in jobs)
-    point = Point((1,) * len(AXES), 1, 8, 1, "full", None, None)
+    point = Point(1, 1, 1, 1, 1, 1, 8, 1, "full", None, None)
     best = [ranks.Candidate(point, plan) for plan in (fast, slow)]
     own, *figures, gain = ranks._against(fast, best).split(" | ")
     assert (own, gain, figures[0]) == ("1", "+0.0%", figures[2])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -18,16 +18,15 @@ from harness.compose.verb import guarded
 from harness.config.parallelism import ParallelismConfig
 from harness.model.accounting import account
 from harness.tools.plan import evidence
-from harness.tools.plan.config import PlanJob
 from harness.tools.plan.make import make_plan
 from harness.tools.plan.order import _read, pipeline_order
 from harness.tools.plan.plan import KINDS, PARTS, Action, Evidence, Plan, RankMemory, Speed, Traffic
 from harness.tools.plan.render import as_dict, render
 from harness.tools.plan.verb import VERB
 from harness.util.encoding import dumps, loads
-from harness.util.errors import EXIT_USER, ConfigError
+from harness.util.errors import EXIT_USER
 from harness.util.hardware import ACCELERATORS
-from harness.util.tables import counted, figure, gib, seconds
+from harness.util.tables import counted, dollars, figure, gib, seconds
 
 ROOT = Path(__file__).resolve().parents[3]
 GIB = 2**30
@@ -37,6 +36,15 @@ JOB_405B = [
     *("training.global_batch_size=256", "training.seq_len=8192", "training.steps=3000"),
     *("precision=float8_tensorwise", "compile=on", "parallelism.async_tp=true", "activation_checkpoint=full"),
 ]
+
+
+PARTS_405B = dict.fromkeys(PARTS, 0.0) | {
+    "compute": 12.0,
+    "dp": 0.5,
+    "tp": 2.0,
+    "bubble": 1.4,
+    "optimizer": 0.1,
+}
 
 
 def run(*arguments: str) -> int:
@@ -51,19 +59,12 @@ def memory(rank: int, **kinds: float) -> RankMemory:
 
 def plan_405b() -> Plan:
     """A plan of a real job with made-up values."""
-    job = compose_job(JOB_405B, config_name="plan", schema=PlanJob).plain
+    job = compose_job(JOB_405B)
     held = {"parameters": 3.0, "gradients": 3.0, "optimizer": 6.0, "gathered": 11.25, "runtime": 2.0}
     held["activations"] = 30.5
     ranks = [memory(rank, **held) for rank in range(8)]
     ranks[0] = memory(0, **held | {"activations": 32.0})
     ranks[7] = memory(7, **held | {"activations": 28.0, "logits": 3.9})
-    parts = dict.fromkeys(PARTS, 0.0) | {
-        "compute": 12.0,
-        "dp": 0.5,
-        "tp": 2.0,
-        "bubble": 1.4,
-        "optimizer": 0.1,
-    }
     return Plan(
         job=job,
         accounting=account(job.model, 8192),
@@ -75,7 +76,7 @@ def plan_405b() -> Plan:
             Traffic("tp", "reduce_scatter", 8, 8064, 1000 * GIB, "NVLink", 4.0, 2.0),
             Traffic("pp", "send", 2, 128, 16 * GIB, "network", 0.4, 0.0),
         ],
-        speed=Speed(16.0, parts, 256 * 8192 / 16 / 512, 0.4567, [[Action(0, "F", 0, 0.0, 1.0)]]),
+        speed=Speed(16.0, PARTS_405B, 256 * 8192 / 16 / 512, 0.4567, [[Action(0, "F", 0, 0.0, 1.0)]]),
         accelerator=ACCELERATORS["H100 SXM"],
         notes=["buckets of c10d's reducer are not counted"],
     )
@@ -133,180 +134,128 @@ def test_dollars_are_the_users_and_energy_is_that_of_the_gpus() -> None:
     plan = plan_405b()
     assert plan.gpu_hours is not None and plan.dollars is None
     cluster = replace(plan.job.cluster, dollars_per_gpu_hour=2.5, pue=1.2)
-    priced = replace(plan, job=replace(plan.job, cluster=cluster))
+    priced = replace(plan, job=replace(plan.job, cluster=cluster), memory_limit=50 * GIB)
     assert priced.dollars == pytest.approx(2.5 * plan.gpu_hours)
     assert priced.kwh == pytest.approx(1.2 * 0.85 * 0.7 * plan.gpu_hours)
     line = "$17,067 at $2.5 a GPU-hour; 4,874 kWh of the GPUs alone (85% of 700 W each x PUE 1.2)\n"
     assert f"512 x H100 SXM\n            {line}" in render(priced)
+    assert "NO: the fullest rank takes 57.25 of 50.00 GiB, 7.25 GiB too many\n" in render(priced)
     # Without its hours, or on CPUs, nothing has a price.
     assert (replace(priced, speed=None).dollars, replace(priced, accelerator=None).dollars) == (None, None)
 
 
-def test_points_and_searches_have_their_price(capsys: pytest.CaptureFixture[str]) -> None:
-    job = [
-        "model=llama3_debug",
-        "cluster=slurm_h100",
-        "cluster.dollars_per_gpu_hour=2",
-        "parallelism.dp_shard=8",
-    ]
-    assert run("-m", "--json", *job, "training.steps=100,200") == 0
-    data = json.loads(capsys.readouterr().out)
-    hours, prices = ([each[name] for each in data["points"]] for name in ("gpu_hours", "dollars"))
-    assert prices == pytest.approx([2 * each for each in hours])
-    assert data["total"]["dollars"] == pytest.approx(sum(prices))
-    run("-m", *job, "training.steps=10000,20000")
-    head, first, *_, total, _ = capsys.readouterr().out.splitlines()
-    assert head.split()[-3:] == ["GPU-hours", "price", "kWh"] and re.search(r"\$\d+\.\d\d ", first)
-    assert re.search(r"GPU-hours, \$[\d.]+, [\d.]+ kWh", total)
-    # With a price it is shown for points of one size too.
-    run("-m", *job, "cluster.dollars_per_gpu_hour=2,3")
-    head, *rows = capsys.readouterr().out.splitlines()
-    assert head.split()[-3:] == ["GPU-hours", "price", "kWh"] and len(rows) == 2
-    # A point without a price leaves the total unknown.
-    run("-m", "--json", *job, "cluster.dollars_per_gpu_hour=2,null", "training.steps=100")
-    assert json.loads(capsys.readouterr().out)["total"]["dollars"] is None
-
-
-def test_a_rank_too_full() -> None:
-    plan = plan_405b()
-    text = render(replace(plan, memory_limit=50 * GIB))
-    assert "fits        NO: the fullest rank takes 57.25 of 50.00 GiB, 7.25 GiB too many\n" in text
-
-
 def test_unknown_hardware_has_memory_and_no_time() -> None:
-    job = compose_job(["model=llama3_tiny"], config_name="plan", schema=PlanJob).plain
+    job = compose_job(["model=llama3_tiny"])
     kinds = dict.fromkeys(KINDS, 0.0) | {"parameters": 0.001 * GIB, "runtime": 0.25 * GIB}
     plan = Plan(job, account(job.model, 256), [1e6], [RankMemory(0, (0,), kinds)], None, [], None, None)
-    text = render(plan)
-    assert "job         llama3_tiny on 1 rank: legal\nmesh        1 rank\n" in text
-    assert "  ranks  parameters  runtime  peak\n  all         0.001     0.25  0.25\n" in text
-    assert "\ntime    unknown hardware; set cluster.accelerator to one of A100 SXM 40GB, " in text
+    known = f"{', '.join(ACCELERATORS)}, or to a new name with the numbers of cluster.hardware"
+    assert render(plan) == (
+        f"""\
+job         llama3_tiny on 1 rank: legal
+mesh        1 rank
+batch       8 x 256 = 2,048 tokens a step; 8 on each data-parallel rank
+execution   activation checkpointing none, eager, float32
+parameters  180,800 in all, 180,800 active, 1 M a rank
+FLOPs       0.001773 GFLOP a token (full attention), 0.00138 (causal half)
+
+memory at its peak, GiB on each rank
+  ranks  parameters  runtime  peak
+  all         0.001     0.25  0.25
+
+time    unknown hardware; set cluster.accelerator to one of {known}
+fits    unknown hardware; the fullest rank takes 0.25 GiB
+budget  100 steps, 204,800 tokens
+"""
+    )
     on_cpu = make_plan(compose_job(["model=llama3_tiny", "cluster=slurm_h100", "cluster.device=cpu"]))
     assert "\ntime    unknown: the plan has no times of CPUs\n" in render(on_cpu)
-    assert "\nfits    unknown hardware; the fullest rank takes 0.25 GiB\n" in text
-    assert "\nbudget  100 steps, 204,800 tokens\n" in text
-    assert not any(word in text for word in ("MFU", "tokens/s", "communication", "schedule", "hours"))
 
 
 def test_json_has_all_of_it() -> None:
     plan = plan_405b()
     plain = loads(dumps(as_dict(plan)))
-    assert plain["job"]["id"] == plan.job.id and plain["job"]["model"]["name"] == "llama3_405b"
-    assert plain["mesh"] == {"pp": 8, "dp_replicate": 1, "dp_shard": 8, "cp": 1, "tp": 8, "ep": 1}
-    assert plain["batch"] == {"global": 256, "local": 32, "accumulation_steps": 1, "microbatches": 32}
-    assert (plain["parameters"], plain["active_parameters"]) == (405853388800, 405853388800)
-    assert [rank["peak"] for rank in plain["memory"]] == [rank.peak for rank in plan.memory]
-    assert plain["memory"][0]["kinds"]["activations"] == 32 * GIB
-    assert (plain["memory_peak"], plain["memory_limit"], plain["fits"]) == (plan.peak, 75 * GIB, True)
-    assert plain["traffic"][0]["axis"] == "dp" and len(plain["traffic"]) == 3
-    assert sum(plain["speed"]["parts"].values()) == plain["speed"]["step_seconds"] == 16.0
-    assert plain["speed"]["timeline"] == [
-        [{"stage": 0, "kind": "F", "microbatch": 0, "start": 0.0, "end": 1.0}]
-    ]
-    tokens = 3000 * 256 * 8192
     hours = 3000 * 16 * 512 / 3600
+    job, bands, memory = (plain.pop(name) for name in ("job", "bands", "memory"))
+    assert (job["id"], job["model"]["name"]) == (plan.job.id, "llama3_405b")
+    assert bands["throughput"]["class"] == "dense models on Hopper"
+    assert [rank["peak"] for rank in memory] == [rank.peak for rank in plan.memory]
+    assert (memory[7]["stages"], memory[0]["kinds"]["activations"]) == ([7, 15], 32 * GIB)
     assert plain["budget"].pop("kwh") == pytest.approx(hours * 0.7 * 0.85)
-    assert plain["budget"] == {"steps": 3000, "tokens": tokens, "gpu_hours": hours, "dollars": None}
-    assert plain["notes"] == plan.notes
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        *((None, ""), (0.0, "-"), (3e-7, "0.30 us"), (4.2e-5, "42.0 us"), (0.0123, "12.3 ms")),
-        *((0.9994, "999 ms"), (0.9996, "1.00 s"), (9.999, "10.0 s"), (1234.4, "1,234 s")),
-    ],
-)
-def test_seconds(value: float | None, text: str) -> None:
-    assert seconds(value) == text
+    assert plain.items() >= dataclasses.asdict(plan.accounting).items()
+    assert {name: value for name, value in plain.items() if not hasattr(plan.accounting, name)} == {
+        "legal": True,
+        "world_size": 512,
+        "mesh": {"pp": 8, "dp_replicate": 1, "dp_shard": 8, "cp": 1, "tp": 8, "ep": 1},
+        "batch": {"global": 256, "local": 32, "accumulation_steps": 1, "microbatches": 32},
+        "parameters_per_rank": plan.parameters_per_rank,
+        "memory_peak": plan.peak,
+        "memory_limit": 75 * GIB,
+        "fits": True,
+        "traffic": [dataclasses.asdict(each) for each in plan.traffic],
+        "speed": {
+            "step_seconds": 16.0,
+            "parts": PARTS_405B,
+            "tokens_per_second_per_rank": 256.0,
+            "mfu": 0.4567,
+            "timeline": [[{"stage": 0, "kind": "F", "microbatch": 0, "start": 0.0, "end": 1.0}]],
+        },
+        "accelerator": "H100 SXM",
+        "budget": {"steps": 3000, "tokens": 3000 * 256 * 8192, "gpu_hours": hours, "dollars": None},
+        "phases": [],
+        "notes": plan.notes,
+    }
 
 
 def test_units() -> None:
+    times = (None, 0.0, 3e-7, 4.2e-5, 0.0123, 0.9994, 0.9996, 9.999, 1234.4)
+    texts = ["", "-", "0.30 us", "42.0 us", "12.3 ms", "999 ms", "1.00 s", "10.0 s", "1,234 s"]
+    assert [seconds(value) for value in times] == texts
     assert [counted(n) for n in (999, 31457280, 405.85e9, 2e13)] == ["999", "31.46 M", "405.9 B", "20 T"]
     assert [gib(n * GIB) for n in (0, 0.0004, 0.5, 1234.5)] == ["-", "0.0004", "0.50", "1,234.50"]
     assert [figure(n) for n in (0.01234, 12.34, 99.97, 12345)] == ["0.0123", "12.3", "100", "12,345"]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["top=0"], "^top=0: must be at least 1"),
-        (["search=true", "rehearse=true"], "^rehearse=true: cannot be .*would work: search=false"),
-        (["sweep_file=a.yaml"], "^sweep_file=a.yaml: is written by a search only; would work: search=true"),
-        (["search=true", "sweep_file=a.txt"], r"^sweep_file=a.txt: must end in \.yaml"),
-        (["picture=plan.pdf"], r"^picture=plan.pdf: must end in \.png; would work: plan.png"),
-        (
-            ["calibrate=runs", "search=true"],
-            "^calibrate=runs: .*plans no job; would work: calibrate",
-        ),
-        (["calibrate=runs", "calibration=nowhere/c.json"], "^calibration=nowhere/c.json: there is no folder"),
-        (["picture=nowhere/plan.png"], "^picture=nowhere/plan.png: there is no folder nowhere"),
-    ],
-)
-def test_wrong_fields(overrides: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        compose_job(overrides, config_name="plan", schema=PlanJob)
-
-
-def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    without = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    return subprocess.run(
-        [sys.executable, "-m", "harness", "plan", *arguments],
-        cwd=ROOT,
-        env={**without, "CUDA_VISIBLE_DEVICES": "", **environment},
-        capture_output=True,
-        text=True,
-    )
-
-
 SMALL = ["model=llama3_debug", "cluster=slurm_h100", "training.global_batch_size=8"]
 
 
-def test_a_job_from_the_command_line() -> None:
-    done = command(*SMALL, "parallelism=fsdp_tp")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("job         llama3_debug on 4 x H100 SXM: legal\n")
-    assert "mesh        dp_shard 2 x tp 2\n" in done.stdout
-    for block in (
-        "memory at its peak",
-        "communication in a step",
-        "a step, predicted",
-        "budget      100 steps",
-    ):
-        assert f"\n{block}" in done.stdout
-    assert "fits        yes" in done.stdout
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[str, str]]:
+    """The cache folder, and the first plan of a schedule."""
+    cache = tmp_path_factory.mktemp("cache")
+    return cache, planned(cache, "parallelism=pp")
 
 
 def test_json_from_the_command_line_and_a_picture(first: Any, tmp_path: Path) -> None:
     """The flag may be at any position; the picture of a pipeline has a timeline."""
     picture = tmp_path / "plan.png"
-    pipeline = ["parallelism=tp_pp", f"picture={picture}"]
-    done = command(SMALL[0], "--json", *SMALL[1:], *pipeline, XDG_CACHE_HOME=str(first[0]))
-    assert (done.returncode, done.stderr) == (0, "")
-    plain = loads(done.stdout)
+    status, text = planned(first[0], "--json", "parallelism=tp_pp", f"picture={picture}")
+    plain = loads(text)
+    assert status == "0 False" and picture.read_bytes().startswith(b"\x89PNG")
     assert (plain["world_size"], plain["accelerator"], len(plain["memory"])) == (4, "H100 SXM", 2)
     assert plain["memory"][0]["kinds"].keys() == set(KINDS)
     parts = plain["speed"]["parts"]
     assert sum(parts.values()) == pytest.approx(plain["speed"]["step_seconds"]) and parts["bubble"] > 0
     assert len(plain["speed"]["timeline"]) == 2
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_an_impossible_job_is_one_line() -> None:
-    done = command(*SMALL, "parallelism.tp=3")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: parallelism.tp=3: must divide ") and done.stderr.count("\n") == 1
+def test_help_shows_planner_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--help") == 0
+    text = capsys.readouterr().out
+    assert "without a GPU" in text and "--json" in text and "search: false" in text
 
 
-def test_help_shows_planner_options() -> None:
-    done = command("--help")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "without a GPU" in done.stdout and "--json" in done.stdout and "search: false" in done.stdout
-
-
-def test_not_under_torchrun() -> None:
-    done = command(*SMALL, RANK="0", WORLD_SIZE="1")
-    assert done.returncode == 2 and "start it without torchrun" in done.stderr
+def test_what_the_command_refuses(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(*SMALL, "parallelism.tp=3") == EXIT_USER
+    assert capsys.readouterr().err.startswith("error: parallelism.tp=3: must divide ")
+    assert run("-m", "parallelism.tp=1,2", "search=true") == EXIT_USER
+    assert capsys.readouterr().err.startswith("error: search=true: works on one job, and -m has several")
+    assert run("-m", "model=llama3_8b", "parallelism.tp=3,5") == EXIT_USER
+    assert capsys.readouterr().err.startswith("error: parallelism.tp=3: must divide model.n_heads=32")
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1")):
+        monkeypatch.setenv(name, value)
+    assert run(*SMALL) == EXIT_USER and "start it without torchrun" in capsys.readouterr().err
 
 
 WITH_MODULES = (
@@ -326,13 +275,6 @@ def planned(cache: Path, *overrides: str) -> tuple[str, str]:
         text=True,
     )
     return done.stderr.strip(), done.stdout
-
-
-@pytest.fixture(scope="module")
-def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[str, str]]:
-    """The cache folder, and the first plan of a schedule."""
-    cache = tmp_path_factory.mktemp("cache")
-    return cache, planned(cache, "parallelism=pp")
 
 
 def test_torch_is_imported_for_the_first_plan_of_a_schedule_only(first: Any, tmp_path: Path) -> None:
@@ -361,86 +303,78 @@ def test_a_damaged_order_is_not_used(first: Any) -> None:
 
 def test_phases_of_scheduled_sizes() -> None:
     """Every phase has its own time, which is that of a job of its sizes; the budget adds them up."""
-    sizes = (
-        "schedule.batch_size=[{until_step:1000,sequences:128}]",
-        "schedule.seq_len=[{until_step:1500,tokens:2048}]",
-    )
-    made = make_plan(compose_job([*JOB_405B, *sizes], config_name="plan", schema=PlanJob).plain)
+    batches = "schedule.batch_size=[{until_step:1000,sequences:128}]"
+    lengths = "schedule.seq_len=[{until_step:1500,tokens:2048}]"
+    made = make_plan(compose_job([*JOB_405B, batches, lengths]))
     phases = [(each.first_step, each.steps, each.batch_size, each.seq_len) for each in made.phases]
     assert phases == [(1, 1000, 128, 2048), (1001, 500, 256, 2048), (1501, 1500, 256, 8192)]
-    tokens = 1000 * 128 * 2048 + 500 * 256 * 2048 + 1500 * 256 * 8192
-    assert as_dict(made)["budget"]["tokens"] == tokens
-    assert [each["first_step"] for each in as_dict(made)["phases"]] == [1, 1001, 1501]
-    alone = make_plan(
-        compose_job(
-            [*JOB_405B, "training.seq_len=2048", "training.local_batch_size=16"],
-            config_name="plan",
-            schema=PlanJob,
-        ).plain
-    )
-    assert made.speed is not None and alone.speed is not None and made.gpu_hours is not None
+    plain = as_dict(made)
+    assert plain["budget"]["tokens"] == sum(steps * size * length for _, steps, size, length in phases)
+    assert [each["first_step"] for each in plain["phases"]] == [1, 1001, 1501]
+    alone = make_plan(compose_job([*JOB_405B, "training.seq_len=2048", "training.local_batch_size=16"]))
+    assert made.speed is not None and alone.speed is not None
     assert made.phases[1].step_seconds == alone.speed.step_seconds
     assert made.phases[2].step_seconds == made.speed.step_seconds
     seconds_of_all = sum(each.steps * (each.step_seconds or 0) for each in made.phases)
     assert made.gpu_hours == pytest.approx(seconds_of_all * 512 / 3600)
     assert "  1,501-3,000        256        8,192" in render(made)
-    whole = make_plan(compose_job(JOB_405B, config_name="plan", schema=PlanJob).plain)
-    assert whole.phases == [] and "phases" not in render(whole)
+    assert "phases" not in render(plan_405b())
+
+
+def table_of(capsys: pytest.CaptureFixture[str], *typed: str) -> tuple[list[str], dict[str, Any]]:
+    """The lines of the table of a multirun, and its JSON."""
+    capsys.readouterr()
+    assert run("-m", *typed) == 0
+    lines = capsys.readouterr().out.splitlines()
+    run("-m", "--json", *typed)
+    return lines, json.loads(capsys.readouterr().out)
+
+
+LARGE = ["model=llama3_8b", "cluster=slurm_h100", "data=synthetic", "precision=bf16"]
 
 
 def test_points_are_compared_in_one_table(capsys: pytest.CaptureFixture[str]) -> None:
     """A point that breaks a rule has it; values are those of the plans alone."""
-    job = ["model=llama3_8b", "cluster=slurm_h100", "data=synthetic", "precision=bf16"]
-    run("-m", *job, "parallelism.tp=1,3,8")
-    head, *rows = capsys.readouterr().out.splitlines()
+    (head, *rows), data = table_of(capsys, *LARGE, "parallelism.tp=1,3,8")
     assert head.split() == ["point", "layout", "GiB", "step", "tokens/s", "each", "MFU", "fits"]
     assert [row.split()[0] for row in rows] == [f"parallelism.tp={tp}" for tp in (1, 3, 8)]
     assert rows[1].split(maxsplit=1)[1].startswith("illegal: parallelism.tp=3: must divide model.n_heads=32")
-    alone = make_plan(compose_job([*job, "parallelism.tp=8"]))
+    alone = make_plan(compose_job([*LARGE, "parallelism.tp=8"]))
     assert alone.speed is not None
     assert figure(alone.speed.tokens_per_second_per_rank) in rows[2] and gib(alone.peak) in rows[2]
-    run("-m", "--json", *job, "parallelism.tp=1,3,8")
-    points = json.loads(capsys.readouterr().out)["points"]
-    assert [point["legal"] for point in points] == [True, False, True]
-    assert points[2]["step_seconds"] == alone.speed.step_seconds
+    assert [point["legal"] for point in data["points"]] == [True, False, True]
+    assert data["points"][2]["step_seconds"] == alone.speed.step_seconds
 
 
 def test_a_ladder_is_priced_before_it_starts(capsys: pytest.CaptureFixture[str]) -> None:
     """Runs of different sizes have their cost in the table, with the total of those that are legal."""
-    job = ["sweep=ladder", "model=llama3_8b", "cluster=slurm_h100", "data=synthetic", "precision=bf16"]
-    run("-m", *job, "scale.parameters=100M,1000,1B")
-    head, small, illegal, large, total, flops = capsys.readouterr().out.splitlines()
-    assert head.split()[-6:] == ["parameters", "non-emb.", "tokens", "FLOPs", "GPU-hours", "kWh"]
-    assert "illegal: scale.parameters=1000: no model" in illegal
-    alone = make_plan(compose_job([*job[1:], "scale.parameters=1B", "scale.tokens_per_parameter=20",
-                                   "scale.warmup_ratio=0.02"]))  # fmt: skip
-    assert alone.gpu_hours is not None
-    hours, kwh = (float(cell.replace(",", "")) for cell in large.split()[-2:])
-    assert hours == pytest.approx(alone.gpu_hours, rel=0.01)
-    assert kwh == pytest.approx(hours * 0.7 * 0.85, rel=0.01)
-    assert counted(alone.accounting.parameters) in large
-    both = hours + float(small.split()[-2].replace(",", ""))
-    found = re.fullmatch(
-        r"all 2: .* ([\d.,]+) GPU-hours, ([\d.,]+) kWh of the GPUs alone \(85% of .*\)", total
-    )
-    assert found is not None
-    amounts = [float(amount.replace(",", "")) for amount in found.groups()]
-    assert amounts == pytest.approx([both, both * 0.7 * 0.85], rel=0.01)
+    sizes = ["sweep=ladder", "scale.parameters=100M,1000,1B", "cluster.dollars_per_gpu_hour=2"]
+    (head, _, illegal, large, total, flops), data = table_of(capsys, *sizes, *LARGE)
+    columns = ["parameters", "non-emb.", "tokens", "FLOPs", "GPU-hours", "price", "kWh"]
+    assert head.split()[-7:] == columns and "illegal: scale.parameters=1000: no model" in illegal
+    scale = ["scale.parameters=1B", "scale.tokens_per_parameter=20", "scale.warmup_ratio=0.02"]
+    alone = make_plan(compose_job([*LARGE, *scale]))
+    small, _, last = data["points"]
+    assert alone.gpu_hours is not None and last["gpu_hours"] == alone.gpu_hours
+    assert last["kwh"] == pytest.approx(alone.gpu_hours * 0.7 * 0.85)
+    assert last["tokens"] == pytest.approx(20 * last["non_embedding_parameters"], rel=1e-3)
+    shown = [counted(alone.accounting.parameters), figure(alone.gpu_hours), dollars(2 * alone.gpu_hours)]
+    assert all(text in large for text in shown)
+    sums = data["total"]
+    for name in ("tokens", "flops", "gpu_hours", "dollars", "kwh"):
+        assert sums[name] == small[name] + last[name], name
+    assert sums["dollars"] == pytest.approx(2 * sums["gpu_hours"])
+    hours, price, kwh = figure(sums["gpu_hours"]), dollars(sums["dollars"]), figure(sums["kwh"])
+    assert total.startswith("all 2: ")
+    assert f"{hours} GPU-hours, {price}, {kwh} kWh of the GPUs alone (85% of " in total
     assert flops.startswith("FLOPs: those of MFU")
-    run("-m", "--json", *job, "scale.parameters=100M,1B")
-    found = json.loads(capsys.readouterr().out)
-    assert found["total"]["flops"] == sum(point["flops"] for point in found["points"])
-    size = found["points"][1]["non_embedding_parameters"]
-    assert found["points"][1]["tokens"] == pytest.approx(20 * size, rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("typed", "error"),
-    [
-        ("parallelism.tp=1,2 search=true", "search=true: works on one job, and -m has several"),
-        ("model=llama3_8b parallelism.tp=3,5", "parallelism.tp=3: must divide model.n_heads=32"),
-    ],
-)
-def test_mistakes_of_a_comparison(typed: str, error: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("-m", *typed.split()) == EXIT_USER
-    assert capsys.readouterr().err.startswith(f"error: {error}")
+def test_points_have_their_price(capsys: pytest.CaptureFixture[str]) -> None:
+    """With a price it is shown for points of one size too; one without leaves the total unknown."""
+    (head, *rows), data = table_of(capsys, *SMALL, "cluster.dollars_per_gpu_hour=2,3")
+    assert head.split()[-3:] == ["GPU-hours", "price", "kWh"] and len(rows) == 2
+    prices = [point["dollars"] / point["gpu_hours"] for point in data["points"]]
+    assert prices == pytest.approx([2, 3])
+    _, data = table_of(capsys, *SMALL, "cluster.dollars_per_gpu_hour=2,null")
+    assert data["total"]["dollars"] is None

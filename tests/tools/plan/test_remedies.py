@@ -192,13 +192,13 @@ SEARCH = [
 ]
 
 
-def failed(*overrides: str) -> tuple[NothingFits, PlanJob, list[str]]:
+def failed(*overrides: str) -> tuple[NothingFits, list[str]]:
     """A search in which nothing fits."""
     typed = [*SEARCH, "search=true", *overrides]
     job = compose_job(typed, config_name="plan", schema=PlanJob)
     with pytest.raises(NothingFits) as caught:
         search(Space.of(job.plain, typed), 10, None, job.headroom)
-    return caught.value, job, typed
+    return caught.value, typed
 
 
 def test_a_search_in_which_nothing_fits_says_how_many_ranks_would_do(limit: Limit) -> None:

@@ -13,12 +13,17 @@ from processes import python
 from harness.compose.composer import compose_job
 from harness.tools.plan.make import make_plan
 from harness.tools.rehearse import build, server
-from harness.tools.rehearse.comparison import memory_lines, product_flops, traffic_lines
 from harness.tools.rehearse.config import RehearseConfig, RehearseJob, ranks_to_rehearse
-from harness.tools.rehearse.device import virtual_device
 from harness.tools.rehearse.figures import OUT_OF_MEMORY, Collective, Failure, Product, RankFigures, Wait
-from harness.tools.rehearse.gpu import place_in_code, read_calls
-from harness.tools.rehearse.render import as_dict, render, short_name
+from harness.tools.rehearse.gpu import place_in_code, read_calls, virtual_device
+from harness.tools.rehearse.render import (
+    as_dict,
+    memory_lines,
+    product_flops,
+    render,
+    short_name,
+    traffic_lines,
+)
 from harness.tools.rehearse.substitutes import rows_by_rank
 from harness.util.errors import ConfigError, UserError
 from harness.util.hardware import ACCELERATORS, CUDA_DEVICES, find_accelerator

@@ -15,9 +15,9 @@ import pytest
 from harness.compose.composer import compose_job
 from harness.tools.plan.make import make_plan
 from harness.tools.plan.plan import Plan
-from harness.tools.rehearse.comparison import Line, memory_lines, product_flops, traffic_lines
 from harness.tools.rehearse.config import RehearseJob, ranks_to_rehearse
 from harness.tools.rehearse.figures import OUT_OF_MEMORY, RankFigures
+from harness.tools.rehearse.render import Line, memory_lines, product_flops, traffic_lines
 from harness.tools.rehearse.server import Rehearsals
 
 pytestmark = pytest.mark.rehearsal

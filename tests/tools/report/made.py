@@ -8,8 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from harness.compose.composer import Composed
-from harness.compose.multirun import compose_points
+from harness.compose.composer import Composed, compose_points
 from harness.config.job import Job
 from harness.launch.sweep.registry import Point, Registry, Skipped
 from harness.model.accounting import account

@@ -110,7 +110,11 @@ def test_ratios_are_of_the_same_round() -> None:
     row = summary("b", {BASE: base, "b": ours}, [])
     assert (row["ratio.median"], row["ratio.min"], row["ratio.max"]) == pytest.approx((1.1, 0.9, 1.2))
     assert row["tokens_per_second.median"] == 60.0
-    assert "b                                 1.100   0.900 to 1.200" in report({BASE: base, "b": ours})
+    assert report({BASE: base, "b": ours}).splitlines()[-1].split() == [
+        "b",
+        "1.100",
+        *["0.900", "to", "1.200"],
+    ]
 
 
 def test_an_unknown_figure_stays_unknown() -> None:
@@ -118,10 +122,12 @@ def test_an_unknown_figure_stays_unknown() -> None:
     assert Spread.of([3.0, None, 1.0]) == Spread(2.0, 1.0, 3.0)
     rows = {BASE: {0: ran(100.0)}}
     assert summary(BASE, rows, [])["mfu.median"] is None
-    assert "MFU                                   -   no known peak\n" in report(rows)
+    assert ["MFU", "-", "no", "known", "peak"] in [line.split() for line in report(rows).splitlines()]
     known = report({BASE: {0: ran(100.0, mfu=0.5, mfu_causal=0.4)}})
-    assert "MFU                               50.0%   50.0% to 50.0%\n" in known
-    assert "MFU, causal half                  40.0%   40.0% to 40.0%\n" in known
+    assert [line.split()[-4:] for line in known.splitlines() if line.startswith("MFU")] == [
+        ["50.0%", "50.0%", "to", "50.0%"],
+        ["40.0%", "40.0%", "to", "40.0%"],
+    ]
 
 
 @pytest.mark.parametrize(

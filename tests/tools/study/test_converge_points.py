@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from harness.compose.composer import compose_job
-from harness.tools.study.converge.config import ConvergeJob
-from harness.tools.study.converge.points import Technique, compose_techniques
+from harness.tools.study.techniques import ConvergeJob, Technique, compose_techniques
 from harness.util.errors import ConfigError, UserError
 
 DENSE = ("experiment=convergence/dense", "converge.seeds=[1,7]")

@@ -14,10 +14,18 @@ import torch
 from harness.compose.composer import compose_job
 from harness.compose.verb import Result
 from harness.optimizer import settings
-from harness.tools.study.coordcheck.config import CoordCheckJob
-from harness.tools.study.coordcheck.judge import GROWS, STEADY, UNDEFINED, VANISHES, judge, slope
-from harness.tools.study.coordcheck.measure import Activation, recorded
-from harness.tools.study.coordcheck.verb import EXIT_DRIFTS, coordcheck
+from harness.tools.study.activations import Activation, recorded
+from harness.tools.study.coordcheck import (
+    EXIT_DRIFTS,
+    GROWS,
+    STEADY,
+    UNDEFINED,
+    VANISHES,
+    CoordCheckJob,
+    coordcheck,
+    judge,
+    slope,
+)
 from harness.util.errors import EXIT_OK, ConfigError
 
 SMALL = (

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from harness.contrib.flux.encode.config import EncodeJob
-from harness.contrib.flux.encode.rank import writer_of
-from harness.launch.shard_task import run_task
+from harness.contrib.flux.encode.verb import EncodeJob
+from harness.contrib.flux.encode.writer import writer_of
+from harness.launch.shards import run_task
 
 if __name__ == "__main__":
     run_task("harness.contrib.flux.encode.task", EncodeJob, writer_of)

@@ -16,12 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save
 
-from harness.contrib.flux.encode.config import EncodeConfig, EncodeJob
 from harness.contrib.flux.pictures.config import encoders_of, images_of, pictures_of
 from harness.contrib.flux.pictures.encoders import Encoders, as_floats, build_encoders, fingerprint_of
 from harness.contrib.flux.pictures.latents import EMPTY, LatentFile, LatentManifest, checksum, pack_rows
@@ -29,7 +28,11 @@ from harness.contrib.flux.pictures.loader import MOST_THREADS
 from harness.contrib.flux.pictures.sources import PictureSource, RawSamples, open_pictures
 from harness.data.shards import FORMAT_VERSION, ShardWriter, cut_units, write_manifest
 from harness.data.workers import Workers, can_start_processes, cpus
+from harness.train.setup import pick_device
 from harness.util.files import write_atomically
+
+if TYPE_CHECKING:
+    from harness.contrib.flux.encode.verb import EncodeConfig, EncodeJob
 
 SPLITS = ("train", "validation")
 _SECONDS_BETWEEN_LINES = 10.0
@@ -239,3 +242,12 @@ class _Progress:
         speed = self._done / (now - self._started)
         sys.stderr.write(f"encoded {self._done:,} of {self._total:,} pictures, {speed:.1f} a second\n")
         sys.stderr.flush()
+
+
+def writer_of(job: EncodeJob) -> LatentWriter:
+    """Return the writer of a job's latents.
+
+    Raises:
+        UserError: the pictures or the encoders cannot be read.
+    """
+    return LatentWriter(job, pick_device(job))

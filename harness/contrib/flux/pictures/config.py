@@ -120,11 +120,7 @@ def folders(data: DataConfig) -> dict[str, str | None]:
 
 
 def check_pictures(data: DataConfig) -> None:
-    """Check the fields of pictures and encoders.
-
-    Raises:
-        ConfigError: a field would have no effect, or two contradict each other.
-    """
+    """Check the fields of pictures and encoders."""
     options = pictures_of(data)
     for name in ("t5", "clip"):
         path = getattr(options, name)

@@ -3,18 +3,75 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import importlib
+import json
+import logging
 import zlib
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-from harness.contrib.flux.pictures import pretrained
 from harness.contrib.flux.pictures.config import PATCHES, WORDS, EncodersConfig
-from harness.contrib.flux.pictures.encoder_base import Autoencoder, Embeddings, Moments, TextEncoder
+from harness.data.documents import describe
 from harness.data.samples import random_stream
+from harness.util.encoding import parse_object
+from harness.util.errors import ConfigError, UserError
+
+# Latents are shifted and scaled for the model: `(latent - shift) * scale`, with the autoencoder's
+# numbers. B is the number of pictures, L of a caption's tokens.
+
+
+class Moments(NamedTuple):
+    """Posterior of latents, float32; a standard deviation of None is 0."""
+
+    mean_BCHW: Tensor
+    std_BCHW: Tensor | None
+
+
+class Embeddings(NamedTuple):
+    """Embeddings of captions, float32."""
+
+    text_BLD: Tensor
+    pooled_BP: Tensor
+
+
+class Autoencoder(Protocol):
+    """Makes latents of pictures, and pictures of latents."""
+
+    pixels: int
+    """Pixels of a picture per latent, in each direction."""
+    channels: int
+    """Channels of the latents."""
+
+    def encode(self, pixels_B3HW: Tensor) -> Moments:
+        """Encode pictures with values from -1 to 1."""
+        ...
+
+    def decode(self, latents_BCHW: Tensor) -> Tensor:
+        """Decode latents to pictures, whose values are clamped to -1 to 1."""
+        ...
+
+
+class TextEncoder(Protocol):
+    """Makes embeddings of captions."""
+
+    def encode(self, captions: Sequence[str]) -> Embeddings:
+        """Encode captions, cut or padded to ``data.options.text_length`` tokens."""
+        ...
+
+
+def hash_of(content: object) -> str:
+    """Short hash of something JSON-serializable."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
 class Encoders(NamedTuple):
@@ -32,12 +89,11 @@ def fingerprint_of(config: EncodersConfig) -> str:
     """
     pixels, words = f"patches of {config.patch}", f"words, {config.text_length} of width {config.width}"
     if config.autoencoder != PATCHES:
-        pixels = pretrained.fingerprint("data.options.autoencoder", config.autoencoder, config.dtype)
+        pixels = fingerprint("data.options.autoencoder", config.autoencoder, config.dtype)
     if config.text != WORDS:
         settings = config.dtype, config.text_length
         words = " ".join(
-            pretrained.fingerprint(f"data.options.{name}", getattr(config, name), *settings)
-            for name in ("t5", "clip")
+            fingerprint(f"data.options.{name}", getattr(config, name), *settings) for name in ("t5", "clip")
         )
     return f"{pixels}, {words}"
 
@@ -50,9 +106,6 @@ def build_encoders(config: EncodersConfig, device: torch.device, *, shard: bool 
         config: which.
         device: where encoders with weights compute.
         shard: whether FSDP shards the weights over all ranks, which then encode together.
-
-    Raises:
-        UserError: a folder cannot be read, or a package is missing.
     """
     return Encoders(build_autoencoder(config, device), build_text_encoder(config, device, shard=shard))
 
@@ -61,14 +114,14 @@ def build_autoencoder(config: EncodersConfig, device: torch.device) -> Autoencod
     """Build the autoencoder alone; see ``build_encoders``."""
     if config.autoencoder == PATCHES:
         return Patches(config.patch)
-    return pretrained.PretrainedAutoencoder(config, device)
+    return PretrainedAutoencoder(config, device)
 
 
 def build_text_encoder(config: EncodersConfig, device: torch.device, *, shard: bool = False) -> TextEncoder:
     """Build the text encoder alone; see ``build_encoders``."""
     if config.text == WORDS:
         return Words(config.text_length, config.width)
-    return pretrained.T5AndClip(config, device, shard=shard)
+    return T5AndClip(config, device, shard=shard)
 
 
 class Patches:
@@ -121,3 +174,157 @@ def as_bytes(pixels_B3HW: Tensor) -> np.ndarray:
     """Make uint8 pictures [B, H, W, 3] of values from -1 to 1."""
     scaled = ((pixels_B3HW.float().clamp(-1, 1) + 1) * 127.5).round()
     return scaled.to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
+
+
+INSTALL = "pip install -e '.[diffusion]'"
+WEIGHTS = ("*.safetensors", "*.bin")
+
+
+class PretrainedAutoencoder:
+    """An AutoencoderKL of diffusers."""
+
+    def __init__(self, config: EncodersConfig, device: torch.device) -> None:
+        diffusers = _import("diffusers", "data.options.autoencoder")
+        self._device, self._dtype = device, getattr(torch, config.dtype)
+        folder = Path(config.autoencoder).expanduser()
+        model = _load(
+            "data.options.autoencoder",
+            folder,
+            partial(
+                diffusers.AutoencoderKL.from_pretrained,
+                folder,
+                torch_dtype=self._dtype,
+                low_cpu_mem_usage=False,
+            ),
+        )
+        self._model = _frozen(model).to(device)
+        self._shift = model.config.shift_factor or 0.0
+        self._scale = model.config.scaling_factor
+        self.pixels = 2 ** (len(model.config.block_out_channels) - 1)
+        self.channels = model.config.latent_channels
+
+    @torch.no_grad()
+    def encode(self, pixels_B3HW: Tensor) -> Moments:
+        posterior = self._model.encode(pixels_B3HW.to(self._device, self._dtype)).latent_dist
+        mean = (posterior.mean.float() - self._shift) * self._scale
+        return Moments(mean, posterior.std.float() * self._scale)
+
+    @torch.no_grad()
+    def decode(self, latents_BCHW: Tensor) -> Tensor:
+        latents = latents_BCHW.to(self._device) / self._scale + self._shift
+        pixels: Tensor = self._model.decode(latents.to(self._dtype)).sample
+        return pixels.float().clamp(-1, 1)
+
+
+class T5AndClip:
+    """A T5 encoder for the tokens of a caption, and a CLIP text model for the caption, of transformers.
+
+    As Flux's pipeline does, T5 attends to the padding, too.
+
+    Args:
+        config: folders, length and format.
+        device: where they compute.
+        shard: whether FSDP shards the weights over all ranks, which then encode together.
+    """
+
+    def __init__(self, config: EncodersConfig, device: torch.device, *, shard: bool) -> None:
+        transformers = _import("transformers", "data.options.text")
+        transformers.utils.logging.disable_progress_bar()
+        assert config.t5 is not None and config.clip is not None, "checked when the job was composed"
+        self._device, self._length, dtype = device, config.text_length, getattr(torch, config.dtype)
+        self._models, self._tokenizers = {}, {}
+        for name, path, kind in (
+            ("t5", config.t5, transformers.T5EncoderModel),
+            ("clip", config.clip, transformers.CLIPTextModel),
+        ):
+            folder, field = Path(path).expanduser(), f"data.options.{name}"
+            model = _load(field, folder, partial(kind.from_pretrained, folder, dtype=dtype))
+            self._models[name] = _frozen(model)
+            found = _tokenizer_folder(folder)
+            self._tokenizers[name] = _load(
+                field, found, partial(transformers.AutoTokenizer.from_pretrained, found)
+            )
+        if shard and dist.is_initialized() and dist.get_world_size() > 1:
+            self._shard(device)
+        for model in self._models.values():
+            model.to(device)
+
+    def _shard(self, device: torch.device) -> None:
+        """Shard the blocks of both over all ranks."""
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("encoders",))
+        t5, clip = self._models["t5"], self._models["clip"]
+        layers = getattr(clip, "text_model", clip).encoder.layers
+        for model, blocks in ((t5, t5.encoder.block), (clip, layers)):
+            model.to(device)
+            for block in blocks:
+                fully_shard(block, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+
+    @torch.no_grad()
+    def encode(self, captions: Sequence[str]) -> Embeddings:
+        clip = self._models["clip"]
+        longest = clip.config.max_position_embeddings
+        text_BLD = self._models["t5"](self._ids("t5", captions, self._length)).last_hidden_state
+        pooled_BP = clip(self._ids("clip", captions, longest)).pooler_output
+        return Embeddings(text_BLD.float(), pooled_BP.float())
+
+    def _ids(self, name: str, captions: Sequence[str], length: int) -> Tensor:
+        encoded = self._tokenizers[name](
+            list(captions), padding="max_length", max_length=length, truncation=True, return_tensors="pt"
+        )
+        ids: Tensor = encoded.input_ids.to(self._device)
+        return ids
+
+
+def _frozen(model: nn.Module) -> Any:
+    return model.eval().requires_grad_(False)
+
+
+def _import(name: str, field: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UserError(f"{field}: needs the package {name}; would work: {INSTALL}") from error
+
+
+def _load(field: str, folder: Path, load: Callable[[], Any]) -> Any:
+    """Load a model or tokenizer from a local folder."""
+    if not folder.is_dir():
+        raise ConfigError(field, folder, "there is no such folder", "the folder of a model")
+    noise = logging.getLogger("transformers"), logging.getLogger("diffusers")
+    levels = [each.level for each in noise]
+    for each in noise:
+        each.setLevel(logging.ERROR)
+    try:
+        return load()
+    # The libraries and file readers raise many types; to the user all mean that it cannot be loaded.
+    except Exception as error:
+        raise ConfigError(field, folder, f"cannot be loaded: {describe(error)}") from error
+    finally:
+        for each, level in zip(noise, levels, strict=True):
+            each.setLevel(level)
+
+
+def _tokenizer_folder(folder: Path) -> Path:
+    """Return the folder of a text encoder's tokenizer: the same, or its sibling in a diffusers repository."""
+    if any((folder / name).is_file() for name in ("tokenizer_config.json", "tokenizer.json", "spiece.model")):
+        return folder
+    return folder.with_name(folder.name.replace("text_encoder", "tokenizer"))
+
+
+def fingerprint(field: str, path: str, *settings: object) -> str:
+    """Hash of a model's config, of the names and sizes of its weights, and of ``settings``.
+
+    Raises:
+        ConfigError: the folder has no config.json.
+    """
+    folder = Path(path).expanduser()
+    try:
+        config = parse_object((folder / "config.json").read_bytes())
+    except (OSError, ValueError) as error:
+        rule, works = f"its config.json cannot be read: {describe(error)}", "the folder of a model"
+        raise ConfigError(field, path, rule, works) from error
+    files = sorted(file for pattern in WEIGHTS for file in folder.glob(pattern))
+    sizes = [[file.name, file.stat().st_size] for file in files]
+    kept = {name: value for name, value in config.items() if not name.startswith("_")}
+    return hash_of([kept, sizes, *settings])

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from harness.config.training import Sizes
-from harness.contrib.flux.batch import ImageBatch
+from harness.contrib.flux.objective import ImageBatch
 from harness.contrib.flux.pictures.encoders import Encoders, as_floats
 from harness.contrib.flux.pictures.sources import RawSamples
-from harness.data.batch import Cursor, Loader
+from harness.data.loader import Cursor, Loader
 from harness.data.samples import random_stream
 from harness.data.workers import cpus
 

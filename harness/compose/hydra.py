@@ -1,0 +1,421 @@
+"""Hydra's part of composition: its search path, its grammar, and the files of a job in their order.
+
+``hydra.compose`` merges files as nodes of OmegaConf, which takes twenty times as long as plain dictionaries.
+So this module uses parts of Hydra 1.3 that are private: ``create_defaults_list`` and the repository of files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, cast, get_args, get_origin
+
+from harness.compose.overrides import FROM_CONFIG, OVERRIDE, SETTING, options_of, to_user_error, with_quotes
+from harness.compose.paths import (
+    ConfigFolders,
+    Stamp,
+    conf_dir,
+    config_folders,
+    folder_of_package,
+    folders_of_packages,
+    using_folders,
+)
+from harness.config.fields import default_of, type_hints
+from harness.util.errors import UserError
+
+SCHEMA = "job_schema"
+"""Config that every primary one starts from: the defaults of the job's dataclass."""
+UNSET = "???"
+"""The value of a field that must be given."""
+_SWITCHES = {**dict.fromkeys(("yes", "on", "true"), True), **dict.fromkeys(("no", "off", "false"), False)}
+_REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A file of a job.
+
+    Attributes:
+        name: such as ``model/llama3_8b``.
+        content: its values, at their places in the job.
+    """
+
+    name: str
+    content: dict[str, Any]
+
+
+class Hydra:
+    """Hydra's parser and its readers of files, for the folders in use; each file is read once."""
+
+    def __init__(self) -> None:
+        from hydra._internal.config_loader_impl import ConfigLoaderImpl
+        from hydra._internal.config_repository import CachingConfigRepository
+        from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+        from hydra.core.config_store import ConfigStore
+        from hydra.core.override_parser.overrides_parser import OverridesParser
+        from hydra.core.plugins import Plugins
+
+        Plugins.instance()  # finds the readers of files
+        store = ConfigStore.instance()
+        if f"{SCHEMA}.yaml" not in store.repo:
+            store.store(name=SCHEMA, node={})
+        if f"{FROM_CONFIG}.yaml" not in store.repo.get("model", {}):
+            store.store(name=FROM_CONFIG, node={}, group="model")
+        search = ConfigSearchPathImpl()
+        search.append("hydra", "pkg://hydra.conf")
+        for folder in config_folders().paths:
+            search.append("main" if not search.get_path()[1:] else "added", f"file://{folder}")
+        search.append("schema", "structured://")
+        self.loader = ConfigLoaderImpl(search)
+        self.parser = OverridesParser.create(self.loader)
+        self._repository = CachingConfigRepository(self.loader.repository)
+        self._parsed: dict[str, Any] = {}
+        self._layers: dict[tuple[str, tuple[str, ...]], list[tuple[str, str]]] = {}
+        self._contents: dict[str, dict[str, Any]] = {}
+        self._composed: dict[Any, dict[str, Any]] = {}
+
+    def parse(self, override: str) -> Any:
+        if override not in self._parsed:
+            [self._parsed[override]] = self.parser.parse_overrides([with_quotes(override)])
+        return self._parsed[override]
+
+    def layers(
+        self, primary: str, choices: tuple[str, ...], schema: type, model: Callable[[], dict[str, Any]]
+    ) -> Iterator[Layer]:
+        """Yield the files of a job, later ones win."""
+        from hydra._internal.defaults_list import create_defaults_list
+
+        if (primary, choices) not in self._layers:
+            parsed = [self.parse(each) for each in choices]
+            found = create_defaults_list(self._repository, primary, parsed, False, False)
+            self._layers[primary, choices] = [
+                (str(each.config_path), each.package or "") for each in found.defaults
+            ]
+        for name, package in self._layers[primary, choices]:
+            if name == SCHEMA:
+                content = plain_defaults(schema)
+            elif name == f"model/{FROM_CONFIG}":
+                content = model()
+            else:
+                content = self._read(name)
+            if name != primary and "searchpath" in (content.get("hydra") or {}):
+                rule = "hydra.searchpath is only supported from the primary config"
+                raise UserError(f"{name}.yaml: {rule}; would work: --config-dir FOLDER")
+            for part in reversed(package.split(".") if package else []):
+                content = {part: content}
+            yield Layer(name, content)
+
+    def composed(
+        self, primary: str, choices: tuple[str, ...], schema: type, model: Callable[[], dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Return a new copy of the merged files of a job."""
+        key = primary, choices, schema
+        if key not in self._composed:
+            config: dict[str, Any] = {}
+            layers = list(self.layers(primary, choices, schema, model))
+            for layer in layers:
+                merge(config, layer.content)
+            config = with_types(config, schema)
+            if any(layer.name == f"model/{FROM_CONFIG}" for layer in layers):  # read again for each job
+                return config
+            self._composed[key] = config
+        return copied(self._composed[key])
+
+    def _read(self, name: str) -> dict[str, Any]:
+        from omegaconf import OmegaConf
+
+        if name not in self._contents:
+            loaded = self._repository.load_config(name)
+            content: Any = OmegaConf.to_container(loaded.config) if loaded is not None else {}
+            if not isinstance(content, dict):
+                raise UserError(f"{name}.yaml: must be a mapping of fields, like training: {{steps: 3}}")
+            content.pop("defaults", None)
+            self._contents[name] = content
+        return self._contents[name]
+
+
+@functools.cache
+def hydra_of(_stamp: Stamp) -> Hydra:
+    """Return Hydra for the files in use, which have this stamp."""
+    return Hydra()
+
+
+def plain_defaults(kind: type) -> dict[str, Any]:
+    """Return the defaults of a dataclass as dictionaries; ``???`` stands for values that must be given."""
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(kind):
+        hint = type_hints(kind)[field.name]
+        if dataclasses.is_dataclass(hint):
+            values[field.name] = plain_defaults(cast("type", hint))
+        else:
+            value = default_of(field)
+            values[field.name] = UNSET if value is dataclasses.MISSING else copied(value)
+    return values
+
+
+def copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: copied(each) for key, each in value.items()}
+    return [copied(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def merge(config: dict[str, Any], content: dict[str, Any]) -> None:
+    """Merge values into a config; lists are replaced, and ``???`` changes nothing."""
+    for key, value in content.items():
+        if isinstance(value, dict) and isinstance(config.get(key), dict):
+            merge(config[key], value)
+        elif value != UNSET or key not in config:
+            config[key] = copied(value)
+
+
+def apply_value(config: dict[str, Any], parsed: Any) -> None:
+    """Set, merge or delete what an override says, parsed by Hydra."""
+    typed, value = str(parsed.input_line), parsed.value()
+    *path, last = parsed.key_or_group.split(".")
+    place: Any = config
+    for name in path:
+        if isinstance(place, dict) and not isinstance(place.get(name), dict | list):
+            place[name] = {}
+        place = _element(place, name, typed) if isinstance(place, list) else place[name]
+    if isinstance(place, list):
+        _element(place, last, typed)
+        place[int(last)] = value
+    elif parsed.is_delete():
+        if last not in place:
+            raise UserError(f"{typed}: there is nothing to remove")
+        del place[last]
+    elif parsed.is_add() and place.get(last) is not None and not isinstance(value, dict | list):
+        raise UserError(f"{typed}: the field exists already; would work: {typed[1:]}")
+    elif value == UNSET:
+        place[last] = value
+    else:
+        merge(place, {last: value})
+
+
+def _element(values: list[Any], index: str, typed: str) -> Any:
+    if not (index.isdigit() and int(index) < len(values)):
+        raise UserError(f"{typed}: the list has {len(values)} elements; would work: the complete list")
+    return values[int(index)]
+
+
+def resolve_references(config: dict[str, Any], texts: Iterable[tuple[Any, Any, str]]) -> dict[str, Any]:
+    """Replace ``${...}`` by values, unless they refer to a value that must be given."""
+    rest = False
+    for values, key, name in texts:
+        # Last, so that the error of a wrong value is that of the field that is referred to.
+        top = name.partition(".")[0]
+        config[top] = config.pop(top)
+        if values[key] == UNSET:
+            continue
+        match = _REFERENCE.fullmatch(values[key])
+        target: Any = config
+        for part in match[1].split(".") if match else ():
+            target = target.get(part) if isinstance(target, dict) else None
+        if isinstance(target, str | int | float) and not is_special(target):
+            values[key] = target
+        elif target != UNSET:
+            rest = True
+    if rest:
+        from omegaconf import OmegaConf
+
+        return OmegaConf.to_container(OmegaConf.create(config), resolve=True)  # type: ignore[return-value]
+    return config
+
+
+def is_special(value: Any) -> bool:
+    """Whether a value is a text with references, or stands for one that must be given."""
+    return isinstance(value, str) and ("${" in value or value == UNSET)
+
+
+def special_texts(config: Any, prefix: str = "") -> Iterator[tuple[Any, Any, str]]:
+    """Yield the containers of all special texts, with their keys and dotted names."""
+    for key, value in config.items() if isinstance(config, dict) else enumerate(config):
+        if isinstance(value, dict | list):
+            yield from special_texts(value, f"{prefix}{key}.")
+        elif is_special(value):
+            yield config, key, f"{prefix}{key}"
+
+
+def with_types(value: Any, hint: Any) -> Any:
+    """Convert values as OmegaConf does: in a field of numbers 1 is 1.0, and in one of texts "1".
+
+    What has no such type is left to ``from_dict``. So are mappings of dataclasses and lists of mappings.
+    """
+    if get_origin(hint) is UnionType:
+        kinds = [each for each in get_args(hint) if each is not NoneType]
+        hint = kinds[0] if len(kinds) == 1 else Any
+    kind, arguments = get_origin(hint), get_args(hint)
+    if dataclasses.is_dataclass(hint) and isinstance(value, dict):
+        hints = type_hints(hint)  # type: ignore[arg-type]
+        return {key: with_types(each, hints.get(key, Any)) for key, each in value.items()}
+    if kind is dict and isinstance(value, dict) and not dataclasses.is_dataclass(arguments[1]):
+        return {key: with_types(each, arguments[1]) for key, each in value.items()}
+    if kind is list and isinstance(value, list) and get_origin(arguments[0]) is not dict:
+        return [with_types(each, arguments[0]) for each in value]
+    return value if value is None or is_special(value) else _as_scalar(value, hint)
+
+
+def _as_scalar(value: Any, hint: Any) -> Any:
+    try:
+        if hint is str and isinstance(value, int | float):
+            return str(value)
+        if hint is float and isinstance(value, int | str) and not isinstance(value, bool):
+            return float(value)
+        if hint is int and isinstance(value, str):
+            return int(value)
+        if hint is bool and isinstance(value, int | str):
+            text = str(value).lower()
+            return _SWITCHES[text] if text in _SWITCHES else int(text) != 0
+    except ValueError:
+        pass  # from_dict will refuse it
+    return value
+
+
+FLAG = "--config-dir"
+_WORKS = f"{SETTING}=[file:///FOLDER], {SETTING}=[pkg://PACKAGE.FOLDER], {FLAG} FOLDER"
+# Text that Hydra's grammar reads without quotes.
+_PLAIN = re.compile(r"[\w./:-]+", re.ASCII)
+SHADOWED_SHOWN = 3
+
+
+def sets_search_path(override: str) -> bool:
+    match = OVERRIDE.match(override)
+    return match is not None and match["key"] == SETTING
+
+
+@contextmanager
+def search_path(
+    overrides: Iterable[str],
+    primary: str,
+    *,
+    folders: Sequence[str] = (),
+    primaries: dict[str, str] | None = None,
+) -> Iterator[list[str]]:
+    """Use the user's folders; yield the overrides, with the search path first.
+
+    The order is Hydra's: ``conf/``, the folders of ``--config-dir``, then the typed search path or, without
+    one, that of the primary config. Without any of these, the folders in use stay.
+
+    Args:
+        overrides: as typed.
+        primary: name of the primary config.
+        folders: values of ``--config-dir``.
+        primaries: primary configs to compose instead of a verb's own, by name; None keeps those in use.
+
+    Raises:
+        UserError: a folder does not exist, or there is no such primary config.
+    """
+    now = config_folders()
+    names = now.primaries if primaries is None else primaries
+    overrides = list(overrides)
+    typed = [each for each in overrides if sets_search_path(each)]
+    rest = [each for each in overrides if not sets_search_path(each)]
+    found = {f"file://{_folder(each, FLAG)}": _folder(each, FLAG) for each in folders}
+    entries = (
+        _entries(typed[-1])
+        if typed
+        else _of_primary(names.get(primary, primary), [*found.values()] or now.added)
+    )
+    found |= {_absolute(each): _folder(each, SETTING) for each in entries}
+    if not found and names == now.primaries:
+        yield rest
+        return
+    with using_folders([*found.values()] or now.added, names):
+        yield [f"{SETTING}=[{','.join(map(_quoted, found))}]", *rest] if found else rest
+
+
+def shadowed() -> str:
+    """Say which of the user's files are not used, because an earlier folder has another of the same name."""
+    paths = config_folders().paths
+    names = {file.stem for path in paths[1:] for file in path.glob("*.yaml")}
+    names |= {f"{group}/{option}" for group in config_folders().groups for option in options_of(group)}
+    hidden = []
+    for name in sorted(names):
+        first, *others = (path / f"{name}.yaml" for path in paths if (path / f"{name}.yaml").is_file())
+        # A copy changes nothing.
+        hidden += [(first, other) for other in others if other.read_bytes() != first.read_bytes()]
+    shown = [f"{other}: not used, {first} has the same name and comes first" for first, other in hidden]
+    more = len(shown) - SHADOWED_SHOWN
+    return "\n".join([*shown[:SHADOWED_SHOWN], *([f"and {more} more files"] if more > 0 else [])])
+
+
+def _entries(override: str) -> list[str]:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    try:
+        [parsed] = OverridesParser.create().parse_overrides([override])
+    except Exception as error:
+        raise to_user_error(error) from error
+    if parsed.is_sweep_override():
+        raise UserError(f"{override}: all points of a sweep have one search path; would work: {_WORKS}")
+    return _texts(parsed.value(), override)
+
+
+def _of_primary(name: str, added: Sequence[Path]) -> list[str]:
+    folders = ConfigFolders((Path(conf_dir()), *added, *folders_of_packages()), {})
+    file = folders.find(name)
+    if file is None:
+        searched, works = (", ".join(map(str, each)) for each in (folders.paths, folders.primary_names()))
+        raise UserError(f"--config-name={name}: no such file in {searched}; would work: {works}")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return []  # Hydra reports it
+    if "searchpath" not in text:
+        return []
+    from omegaconf import OmegaConf
+
+    try:
+        found = OmegaConf.select(OmegaConf.create(text), SETTING)
+        return [] if found is None else _texts(list(found), f"{SETTING} in {file}")
+    except UserError:
+        raise
+    except Exception as error:
+        raise to_user_error(error) from error
+
+
+def _texts(value: Any, source: str) -> list[str]:
+    elements = value if isinstance(value, list) else [None]
+    # Hydra's quoted texts are a class of their own.
+    texts = [getattr(each, "text", each) for each in elements]
+    names = [each for each in texts if isinstance(each, str) and each]
+    if len(names) < len(texts):
+        raise UserError(f"{source}: must be a list of folders or packages; would work: {_WORKS}")
+    return names
+
+
+def _folder(entry: str, source: str) -> Path:
+    scheme, _, name = entry.rpartition("://")
+    shown = f"{source}={entry}" if source == FLAG else f"{source}=[{entry}]"
+    if scheme == "pkg":
+        found = folder_of_package(name)
+        if found is None:
+            rule = "no such folder in an installed package"
+            raise UserError(f"{shown}: {rule}; would work: pip install its package, or {_WORKS}")
+        return found
+    if scheme not in ("", "file"):
+        raise UserError(f"{shown}: must begin with file:// or pkg://; would work: {_WORKS}")
+    try:
+        if Path(name).is_dir():
+            return Path(name).absolute()
+    except (OSError, ValueError):  # an invalid path
+        pass
+    raise UserError(f"{shown}: no such folder; would work: {_WORKS}")
+
+
+def _absolute(entry: str) -> str:
+    """Return an element that means the same from another folder."""
+    return entry if entry.startswith("pkg://") else f"file://{_folder(entry, SETTING)}"
+
+
+def _quoted(entry: str) -> str:
+    if _PLAIN.fullmatch(entry):
+        return entry
+    escaped = re.sub(r"(\\*)'", r"\1\1\\'", entry)
+    return "'" + re.sub(r"(\\+)$", r"\1\1", escaped) + "'"

@@ -1,0 +1,137 @@
+"""Train a model for a few steps and measure its activations after each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harness.config.job import Job
+from harness.data.tokenizer import build_tokenizer
+from harness.model.decoder import Decoder
+from harness.model.kernels import Kernel
+from harness.model.moe import Router
+from harness.train.engine import Engine
+from harness.train.objective import loader_of
+from harness.train.setup import pick_device, process_group, set_up_process
+
+QUERIES = 64
+"""Number of positions at the end of a sequence whose attention scores are measured."""
+
+
+@dataclass(frozen=True)
+class Activation:
+    """Size of one module's activations after some steps of training, on the first batch.
+
+    Attributes:
+        module: its name; ``.scores`` after an attention's name means its scores.
+        kind: what it is, for all blocks: ``attention``, ``feed-forward``, ...
+        width: width of the residual stream.
+        step: number of optimizer steps before.
+        rms: root mean square.
+        change: root mean square of the difference from step 0.
+    """
+
+    module: str
+    kind: str
+    width: int
+    step: int
+    rms: float
+    change: float
+
+
+def measure(job: Job) -> list[Activation]:
+    """Train the job in this process and measure its activations before the first and after every step.
+
+    Every step has the same batch, whose activations are measured. So updates add up, and their effect shows
+    after a few steps (the default of coord_check in github.com/microsoft/mup).
+    """
+    device = pick_device(job)
+    set_up_process(job)
+    with process_group(job, device):
+        engine = Engine(job, device)
+        batch = loader_of(job, build_tokenizer(job.tokenizer), engine.rows).next()
+        found: list[Activation] = []
+        initial: dict[str, list[Tensor]] = {}
+        for step in range(job.steps + 1):
+            part = engine.parts[0]
+            assert isinstance(part, Decoder)
+            with recorded(part) as record:
+                engine.evaluate(batch)
+            initial = initial or record.values
+            for name, values in record.values.items():
+                change = [now - before for now, before in zip(values, initial[name], strict=True)]
+                kind, width = record.kinds[name], job.model.dim
+                found.append(Activation(name, kind, width, step, _rms(values), _rms(change)))
+            if step < job.steps:
+                engine.update(engine.gradients(batch).norm)
+    return found
+
+
+@dataclass
+class Record:
+    """Activations of the modules of a decoder, by name, one tensor for each pass, and the modules' kinds."""
+
+    values: dict[str, list[Tensor]] = field(default_factory=dict)
+    kinds: dict[str, str] = field(default_factory=dict)
+
+
+@contextmanager
+def recorded(decoder: Decoder) -> Iterator[Record]:
+    """Record the activations of every pass of a decoder inside of the context."""
+    record = Record()
+    hooks = []
+
+    def after(module: nn.Module, name: str, kind: str, value: Callable[[Any, Any, Any], Tensor]) -> None:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            record.values.setdefault(name, []).append(value(module, inputs, output).detach().float())
+            record.kinds[name] = kind
+
+        hooks.append(module.register_forward_hook(hook))
+
+    assert decoder.tok_embeddings is not None and decoder.output is not None, "the check has no pipeline"
+    after(decoder.tok_embeddings, "tok_embeddings", "embeddings", _output)
+    for layer in map(int, decoder.layers):
+        block, name = decoder.blocks[layer], f"layers.{layer}"
+        after(block.attention.inner, f"{name}.attention.scores", "attention scores", _scores)
+        after(block.attention, f"{name}.attention", "attention", _output)
+        if block.moe is None:
+            assert block.feed_forward is not None
+            after(block.feed_forward, f"{name}.feed_forward", "feed-forward", _output)
+        else:
+            after(block.moe.router, f"{name}.moe.router", "router logits", _router_logits)
+            after(block.moe, f"{name}.moe", "experts", _first)
+        after(block, name, "residual stream", _first)
+    after(decoder.output, "output", "logits", _output)
+    try:
+        yield record
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _output(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+    return output
+
+
+def _first(_module: nn.Module, _inputs: Any, output: tuple[Tensor, ...]) -> Tensor:
+    return output[0]
+
+
+def _router_logits(router: Router, inputs: tuple[Tensor, ...], _output: Any) -> Tensor:
+    return router.logits(inputs[0])
+
+
+def _scores(kernel: Kernel, inputs: tuple[Tensor, ...], _output: Any) -> Tensor:
+    q_BQHD, k_BTKD = inputs[0][:, -QUERIES:].float(), inputs[1].float()
+    k_BTHD = k_BTKD.repeat_interleave(q_BQHD.shape[2] // k_BTKD.shape[2], dim=2)
+    return torch.einsum("bqhd,bthd->bhqt", q_BQHD, k_BTHD) * kernel.spec.scale
+
+
+def _rms(values: list[Tensor]) -> float:
+    total = sum(float(value.double().square().sum()) for value in values)
+    return (total / sum(value.numel() for value in values)) ** 0.5

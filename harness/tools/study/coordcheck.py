@@ -1,0 +1,249 @@
+"""``harness coordcheck``: check that activations do not depend on the width of the model.
+
+The job trains for a few steps at several widths, in this process. After every step the activations of each
+module are measured on the first batch: attention, its scores, feed-forwards, experts, routers, the residual
+stream, logits. With muP (``model.mup.base_dim``) neither they nor their change during training follow a power
+of the width; in the standard parametrization they do (arXiv:2203.03466, appendix D.1). The command fails if
+an exponent exceeds ``coordcheck.bound``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.compose.resolve import resolve
+from harness.compose.verb import Result, Verb
+from harness.config.fields import label, part
+from harness.config.job import Job
+from harness.model.architecture import require_decoder
+from harness.train.process import launched_ranks
+from harness.util.encoding import dumps
+from harness.util.errors import EXIT_OK, ConfigError, UserError
+from harness.util.files import write_atomically
+from harness.util.plots import COLORS, new_figure, save
+from harness.util.tables import Column, Table, to_text
+
+if TYPE_CHECKING:
+    from harness.tools.study.activations import Activation
+
+EXIT_DRIFTS = 1
+STEADY, GROWS, VANISHES, UNDEFINED = "steady", "grows", "vanishes", "undefined"
+LOGITS = ("logits", "router logits")
+"""Kinds of modules whose number of outputs does not depend on the width of the model."""
+OF_LOGITS = 0.5
+"""Exponent of the inverse power of the width that a change of logits may follow."""
+_COLUMNS = (
+    Column("module", "module"),
+    Column("slope", "exponent", "+.2f"),
+    Column("step", "at step", "d"),
+    Column("change_slope", "of change", "+.2f"),
+    Column("word", "verdict"),
+)
+_INCHES = 2.3
+"""Side of a panel."""
+_ROWS = (("rms", "RMS of activations"), ("change", "RMS of change since step 0"))
+
+
+@dataclass(frozen=True)
+class CoordCheckConfig:
+    """Widths to compare, and the bound of the check."""
+
+    widths: list[int] = label(factory=lambda: [64, 128, 256, 512], least=1)
+    """Values of model.dim. The other widths of the model are proportional to it; heads keep their width."""
+    bound: float = label(0.25, above=0)
+    """Largest exponent of a power of the width that an activation may follow."""
+    out: str | None = label(None, written="folder", works="a folder")
+    """Folder of the picture and the numbers; null: runs_dir/name/coordcheck."""
+
+    def validate(self, job: Job) -> None:
+        """Raise ConfigError for combinations that are not allowed."""
+        require_decoder(job.model, "compares widths by muP", "a decoder")
+        if len(set(self.widths)) < 2:
+            raise ConfigError("coordcheck.widths", self.widths, "must be at least two widths", "[64,128]")
+        if job.world_size > 1:
+            rule = "the check runs in one process; harness parity compares layouts"
+            raise ConfigError("parallelism", f"{job.world_size} ranks", rule, "single")
+
+    def jobs(self, job: Job) -> dict[int, Job]:
+        """Return the job at every width, in ascending order.
+
+        Raises:
+            ConfigError: the model does not exist at a width.
+        """
+        # The head must return logits, not the loss.
+        training = replace(job.training, loss_chunks=1)
+        return {
+            width: resolve(
+                replace(job, training=training, model=job.model.at_width(width, field="coordcheck.widths"))
+            )
+            for width in sorted(set(self.widths))
+        }
+
+
+@dataclass(frozen=True)
+class CoordCheckJob(Job):
+    """A job plus the options of the check."""
+
+    coordcheck: CoordCheckConfig = part(CoordCheckConfig)
+    """Widths and bound."""
+
+
+def coordcheck(job: CoordCheckJob, overrides: list[str]) -> Result:
+    """Train every width, judge the activations, and write the picture."""
+    if launched_ranks() is not None:
+        raise UserError("harness coordcheck runs in one process; start it without torchrun")
+    config = job.coordcheck
+    config.validate(job)
+    jobs = config.jobs(job.plain)
+    from harness.tools.study.activations import measure
+
+    activations = []
+    for width, of_width in jobs.items():
+        sys.stderr.write(f"width {width}: {job.steps} steps\n")
+        activations += measure(of_width)
+    found = judge(activations, config.bound)
+    out = Path(config.out or Path(job.runs_dir) / job.name / "coordcheck")
+    base = job.model.mup.base_dim
+    name = "standard parametrization" if base is None else f"muP, base width {base}"
+    picture = out / "coordcheck.png"
+    draw(picture, f"{job.model.name}, {job.optimizer.kind}, {name}", activations, found, config.bound)
+    steady = sum(each.word == STEADY for each in found)
+    modules = [dataclasses.asdict(each) for each in found]
+    data = {
+        "overrides": overrides,
+        "widths": list(jobs),
+        "steps": job.steps,
+        "base_dim": base,
+        "bound": config.bound,
+        "steady": steady,
+        "modules": modules,
+        "activations": [dataclasses.asdict(each) for each in activations],
+        "picture": str(picture),
+    }
+    write_atomically(out / "coordcheck.json", f"{dumps(data, indent=2)}\n".encode())
+    summary = f"{steady} of {len(found)} modules are steady ({name}; bound {config.bound:g})\n{picture}\n"
+    code = EXIT_OK if steady == len(found) else EXIT_DRIFTS
+    return Result(data, to_text(Table(_COLUMNS, modules)) + summary, code)
+
+
+@dataclass(frozen=True)
+class WidthExponents:
+    """How the activations of a module depend on the width.
+
+    Attributes:
+        module: its name.
+        kind: what it is.
+        slope: largest exponent, over all steps, of the power of the width that the activations follow.
+        step: the step that has it.
+        change_slope: that exponent for the change since step 0, after the last step.
+        word: ``steady``, ``grows``, ``vanishes``, or ``undefined`` if a value is 0 or not finite.
+    """
+
+    module: str
+    kind: str
+    slope: float
+    step: int
+    change_slope: float
+    word: str
+
+
+def judge(activations: Sequence[Activation], bound: float) -> list[WidthExponents]:
+    """Compare the exponents of every module with the bound.
+
+    The activations, and their change during training, must not grow with the width. The change must not
+    vanish either: then a wide model would learn no features. Activations before training may vanish. In muP
+    the initial logits are proportional to the inverse root of the width (arXiv:2203.03466, appendix D.2), and
+    so is the part of their change that updates of other tokens cause; their change may therefore vanish as
+    that root.
+    """
+    found = []
+    for module in dict.fromkeys(each.module for each in activations):
+        own = [each for each in activations if each.module == module]
+        last, kind = max(each.step for each in own), own[0].kind
+        steps = range(last + 1)
+        slopes = [slope((each.width, each.rms) for each in own if each.step == step) for step in steps]
+        change = slope((each.width, each.change) for each in own if each.step == last)
+        # NaN, from values that have no logarithm, counts as the largest.
+        step = max(steps, key=lambda step: (math.isnan(slopes[step]), slopes[step]))
+        if math.isnan(slopes[step]) or math.isnan(change):
+            word = UNDEFINED
+        elif max(slopes[step], change) > bound:
+            word = GROWS
+        else:
+            word = VANISHES if change < -bound - (OF_LOGITS if kind in LOGITS else 0.0) else STEADY
+        found.append(WidthExponents(module, kind, slopes[step], step, change, word))
+    return found
+
+
+def slope(points: Iterable[tuple[float, float]]) -> float:
+    """Return the exponent of the power law through points (x, y), by least squares of logarithms.
+
+    NaN if a y is not a positive finite number.
+    """
+    pairs = list(points)
+    if not all(0 < y < math.inf for _, y in pairs):
+        return math.nan
+    xs, ys = zip(*((math.log(x), math.log(y)) for x, y in pairs), strict=True)
+    return statistics.linear_regression(xs, ys).slope
+
+
+def draw(
+    path: Path, title: str, activations: Sequence[Activation], found: Sequence[WidthExponents], bound: float
+) -> None:
+    """Draw a panel for each kind of module: a line for each module and step, darker with each step.
+
+    A panel's title has the largest exponent of its modules, in another color if one of them is not steady.
+    """
+    import matplotlib
+
+    kinds = list(dict.fromkeys(each.kind for each in activations))
+    last = max(each.step for each in activations)
+    colors = matplotlib.colormaps["viridis_r"]
+    figure = new_figure(_INCHES * len(kinds), _INCHES * len(_ROWS) + 0.7)
+    panels = figure.subplots(len(_ROWS), len(kinds), sharex=True, squeeze=False)
+    for row, (name, words) in zip(panels, _ROWS, strict=True):
+        row[0].set_ylabel(words, fontsize=8)
+        for axis, kind in zip(row, kinds, strict=True):
+            _draw_kind(axis, [each for each in activations if each.kind == kind], name, last, colors)
+            of_kind = [each for each in found if each.kind == kind]
+            slopes = [each.slope if name == "rms" else each.change_slope for each in of_kind]
+            worst = max(slopes) if name == "rms" else max(slopes, key=abs)
+            heading = f"{kind}\nexponent {worst:+.2f}" if name == "rms" else f"exponent {worst:+.2f}"
+            passed = all(each.word == STEADY for each in of_kind)
+            axis.set_title(heading, fontsize=8, color="black" if passed else COLORS["measured"])
+    for axis in panels[-1]:
+        axis.set_xlabel("width", fontsize=8)
+    steady = sum(each.word == STEADY for each in found)
+    figure.suptitle(f"{title}: {steady} of {len(found)} modules steady (bound {bound:g})", fontsize=10)
+    scale = matplotlib.cm.ScalarMappable(matplotlib.colors.Normalize(0, last), colors)
+    figure.colorbar(scale, ax=panels, label="step", ticks=range(last + 1), shrink=0.6, pad=0.01)
+    save(figure, path)
+
+
+def _draw_kind(axis: Any, activations: Sequence[Activation], name: str, last: int, colors: Any) -> None:
+    """Draw the field ``name`` of one kind of module."""
+    for module in dict.fromkeys(each.module for each in activations):
+        for step in range(1 if name == "change" else 0, last + 1):
+            own = [each for each in activations if each.module == module and each.step == step]
+            points = sorted((each.width, getattr(each, name)) for each in own)
+            axis.plot(*zip(*points, strict=True), color=colors(step / max(1, last)), linewidth=0.8)
+    axis.set(xscale="log", yscale="log")
+    widths = sorted({each.width for each in activations})
+    axis.set_xticks(widths, map(str, widths), fontsize=7)
+    axis.minorticks_off()
+    axis.tick_params(labelsize=7)
+    # A power of at least 2 in view, so that noise does not look like a trend.
+    low, high = axis.get_ylim()
+    middle = (low * high) ** 0.5
+    axis.set_ylim(min(low, middle / 3), max(high, middle * 3))
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+VERB = Verb("coordcheck", coordcheck, job=CoordCheckJob, has_json=True)

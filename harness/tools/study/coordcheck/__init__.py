@@ -1,1 +1,0 @@
-"""The coordinate check: do activations depend on the width of the model?"""

@@ -1,0 +1,139 @@
+"""What is composed is what Hydra itself composes: options, experiments, own folders, points of a sweep."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, get_origin
+
+import hydra
+import pytest
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from tiers import THOROUGH
+
+import harness.compose.hydra
+from harness.compose.composer import Composer, compose_job, compose_points
+from harness.compose.hydra import search_path
+from harness.compose.overrides import groups, options_of
+from harness.compose.paths import config_folders
+from harness.config.job import Job
+from harness.tools.parity.parity import ParityJob
+
+FILES = {
+    "model/mine": "defaults: [llama3_tiny, _self_]\nname: mine\nn_layers: 3\n",
+    "model/deep": "defaults: [mine, _self_]\nn_layers: 5\n",
+    "experiment/own": "# @package _global_\ndefaults:\n  - override /model: mine\ntraining:\n  steps: 3\n",
+    "experiment/sub/below": "# @package _global_\ndefaults: [/experiment/own, _self_]\nname: below\n",
+    "ablation/a": "# @package _global_\ntraining:\n  seed: 77\n",
+    "ablation/b": "# @package optimizer\nlr: 1\n",
+    "data/synth": "defaults: [synthetic]\n",
+    "own_train": "defaults: [train, ablation: null, _self_, override model: deep]\ntraining:\n  steps: 9\n",
+}
+SCHEMAS = {"train": Job, "parity": ParityJob, "own_train": Job}
+
+
+def typed_node(schema: type) -> DictConfig:
+    """A dataclass as OmegaConf types it, but not inside of mappings of dataclasses and lists of mappings."""
+
+    def unlock(node: DictConfig) -> DictConfig:
+        node._set_flag("readonly", None)
+        if dataclasses.is_dataclass(node._metadata.element_type):
+            node._metadata.element_type, node._metadata.ref_type = Any, dict[str, Any]
+        for name in node:
+            child = node._get_node(name)
+            if isinstance(child, DictConfig):
+                unlock(child)
+            elif isinstance(child, ListConfig) and get_origin(child._metadata.element_type) is dict:
+                child._metadata.element_type, child._metadata.ref_type = Any, list[Any]
+        return node
+
+    return unlock(OmegaConf.structured(schema))
+
+
+def by_hydra(primary: str, typed: list[str]) -> Any:
+    """What Hydra's own command line would compose, with the folders in use."""
+    ConfigStore.instance().store(name="job_schema", node=typed_node(SCHEMAS[primary]))
+    folders = [str(path) for path in config_folders().paths]
+    [main] = [folder for folder in folders if (Path(folder) / f"{primary}.yaml").is_file()]
+    rest = ",".join(folder for folder in folders if folder != main)
+    GlobalHydra.instance().clear()
+    with hydra.initialize_config_dir(main, version_base="1.3"):
+        return OmegaConf.to_container(hydra.compose(primary, [f"hydra.searchpath=[{rest}]", *typed]))
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("own")
+    for name, text in FILES.items():
+        path = folder / f"{name}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+CASES = [
+    ("train", "model=mine"),
+    ("train", "model=deep precision=bf16 parallelism=tp optimizer.lr=1 training.steps='7' name=3"),
+    ("train", "experiment=own metrics.console=off"),
+    ("parity", "experiment=own data=synth model.n_layers=7"),
+    ("train", "experiment=sub/below model=deep"),
+    ("train", "experiment=[own,sub/below] model={n_layers:9}"),
+    ("train", "+ablation=a model=mine ++cluster.env={A:1,B:x} ++optimizer.options.x=[1,{a:2}]"),
+    ("train", "+ablation=b optimizer=adamw data=mixture +data@data.sources.web=local_text"),
+    ("own_train", "ablation=b ++data.sources.web={weight:3} schedule=cosine 'data.paths=[1,b]'"),
+    ("train", "experiment=quickstart parallelism.tp=${model.n_heads} name=a-${training.seed}"),
+]
+
+
+@pytest.mark.parametrize(("primary", "typed"), CASES)
+def test_files_and_values(primary: str, typed: str, own: Path) -> None:
+    overrides = typed.replace("'data", "data").replace("]'", "]").split()
+    with search_path([], primary, folders=[str(own)]):
+        composed = Composer(primary, SCHEMAS[primary]).config(overrides)
+        again = Composer(primary, SCHEMAS[primary]).config(overrides)
+        assert repr(composed) == repr(again) == repr(by_hydra(primary, overrides))
+
+
+@pytest.mark.parametrize("primary", ["train", "parity"])
+@pytest.mark.parametrize("rest", [[], ["experiment=quickstart"]])
+def test_options_of_all_groups_together(primary: str, rest: list[str]) -> None:
+    """Option n of every group."""
+    chosen = {group: options_of(group) for group in groups() if group not in ("experiment", "sweep")}
+    composer = Composer(primary, SCHEMAS[primary])
+    for number in range(max(map(len, chosen.values())) if THOROUGH else 1 + (not rest)):
+        options = [(group, names[number % len(names)]) for group, names in chosen.items()]
+        typed = [f"{group}='{name}'" if name == "nan" else f"{group}={name}" for group, name in options]
+        assert repr(composer.config([*rest, *typed])) == repr(by_hydra(primary, [*rest, *typed])), typed
+
+
+def test_points_are_what_composing_each_of_them_gives() -> None:
+    typed = ["model=llama3_8b,llama3_tiny", "parallelism={tp:2},{pp:3}", "cluster.env.A=x"]
+    # Set groups by option and by value, with experiments that set fields of other groups.
+    mixed = ["precision=bf16,fp32", "cluster=slurm_h100,local", "experiment=quickstart", "compile=on"]
+    shown: list[tuple[int, int]] = []
+    twice = ["data=python_stdlib", "data=synthetic", "training.seed=1,2"]
+    points = [
+        *compose_points(typed),
+        *compose_points(twice),
+        *compose_points(mixed, show=lambda *of: shown.append(of)),
+    ]
+    assert shown == [(number, 4) for number in range(1, 5)]
+    assert len(points) == 10 and any(point.job is not None for point in points)
+    harness.compose.hydra.hydra_of.cache_clear()
+    for point in points:
+        alone = Composer().point_of_sweep(point.overrides)
+        assert (alone.job, alone.reason) == (point.job, point.reason)
+    assert [point.job.data.kind for point in points[4:6]] == ["synthetic"] * 2
+
+
+def test_a_changed_file_is_composed_again(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    seeds = []
+    for seed in (1, 23):
+        text = f"# @package _global_\ntraining:\n  seed: {seed}\n"
+        (tmp_path / "experiment" / "own.yaml").write_text(text)
+        typed = [f"hydra.searchpath=[{tmp_path}]", "experiment=own", "model=llama3_tiny"]
+        seeds.append(compose_job(typed).training.seed)
+    assert seeds == [1, 23]

@@ -1,0 +1,456 @@
+"""Settings and updates of every kind of optimizer: against formulas, torch's optimizers, and by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from equal import assert_equal
+from jobs import tiny
+from torch import Tensor
+from waits import waits
+
+from harness.compose.composer import compose_job
+from harness.config.model import ModelConfig
+from harness.config.optimizer import (
+    IMPLEMENTATIONS,
+    LARGEST_BFLOAT16_BETA,
+    LR_SCALES,
+    OptimizerConfig,
+    lr_scale,
+)
+from harness.model.decoder import Decoder
+from harness.model.spec import tensors
+from harness.optimizer.build import build_optimizer
+from harness.optimizer.elementwise import Lion, RoundedAdamW
+from harness.optimizer.muon import Muon, orthogonalize
+from harness.optimizer.settings import kinds_of, tensor_settings
+
+Optimizers = list[torch.optim.Optimizer]
+NORMS = {
+    "norm.weight",
+    *(f"layers.{i}.{norm}.weight" for i in range(2) for norm in ("attention_norm", "ffn_norm")),
+}
+TABLE = "tok_embeddings.weight"
+ADAMW = OptimizerConfig(lr=0.03, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.2)
+ROUNDED = dataclasses.replace(ADAMW, state_dtype="bfloat16")
+MUON = OptimizerConfig(kind="muon", lr=0.03, weight_decay=0.2, momentum=0.9)
+
+
+def model(tied: bool = False) -> Decoder:
+    sizes = {"vocab_size": 32, "dim": 16, "n_layers": 2, "n_heads": 2, "n_kv_heads": 2, "ffn_hidden_dim": 24}
+    config = ModelConfig(**sizes, max_seq_len=8, tied_embeddings=tied)
+    torch.manual_seed(0)
+    return Decoder(config, 8)
+
+
+SPECS = tensors(model().config)
+
+
+def built_for(decoder: Decoder, config: OptimizerConfig) -> torch.optim.Optimizer:
+    return build_optimizer(config, decoder.named_parameters(), tensors(decoder.config))
+
+
+def trained(
+    build: OptimizerConfig | Callable[[dict[str, Any]], Optimizers], steps: int = 5
+) -> dict[str, Tensor]:
+    """Parameters after some steps of random gradients, with a job's optimizer or those that are built."""
+    decoder = model()
+    named = dict(decoder.named_parameters())
+    built = [built_for(decoder, build)] if isinstance(build, OptimizerConfig) else build(named)
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(steps):
+        for parameter in named.values():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        for each in built:
+            each.step()
+    return {name: parameter.detach() for name, parameter in named.items()}
+
+
+def by_formula(
+    update: Callable[[Tensor, Tensor, list[Tensor], int], Tensor], decay: float, means: int, steps: int = 5
+) -> dict[str, Tensor]:
+    """``trained`` in float64; ``update`` gets value, gradient, running means and step. Matrices decay."""
+    values = {name: parameter.detach().double() for name, parameter in model().named_parameters()}
+    state = {name: [torch.zeros_like(value) for _ in range(means)] for name, value in values.items()}
+    generator = torch.Generator().manual_seed(3)
+    for step in range(1, steps + 1):
+        for name, value in values.items():
+            gradient = torch.randn(value.shape, generator=generator).double()
+            shrunk = 0.0 if name in NORMS else decay * value
+            values[name] = value - update(value, gradient, state[name], step) - shrunk
+    return values
+
+
+def adamw_formula(config: OptimizerConfig) -> dict[str, Tensor]:
+    """Algorithm 2 of arXiv:1711.05101."""
+
+    def update(_value: Tensor, gradient: Tensor, means: list[Tensor], step: int) -> Tensor:
+        means[0] = config.beta1 * means[0] + (1 - config.beta1) * gradient
+        means[1] = config.beta2 * means[1] + (1 - config.beta2) * gradient**2
+        root = (means[1] / (1 - config.beta2**step)).sqrt()
+        return config.lr * (means[0] / (1 - config.beta1**step)) / (root + config.eps)
+
+    return by_formula(update, config.lr * config.weight_decay, means=2)
+
+
+# Fields, whether the table is tied, and what does not decay; None: nothing does.
+DECAYS: list[tuple[dict[str, Any], bool, set[str] | None]] = [
+    ({}, False, NORMS),
+    ({"state_dtype": "bfloat16"}, False, NORMS),
+    ({"decay_vectors": True}, False, set()),
+    ({"decay_embeddings": False}, False, {TABLE, *NORMS}),
+    ({}, True, NORMS),
+    ({"decay_embeddings": False}, True, {TABLE, *NORMS}),
+    ({"weight_decay": 0.0}, False, None),
+]
+
+
+@pytest.mark.parametrize(("fields", "tied", "kept"), DECAYS)
+def test_what_decays(fields: dict[str, Any], tied: bool, kept: set[str] | None) -> None:
+    """A step without gradients makes some parameters smaller, and none larger; each is in one group."""
+    config = OptimizerConfig(**{"lr": 0.1, "weight_decay": 0.5, **fields})
+    decoder = model(tied)
+    before = {name: parameter.detach().clone() for name, parameter in decoder.named_parameters()}
+    assert before.keys() >= NORMS and ("output.weight" in before) is not tied
+    for parameter in decoder.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    built = built_for(decoder, config)
+    grouped = [parameter for group in built.param_groups for parameter in group["params"]]
+    assert sorted(map(id, grouped)) == sorted(map(id, decoder.parameters()))
+    built.step()
+    for name, parameter in decoder.named_parameters():
+        factor = 1.0 if kept is None or name in kept else 1 - config.lr * config.weight_decay
+        torch.testing.assert_close(parameter.detach(), before[name] * factor, msg=name)
+        assert factor != 1 or torch.equal(parameter, before[name])
+
+
+def test_a_part_with_vectors_only_makes_one_group() -> None:
+    """A pipeline stage may hold nothing that decays; an empty group is refused by torch."""
+    norm = torch.nn.Parameter(torch.ones(4))
+    built = build_optimizer(OptimizerConfig(), [("norm.weight", norm)], SPECS)
+    assert [group["weight_decay"] for group in built.param_groups] == [0.0]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_every_implementation_follows_the_formula(implementation: str) -> None:
+    config = dataclasses.replace(ADAMW, implementation=implementation)
+    config.validate()
+    expected = adamw_formula(config)
+    for name, value in trained(config).items():
+        torch.testing.assert_close(value.double(), expected[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "flags"),
+    [
+        ("auto", (True, False)),
+        ("fused", (True, False)),
+        ("foreach", (False, True)),
+        ("for-loop", (False, False)),
+    ],
+)
+def test_the_configured_implementation_is_used(implementation: str, flags: tuple[bool, bool]) -> None:
+    built = built_for(model(), OptimizerConfig(implementation=implementation))
+    assert (built.defaults["fused"], built.defaults["foreach"]) == flags
+
+
+def test_lion_follows_the_published_algorithm() -> None:
+    """Algorithm 2 of arXiv:2302.06675."""
+
+    def update(_value: Tensor, gradient: Tensor, means: list[Tensor], _step: int) -> Tensor:
+        sign = (0.9 * means[0] + 0.1 * gradient).sign()
+        means[0] = 0.99 * means[0] + 0.01 * gradient
+        return 0.01 * sign
+
+    config = OptimizerConfig(kind="lion", lr=0.01, beta1=0.9, beta2=0.99, weight_decay=0.5)
+    expected = by_formula(update, 0.01 * 0.5, means=1, steps=4)
+    for name, value in trained(config, steps=4).items():
+        # A sign may differ where the sum is zero up to rounding.
+        torch.testing.assert_close(value.double(), expected[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["adam", "adamw"])
+def test_groups_are_those_of_torch(kind: str, dtype: str) -> None:
+    """torch's own optimizer with the same parameter groups; with state in bfloat16 up to its rounding."""
+    group = {"match": "wq", "lr_factor": 0.5, "weight_decay": 0.3, "betas": [0.7, 0.8]}
+    config = OptimizerConfig(kind=kind, lr=0.01, groups=[group], state_dtype=dtype)
+
+    def torchs(named: dict[str, Any]) -> Optimizers:
+        queries = {name: p for name, p in named.items() if "wq" in name}
+        groups = [
+            {"params": list(queries.values()), "lr": 0.005, "weight_decay": 0.3, "betas": (0.7, 0.8)},
+            {"params": [p for name, p in named.items() if p.ndim == 2 and name not in queries]},
+            {"params": [p for p in named.values() if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        made = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[kind]
+        return [made(groups, lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)]
+
+    expected, found = trained(torchs, 4), trained(config, 4)
+    tolerance = 1e-6 if dtype == "float32" else 4 * 0.01 * 2**-5
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=tolerance, msg=name)
+
+
+@pytest.mark.parametrize("scale", LR_SCALES)
+def test_muon_equals_torchs(scale: str) -> None:
+    """torch.optim.Muon, in bfloat16, for the matrices of blocks, and torch.optim.AdamW."""
+    config = dataclasses.replace(MUON, lr_scale=scale, newton_schulz_dtype="bfloat16")
+
+    def torchs(named: dict[str, Any]) -> Optimizers:
+        matrices = {name: p for name, p in named.items() if p.ndim == 2 and name.startswith("layers.")}
+        tables = [p for name, p in named.items() if p.ndim == 2 and name not in matrices]
+        adamw: dict[str, Any] = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
+        shared = {"lr": config.lr, "weight_decay": config.weight_decay, "momentum": config.momentum}
+        return [
+            torch.optim.Muon(list(matrices.values()), adjust_lr_fn=scale, **shared),
+            torch.optim.AdamW(tables, weight_decay=config.weight_decay, **adamw),
+            torch.optim.AdamW([p for p in named.values() if p.ndim < 2], weight_decay=0.0, **adamw),
+        ]
+
+    expected = trained(torchs)
+    for name, value in trained(config).items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6, msg=name)
+
+
+def test_several_kinds_are_one_optimizer() -> None:
+    """One state and the groups of all; the settings of a group change the update of its kind."""
+    decoder = model()
+    built = built_for(decoder, OptimizerConfig(kind="muon", groups=[{"match": "wo", "kind": "lion"}]))
+    assert {group["kind"] for group in built.param_groups} == {"adamw", "lion", "muon"}
+    for parameter in decoder.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before = {name: parameter.detach().clone() for name, parameter in decoder.named_parameters()}
+    for group in built.param_groups:
+        group["lr"] = 0.0
+    built.step()
+    assert all(parameter.equal(before[name]) for name, parameter in decoder.named_parameters())
+    assert len(built.state) == len(before)
+
+
+def settings_of(name: str, *overrides: str) -> dict[str, Any]:
+    job = tiny(*overrides)
+    return vars(tensor_settings(job.optimizer, tensors(job.model)[name]))
+
+
+def test_the_last_group_that_matches_wins() -> None:
+    groups = (
+        r"optimizer.groups=[{match: 'layers\..*\.wq', lr_factor: 0.5, weight_decay: 0, betas: [0.8,0.98]},"
+        r"{match: 'layers\.1\.', lr_factor: 3}]"
+    )
+    first, second = (settings_of(f"layers.{layer}.attention.wq.weight", groups) for layer in range(2))
+    assert (first["lr_factor"], first["weight_decay"], first["betas"]) == (0.5, 0.0, (0.8, 0.98))
+    assert (second["lr_factor"], second["weight_decay"], second["betas"]) == (3, 0.0, (0.8, 0.98))
+    other = settings_of("output.weight", groups)
+    assert (other["lr_factor"], other["weight_decay"], other["betas"]) == (1.0, 0.1, (0.9, 0.95))
+
+
+def test_muon_updates_the_matrices_inside_of_blocks() -> None:
+    job = tiny("model=qwen3_moe_debug", "optimizer=muon")
+    found = kinds_of(job.optimizer, tensors(job.model).values())
+    ends = {tensor.name.split(".", 2)[-1] for tensor in found["muon"] if tensor.name.startswith("layers.")}
+    attention = {f"attention.{name}.weight" for name in ("wq", "wk", "wv", "wo")}
+    assert ends == attention | {f"moe.experts.w{i}" for i in (1, 2, 3)}
+    others = {tensor.name for tensor in found["adamw"]}
+    assert {"tok_embeddings.weight", "output.weight", "layers.0.moe.router.weight", "norm.weight"} <= others
+    assert found.keys() == {"muon", "adamw"}
+
+
+def test_a_group_chooses_another_kind() -> None:
+    job = tiny("optimizer=muon", "optimizer.groups=[{match: wo, kind: lion}, {match: output, kind: muon}]")
+    found = kinds_of(job.optimizer, tensors(job.model).values())
+    assert {tensor.name.split(".")[-2] for tensor in found["lion"]} == {"wo"}
+    assert "output.weight" in {tensor.name for tensor in found["muon"]}
+
+
+# -- rounding to bfloat16 --
+
+
+def test_adamw_in_bfloat16_follows_the_formula_up_to_rounding() -> None:
+    """Within bfloat16's rounding of the means, and not exactly, because values must have been rounded."""
+    expected, exact = adamw_formula(ROUNDED), trained(ADAMW)
+    for name, value in trained(ROUNDED).items():
+        torch.testing.assert_close(value.double(), expected[name], rtol=0, atol=0.03 * 5 * 2**-7)
+        assert not torch.equal(value, exact[name])
+
+
+def test_without_rounding_it_equals_torchs() -> None:
+    constants: dict[str, Any] = {"lr": 0.03, "betas": (0.8, 0.9), "eps": 1e-3}
+
+    def ours(named: dict[str, Any]) -> Optimizers:
+        groups = [{"params": list(named.values()), "weight_decay": 0.2}]
+        return [RoundedAdamW(groups, **constants, state_dtype=torch.float32)]
+
+    def torchs(named: dict[str, Any]) -> Optimizers:
+        return [torch.optim.AdamW(named.values(), **constants, weight_decay=0.2, foreach=False)]
+
+    expected = trained(torchs, 4)
+    for name, parameter in trained(ours, 4).items():
+        torch.testing.assert_close(parameter, expected[name], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("master", [torch.float32, torch.bfloat16])
+def test_a_step_of_adamw_by_hand(master: torch.dtype) -> None:
+    """Parameter and means are computed in float32 from the stored values, then rounded to their dtypes."""
+    torch.manual_seed(0)
+    parameter = torch.nn.Parameter(torch.randn(64, dtype=master))
+    built = build_optimizer(ROUNDED, [("norm.weight", parameter)], SPECS)
+    mean = square = torch.zeros(64)
+    for step in (1, 2, 3):
+        value = parameter.detach().float().clone()
+        parameter.grad = torch.randn(64).to(master)
+        g = parameter.grad.float()
+        built.step()
+        mean, square = 0.8 * mean + 0.2 * g, 0.9 * square + 0.1 * g * g
+        value = value - 0.03 * (mean / (1 - 0.8**step)) / ((square / (1 - 0.9**step)).sqrt() + 1e-3)
+        state = built.state[parameter]
+        assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.bfloat16
+        assert parameter.dtype == master
+        for found, expected in ((state["exp_avg"], mean), (state["exp_avg_sq"], square)):
+            # A float32 sum in another order may be rounded to the neighbouring bfloat16 value.
+            torch.testing.assert_close(found.float(), expected.bfloat16().float(), rtol=2**-7, atol=0)
+        close = 1e-6 if master == torch.float32 else 2**-7
+        torch.testing.assert_close(parameter.detach().float(), value, rtol=close, atol=1e-6)
+        mean, square = state["exp_avg"].float(), state["exp_avg_sq"].float()
+
+
+def test_a_step_of_muon_by_hand() -> None:
+    """Parameter and momentum are updated in float32 from the stored values, then rounded."""
+    torch.manual_seed(0)
+    parameter = torch.nn.Parameter(torch.randn(8, 6).bfloat16())
+    built = muon([{"params": [parameter], "lr": 0.5, "weight_decay": 0.1}], torch.bfloat16)
+    momentum = torch.zeros(8, 6)
+    for _ in range(3):
+        value = parameter.detach().float()
+        parameter.grad = torch.randn(8, 6).bfloat16()
+        built.step()
+        momentum = 0.9 * momentum + 0.1 * parameter.grad.float()
+        update = orthogonalize((0.1 * parameter.grad.float() + 0.9 * momentum)[None].clone(), 5)[0]
+        value = value * (1 - 0.5 * 0.1) - 0.5 * 0.2 * 8**0.5 * update
+        stored = built.state[parameter]["momentum_buffer"]
+        assert (stored.dtype, parameter.dtype) == (torch.bfloat16, torch.bfloat16)
+        torch.testing.assert_close(stored.float(), momentum, rtol=2**-8, atol=1e-6)
+        torch.testing.assert_close(parameter.detach().float(), value, rtol=2**-7, atol=1e-5)
+        momentum = stored.float()
+
+
+def test_lion_keeps_its_state_in_bfloat16() -> None:
+    decoder = model()
+    built = built_for(decoder, OptimizerConfig(kind="lion", state_dtype="bfloat16"))
+    for parameter in decoder.parameters():
+        parameter.grad = torch.full_like(parameter, 1.01)
+    built.step()
+    for mean in (state["exp_avg"] for state in built.state.values()):
+        # 0.05 * 1.01, rounded to eight bits.
+        assert mean.dtype == torch.bfloat16 and (mean == torch.tensor(0.0505).bfloat16()).all()
+
+
+def test_a_mean_still_changes_at_the_largest_beta() -> None:
+    """At 0.999 it would not, so that is refused."""
+    for beta, moves in ((LARGEST_BFLOAT16_BETA, True), (0.999, False)):
+        parameter = torch.nn.Parameter(torch.ones(1))
+        built = build_optimizer(dataclasses.replace(ROUNDED, beta2=beta), [("norm.weight", parameter)], SPECS)
+        parameter.grad = torch.ones(1)
+        built.step()
+        built.state[parameter]["exp_avg_sq"].fill_(1.0)
+        for _ in range(500):
+            parameter.grad = torch.zeros(1)
+            built.step()
+        assert (float(built.state[parameter]["exp_avg_sq"]) < 0.05) == moves
+
+
+def test_state_has_the_parameters_dtype_by_default() -> None:
+    assert compose_job([]).optimizer.state_dtype == "float32"
+    assert compose_job(["precision=bf16_full"]).optimizer.state_dtype == "bfloat16"
+    kept = compose_job(["precision=bf16_full", "optimizer.state_dtype=float32"])
+    assert kept.optimizer.state_dtype == "float32"
+    assert kept.numerics_id != compose_job(["precision=bf16_full"]).numerics_id
+
+
+# -- steps that the device drops --
+
+
+def muon(groups: list[dict[str, Any]], state_dtype: torch.dtype = torch.float32) -> Muon:
+    scale = lr_scale("match_rms_adamw")
+    return Muon(groups, 1.0, state_dtype, momentum=0.9, steps=5, dtype=torch.float32, scale=scale)
+
+
+def own(kind: str, parameters: Sequence[Tensor]) -> Any:
+    """One of our optimizers; ``kind`` may end in the dtype of the state."""
+    name, _, state = kind.partition(" ")
+    groups = [{"params": list(parameters), "weight_decay": 0.2}]
+    dtype = getattr(torch, state or "float32")
+    if name == "muon":
+        return muon(groups, dtype)
+    if name == "lion":
+        return Lion([{**each, "betas": (0.9, 0.99)} for each in groups], 0.1, dtype)
+    # Built directly, because build_optimizer uses torch's AdamW if everything is float32.
+    return RoundedAdamW(groups, 0.03, dtype, betas=(0.8, 0.9), eps=1e-3)
+
+
+B, F = torch.bfloat16, torch.float32
+OWN = [("adamw bfloat16", B), ("adamw", B), ("adamw bfloat16", F), ("adamw", F), ("lion", F), ("muon", F)]
+
+
+def after(kind: str, master: torch.dtype, drop: list[bool] | None) -> tuple[Tensor, dict[str, Tensor]]:
+    """Parameter and state after a step for each entry; None: three steps without ``found_inf``."""
+    torch.manual_seed(0)
+    parameter = torch.nn.Parameter(torch.randn(2, 8, 6).to(master))
+    built, gradients = own(kind, [parameter]), iter(torch.randn(3, 2, 8, 6))
+    for dropped in drop or [False] * 3:
+        gradient = torch.full((2, 8, 6), torch.nan) if dropped else next(gradients)
+        parameter.grad = gradient.to(master)
+        if drop is not None:
+            built.found_inf = torch.tensor(float(dropped))
+        built.step()
+    return parameter.detach(), built.state[parameter]
+
+
+@pytest.mark.parametrize(("kind", "master"), OWN)
+@pytest.mark.parametrize("drop", [[False] * 3, [True, False, False, True, False, True]])
+def test_dropped_steps_have_no_effect(kind: str, master: torch.dtype, drop: list[bool]) -> None:
+    """The result is that of the three steps that were applied; the step count is 3."""
+    (expected, expected_state), (found, found_state) = after(kind, master, None), after(kind, master, drop)
+    close = {"rtol": 2**-7 if B in (master, *(s.dtype for s in found_state.values())) else 1e-6, "atol": 1e-6}
+    torch.testing.assert_close(found, expected, **close)
+    assert found_state.keys() == expected_state.keys()
+    for name, value in found_state.items():
+        torch.testing.assert_close(value, expected_state[name], **close)
+    assert float(found_state.get("step", 3)) == 3
+
+
+@pytest.mark.parametrize(("kind", "master"), OWN)
+def test_a_dropped_step_changes_no_bit(kind: str, master: torch.dtype) -> None:
+    """Not the first one, nor a later one."""
+    for drop in ([True, False, False], [False, False, True], [False, True, False]):
+        parameter, state = after(kind, master, drop)
+        expected, expected_state = after(kind, master, [False, False])
+        assert_equal(parameter, expected)
+        assert_equal(state, expected_state)
+
+
+@pytest.mark.parametrize(("kind", "master"), OWN)
+def test_the_host_does_not_wait(kind: str, master: torch.dtype) -> None:
+    """Also with experts, and two matrices of equal shapes."""
+    with torch.device("meta"):
+        shapes = [(2, 8, 6), (8, 6), (8, 6), (4, 12)]
+        parameters = [torch.nn.Parameter(torch.empty(shape, dtype=master)) for shape in shapes]
+        built = own(kind, parameters)
+        built.found_inf = torch.zeros(())
+    with waits() as found:
+        for _ in range(2):
+            for parameter in parameters:
+                parameter.grad = torch.empty_like(parameter)
+            built.step()
+    assert found == []
+
+
+def test_rounded_adamw_is_built_where_something_is_bfloat16() -> None:
+    for master, state in ((B, "bfloat16"), (B, "float32"), (F, "bfloat16")):
+        parameter = torch.nn.Parameter(torch.empty(64, 3, device="meta", dtype=master))
+        config = dataclasses.replace(ROUNDED, state_dtype=state)
+        assert isinstance(build_optimizer(config, [("output.weight", parameter)], SPECS), RoundedAdamW)
