@@ -27,7 +27,7 @@ from harness.launch.begin import begin_again
 from harness.launch.dead_ranks import dead_ranks, only_victims, record_dead, record_left, unnamed_ranks
 from harness.launch.node_check import UnfitNodes, check_nodes
 from harness.launch.state import SlurmJobRecord
-from harness.metrics.phases import slow_ranks
+from harness.metrics.slow_ranks import slow_ranks
 from harness.run.folder import RunFolder, last_lines
 from harness.train.finish import finish_run
 from harness.train.process import rank_environment, rendezvous_store

@@ -13,7 +13,7 @@ from typing import Any
 from harness.config.fields import from_dict
 from harness.config.job import Job
 from harness.launch.queue import ENDED, Jobs, Queued, SlurmError, is_live, jobs, last_states
-from harness.metrics.phases import SlowRank, slow_ranks
+from harness.metrics.slow_ranks import SlowRank, slow_ranks
 from harness.run.folder import RunFolder, last_lines
 from harness.run.result import write_json_atomically
 from harness.train.finish import finish_run

@@ -15,7 +15,6 @@ from harness.config.fields import with_value
 from harness.config.job import Job
 from harness.data.loader import AnyBatch, Batch
 from harness.data.prefetch import count_valid, place
-from harness.metrics.phases import SUMS
 from harness.model.part import ModelPart
 from harness.model.spec import tensors
 from harness.optimizer.base import drops_on_device, parts_of
@@ -30,7 +29,7 @@ from harness.parallelism.parallelize import build_model_parts
 from harness.precision.swap import precompute_scales
 from harness.train.objective import objective_of
 from harness.train.step import HOST, LossSum, SourceLosses, StepOutcome
-from harness.util.annotation import annotated
+from harness.util.annotation import SUMS, annotated
 from harness.util.errors import LostGradientError
 
 

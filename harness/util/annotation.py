@@ -10,6 +10,8 @@ from torch.profiler import record_function
 
 Inside = Callable[[str, int | None], AbstractContextManager[object]]
 
+SUMS = "sums"
+"""Sums over the world. They end at the same time on all ranks."""
 _inside: Inside | None = None
 
 

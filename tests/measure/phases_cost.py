@@ -147,9 +147,8 @@ def parts() -> tuple[float, float]:
     import torch.distributed._functional_collectives as functional
 
     from harness.config.parallelism import ParallelismConfig
-    from harness.metrics.phases import Phases
-    from harness.parallelism.marks import Marks
     from harness.parallelism.mesh import build_mesh
+    from harness.train.observers.phases import Marks, Phases
 
     device = torch.device("cpu")
     phases, mesh = Phases(device), build_mesh(ParallelismConfig(tp=2, dp_shard=1), device)

@@ -23,14 +23,14 @@ from harness.config.fields import with_value
 from harness.config.job import Job
 from harness.launch.pool import RankPool
 from harness.metrics.jsonl import read_metrics
-from harness.metrics.phases import KINDS, Phases, SlowRanks, Span, own_seconds
+from harness.metrics.slow_ranks import KINDS, SlowRanks, own_seconds
 from harness.run.folder import RunFolder
 from harness.tools.plan.constants import Calibration, Constants
 from harness.tools.plan.make import make_plan
 from harness.tools.report import phases as of_phases
 from harness.tools.report.verb import report
 from harness.train.engine import Engine
-from harness.train.observers.phases import PhaseLog
+from harness.train.observers.phases import PhaseLog, Phases, Span
 from harness.train.trainer import Trainer
 from harness.util.annotation import annotated
 from harness.util.errors import UserError

@@ -10,7 +10,7 @@ from typing import Any
 
 from harness.config.job import Job
 from harness.metrics.jsonl import read_metrics
-from harness.metrics.phases import own_seconds, slow_ranks
+from harness.metrics.slow_ranks import own_seconds, slow_ranks
 from harness.metrics.window import EXCLUDED
 from harness.run.folder import RunFolder
 from harness.tools.plan.constants import Calibration

@@ -1,23 +1,43 @@
-"""Record the phases of this rank's steps: rows of ``phases/rank<r>.jsonl``, and slow ranks."""
+"""Times of the phases of a step on one rank: rows of ``phases/rank<r>.jsonl``, and slow ranks.
+
+A mark is a point in time at which the phase changes: a CUDA event on the current stream, or the clock on a
+CPU. The time of a phase is the time from its marks to the next ones. So times are exclusive, add up to the
+step, and a collective counts only while computation waits for it.
+
+The host never waits for an event. Times of a step are read when its last event is done. On a CPU a mark also
+reads how long the kernel let this thread wait for a core.
+"""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+import contextlib
+import os
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C import DispatchKey, DispatchKeySet
+from torch.distributed.fsdp import FSDPModule
 
 from harness.metrics.columns import Metric
 from harness.metrics.jsonl import MetricsFile
-from harness.metrics.phases import FILE, KINDS, WINDOW, Phases, SlowRanks, StepPhases, own_seconds
+from harness.metrics.slow_ranks import FILE, KINDS, WINDOW, SlowRanks, own_seconds
 from harness.metrics.window import EXCLUDED
-from harness.parallelism.marks import Marks
+from harness.model.part import ModelPart
+from harness.parallelism.mesh import EXPERT, EXPERT_TENSOR, Mesh
+from harness.parallelism.pipeline import parameter_groups
 from harness.run.result import write_json_atomically
 from harness.train.observer import Observer, Row, Run
 from harness.train.observers.values import where_is
+from harness.util.annotation import SUMS, set_phases
 
 FOLDER = "phases"
 WITH_SPANS = 5
@@ -144,3 +164,354 @@ def _mean_passes(steps: Sequence[StepPhases]) -> dict[int, dict[str, float]]:
     passes = [step.passes for step in steps]
     stages = sorted({stage for each in passes for stage in each})
     return {stage: _mean(each.get(stage, {}) for each in passes) for stage in stages}
+
+
+HOST = "host"
+"""Time in no other phase: launching, reading values, writing metrics."""
+_SCHEDSTAT = "/proc/thread-self/schedstat"
+"""Nanoseconds on a core, nanoseconds waiting for one, and turns, of the thread that opens it (Linux,
+Documentation/scheduler/sched-stats.rst)."""
+
+
+class Span(NamedTuple):
+    """A time in one phase without interruption, in seconds from the start of the step."""
+
+    start: float
+    end: float
+    phase: str
+    stage: int
+    queued: float = 0.0
+    """Seconds of it in which the thread could run and had no core; 0.0 where the system does not say."""
+
+
+@dataclass(frozen=True)
+class StepPhases:
+    """Phases of one step on one rank."""
+
+    step: int
+    spans: list[Span]
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds of each phase."""
+        total: dict[str, float] = defaultdict(float)
+        for start, end, phase, _, _ in self.spans:
+            total[phase] += end - start
+        return dict(total)
+
+    @property
+    def passes(self) -> dict[int, dict[str, float]]:
+        """Seconds of the forward and backward phases of each pipeline stage."""
+        total: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        for start, end, phase, stage, _ in self.spans:
+            if phase.startswith(("forward.", "backward.")):
+                total[stage][phase] += end - start
+        return {stage: dict(total[stage]) for stage in sorted(total)}
+
+    @property
+    def on_core(self) -> dict[str, float]:
+        """Seconds of each phase, without those in which the thread waited for a core."""
+        total: dict[str, float] = defaultdict(float)
+        for start, end, phase, _, queued in self.spans:
+            # A thread that loses its core between both readings of a mark has waited in the next span.
+            total[phase] += max(0.0, end - start - queued)
+        return dict(total)
+
+    @property
+    def aligned_at(self) -> float:
+        """End of the last sum over the world, which is the same moment on all ranks; 0.0 without one."""
+        return max((span.end for span in self.spans if span.phase == SUMS), default=0.0)
+
+
+class Phases:
+    """Record the phases of every step.
+
+    Args:
+        device: whose time counts: events on a GPU, else the clock.
+        stage: pipeline stage of phases that name none.
+    """
+
+    def __init__(self, device: torch.device, stage: int = 0) -> None:
+        self._stamps: Any = _Events() if device.type == "cuda" else _Clock()
+        self._open = [(HOST, stage)]
+        self._marks: list[tuple[Any, str, int]] = []
+        self._ended: deque[tuple[int, list[tuple[Any, str, int]], Any]] = deque()
+        self._mark()
+
+    def enter(self, phase: str, stage: int | None = None) -> None:
+        """Begin a phase, which interrupts the one before until ``leave``.
+
+        Passes and collectives of validation and saving are a part of these.
+        """
+        around, of = self._open[-1]
+        self._open.append((around if around in EXCLUDED else phase, of if stage is None else stage))
+        self._mark()
+
+    def leave(self) -> None:
+        """End the phase that began last, and continue the one before."""
+        self._open.pop()
+        self._mark()
+
+    def change(self, phase: str) -> None:
+        """Begin a phase in place of the one that began last, until ``leave``."""
+        self._open[-1] = (phase, self._open[-1][1])
+        self._mark()
+
+    def inside(self, phase: str, stage: int | None = None) -> AbstractContextManager[None]:
+        """Count the ``with`` block as a phase."""
+        return _Inside(self, phase, stage)
+
+    @property
+    def sees_queue(self) -> bool:
+        """Whether spans have the time in which the thread waited for a core."""
+        return self._stamps.sees_queue  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """Release what reads the time; no mark may follow."""
+        self._stamps.close()
+
+    def restart(self) -> None:
+        """Discard the marks of an incomplete step."""
+        self._stamps.free([stamp for stamp, _, _ in self._marks])
+        self._marks = []
+        self._mark()
+
+    def end_step(self, step: int) -> None:
+        """End a step; the next one begins."""
+        marks, self._marks = self._marks, []
+        self._mark()
+        self._ended.append((step, marks, self._marks[0][0]))
+
+    def take(self) -> Iterator[StepPhases]:
+        """Remove and yield the ended steps that the device has finished, oldest first."""
+        while self._ended and self._stamps.is_done(self._ended[0][2]):
+            step, marks, end = self._ended.popleft()
+            yield StepPhases(step, self._spans(marks, end))
+            self._stamps.free([stamp for stamp, _, _ in marks])
+
+    def _mark(self) -> None:
+        self._marks.append((self._stamps.now(), *self._open[-1]))
+
+    def _spans(self, marks: list[tuple[Any, str, int]], end: Any) -> list[Span]:
+        spans: list[Span] = []
+        since = 0.0
+        lengths = self._stamps.lengths([stamp for stamp, _, _ in marks] + [end])
+        for (_, phase, stage), (seconds, queued) in zip(marks, lengths, strict=True):
+            until = since + seconds
+            if spans and spans[-1].phase == phase and spans[-1].stage == stage:
+                last = spans[-1]
+                spans[-1] = Span(last.start, until, phase, stage, last.queued + queued)
+            elif until > since:
+                spans.append(Span(since, until, phase, stage, queued))
+            since = until
+        return spans
+
+
+class _Inside(AbstractContextManager[None]):
+    """The ``with`` block of a phase; a generator would take longer than the mark."""
+
+    def __init__(self, phases: Phases, phase: str, stage: int | None) -> None:
+        self._phases, self._phase, self._stage = phases, phase, stage
+
+    def __enter__(self) -> None:
+        self._phases.enter(self._phase, self._stage)
+
+    def __exit__(self, *_: object) -> None:
+        self._phases.leave()
+
+
+class _Clock:
+    """The host's clock, and the time that this thread has waited for a core."""
+
+    def __init__(self) -> None:
+        self._file: int | None = None
+        with contextlib.suppress(OSError):  # not Linux, or a kernel without CONFIG_SCHED_INFO
+            self._file = os.open(_SCHEDSTAT, os.O_RDONLY | os.O_CLOEXEC)
+
+    @property
+    def sees_queue(self) -> bool:
+        return self._file is not None
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def now(self) -> tuple[float, bytes]:
+        return time.perf_counter(), b"" if self._file is None else os.pread(self._file, 64, 0)
+
+    def is_done(self, _stamp: tuple[float, bytes]) -> bool:
+        return True
+
+    def lengths(self, stamps: list[tuple[float, bytes]]) -> list[tuple[float, float]]:
+        read = [(at, int(found.split()[1]) / 1e9 if found else 0.0) for at, found in stamps]
+        return [(end[0] - start[0], end[1] - start[1]) for start, end in pairwise(read)]
+
+    def free(self, stamps: list[tuple[float, bytes]]) -> None: ...
+
+
+class _Events:
+    """CUDA events, used again: making one takes longer than recording it."""
+
+    sees_queue = False
+
+    def __init__(self) -> None:
+        self._free: list[torch.cuda.Event] = []
+
+    def now(self) -> torch.cuda.Event:
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def is_done(self, event: torch.cuda.Event) -> bool:
+        return event.query()
+
+    def lengths(self, events: list[torch.cuda.Event]) -> list[tuple[float, float]]:
+        return [(start.elapsed_time(end) / 1000, 0.0) for start, end in pairwise(events)]
+
+    def free(self, events: list[torch.cuda.Event]) -> None:
+        self._free += events
+
+    def close(self) -> None: ...
+
+
+_FUNCTIONAL = "_c10d_functional"
+_COLLECTIVES = {
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_out": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
+    "all_to_all_single": "all_to_all",
+}
+_KEYS = {"cpu": "CPU", "cuda": "CUDA"}
+# A key without a kernel of its own: it reaches torch's kernel, which is the same for all devices.
+_ORIGINAL = DispatchKeySet(DispatchKey.XPU)
+# Methods of FSDP's parameter groups, and the phase that they are.
+_SHARDING = {
+    "unshard": "dp.all_gather",
+    "wait_for_unshard": "dp.all_gather",
+    "post_backward": "dp.reduce",
+    "finalize_backward": "dp.reduce",
+}
+
+
+_NO_AXIS = "other.collective"
+"""Functional collectives of a group that is no axis."""
+
+
+class Marks:
+    """Hooks that tell ``Phases`` where a model part computes, and where it waits for other ranks.
+
+    Marks are outside of compiled regions. Collectives inside of them are found too, because their operators
+    are called by name. Recomputation is a part of backward.
+
+    Args:
+        phases: gets the marks.
+        parts: this rank's model parts.
+        mesh: names the groups of collectives.
+        device: where the parts compute.
+    """
+
+    def __init__(self, phases: Phases, parts: Sequence[ModelPart], mesh: Mesh, device: torch.device) -> None:
+        self._phases = phases
+        self._undo: list[Callable[[], None]] = []
+        for part in parts:
+            for group, module in _layer_groups(part):
+                self._mark_module(module, group)
+            # Modules that are sharded together share a group.
+            sharded = [module for module in part.modules() if isinstance(module, FSDPModule)]
+            for each in {
+                id(group): group for module in sharded for group in parameter_groups(module)
+            }.values():
+                self._mark_sharding(each)
+        axes = _axes(mesh)
+        if axes:
+            self._mark_collectives(axes, _KEYS[device.type])
+        set_phases(phases.inside)
+
+    def remove(self) -> None:
+        """Remove all hooks."""
+        set_phases(None)
+        while self._undo:
+            self._undo.pop()()
+
+    def _mark_module(self, module: nn.Module, group: str) -> None:
+        def begin(_module: nn.Module, _inputs: Any) -> None:
+            self._phases.enter(f"forward.{group}")
+
+        def end(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            self._phases.leave()
+            first = output[0] if isinstance(output, tuple) else output
+            if isinstance(first, Tensor) and first.requires_grad:
+                first.register_hook(reached)
+
+        def reached(_gradient: Tensor) -> None:
+            self._phases.change(f"backward.{group}")
+
+        # Before and after FSDP's own hooks, so that their collectives interrupt the phase.
+        self._undo.append(module.register_forward_pre_hook(begin, prepend=True).remove)
+        self._undo.append(module.register_forward_hook(end).remove)
+
+    def _mark_sharding(self, group: Any) -> None:
+        for name, phase in _SHARDING.items():
+            setattr(group, name, self._marked(getattr(group, name), phase))
+            self._undo.append(lambda name=name: delattr(group, name))  # type: ignore[misc]
+
+    def _marked(self, function: Callable[..., Any], phase: str) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            with self._phases.inside(phase):
+                return function(*arguments, **options)
+
+        return call
+
+    def _mark_collectives(self, axes: dict[str, str], key: str) -> None:
+        library = torch.library.Library(_FUNCTIONAL, "IMPL")
+        self._undo.append(library._destroy)
+        pending: dict[int, str] = {}
+
+        def collective(operator: Any, kind: str) -> Callable[..., Any]:
+            index = [each.name for each in operator._schema.arguments].index("group_name")
+
+            def call(*arguments: Any, **options: Any) -> Any:
+                axis = axes.get(arguments[index])
+                phase = _NO_AXIS if axis is None else f"{axis}.{kind}"
+                with self._phases.inside(phase):
+                    result = operator.redispatch(_ORIGINAL, *arguments, **options)
+                pending[result.data_ptr()] = phase
+                return result
+
+            return call
+
+        def wait(tensor: Tensor) -> Any:
+            phase = pending.pop(tensor.data_ptr(), None)
+            if phase is None:  # waited for before
+                return wait_tensor.redispatch(_ORIGINAL, tensor)
+            with self._phases.inside(phase):
+                return wait_tensor.redispatch(_ORIGINAL, tensor)
+
+        operators = getattr(torch.ops, _FUNCTIONAL)
+        wait_tensor = operators.wait_tensor.default
+        library.impl("wait_tensor", wait, key)
+        for name, kind in _COLLECTIVES.items():
+            library.impl(name, collective(getattr(operators, name).default, kind), key)
+
+
+def _layer_groups(part: ModelPart) -> list[tuple[str, nn.Module]]:
+    found: list[tuple[str, nn.Module]] = [("embedding", module) for module in part.entries]
+    found += [("blocks", block) for block in part.blocks.values()]
+    return found + ([] if part.output is None else [("head", part.output)])
+
+
+def _axes(mesh: Mesh) -> dict[str, str]:
+    """Return the axis of each process group by the group's name."""
+    names = {axis: axis for axis in ("pp", "tp") if mesh.size(axis) > 1}
+    found: dict[str, str] = {mesh.group(axis).group_name: axis for axis in names}
+    if mesh.context is not None:
+        found[mesh.context.group_name] = "cp"
+    if mesh.experts is not None:
+        own = mesh.experts.mesh_dim_names or ()
+        for axis, name in ((EXPERT, "ep"), (EXPERT_TENSOR, "tp")):
+            if axis in own:
+                found.setdefault(mesh.experts.get_group(axis).group_name, name)
+    return found
