@@ -46,8 +46,7 @@ CONFIG = DataConfig(
 
 
 @pytest.fixture(autouse=True)
-def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def files(in_temporary_folder: None) -> None:
     for name, part in (("a", CONVERSATIONS[:50]), ("b", CONVERSATIONS[50:])):
         lines = [json.dumps({"messages": messages}) for messages in part]
         Path(f"{name}.jsonl").write_text("\n".join(lines))

@@ -28,8 +28,7 @@ TYPED = ("data=local_jsonl", "data.paths=[a.jsonl]", "data.validation_fraction=0
 
 
 @pytest.fixture(autouse=True)
-def in_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def source(in_temporary_folder: None) -> None:
     write_source()
 
 

@@ -27,11 +27,6 @@ from harness.util.files import lock
 BYTES = build_tokenizer(TokenizerConfig("bytes"))
 
 
-@pytest.fixture(autouse=True)
-def in_temporary_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
 def write_documents(*texts):
     for index, text in enumerate(texts):
         Path(f"{index:04}.txt").write_text(text)

@@ -8,19 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from equal import assert_equal
+from loaders import BYTES, B, T, loader, split_rows, steps
+from test_data_streaming import streamed
 
-from harness.config.data import DataConfig, TokenizerConfig
-from harness.data.loader import IGNORE_INDEX, build_loader, merge_states
-from harness.data.tokenizer import build_tokenizer
+from harness.config.data import DataConfig
+from harness.data.loader import IGNORE_INDEX, merge_states
 from harness.util.errors import ConfigError, DataError, UserError
-
-BYTES = build_tokenizer(TokenizerConfig("bytes"))
-T, B = 16, 8
-
-
-@pytest.fixture(autouse=True)
-def in_temporary_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
@@ -32,36 +25,23 @@ def corpus():
 
 
 @pytest.fixture(params=["local", "synthetic"])
-def data(request, corpus):
+def numbered(request, corpus):
     return corpus if request.param == "local" else DataConfig(kind="synthetic", mask_fraction=0.3)
 
 
-def loader(data, rows=range(B), **settings):
-    data.validate()
-    defaults = {"seq_len": T, "global_batch_size": B, "seed": 0, "model_vocab_size": 300}
-    return build_loader(data, BYTES, rows=rows, **{**defaults, **settings})
-
-
-def split_rows(ranks):
-    size = B // ranks
-    return [range(rank * size, (rank + 1) * size) for rank in range(ranks)]
-
-
-def steps(a_loader, count):
-    return [torch.stack([t for t in a_loader.next() if t is not None]) for _ in range(count)]
-
-
-def global_steps(loaders, count):
-    """[2, B, T] for every step: inputs and labels of all ranks."""
-    return [torch.cat(parts, dim=1) for parts in zip(*(steps(x, count) for x in loaders), strict=True)]
+@pytest.fixture(params=["local", "synthetic", "a file per row", "files shared by rows"])
+def data(request, corpus):
+    if request.param in ("local", "synthetic"):
+        return corpus if request.param == "local" else DataConfig(kind="synthetic", mask_fraction=0.3)
+    return streamed(B if request.param == "a file per row" else 3)
 
 
 def same(left, right):
     return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
-def test_shapes_and_shift(data):
-    batch = loader(data).next()
+def test_shapes_and_shift(numbered):
+    batch = loader(numbered).next()
     assert batch.inputs_BT.shape == batch.labels_BT.shape == (B, T)
     assert batch.inputs_BT.dtype == batch.labels_BT.dtype == torch.int64
     shifted, labels = batch.inputs_BT[:, 1:], batch.labels_BT[:, :-1]
@@ -73,33 +53,33 @@ def test_shapes_and_shift(data):
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_layouts_see_the_same_samples(data, ranks):
     one = steps(loader(data), 12)
-    assert_equal(one, global_steps([loader(data, rows) for rows in split_rows(ranks)], 12))
+    assert_equal(one, steps([loader(data, rows) for rows in split_rows(ranks)], 12))
     assert not torch.equal(one[0], one[1])
 
 
-def test_the_batch_size_only_cuts_the_sequence_of_samples(data):
-    eights = torch.cat(steps(loader(data), 6), dim=1)
-    threes = torch.cat(steps(loader(data, range(3), global_batch_size=3), 16), dim=1)
+def test_the_batch_size_only_cuts_the_sequence_of_samples(numbered):
+    eights = torch.cat(steps(loader(numbered), 6), dim=1)
+    threes = torch.cat(steps(loader(numbered, range(3), global_batch_size=3), 16), dim=1)
     assert_equal(eights, threes)
 
 
-def test_seeds_differ(data):
-    assert not same(steps(loader(data), 2), steps(loader(data, seed=1), 2))
-    assert_equal(steps(loader(data, seed=-1), 2), steps(loader(data, seed=-1), 2))
+def test_seeds_differ(numbered):
+    assert not same(steps(loader(numbered), 2), steps(loader(numbered, seed=1), 2))
+    assert_equal(steps(loader(numbered, seed=-1), 2), steps(loader(numbered, seed=-1), 2))
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_resume_on_another_number_of_ranks_twice(data, ranks):
     expected = steps(loader(data), 15)
     halves = [loader(data, rows) for rows in split_rows(2)]
-    global_steps(halves, 5)
+    steps(halves, 5)
     for _ in range(2):  # the second resume used to lose positions
         state = json.loads(json.dumps(merge_states([half.state_dict() for half in halves])))
         halves = [loader(data, rows) for rows in split_rows(ranks)]
         for half in halves:
             half.load_state_dict(state)
         position = state["step"]
-        assert_equal(expected[position : position + 5], global_steps(halves, 5))
+        assert_equal(expected[position : position + 5], steps(halves, 5))
 
 
 def test_reset(data):
@@ -277,6 +257,6 @@ def test_states_of_different_steps_do_not_merge():
         merge_states([{"step": 3}, {"step": 4}])
 
 
-def test_a_streams_state_does_not_fit(data):
+def test_a_streams_state_does_not_fit(numbered):
     with pytest.raises(DataError, match=r"data\.streaming is false"):
-        loader(data).load_state_dict({"step": 3, "global_batch_size": 8, "slots": {}})
+        loader(numbered).load_state_dict({"step": 3, "global_batch_size": 8, "slots": {}})

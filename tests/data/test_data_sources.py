@@ -16,11 +16,6 @@ from harness.data.sources import LocalFiles, find_files, open_dataset, source_of
 from harness.util.errors import ConfigError, DataError
 
 
-@pytest.fixture(autouse=True)
-def in_temporary_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
 def write(name, content):
     file = Path(name)
     file.parent.mkdir(parents=True, exist_ok=True)

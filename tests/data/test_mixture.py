@@ -9,20 +9,17 @@ from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 
-import datasets
 import numpy as np
 import pytest
 import torch
 from equal import assert_equal
+from loaders import BYTES, B, T, loader, split_rows
 
-from harness.config.data import DataConfig, TokenizerConfig
+from harness.config.data import DataConfig
 from harness.config.training import Sizes
-from harness.data.loader import Batch, Loader, build_loader, merge_states
-from harness.data.tokenizer import build_tokenizer
+from harness.data.loader import Batch, Loader, merge_states
 from harness.util.errors import ConfigError, DataError
 
-BYTES = build_tokenizer(TokenizerConfig("bytes"))
-T, B = 16, 8
 WEIGHTS = {"code": 0.2, "math": 0.1, "web": 0.7}
 
 
@@ -32,10 +29,7 @@ def shares(weights: dict[str, float]) -> dict[str, Fraction]:
 
 
 @pytest.fixture(autouse=True)
-def in_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+def files(in_temporary_folder: None) -> None:
     for name, count in (("web", 30), ("code", 9), ("math", 5)):
         Path(name).mkdir()
         for i in range(count):
@@ -47,17 +41,6 @@ def mixture(**changed: object) -> DataConfig:
     return dataclasses.replace(
         DataConfig(kind="mixture", sources=sources, weights=WEIGHTS, cache_dir="cache"), **changed
     )
-
-
-def loader(data: DataConfig, rows: range = range(B), split: str = "train") -> Loader:
-    data.validate()
-    return build_loader(
-        data, BYTES, seq_len=T, global_batch_size=B, seed=0, rows=rows, split=split, model_vocab_size=300
-    )
-
-
-def split_rows(ranks: int) -> list[range]:
-    return [range(rank * B // ranks, (rank + 1) * B // ranks) for rank in range(ranks)]
 
 
 def steps(loaders: list[Loader], count: int) -> list[Batch]:
@@ -238,9 +221,7 @@ def test_streams_resume_on_another_number_of_ranks(ranks: int) -> None:
 def scheduled(data: DataConfig, rows: range = range(B)) -> Loader:
     """One row of half a sample, then two, then four of T, then all B of T."""
     sizes = Sizes(B, T, [(4, 2), (8, 4)], [(5, T // 2)])
-    return build_loader(
-        data, BYTES, seq_len=T, global_batch_size=B, seed=0, rows=rows, model_vocab_size=300, sizes=sizes
-    )
+    return loader(data, rows, sizes=sizes)
 
 
 @pytest.mark.parametrize("resumed_after", [3, 7, 9])

@@ -6,19 +6,19 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-import datasets
+import datasets  # noqa: F401
+import loaders as loaders_
 import numpy as np
 import pytest
 import torch
 from equal import assert_equal
+from loaders import BYTES, B, T, split_rows, steps
 
-from harness.config.data import DataConfig, TokenizerConfig
+from harness.config.data import DataConfig
 from harness.config.training import Sizes
-from harness.data.loader import IGNORE_INDEX, Loader, build_loader, merge_states
-from harness.data.tokenizer import build_tokenizer
+from harness.data.loader import IGNORE_INDEX, Loader, merge_states
 
-BYTES = build_tokenizer(TokenizerConfig("bytes"))
-T, B, STEPS = 16, 8, 14
+STEPS = 14
 # (last step, size) of batches, and of sequences. In the last case steps of 8 tokens end inside a sample.
 CHANGES = {
     "batch": ([(3, 4), (7, 2)], []),
@@ -26,13 +26,6 @@ CHANGES = {
     "both": ([(3, 4), (7, 2)], [(2, 4), (5, 8)]),
     "inside a sample": ([(3, 2)], [(1, 4), (6, 8)]),
 }
-
-
-@pytest.fixture(autouse=True)
-def in_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
 
 
 @pytest.fixture(params=CHANGES)
@@ -51,22 +44,12 @@ def corpus() -> DataConfig:
     return DataConfig(paths=["*.txt"], cache_dir="cache", attend_across_documents=False)
 
 
-def loader(data: DataConfig, changes, ranks: int = 1, rank: int = 0) -> Loader:
-    rows = range(rank * B // ranks, (rank + 1) * B // ranks)
-    settings = {"seq_len": T, "global_batch_size": B, "seed": 3, "model_vocab_size": 300}
-    return build_loader(data, BYTES, rows=rows, sizes=Sizes(B, T, *changes), **settings)
+def loader(data: DataConfig, changes, rows: range | None = None) -> Loader:
+    return loaders_.loader(data, rows, seed=3, sizes=Sizes(B, T, *changes))
 
 
 def loaders(data: DataConfig, changes, ranks: int) -> list[Loader]:
-    return [loader(data, changes, ranks, rank) for rank in range(ranks)]
-
-
-def steps(ranks: list[Loader], count: int) -> list[torch.Tensor]:
-    """Inputs, labels and document numbers of every step, [3, rows, length], of all ranks."""
-    batches = [
-        [torch.stack([t for t in each.next() if t is not None]) for each in ranks] for _ in range(count)
-    ]
-    return [torch.cat(parts, dim=1) for parts in batches]
+    return [loader(data, changes, rows) for rows in split_rows(ranks)]
 
 
 def read_by_hand(changes) -> Iterator[np.ndarray]:

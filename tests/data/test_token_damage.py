@@ -36,11 +36,6 @@ from harness.data.tokenizer import build_tokenizer
 from harness.util.errors import DataError
 
 
-@pytest.fixture(autouse=True)
-def in_temporary_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
 def change(name, at, content):
     def damage():
         with open(name, "r+b") as file:

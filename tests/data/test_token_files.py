@@ -42,11 +42,6 @@ from harness.util.errors import ConfigError, DataError
 from harness.weights.tokenizer import export_tokenizer
 
 
-@pytest.fixture(autouse=True)
-def in_temporary_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
 @pytest.mark.parametrize("name", FORMATS)
 def test_samples(name):
     """Samples cross files; labels and document numbers follow the documents; auto finds the format."""
