@@ -6,8 +6,6 @@ import itertools
 import os
 import shutil
 import statistics
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -34,7 +32,7 @@ from harness.tools.plan.search import MemoryBounds, NothingFits, TimeBounds, sea
 from harness.tools.plan.search_result import sweep_path
 from harness.tools.plan.space import SCHEDULES_TRIED, Legality, Point, Space
 from harness.tools.plan.verb import plan
-from harness.util.encoding import loads
+from harness.util.encoding import dumps, loads
 from harness.util.errors import ConfigError, UserError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -218,111 +216,86 @@ def test_a_search_keeps_the_numerics() -> None:
         assert not differing_numerics(first, job)
 
 
-def typed(*overrides: str) -> list[Point]:
-    return list(points_of(space_of(*EIGHT, *overrides)))
+MESHES_OF_FSDP_TP = {(1, 1, 8, 1, 1), (1, 1, 4, 1, 2), (1, 1, 2, 1, 4), (1, 1, 1, 1, 8)}
 
 
-def test_typed_fields_are_fixed() -> None:
-    points = typed("parallelism.tp=2", "parallelism.pp_schedule=GPipe", "activation_checkpoint=full")
-    assert {point.tp for point in points} == {2}
-    assert {point.schedule for point in points} == {None, "GPipe"}
-    assert {point.mode for point in points} == {"full"}
-    assert {point.local_batch_size for point in typed("training.local_batch_size=2")} == {2}
-    assert {point.pp for point in typed("parallelism.dp_shard=-1", "training.local_batch_size=null")} == {
-        1,
-        2,
-        4,
-        8,
-    }
-
-
-def test_a_typed_layout_keeps_the_axes_that_it_does_not_use() -> None:
-    points = typed("parallelism=fsdp_tp")
-    degrees = {point.degrees for point in points}
-    assert degrees == {(1, 1, 8, 1, 1), (1, 1, 4, 1, 2), (1, 1, 2, 1, 4), (1, 1, 1, 1, 8)}
-
-
-def test_tensor_parallel_stays_within_a_node() -> None:
-    space = space_of(*EIGHT[:2], "cluster.nodes=4", "training.global_batch_size=32")
-    assert {point.tp for point in points_of(space)} == {1, 2, 4, 8}
-    assert space.world == 32
-
-
-def test_every_expert_degree_is_tried() -> None:
-    space = space_of("model=qwen3_moe_debug", *RANKS)
-    of = {(degrees, ep) for degrees, ep in space.layouts()}
-    assert {ep for degrees, ep in of if degrees == (1, 1, 8, 1, 1)} == {1, 2, 4, 8}
-    assert {ep for degrees, ep in of if degrees == (2, 1, 2, 1, 2)} == {1, 2, 4}
+@pytest.mark.parametrize(
+    ("typed", "what", "expected"),
+    [
+        ("parallelism.tp=2", "tp", {2}),
+        ("parallelism.pp_schedule=GPipe", "schedule", {None, "GPipe"}),
+        ("activation_checkpoint=full", "mode", {"full"}),
+        ("training.local_batch_size=2", "local_batch_size", {2}),
+        ("parallelism.dp_shard=-1 training.local_batch_size=null", "pp", {1, 2, 4, 8}),
+        # A layout fixes the axes that it does not use.
+        ("parallelism=fsdp_tp", "degrees", MESHES_OF_FSDP_TP),
+        # Tensor parallel stays within a node.
+        ("cluster.ranks=null cluster.nodes=4 training.global_batch_size=32", "tp", {1, 2, 4, 8}),
+        ("model=qwen3_moe_debug parallelism=fsdp", "ep", {1}),
+        ("model=qwen3_moe_debug parallelism.dp_shard=8", "ep", {1, 2, 4, 8}),
+        ("model=qwen3_moe_debug parallelism.dp_shard=2 parallelism.tp=2 parallelism.pp=2", "ep", {1, 2, 4}),
+    ],
+)
+def test_the_points_of_a_space(typed: str, what: str, expected: set[object]) -> None:
+    space = space_of(*EIGHT, *typed.split())
+    assert {getattr(point, what) for point in points_of(space)} == expected
+    assert space.world == (32 if "nodes=4" in typed else 8)
 
 
 def test_pipelines_have_every_number_of_stages() -> None:
     space = space_of(*EIGHT, "parallelism.pp=2", "parallelism.pp_schedule=Interleaved1F1B")
-    stages = {
-        num_stages(point.layout(space.base.parallelism), space.base.model.n_layers)
-        for point in points_of(space)
-    }
-    assert stages == {4, 8}  # 6 layers and the weight of two for the ends: 8 of 1, 4 of 2
+    layouts = (point.layout(space.base.parallelism) for point in points_of(space))
+    # 6 layers and the weight of two for the ends: 8 of 1, 4 of 2.
+    assert {num_stages(layout, space.base.model.n_layers) for layout in layouts} == {4, 8}
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ([*EIGHT, "training.global_batch_size=null"], "^training.global_batch_size=null: a search compares"),
-        (["model=llama3_debug"], "^cluster.ranks=null: a search needs the number of ranks"),
-        ([*EIGHT, "model.n_kv_heads=3"], "^model.n_kv_heads=3: must divide"),
+        ([*EIGHT, "training.global_batch_size=null"], "training.global_batch_size=null: a search compares"),
+        (["model=llama3_debug"], "cluster.ranks=null: a search needs the number of ranks"),
+        ([*EIGHT, "model.n_kv_heads=3"], "model.n_kv_heads=3: must divide"),
+        (
+            [*EIGHT, "parallelism.tp=3"],
+            r"no layout has 8 ranks with .* \(parallelism.tp\); would work: fewer",
+        ),
+        (
+            [*EIGHT, "training.seq_len=1000000"],
+            "none of the .* ways to run 8 ranks is legal.*training.seq_len=1000000",
+        ),
+        (
+            [*RANKS, "model=llama3_405b", "parallelism=fsdp_tp"],
+            r"none .* fits; the closest is at least [\d,.]+ GiB too large on its fullest rank \(.*, full\)$",
+        ),
+        (
+            [*EIGHT, "cluster.accelerator=null"],
+            "cluster.accelerator=null: a search ranks by speed.*H100 SXM",
+        ),
+        (
+            [*EIGHT[:2], "training.global_batch_size=8", "cluster.nodes=2", "cluster.network_gbps=null"],
+            "cluster.network_gbps=null: a search ranks by speed",
+        ),
     ],
 )
-def test_errors_that_no_layout_can_fix(
+def test_searches_that_find_nothing(
     overrides: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(ConfigError, match=message):
-        space_of(*overrides)
-
-
-def test_without_legal_points_the_most_frequent_error_is_shown() -> None:
-    space = space_of(*EIGHT, "training.seq_len=1000000")
-    with pytest.raises(
-        UserError, match=r"^none of the .* ways to run 8 ranks is legal.*training.seq_len=1000000"
-    ):
-        search(space, 10)
-
-
-def test_if_nothing_fits_the_closest_point_is_shown() -> None:
-    space = space_of(*RANKS, "model=llama3_405b", "parallelism=fsdp_tp")
-    message = r"fits; the closest is at least [\d,.]+ GiB too large on its fullest rank \(.*, full\)$"
-    with pytest.raises(NothingFits, match=message):
-        search(space, 10)
-
-
-def test_unknown_hardware_cannot_be_ranked() -> None:
-    space = space_of(*EIGHT, "cluster.accelerator=null")
-    with pytest.raises(ConfigError, match=r"^cluster.accelerator=null: a search ranks by speed.*H100 SXM"):
-        search(space, 10)
-
-
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "harness", "plan", "search=true", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-    )
+    with pytest.raises(UserError, match=f"^{message}") as caught:
+        search(space_of(*overrides), 10)
+    assert isinstance(caught.value, NothingFits) == ("fits" in message)
 
 
 def test_from_the_command_line_to_a_sweep(tmp_path: Path) -> None:
     """The result as text and JSON, and the sweep: its points are the planned jobs."""
     file = tmp_path / "found.yaml"
-    pair = [*LONG, "parallelism=fsdp_tp", "top=3", f"sweep_file={file}"]
-    done = command(*pair)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("llama3_debug on 8 x H100 SXM; 8 x 2,048 = 16,384 tokens a step\n")
+    typed = [*LONG, "parallelism=fsdp_tp", "top=3", "search=true", f"sweep_file={file}"]
+    result = plan(compose_job(typed, config_name="plan", schema=PlanJob), typed)
+    assert result.text.startswith("llama3_debug on 8 x H100 SXM; 8 x 2,048 = 16,384 tokens a step\n")
     kept = "kept as typed: parallelism.cp, parallelism.dp_replicate, parallelism.ep, parallelism.pp\n"
-    assert kept in done.stdout
-    for line in ("why the others lose\n", "  slower, most of all by ", f"to measure the 3: {file}\n"):
-        assert line in done.stdout
-    plain = loads(command(*pair, "--json").stdout)
+    for line in (kept, "why the others lose\n", "  slower, most of all by ", f"to measure the 3: {file}\n"):
+        assert line in result.text
+    plain = loads(dumps(result.data))
     assert plain["sweep_file"] == str(file) and len(plain["best"]) == 3
     by_order = [each["plan"]["speed"]["step_seconds"] for each in plain["best"]]
     assert by_order == sorted(by_order)
