@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -132,3 +133,13 @@ def step_of(run: Path) -> int:
 def until_done(run: Path, seconds: float = 240) -> None:
     until(lambda: read(run / "status.json").get("state") in ("completed", "failed"), f"{run} to end", seconds)
     assert read(run / "status.json")["state"] == "completed", logs_of(run)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of the job: its nodes, those excluded from it, and what is said about its slow rank."""
+
+    nodes: set[str]
+    excluded: set[str]
+    slow: str
+    status: str

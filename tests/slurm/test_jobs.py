@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from commands import (
     ON_SLURM,
     SLOW,
     TINY,
+    Attempt,
     Commands,
     job_of,
     logs_of,
@@ -24,9 +26,10 @@ from commands import (
     until,
     until_done,
 )
-from dragged import Attempt
+from plugins import install
 from scheduler import Scheduler
 
+from harness.metrics.jsonl import read_rows
 from harness.util.errors import EXIT_INTERRUPTED, EXIT_RESUMABLE
 
 ROOT = Path(__file__).parents[2]
@@ -76,6 +79,24 @@ def test_what_is_edited_while_a_job_waits_does_not_change_it(slurm: Scheduler, t
     until_done(run)
     assert read(run / "result.json")["job.model.dim"] == dim
     assert read(run / "result.json")["step"] == 6
+
+
+DECAY = """
+from harness.config.optimizer import Decay
+HALF = Decay(lambda progress: float(progress < 0.5))
+"""
+
+
+@pytest.mark.thorough
+def test_ranks_on_nodes_find_a_package_that_extends_the_harness(commands: Commands) -> None:
+    packages = commands.home / "packages"
+    install(packages, "half_decay", {"harness.schedule": {"half": "half_decay:HALF"}}, DECAY)
+    path = os.pathsep.join([str(packages), os.environ.get("PYTHONPATH", str(ROOT))])
+    schedule = ("schedule.decay_type=half", "schedule.warmup_steps=0", "schedule.decay_ratio=1")
+    layout = ("name=half", "parallelism=fsdp", "cluster.wait=true", *ON_SLURM, *schedule)
+    commands.train(*layout, PYTHONPATH=path)
+    rates = [row["lr"] for row in read_rows(commands.only_run("half") / "metrics.jsonl")[0]]
+    assert rates == [rates[0]] * 3 + [0.0] * 3 and rates[0] > 0
 
 
 LONG = (

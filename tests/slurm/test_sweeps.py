@@ -7,8 +7,10 @@ import json
 import signal
 from pathlib import Path
 
+import optuna
 import pytest
 from commands import FAULTS, ON_SLURM, TINY, Commands, logs_of, read, until
+from optuna.trial import TrialState
 from scheduler import Scheduler
 
 # 10 points: jobs of one, two and four nodes, and dp_shard=3, which does not divide a batch of eight.
@@ -129,8 +131,9 @@ def test_layouts_of_one_seed_have_one_loss(commands: Commands, resumed: str) -> 
 def test_collect_makes_a_table_and_a_plot(commands: Commands, resumed: str) -> None:
     home = commands.home / "layouts"
     page = (home / "table.md").read_text()
-    assert "| parallelism={tp:2} training.seed=2 | failed |" in page
-    assert "\n- parallelism={dp_shard:3} training.seed=2: training.global" in page.split("Skipped")[1]
+    [row] = [line for line in page.splitlines() if line.startswith("| parallelism={tp:2} seed=2 |")]
+    assert "failed" in row
+    assert "\n| parallelism={dp_shard:3} seed=2 | training.global" in page.split("Not possible")[1]
     assert (home / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -174,6 +177,23 @@ def test_a_sweep_that_is_cancelled(commands: Commands) -> None:
         60,
     )
     assert "failed" not in shown
+
+
+def test_batches_are_arrays_whose_values_are_waited_for(commands: Commands) -> None:
+    """Three points at once: jobs of one and of two nodes, and one that is not valid."""
+    # With this seed the three trials are of 2, 1 and 3 ranks.
+    sweeper = ("sweep=optuna", "sweep.sampler=random", "sweep.seed=1")
+    sweeper = (*sweeper, "sweep.n_trials=3", "sweep.n_jobs=3")
+    typed = ("-m", *sweeper, *TINY, "parallelism.dp_shard=1,2,3", "cluster.ranks_per_node=1", *ON_SLURM)
+    shown = commands.run("train", *typed, f"runs_dir={commands.home}", "name=study")
+    assert shown.count("submitted ") == 2 and "1 x 2 nodes x 1 rank" in shown
+    assert "2 completed, 1 skipped\nbest (minimize loss): " in shown
+    storage = f"sqlite:///{commands.home}/study/study.db"
+    trials = optuna.load_study(study_name="study", storage=storage).trials
+    states = {trial.params["parallelism.dp_shard"]: trial.state for trial in trials}
+    assert states == {1: TrialState.COMPLETE, 2: TrialState.COMPLETE, 3: TrialState.FAIL}
+    rows = [read(path) for path in (commands.home / "study").glob("*/result.json")]
+    assert sorted(row["loss"] for row in rows) == sorted(t.value for t in trials if t.value is not None)
 
 
 def job_records(commands: Commands, name: str) -> list[dict[str, object]]:

@@ -20,6 +20,7 @@ from commands import (
     until,
 )
 from scheduler import Scheduler
+from tiers import THOROUGH, rest_is_thorough
 
 from harness.util.errors import EXIT_MACHINE, EXIT_RESUMABLE, EXIT_USER
 
@@ -34,23 +35,12 @@ def commands(slurm: Scheduler, tmp_path_factory: pytest.TempPathFactory) -> Comm
     return Commands(slurm, tmp_path_factory.mktemp("verdicts"))
 
 
-def submit_pairs(commands: Commands, *names: str) -> None:
-    """Submit jobs of two ranks whose rank 1 misbehaves."""
-    for name in names:
-        commands.train(
-            *(f"name={name}", *PAIR, *ON_SLURM[:-1], misbehaving(name), NODE),
-            "cluster.step_timeout_seconds=4",
-        )
-
-
 @pytest.fixture(scope="module")
 def pairs(commands: Commands) -> None:
-    submit_pairs(commands, "segfault", "lags")
-
-
-@pytest.fixture(scope="module")
-def more_pairs(commands: Commands) -> None:
-    submit_pairs(commands, "killed", "hangs")
+    """Submit jobs of two ranks whose rank 1 misbehaves."""
+    for name in VERDICTS if THOROUGH else list(VERDICTS)[:2]:
+        typed = (f"name={name}", *PAIR, *ON_SLURM[:-1], misbehaving(name), NODE)
+        commands.train(*typed, "cluster.step_timeout_seconds=4")
 
 
 @pytest.fixture(scope="module")
@@ -100,29 +90,16 @@ def test_the_batch_shell_passes_signals_on_until_there_are_no_requeues_left(
 
 VERDICTS = {
     "segfault": ("unknown", 1, "RankDied", "rank 1 ended with 'Segmentation fault"),
-    "killed": ("unknown", 1, "RankDied", "rank 1 ended with 'Killed'"),
     "lags": ("collective_timeout", 0, "RuntimeError", "rank 1 did not reach the collective that rank 0"),
+    "killed": ("unknown", 1, "RankDied", "rank 1 ended with 'Killed'"),
     "hangs": ("collective_timeout", 0, "RuntimeError", "rank 1 did not reach the collective that rank 0"),
 }
 
 
-@pytest.mark.parametrize("pair", ["segfault", "lags"])
+@pytest.mark.parametrize("pair", rest_is_thorough(list(VERDICTS), *list(VERDICTS)[:2]))
 def test_the_first_cause_is_the_verdict_and_no_requeue_hides_it(
     commands: Commands, orphan: Path, pairs: None, pair: str
 ) -> None:
-    check_verdict(commands, pair)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("pair", ["killed", "hangs"])
-def test_verdicts_of_a_killed_rank_and_one_that_never_reaches_a_collective(
-    commands: Commands, more_pairs: None, pair: str
-) -> None:
-    check_verdict(commands, pair)
-
-
-def check_verdict(commands: Commands, pair: str) -> None:
-    """Wait for a job's end, and compare its row with the expected verdict."""
     run = commands.only_run(pair)
     kind, rank, name, message = VERDICTS[pair]
 

@@ -1,4 +1,4 @@
-"""A job that loses one node to the administrator, and another to a crash."""
+"""A job that loses one node to the administrator and another to a crash, and one that leaves slow nodes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from commands import ON_SLURM, SLOW, Commands, job_of, read, step_of, until, until_done
+from commands import ON_SLURM, SLOW, Attempt, Commands, job_of, read, step_of, until, until_done
 from scheduler import Scheduler
 
 STEPS = 200
@@ -74,3 +74,12 @@ def test_a_job_outlives_a_node_that_is_taken_down_and_one_that_dies(
     assert row["step"] == STEPS and row["exit_code"] == 0
     assert row["start_step"] > 0, "it went on from a checkpoint"
     assert len(list((run / "attempts").iterdir())) == 2
+
+
+def test_a_requeued_job_leaves_the_node_of_its_slow_rank(dragged: Future[list[Attempt]]) -> None:
+    first, second, third = dragged.result()
+    assert first.excluded == set()
+    assert second.excluded == {first.slow}
+    assert third.excluded == {first.slow, second.slow}
+    assert all(len(each.nodes) == 2 and not each.nodes & each.excluded for each in (first, second, third))
+    assert all(f"slow: rank 1 ({each.slow}, " in each.status for each in (first, second, third))

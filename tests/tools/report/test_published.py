@@ -1,19 +1,25 @@
-"""The published tables: each row is one point of one experiment, and each point one row."""
+"""Published tables: rows are points, what one change does, errors, and memory rehearsed beside."""
 
 from __future__ import annotations
 
 import functools
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import pytest
 
 from harness.compose.composer import Composed, compose_points
 from harness.config.pipeline import num_stages, split_modules
+from harness.tools.rehearse import verb
+from harness.tools.rehearse.figures import Failure, RankFigures
 from harness.tools.report import experiment, published
-from harness.tools.report.published import find, recipe_of
+from harness.tools.report.experiment import REHEARSED, delta, read_rehearsed, rehearse_missing
+from harness.tools.report.published import Recipe, find, recipe_of
+from harness.tools.report.runs import effects, errors_in_words, spearman
 from harness.util.errors import UserError
 from harness.util.hardware import ACCELERATORS
 
@@ -107,3 +113,116 @@ def test_names_say_what_differs() -> None:
     assert named == ["eager, bf16", "compile, bf16", "compile, float8"]
     assert published.names([row for row in ROWS if row.table == "table4"]) == ["no async TP", "async TP"]
     assert published.names([row for row in ROWS if row.table == "table2"])[1] == "FSDP4 CP2, 65,536 tokens"
+
+
+BASE = Recipe("llama3_8b", 8, 8, 1, 1, 1, 2, 8192, "full", False, "none", False, "")
+
+
+def test_delta() -> None:
+    assert delta(110.0, 100.0) == pytest.approx(0.1)
+    assert delta(None, 100.0) is None
+    assert delta(1.0, None) is None
+
+
+def test_errors_are_median_and_worst_by_amount() -> None:
+    rows = [{"x": -0.3}, {"x": 0.1}, {"x": 0.02}, {"x": None}, {}]
+    assert errors_in_words(rows, "x") == "median error 10.0%, worst 30.0% (3 rows)"
+    assert errors_in_words([{}], "x") == ""
+
+
+@pytest.mark.parametrize(
+    ("pairs", "expected"),
+    [
+        ([(1, 10), (2, 20), (3, 300)], 1.0),
+        ([(1, 3), (2, 2), (3, 1)], -1.0),
+        # 1 - 6 * (1 + 1 + 0 + 1 + 1) / (5 * 24)
+        ([(1, 2), (2, 1), (3, 3), (4, 5), (5, 4)], 0.8),
+        # Ranks 1, 2.5, 2.5, 4 against 1, 2, 3, 4: covariance 4.5, variances 4.5 and 5.
+        ([(1, 1), (2, 2), (2, 3), (4, 4)], 4.5 / (4.5 * 5) ** 0.5),
+        ([(1, 1), (1, 2), (1, 3)], None),
+        ([(1, 1), (2, 2)], None),
+    ],
+)
+def test_spearman(pairs: list[tuple[float, float]], expected: float | None) -> None:
+    found = spearman(pairs)
+    assert found == (None if expected is None else pytest.approx(expected))
+
+
+def figures(published: float, predicted: float | None) -> dict[str, float | None]:
+    name = "tokens_per_second_per_rank"
+    return {f"published.{name}": published, f"predicted.{name}": predicted}
+
+
+def test_effects_are_of_one_change() -> None:
+    compiled = replace(BASE, compiled=True)
+    float8 = replace(compiled, linear="float8_tensorwise")
+    found = effects(
+        "table1", [(BASE, figures(100, 100)), (compiled, figures(120, 90)), (float8, figures(150, 99))]
+    )
+    # Eager bf16 and compiled float8 differ in two things.
+    assert [each.what for each in found] == ["compile", "float8"]
+    assert [each.is_right for each in found] == [False, True]
+    assert (found[0].published, found[0].predicted) == (pytest.approx(0.2), pytest.approx(-0.1))
+    longer = replace(BASE, seq_len=16384)
+    assert effects("table1", [(BASE, figures(1, 1)), (longer, figures(2, 2))]) == []
+    [unknown] = effects("table1", [(BASE, figures(100, None)), (compiled, figures(120, None))])
+    assert unknown.is_right is None
+
+
+def test_schedules_are_named() -> None:
+    one, other = (replace(BASE, pp=8, schedule=name) for name in ("1F1B", "Interleaved1F1B"))
+    [found] = effects("table1", [(one, figures(100, 100)), (other, figures(128, 120))])
+    assert found.what == "schedule: 1F1B to Interleaved1F1B"
+
+
+JOB = ["model=llama3_8b", "parallelism=fsdp_pp", "data=synthetic", "tokenizer=bytes", "precision=bf16"]
+GIB = 2**30
+
+
+class FakeRehearsals:
+    """Ranks with more memory the higher they are; counts them."""
+
+    ran: list[int]
+    failure: Failure | None = None
+
+    def __enter__(self) -> FakeRehearsals:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        return
+
+    def run(self, job: object, rank: int, config: object) -> RankFigures:
+        self.ran.append(rank)
+        figures = RankFigures(rank, 0, "H100", memory={"reserved": (1.0 + rank) * GIB})
+        figures.failure = self.failure
+        return figures
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeRehearsals]:
+    monkeypatch.setattr(FakeRehearsals, "ran", [], raising=False)
+    monkeypatch.setattr(FakeRehearsals, "failure", None)
+    monkeypatch.setattr(verb, "Rehearsals", FakeRehearsals)
+    monkeypatch.setattr(verb, "require_no_gpu", lambda config: None)
+    return FakeRehearsals
+
+
+def test_the_fullest_rank_is_kept_and_not_rehearsed_again(tmp_path: Path, fake: type[FakeRehearsals]) -> None:
+    for _ in range(2):
+        rehearse_missing(tmp_path, [("id", JOB, "H100 SXM")])
+        assert fake.ran == [0, 2]
+    [found] = read_rehearsed(tmp_path).values()
+    assert (found["rank"], found["memory_gib"]) == (2, 3.0)
+
+
+def test_a_failed_rehearsal_is_not_kept(tmp_path: Path, fake: type[FakeRehearsals]) -> None:
+    fake.failure = Failure("out of memory", "Tried to allocate 6.00 GiB", "model/decoder.py:1", 0)
+    with pytest.raises(UserError, match="rank 0 could not be rehearsed: out of memory: Tried to allocate"):
+        rehearse_missing(tmp_path, [("id", JOB, "H100 SXM")])
+    assert read_rehearsed(tmp_path) == {}
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / REHEARSED).write_text("{")
+    with pytest.raises(UserError, match="cannot be read as JSON"):
+        read_rehearsed(tmp_path)

@@ -8,7 +8,6 @@ import re
 import struct
 import sys
 from collections.abc import Callable
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -39,51 +38,6 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
     return ended.value.code
 
 
-class Page(HTMLParser):
-    """Parse a page: its tables as text, sort values of cells, pictures, and open tags."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tables: list[list[list[str]]] = []
-        self.sorts: list[str] = []
-        self.pictures: list[bytes] = []
-        self.links: list[str] = []
-        self.open: list[str] = []
-        self.feed(text)
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        attributes = dict(attrs)
-        if tag == "table":
-            self.tables.append([])
-        elif tag == "tr":
-            self.tables[-1].append([])
-        elif tag in ("td", "th"):
-            self.tables[-1][-1].append("")
-            self.sorts += [attributes["data-value"] or ""] if tag == "td" else []
-        elif tag == "img":
-            self.pictures.append(
-                base64.b64decode((attributes["src"] or "").removeprefix("data:image/png;base64,"))
-            )
-        self.links += [value for name, value in attrs if name in ("href", "src") and value]
-        if tag not in ("meta", "img"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if {"td", "th"} & set(self.open):
-            self.tables[-1][-1][-1] += data
-
-
-def size_of(picture: bytes) -> tuple[int, int]:
-    """Width and height of a PNG."""
-    assert picture.startswith(b"\x89PNG\r\n")
-    width, height = struct.unpack(">II", picture[16:24])
-    return width, height
-
-
 def test_a_sweep(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], plan_with: Put
 ) -> None:
@@ -111,17 +65,12 @@ def test_a_sweep(
     rows = list(csv.DictReader((folder / "report" / "table.csv").open()))
     assert [row["state"] for row in rows] == ["completed"] * 3 + ["failed"] + ["skipped"] * 2
     assert float(rows[0]["predicted.tokens_per_second_per_rank"]) == pytest.approx(1.1 * 1008)
-    page = Page((folder / "report" / "index.html").read_text())
-    # Sorted by value, not by formatted text.
-    assert "1008.0" in page.sorts
-    assert page.tables[0][1][:4] == ["tp=1 pp=1", "FSDP8", "8", "1,008.0"]
-    # The page fetches nothing.
-    assert all(link.startswith(("#", "data:")) for link in page.links)
-    assert [
-        (folder / "report" / name).read_bytes() for name in ("runs.png", "predicted.png")
-    ] == page.pictures
-    for picture in page.pictures:
-        width, height = size_of(picture)
+    page = (folder / "report" / "index.html").read_text()
+    assert 'data-value="1008.0">1,008.0<' in page
+    for name in ("runs.png", "predicted.png"):
+        picture = (folder / "report" / name).read_bytes()
+        assert base64.b64encode(picture).decode() in page
+        width, height = struct.unpack(">II", picture[16:24])
         assert width > 900 and height > 300
 
 
@@ -175,7 +124,7 @@ def test_published_tables_without_a_measurement(
         "6667.0",
         "8532.0",
     ]
-    assert len(Page((tmp_path / "index.html").read_text()).pictures) == 7
+    assert (tmp_path / "index.html").read_text().count("<img ") == 7
     assert not (tmp_path / KEPT).exists()
 
 

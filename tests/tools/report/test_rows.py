@@ -1,4 +1,4 @@
-"""Rows are loaded from all kinds of run folders, and kept when the runs are deleted."""
+"""Rows of all kinds of run folders: loaded, named, drawn, and kept when the runs are deleted."""
 
 from __future__ import annotations
 
@@ -6,25 +6,28 @@ import json
 import shlex
 import shutil
 import statistics
+import warnings
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gpu_table import report_rows
-from made import DEVICE, make_sweep, rate_of, result
+from made import DEVICE, leave, make_sweep, rate_of, result
 
 from harness.compose.composer import compose_job
-from harness.launch.rows import KEPT, completed, job_of, keep, load, of_points, read_kept, shortened
+from harness.launch.rows import KEPT, completed, in_short, job_of, keep, load, of_points, read_kept, shortened
 from harness.launch.state import SlurmJobRecord, read_states
 from harness.launch.sweep.registry import Registry, command_of
-from harness.launch.sweep.table import rows_of, table_text
+from harness.launch.sweep.table import table_of_states
 from harness.metrics.slow_ranks import SlowRank
 from harness.metrics.window import THROUGHPUT, Window
 from harness.run.result import write_result
+from harness.tools.report import plots
 from harness.tools.report.runs import report_runs
 from harness.tools.report.sweep import collect, status
 from harness.util.errors import UserError
-from harness.util.tables import to_markdown
+from harness.util.tables import Table, to_markdown, to_text
 
 RATE = "tokens_per_second_per_rank"
 
@@ -128,10 +131,11 @@ def test_every_table_ranks_points_by_the_same_rate(tmp_path: Path) -> None:
     seen = read_states([point.run_dir for point in points])
     of_sweep = {each.run_dir.name: (each.facts or {})[RATE] for each in seen}
     assert {each["id"]: each[f"measured.{RATE}"] for each in of_points(points)} == of_sweep
-    shown = rows_of(points, seen)[0]
+    table = table_of_states(points, seen)
+    shown = dict(zip((each.heading for each in table.shown), table.cells()[0], strict=True))
     assert shown["tokens/s"] == f"{5 * 4096 / 38.7:,.0f}"
     assert shown["tokens/s/rank"] == f"{5 * 4096 / 38.7 / world:,.1f}"
-    assert table_text([shown]).endswith(f"{THROUGHPUT}\n")
+    assert to_text(table).endswith(f"{THROUGHPUT}\n")
     # Percentiles of rates are computed from those of seconds if the row has none.
     old = {key: value for key, value in own.items() if "_second_p" not in key and "measured" not in key}
     assert completed(old)["measured.low"] == pytest.approx(4096 / own["window.step_seconds_p90"] / world)
@@ -218,3 +222,79 @@ def test_the_job_of_a_row_is_the_job(tmp_path: Path) -> None:
     from harness.util.encoding import flatten
 
     assert job_of(flatten(result(job, 1.0))) == job
+
+
+COMMON = [
+    *(
+        "data=synthetic",
+        "tokenizer=bytes",
+        "cluster.device=cpu",
+        "training.steps=20",
+        "metrics.log_interval=5",
+    ),
+    *("training.seq_len=32", "training.global_batch_size=8", "checkpoint.enable=false"),
+]
+
+
+def leave_run(runs: Path, *typed: str) -> None:
+    overrides = [*COMMON, *typed, f"runs_dir={runs}"]
+    job = compose_job(overrides)
+    leave(job, overrides, result(job, rate_of(job)))
+
+
+def test_runs_are_named_by_the_fewest_fields(tmp_path: Path) -> None:
+    leave_run(tmp_path, "name=a", "model=llama3_tiny", "optimizer.lr=1e-3", "training.seed=1")
+    leave_run(tmp_path, "name=b", "model=llama3_tiny", "optimizer.lr=2e-3", "training.seed=2")
+    more = ["cluster.env.A=b", "training.seed=1"]
+    leave_run(tmp_path, "name=c", "model=llama3_tiny", "optimizer.lr=3e-3", *more)
+    assert sorted(row["point"] for row in load(tmp_path)) == ["lr=0.001", "lr=0.002", "lr=0.003"]
+    # Fields without override have a value too; runs with the same value are distinguished by a second field.
+    leave_run(tmp_path, "name=d", "training.seed=7", "model=llama3_tiny", "optimizer.lr=3e-3")
+    named = sorted(row["point"] for row in load(tmp_path))
+    assert len(set(named)) == 4 and named[2:] == ["lr=0.003 seed=1", "lr=0.003 seed=7"]
+
+
+def test_equal_jobs_of_different_names_are_shown_by_name(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        leave_run(tmp_path, f"name={name}", "model=llama3_tiny")
+    assert [row["point"] for row in load(tmp_path)] == ["name=one", "name=two"]
+
+
+def test_differing_models_are_summarized(tmp_path: Path) -> None:
+    for model in ("llama3_tiny", "llama4_debug", "deepseek_v3_debug"):
+        leave_run(tmp_path / "runs", f"model={model}", "training.seq_len=32")
+    rows = load(tmp_path / "runs")
+    assert sorted(row["point"] for row in rows) == [
+        "model=deepseek_v3_debug",
+        "model=llama3_tiny",
+        "model=llama4_debug",
+    ]
+    table = report_runs("t", rows, tmp_path).blocks[0]
+    assert isinstance(table, Table)
+    text = table.notes[0]
+    assert text.startswith("The numerics of all runs differ (model (") and len(text) < 200
+    assert in_short(["model.dim", "optimizer.lr"]) == "model.dim, optimizer.lr"
+
+
+def test_a_plot_has_room_for_long_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    leave_run(tmp_path / "runs", "model=llama3_tiny")
+    [row] = load(tmp_path / "runs")
+    names = [" ".join(f"a_long_field_{n}=value_{n}" for n in range(6, 6 + count)) for count in (8, 2, 1)]
+    figures = []
+    save = plots.save
+
+    def keep(figure: Any, path: Path) -> None:
+        save(figure, path)
+        figure.draw_without_rendering()  # positions were those at the saved resolution
+        figures.append(figure)
+
+    monkeypatch.setattr(plots, "save", keep)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert plots.bars(tmp_path / "runs.png", "t", names, [row, {**row, "state": "pending"}, row])
+    [figure] = figures
+    for label in figure.axes[0].get_yticklabels():
+        box = label.get_window_extent()
+        assert box.x0 >= 0 and box.y0 >= 0 and box.y1 <= figure.bbox.y1
+    # The bars have most of the width.
+    assert sum(axis.get_window_extent().width for axis in figure.axes) > 0.5 * figure.bbox.width

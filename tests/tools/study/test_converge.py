@@ -15,7 +15,6 @@ import pytest
 from jobs import TINY
 
 from harness.compose.composer import Composed, compose_job
-from harness.compose.verb import Result
 from harness.config.job import Job
 from harness.launch.begin import begin
 from harness.run.folder import RunFolder
@@ -28,6 +27,7 @@ JOB = (
     *(*TINY, "model.n_layers=1", "training.steps=12", "training.seq_len=32"),
     *("validation.interval=0", "checkpoint=disabled"),
 )
+GONE = {"exit_reason": "failed", "error.kind": "node", "error.message": "gone"}
 OPTIONS = (
     *("converge.seeds=[1,2]", "converge.smooth_steps=4", "converge.speed_bound=0.1"),
     "converge.only=[bf16,async_tp,recompute_full]",
@@ -82,16 +82,12 @@ def composed(*typed: str) -> tuple[ConvergeJob, list[Technique]]:
     return job, compose_techniques(job, typed)
 
 
-def result_of(runs_dir: Path, *overrides: str) -> int | Result:
-    typed = [*JOB, *OPTIONS, f"runs_dir={runs_dir}", "name=c", *overrides]
-    return verb.converge(composed(*typed)[0], typed)
-
-
 def converge(runs_dir: Path, *overrides: str) -> int:
-    done = result_of(runs_dir, *overrides)
+    typed = [*JOB, *OPTIONS, f"runs_dir={runs_dir}", "name=c", *overrides]
+    done = verb.converge(composed(*typed)[0], typed)
     if isinstance(done, int):
         return done
-    sys.stdout.write(done.text)
+    sys.stdout.write(f"{done.text}{done.data['report']}")
     return done.code
 
 
@@ -137,7 +133,7 @@ def test_command(
     for name in ("draw_curves", "draw_differences"):
         monkeypatch.setattr(verb, name, lambda *_: None)
     # A run that failed decides the verdict, also if the others are equal.
-    edit_result(sweep.ran[4], exit_reason="failed", **{"error.kind": "node", "error.message": "gone"})
+    edit_result(sweep.ran[4], **GONE)
     assert converge(tmp_path) == verb.EXIT_DIFFERS
     row = rows(tmp_path)["bf16"]
     assert (row["verdict"], row["reason"]) == ("failed", "node: gone (1 of 2 runs)")
@@ -150,11 +146,10 @@ def test_command(
 def test_runs_that_failed(tmp_path: Path, sweep: Sweep) -> None:
     """No verdict for seeds without a control; no equality up to rounding without the twin."""
     only = "converge.only=[bf16,recompute_full]"
-    gone = {"exit_reason": "failed", "error.kind": "node", "error.message": "gone"}
     assert converge(tmp_path, only) == EXIT_OK
     sweep.stops_after, sweep.code = len(sweep.ran), 1
     kept = (sweep.ran[0] / "result.json").read_text()
-    edit_result(sweep.ran[0], **gone)
+    edit_result(sweep.ran[0], **GONE)
     assert converge(tmp_path, only) == verb.EXIT_DIFFERS
     found = rows(tmp_path)
     unpaired = ("incomplete", "the control has no curve of this seed (1 of 2 runs)", "1")
@@ -164,7 +159,7 @@ def test_runs_that_failed(tmp_path: Path, sweep: Sweep) -> None:
     }
     (sweep.ran[0] / "result.json").write_text(kept)
     for run_dir in sweep.ran[2:4]:
-        edit_result(run_dir, **gone)
+        edit_result(run_dir, **GONE)
     metrics = sweep.ran[4] / "metrics.jsonl"
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     metrics.write_text("".join(json.dumps(line | {"loss": "nan"}) + "\n" for line in lines))
@@ -180,7 +175,7 @@ def test_runs_that_failed(tmp_path: Path, sweep: Sweep) -> None:
 def test_failed_control(tmp_path: Path, sweep: Sweep) -> None:
     sweep.stops_after = 1
     assert converge(tmp_path, "converge.seeds=[1]") == EXIT_INTERRUPTED
-    edit_result(sweep.ran[0], exit_reason="failed", **{"error.kind": "node", "error.message": "gone"})
+    edit_result(sweep.ran[0], **GONE)
     sweep.code = 1
     with pytest.raises(UserError, match=r"the control failed: node: gone"):
         converge(tmp_path, "converge.seeds=[1]")
@@ -189,10 +184,9 @@ def test_failed_control(tmp_path: Path, sweep: Sweep) -> None:
 def test_nothing_has_run(tmp_path: Path, sweep: Sweep, capsys: pytest.CaptureFixture[str]) -> None:
     """On SLURM the command returns before the runs have ended."""
     sweep.stops_after, sweep.code = 0, EXIT_OK
-    result = result_of(tmp_path)
-    assert isinstance(result, Result)
-    assert (result.code, result.data) == (EXIT_OK, {"rows": [], "summary": [], "report": None})
-    assert "no run of the control has ended" in capsys.readouterr().err
+    assert converge(tmp_path) == EXIT_OK
+    shown = capsys.readouterr()
+    assert shown.out == "None" and "no run of the control has ended" in shown.err
 
 
 def test_torchrun_is_refused(tmp_path: Path, sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,105 @@
+"""One table in every format, with unknown values, a marked row and names that look like HTML."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+from harness.util.tables import Column, Document, Figure, Table, aligned, seconds, to_csv, to_html, to_text
+
+TABLE = Table(
+    (
+        Column("point", "run"),
+        Column("rate", "tokens/s", ",.1f"),
+        Column("time", "time", seconds),
+        Column("empty", "nothing", ".1f"),
+        Column("right", "right"),
+    ),
+    [
+        {"point": "tp=1", "rate": 1008.0, "time": 0.25, "right": True, "hidden": 1},
+        {"point": "a|b <img>", "rate": None, "time": 2, "empty": "", "right": False},
+    ],
+    "Runs",
+    ["Of `a` < b.", "- one\n- two"],
+    marked="tp=1",
+)
+MARKDOWN = """\
+# made
+
+- the fastest: `tp=1`
+
+## Runs
+
+Of `a` < b.
+
+- one
+- two
+
+| run | tokens/s | time | right |
+|---|---:|---:|---|
+| **tp=1** | 1,008.0 | 250 ms | yes |
+| a\\|b &lt;img> | – | 2.00 s | no |
+
+![A picture](made.png)
+"""
+
+
+def test_text() -> None:
+    assert to_text(TABLE, "  ").splitlines() == [
+        "  run        tokens/s    time  right",
+        "  tp=1        1,008.0  250 ms  yes",
+        "  a|b <img>         –  2.00 s  no",
+        "  Of `a` < b.",
+        "  - one",
+        "- two",
+    ]
+    assert to_text(Table(TABLE.columns, [])) == ""
+    assert aligned([{"a": "1", "b": "", "c": "x"}], left=("c",)) == "  a  c\n  1  x\n"
+
+
+def test_csv_has_the_values() -> None:
+    assert to_csv(TABLE.rows) == (
+        "point,rate,time,right,hidden,empty\ntp=1,1008.0,0.25,True,1,\na|b <img>,,2,False,,\n"
+    )
+    assert to_csv(TABLE.rows, TABLE.columns[:2]) == "point,rate\ntp=1,1008.0\na|b <img>,\n"
+
+
+class Tags(HTMLParser):
+    """Check that tags are closed, and collect links."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.links: list[str | None] = []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.open += [tag] if tag not in ("meta", "img") else []
+        self.links += [value for name, value in attrs if name in ("href", "src")]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_a_document(tmp_path: Path) -> None:
+    (tmp_path / "made.png").write_bytes(b"\x89PNG")
+    made = Document("made", ["the fastest: `tp=1`"], [TABLE, Figure("made.png", "A picture")], TABLE.rows)
+    names = ("made.md", "made.csv", "made.html")
+    assert made.write(tmp_path, *names) == [str(tmp_path / name) for name in (*names, "made.png")]
+    assert (tmp_path / "made.md").read_text() == MARKDOWN
+    assert (tmp_path / "made.csv").read_text() == to_csv(TABLE.rows)
+    page = (tmp_path / "made.html").read_text()
+    # The page fetches nothing; rows are sorted by value, not by formatted text.
+    assert [link for link in Tags(page).links if link] == ["data:image/png;base64,iVBORw=="]
+    assert re.findall(r"<h\d>(.*)</h\d>", page) == ["made", "Runs"]
+    assert re.findall(r'data-value="(.*?)">(.*?)<', page)[:4] == [
+        ("tp=1", "tp=1"),
+        ("1008.0", "1,008.0"),
+        ("0.25", "250 ms"),
+        ("True", "yes"),
+    ]
+    assert page.count('<tr class="marked">') == 1 and "<p>Of <code>a</code> &lt; b.</p>" in page
+    assert "<ul><li>one</li><li>two</li></ul>" in page and "a|b &lt;img&gt;" in page
+    assert to_html("<b>", [], tmp_path).count("&lt;b&gt;") == 2
