@@ -1,4 +1,4 @@
-"""What is composed is what Hydra itself composes: options, experiments, own folders, points of a sweep."""
+"""What is composed is what Hydra itself composes: options, experiments, own folders, points and axes."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from harness.compose.overrides import groups, options_of
 from harness.compose.paths import config_folders
 from harness.config.job import Job
 from harness.tools.parity.parity import ParityJob
+from harness.util.errors import UserError
 
 FILES = {
     "model/mine": "defaults: [llama3_tiny, _self_]\nname: mine\nn_layers: 3\n",
@@ -137,3 +138,59 @@ def test_a_changed_file_is_composed_again(tmp_path: Path) -> None:
         typed = [f"hydra.searchpath=[{tmp_path}]", "experiment=own", "model=llama3_tiny"]
         seeds.append(compose_job(typed).training.seed)
     assert seeds == [1, 23]
+
+
+COMMON = ["model=llama3_tiny", "data=synthetic", "tokenizer=none", "cluster.device=cpu"]
+
+
+@pytest.mark.parametrize(
+    ("axis", "seeds"),
+    [
+        # https://hydra.cc/docs/advanced/override_grammar/extended
+        ("range(1,4)", [1, 2, 3]),
+        ("range(3)", [0, 1, 2]),
+        ("range(1,10,4)", [1, 5, 9]),
+        ("range(5,1,-2)", [5, 3]),
+        ("choice(3,1)", [3, 1]),
+        ("sort(3,1,2)", [1, 2, 3]),
+        ("sort(range(1,4),reverse=true)", [3, 2, 1]),
+        ("tag(a,b,choice(2,1))", [2, 1]),
+        ("int(choice(1.0,2.0))", [1, 2]),
+    ],
+)
+def test_functions_of_numbers(axis: str, seeds: list[int]) -> None:
+    points = compose_points([*COMMON, f"training.seed={axis}"])
+    assert [point.job.training.seed for point in points] == seeds
+
+
+def test_functions_of_options_and_order() -> None:
+    jobs = [each.job for each in compose_points([*COMMON, "precision=glob([bf16*,fp32],exclude=*full)"])]
+    assert [(each.precision.param_dtype, each.precision.master_dtype) for each in jobs] == [
+        ("bfloat16", "float32"),
+        ("float32", "float32"),
+    ]
+    shuffled = [
+        each.job.training.seed for each in compose_points([*COMMON, "training.seed=shuffle(range(1,9))"])
+    ]
+    assert sorted(shuffled) == list(range(1, 9))
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        (
+            "optimizer.lr=interval(0,1)",
+            ": interval() is a range for sweepers that optimize (sweep=optuna), ",
+        ),
+        ("optimizer.lr=tag(log,interval(0.1,1))", ": interval() is a range for sweepers that optimize"),
+        ("training.seed=glob(*)", ": glob() chooses options of a group, and training.seed is a field"),
+        ("model=glob(nope*)", ": an axis without values; would work: "),
+        ("training.seed=range(3,1)", ": an axis without values; would work: "),
+        ("training.seed=range(1,3,0)", ": the step of a range must not be 0; would work: "),
+        ("training.seed=choice()", ": empty choice is not legal; would work: "),
+    ],
+)
+def test_no_axis_of_a_grid(typed: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        compose_points([*COMMON, typed])
+    assert str(caught.value).startswith(f"{typed}{message}") and "\n" not in str(caught.value)

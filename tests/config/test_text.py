@@ -36,7 +36,7 @@ def composed() -> Job:
 def test_control_characters_are_refused_in_every_text() -> None:
     """Fields that are null here are strings too."""
     texts = [name for name, _, value in leaves(composed()) if isinstance(value, str)]
-    fields = [
+    fields = (
         "partition",
         "account",
         "qos",
@@ -46,7 +46,7 @@ def test_control_characters_are_refused_in_every_text() -> None:
         "gpu_type",
         "python",
         "container",
-    ]
+    )
     for name in [*texts, *(f"cluster.{field}" for field in fields)]:
         with pytest.raises(ConfigError) as caught:
             resolve(with_value(composed(), name, INJECTED), gpus=0)
