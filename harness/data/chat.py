@@ -35,7 +35,6 @@ _HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
 def load_conversations(reading: Reading) -> Loader:
-    """Return the loader of conversations."""
     from harness.data.loader import NumberedLoader  # torch; composing a job imports this file without it
 
     data, tokenized = reading.data, open_documents(reading)
@@ -85,14 +84,12 @@ class Conversations(LocalFiles):
         return "parquet" if super().format_of(file) == "parquet" else "jsonl"
 
     def read_parquet(self, file: Path, span: Span) -> Iterator[str]:
-        """Yield the conversation of each row."""
         rows = read_columns(file, span, self.config.messages_field, _TOOLS, setting="data.messages_field")
         group = f" from row group {span.begin} on" if span.begin else ""
         for number, row in enumerate(rows, start=1):
             yield self.document_of(row, f"{file}, row {number}{group}")
 
     def document_of(self, row: dict[str, Any], where: object) -> str:
-        """The conversation of a row."""
         field = self.config.messages_field
         if field not in row:
             names = ", ".join(sorted(row)) or "none"
@@ -189,7 +186,9 @@ class PackedConversations:
         self._ends = np.append(np.asarray(split.starts)[1:], len(split.tokens)).astype(np.int64)
         inputs = self._ends - split.starts - 1
         usable, too_long = inputs > 0, np.flatnonzero(inputs > seq_len)
-        usable[too_long] = [cut and self._has_labels(conversation) for conversation in too_long.tolist()]
+        usable[too_long] = [
+            cut and bool(self._read(conversation)[1][1:].any()) for conversation in too_long.tolist()
+        ]
         self.num_conversations, self.num_too_long = int(usable.sum()), len(too_long)
         self.num_without_labels = int((inputs <= 0).sum())
         self.num_cut_off = int(too_long.size - usable[too_long].sum()) if cut else 0
@@ -237,9 +236,6 @@ class PackedConversations:
         end = min(int(self._ends[conversation]), begin + self._seq_len + 1)
         encoded = self._split.tokens[begin:end].astype(np.int64)
         return encoded >> 1, (encoded & 1).astype(bool)
-
-    def _has_labels(self, conversation: int) -> bool:
-        return bool(self._read(conversation)[1][1:].any())
 
 
 def first_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:

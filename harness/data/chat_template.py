@@ -78,7 +78,6 @@ class ChatTemplate:
     def render(
         self, messages: list[Message], tools: list[Any] | None = None, *, add_generation_prompt: bool = False
     ) -> str:
-        """Return the text of a conversation."""
         return self._rendered(messages, tools, add_generation_prompt=add_generation_prompt)[0]
 
     @cached_property
@@ -209,7 +208,6 @@ def require_text(text: str) -> str:
 
 
 def template_of(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplate:
-    """Return the template of a job's conversations; see ``find_template``."""
     template = find_template(tokenizer, data.chat_template, data.chat_date)
     return replace(
         template,

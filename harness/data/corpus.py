@@ -306,7 +306,6 @@ class CorpusWriter(ShardWriter):
         self.shards = cut_units(self.units, max(1, min(wanted, len(self.units))))
 
     def folder(self, shard: int) -> Path:
-        """Folder of a shard."""
         return self.target / f"shard-{shard:05}"
 
     @property
@@ -327,7 +326,6 @@ class CorpusWriter(ShardWriter):
         shutil.rmtree(self.folder(shard), ignore_errors=True)
 
     def missing(self, shard: int) -> list[Unit]:
-        """Units of a shard that are not tokenized."""
         if self.folder(shard).exists():
             return []
         return [
@@ -335,7 +333,6 @@ class CorpusWriter(ShardWriter):
         ]
 
     def write(self, shards: Sequence[int], workers: int | None) -> None:
-        """Tokenize the units of shards."""
         units = [unit for shard in shards for unit in self.shards[shard] if not self.folder(shard).exists()]
         self._units_folder.mkdir(parents=True, exist_ok=True)
         tokenize(self._units_folder, units, self._source, self._tokenizer, workers=workers)

@@ -55,7 +55,6 @@ class Reading:
 
     @property
     def shuffles(self) -> bool:
-        """Whether samples are in a random order."""
         return self.data.shuffle and self.split == "train"
 
 
@@ -74,7 +73,6 @@ class Batch(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Number of rows, and tokens of each."""
         rows, length = self.inputs_BT.shape
         return rows, length
 
@@ -90,26 +88,18 @@ class OtherBatch(Protocol):
     """A rank's rows of one global step, in row order, of something else than tokens of documents."""
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """Number of rows, and tokens of each."""
-        ...
+    def shape(self) -> tuple[int, int]: ...
 
     @property
     def sources_B(self) -> None:
         """Samples come from one source."""
         ...
 
-    def count_valid(self) -> int:
-        """Number of tokens that have a loss."""
-        ...
+    def count_valid(self) -> int: ...
 
-    def each(self, function: Callable[[Tensor], Tensor]) -> OtherBatch:
-        """Apply ``function`` to every tensor."""
-        ...
+    def each(self, function: Callable[[Tensor], Tensor]) -> OtherBatch: ...
 
-    def to(self, device: torch.device) -> OtherBatch:
-        """Copy to the device asynchronously, through pinned memory."""
-        ...
+    def to(self, device: torch.device) -> OtherBatch: ...
 
 
 AnyBatch = Batch | OtherBatch
@@ -220,17 +210,14 @@ class Cursor:
         return {"step": self.step, "samples": samples, **({"tokens": tokens} if tokens else {})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the step at which ``state`` was saved."""
         self.step = state["step"]
         self.position = state["samples"] * self.sizes.seq_len + state.get("tokens", 0)
 
     def reset(self) -> None:
-        """Return to step 0."""
         self.step = self.position = 0
 
 
 def stack(samples: list[tuple[np.ndarray, ...]]) -> Batch:
-    """Make a batch of the samples of its rows."""
     return Batch(*(torch.from_numpy(np.stack(arrays)) for arrays in zip(*samples, strict=True)))
 
 
@@ -276,7 +263,6 @@ def _piece_of(sample: tuple[np.ndarray, ...], first: int, length: int) -> tuple[
 
 
 def load_packed(reading: Reading, tokens: Tokens) -> NumberedLoader:
-    """Return the loader of packed documents."""
     samples = PackedSamples(
         tokens,
         seq_len=reading.seq_len,
@@ -355,7 +341,6 @@ def load_documents(reading: Reading) -> Loader:
 
 
 def load_synthetic(reading: Reading) -> Loader:
-    """Return the loader of random tokens."""
     samples = SyntheticSamples(
         split=reading.split,
         seq_len=reading.seq_len,

@@ -56,7 +56,6 @@ class SourceOrder:
         self.reset()
 
     def reset(self) -> None:
-        """Return to sample 0."""
         self._begin(0, dict.fromkeys(self.names, 0))
 
     def which(self, number: int) -> tuple[int, int]:
@@ -151,7 +150,6 @@ class _Target:
         self.seek(origin, counts)
 
     def seek(self, number: int, counts: Sequence[int]) -> None:
-        """Continue at sample ``number``, before which the sources have ``counts``."""
         self._number, self.counts = number, list(counts)
         self._windows = [self._window(source) for source in range(len(self.counts))]
 

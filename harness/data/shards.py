@@ -83,7 +83,6 @@ class ShardWriter(ABC):
 
     @property
     def is_complete(self) -> bool:
-        """Whether the manifest is there."""
         return (self.target / MANIFEST).exists()
 
     @property
@@ -122,14 +121,12 @@ class ShardWriter(ABC):
         return bool(read_object(self.target / PLAN).get("key") == self.key)
 
     def write_all(self, workers: int | None) -> None:
-        """Write the missing units of all shards, and the manifest, as the folder's only builder."""
         self.begin()
         self.write(range(len(self.shards)), workers)
         self.finish()
         self.remove_unfinished()
 
     def remove_unfinished(self) -> None:
-        """Remove what is not part of the complete folder."""
         for folder in (self.work, *self.target.glob(".shard-*")):
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -172,7 +169,6 @@ def write_manifest(folder: Path, manifest: Any) -> None:
 
 
 def load_manifest(folder: Path, verb: str, noun: str) -> dict[str, Any]:
-    """Read the manifest of a folder."""
     path = folder / MANIFEST
     try:
         found = parse_object(path.read_bytes())

@@ -93,7 +93,6 @@ class LocalFiles:
 
     @cached_property
     def files(self) -> list[Path]:
-        """The matching files."""
         found = find_files(self._patterns, self.config.exclude)
         if not found:
             raise DataError(f"no file matches {self.name}, seen from {os.getcwd()}{self._hint()}")
@@ -172,7 +171,6 @@ class LocalFiles:
         return text_of_row(row, self.config.text_field, where)
 
     def read_parquet(self, file: Path, span: Span) -> Iterator[str]:
-        """Yield the document of each row."""
         for row in read_columns(file, span, self.config.text_field, setting="data.text_field"):
             yield self.document_of(row, file)
 

@@ -114,7 +114,6 @@ class RowReader:
         return
 
     def _texts(self, position: Position) -> Iterator[_Text]:
-        """Yield the documents that are not empty, in stored order."""
         dealt = "part" in position
         number, state, example = position.get("part", 0), position["document"], position.get("example", 0)
         without_text = 0

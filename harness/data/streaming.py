@@ -82,7 +82,6 @@ class RowStream:
         self.reset()
 
     def reset(self) -> None:
-        """Return to the first document."""
         self._seek(self._reader.beginning, 0)
 
     def state_dict(self) -> dict[str, Any]:
@@ -91,13 +90,11 @@ class RowStream:
         return {**position, "offset": self._offset}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state."""
         position = {name: value for name, value in state.items() if name != "offset"}
         self._reader.check(position)
         self._seek(position, state["offset"])
 
     def close(self) -> None:
-        """Stop background work; load a state, or reset, to continue."""
         self._reader.close()
 
     def next(self, length: int | None = None) -> tuple[np.ndarray, ...]:
@@ -111,7 +108,9 @@ class RowStream:
         inputs_T, labels_T = tokens[:-1], tokens[1:].copy()
         if self._mask_document_boundary:
             labels_T[starts[1:]] = IGNORE_INDEX
-        self._advance(length)  # not T + 1: the last label is the next sample's first input
+        self._offset += length  # not T + 1: the last label is the next sample's first input
+        while self._offset >= len(self._documents[0].tokens):
+            self._offset -= len(self._documents.popleft().tokens)
         if not self._number_documents:
             return inputs_T, labels_T
         return inputs_T, labels_T, number_documents(starts[1:].nonzero()[0], length)
@@ -130,11 +129,6 @@ class RowStream:
             starts[filled] = begin == 0
             filled, begin = filled + len(part), 0
         return tokens, starts
-
-    def _advance(self, count: int) -> None:
-        self._offset += count
-        while self._offset >= len(self._documents[0].tokens):
-            self._offset -= len(self._documents.popleft().tokens)
 
     def _seek(self, position: Position, offset: int) -> None:
         self._position, self._offset = position, offset

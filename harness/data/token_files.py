@@ -37,7 +37,6 @@ _SCANNED_FILES, _SCANNED_TOKENS = 16, 1 << 16
 
 
 def load_tokens(reading: Reading) -> Loader:
-    """Return the loader of token files."""
     return load_packed(reading, open_token_files(reading))
 
 
@@ -195,7 +194,6 @@ def _format_of(file: Path) -> str:
 def _open_corpora(
     folders: list[Path], tokenizer: Tokenizer, splits: set[str], *, check: bool
 ) -> tuple[list[Tokens], bool]:
-    """Open the shards of corpora; also return whether one of them has held-out documents."""
     parts: list[Tokens] = []
     manifests = {folder: read_manifest(folder) for folder in folders}
     held_out = any(manifest.counts.tokens["validation"] for manifest in manifests.values())

@@ -181,12 +181,10 @@ class _Buffer:
         return length >= num_chars
 
     def take(self, num_chars: int) -> str:
-        """Remove the first characters, and return them."""
         taken, self.text = self.text[:num_chars], self.text[num_chars:]
         return taken
 
     def take_all(self) -> str:
-        """Return the rest of the text."""
         return "".join([self.text, *self._parts])
 
 

@@ -61,7 +61,6 @@ class Unit:
 
     @property
     def nbytes(self) -> int:
-        """Size in the source."""
         return sum(span.nbytes for span in self.spans)
 
     def __str__(self) -> str:
@@ -117,7 +116,6 @@ def _checksum(tokens: Path, *index: int | bytes) -> int:
 
 
 def token_dtype(tokenizer: Tokenizer) -> np.dtype:
-    """Type of the stored ids."""
     return np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
 
 
@@ -181,7 +179,6 @@ def write_unit(
 
 
 def remove_unit(folder: Path, unit: Unit) -> None:
-    """Remove the files of a unit, the index first."""
     for kind in ("index", "tokens"):
         (folder / f"{unit.key}.{kind}").unlink(missing_ok=True)
 
@@ -256,7 +253,6 @@ def _packed(ids: Sequence[int], dtype: np.dtype) -> bytes:
 
 
 def bytes_of(units: Iterable[Unit]) -> int:
-    """Size of units in the source."""
     return sum(unit.nbytes for unit in units)
 
 

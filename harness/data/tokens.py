@@ -26,9 +26,7 @@ class Tokens(Protocol):
     """Concatenated documents."""
 
     @property
-    def name(self) -> str:
-        """Name for error messages."""
-        ...
+    def name(self) -> str: ...
 
     @property
     def num_tokens(self) -> int: ...
@@ -76,7 +74,6 @@ class Concatenation:
 
     @property
     def begins(self) -> np.ndarray:
-        """Offset of each part."""
         return self._begins[:-1]
 
     @property
@@ -239,12 +236,10 @@ class TokenFormat:
 
 
 def token_formats() -> dict[str, TokenFormat]:
-    """Return the formats of installed packages by name, sorted."""
     return {name: TOKEN_FORMATS[name] for name in TOKEN_FORMATS.plugins}
 
 
 def companions() -> dict[str, str | None]:
-    """Return the companions of all formats."""
     return {ending: owner for each in token_formats().values() for ending, owner in each.companions.items()}
 
 

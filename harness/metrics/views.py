@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 from harness.config.metrics import MetricsConfig
 from harness.util.encoding import dumps, flatten
 from harness.util.errors import EXIT_OK, STOPPED
+from harness.util.tables import Table
 
 _DEFAULT_PROJECT = "harness"
 _UPLOAD_SECONDS = 300.0
@@ -107,12 +108,12 @@ class WandbView:
         self._run.finish(exit_code=int(summary.get("exit_code") or 0))
 
 
-def log_sweep(config: MetricsConfig, folder: Path, group: str, rows: Sequence[Mapping[str, str]]) -> None:
+def log_sweep(config: MetricsConfig, folder: Path, group: str, table: Table) -> None:
     """Log the table of a sweep as a separate run in the sweep's group.
 
     Args:
         config: metrics of any of the sweep's jobs: project, entity, tags and mode.
-        rows: the table, one row per point, all with the same columns.
+        table: one row per point.
     """
     import wandb
 
@@ -127,8 +128,8 @@ def log_sweep(config: MetricsConfig, folder: Path, group: str, rows: Sequence[Ma
         mode=wandb_mode(config.wandb_mode),  # type: ignore[arg-type]
         settings=wandb.Settings(console="off"),
     )
-    columns: list[str | int] = list(rows[0])
-    run.log({"points": wandb.Table(columns=columns, data=[list(row.values()) for row in rows])})
+    columns: list[str | int] = [each.heading for each in table.shown]
+    run.log({"points": wandb.Table(columns=columns, data=table.cells())})
     run.finish()
 
 

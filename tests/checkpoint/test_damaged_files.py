@@ -23,11 +23,12 @@ from harness.launch.rows import completed
 from harness.launch.state import FILE as JOB_RECORD
 from harness.launch.state import SlurmJobRecord, read_states
 from harness.launch.sweep.registry import Point
-from harness.launch.sweep.table import rows_of, table_text
+from harness.launch.sweep.table import table_of_states
 from harness.run.folder import RunFolder
 from harness.train.finish import format_failure
 from harness.train.rows import Progress
 from harness.util.errors import UserError
+from harness.util.tables import to_text
 from harness.weights.detect import find_source
 
 REMOVED = object()
@@ -223,7 +224,7 @@ def look(job: Job, folder: RunFolder) -> None:
     error = folder.first_error()
     if error is not None:
         format_failure(error, 1, folder)
-    table_text(rows_of([Point(job.id, folder.path, [])], read_states([folder.path])))
+    to_text(table_of_states([Point(job.id, folder.path, [])], read_states([folder.path])))
     completed({"world_size": 1, **folder.row, "state": "completed"})
 
 

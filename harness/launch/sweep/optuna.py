@@ -37,9 +37,10 @@ from harness.launch.sweep.run import (
     with_group,
 )
 from harness.launch.sweep.study import PointFailedError, StudyRecord, check_directions, check_objective
-from harness.launch.sweep.table import best_in_words, counted, rows_of, table_text
+from harness.launch.sweep.table import best_in_words, counted, table_of_states
 from harness.run.folder import RunFolder
 from harness.util.errors import EXIT_INTERRUPTED, EXIT_OK, STOPPED, ConfigError, UserError, one_line
+from harness.util.tables import to_text
 
 if TYPE_CHECKING:
     import optuna
@@ -222,7 +223,7 @@ class Study:
         points = self.registry.points()
         seen = states_of(points)
         best = best_in_words(self.record, points)
-        table = table_text(rows_of(points, seen, self.record.objective))
+        table = to_text(table_of_states(points, seen, self.record.objective))
         sys.stdout.write(f"{table}{counted(seen, self.registry.skipped())}{best}")
         return EXIT_OK if best else 1
 

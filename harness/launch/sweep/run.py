@@ -31,10 +31,11 @@ from harness.launch.sweep.registry import (
     sets_label,
     unique_points,
 )
-from harness.launch.sweep.table import rows_of, table_text
+from harness.launch.sweep.table import table_of_states
 from harness.metrics.views import log_sweep
 from harness.run.folder import RunFolder
 from harness.util.errors import EXIT_INTERRUPTED, EXIT_OK, STOPPED, UserError
+from harness.util.tables import to_text
 
 # SLURM's default MaxArraySize is 1001.
 LARGEST_ARRAY = 1000
@@ -367,7 +368,7 @@ def _finish(registry: Registry, tasks: Sequence[Task], stopped: bool, submitted_
     if waits and not stopped:
         stopped = follow_points(points, labels([point.overrides for point in points]))
     seen = read_states([point.run_dir for point in points])
-    sys.stdout.write(table_text(rows_of(points, seen)))
+    sys.stdout.write(to_text(table_of_states(points, seen)))
     sys.stdout.flush()
     names = labels([point.overrides for point in points])
     left = [
@@ -392,8 +393,8 @@ def log_table(registry: Registry, tasks: Sequence[Task], seen: Sequence[RunState
     if not logged:
         return
     try:
-        rows = rows_of([point for point, _ in tasks], seen, full_reasons=True)
-        log_sweep(logged[0].metrics, registry.path, registry.name, rows)
+        table = table_of_states([point for point, _ in tasks], seen, full_reasons=True)
+        log_sweep(logged[0].metrics, registry.path, registry.name, table)
     except Exception as error:
         # W&B's client raises errors of many kinds. The table is in the sweep's folder in any case.
         sys.stderr.write(f"WARNING the table could not be logged to W&B: {type(error).__name__}: {error}\n")

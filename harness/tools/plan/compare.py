@@ -17,7 +17,7 @@ from harness.compose.verb import Result
 from harness.config.fields import NUMERICS, leaves
 from harness.config.job import Job
 from harness.tools.plan.config import PlanJob
-from harness.tools.plan.make import make_plan, planned
+from harness.tools.plan.make import calibration_of, make_plan
 from harness.tools.plan.plan import KINDS, PARTS, Plan, Traffic
 from harness.tools.plan.render import as_dict, devices, mesh_of, part_name, tokens_of
 from harness.util.errors import ConfigError, UserError, as_typed
@@ -89,7 +89,7 @@ def compare(points: list[Composed]) -> Result:
             data.append({"overrides": point.overrides, "legal": False, "reason": point.reason})
             rows.append({"point": name, "fits": f"illegal: {shortened(point.reason, REASON_CHARS)}"})
             continue
-        plan = make_plan(*planned(point.job))
+        plan = make_plan(point.job.plain, calibration_of(point.job))
         figures = in_short(plan)
         plans.append(plan)
         data.append({"overrides": point.overrides, "legal": True, **figures})
@@ -137,11 +137,7 @@ def _total_in_words(total: dict[str, Any], plans: Sequence[Plan], unit: str) -> 
 
 
 def job_against(job: PlanJob, overrides: Sequence[str]) -> PlanJob:
-    """Compose the job to compare with.
-
-    Args:
-        job: the job of the command line, with ``against``.
-        overrides: the overrides of the command line.
+    """Compose the job to compare with: that of the command line, ``overrides``, with those of ``against``.
 
     Raises:
         UserError: naming the wrong field.

@@ -16,9 +16,9 @@ from harness.tools.plan.plan import Plan, PlannedPhase
 from harness.tools.plan.step_time import StepModel
 
 
-def planned(job: PlanJob) -> tuple[Job, Calibration | None]:
-    """Return the job, and the constants to plan with; None for the defaults."""
-    return job.plain, None if job.calibration is None else Calibration.read(job.calibration)
+def calibration_of(job: PlanJob) -> Calibration | None:
+    """Return the constants to plan with; None for the defaults."""
+    return None if job.calibration is None else Calibration.read(job.calibration)
 
 
 def make_plan(job: Job, calibration: Calibration | None = None) -> Plan:

@@ -128,6 +128,21 @@ class StageMemory:
         self.modules = [self._module(name, part, groups) for name, part in self._parts()]
         if joint_ends and self.fsdp and not self.pipelined:
             self._join_ends()
+        layout, of = job.parallelism, [module.parameters for module in self.modules]
+        split = layout.tp if layout.uses_sequence_parallel else 1
+        self.boundary = prices.tokens * job.model.dim * BYTES[job.precision.param_dtype] / split
+        """Bytes of one microbatch's stream between stages."""
+        output = self.boundary if self.logits is None else self.logits.compute * self.logits.numbers
+        self.left = {"activations": output + (self.boundary if stage > 0 else 0.0)}
+        """Memory that a microbatch leaves after its backward with ``Software.keeps_outputs``."""
+        self.resident = sum(m.parameters.gathered for m in self.modules if self.pipelined or not m.freed)
+        """Gathered bytes that stay from forward to backward; in a pipeline until the end of the step."""
+        self.accumulated = sum(each.accumulated for each in of)
+        # Of two neighbouring modules one is copied while the next is gathered.
+        self.buffers = max(map(sum, pairwise([*(each.buffer for each in of), 0.0])))
+        # Of two reduce-scatters that follow each other, one is in flight.
+        reduced = (size for each in of for size in each.reduced)
+        self.reduction = max(map(sum, pairwise([0.0, *reduced])), default=0.0)
 
     def _parts(self) -> list[tuple[str, PartBytes]]:
         parts = []
@@ -166,11 +181,8 @@ class StageMemory:
         )
         late = replace(late, gathered=0.0, buffer=0.0, reduced=(), sharded=0.0)
         blocks[-1] = replace(blocks[-1], freed=False)
-        self.modules = [
-            replace(first, parameters=joint, freed=False),
-            *blocks,
-            replace(head, parameters=late),
-        ]
+        ends = replace(first, parameters=joint, freed=False), replace(head, parameters=late)
+        self.modules = [ends[0], *blocks, ends[1]]
 
     def _parameters(self, *groups: list[HeldTensor]) -> ModuleParameters:
         layout, precision = self.job.parallelism, self.job.precision
@@ -226,35 +238,6 @@ class StageMemory:
         return {"activations": sum(max(module.part.kept, module.part.backward) for module in self.modules)}
 
     @cached_property
-    def boundary(self) -> float:
-        """Bytes of one microbatch's stream between stages."""
-        layout = self.job.parallelism
-        split = layout.tp if layout.uses_sequence_parallel else 1
-        size = BYTES[self.job.precision.param_dtype]
-        return self.activations.tokens * self.job.model.dim * size / split
-
-    @cached_property
-    def left(self) -> Bytes:
-        """Memory that a microbatch leaves after its backward with ``Software.keeps_outputs``."""
-        output = self.boundary if self.logits is None else self.logits.compute * self.logits.numbers
-        return {"activations": output + (self.boundary if self.stage > 0 else 0.0)}
-
-    @cached_property
-    def resident(self) -> float:
-        """Gathered bytes that stay from forward to backward; in a pipeline until the end of the step."""
-        return sum(m.parameters.gathered for m in self.modules if self.pipelined or not m.freed)
-
-    @cached_property
-    def accumulated(self) -> float:
-        return sum(module.parameters.accumulated for module in self.modules)
-
-    @cached_property
-    def buffers(self) -> float:
-        """Largest buffers of two neighbouring modules: one is copied while the next is gathered."""
-        sizes = [module.parameters.buffer for module in self.modules]
-        return max(one + next_one for one, next_one in zip(sizes, [*sizes[1:], 0.0], strict=True))
-
-    @cached_property
     def forward(self) -> Bytes:
         """Peak of a forward pass, in addition to the memory before it."""
         moments, held, gathered = [], 0.0, 0.0
@@ -267,9 +250,7 @@ class StageMemory:
             held += module.part.kept
             gathered += 0.0 if module.freed or self.pipelined else own
         if self.logits is not None:
-            moments.append(
-                {"activations": held, "gathered": gathered, "logits": self.logits.forward},
-            )
+            moments.append({"activations": held, "gathered": gathered, "logits": self.logits.forward})
         return heaviest(moments)
 
     def backward(self, *, gradients_there: bool, accumulates: bool) -> list[Bytes]:
@@ -332,12 +313,6 @@ class StageMemory:
                 unsharded += 0.0 if own.reduced else own.gradients  # reduced with those of another module
                 shards += 0.0 if gradients_there or at_once else own.sharded
         return moments
-
-    @cached_property
-    def reduction(self) -> float:
-        """Peak bytes of the inputs of two overlapping reduce-scatters."""
-        sizes = [size for module in self.modules for size in module.parameters.reduced]
-        return max(map(sum, pairwise([0.0, *sizes])), default=0.0)
 
 
 MIB = 2**20

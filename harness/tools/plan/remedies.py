@@ -19,8 +19,7 @@ from harness.config.cluster import ClusterConfig
 from harness.config.fields import with_value
 from harness.config.job import Job, differing_numerics
 from harness.tools.plan.config import GPUS, PLANNER_FIELDS, PlanJob
-from harness.tools.plan.constants import Calibration
-from harness.tools.plan.make import make_plan, planned
+from harness.tools.plan.make import calibration_of, make_plan
 from harness.tools.plan.plan import Plan
 from harness.tools.plan.render import device_name, mesh_of
 from harness.tools.plan.search import Candidate, NothingFits, Search, search
@@ -207,28 +206,27 @@ def _smallest_changes(
     before = plan.job
 
     @cache
-    def composed(change: Change) -> tuple[Job, Calibration | None] | None:
+    def composed(change: Change) -> PlanJob | None:
         """The changed job; None if it is illegal or the same."""
         try:
-            found = planned(composer.job([*overrides, *change]))
+            job: PlanJob = composer.job([*overrides, *change])
         except ConfigError:
             return None
-        return None if found[0] == before else found
+        return None if job.plain == before else job
 
     @cache
     def remedy(change: Change) -> Remedy:
-        changed = composed(change)
-        assert changed is not None, "only legal changes are planned"
-        job, numbers = changed[0], differing_numerics(before, changed[0])
-        made, more = make_plan(*changed), job.world_size > before.world_size
+        job = composed(change)
+        assert job is not None, "only legal changes are planned"
+        numbers, more = differing_numerics(before, job.plain), job.world_size > before.world_size
+        made = make_plan(job.plain, calibration_of(job))
         return Remedy((change,), with_headroom(made, headroom), bool(numbers), more)
 
     def placed(change: Change) -> tuple[Job, tuple[int, int]] | None:
         """The changed job and its nodes, however they are given."""
-        if (changed := composed(change)) is None:
+        if (job := composed(change)) is None:
             return None
-        job = changed[0]
-        return replace(job, cluster=before.cluster), job.cluster.nodes_for(job.world_size)
+        return replace(job.plain, cluster=before.cluster), job.cluster.nodes_for(job.world_size)
 
     found = []
     for legal in ([change for change in changes if composed(change)] for changes in kinds):
@@ -312,12 +310,7 @@ def remedies_as_dict(found: Sequence[Remedy]) -> list[dict[str, Any]]:
 
 
 def what_would_fit(failed: NothingFits, overrides: Sequence[str]) -> Result:
-    """Return a failed search as a result, with an error that says what would work.
-
-    Args:
-        failed: the error of the search.
-        overrides: the overrides that compose its job.
-    """
+    """Return a failed search, of the job of ``overrides``, as a result whose error says what would work."""
     found, space = failed.search, failed.search.space
     layout = failed.closest.overrides(space.base.parallelism)
     of_search = PLANNER_FIELDS - {"calibration"}

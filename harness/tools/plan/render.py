@@ -253,8 +253,16 @@ def _verdict(plan: Plan) -> list[tuple[str, str]]:
     """Speed, whether it fits, and the cost of all steps."""
     job, speed, unit = plan.job, plan.speed, device_name(plan)
     facts = []
-    if speed is None:
-        facts.append(("time", _what_to_set(plan)))
+    if speed is None and (plan.accelerator is not None or plan.memory_limit is not None):
+        what = "cluster.network_gbps, e.g. 400 (Gbit/s for each device)"
+        facts.append(("time", f"unknown network between nodes; set {what}"))
+    elif speed is None and job.cluster.device == "cpu":
+        facts.append(("time", "unknown: the plan has no times of CPUs"))
+    elif speed is None:
+        what = (
+            f"cluster.accelerator to one of {', '.join(ACCELERATORS)}, or to a new name with the numbers of"
+        )
+        facts.append(("time", f"unknown hardware; set {what} cluster.hardware"))
     else:
         rate = speed.tokens_per_second_per_rank
         in_all = rate * job.world_size
@@ -285,15 +293,3 @@ def _verdict(plan: Plan) -> list[tuple[str, str]]:
     if cost := cost_in_words(plan):
         facts.append(("", cost))
     return facts
-
-
-def _what_to_set(plan: Plan) -> str:
-    if plan.accelerator is not None or plan.memory_limit is not None:
-        return "unknown network between nodes; set cluster.network_gbps, e.g. 400 (Gbit/s for each device)"
-    if plan.job.cluster.device == "cpu":
-        return "unknown: the plan has no times of CPUs"
-    known = ", ".join(ACCELERATORS)
-    return (
-        f"unknown hardware; set cluster.accelerator to one of {known}, or to a new name with the numbers of "
-        "cluster.hardware"
-    )

@@ -33,7 +33,7 @@ _SHOWN = 6
 _SEARCHED = ("parallelism.", "training.local_batch_size", "activation_checkpoint.mode")
 
 
-def render_found(found: Search) -> str:
+def render_search(found: Search) -> str:
     """Format the result of a search, without its sweep file."""
     plan = found.best[0].plan
     job, unit = plan.job, device_name(plan)
@@ -119,7 +119,7 @@ def _losers(found: Search) -> str:
     return "".join(f"  {count:>9,}  {reason}\n" for count, reason in lines)
 
 
-def found_as_dict(found: Search) -> dict[str, Any]:
+def search_as_dict(found: Search) -> dict[str, Any]:
     """The result of a search as plain containers, for JSON."""
     base = found.space.base.parallelism
     plans = [as_dict(each.plan) for each in found.best]
@@ -163,12 +163,7 @@ def sweep_path(name: str, asked: str | None) -> Path:
 
 
 def write_sweep(found: Search, path: Path, overrides: Sequence[str]) -> str:
-    """Write the sweep that measures the best points; return the command that starts it.
-
-    Args:
-        found: the result of the search.
-        path: the file.
-        overrides: the overrides of the command line.
+    """Write the sweep that measures the best points of a job; return the command that starts it.
 
     Raises:
         ConfigError: the file cannot be written.

@@ -36,15 +36,16 @@ def plan(job: PlanJob, overrides: list[str]) -> Result:
         return _calibrate(Path(job.calibrate), job.calibration, job.cluster)
     if job.search:
         return _search(job, overrides)
-    from harness.tools.plan.make import make_plan, planned
+    from harness.tools.plan.make import calibration_of, make_plan
     from harness.tools.plan.render import as_dict, render
 
-    made = make_plan(*planned(job))
+    made = make_plan(job.plain, calibration_of(job))
     if job.against is not None:
         from harness.tools.plan.compare import differences_as_dict, job_against, render_differences
 
-        other = make_plan(*planned(job_against(job, overrides)))
-        return Result(differences_as_dict(made, other), render_differences(made, other))
+        other = job_against(job, overrides)
+        second = make_plan(other.plain, calibration_of(other))
+        return Result(differences_as_dict(made, second), render_differences(made, second))
     if job.picture is not None:
         from harness.tools.plan.picture import draw
 
@@ -65,14 +66,13 @@ def plan(job: PlanJob, overrides: list[str]) -> Result:
 
 def _search(job: PlanJob, overrides: list[str]) -> Result:
     """Find the best layouts, and write the sweep that measures them."""
-    from harness.tools.plan.make import planned
+    from harness.tools.plan.make import calibration_of
     from harness.tools.plan.search import NothingFits, search
-    from harness.tools.plan.search_result import found_as_dict, render_found, sweep_path, write_sweep
+    from harness.tools.plan.search_result import render_search, search_as_dict, sweep_path, write_sweep
     from harness.tools.plan.space import Space
 
-    plain, calibration = planned(job)
     try:
-        found = search(Space.of(plain, overrides), job.top, calibration, job.headroom)
+        found = search(Space.of(job.plain, overrides), job.top, calibration_of(job), job.headroom)
     except NothingFits as failed:
         from harness.tools.plan.remedies import what_would_fit
 
@@ -82,7 +82,7 @@ def _search(job: PlanJob, overrides: list[str]) -> Result:
         from harness.tools.plan.picture import draw
 
         draw(Path(job.picture), found.best[0].plan)
-    data, text = found_as_dict(found) | {"sweep_file": path}, f"{render_found(found)}\n"
+    data, text = search_as_dict(found) | {"sweep_file": path}, f"{render_search(found)}\n"
     try:
         command = write_sweep(found, path, overrides)
     except (HarnessError, OSError) as error:

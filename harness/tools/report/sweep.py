@@ -19,12 +19,12 @@ from harness.launch.sweep.registry import Point, Registry, labels, points_in
 from harness.launch.sweep.run import log_table, states_of
 from harness.launch.sweep.run import resume as resume_points
 from harness.launch.sweep.study import StudyRecord
-from harness.launch.sweep.table import best_in_words, counted, rows_of, table_text
+from harness.launch.sweep.table import best_in_words, counted, table_of_states
 from harness.tools.report.plots import bars
 from harness.tools.report.runs import table_of_runs, table_of_study, tables_beside, with_layouts
 from harness.util.errors import EXIT_OK, UserError
 from harness.util.files import write_atomically
-from harness.util.tables import to_csv, to_markdown
+from harness.util.tables import to_csv, to_markdown, to_text
 
 
 def status(folder: Path, *, verify: bool = False) -> Result:
@@ -37,7 +37,7 @@ def status(folder: Path, *, verify: bool = False) -> Result:
         seen, code = states_in_folders([point.run_dir for point in points], error), error.exit_code
     skipped = Registry(folder).skipped()
     study = StudyRecord.read(folder)
-    table = table_text(rows_of(points, seen, study.objective if study else ())) + counted(seen, skipped)
+    table = to_text(table_of_states(points, seen, study.objective if study else ())) + counted(seen, skipped)
     table += best_in_words(study, points) if study else ""
     data: dict[str, Any] = {
         "points": [_as_dict(point, each) for point, each in zip(points, seen, strict=True)],

@@ -312,12 +312,12 @@ def test_what_a_search_cannot_distinguish(monkeypatch: pytest.MonkeyPatch) -> No
     for alike, claim in (claims | {4: "all cannot be distinguished"}).items():
         off = times[alike - 1] / times[0] - 1 + 1e-9
         monkeypatch.setattr(found_module, "RESOLUTION", Resolution(off, 40, 8))
-        assert found_module.found_as_dict(best)["alike"] == alike
-        text = found_module.render_found(best)
+        assert found_module.search_as_dict(best)["alike"] == alike
+        text = found_module.render_search(best)
         assert f"\n{claim}: the planned ratio" in text and "(40 pairs, 8 tables)\n" in text
     own = search(space, 2, Calibration(Constants()))
-    assert found_module.found_as_dict(own)["alike"] is None
-    assert "distinguished" not in found_module.render_found(own)
+    assert found_module.search_as_dict(own)["alike"] is None
+    assert "distinguished" not in found_module.render_search(own)
 
 
 def points_in(file: Path, overrides: list[str]) -> list[Job]:

@@ -19,7 +19,7 @@ from harness.compose.composer import compose_job
 from harness.launch.rows import KEPT, completed, in_short, job_of, keep, load, of_points, read_kept, shortened
 from harness.launch.state import SlurmJobRecord, read_states
 from harness.launch.sweep.registry import Registry, command_of
-from harness.launch.sweep.table import rows_of, table_text
+from harness.launch.sweep.table import table_of_states
 from harness.metrics.slow_ranks import SlowRank
 from harness.metrics.window import THROUGHPUT, Window
 from harness.run.result import write_result
@@ -27,7 +27,7 @@ from harness.tools.report import plots
 from harness.tools.report.runs import report_runs
 from harness.tools.report.sweep import collect, status
 from harness.util.errors import UserError
-from harness.util.tables import Table, to_markdown
+from harness.util.tables import Table, to_markdown, to_text
 
 RATE = "tokens_per_second_per_rank"
 
@@ -131,10 +131,11 @@ def test_every_table_ranks_points_by_the_same_rate(tmp_path: Path) -> None:
     seen = read_states([point.run_dir for point in points])
     of_sweep = {each.run_dir.name: (each.facts or {})[RATE] for each in seen}
     assert {each["id"]: each[f"measured.{RATE}"] for each in of_points(points)} == of_sweep
-    shown = rows_of(points, seen)[0]
+    table = table_of_states(points, seen)
+    shown = dict(zip((each.heading for each in table.shown), table.cells()[0], strict=True))
     assert shown["tokens/s"] == f"{5 * 4096 / 38.7:,.0f}"
     assert shown["tokens/s/rank"] == f"{5 * 4096 / 38.7 / world:,.1f}"
-    assert table_text([shown]).endswith(f"{THROUGHPUT}\n")
+    assert to_text(table).endswith(f"{THROUGHPUT}\n")
     # Percentiles of rates are computed from those of seconds if the row has none.
     old = {key: value for key, value in own.items() if "_second_p" not in key and "measured" not in key}
     assert completed(old)["measured.low"] == pytest.approx(4096 / own["window.step_seconds_p90"] / world)

@@ -1,16 +1,19 @@
-"""Points of a sweep on SLURM: the number of queries, and the rows of jobs that ended without one."""
+"""The state of a run from its folder and SLURM's queue, and the rows of jobs that ended without one."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from harness.compose.composer import compose_job
-from harness.launch.state import SlurmJobRecord
+from harness.launch.queue import Jobs, Queued
+from harness.launch.state import SlurmJobRecord, state_of
 from harness.launch.sweep.registry import Point, Registry
 from harness.launch.sweep.run import Selection, states_of
 from harness.run.folder import RunFolder
@@ -18,7 +21,59 @@ from harness.tools.report.sweep import VERB
 from harness.util.errors import EXIT_MACHINE, EXIT_OK, EXIT_USER
 
 POINTS = 12
+COLUMNS = r"^(.{12})(.{10})(.{10})(\w+)(.*)$"
 Verb = Callable[..., tuple[str, str]]
+
+
+SENT = SlurmJobRecord("a", None, "7")
+QUEUED = {"waits": "PENDING|Resources", "runs": "RUNNING|None", "ends": "COMPLETING|None"}
+QUEUED |= {"held back": "SUSPENDED|None", "never": "PENDING|PartitionConfig", "gone": "NODE_FAIL|None"}
+# What status.json says, the record, the queue (None: unknown), and the state. The first row that holds wins.
+STATES = """
+completed   sent      waits     completed
+failed      sent      waits     failed
+running     sent      held back suspended  job 7: scontrol resume 7 continues it
+submitted   sent      never     blocked    job 7 can never start: PartitionConfig
+submitted   sent      waits     pending    job 7 waits: Resources
+requeued    restarted waits     pending    job 7 waits: Resources, started 3 times
+interrupted sent      runs      running    job 7
+running     sent      ends      running    job 7
+interrupted sent      gone      stopped    before its end; resume continues it
+interrupted cancelled gone      cancelled
+interrupted begun     None      stopped
+interrupted begun     gone      lost       SLURM job 7 ended without a result
+planned     none      gone      planned
+-           none      gone      planned
+running     none      alive     running
+running     none      gone      lost       the process that ran it is gone
+submitted   sent      None      pending    silent
+running     sent      None      running    silent
+submitted   unsent    gone      planned    never submitted
+running     sent      gone      lost       SLURM job 7 ended without a result
+"""
+RECORDS = {
+    "none": None,
+    "sent": SENT,
+    "unsent": replace(SENT, job_id=None),
+    "begun": replace(SENT, begun=True),
+    "restarted": replace(SENT, restarts=2),
+    "cancelled": replace(SENT, cancelled=True),
+}
+
+
+@pytest.mark.parametrize("row", STATES.splitlines()[1:])
+def test_the_state_of_a_run_is_that_of_the_first_row_that_holds(row: str) -> None:
+    status, record, listed, state, reason = (each.strip() for each in re.split(COLUMNS, row)[1:-1])
+    queue = Jobs([Queued("7", "a", *QUEUED[listed].split("|"))]) if listed in QUEUED else Jobs([])
+    found = state_of(
+        None if status == "-" else status,
+        RECORDS[record],
+        None if listed == "None" else queue,
+        is_alive=lambda: listed == "alive",
+        silent="silent",
+    )
+    assert found[0] == state and found[1].startswith(reason), found
+    assert found[2] == {"blocked": "user", "lost": "unknown"}.get(state)
 
 
 class FakeSlurm:
