@@ -18,7 +18,7 @@ BEFORE_END_SECONDS = 3.0
 def end_with_parent(parent: int, before_end: Callable[[], None] | None = None) -> None:
     """End this process, and the children in its process group, when ``parent`` is no longer its parent.
 
-    The starter passes its own id: if it has died already, ``os.getppid()`` is the process that adopted this one.
+    The starter passes its own id: if it has died already, ``os.getppid()`` is the process that adopted us.
     """
     end_when(lambda: os.getppid() != parent, before_end)
 
