@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import EXPERT_MATRIX, MATRIX, layout, require_parity, verdict_of
+from layouts import layout, verdict_of
 from tiers import rest_is_thorough
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -23,25 +23,6 @@ from harness.tools.plan.parameters import parameters_of, planned_update
 # A learning rate at which updates matter, from the first step on.
 MUON = ("optimizer=muon", "schedule.warmup_steps=1", "optimizer.lr=0.01")
 MOE = (*MUON, "model=qwen3_moe_debug")
-# Shards by rows and columns, strided shards, uneven ones, replicas, stages, and host memory.
-CORE = ["fsdp_uneven", "hsdp_tp", "fsdp_offload"]
-CORE_OF_EXPERTS = ["fsdp_tp_ep_experts", "ep_hsdp"]
-
-
-def in_many_rounds(job_json: str, steps: int) -> Trace:
-    """Train with rounds of one matrix each, so that exchanges overlap."""
-    with mock.patch.object(assignment, "ROUND_VALUES", 1):
-        return trace(job_json, steps)
-
-
-@pytest.mark.parametrize("name", rest_is_thorough(MATRIX, *CORE))
-def test_layout_agrees_with_one_process(pool: RankPool, name: str) -> None:
-    require_parity(pool, name, layout(name, *MUON), steps=3)
-
-
-@pytest.mark.parametrize("name", rest_is_thorough(EXPERT_MATRIX, *CORE_OF_EXPERTS))
-def test_layout_of_experts_agrees_with_one_process(pool: RankPool, name: str) -> None:
-    require_parity(pool, name, layout(name, *MOE), steps=3, run=in_many_rounds)
 
 
 def own_shards(job_json: str, steps: int) -> Trace:

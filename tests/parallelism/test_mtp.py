@@ -8,8 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from layouts import layout, require_parity, verdict_of
-from tiers import rest_is_thorough
+from layouts import layout, verdict_of
 from torch import Tensor
 
 from harness.compose.composer import compose_job
@@ -158,23 +157,6 @@ def test_labels_at_the_ends_of_sequences_and_documents() -> None:
 
 
 DEEPSEEK = ("model=deepseek_v3_debug", "model.mtp.depth=1")
-LAYOUTS = [
-    *("fsdp", "fsdp_tp", "fsdp_ep", "cp", "cp_ulysses", "tp_experts", "tp_experts_plain", "tp_ep", "hsdp"),
-    *("fsdp_accumulate", "fsdp_ep_recompute_full", "fsdp_ep_compiled", "fsdp_tp_compiled_recompute_full"),
-    *("fsdp_tp_chunked_loss", "fsdp_tp_recompute_op", "fsdp_reshard_always"),
-]
-
-
-CORE = ["cp_ulysses"]
-
-
-@pytest.mark.parametrize("name", rest_is_thorough(LAYOUTS, *CORE))
-def test_layout_agrees_with_one_process(pool: RankPool, name: str) -> None:
-    require_parity(pool, name, layout(name, *DEEPSEEK))
-
-
-def test_a_tied_table_on_a_layout(pool: RankPool) -> None:
-    require_parity(pool, "fsdp_tp", layout("fsdp_tp", *DEEPSEEK, "model.tied_embeddings=true"))
 
 
 def with_shift_after_the_split(job_json: str, steps: int) -> Trace:

@@ -28,6 +28,8 @@ CASES = [
     f"{LLAMA} dp_shard=8 compile=on activation_checkpoint=selective_op precision=float8_tensorwise",
     f"{LLAMA} dp_shard=8 tp=2 precision=float8_rowwise optimizer=muon cluster.nodes=2",
     f"{LLAMA} dp_shard=4 dp_replicate=2 activation_checkpoint=selective_layer",
+    f"{LLAMA} dp_shard=4 tp=2 compile=on precision=float8_tensorwise",
+    f"{LLAMA} dp_shard=8 model.mtp.depth=1 model.n_layers=2",
     f"{LLAMA} tp=8 compile=on training.local_batch_size=2",
     f"{LLAMA} cp=4 dp_shard=2",
     f"{LLAMA} cp=4 dp_shard=2 cp_rotate_method=alltoall cp_load_balance=false",

@@ -59,20 +59,16 @@ def problems_of(
         for place in {0, in_stage - 1}:
             with fake_process_group(planned.pp_rank * in_stage + place, job.world_size):
                 problems += _problems_of_rank(job, planned, names, change, first=place == 0, updates=updates)
-    counts = {name: names[name] for name in {*names, *parameter_shapes(job.model)}}
     known = parameter_shapes(job.model)
-    return problems + [
-        f"{name}: {n} stages hold it" for name, n in counts.items() if (n, name in known) != (1, True)
-    ]
+    wrong = [name for name in {*names, *known} if (names[name], name in known) != (1, True)]
+    return problems + [f"{name}: {names[name]} stages hold it" for name in wrong]
 
 
 def _problems_of_rank(
     job: Job, planned: RankMemory, names: Counter[str], change: Change | None, *, first: bool, updates: bool
 ) -> Iterator[str]:
-    held, mesh = (
-        parameters_of(job, planned.pp_rank),
-        build_mesh(job.parallelism, CPU, has_experts=job.model.moe.enabled),
-    )
+    held = parameters_of(job, planned.pp_rank)
+    mesh = build_mesh(job.parallelism, CPU, has_experts=job.model.moe.enabled)
     parts = build_on_meta(job, mesh, CPU)
     if change is not None:
         change(parts)
