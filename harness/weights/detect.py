@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from harness.checkpoint.catalog import (
     MANIFEST,
@@ -27,6 +27,7 @@ from harness.weights.format import weight_formats
 if TYPE_CHECKING:
     from harness.weights.source import Source
 
+Part = TypeVar("Part", DataConfig, TokenizerConfig)
 # Files of conf/experiment and conf/sweep may set any group.
 _SETS_ANY_GROUP = ("experiment", "sweep")
 
@@ -73,8 +74,13 @@ def find_source(source: str, field: str = "convert.source") -> WeightFolder:
     """
     for folder in (CheckpointFolder(f"{source}/checkpoints"), CheckpointFolder(source)):
         if folder.steps():
-            checkpoint, notes = _newest(folder)
-            return dataclasses.replace(_of_checkpoint(checkpoint, field), notes=notes)
+            complete, wrong = folder.complete()
+            if not complete:
+                path, reason = next(iter(wrong.items()))
+                rule = f"none of its {len(wrong)} checkpoints is complete; {path}: {reason}"
+                raise UserError(f"{folder.path}: {rule}")
+            notes = tuple(f"{path} is skipped: {reason}" for path, reason in wrong.items())
+            return dataclasses.replace(_of_checkpoint(complete[0], field), notes=notes)
     if is_url(source):
         return _of_other_software(source) or _of_checkpoint(open_checkpoint(source), field)
     path = Path(source)
@@ -100,14 +106,6 @@ def _of_other_software(source: str) -> WeightFolder | None:
         if each.recognizes(source):
             return WeightFolder(name, source, {})
     return None
-
-
-def _newest(folder: CheckpointFolder) -> tuple[Checkpoint, tuple[str, ...]]:
-    complete, wrong = folder.complete()
-    if not complete:
-        path, reason = next(iter(wrong.items()))
-        raise UserError(f"{folder.path}: none of its {len(wrong)} checkpoints is complete; {path}: {reason}")
-    return complete[0], tuple(f"{path} is skipped: {reason}" for path, reason in wrong.items())
 
 
 def _of_checkpoint(checkpoint: Checkpoint, field: str) -> WeightFolder:
@@ -141,20 +139,17 @@ def choose_model(job: Job, overrides: list[str], found: WeightFolder) -> ModelCo
 
 def choose_tokenizer(job: Job, overrides: list[str], found: WeightFolder) -> TokenizerConfig | None:
     """The manifest's tokenizer with the overrides applied; None if neither names one, or it is ``none``."""
-    chosen: TokenizerConfig | None = _chosen(
-        "tokenizer", job.tokenizer, overrides, found.manifest.get("tokenizer")
-    )
+    chosen = _chosen("tokenizer", job.tokenizer, overrides, found.manifest.get("tokenizer"))
     return None if chosen is not None and chosen.kind == "none" else chosen
 
 
 def choose_data(job: Job, overrides: list[str], found: WeightFolder) -> DataConfig | None:
     """The data that the source was trained with, with the overrides applied; None if neither names any."""
     recorded = found.manifest.get("job") or {}
-    chosen: DataConfig | None = _chosen("data", job.data, overrides, recorded.get("data"))
-    return chosen
+    return _chosen("data", job.data, overrides, recorded.get("data"))
 
 
-def _chosen(group: str, composed: Any, overrides: list[str], stored: dict[str, Any] | None) -> Any:
+def _chosen(group: str, composed: Part, overrides: list[str], stored: dict[str, Any] | None) -> Part | None:
     typed = _typed(overrides, group)
     if not stored:
         return composed if typed else None

@@ -414,18 +414,8 @@ def test_a_wrong_line_is_named(
         ({"attend_across_documents": True}, "data.attend_across_documents=true: .*would work: false"),
         ({"mask_document_boundary": False}, "data.mask_document_boundary=false: .*would work: true"),
         ({"chat_date": "today"}, "data.chat_date=today: must be a date.*would work: 2026-01-31"),
-        (
-            {"mask_fraction": 0.5},
-            "data.mask_fraction=0.5: has no effect with data.kind=chat; only data.kind=synthetic",
-        ),
     ],
 )
 def test_fields_that_contradict_each_other(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         chat(**fields)
-
-
-def test_fields_of_conversations_need_conversations() -> None:
-    for fields in ({"chat_template": "plain"}, {"train_on": "last"}, {"messages_field": "m"}):
-        with pytest.raises(ConfigError, match=r"with data\.kind=local; only data\.kind=chat uses it"):
-            DataConfig(paths=["*.txt"], **fields).validate()  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """The data and tokenizer groups: invalid settings are refused, shipped files are valid."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from omegaconf import OmegaConf
 
 from harness.compose.hydra import with_types
 from harness.config.data import DataConfig, TokenizerConfig
+from harness.config.data_kinds import DATA_KINDS, OWNED
 from harness.config.fields import check_rules, from_dict, leaves
 from harness.util.errors import ConfigError
 
@@ -78,14 +80,9 @@ def test_shipped_files_are_found():
             {"kind": "local", "paths": ["a"], "validation_paths": ["b"], "validation_fraction": 0.1},
             "data.validation_fraction",
         ),
-        ({"kind": "local", "paths": ["a"], "dataset": "d"}, "data.dataset"),
-        ({"kind": "local", "paths": ["a"], "streaming": True}, "data.streaming"),
-        ({"kind": "local", "paths": ["a"], "mask_fraction": 0.1}, "data.mask_fraction"),
         ({"kind": "tokens"}, "data.paths"),
         ({"kind": "tokens", "paths": ["a"], "format": "jsonl"}, "data.format"),
         ({"kind": "local", "paths": ["a"], "format": "megatron"}, "data.format"),
-        ({"kind": "tokens", "paths": ["a"], "exclude": ["b"]}, "data.exclude"),
-        ({"kind": "local", "paths": ["a"], "boundaries": "eos"}, "data.boundaries"),
         ({"kind": "tokens", "paths": ["a"], "dtype": "uint8"}, "data.dtype"),
         (
             {"kind": "tokens", "paths": ["a"], "validation_paths": ["b"], "validation_fraction": 0.1},
@@ -93,7 +90,6 @@ def test_shipped_files_are_found():
         ),
         ({"kind": "hub"}, "data.dataset"),
         ({"kind": "hub", "dataset": "pandas", "data_files": ["a.pkl"]}, "data.dataset"),
-        ({"kind": "hub", "dataset": "d", "paths": ["a"]}, "data.paths"),
         ({**STREAMED, "workers": -1}, "data.workers"),
         ({"kind": "hub", "dataset": "d", "workers": 2}, "data.workers"),
         ({**STREAMED, "shuffle": True, "shuffle_buffer": 0}, "data.shuffle_buffer"),
@@ -116,6 +112,20 @@ def test_refused_data(settings, field):
         config.validate()
     assert caught.value.field == field
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["local", "tokens", "hub", "chat", "synthetic", "mixture"])
+def test_fields_of_other_kinds_are_refused(kind):
+    others = [name for name in vars(DataConfig()) if name in OWNED and name not in DATA_KINDS[kind].fields]
+    assert others
+    for name in others:
+        default = getattr(DataConfig(), name)
+        value = {list: ["x"], dict: {"x": 1}, bool: True, float: 0.1}.get(type(default), "x")
+        readers = [each for each in DATA_KINDS if name in DATA_KINDS[each].fields]
+        rule = f"has no effect with data.kind={kind}; only data.kind={' or '.join(readers)} uses it"
+        works = f"would work: data.kind={readers[0]}, or leave it out"
+        with pytest.raises(ConfigError, match=rf"^data\.{name}=.*: {re.escape(f'{rule}; {works}')}$"):
+            DataConfig(kind, **{name: value}).validate()
 
 
 @pytest.mark.parametrize(

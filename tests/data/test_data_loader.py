@@ -13,7 +13,7 @@ from test_data_streaming import streamed
 
 from harness.config.data import DataConfig
 from harness.data.loader import IGNORE_INDEX, merge_states
-from harness.util.errors import ConfigError, DataError, UserError
+from harness.util.errors import DataError, UserError
 
 
 @pytest.fixture
@@ -231,12 +231,6 @@ def test_unusable_data(text, settings, says):
 def test_one_sample_is_enough():
     Path("a.txt").write_text("a" * 15)
     assert loader(DataConfig(paths=["a.txt"], cache_dir="cache")).samples_per_epoch == 1
-
-
-def test_validation_without_a_source(corpus):
-    corpus = dataclasses.replace(corpus, validation_fraction=0.0)
-    with pytest.raises(ConfigError, match=r"^data.validation_fraction=0.0: .*data.validation_paths"):
-        loader(corpus, split="validation")
 
 
 def test_nothing_held_out_of_few_documents():

@@ -60,16 +60,11 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     (with_b(kind="mixture"), "data.sources.b.kind=mixture: a source is not a mixture itself"),
     ({"sources": SOURCES | {"step": SOURCES["a"]}}, "data.sources=step: a name has letters, digits"),
     ({"shuffle": False}, "is a field of each source; would work: data.sources.NAME.shuffle"),
-    (
-        {"paths": ["x"]},
-        "has no effect with data.kind=mixture; only data.kind=local or tokens or chat or latents or ",
-    ),
     ({"weight_changes": [{"a": 1}]}, "each change needs a whole number `step` above 1"),
     ({"weight_changes": [{"step": 9, "a": 1}, {"step": 9, "b": 1}]}, "`step` above 9"),
     ({"weight_changes": [{"step": 9.5, "a": 1}]}, "`step` above 1"),
     ({"weight_changes": [{"step": 9, "c": 1}]}, "data.weight_changes.c=1: data.sources has no such source"),
     ({"weight_changes": [{"step": 9, "a": "x"}]}, "must be a list of mappings, like [{a:1,b:2}]"),
-    ({"kind": "synthetic"}, "has no effect with data.kind=synthetic; only data.kind=mixture uses it"),
 ]
 
 

@@ -64,11 +64,7 @@ class Starts(Protocol):
 
 
 class TokenFile:
-    """Tokens in one file, after a header of ``skip`` bytes.
-
-    Raises:
-        DataError: the file's length is not that of ``num_tokens`` tokens (null: of complete tokens).
-    """
+    """Tokens in one file, after a header of ``skip`` bytes; as many as fit without ``num_tokens``."""
 
     def __init__(
         self,
@@ -83,7 +79,8 @@ class TokenFile:
         size, itemsize = size_of(file) - skip, np.dtype(dtype).itemsize
         self._num_tokens = size // itemsize if num_tokens is None else num_tokens
         if size != self._num_tokens * itemsize:
-            expected = f"{self._num_tokens} tokens of {dtype}{_after(skip)}"
+            after = f" after a header of {skip} bytes" if skip else ""
+            expected = f"{self._num_tokens} tokens of {dtype}{after}"
             _refuse(file, f"has {size + skip} bytes, which are not {expected}")
         self._tokens = _Array(file, dtype, skip, self._num_tokens)
 
@@ -103,14 +100,7 @@ class TokenFile:
 
 
 def open_memmap(file: Path, dtype: str | None, vocab_size: int) -> TokenFile:
-    """Open plain tokens, as nanoGPT writes them, or a .npy file.
-
-    Args:
-        dtype: type of the ids; null: uint16 if the vocabulary allows it, else uint32.
-
-    Raises:
-        DataError: the file's length, or the first ids, show that its ids have another number of bytes.
-    """
+    """Open plain tokens, as nanoGPT writes them, or a .npy file; ``dtype``: None for the smallest."""
     if file.suffix == ".npy":
         return _open_npy(file, dtype)
     dtype = dtype or smallest_dtype(vocab_size)
@@ -290,22 +280,19 @@ class MegatronIndex:
         """Check that sequences follow each other and documents ascend; return the bytes of all sequences."""
         lengths, pointers, firsts = self._lengths(), self._pointers(), self._firsts()
         if int(firsts[0]) != 0 or int(firsts[-1]) != self._sequences:
-            self._refuse(f"its documents do not begin with sequence 0 and end with {self._sequences}")
+            _refuse(self._file, f"its documents do not begin with sequence 0 and end with {self._sequences}")
         for part in _both_ends(self._boundaries):
             if np.any(np.diff(firsts[part]) < 0):
-                self._refuse("the first sequences of its documents are not ascending")
+                _refuse(self._file, "the first sequences of its documents are not ascending")
         if self._sequences == 0:
             return 0
         for part in _both_ends(self._sequences):
             sizes = lengths[part].astype(np.int64) * self._itemsize
             if np.any(sizes < 0) or not np.array_equal(np.diff(pointers[part]), sizes[:-1]):
-                self._refuse("its sequences do not follow each other without gaps")
+                _refuse(self._file, "its sequences do not follow each other without gaps")
         if int(pointers[0]) != 0:
-            self._refuse(f"its first sequence begins at byte {pointers[0]} instead of 0")
+            _refuse(self._file, f"its first sequence begins at byte {pointers[0]} instead of 0")
         return int(pointers[-1]) + int(lengths[-1]) * self._itemsize
-
-    def _refuse(self, problem: str) -> NoReturn:
-        _refuse(self._file, problem)
 
 
 def smallest_dtype(vocab_size: int) -> str:
@@ -327,10 +314,6 @@ def _head(file: Path, size: int) -> bytes:
             return content.read(size)
     except OSError as error:
         raise DataError(f"{file}: {error.strerror}") from error
-
-
-def _after(skip: int) -> str:
-    return f" after a header of {skip} bytes" if skip else ""
 
 
 def _refuse(file: Path, problem: str) -> NoReturn:

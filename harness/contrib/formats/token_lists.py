@@ -29,11 +29,7 @@ _SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"
 
 
 def saved_files(folder: Path) -> list[Path]:
-    """Return the Arrow files of a folder that ``save_to_disk`` of `datasets` wrote; empty for other folders.
-
-    Raises:
-        DataError: the folder has several splits, or is damaged.
-    """
+    """Return the Arrow files of a folder of ``save_to_disk`` (`datasets`); empty for other folders."""
     try:
         if (folder / _SAVED_SPLITS).is_file():
             splits = read_object(folder / _SAVED_SPLITS, DataError)["splits"]
@@ -52,11 +48,7 @@ def saved_files(folder: Path) -> list[Path]:
 
 
 def open_arrow(file: Path, field: str) -> list[TokenizedSplit]:
-    """Open an Arrow file, stream or feather file: a part for each record batch.
-
-    Raises:
-        DataError: it is damaged or compressed, or its column ``field`` does not hold lists of integers.
-    """
+    """Open an Arrow file, stream or feather file: a part for each record batch."""
     import pyarrow
 
     try:
@@ -66,7 +58,8 @@ def open_arrow(file: Path, field: str) -> list[TokenizedSplit]:
         index = reader.schema.names.index(_field_of(reader.schema, field, file))
         parts = [_part_of(file, field, batch, index) for batch in _batches_of(reader)]
     except (OSError, ValueError, pyarrow.ArrowException) as error:  # ValueError: names that are not UTF-8
-        raise DataError(f"{file}: is no readable Arrow file ({_one_line(error)})") from error
+        reason = " ".join(str(error).split())
+        raise DataError(f"{file}: is no readable Arrow file ({reason})") from error
     first, last = mapped.address, mapped.address + mapped.size
     for part in parts:
         if len(part.tokens) and not first <= part.tokens.ctypes.data < last:
@@ -98,7 +91,10 @@ def _part_of(file: Path, field: str, batch: Any, index: int) -> TokenizedSplit:
     batch.validate()  # its buffers may be shorter than it says
     column = batch.column(index)
     column.validate(full=True)  # reads the offsets of its lists: 4 or 8 bytes of each, and no value
-    values = _values_of(column, field, file)
+    flat = column.flatten()  # without null rows
+    if flat.null_count:
+        raise DataError(f"{file}: column {field!r} has null among its token ids")
+    values = flat.to_numpy()
     if pyarrow.types.is_fixed_size_list(column.type):
         starts = np.arange(0, len(values), column.type.list_size)
     elif column.null_count:
@@ -108,13 +104,6 @@ def _part_of(file: Path, field: str, batch: Any, index: int) -> TokenizedSplit:
         offsets = column.offsets.to_numpy()
         starts = offsets[:-1] - offsets[0] if len(offsets) and offsets[0] else offsets[:-1]
     return TokenizedSplit(values, starts, str(file))
-
-
-def _is_tokens(kind: Any) -> bool:
-    from pyarrow import types
-
-    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-    return is_list and types.is_integer(kind.value_type)
 
 
 class TokenLists(LocalFiles):
@@ -168,7 +157,7 @@ class Ids(Tokenizer):
 
 def open_parquet(files: list[Path], opening: Opening) -> list[Tokens]:
     """Open the token cache of Parquet files; build it if it does not exist."""
-    cache = open_cache(
+    tokens = open_cache(
         TokenLists(opening.data, files, opening.name, opening.limit),
         Ids(opening.limit.vocab_size),
         split="train",
@@ -177,32 +166,23 @@ def open_parquet(files: list[Path], opening: Opening) -> list[Tokens]:
         wait_for_all=opening.wait_for_all,
         is_builder=opening.is_builder,
     )
-    return [cache]
+    return [tokens]
 
 
 def _field_of(schema: Any, field: str, file: Path) -> str:
     """Return ``field`` if it is a column of token lists."""
+    from pyarrow import types
+
     if field not in schema.names:
         columns = ", ".join(sorted(schema.names)) or "none"
         raise DataError(f"{file}: no column {field!r} among {columns}; set data.tokens_field")
     kind = schema.field(field).type
-    if not _is_tokens(kind):
+    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    if not is_list or not types.is_integer(kind.value_type):
         raise DataError(
             f"{file}: column {field!r} has values of type {kind}; token ids are lists of integers"
         )
     return field
-
-
-def _values_of(column: Any, field: str, file: Path) -> np.ndarray:
-    """Return the token ids of a column's lists, without those of null rows."""
-    values = column.flatten()
-    if values.null_count:
-        raise DataError(f"{file}: column {field!r} has null among its token ids")
-    return values.to_numpy()
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
 
 
 ARROW = TokenFormat(

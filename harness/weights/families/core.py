@@ -324,6 +324,25 @@ def every_nth(marked: Sequence[bool]) -> int | None:
     return every
 
 
+def layer_types(
+    model: ModelConfig, partial: str, width: str, default: Callable[[Mapping[str, Any]], list[str]]
+) -> ConfigField:
+    """The field that lists which layers attend to all tokens; others are ``partial``.
+
+    A null in the field ``width`` of config.json means that all layers do, whatever is listed.
+    """
+
+    def to_ours(types: Any, found: Mapping[str, Any]) -> int | None:
+        if found.get(width, 0) is None:
+            return None
+        return every_nth([each == "full_attention" for each in types])
+
+    every = model.attention.global_every_nth_layer
+    types = ["full_attention" if model.span(layer).is_whole else partial for layer in range(model.n_layers)]
+    ours = "attention.global_every_nth_layer"
+    return ConfigField("layer_types", types, ours, shown=every, default=default, to_ours=to_ours)
+
+
 def head_width(found: Mapping[str, Any]) -> int:
     """Default width of a head."""
     return int(found["hidden_size"]) // int(found["num_attention_heads"])

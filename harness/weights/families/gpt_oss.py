@@ -16,7 +16,7 @@ from harness.weights.families.core import (
     Family,
     TensorSlot,
     common,
-    every_nth,
+    layer_types,
     layers_in,
 )
 
@@ -40,29 +40,11 @@ def _config_fields(model: ModelConfig) -> list[ConfigField]:
         ConfigField("num_local_experts", of.num_experts, "moe.num_experts", alias="num_experts"),
         ConfigField("num_experts_per_tok", of.top_k, "moe.top_k", alias="experts_per_token"),
         ConfigField("sliding_window", attention.window, "attention.window", default=128, nullable=True),
-        ConfigField(
-            "layer_types",
-            _layer_types(model),
-            "attention.global_every_nth_layer",
-            shown=attention.global_every_nth_layer,
-            default=_alternating,
-            to_ours=_global_layers,
-        ),
+        layer_types(model, "sliding_attention", "sliding_window", _alternating),
         ConfigField("attention_bias", True, default=True),
         ConfigField("swiglu_alpha", _ALPHA, default=_ALPHA),
         ConfigField("swiglu_limit", _LIMIT, default=_LIMIT),
     ]
-
-
-def _global_layers(types: Any, found: Mapping[str, Any]) -> int | None:
-    return (
-        None if found.get("sliding_window", 0) is None else every_nth([t == "full_attention" for t in types])
-    )
-
-
-def _layer_types(model: ModelConfig) -> list[str]:
-    wholes = (model.span(layer).is_whole for layer in range(model.n_layers))
-    return ["full_attention" if whole else "sliding_attention" for whole in wholes]
 
 
 def _alternating(found: Mapping[str, Any]) -> list[str]:

@@ -22,6 +22,7 @@ from harness.weights.families.core import (
     both_biases,
     common,
     every_nth,
+    layer_types,
     layers_in,
 )
 
@@ -67,14 +68,7 @@ def _config_fields(model: ModelConfig) -> list[ConfigField]:
             read=lambda layers: layers[: model.n_layers] or _default_no_rope_layers(model.n_layers),
         ),
         ConfigField("attention_chunk_size", attention.chunk, "attention.chunk", default=8192, nullable=True),
-        ConfigField(
-            "layer_types",
-            _layer_types(model),
-            "attention.global_every_nth_layer",
-            shown=attention.global_every_nth_layer,
-            default=_default_layer_types,
-            to_ours=_global_layers,
-        ),
+        layer_types(model, "chunked_attention", "attention_chunk_size", _default_layer_types),
         ConfigField(
             "attn_temperature_tuning",
             attention.nope_temperature > 0,
@@ -88,16 +82,11 @@ def _config_fields(model: ModelConfig) -> list[ConfigField]:
     ]
     if attention.nope_temperature:
         floor = attention.nope_temperature_floor
-        fields.append(
-            ConfigField("attn_scale", attention.nope_temperature, "attention.nope_temperature", default=0.1)
-        )
-        fields.append(ConfigField("floor_scale", floor, "attention.nope_temperature_floor", default=8192))
+        fields += [
+            ConfigField("attn_scale", attention.nope_temperature, "attention.nope_temperature", default=0.1),
+            ConfigField("floor_scale", floor, "attention.nope_temperature_floor", default=8192),
+        ]
     return fields
-
-
-def _global_layers(types: Any, found: Mapping[str, Any]) -> int | None:
-    local = found.get("attention_chunk_size", 0) is not None
-    return every_nth([each == "full_attention" for each in types]) if local else None
 
 
 def _every_nth_has_experts(layers: Any, found: Mapping[str, Any]) -> int:
@@ -105,11 +94,6 @@ def _every_nth_has_experts(layers: Any, found: Mapping[str, Any]) -> int:
     if every is None:
         raise ValueError("no layer has experts")
     return every
-
-
-def _layer_types(model: ModelConfig) -> list[str]:
-    wholes = (model.span(layer).is_whole for layer in range(model.n_layers))
-    return ["full_attention" if whole else "chunked_attention" for whole in wholes]
 
 
 def _default_no_rope_layers(layers: int, every: int = 4) -> list[int]:

@@ -35,10 +35,6 @@ def _shared(model: ModelConfig, head_dim: object) -> list[ConfigField]:
     ]
 
 
-def _dense(model: ModelConfig) -> list[ConfigField]:
-    return _shared(model, head_dim=128)
-
-
 def _mixture(model: ModelConfig) -> list[ConfigField]:
     of = model.moe
     return [
@@ -70,7 +66,7 @@ QWEN3 = Family(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
     names=_NAMES,
-    config_fields=_dense,
+    config_fields=lambda model: _shared(model, head_dim=128),
     requires={"attention.qk_norm": "learned"},
     refuse=both_biases,
 )
