@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from harness.compose.composer import Composer
-from harness.compose.overrides import check_overrides, groups, options_of, to_user_error
+from harness.compose.overrides import check_overrides, groups, options_of, user_errors
 from harness.config.fields import check_written, default_of, docstrings, leaf_fields, rules_of
 from harness.config.job import Job
 from harness.config.registry import Registry
@@ -193,12 +193,10 @@ def shown_config(
     config: Any = OmegaConf.create({} if kind == "hydra" else plain)
     if kind != "job":
         config = OmegaConf.merge(config, {"hydra": composer.settings(overrides)})
-    try:
+    with user_errors():
         if resolve:
             OmegaConf.resolve(config)
         shown = config if package in (None, "_global_") else OmegaConf.select(config, package)
-    except Exception as error:
-        raise to_user_error(error) from error
     if shown is None:
         raise UserError(f"--package={package}: no such part; would work: {', '.join(map(str, config))}")
     head = "" if package is None else f"# @package {package}\n"

@@ -33,8 +33,8 @@ from harness.compose.overrides import (
     fields_of,
     groups,
     options_of,
-    to_user_error,
     typed_value,
+    user_errors,
     with_one_length,
 )
 from harness.compose.paths import config_folders
@@ -128,10 +128,8 @@ class Composer:
 
     def parsed(self, overrides: Iterable[str]) -> list[Any]:
         """Parse overrides; Hydra's objects say their keys, values and axes."""
-        try:
+        with user_errors():
             return [self._hydra.parse(each) for each in overrides]
-        except Exception as error:
-            raise to_user_error(error) from error
 
     def axes(self, overrides: Iterable[str]) -> dict[str, Any]:
         """Axes of the sweep in the job's files, of overrides with one value.
@@ -146,18 +144,16 @@ class Composer:
 
         choices, values = self._split(overrides)
         typed = [*choices, *(str(each.input_line) for each in values if each.is_hydra_override())]
-        try:
+        with user_errors():
             loader = self._hydra.loader
             return loader.load_configuration(self.config_name, typed, RunMode.RUN).hydra
-        except Exception as error:
-            raise to_user_error(error) from error
 
     def _merged(
         self, overrides: Iterable[str], *, resolve: bool = False
     ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
         """Return a new config, its settings of Hydra, and the fields that must be given."""
         overrides = list(overrides)
-        try:
+        with user_errors():
             choices, values = self._split(overrides)
             model = partial(self._model, overrides)
             config = self._hydra.composed(self.config_name, tuple(choices), self.schema, model)
@@ -176,10 +172,6 @@ class Composer:
             if resolve:
                 changed |= {name.partition(".")[0] for _, _, name in texts}
                 config = resolve_references(config, texts)
-        except UserError:
-            raise
-        except Exception as error:
-            raise to_user_error(error) from error
         for name in changed & config.keys():
             config[name] = with_types(config[name], type_hints(self.schema).get(name, Any))
         return config, in_file["hydra"], missing
@@ -353,10 +345,8 @@ def read_space(composer: Composer, overrides: Iterable[str]) -> Space:
         elif str(each.input_line) != "sweep=optuna":
             space.axes.pop(name, None)
             space.fixed.append(str(each.input_line))
-    try:
+    with user_errors():
         space.settings.update(resolve_references(settings, list(special_texts(settings)))["sweep"])
-    except Exception as error:
-        raise to_user_error(error) from error
     return space
 
 
@@ -396,16 +386,12 @@ def compose_points(
         params = composer.axes(with_one_value(composer, typed))
         listed = _listed_points(params.pop(POINTS, ""), schema)
         axes = [f"{name}={values}" for name, values in params.items()]
-        try:
+        with user_errors():
             spelled = [
                 [*searched, *point]
                 for own in listed or [[]]
                 for point in BasicSweeper.split_arguments(read([*axes, *own, *typed]), None)[0]
             ]
-        except UserError:
-            raise
-        except Exception as error:
-            raise to_user_error(error) from error
         for done, point in enumerate(spelled, start=1):
             points.append(composer.point_of_sweep(point))
             show(done, len(spelled))

@@ -16,7 +16,15 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, cast, get_args, get_origin
 
-from harness.compose.overrides import FROM_CONFIG, OVERRIDE, SETTING, options_of, to_user_error, with_quotes
+from harness.compose.overrides import (
+    FROM_CONFIG,
+    OVERRIDE,
+    SETTING,
+    options_of,
+    quoted,
+    user_errors,
+    with_quotes,
+)
 from harness.compose.paths import (
     ConfigFolders,
     Stamp,
@@ -327,7 +335,8 @@ def search_path(
         yield rest
         return
     with using_folders([*found.values()] or now.added, names):
-        yield [f"{SETTING}=[{','.join(map(_quoted, found))}]", *rest] if found else rest
+        entries = [each if _PLAIN.fullmatch(each) else quoted(each) for each in found]
+        yield [f"{SETTING}=[{','.join(entries)}]", *rest] if found else rest
 
 
 def shadowed() -> str:
@@ -348,10 +357,8 @@ def shadowed() -> str:
 def _entries(override: str) -> list[str]:
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    try:
+    with user_errors():
         [parsed] = OverridesParser.create().parse_overrides([override])
-    except Exception as error:
-        raise to_user_error(error) from error
     if parsed.is_sweep_override():
         raise UserError(f"{override}: all points of a sweep have one search path; would work: {_WORKS}")
     return _texts(parsed.value(), override)
@@ -371,13 +378,9 @@ def _of_primary(name: str, added: Sequence[Path]) -> list[str]:
         return []
     from omegaconf import OmegaConf
 
-    try:
+    with user_errors():
         found = OmegaConf.select(OmegaConf.create(text), SETTING)
         return [] if found is None else _texts(list(found), f"{SETTING} in {file}")
-    except UserError:
-        raise
-    except Exception as error:
-        raise to_user_error(error) from error
 
 
 def _texts(value: Any, source: str) -> list[str]:
@@ -412,10 +415,3 @@ def _folder(entry: str, source: str) -> Path:
 def _absolute(entry: str) -> str:
     """Return an element that means the same from another folder."""
     return entry if entry.startswith("pkg://") else f"file://{_folder(entry, SETTING)}"
-
-
-def _quoted(entry: str) -> str:
-    if _PLAIN.fullmatch(entry):
-        return entry
-    escaped = re.sub(r"(\\*)'", r"\1\1\\'", entry)
-    return "'" + re.sub(r"(\\+)$", r"\1\1", escaped) + "'"

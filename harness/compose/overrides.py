@@ -119,11 +119,13 @@ def with_quoted_text(override: str, field: str) -> str:
     is_quoted = re.fullmatch(r"""'([^'\\]|\\.)*'|"([^"\\]|\\.)*\"""", text, re.DOTALL) is not None
     if name != field or is_quoted or text == "null":
         return override
-    # In quotes Hydra reads \' as ', and keeps all other backslashes but those before it and at the end.
-    escaped = re.sub(
-        r"(\\*)('|$)", lambda found: found[1] * 2 + (found[2] and "\\'"), text.replace("${", "\\${")
-    )
-    return f"{field}='{escaped}'"
+    escaped = text.replace("${", "\\${")
+    return f"{field}={quoted(escaped)}"
+
+
+def quoted(text: str) -> str:
+    """Quote a text for Hydra, for which backslashes are special before a quote and at the end."""
+    return "'" + re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + (found[2] and "\\'"), text) + "'"
 
 
 def typed_value(overrides: Iterable[str], key: str) -> str | None:
@@ -237,6 +239,17 @@ _HIDDEN = (
 )
 INTERVAL = "interval() is a range for sweepers that optimize (sweep=optuna), and a grid needs points"
 MISSING = "{}: must be given, on the command line or in a file of the job"
+
+
+@contextlib.contextmanager
+def user_errors() -> Iterator[None]:
+    """Turn errors of Hydra and OmegaConf into one-line errors."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise to_user_error(error) from error
 
 
 def to_user_error(error: BaseException) -> UserError:

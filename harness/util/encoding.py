@@ -32,29 +32,17 @@ _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def dumps(value: Any, indent: int | None = None) -> str:
-    """Encode ``value`` as strict JSON; paths become strings.
-
-    Raises:
-        TypeError: ``value`` holds something that JSON cannot represent, e.g. a tensor.
-    """
+    """Encode ``value`` as strict JSON; paths become strings. TypeError for others, such as tensors."""
     return json.dumps(_encode(value), allow_nan=False, ensure_ascii=False, indent=indent)
 
 
 def loads(text: str) -> Any:
-    """Decode a value that ``dumps`` wrote, non-finite floats included.
-
-    Raises:
-        ValueError: ``text`` is not JSON, or is nested too deeply.
-    """
+    """Decode a value that ``dumps`` wrote, non-finite floats included."""
     return _decode(parse(text))
 
 
 def parse(text: str | bytes, kind: type = object) -> Any:
-    """Parse JSON of any origin, with or without a byte order mark; non-finite floats stay strings.
-
-    Args:
-        text: bytes are UTF-8.
-        kind: ``dict`` or ``list``, if the value must be one.
+    """Parse JSON of any origin, bytes as UTF-8 with or without a mark; non-finite floats stay strings.
 
     Raises:
         ValueError: it is not JSON or of another kind, is nested too deeply, or a number has too many digits.
@@ -131,11 +119,7 @@ def _decode(value: Any) -> Any:
 
 
 def flatten(nested: dict[str, Any]) -> dict[str, Any]:
-    """Flatten ``{"a": {"b": 1}}`` to ``{"a.b": 1}``. Lists stay lists; empty dicts disappear.
-
-    Raises:
-        ValueError: two values would get the same name.
-    """
+    """Flatten ``{"a": {"b": 1}}`` to ``{"a.b": 1}``. Lists stay lists; empty dicts disappear."""
     flat: dict[str, Any] = {}
     for name, value in flat_items(nested):
         if name in flat:

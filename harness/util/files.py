@@ -18,11 +18,7 @@ from harness.util.errors import MachineError
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write a new file beside ``path`` and rename it into place: a crash leaves the old one or the new one.
-
-    Raises:
-        OSError: the folder is missing, full or not writable; ``path`` is unchanged.
-    """
+    """Write a new file beside ``path`` and rename it into place: a crash leaves the old or the new one."""
     # Not tempfile.mkstemp: only the owner could read the file, and run folders are often shared by a group.
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
@@ -52,11 +48,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def require_space(target: Path, nbytes: int) -> None:
-    """Check that the disk of ``target`` has room for it; its folder exists.
-
-    Raises:
-        MachineError: there is less free space than ``nbytes``.
-    """
+    """Raise MachineError if the disk of ``target``, whose folder exists, has less room than ``nbytes``."""
     free = shutil.disk_usage(target.parent).free
     if free < nbytes:
         raise MachineError(
@@ -65,11 +57,7 @@ def require_space(target: Path, nbytes: int) -> None:
 
 
 def require_regular(path: Path) -> int:
-    """Return the size of a file; others, such as pipes and devices, may have no end.
-
-    Raises:
-        OSError: there is none, or it is no regular file.
-    """
+    """Return the size of a file. OSError for others, such as pipes and devices, which may have no end."""
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
@@ -122,15 +110,9 @@ class LockedError(Exception):
 
 
 def lock(path: Path, *, shared: bool = False, create: bool = False) -> IO[bytes] | None:
-    """Lock a file without waiting.
+    """Lock a file without waiting; return it open, which holds the lock until it is closed.
 
-    Args:
-        path: the file.
-        shared: take a shared lock instead of an exclusive one.
-        create: create the file if it is missing.
-
-    Returns:
-        The open file, which holds the lock until it is closed; None if the file system has no locks.
+    None if the file system has no locks.
 
     Raises:
         LockedError: another process holds a conflicting lock.

@@ -152,11 +152,7 @@ CUDA_DEVICES = {each.name: (driver, version) for each, driver, version in _DEVIC
 
 
 def find_accelerator(device_name: str) -> Accelerator | None:
-    """Return the accelerator with this device name, or None if it is unknown (as a CPU is).
-
-    Args:
-        device_name: the result of ``torch.cuda.get_device_name()``, e.g. ``NVIDIA H100 80GB HBM3``.
-    """
+    """Return the accelerator of ``torch.cuda.get_device_name()``; None if it is unknown, as a CPU is."""
     # Match full device names: a partial match would take an "A100" for an "A10", a "GH200" for an "H200", and
     # "NVIDIA H100 80GB HBM3 MIG 1g.10gb", a seventh of a device, for a full device.
     name = device_name.strip().lower().removesuffix(" oam")

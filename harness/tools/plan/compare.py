@@ -297,7 +297,6 @@ _LINE = ("axis", "collective", *(f"{side} {title}" for title, _ in _SIDES for si
 
 
 def _line(pair: Pair) -> list[str]:
-    """One line of communication, as ``_LINE``."""
     [first, *_] = [each for each in pair if each is not None]
     cells = ["" if each is None else form(each) for _, form in _SIDES for each in pair]
     before, after = (0.0 if each is None else each.exposed_seconds for each in pair)
@@ -306,7 +305,6 @@ def _line(pair: Pair) -> list[str]:
 
 
 def _totals(a: Plan, b: Plan) -> Iterator[tuple[str, str, str, str]]:
-    """Yield throughput, MFU and the cost of all steps."""
     unit = "GPU" if a.accelerator is not None and b.accelerator is not None else "rank"
     sides = [in_short(plan) for plan in (a, b)]
     for plan, figures in zip((a, b), sides, strict=True):
@@ -328,7 +326,6 @@ def _totals(a: Plan, b: Plan) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _summary(a: Plan, b: Plan) -> list[tuple[str, str]]:
-    """What matters most, in words."""
     if a.speed is None or b.speed is None:
         unknown = " and ".join(name for name, plan in (("A", a), ("B", b)) if plan.speed is None)
         time = f"unknown for {unknown}; a plan without against says what to set"

@@ -54,7 +54,6 @@ def plan_memory(job: Job, calibration: Calibration | None = None) -> Plan:
 
 
 def _phases(job: Job, machine: Machine | None) -> list[PlannedPhase]:
-    """Predict the time of a step in each phase; no phases without scheduled sizes."""
     phases = job.sizes.phases
     if len(phases) == 1:
         return []

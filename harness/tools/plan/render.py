@@ -250,7 +250,6 @@ def _span(first: int, last: int) -> str:
 
 
 def _verdict(plan: Plan) -> list[tuple[str, str]]:
-    """Speed, whether it fits, and the cost of all steps."""
     job, speed, unit = plan.job, plan.speed, device_name(plan)
     facts = []
     if speed is None and (plan.accelerator is not None or plan.memory_limit is not None):

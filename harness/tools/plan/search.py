@@ -452,7 +452,6 @@ class TimeBounds(_Once):
         return ranks
 
     def _loads(self, point: Point) -> dict[Any, Load]:
-        """The loads of the kinds of blocks, the embedding and the head."""
         worker = Worker(point.job_unchecked(self._base), self._machine, self._converted)
         loads: dict[Any, Load] = {"tok_embeddings": _load(*worker.table()), "output": _load(*worker.head())}
         for kind, layer in self._first.items():

@@ -197,7 +197,6 @@ hydra:
 
 
 def _command(path: Path, job: Sequence[str]) -> str:
-    """Return the command that starts a sweep file."""
     start = ["python", "-m", "harness.train", "-m"]
     flags = {home: ["--config-dir", str(home.parent)] for home in path.parents if home.name == "sweep"}
     flags |= {(folder / "sweep").resolve(): [] for folder in config_folders().paths}

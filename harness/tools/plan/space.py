@@ -324,7 +324,6 @@ class Legality:
         resolve_layout(point.job_unchecked(self._plain), gpus=gpus_of(self.base))
 
     def _check_format(self, point: Point) -> None:
-        """Check that the shapes a rank multiplies are legal in the format."""
         if self._linears is None:
             return
         base, layout = self.base, point.layout(self.base.parallelism)

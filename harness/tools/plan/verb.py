@@ -65,7 +65,6 @@ def plan(job: PlanJob, overrides: list[str]) -> Result:
 
 
 def _search(job: PlanJob, overrides: list[str]) -> Result:
-    """Find the best layouts, and write the sweep that measures them."""
     from harness.tools.plan.make import calibration_of
     from harness.tools.plan.search import NothingFits, search
     from harness.tools.plan.search_result import render_search, search_as_dict, sweep_path, write_sweep
@@ -98,7 +97,6 @@ def compare_points(points: list[Composed]) -> Result:
 
 
 def _calibrate(folder: Path, target: str | None, cluster: ClusterConfig) -> Result:
-    """Fit constants to measured runs, and write the constants."""
     from harness.launch.rows import job_of, load
     from harness.tools.plan.calibrate import Measured, calibrate, render_fit
 

@@ -289,10 +289,9 @@ def read_rehearsed(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def rehearse_missing(folder: Path, jobs: Sequence[tuple[str, list[str], str]]) -> None:
-    """Rehearse the jobs that the file does not have, and add each when it is done.
+    """Rehearse the jobs that the folder's file does not have, and add each when it is done.
 
     Args:
-        folder: folder of the experiment.
         jobs: for each its id, its overrides, and the accelerator of its published row.
 
     Raises:

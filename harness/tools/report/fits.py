@@ -287,14 +287,7 @@ def _forecast_in_words(each: Forecast, fitted: Sequence[Run]) -> str:
 
 
 def report_fits(title: str, made: Fits, counted: str, folder: Path) -> Document:
-    """Report the fits, and write their pictures into ``folder``.
-
-    Args:
-        title: title of the report.
-        made: the fits.
-        counted: which parameters were counted.
-        folder: folder for its pictures.
-    """
+    """Report the fits with these ``counted`` parameters, and write their pictures into ``folder``."""
     blocks: list[Block] = []
     runs, predictions = _rows_of_runs(made), [_of_forecast(each) for each in made.forecasts]
     if made.law is not None:

@@ -26,15 +26,11 @@ _PANELS = ((RATE, "tokens per second and rank"), (MEMORY, "peak memory of a rank
 
 
 def bars(path: Path, title: str, names: Sequence[str], rows: Sequence[Row]) -> bool:
-    """Plot throughput and memory of every row, with a bar for each known kind of value.
-
-    Returns:
-        whether there was anything to plot.
-    """
+    """Plot throughput and memory, with a bar for each known kind of value; return whether there was any."""
     kinds = [kind for kind in COLORS if any(row.get(f"{kind}.{RATE}") is not None for row in rows)]
     if not kinds or not rows:
         return False
-    labels = [wrapped(name) for name in names]
+    labels = ["\n".join(textwrap.wrap(name, _LETTERS_PER_LINE)) or name for name in names]
     lines = max(label.count("\n") + 1 for label in labels)
     per_row = max(_INCHES_PER_BAR * (len(kinds) + 0.8), _INCHES_PER_LINE * lines)
     widest = max(len(line) for label in labels for line in label.split("\n"))
@@ -53,11 +49,6 @@ def bars(path: Path, title: str, names: Sequence[str], rows: Sequence[Row]) -> b
     return True
 
 
-def wrapped(name: str) -> str:
-    """Wrap a name to the width of an axis label."""
-    return "\n".join(textwrap.wrap(name, _LETTERS_PER_LINE)) or name
-
-
 def _draw_bars(axis: Axes, rows: Sequence[Row], kinds: Sequence[str], fact: str) -> None:
     width = 0.8 / len(kinds)
     most = max((row.get(f"{kind}.{fact}") or 0.0 for row in rows for kind in kinds), default=0.0)
@@ -68,13 +59,17 @@ def _draw_bars(axis: Axes, rows: Sequence[Row], kinds: Sequence[str], fact: str)
         lengths = [value or 0.0 for value in values]
         axis.barh(positions, lengths, 0.92 * width, color=COLORS[kind], label=WORDS[kind])
         for row, position, value in zip(rows, positions, values, strict=True):
-            if value is not None:
-                end = (
-                    _draw_spread(axis, position, value, row) if (kind, fact) == ("measured", RATE) else value
-                )
-                share = row.get(f"{kind}.mfu") if fact == RATE else None
+            if value is None:
+                continue
+            end, mfu = value, ""
+            if fact == RATE:
+                low, high, share = row.get("measured.low"), row.get("measured.high"), row.get(f"{kind}.mfu")
                 mfu = "" if share is None else f" ({share:.1%} MFU)"
-                axis.text(end, position, f" {value:{form}}{mfu}", va="center", fontsize=7)
+                if kind == "measured" and low is not None and high is not None:
+                    # The range of the steps' rates, across the end of the bar.
+                    axis.plot([low, high], [position, position], color="#1b1f24", linewidth=1)
+                    end = max(value, high)
+            axis.text(end, position, f" {value:{form}}{mfu}", va="center", fontsize=7)
     for index, row in enumerate(rows):
         if fact == RATE and row["state"] not in ("completed", NOT_MEASURED) and "measured" in kinds:
             offset = (len(kinds) - 1) / 2 * width
@@ -84,15 +79,6 @@ def _draw_bars(axis: Axes, rows: Sequence[Row], kinds: Sequence[str], fact: str)
     axis.set_ylim(-0.6, len(rows) - 0.4)
     axis.spines[["top", "right"]].set_visible(False)
     axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
-
-
-def _draw_spread(axis: Axes, position: float, rate: float, row: Row) -> float:
-    """Draw the range of the steps' rates as a line across the end of a bar; return the right end of both."""
-    low, high = row.get("measured.low"), row.get("measured.high")
-    if low is None or high is None:
-        return rate
-    axis.plot([low, high], [position, position], color="#1b1f24", linewidth=1)
-    return max(rate, high)
 
 
 def against(
@@ -106,16 +92,7 @@ def against(
 ) -> bool:
     """Plot predicted against measured (or published) throughput, with a named point for each row with both.
 
-    Args:
-        path: path of the picture.
-        title: title of the picture.
-        names: names of the rows.
-        rows: the rows.
-        reference: ``measured`` or ``published``.
-        note: text in the corner, such as a rank correlation.
-
-    Returns:
-        whether there was anything to plot.
+    ``note`` is a text in the corner, such as a rank correlation. Returns whether there was anything to plot.
     """
     pairs = [
         (name, row[f"{reference}.{RATE}"], row[f"predicted.{RATE}"])

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scipy.optimize import minimize
 from tiers import THOROUGH
 
 from harness.compose.composer import Composed, compose_points
@@ -70,7 +71,6 @@ def test_without_noise_the_truth_is_found(count: int) -> None:
 
 def test_the_minimum_is_no_higher_than_scipys() -> None:
     """The objective of arXiv:2203.15556, approach 3, by L-BFGS from a grid of starts, as there."""
-    optimize = pytest.importorskip("scipy.optimize")
     variables, losses = chinchilla(1, 60, noise=0.01)
     logs, targets = np.log(variables), np.log(losses)
 
@@ -81,15 +81,11 @@ def test_the_minimum_is_no_higher_than_scipys() -> None:
         return float(np.where(size <= HUBER, size**2 / 2, HUBER * (size - HUBER / 2)).sum())
 
     starts = product((5, 10), (5, 10), (0.5,), (0.3, 0.6), (0.3,))
-    found = [
-        optimize.minimize(objective, start, method="L-BFGS-B", options={"ftol": 1e-14}) for start in starts
-    ]
+    found = [minimize(objective, start, method="L-BFGS-B", options={"ftol": 1e-14}) for start in starts]
     made = fit(CHINCHILLA, variables, losses, replicates=2)
     assert made.objective <= min(each.fun for each in found) * (1 + 1e-6)
-    ours = [np.log(made.values[name]) for name in ("A", "B", "E")] + [
-        made.values["alpha"],
-        made.values["beta"],
-    ]
+    ours = [np.log(made.values[name]) for name in ("A", "B", "E")]
+    ours += [made.values["alpha"], made.values["beta"]]
     assert objective(ours) == pytest.approx(made.objective, rel=1e-9), "it is the same objective"
 
 
@@ -115,9 +111,8 @@ def test_intervals_of_few_points_are_wide_enough() -> None:
     # At a true rate of 0.95, 33 of 40 or fewer have a chance of 0.3 %, 179 of 200 of 0.1 %.
     least = 0.89 if THOROUGH else 0.825
     assert np.mean(inside, axis=0).min() >= least and np.mean(predicted) >= least
-    assert np.mean(predicted) <= 0.999 or not THOROUGH, (
-        "an interval that always contains the truth says nothing"
-    )
+    # An interval that always contains the truth says nothing.
+    assert np.mean(predicted) <= 0.999 or not THOROUGH
 
 
 def test_outliers_move_a_fit_of_many_points_little() -> None:
@@ -266,11 +261,8 @@ def test_what_the_data_do_not_determine_is_said() -> None:
     [words] = [each for each in noisy.words if each.startswith("The data do not determine")]
     assert "gamma" in words and "K" in words
     few = fits_of(made(LADDER, noise=0.0, completed=3))
-    assert (
-        few.law is None
-        and not few.forecasts
-        and few.words[-1] == ("No fit: a power law of compute needs 5 different runs, and there are 3.")
-    )
+    assert few.law is None and not few.forecasts
+    assert few.words[-1] == "No fit: a power law of compute needs 5 different runs, and there are 3."
     rows = [{**row, "validation_loss": None} for row in made(LADDER, noise=0.0)]
     assert any("loss of one batch" in each for each in fits_of(rows).words)
 
@@ -280,7 +272,7 @@ def test_losses_that_cannot_be_compared_are_refused() -> None:
     with pytest.raises(UserError, match="no run has completed"):
         fits_of(made(LADDER, noise=0.0, completed=0))
     with pytest.raises(
-        UserError, match=r"^training.seq_len: is 4096 in .* and 2048 in .*; would work: a folder"
+        UserError, match=r"^training.seq_len: is 4096 in .* and 2048 in .*; would work: a fol"
     ):
         fits_of([*rows[:-1], {**rows[-1], "job.training.seq_len": 2048}])
     with pytest.raises(UserError, match=r"--hold-out=7: .* 7 different computes.*would work: --hold-out 6"):

@@ -225,14 +225,13 @@ def test_the_job_of_a_row_is_the_job(tmp_path: Path) -> None:
 
 
 COMMON = [
+    *("data=synthetic", "tokenizer=bytes", "cluster.device=cpu", "training.steps=20"),
     *(
-        "data=synthetic",
-        "tokenizer=bytes",
-        "cluster.device=cpu",
-        "training.steps=20",
         "metrics.log_interval=5",
+        "training.seq_len=32",
+        "training.global_batch_size=8",
+        "checkpoint.enable=false",
     ),
-    *("training.seq_len=32", "training.global_batch_size=8", "checkpoint.enable=false"),
 ]
 
 
@@ -264,11 +263,8 @@ def test_differing_models_are_summarized(tmp_path: Path) -> None:
     for model in ("llama3_tiny", "llama4_debug", "deepseek_v3_debug"):
         leave_run(tmp_path / "runs", f"model={model}", "training.seq_len=32")
     rows = load(tmp_path / "runs")
-    assert sorted(row["point"] for row in rows) == [
-        "model=deepseek_v3_debug",
-        "model=llama3_tiny",
-        "model=llama4_debug",
-    ]
+    models = ("deepseek_v3_debug", "llama3_tiny", "llama4_debug")
+    assert sorted(row["point"] for row in rows) == [f"model={model}" for model in models]
     table = report_runs("t", rows, tmp_path).blocks[0]
     assert isinstance(table, Table)
     text = table.notes[0]
