@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from damages import all_damages, damage
 from processes import ROOT
 
 from harness.compose.composer import compose_job
@@ -140,10 +141,7 @@ def rewrite(change: Callable[[dict[str, Any]], object]) -> None:
 
 DAMAGES = {
     "shard-00001 is damaged: train.tokens: bytes 0": lambda: flip(Path("corpus/shard-00001/train.tokens")),
-    "shard-00000 is damaged: train.starts: No such": lambda: Path("corpus/shard-00000/train.starts").unlink(),
-    "shard-00000 is damaged: meta.json": lambda: Path("corpus/shard-00000/meta.json").write_text("{}"),
     "corpus is not a complete corpus of harness tokenize": lambda: Path("corpus/manifest.json").unlink(),
-    "manifest.json is damaged": lambda: Path("corpus/manifest.json").write_text("{"),
     "manifest.json is damaged: KeyError": lambda: Path("corpus/manifest.json").write_text('{"version": 1}'),
     "has format version 9; this": lambda: Path("corpus/manifest.json").write_text('{"version": 9}'),
     "has format version '1'; this": lambda: rewrite(lambda m: m.update(version="1")),
@@ -175,6 +173,21 @@ def test_a_damaged_corpus_is_one_line(says: str) -> None:
         shard.rmdir()
         run("tokenize.shards=2")
         assert documents("train") == whole
+
+
+def test_any_damaged_file_of_a_corpus_is_one_line_or_without_effect() -> None:
+    run("tokenize.shards=2")
+    whole, corpus = documents("train"), Path("corpus")
+    for name, how in all_damages(corpus):
+        content = (corpus / name).read_bytes()
+        damage(corpus / name, how)
+        try:
+            assert documents("train") == whole, (name, how)
+            assert "train" not in name and not name.endswith(("meta.json", "manifest.json")), (name, how)
+        except DataError as error:
+            assert "\n" not in str(error) and ("damaged" in str(error) or "not a complete" in str(error))
+        (corpus / name).write_bytes(content)
+    assert documents("train") == whole
 
 
 def test_a_split_without_documents() -> None:
