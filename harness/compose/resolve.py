@@ -172,13 +172,12 @@ def check_compiled_experts(job: Job) -> None:
     """Check that selective_op is off if blocks are compiled in pieces, around the exchange of experts."""
     in_pieces = job.compile.blocks and job.model.moe.enabled and job.parallelism.has_expert_mesh
     if in_pieces and job.activation_checkpoint.mode == "selective_op":
-        raise ConfigError(
-            "activation_checkpoint.mode",
-            "selective_op",
+        rule = (
             "saves operations by name, which are not visible in blocks with experts on other ranks, "
-            "because these are compiled in pieces",
-            "full, selective_layer, memory_budget, or compile=off",
+            "because these are compiled in pieces"
         )
+        works = "full, selective_layer, memory_budget, or compile=off"
+        raise ConfigError("activation_checkpoint.mode", "selective_op", rule, works)
 
 
 def check_tokenizer(job: Job) -> None:
@@ -242,13 +241,11 @@ def check_attention(job: Job) -> None:
         local = any(span.most_reach(job.training.seq_len) < job.training.seq_len for span in reach)
         if local or job.model.attention.sinks:
             what = "sinks" if not local else "window" if job.model.attention.window else "chunk"
-            raise ConfigError(
-                "parallelism.cp_method",
-                "ring",
+            rule = (
                 f"its kernels support the causal mask only, and model={job.model.name} has "
-                f"model.attention.{what}",
-                ["ulysses"],
+                f"model.attention.{what}"
             )
+            raise ConfigError("parallelism.cp_method", "ring", rule, ["ulysses"])
         if not job.data.attend_across_documents:
             rule = f"parallelism.cp={layout.cp} with cp_method=ring supports the causal mask only"
             works = ("" if _has_conversations(job) else "true, or ") + "parallelism.cp_method=ulysses"
@@ -278,13 +275,11 @@ def check_conversations(job: Job) -> None:
     most = min(longest.values(), default=job.training.seq_len)
     if job.training.seq_len > most:
         name = next(name for name, length in longest.items() if length == most)
-        raise ConfigError(
-            "training.seq_len",
-            job.training.seq_len,
+        rule = (
             f"model.attention.{name} counts positions from the beginning of a sample, and conversations of "
-            "data.kind=chat begin anywhere",
-            f"at most {most}",
+            "data.kind=chat begin anywhere"
         )
+        raise ConfigError("training.seq_len", job.training.seq_len, rule, f"at most {most}")
 
 
 def check_precision(job: Job) -> None:
@@ -362,13 +357,12 @@ def check_update_in_backward(job: Job) -> None:
         works = "[], or optimizer.in_backward=false"
         raise ConfigError("schedule.batch_size", job.schedule.batch_size, rule, works)
     if job.accumulation_steps > 1:
-        raise ConfigError(
-            "training.local_batch_size",
-            job.local_batch_size,
+        rule = (
             f"optimizer.in_backward=true updates in every backward pass, and a step has "
-            f"{job.accumulation_steps}",
-            f"{job.local_batch_size * job.accumulation_steps}, or optimizer.in_backward=false",
+            f"{job.accumulation_steps}"
         )
+        works = f"{job.local_batch_size * job.accumulation_steps}, or optimizer.in_backward=false"
+        raise ConfigError("training.local_batch_size", job.local_batch_size, rule, works)
 
 
 def check_slow_ranks(job: Job) -> None:

@@ -183,13 +183,12 @@ class ParallelismConfig:
                 if world_size % others == 0
                 else f"degrees that divide {world_size}"
             )
-            raise ConfigError(
-                "parallelism.dp_shard",
-                self.dp_shard,
+            rule = (
                 f"the degrees multiply to {self.world_size}{f' ({named})' if named else ''}, "
-                f"but there are {world_size} ranks",
-                f"{rest}, or {self.world_size} ranks",
+                f"but there are {world_size} ranks"
             )
+            works = f"{rest}, or {self.world_size} ranks"
+            raise ConfigError("parallelism.dp_shard", self.dp_shard, rule, works)
         if self.pp == 1 or self.pp_schedule_csv is None:
             return self
         return replace(self, pp_schedule_csv_digest=read_csv_schedule(self.pp_schedule_csv, self.pp).digest)
@@ -225,27 +224,24 @@ class ParallelismConfig:
                 raise ConfigError("parallelism.ep", self.ep, rule, [1])
             return
         if self.tp > 1 and not self.expert_tensor_parallel and not self.sequence_parallel:
-            raise ConfigError(
-                "parallelism.expert_tensor_parallel",
-                False,
+            rule = (
                 "each tensor-parallel rank would route its part of the sequence, which "
-                "parallelism.sequence_parallel=false does not split",
-                "true, or parallelism.sequence_parallel=true",
+                "parallelism.sequence_parallel=false does not split"
             )
+            works = "true, or parallelism.sequence_parallel=true"
+            raise ConfigError("parallelism.expert_tensor_parallel", False, rule, works)
         experts, ranks = model.moe.num_experts, self.expert_ranks
         product = "dp_shard x cp" if self.tp == 1 or self.splits_experts else "dp_shard x cp x tp"
         if experts % self.ep or ranks % self.ep:
             rule = f"must divide model.moe.num_experts={experts} and {product} = {ranks}"
             raise ConfigError("parallelism.ep", self.ep, rule, divisors(experts, ranks))
         if not self._shards_experts(model, self.ep):
-            works = [ep for ep in divisors(experts, ranks) if self._shards_experts(model, ep)]
-            raise ConfigError(
-                "parallelism.ep",
-                self.ep,
+            fitting = [ep for ep in divisors(experts, ranks) if self._shards_experts(model, ep)]
+            rule = (
                 f"{experts // self.ep} experts cannot be sharded over {self.expert_shards} ranks, which "
-                "divide neither their number nor their widths",
-                works,
+                "divide neither their number nor their widths"
             )
+            raise ConfigError("parallelism.ep", self.ep, rule, fitting)
 
     def _shards_experts(self, model: ModelConfig, ep: int) -> bool:
         shards = self.expert_ranks // ep

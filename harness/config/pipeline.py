@@ -313,21 +313,17 @@ def check_pipeline(layout: ParallelismConfig, model: ModelConfig, local_batch_si
     if layout.pp == 1:
         return
     if model.tied_embeddings:
-        raise ConfigError(
-            "parallelism.pp",
-            layout.pp,
+        rule = (
             "the model ties its output projection to the embedding table, and the pipeline would put "
-            "them on different ranks",
-            "1, or model.tied_embeddings=false",
+            "them on different ranks"
         )
+        raise ConfigError("parallelism.pp", layout.pp, rule, "1, or model.tied_embeddings=false")
     if model.mtp.depth:
-        raise ConfigError(
-            "parallelism.pp",
-            layout.pp,
+        rule = (
             "multi-token prediction uses the embedding and the output projection, and the pipeline would "
-            "put them on different ranks",
-            "1, or model.mtp.depth=0",
+            "put them on different ranks"
         )
+        raise ConfigError("parallelism.pp", layout.pp, rule, "1, or model.mtp.depth=0")
     if local_batch_size % layout.pp_microbatch_size:
         rule, works = f"must divide training.local_batch_size={local_batch_size}", divisors(local_batch_size)
         raise ConfigError("parallelism.pp_microbatch_size", layout.pp_microbatch_size, rule, works)

@@ -253,8 +253,8 @@ class StoredTensors:
         stored: dict[str, tuple[Shape, str]] = {}
         for file in _weight_files(folder):
             with _opened(file) as opened:
-                parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
-                facts = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in parts.items()}
+                slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
+                facts = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
             for in_file in facts:
                 name = own_name(model, in_file)
                 if name is None:

@@ -27,7 +27,7 @@ from harness.model.spec import tensors
 from harness.optimizer.build import build_optimizer
 from harness.optimizer.elementwise import Lion, RoundedAdamW
 from harness.optimizer.muon import Muon, orthogonalize
-from harness.optimizer.settings import kinds_of, tensor_settings
+from harness.optimizer.settings import exchanges, kinds_of, tensor_settings
 
 Optimizers = list[torch.optim.Optimizer]
 NORMS = {
@@ -258,6 +258,8 @@ def test_muon_updates_the_matrices_inside_of_blocks() -> None:
     others = {tensor.name for tensor in found["adamw"]}
     assert {"tok_embeddings.weight", "output.weight", "layers.0.moe.router.weight", "norm.weight"} <= others
     assert found.keys() == {"muon", "adamw"}
+    kinds = [exchanges(each, tensors(job.model).values()) for each in (job.optimizer, OptimizerConfig())]
+    assert kinds == ["muon", None]
 
 
 def test_a_group_chooses_another_kind() -> None:
