@@ -100,7 +100,7 @@ def cut(name: str, length: int, nbytes: int, unit_bytes: int) -> Iterator[Span]:
         yield Span(name, begin, end, nbytes * end // length - nbytes * begin // length)
 
 
-def named(names: Iterable[object]) -> str:
+def list_names(names: Iterable[object]) -> str:
     """List names in an error message."""
     return ", ".join(sorted(map(str, names))) or "none"
 
@@ -117,7 +117,7 @@ def format_of(file: Path) -> str:
     return "parquet" if name.endswith(".parquet") else "text"
 
 
-def opened(file: Path) -> IO[bytes]:
+def open_file(file: Path) -> IO[bytes]:
     """Open a file to read its bytes, decompressed as its extension says."""
     return COMPRESSIONS.get(file.suffix, open)(file, "rb")
 
@@ -174,7 +174,7 @@ def find_damage(file: Path) -> int | None:
     """Return the first byte of a file that is not UTF-8, as ``bytes.decode`` reports it; None without one."""
     position = 0
     decoder = codecs.getincrementaldecoder("utf-8")()
-    with opened(file) as content:
+    with open_file(file) as content:
         try:
             while block := content.read(_BLOCK_BYTES):
                 position += len(block)
@@ -188,7 +188,7 @@ def find_damage(file: Path) -> int | None:
 def read_in_parts(file: Path, errors: str) -> Iterator[str]:
     """Yield the text of a file in parts; ``errors`` is the decoder's: ``strict`` or ``replace``."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors)
-    with opened(file) as content:
+    with open_file(file) as content:
         while block := content.read(_BLOCK_BYTES):
             yield decoder.decode(block)
         yield decoder.decode(b"", final=True)
@@ -226,7 +226,7 @@ def read_columns(
         with pyarrow.parquet.ParquetFile(file) as table:
             names = table.schema_arrow.names
             if required not in names:
-                raise DataError(f"{file}: no column {required!r} among {named(names)}; set {setting}")
+                raise DataError(f"{file}: no column {required!r} among {list_names(names)}; set {setting}")
             columns = [required, *(name for name in optional if name in names)]
             groups = None if span.end is None else list(range(span.begin, span.end))
             for batch in table.iter_batches(batch_size=ROWS_PER_READ, row_groups=groups, columns=columns):

@@ -78,7 +78,7 @@ class Prefetcher(Loader):
         self.samples_per_epoch, self.damaged_documents = loader.samples_per_epoch, loader.damaged_documents
         self.samples_per_epoch_of = loader.samples_per_epoch_of
         self._state = loader.state_dict()
-        self._worker: _Worker | None = None
+        self._worker: _PrefetchThread | None = None
 
     def next(self) -> Batch:
         """Return the batch of the next step; waits for the thread if necessary.
@@ -87,7 +87,7 @@ class Prefetcher(Loader):
             Exception: any exception of the thread, with its traceback.
         """
         if self._worker is None:
-            self._worker = _Worker(self._loader, self._depth, self._device)
+            self._worker = _PrefetchThread(self._loader, self._depth, self._device)
         batch, self._state = self._worker.take()
         return batch
 
@@ -116,7 +116,7 @@ class Prefetcher(Loader):
             self._loader.load_state_dict(self._state)
 
 
-class _Worker:
+class _PrefetchThread:
     """The thread, and the queue from it to the loop; replaced after a reset."""
 
     def __init__(self, loader: Loader, depth: int, device: torch.device) -> None:

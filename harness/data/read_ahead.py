@@ -105,7 +105,7 @@ class ReaderPool:
         shares = [rows[first :: self._num_processes] for first in range(self._num_processes)]
         self._processes = [_Process(self._readers[share[0]].name) for share in shares]
         for process, share in zip(self._processes, shares, strict=True):  # which import meanwhile
-            process.send(pickled(({row: self._readers[row] for row in share}, self._chunk_tokens)))
+            process.send(pickle_for_reader(({row: self._readers[row] for row in share}, self._chunk_tokens)))
             self._process_of |= dict.fromkeys(share, process)
 
     def _request(self, row: int, position: Position | None) -> None:
@@ -199,7 +199,7 @@ def _end(popen: subprocess.Popen[bytes]) -> None:
     popen.wait()
 
 
-def pickled(value: Any) -> bytes:
+def pickle_for_reader(value: Any) -> bytes:
     file = io.BytesIO()
     _Pickler(file).dump(value)
     return file.getvalue()

@@ -34,8 +34,8 @@ from harness.data.documents import (
     describe,
     find_damage,
     format_of,
-    named,
-    opened,
+    list_names,
+    open_file,
     read_columns,
     read_in_parts,
     row_groups,
@@ -154,7 +154,7 @@ class LocalFiles:
 
     def _read_text(self, file: Path) -> Iterator[str | LongText]:
         # bytes, not text mode: newlines stay as they are
-        with opened(file) as content:
+        with open_file(file) as content:
             text = content.read(LONG_FILE_BYTES + 1)
         if len(text) <= LONG_FILE_BYTES:
             yield self._decoded(text, str(file))
@@ -176,7 +176,7 @@ class LocalFiles:
 
     def read_jsonl(self, file: Path, span: Span) -> Iterator[str]:
         """Yield the document of each line that begins in a span."""
-        with opened(file) as lines:
+        with open_file(file) as lines:
             offset = skip_to_line(lines, span.begin) if span.begin else 0
             for number, line in enumerate(iter(partial(lines.readline, LONGEST_LINE + 1), b"")):
                 if span.end is not None and offset >= span.end:
@@ -253,7 +253,7 @@ def _glob_to_regex(pattern: str) -> re.Pattern[str]:
 def text_of_row(row: dict[str, Any], field: str, where: object) -> str:
     """Text of a row; null is an empty document."""
     if field not in row:
-        raise DataError(f"{where}: no field {field!r} among {named(row)}; set data.text_field")
+        raise DataError(f"{where}: no field {field!r} among {list_names(row)}; set data.text_field")
     text = row[field]
     if text is None:
         return ""
@@ -355,7 +355,7 @@ def _saved_split(config: DataConfig, split: str) -> Any:
     saved = datasets.load_from_disk(str(config.dataset))
     splits = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
     if split not in splits:
-        raise DataError(f"dataset {config.dataset} has no split {split} among {named(splits)}")
+        raise DataError(f"dataset {config.dataset} has no split {split} among {list_names(splits)}")
     return splits[split].to_iterable_dataset() if config.streaming else splits[split]
 
 
@@ -363,4 +363,4 @@ def require_column(dataset: Any, field: str, name: str) -> None:
     """Raise DataError if the columns of ``dataset`` are known and do not include ``field``."""
     columns = dataset.column_names
     if columns is not None and field not in columns:
-        raise DataError(f"{name}: no column {field!r} among {named(columns)}; set data.text_field")
+        raise DataError(f"{name}: no column {field!r} among {list_names(columns)}; set data.text_field")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any, Protocol
+from typing import Any
 
 from harness.util.errors import ConfigError, HarnessError, MachineError, UserError
 from harness.util.lifeline import end_with_parent
@@ -20,15 +20,6 @@ from harness.util.lifeline import end_with_parent
 _POLL_SECONDS = 1.0
 # Time that a process has to end after it has closed its connection.
 _ENDING_SECONDS = 5.0
-
-
-class Unit(Protocol):
-    """A part of the work; its text names it in errors."""
-
-    @property
-    def number(self) -> int:
-        """Position among all units."""
-        ...
 
 
 Work = Callable[[Any, Callable[[int], None]], None]
@@ -50,11 +41,11 @@ def can_start_processes() -> bool:
 @dataclass
 class _Worker:
     process: BaseProcess
-    unit: Unit
+    unit: Any
 
 
 class Workers:
-    """Processes that work on units.
+    """Processes that work on units, which have a ``number`` and whose text names them in errors.
 
     Args:
         prepare: called once in each process with its index, returns the work; pickled.
@@ -68,7 +59,7 @@ class Workers:
         self._running: dict[Connection, _Worker] = {}
         self._failed: tuple[int, BaseException] | None = None
 
-    def run(self, units: Sequence[Unit], count: int, advance: Callable[[Any, int], None]) -> None:
+    def run(self, units: Sequence[Any], count: int, advance: Callable[[Any, int], None]) -> None:
         """Work on units in ``count`` processes.
 
         Args:
@@ -92,7 +83,7 @@ class Workers:
         if self._failed is not None:
             raise self._failed[1]
 
-    def _start(self, unit: Unit) -> None:
+    def _start(self, unit: Any) -> None:
         context = mp.get_context("spawn")
         ours, theirs = context.Pipe()
         arguments = theirs, os.getpid(), self._prepare, self._started, self._does
@@ -103,7 +94,7 @@ class Workers:
         self._running[ours] = _Worker(process, unit)
         self._send(ours, unit)
 
-    def _send(self, connection: Connection, unit: Unit) -> None:
+    def _send(self, connection: Connection, unit: Any) -> None:
         self._running[connection].unit = unit
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # reading reports a dead process
             connection.send(unit)
@@ -115,7 +106,7 @@ class Workers:
         connection.close()
 
     def _answer(
-        self, connection: Connection, waiting: deque[Unit], advance: Callable[[Any, int], None]
+        self, connection: Connection, waiting: deque[Any], advance: Callable[[Any, int], None]
     ) -> None:
         worker = self._running.get(connection)
         if worker is None:  # ended because another one failed
@@ -144,7 +135,7 @@ class Workers:
             f"the same command, or {self._works} if memory is short"
         )
 
-    def _fail(self, number: int, error: BaseException, waiting: deque[Unit]) -> None:
+    def _fail(self, number: int, error: BaseException, waiting: deque[Any]) -> None:
         """Remember the error of the first unit, and end the processes of later units."""
         waiting.clear()
         if self._failed is None or number < self._failed[0]:

@@ -35,8 +35,7 @@ from harness.util.hardware import node_name
 LOCK, HEARTBEAT = ".lock", ".heartbeat"
 BEAT_SECONDS, DEAD_SECONDS = 5.0, 60.0
 _LONGEST_POLL_SECONDS = 1.0
-# Longest time between making a folder and locking it; on file systems without locks, between two writes.
-LOCKING_SECONDS, _ABANDONED_SECONDS = 60.0, 86400.0
+_ABANDONED_SECONDS = 86400.0  # longest time between two writes, on file systems without locks
 
 CHECKED = "checked.json"
 BLOCK_BYTES = 1 << 24
@@ -50,13 +49,10 @@ class Damaged(Exception):
 
 
 class Building:
-    """The only builder's work in a folder.
-
-    Attributes:
-        is_useless: set it to remove the folder at the end, because nobody will continue the work.
-    """
+    """The only builder's work in a folder."""
 
     is_useless = False
+    """Set it to remove the folder at the end, because nobody will continue the work."""
 
 
 @contextmanager
@@ -102,8 +98,7 @@ def _build(folder: Path) -> Iterator[Building]:
 def _lock(folder: Path) -> IO[bytes] | None:
     """Lock the folder; return None if the file system has no locks.
 
-    Raises:
-        LockedError: another process has the lock, or the last builder has just removed the folder.
+    LockedError also means that the last builder has just removed the folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -173,8 +168,8 @@ def remove_abandoned(folder: Path, work: Path, after: float) -> None:
     Args:
         folder: to remove.
         work: the folder that its builder locks.
-        after: at least ``LOCKING_SECONDS``: a builder makes its folder and then locks it, and locking it in
-            between would stop the builder.
+        after: at least a minute: a builder makes its folder and then locks it, and locking it in between
+            would stop the builder.
     """
     try:
         age = time.time() - max(path.stat().st_mtime for path in (folder, work, *work.iterdir()))
@@ -204,11 +199,7 @@ def describe_files(folder: Path, names: Iterable[str]) -> dict[str, Any]:
 
 
 def check_sizes(folder: Path, files: Mapping[str, Any]) -> None:
-    """Compare sizes of files with those that ``describe_files`` returned.
-
-    Raises:
-        Damaged: a file is missing or has another size, or the description itself is damaged.
-    """
+    """Compare sizes of files with those that ``describe_files`` returned; raise Damaged if they differ."""
     for name, facts in files.items():
         try:
             found, size, digests = (folder / name).stat().st_size, facts["size"], facts["xxh3_64"]

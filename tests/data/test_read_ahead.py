@@ -23,7 +23,7 @@ from tiers import rest_is_thorough
 from harness.config.data import DataConfig, TokenizerConfig
 from harness.data.loader import build_loader
 from harness.data.prefetch import Prefetcher
-from harness.data.read_ahead import pickled
+from harness.data.read_ahead import pickle_for_reader
 from harness.data.stream_reader import RowReader
 from harness.data.tokenizer import build_tokenizer
 from harness.util.errors import DataError, MachineError
@@ -181,7 +181,7 @@ def test_tokenizers_are_sent_as_they_are(tmp_path):
         TokenizerConfig("huggingface", str(test_tokenizer_json.write(tmp_path / "hf", CHAT))),
     ):
         reader = RowReader(dataset, build_tokenizer(config), 0, 1, "text", "it", 0, None)
-        sent = pickle.loads(pickled(reader))
+        sent = pickle.loads(pickle_for_reader(reader))
         expected = next(reader.read(reader.beginning))
         assert next(sent.read(sent.beginning)).tokens.tolist() == expected.tokens.tolist(), config.kind
         assert sent.tokenizer.fingerprint == reader.tokenizer.fingerprint

@@ -191,10 +191,7 @@ def test_a_variant_is_the_job_with_its_overrides() -> None:
 def test_two_jobs_and_one_that_fails(tmp_path: Path) -> None:
     """Real runs; one job fails only on its ranks."""
     done = python(
-        "-m",
-        "harness",
-        "bench",
-        *TINY,
+        *("-m", "harness", "bench", *TINY),
         *("training.steps=5", "training.global_batch_size=2", f"runs_dir={tmp_path}/runs", "bench.rounds=1"),
         'bench.variants.two="parallelism=ddp parallelism.dp_replicate=2"',
         f'bench.variants.lost="tokenizer=llama3 tokenizer.path={tmp_path}/none"',
@@ -221,17 +218,15 @@ def test_two_jobs_and_one_that_fails(tmp_path: Path) -> None:
     assert not list(run.glob("checkpoints/*"))
 
 
-def test_a_wrong_variant_costs_nothing(tmp_path: Path) -> None:
-    done = python(
-        "-m", "harness", "bench", *TINY, f"runs_dir={tmp_path}/runs", 'bench.variants.b="parallelism.tp=3"'
-    )
+@pytest.mark.parametrize(
+    ("typed", "environment", "error"),
+    [
+        ('bench.variants.b="parallelism.tp=3"', {}, "bench.variants.b: parallelism.tp=3: must divide"),
+        ("bench.rounds=1", {"RANK": "0", "WORLD_SIZE": "1"}, "harness bench starts the ranks itself"),
+    ],
+)
+def test_a_mistake_costs_nothing(tmp_path: Path, typed: str, environment: dict[str, str], error: str) -> None:
+    done = python("-m", "harness", "bench", *TINY, f"runs_dir={tmp_path}/runs", typed, **environment)
     assert done.returncode == 2
-    assert done.stderr.startswith("error: bench.variants.b: parallelism.tp=3: must divide")
-    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith(f"error: {error}") and len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "runs").exists()
-
-
-def test_not_under_torchrun(tmp_path: Path) -> None:
-    done = python("-m", "harness", "bench", *TINY, f"runs_dir={tmp_path}/runs", RANK="0", WORLD_SIZE="1")
-    assert done.returncode == 2
-    assert "start it without torchrun" in done.stderr

@@ -22,7 +22,7 @@ import numpy as np
 from harness.config.data import DataConfig
 from harness.contrib.flux.pictures.config import ImagesConfig, pictures_of
 from harness.contrib.flux.pictures.shapes import DrawnShapes
-from harness.data.documents import describe, named
+from harness.data.documents import describe, list_names
 from harness.data.samples import EpochOrder, random_stream
 from harness.data.sources import file_stats, find_files, folder_hint, open_dataset
 from harness.data.tokenizing import is_held_out
@@ -347,7 +347,9 @@ def _cropped(picture: Any, width: int, height: int, place: float) -> Any:
 def caption_of(fields: dict[str, Any], name: str, where: str) -> str:
     """Return the caption of a row or a .json file; null is the empty caption."""
     if name not in fields:
-        raise DataError(f"{where}: no field {name!r} among {named(fields)}; set data.options.caption_field")
+        raise DataError(
+            f"{where}: no field {name!r} among {list_names(fields)}; set data.options.caption_field"
+        )
     caption = fields[name]
     if isinstance(caption, list) and caption and isinstance(caption[0], str):
         caption = caption[0]  # several captions of one picture
@@ -423,7 +425,7 @@ class _HubPictures:
             name, columns = getattr(pictures_of(data), field), self._table.column_names
             if name not in columns:
                 raise DataError(
-                    f"{self.name}: no column {name!r} among {named(columns)}; set data.options.{field}"
+                    f"{self.name}: no column {name!r} among {list_names(columns)}; set data.options.{field}"
                 )
 
     @cached_property
