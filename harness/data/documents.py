@@ -195,11 +195,7 @@ def read_in_parts(file: Path, errors: str) -> Iterator[str]:
 
 
 def row_groups(file: Path) -> int:
-    """Number of row groups of a parquet file.
-
-    Raises:
-        DataError: it cannot be read.
-    """
+    """Number of row groups of a parquet file."""
     import pyarrow
     import pyarrow.parquet
 

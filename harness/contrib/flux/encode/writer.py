@@ -89,10 +89,6 @@ class LatentWriter(ShardWriter):
         self._fingerprint = fingerprint_of(encoders_of(job.data))
 
     @property
-    def _encoders(self) -> Encoders:
-        return build_encoders(encoders_of(self._job.data), self._device)
-
-    @property
     def key(self) -> str:
         sources = {split: source.identity() for split, source in self._sources.items()}
         content = [FORMAT_VERSION, sources, self._fingerprint, self._job.training.seed, *self.plan.values()]
@@ -141,7 +137,7 @@ class LatentWriter(ShardWriter):
             DataError: a picture cannot be read.
             OSError: the folder is full or not writable.
         """
-        data, encoders = self._job.data, self._encoders
+        data, encoders = self._job.data, (build_encoders(encoders_of(self._job.data), self._device))
         samples = RawSamples(
             self._sources[unit.split], seed=0, shuffle=False, skips=pictures_of(data).on_error == "skip"
         )
