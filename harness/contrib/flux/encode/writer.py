@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import save
 
 from harness.contrib.flux.pictures.config import encoders_of, images_of, pictures_of
-from harness.contrib.flux.pictures.encoders import Encoders, as_floats, build_encoders, fingerprint_of
+from harness.contrib.flux.pictures.encoders import as_floats, build_encoders, fingerprint_of
 from harness.contrib.flux.pictures.latents import EMPTY, LatentFile, LatentManifest, checksum, pack_rows
 from harness.contrib.flux.pictures.loader import MOST_THREADS
 from harness.contrib.flux.pictures.sources import PictureSource, RawSamples, open_pictures

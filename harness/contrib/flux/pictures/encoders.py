@@ -54,11 +54,9 @@ class Autoencoder(Protocol):
 
     def encode(self, pixels_B3HW: Tensor) -> Moments:
         """Encode pictures with values from -1 to 1."""
-        ...
 
     def decode(self, latents_BCHW: Tensor) -> Tensor:
         """Decode latents to pictures, whose values are clamped to -1 to 1."""
-        ...
 
 
 class TextEncoder(Protocol):
@@ -66,7 +64,6 @@ class TextEncoder(Protocol):
 
     def encode(self, captions: Sequence[str]) -> Embeddings:
         """Encode captions, cut or padded to ``data.options.text_length`` tokens."""
-        ...
 
 
 def hash_of(content: object) -> str:

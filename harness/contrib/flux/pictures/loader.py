@@ -59,15 +59,12 @@ class EncodedSamples(Protocol):
     @property
     def empty(self) -> Caption:
         """The embeddings of the empty caption."""
-        ...
 
     def sample(self, number: int) -> tuple[Picture, Caption]:
         """Return a sample by its number."""
-        ...
 
     def caption(self, number: int) -> str:
         """Return the caption of a sample as text."""
-        ...
 
 
 class PictureLoader(Loader):

@@ -206,11 +206,9 @@ class PictureSource(Protocol):
             UnreadablePicture: it cannot be decoded.
             DataError: it has no caption, or the file cannot be read.
         """
-        ...
 
     def identity(self) -> Any:
         """JSON-serializable; changes whenever the pictures may have changed."""
-        ...
 
 
 class RawSamples:
@@ -272,7 +270,6 @@ class _Stored(Protocol):
 
     def content(self, index: int) -> tuple[bytes, str, str]:
         """Return the file of a picture, its caption, and its place for error messages."""
-        ...
 
     def identity(self) -> Any: ...
 
