@@ -28,12 +28,7 @@ def snapshot_path(home: Path) -> Path:
 
 
 def take_snapshot(home: Path) -> Path:
-    """Copy the ``harness`` package to ``snapshot_path(home)`` unless it exists; return the folder.
-
-    Raises:
-        UserError: the package holds a file that is not copied, or the copy cannot be written.
-        MachineError: the disk is full. The partial copy is removed.
-    """
+    """Copy the ``harness`` package to ``snapshot_path(home)`` unless it exists; return the folder."""
     target = snapshot_path(home)
     try:
         if not target.is_dir():
