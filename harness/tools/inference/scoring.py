@@ -41,11 +41,9 @@ class Scores(Protocol):
     @property
     def parts(self) -> Sequence[ModelPart]:
         """This rank's parts of the model."""
-        ...
 
     def score(self, batch: Batch) -> Tensor:
         """``Executor.score`` of a batch in host memory."""
-        ...
 
 
 class Scorer:
