@@ -104,13 +104,8 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "traffic": [dataclasses.asdict(each) for each in plan.traffic],
         "speed": speed,
         "accelerator": None if plan.accelerator is None else plan.accelerator.name,
-        "budget": {
-            "steps": job.steps,
-            "tokens": tokens_of(job),
-            "gpu_hours": plan.gpu_hours,
-            "dollars": plan.dollars,
-            "kwh": plan.kwh,
-        },
+        "budget": {"steps": job.steps, "tokens": tokens_of(job)}
+        | {name: getattr(plan, name) for name in ("gpu_hours", "dollars", "kwh")},
         "bands": bands_as_dict(plan),
         "phases": [dataclasses.asdict(phase) for phase in plan.phases],
         "notes": plan.notes,
