@@ -82,7 +82,7 @@ class Point(NamedTuple):
         return replace(base, **moved)
 
     def job(self, base: Job) -> Job:
-        """Return ``base`` with this point's layout and execution, resolved; ConfigError if it is not legal."""
+        """Return ``base`` with this point's layout and execution, resolved; ConfigError if not legal."""
         return resolve(self.job_unchecked(base), gpus=gpus_of(base))
 
     def job_unchecked(self, base: Job) -> Job:
