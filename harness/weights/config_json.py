@@ -142,9 +142,6 @@ def hf_config(model: ModelConfig, *, dtype: str, bos_id: int | None, eos_id: int
     Rotation and dtype are written twice: transformers 4.x reads ``rope_theta``, ``rope_scaling`` and
     ``torch_dtype``, and 5.x writes ``rope_parameters`` and ``dtype``. ``dtype`` is torch's name of the stored
     weights' dtype; the ids are those of the tokens that begin and end a document.
-
-    Raises:
-        ConfigError: the family's files cannot represent the model, or transformers cannot build it.
     """
     family = family_of(model)
     if family.unbuildable is not None:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.tensor import DTensor
 
 from harness.checkpoint.catalog import CHECKSUM, MANIFEST, encode_manifest, open_checkpoint
-from harness.checkpoint.rank_group import RankGroup
+from harness.checkpoint.state import RankGroup
 from harness.checkpoint.storage import write_last
 from harness.config.data import TokenizerConfig
 from harness.config.job import Job

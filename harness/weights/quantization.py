@@ -53,11 +53,7 @@ Find = Callable[[Stored], dict[str, QuantizedTensor]]
 
 
 def quantization_of(content: Mapping[str, Any]) -> Find | None:
-    """How the weights beside a config.json are quantized; None if it has no quantization_config.
-
-    Raises:
-        UserError: the method is not read.
-    """
+    """How the weights beside a config.json are quantized; None if it has no quantization_config."""
     found = content.get("quantization_config")
     if not found:
         return None

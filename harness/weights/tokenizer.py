@@ -52,9 +52,6 @@ def export_tokenizer(config: TokenizerConfig, folder: Path) -> None:
     tokenizer_config.json, a special_tokens_map.json and, if the tokenizer has a file, its copy as
     tokenizer.model; encoding puts the bos token first, as is usual for Llama. With
     ``add_special_tokens=False`` encoding gives the ids of our ``encode``.
-
-    Raises:
-        DataError: the tokenizer's file is invalid, or has a feature that tokenizer.json does not support.
     """
     if config.kind == "none":
         return

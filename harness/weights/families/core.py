@@ -149,11 +149,7 @@ class ConfigField:
             return None  # a field that the default depends on is missing or invalid, and reported itself
 
     def our_value(self, content: Mapping[str, Any]) -> object:
-        """The value for our field; None if config.json does not determine it.
-
-        Raises:
-            ValueError: no value of our field corresponds to theirs.
-        """
+        """The value for our field; None if config.json does not determine it."""
         theirs = self.found(content)
         if self.to_ours is None:
             return theirs
