@@ -68,8 +68,8 @@ def find_source(source: str, field: str = "convert.source") -> WeightFolder:
         if folder.steps():
             complete, wrong = folder.complete()
             if not complete:
-                path, reason = next(iter(wrong.items()))
-                rule = f"none of its {len(wrong)} checkpoints is complete; {path}: {reason}"
+                first, reason = next(iter(wrong.items()))
+                rule = f"none of its {len(wrong)} checkpoints is complete; {first}: {reason}"
                 raise UserError(f"{folder.path}: {rule}")
             notes = tuple(f"{path} is skipped: {reason}" for path, reason in wrong.items())
             return dataclasses.replace(_of_checkpoint(complete[0], field), notes=notes)
