@@ -11,10 +11,8 @@ from types import MappingProxyType
 
 from harness.config.data import SETS, TokenizerConfig
 from harness.data.tokenizer_base import (
-    Marked,
     Tokenizer,
     decode_known,
-    encode_marked,
     fingerprint_of,
     in_pieces,
     read_tokenizer,
@@ -79,14 +77,14 @@ class BytesTokenizer(Tokenizer):
     def encode_in_pieces(self, parts: Iterable[str]) -> Iterator[Sequence[int]]:
         return (part.encode("utf-8") for part in parts)
 
-    def encode_marked(self, texts: Sequence[str]) -> list[Marked]:
-        return [encode_marked(text, self, self._num_bytes) for text in texts]
-
-    def _num_bytes(self, ids: list[int]) -> list[int]:
+    def num_bytes(self, ids: list[int]) -> list[int]:
         return [1] * len(ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return decode_known(ids, range(self.vocab_size), _decode_bytes)
+        def decode(known: list[int]) -> str:
+            return bytes(i for i in known if i < 256).decode("utf-8", errors="replace")
+
+        return decode_known(ids, range(self.vocab_size), decode)
 
 
 class NoTokenizer(Tokenizer):
@@ -149,10 +147,7 @@ class SentencePieceTokenizer(Tokenizer):
             return [self.encode(text) for text in texts]
         return self._model.encode(list(texts), num_threads=self.num_threads)
 
-    def encode_marked(self, texts: Sequence[str]) -> list[Marked]:
-        return [encode_marked(text, self, self._num_bytes) for text in texts]
-
-    def _num_bytes(self, ids: list[int]) -> list[int]:
+    def num_bytes(self, ids: list[int]) -> list[int]:
         pieces = zip(ids, self._model.id_to_piece(ids), strict=True)
         return [
             1 if self._model.is_byte(id) else len(piece.replace("▁", " ").encode()) for id, piece in pieces
@@ -213,10 +208,7 @@ class TiktokenTokenizer(Tokenizer):
         for piece in in_pieces(parts, _MAX_CHARS):
             yield from map(self._encoding.encode_ordinary, _cut_long_runs(piece))
 
-    def encode_marked(self, texts: Sequence[str]) -> list[Marked]:
-        return [encode_marked(text, self, self._num_bytes) for text in texts]
-
-    def _num_bytes(self, ids: list[int]) -> list[int]:
+    def num_bytes(self, ids: list[int]) -> list[int]:
         return [len(token) for token in self._encoding.decode_tokens_bytes(ids)]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -258,10 +250,6 @@ def _cut_long_runs(text: str) -> Iterator[str]:
                 yield piece[begin:cut]
                 begin = cut
         yield piece[begin:]
-
-
-def _decode_bytes(ids: list[int]) -> str:
-    return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
 
 def _none_if_negative(token_id: int) -> int | None:

@@ -35,12 +35,7 @@ class UnfitNodes(MachineError):
 
 
 def check_nodes(job: Job, run_dir: Path) -> None:
-    """Check all nodes of this allocation.
-
-    Raises:
-        UnfitNodes: some nodes failed the check.
-        SlurmError: the scheduler does not answer.
-    """
+    """Check all nodes of this allocation."""
     nodes, ranks = job.cluster.nodes_for(job.world_size)
     command = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--wait=0"]
     command += ["--mpi=none", "--export=ALL"]

@@ -144,12 +144,7 @@ def _require_configuration() -> None:
 
 
 def submit_script(script: Path) -> str:
-    """Submit a script by sbatch; return the job's number.
-
-    Raises:
-        UserError: SLURM refuses the job, or sbatch cannot read SLURM's configuration.
-        SlurmError: the scheduler does not answer.
-    """
+    """Submit a script by sbatch; return the job's number."""
     command = ["sbatch", "--parsable", str(script)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:

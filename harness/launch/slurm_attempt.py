@@ -193,7 +193,6 @@ def _end(folder: RunFolder, *, is_taken: bool = False) -> None:
 def _run_ranks(
     job: Job, folder: RunFolder, allocation: Allocation, started: float, received: Received
 ) -> int:
-    """Start the ranks, wait, record those that ended without recording an error; return an exit code."""
     logs = folder.path / "logs"
     with rendezvous_store() as port, (logs / SRUN_LOG).open("ab") as log:
         if "OMP_NUM_THREADS" not in job.cluster.env:
@@ -267,15 +266,22 @@ def _requeue(job: Job, folder: RunFolder, allocation: Allocation, seconds: float
         folder.set_status("interrupted", exit_code=EXIT_RESUMABLE, reason=reason)
         sys.stderr.write(f"{reason}\n")
         return EXIT_RESUMABLE
-    slow = _slow_nodes(job, folder)
-    folder.set_status("requeued", restarts=allocation.restarts + 1, **({"excluded": slow} if slow else {}))
+    if not _put_back(folder, allocation, _slow_nodes(job, folder)):
+        folder.set_status("interrupted", exit_code=EXIT_RESUMABLE)
+    return EXIT_RESUMABLE
+
+
+def _put_back(folder: RunFolder, allocation: Allocation, without: list[str], words: str = "") -> bool:
+    """Requeue the job without some nodes; return whether SLURM has done so."""
+    excluded = {"excluded": without} if without else {}
+    folder.set_status("requeued", restarts=allocation.restarts + 1, **excluded)
     folder.release()
     try:
-        queue.requeue(allocation.job_id, slow)
+        queue.requeue(allocation.job_id, without)
     except queue.SlurmError as error:
-        folder.set_status("interrupted", exit_code=EXIT_RESUMABLE)
-        sys.stderr.write(f"WARNING cannot requeue this job: {error}\n")
-    return EXIT_RESUMABLE
+        sys.stderr.write(f"WARNING cannot requeue this job{words}: {error}\n")
+        return False
+    return True
 
 
 def _slow_nodes(job: Job, folder: RunFolder) -> list[str]:
@@ -303,17 +309,12 @@ def _exclude_slow_nodes(job: Job, folder: RunFolder, allocation: Allocation) -> 
 def _requeue_without(unfit: UnfitNodes, job: Job, folder: RunFolder, allocation: Allocation) -> int:
     """Requeue the job without the nodes that failed the check; fail if that is not possible."""
     sys.stderr.write(f"WARNING requeueing without {', '.join(unfit.nodes)}: {unfit}\n")
-    folder.set_status("requeued", restarts=allocation.restarts + 1, excluded=unfit.nodes)
     _end(folder)
-    folder.release()
-    try:
-        queue.requeue(allocation.job_id, unfit.nodes)
-    except queue.SlurmError as error:
-        sys.stderr.write(f"WARNING cannot requeue this job without these nodes: {error}\n")
-        if allocation.state() in _TAKEN:
-            return EXIT_RESUMABLE  # it is in the queue, and may get these nodes again
-        return finish_run(job, folder, folder.record_error(None, unfit)["exit_code"])
-    return EXIT_RESUMABLE
+    # If SLURM has taken the nodes, the job is in the queue anyway, and may get these nodes again.
+    is_queued = _put_back(folder, allocation, unfit.nodes, " without these nodes")
+    if is_queued or allocation.state() in _TAKEN:
+        return EXIT_RESUMABLE
+    return finish_run(job, folder, folder.record_error(None, unfit)["exit_code"])
 
 
 def _why_not_requeued(job: Job, seconds: float) -> str:

@@ -250,13 +250,14 @@ def test_other_choices_do_not_fit_a_stored_study(study: Callable[..., int]) -> N
 
 
 def test_a_missing_package_names_its_command(
-    study: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(UserError) as caught:
-        study(LOG_LR)
-    works = "would work: pip install 'harness[optuna]'"
-    assert str(caught.value) == f"sweep=optuna: its package is not installed; {works}"
+    monkeypatch.setattr(sys, "argv", ["train", "-m", "sweep=optuna", LOG_LR])
+    with pytest.raises(SystemExit):
+        VERB.main()
+    works = "would work: pip install -e '.[optuna]'"
+    assert capsys.readouterr().err == f"error: the package optuna is not installed; {works}\n"
 
 
 def test_a_sweeper_needs_several_jobs(

@@ -15,7 +15,7 @@ from harness.compose.composer import SETTINGS, Composed, Composer, Space, read_s
 from harness.compose.hydra import sets_search_path
 from harness.config.fields import check_rules, from_dict, label
 from harness.config.job import Job
-from harness.launch.state import BUSY, HELD
+from harness.launch.state import BUSY
 from harness.launch.submit import confirm
 from harness.launch.sweep.registry import (
     FILE,
@@ -28,16 +28,16 @@ from harness.launch.sweep.registry import (
     sets_label,
     unique_points,
 )
-from harness.launch.sweep.run import (
-    Selection,
-    Task,
-    follow_points,
-    run_point,
-    states_of,
-    with_group,
+from harness.launch.sweep.run import Selection, Task, follow_points, run_point, states_of, with_group
+from harness.launch.sweep.study import (
+    PointFailedError,
+    StudyRecord,
+    best_in_words,
+    check_directions,
+    check_objective,
+    counted,
+    table_of_states,
 )
-from harness.launch.sweep.study import PointFailedError, StudyRecord, check_directions, check_objective
-from harness.launch.sweep.table import best_in_words, counted, table_of_states
 from harness.run.folder import RunFolder
 from harness.util.errors import EXIT_INTERRUPTED, EXIT_OK, STOPPED, ConfigError, UserError, one_line
 from harness.util.tables import to_text
@@ -92,17 +92,10 @@ def run_study(
 ) -> int:
     """Run points that Optuna chooses; return the exit code: 0 if any point completed.
 
-    Args:
-        check: returns a point without its job if its inputs cannot be used.
-
-    Raises:
-        UserError: the settings cannot be used, or the folder has another study.
+    ``check`` returns a point without its job if its inputs cannot be used.
     """
-    try:
-        import optuna
-    except ModuleNotFoundError:
-        works = "pip install 'harness[optuna]'"
-        raise UserError(f"sweep=optuna: its package is not installed; would work: {works}") from None
+    import optuna
+
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     composer = Composer(config_name)
     with warnings.catch_warnings():
@@ -133,7 +126,7 @@ def run_study(
 
 
 def _folder(composer: Composer, fixed: list[str]) -> Path:
-    """Return the folder of the study: its name is composed without the axes."""
+    # Its name is composed without the axes.
     config = composer.config(fixed, resolve=True)
     job = Job(name=config["name"], runs_dir=config["runs_dir"])
     check_rules(job)
@@ -306,24 +299,16 @@ class Study:
 
     def _submit(self, tasks: Sequence[Task], batch: int) -> dict[Path, Task]:
         """Submit the points that need it to SLURM; return those to run here, by run folder."""
-        seen = states_of([point for point, _ in tasks])
-        wanted = [
-            task
-            for task, each in zip(tasks, seen, strict=True)
-            if each.state not in ("completed", *HELD)
-            # A point that ran out of memory does so again.
-            and each.kind != "out_of_memory"
-            and each.run_dir not in self._tried
-        ]
-        self._tried |= {point.run_dir for point, _ in wanted}
-        selection = Selection(self.registry, tasks, seen, wanted)
+        fresh = [task for task in tasks if task[0].run_dir not in self._tried]
+        selection = Selection.of(self.registry, fresh, states_of([point for point, _ in fresh]))
+        self._tried |= {point.run_dir for point, _ in selection.wanted}
         if selection.remote:
             if not self._is_confirmed:  # once, for the cost of all points, estimated by the first batch
                 batches = math.ceil((self.settings.n_trials - self._done) / batch)
                 confirm([job for _, job in selection.remote] * batches)
                 self._is_confirmed = True
             selection.submit()
-        return {task[0].run_dir: task for task in wanted if task not in selection.remote}
+        return {task[0].run_dir: task for task in selection.wanted if task not in selection.remote}
 
     def _point(self, composed: Composed) -> Point:
         return Point(composed.job.id, run_dir_of(composed.job, self._swept), composed.overrides)

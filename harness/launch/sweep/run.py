@@ -31,7 +31,7 @@ from harness.launch.sweep.registry import (
     sets_label,
     unique_points,
 )
-from harness.launch.sweep.table import table_of_states
+from harness.launch.sweep.study import table_of_states
 from harness.metrics.views import log_sweep
 from harness.run.folder import RunFolder
 from harness.util.errors import EXIT_INTERRUPTED, EXIT_OK, STOPPED, UserError
@@ -119,7 +119,12 @@ class Selection:
         out_of_memory: bool = False,
         rerun: bool = False,
     ) -> Selection:
-        """Select what is not complete; the flags are those of ``_start``."""
+        """Select what is not complete.
+
+        Args:
+            out_of_memory: also points that ran out of memory, and would do so again.
+            rerun: also completed points whose job has ``checkpoint.resume=false``.
+        """
         wanted, oom = [], []
         for task, each in zip(tasks, seen, strict=True):
             again = rerun and each.state == "completed" and not task[1].checkpoint.resume
@@ -257,11 +262,6 @@ def _start(
 ) -> tuple[bool, bool]:
     """Print the plan, ask before a costly submission, then submit points to SLURM and run the local ones.
 
-    Args:
-        skipped: points that are not valid jobs.
-        out_of_memory: also start points that ran out of memory.
-        rerun: also start completed points whose job has ``checkpoint.resume=false``.
-
     Returns:
         whether the user interrupted the sweep, and whether all started points were only submitted.
     """
@@ -305,7 +305,7 @@ def _show_dry(registry: Registry, tasks: Sequence[Task], skipped: Sequence[Skipp
 
 
 def _run_here(tasks: Sequence[Task]) -> bool:
-    """Run points one after another; continue after a failed point."""
+    """Run points one after another; return whether the user interrupted them."""
     names = labels([point.overrides for point, _ in tasks])
     for number, (name, (point, job)) in enumerate(zip(names, tasks, strict=True), start=1):
         sys.stderr.write(f"[{number}/{len(tasks)}] {name}\n")

@@ -1,20 +1,24 @@
-"""``study.json``: the objective of a sweep whose points are chosen by their results, and its best points."""
+"""``study.json``, the objective of a sweep whose points are chosen by their results; tables of points."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from harness.config.fields import from_dict
-from harness.launch.sweep.registry import Point
+from harness.launch.state import RunState
+from harness.launch.sweep.registry import Point, Skipped, command_of, labels
+from harness.metrics.window import THROUGHPUT
 from harness.run.folder import RunFolder
 from harness.run.result import write_json_atomically
 from harness.train.rows import metrics_of_result
 from harness.util.encoding import read_object
 from harness.util.errors import ConfigError, UserError
+from harness.util.tables import Column, Table, shortened
 
 FILE = "study.json"
 OBJECTIVE = "sweep.objective"
@@ -73,11 +77,7 @@ class StudyRecord:
         write_json_atomically(folder / FILE, asdict(self))
 
     def values(self, row: dict[str, Any]) -> list[float]:
-        """Return the columns of a completed run.
-
-        Raises:
-            PointFailedError: a column has no finite number.
-        """
+        """Return the columns of a completed run; PointFailedError if one has no finite number."""
         values = []
         for name in self.objective:
             value = _number(row.get(name))
@@ -94,7 +94,10 @@ class StudyRecord:
         return [
             index
             for index, cost in costs.items()
-            if not any(_dominates(other, cost) for other in costs.values())
+            if not any(
+                other != cost and all(a <= b for a, b in zip(other, cost, strict=True))
+                for other in costs.values()
+            )
         ]
 
     def ranked(self, rows: Sequence[dict[str, Any]]) -> list[int]:
@@ -123,10 +126,6 @@ class StudyRecord:
         """Return the objective in words: ``minimize loss``."""
         pairs = zip(self.direction, self.objective, strict=True)
         return ", ".join(f"{direction} {name}" for direction, name in pairs)
-
-
-def _dominates(first: list[float], second: list[float]) -> bool:
-    return first != second and all(a <= b for a, b in zip(first, second, strict=True))
 
 
 def _number(value: object) -> float | None:
@@ -160,9 +159,7 @@ def natural_direction(name: str) -> str | None:
 def check_directions(given: Any, objective: Sequence[str], field: str) -> list[str]:
     """Return the direction of each column: the given ones, or without any those in which they improve.
 
-    Args:
-        given: a direction, a list of them, or None.
-        field: the setting, for errors.
+    ``field`` is the setting, for errors.
     """
     if given is None:
         found = [natural_direction(name) for name in objective]
@@ -176,3 +173,62 @@ def check_directions(given: Any, objective: Sequence[str], field: str) -> list[s
         each = f" for each of {', '.join(objective)}" if len(objective) > 1 else ""
         raise ConfigError(field, ",".join(names), f"must be a direction{each}", DIRECTIONS)
     return names
+
+
+LONGEST_REASON = 110
+_COLUMNS = (
+    Column("point", "point"),
+    Column("state", "state"),
+    Column("step", "step", str),
+    Column("tokens_per_second", "tokens/s", ",.0f"),
+    Column("tokens_per_second_per_rank", "tokens/s/rank", ",.1f"),
+    Column("mfu", "MFU", ".1%"),
+    Column("memory_gib", "memory GiB", ".2f"),
+    Column("loss", "loss", ".4f"),
+)
+# Columns of result.json that the table has.
+SHOWN = ("loss", "window.tokens_per_second", "tokens_per_second_per_rank", "mfu", "memory_gib")
+
+
+def table_of_states(
+    points: Sequence[Point],
+    seen: Sequence[RunState],
+    objective: Sequence[str] = (),
+    *,
+    full_reasons: bool = False,
+) -> Table:
+    """Return a row per point.
+
+    Args:
+        objective: columns of ``result.json`` that a study optimizes, which are shown too.
+        full_reasons: do not shorten reasons.
+    """
+    more = [name for name in objective if name not in SHOWN]
+    rows: list[dict[str, Any]] = []
+    for name, each in zip(labels([point.overrides for point in points]), seen, strict=True):
+        result = RunFolder(each.run_dir).row if more else {}
+        reason = each.about if full_reasons else shortened(each.about, LONGEST_REASON)
+        row = {"point": name, "state": each.state, "step": f"{each.step}/{each.steps}", "reason": reason}
+        rows.append({**(each.facts or {}), **{name: result.get(name) for name in more}, **row})
+    notes = [THROUGHPUT] if any(row.get("tokens_per_second") is not None for row in rows) else []
+    columns = (*_COLUMNS, *(Column(name, name, ".6g") for name in more), Column("reason", "reason"))
+    return Table(columns, rows, notes=notes, missing="")
+
+
+def counted(seen: Sequence[RunState], skipped: Sequence[Skipped]) -> str:
+    """Count the points by state, in a line."""
+    counts = Counter([*(each.state for each in seen), *(["skipped"] * len(skipped))])
+    return f"{', '.join(f'{count} {state}' for state, count in counts.items())}\n"
+
+
+def best_in_words(record: StudyRecord, points: Sequence[Point]) -> str:
+    """Return the best points of a study, each with its value and its command; empty if none completed."""
+    names = labels([point.overrides for point in points])
+    best = record.best_of(points)
+    lines = []
+    for point, name in zip(points, names, strict=True):
+        if point in best:
+            value = record.format(record.values(RunFolder(point.run_dir).row))
+            lines.append(f"best ({record.describe()}): {name}: {value}\n")
+            lines.append(f"  {command_of(point.overrides)}\n")
+    return "".join(lines)

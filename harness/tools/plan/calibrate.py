@@ -90,13 +90,10 @@ def scale_constants(start: Calibration, logs: dict[str, float]) -> Calibration:
 
 def render_fit(calibration: Calibration, rows: Sequence[Measured]) -> str:
     """Format the constants, and the prediction error of each run."""
-    constants = asdict(calibration.constants).items()
-    lines = [
-        f"constants of {calibration.source}",
-        *(f"  {name:<10} {value:.3g}" for name, value in constants),
-    ]
-    errors = []
+    lines = [f"constants of {calibration.source}"]
+    lines += [f"  {name:<10} {value:.3g}" for name, value in asdict(calibration.constants).items()]
     lines += ["", f"  {'measured':>10} {'planned':>10} {'error':>7}  tokens/s a rank"]
+    errors = []
     for row in rows:
         planned = predicted_rate(row.job, calibration)
         errors.append(planned / row.tokens_per_second_per_rank - 1)
@@ -112,12 +109,9 @@ def render_fit(calibration: Calibration, rows: Sequence[Measured]) -> str:
 def calibrate(
     measured: Sequence[Measured], folder: Path, cluster: ClusterConfig | None = None
 ) -> tuple[Calibration, list[Measured]]:
-    """Fit constants to measured runs; also returns the runs, on nodes with their hardware.
+    """Fit constants to the runs of a folder; also returns the runs, on nodes with their hardware.
 
-    Args:
-        measured: the runs.
-        folder: where they come from.
-        cluster: may describe their accelerator; else their own clusters do, or harness/util/hardware.py.
+    ``cluster`` may describe their accelerator; else their own clusters do, or harness/util/hardware.py.
 
     Raises:
         UserError: there is no run, runs are from several devices, or their device is unknown.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from harness.config.job import Job
@@ -63,11 +62,6 @@ class Pass:
         return Pass(self.compute * factor, tuple(scaled))
 
 
-def added(passes: Iterable[Pass]) -> Pass:
-    """The sum of the passes, run one after the other."""
-    return sum(passes, Pass())
-
-
 @dataclass(frozen=True)
 class ContextParallel:
     """Collectives of a block's attention over the context axis, and a ring's partial results."""
@@ -113,7 +107,7 @@ class ContextParallel:
 
     @property
     def _keys(self) -> float:
-        """Number of elements in a rank's keys and values."""
+        """Elements of a rank's keys and values."""
         of = self.of
         return self.rows * of.kv_heads * (of.score_width + of.value_width) / self.layout.tp
 

@@ -137,11 +137,7 @@ def _total_in_words(total: dict[str, Any], plans: Sequence[Plan], unit: str) -> 
 
 
 def job_against(job: PlanJob, overrides: Sequence[str]) -> PlanJob:
-    """Compose the job to compare with: that of the command line, ``overrides``, with those of ``against``.
-
-    Raises:
-        UserError: naming the wrong field.
-    """
+    """Compose the job to compare with: that of the command line, ``overrides``, with those of ``against``."""
     text = job.against or ""
     own = [each for each in overrides if each.partition("=")[0] != "against"]
     try:

@@ -56,8 +56,8 @@ class Operations:
 T = TypeVar("T")
 
 
-class Costs(ABC):
-    """Costs of an architecture. Instances have no state."""
+class Costs:
+    """Costs of an architecture: as they are here, those of decoders. Instances have no state."""
 
     sample = ""
     """What a sample is called if its cost and rate are shown beside those of a token, such as "image"."""
@@ -66,23 +66,23 @@ class Costs(ABC):
         """What such models are called where published figures are compared with the plan."""
         return "mixtures of experts" if model.moe.enabled else "dense models"
 
-    @abstractmethod
     def block_activations(
         self, model: ModelConfig, layer: int, seq_len: int, *, on_cpu: bool
     ) -> PartActivations:
         """What a block saves for backward, per token, its input included."""
+        return block_costs_of(model).activations(model, layer, on_cpu=on_cpu)
 
-    @abstractmethod
     def entry_activations(self, model: ModelConfig, seq_len: int) -> PartActivations:
-        """What the modules before the blocks save."""
+        """What the modules before the blocks save; an embedding nothing but the batch."""
+        return PartActivations(())
 
-    @abstractmethod
     def head_activations(self, model: ModelConfig, seq_len: int) -> PartActivations:
         """What the modules after the blocks save, without the outputs."""
+        return head_activations(model)
 
-    @abstractmethod
     def block_operations(self, model: ModelConfig, layer: int, seq_len: int) -> Operations:
         """The operations of a block for one token."""
+        return block_costs_of(model).operations(model, layer, seq_len)
 
     def row_share(self, model: ModelConfig, tensor: TensorSpec, seq_len: int) -> float:
         """Rows that a matrix multiplies, as a fraction of a sequence's tokens."""
@@ -100,9 +100,16 @@ class Costs(ABC):
         """Bytes of one sample of a batch: inputs and labels, int64."""
         return 2.0 * 8 * seq_len
 
-    @abstractmethod
     def fake_batch(self, job: Job, rows: int) -> AnyBatch:
         """A batch of zeros with ``rows`` rows, for rehearsals."""
+        import torch
+
+        from harness.data.prefetch import DeviceBatch
+
+        shape = rows, job.training.seq_len
+        batch = DeviceBatch(torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64))
+        batch.num_valid = rows * job.training.seq_len
+        return batch
 
 
 class BlockCosts(ABC):
@@ -142,38 +149,9 @@ class PreNormCosts(BlockCosts):
         )
 
 
-class DecoderCosts(Costs):
-    """Costs of decoders; those of a block are its kind's."""
-
-    def block_activations(
-        self, model: ModelConfig, layer: int, seq_len: int, *, on_cpu: bool
-    ) -> PartActivations:
-        return block_costs_of(model).activations(model, layer, on_cpu=on_cpu)
-
-    def entry_activations(self, model: ModelConfig, seq_len: int) -> PartActivations:
-        """The embedding saves nothing but the batch."""
-        return PartActivations(())
-
-    def head_activations(self, model: ModelConfig, seq_len: int) -> PartActivations:
-        return head_activations(model)
-
-    def block_operations(self, model: ModelConfig, layer: int, seq_len: int) -> Operations:
-        return block_costs_of(model).operations(model, layer, seq_len)
-
-    def fake_batch(self, job: Job, rows: int) -> AnyBatch:
-        import torch
-
-        from harness.data.prefetch import DeviceBatch
-
-        shape = rows, job.training.seq_len
-        batch = DeviceBatch(torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64))
-        batch.num_valid = rows * job.training.seq_len
-        return batch
-
-
 COSTS: Registry[type[Costs]] = Registry(
     "costs",
-    {"decoder": DecoderCosts},
+    {"decoder": Costs},
     field="model.architecture",
     expects="harness.tools.plan.costs:Costs",
 )

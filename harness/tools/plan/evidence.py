@@ -29,8 +29,7 @@ def generation_of(accelerator: str) -> str | None:
 
 
 def class_of(job: Job, accelerator: str) -> str | None:
-    """Return the class of a job on an accelerator, such as "dense models on Hopper"; None without a
-    generation."""
+    """Return the class of a job, such as "dense models on Hopper"; None without a generation."""
     generation = generation_of(accelerator)
     return None if generation is None else f"{costs_of(job.model).kind(job.model)} on {generation}"
 
@@ -75,7 +74,6 @@ def bands_as_dict(plan: Plan) -> dict[str, Any]:
 
 
 def _throughput(plan: Plan) -> tuple[str | None, Evidence | None]:
-    """The class of the job, and its published rows."""
     name = None if plan.accelerator is None else class_of(plan.job, plan.accelerator.name)
     return name, None if plan.is_calibrated else EVIDENCE.get(name or "")
 

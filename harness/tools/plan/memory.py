@@ -99,12 +99,7 @@ class Module:
 class StageMemory:
     """Memory of the passes of one stage, for one microbatch, on its rank with the most memory.
 
-    Args:
-        job: the resolved job.
-        parameters: parameters of the rank, for all its stages.
-        stage: the stage.
-        prices: converts activations of model parts to bytes.
-        joint_ends: that of ``Software``; a pipeline has the ends on different ranks.
+    ``parameters`` are those of all the rank's stages; ``joint_ends`` is that of ``Software``.
     """
 
     def __init__(
@@ -126,6 +121,7 @@ class StageMemory:
         self._backward: dict[tuple[bool, bool], list[Bytes]] = {}
         self._held = parameters.modules[stage]
         self.modules = [self._module(name, part, groups) for name, part in self._parts()]
+        # A pipeline has the ends on different ranks.
         if joint_ends and self.fsdp and not self.pipelined:
             self._join_ends()
         layout, of = job.parallelism, [module.parameters for module in self.modules]
@@ -254,12 +250,9 @@ class StageMemory:
         return heaviest(moments)
 
     def backward(self, *, gradients_there: bool, accumulates: bool) -> list[Bytes]:
-        """Peaks of a backward pass, with and without unusable memory, including this microbatch's saved
-        activations.
+        """Peaks of a backward pass, with and without unusable memory and with what its microbatch has saved.
 
-        Args:
-            gradients_there: whether gradients of earlier passes exist (the caller counts them).
-            accumulates: whether gradients stay unsharded.
+        The caller counts gradients of earlier passes. Gradients stay unsharded if it ``accumulates``.
         """
         how = gradients_there, accumulates
         if how not in self._backward:
@@ -379,14 +372,8 @@ def equal_stages(job: Job, parameters: RankParameters) -> dict[int, int]:
 class RankStep:
     """One pipeline rank's step.
 
-    Args:
-        job: the resolved job.
-        parameters: the shards of the rank.
-        prices: converts activations to bytes.
-        equal: its ``equal_stages``, which share their memory.
-        passes: the fullest passes of a local batch. With only those among the first passes, the result is a
-            lower bound.
-        software: what the trainer runs, if it is another one.
+    ``equal`` are its ``equal_stages``, which share their memory; ``passes`` are the fullest of a local batch.
+    With only those among the first passes, the result is a lower bound.
     """
 
     def __init__(
@@ -399,9 +386,9 @@ class RankStep:
         software: Software | None = None,
     ) -> None:
         self.job, self.parameters, self.passes = job, parameters, passes
-        joint_ends = software is not None and software.joint_ends
+        joint = software is not None and software.joint_ends
         made = {
-            stage: StageMemory(job, parameters, stage, prices, joint_ends=joint_ends)
+            stage: StageMemory(job, parameters, stage, prices, joint_ends=joint)
             for stage in set(equal.values())
         }
         self.stages = {stage: made[first] for stage, first in equal.items()}
@@ -409,6 +396,8 @@ class RankStep:
         self.cpu, self.fsdp = on_cpu(job), job.uses_fsdp
         self.pipelined = job.parallelism.pp > 1
         self.offloaded = job.parallelism.cpu_offload and not self.cpu
+        passing = job.optimizer.in_backward or self.offloaded
+        self.gradients = 0.0 if passing else float(parameters.gradient_bytes)
 
     def memory(self) -> RankMemory:
         moments = list(self._moments())
@@ -418,7 +407,7 @@ class RankStep:
         if self.cpu:
             kinds["runtime"] += CPU_PROCESS
         else:
-            own = self._gradients() if self.fsdp else 0.0
+            own = self.gradients if self.fsdp else 0.0
             kinds["runtime"] += FRAGMENTATION * (sum(kinds.values()) - own) + 2 * CUBLAS_WORKSPACE
             allocated += 2 * CUBLAS_WORKSPACE  # tensors of torch
         return RankMemory(self.parameters.pp_rank, self.parameters.stages, kinds, allocated)
@@ -432,7 +421,7 @@ class RankStep:
         """
         shards, buffers = moment.get("shards", 0.0), moment.get("buffers", 0.0)
         if self.fsdp and not self.cpu:
-            shards = self._gradients()
+            shards = self.gradients
             buffers = max(stage.buffers for stage in self.stages.values())
         displayed = {kind: size for kind, size in moment.items() if kind in KINDS}
         unusable = moment.get("unusable", 0.0)
@@ -447,7 +436,7 @@ class RankStep:
         update = planned_update(self.job, self.parameters)
         exchanged = {} if update is None else {"communication": update.buffers}
         updating = max(self._rounding(), exchanged, key=lambda kinds: sum(kinds.values()))
-        yield plus(always, {"shards": self._gradients()}, updating)
+        yield plus(always, {"shards": self.gradients}, updating)
 
     def _always(self) -> Bytes:
         """Bytes that stay for the complete step, from the second step on (the optimizer has its state)."""
@@ -476,7 +465,7 @@ class RankStep:
         scatters = self.fsdp and (self.job.parallelism.parameter_shards > 1 or self.pipelined)
         reduces = self.fsdp and not self.pipelined and (scatters or last)
         # Gradients that earlier passes accumulated: of shards, or unsharded.
-        sharded_before = self._gradients() if number and scatters else 0.0
+        sharded_before = self.gradients if number and scatters else 0.0
         own_gradients = {stage: self.stages[stage].accumulated for stage in self.numbers}
         before = own_gradients if number and not scatters else dict.fromkeys(self.numbers, 0.0)
         after = before if reduces else own_gradients
@@ -523,11 +512,6 @@ class RankStep:
             return 0.0
         sizes = [size for stage, count in ran.items() for size in [self.stages[stage].resident] * count]
         return sum(sorted(sizes, reverse=True)[:STAGES_GATHERED])
-
-    def _gradients(self) -> float:
-        if self.job.optimizer.in_backward or self.offloaded:
-            return 0.0
-        return self.parameters.gradient_bytes
 
     def _rounding(self) -> Bytes:
         """Temporary memory of torch's updates, and of ours in float32."""

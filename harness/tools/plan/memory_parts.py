@@ -37,12 +37,7 @@ class PartBytes:
 
 
 class ActivationBytes:
-    """Converts declared activations into bytes for a job.
-
-    Args:
-        job: the resolved job.
-        repeats_keys: that of ``Software``.
-    """
+    """Converts declared activations into bytes for a job; ``repeats_keys`` is that of ``Software``."""
 
     def __init__(self, job: Job, *, repeats_keys: bool = False) -> None:
         self.job, self.cpu, layout = job, on_cpu(job), job.parallelism

@@ -49,7 +49,7 @@ def pipeline_order(layout: ParallelismConfig, n_layers: int, microbatches: int) 
 def passes_of_rank(
     layout: ParallelismConfig, n_layers: int, microbatches: int, rank: int
 ) -> Iterator[Action]:
-    """Yield the passes of one pipeline rank, in order; arguments as of ``pipeline_order``."""
+    """Yield the passes of one pipeline rank, in order."""
     if layout.pp == 1:
         return (Action(0, kind, i) for i in range(microbatches) for kind in ("F", "B"))
     if layout.pp_schedule_csv is not None:
@@ -87,12 +87,8 @@ def fullest(
 ) -> list[Moment]:
     """Return the passes at which a rank's memory can peak, in schedule order.
 
-    A pass is left out if another one of its kind has at least as large counts.
-
-    Args:
-        actions: the passes of a rank.
-        equal: the first stage that is equal to each stage of the rank; moments name only these.
-        keeps_outputs: that of ``Software``.
+    A pass is left out if another one of its kind has at least as large counts. Moments name only the first of
+    ``equal`` stages; ``keeps_outputs`` is that of ``Software``.
     """
     counted = ("ran", "gradients", "F", "I", *(("left",) if keeps_outputs else ()))
     counts = {(what, stage): 0 for stage in equal.values() for what in counted}
@@ -139,7 +135,7 @@ def gathering_passes(actions: Sequence[Action]) -> set[Action]:
 
 @lru_cache(maxsize=512)
 def _of_torch(name: str, pp: int, stages: int, microbatches: int) -> list[str]:
-    """Return the lines of one of torch's schedules, from the cache if it is there."""
+    """Lines of one of torch's schedules, from the cache if it is there."""
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = caches / "harness" / f"pipeline_orders-{_FORMAT}" / f"torch-{_version('torch')}"
     path = folder / f"{name}-{pp}-{stages}-{microbatches}"
@@ -218,9 +214,6 @@ def simulate(
     For each microbatch, a forward pass needs the forward of the previous stage; a backward pass its own
     forward, and the backward (for inputs) of the next stage; a backward for weights the one for inputs.
     Between ranks, inputs arrive ``send_seconds`` later.
-
-    Raises:
-        ValueError: the order cannot run: ranks wait for each other.
     """
     rank_of = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
     last = max(rank_of)

@@ -61,10 +61,6 @@ class HeldTensor:
     def gathered_elements(self) -> int:
         return prod(self.gathered)
 
-    @property
-    def is_buffer(self) -> bool:
-        return self.spec.is_buffer
-
 
 class HeldModule:
     """The parameters and buffers of a module on the fullest rank; equal blocks share it, with the first
@@ -72,12 +68,12 @@ class HeldModule:
 
     def __init__(self, name: str, tensors: tuple[HeldTensor, ...], optimizer: OptimizerConfig) -> None:
         self.name, self.tensors = name, tensors
-        parameters = [tensor for tensor in tensors if not tensor.is_buffer]
+        parameters = [tensor for tensor in tensors if not tensor.spec.is_buffer]
         self.held = sum(tensor.held_elements for tensor in parameters)
         """Number of parameters in its shards, without buffers."""
         self.largest = max(tensor.held_elements for tensor in tensors)
         # The balancing biases of experts: float32, replicated.
-        self.buffer_bytes = sum(4 * tensor.held_elements for tensor in tensors if tensor.is_buffer)
+        self.buffer_bytes = sum(4 * tensor.held_elements for tensor in tensors if tensor.spec.is_buffer)
         # The optimizer's state: tensors like the parameter, and the float32 step of some kinds.
         self.optimizer_bytes, state_bytes = 0, BYTES[optimizer.state_dtype or "float32"]
         self.groups: dict[str, list[HeldTensor]] = {}
@@ -99,11 +95,7 @@ class HeldModule:
 class RankParameters:
     """Parameters, gradients and optimizer state of the fullest rank of a pipeline rank.
 
-    Args:
-        pp_rank: the pipeline rank.
-        modules: the modules of each of its stages by name, in the model's order.
-        master_bytes: bytes per value of a parameter, and of its gradient.
-        specs: the model's tensors by module.
+    ``modules`` are those of each stage by name, in the model's order; ``specs`` the tensors by module.
     """
 
     def __init__(
@@ -145,7 +137,6 @@ class RankParameters:
 
 
 def _renamed(group: str, old: str, new: str) -> str:
-    """The FSDP group of a block's tensors, by that of an equal block."""
     return group if old == new else new + group.removeprefix(old)
 
 
@@ -187,7 +178,7 @@ class HeldModules:
         key = (first, layout.parameter_shards, layout.tp, layout.ep, layout.expert_tensor_parallel)
         if key not in self._known:
             groups = fsdp_groups(self._model, experts_apart=layout.has_expert_mesh)
-            tensors = [_held(spec, _group_of(spec.name, groups), layout) for spec in self.specs[first]]
+            tensors = [_held(spec, groups, layout) for spec in self.specs[first]]
             self._known[key] = HeldModule(first, tuple(tensors), self._optimizer)
         return self._known[key]
 
@@ -218,7 +209,12 @@ def parameters_of(job: Job, pp_rank: int) -> RankParameters:
     return RankParameters(pp_rank, held, BYTES[job.precision.master_dtype], known.specs)
 
 
-def _held(spec: TensorSpec, group: str, layout: ParallelismConfig) -> HeldTensor:
+def _held(spec: TensorSpec, groups: Mapping[str, str], layout: ParallelismConfig) -> HeldTensor:
+    # The group of the innermost wrapped module around it.
+    name = spec.name
+    while name not in groups:
+        name = name.rpartition(".")[0]
+    group = groups[name]
     if spec.is_buffer:
         return HeldTensor(spec, group, spec.shape, spec.shape, 0)
     shards, dim, local = layout.parameter_shards, 0, spec.shape
@@ -228,13 +224,6 @@ def _held(spec: TensorSpec, group: str, layout: ParallelismConfig) -> HeldTensor
     if spec.split_dim is not None:
         local = _cut(local, spec.split_dim, tp_of(layout, spec))
     return HeldTensor(spec, group, local, _cut(local, dim, shards), dim)
-
-
-def _group_of(name: str, groups: Mapping[str, str]) -> str:
-    """The FSDP group of a tensor: that of the innermost wrapped module around it."""
-    while name not in groups:
-        name = name.rpartition(".")[0]
-    return groups[name]
 
 
 def _cut(shape: tuple[int, ...], dim: int, ranks: int) -> tuple[int, ...]:
@@ -280,12 +269,8 @@ class _Cell:
         return prod(size for axis, size in zip(self.axes, self.sizes, strict=True) if axis in self.replicated)
 
     @property
-    def holders(self) -> int:
-        return prod(self.sizes)
-
-    @property
     def shards(self) -> int:
-        return self.holders // self.replicas
+        return prod(self.sizes) // self.replicas
 
     def replica(self, holder: int) -> tuple[int, ...]:
         """Coordinates of a holder on the replicated axes."""
@@ -310,7 +295,7 @@ def planned_update(job: Job, parameters: RankParameters) -> PlannedUpdate | None
         return None
     by_settings: dict[TensorSettings, list[TensorSpec]] = {}
     for held in parameters.tensors:
-        if not held.is_buffer:
+        if not held.spec.is_buffer:
             by_settings.setdefault(tensor_settings(job.optimizer, held.spec), []).append(held.spec)
     specs = [each for settings, own in by_settings.items() if KINDS[settings.kind].exchanges for each in own]
     layout = job.parallelism
@@ -362,7 +347,7 @@ def _holders(layout: ParallelismConfig, spec: TensorSpec) -> tuple[_Cell, Matric
         replicated = ("dp_replicate",)
         count = spec.experts // layout.ep // (layout.expert_shards if by_expert else 1)
     cell = _Cell(tuple(sizes), tuple(sizes.values()), replicated)
-    return cell, Matrices(count, spec.outputs, spec.inputs, cell.holders)
+    return cell, Matrices(count, spec.outputs, spec.inputs, prod(cell.sizes))
 
 
 def _ranks(layout: ParallelismConfig) -> list[dict[str, int]]:
@@ -375,7 +360,6 @@ def _ranks(layout: ParallelismConfig) -> list[dict[str, int]]:
 
 
 def _coordinates(axes: Sequence[str], sizes: Sequence[int], index: int) -> dict[str, int]:
-    """Coordinates of the ``index``-th rank of a mesh."""
     found = {}
     for axis, size in zip(reversed(axes), reversed(sizes), strict=True):
         index, found[axis] = divmod(index, size)

@@ -169,13 +169,8 @@ def remedies(
     """Plan changes of a job that does not fit: of each kind the smallest that is enough, else the largest.
 
     If each that is enough has other numbers, more devices or an unknown time, a second change is added to
-    the one of the others that takes the least memory.
-
-    Args:
-        plan: the plan of the job.
-        overrides: the overrides that compose it.
-        kinds: the changes to try.
-        headroom: fraction of the usable memory that must stay free.
+    the one of the others that takes the least memory. ``overrides`` compose the job; ``headroom`` is the
+    fraction of the usable memory that must stay free.
 
     Returns:
         Those that fit, cheapest first: by device time for a token, then those with unknown time, on more

@@ -36,7 +36,7 @@ from harness.util.errors import ConfigError, UserError
 from harness.util.hardware import ACCELERATORS, Accelerator
 from harness.util.tables import gib
 
-MOST_POINTS = 1_000_000
+MOST_LAYOUTS, MOST_POINTS = 20_000, 1_000_000
 """Limit of a search: a few minutes."""
 Made = TypeVar("Made")
 
@@ -138,7 +138,10 @@ class Search:
     def legal_points(self) -> list[Point]:
         """Return the legal points of the space; count the others."""
         space, legality, legal = self.space, Legality(self.space.base), list[Point]()
-        for degrees, ep in space.layouts():
+        layouts = list(islice(space.layouts(), MOST_LAYOUTS + 1))
+        if len(layouts) > MOST_LAYOUTS:
+            raise _too_many(space, f"{MOST_LAYOUTS:,} layouts")
+        for degrees, ep in layouts:
             self.layouts += 1
             for point in space.points(degrees, ep):
                 self.points += 1
@@ -148,11 +151,7 @@ class Search:
                 else:
                     self._count_illegal(error)
             if len(legal) > MOST_POINTS:
-                raise UserError(
-                    f"cluster.ranks={space.world}: a search of more than {MOST_POINTS:,} ways to run "
-                    f"{space.world} ranks takes too long; would work: fewer ranks, or fixed degrees such as "
-                    "parallelism.tp=8"
-                )
+                raise _too_many(space, f"{MOST_POINTS:,} ways to run {space.world} ranks")
         if not self.layouts:
             axes = ", ".join(sorted(name for name in space.typed if name.startswith("parallelism.")))
             raise UserError(
@@ -342,6 +341,13 @@ class MemoryBounds(_Once):
 
     def _stages(self, layout: ParallelismConfig, rank: int) -> list[int]:
         return stages_of_rank(layout, self._base.model.n_layers, rank)
+
+
+def _too_many(space: Space, what: str) -> UserError:
+    return UserError(
+        f"cluster.ranks={space.world}: a search of more than {what} takes too long; would work: fewer ranks, "
+        "or fixed degrees such as parallelism.tp=8"
+    )
 
 
 def _first_ranks(job: Job) -> range:

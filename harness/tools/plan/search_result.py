@@ -163,11 +163,7 @@ def sweep_path(name: str, asked: str | None) -> Path:
 
 
 def write_sweep(found: Search, path: Path, overrides: Sequence[str]) -> str:
-    """Write the sweep that measures the best points of a job; return the command that starts it.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Write the sweep that measures the best points of a job; return the command that starts it."""
     base, plan = found.space.base.parallelism, found.best[0].plan
     points = [each.point.overrides(base) for each in found.best]
     # Each point sets the searched fields; the same field on the command line would override it.

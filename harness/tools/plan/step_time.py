@@ -18,7 +18,7 @@ from harness.model.architecture import block_kinds
 from harness.model.spec import tensors
 from harness.optimizer.settings import exchanges, kinds_of
 from harness.tools.plan.block_cost import Block, Worker
-from harness.tools.plan.collectives import Collective, Pass, Sharer, Sharing, added
+from harness.tools.plan.collectives import Collective, Pass, Sharer, Sharing
 from harness.tools.plan.machine import Group, Machine, group_of
 from harness.tools.plan.order import gathering_passes, pipeline_order, sends_of_ranks, simulate
 from harness.tools.plan.parameters import BYTES, parameters_of, planned_update
@@ -73,7 +73,6 @@ class StepModel:
         self.stages = [self._stage(names) for names in modules]
 
     def _of_each_block(self, make: Callable[[int], Made]) -> list[Made]:
-        """Equal blocks share the result."""
         made: dict[object, Made] = {}
         for layer, key in enumerate(self.keys):
             if key not in made:
@@ -99,7 +98,7 @@ class StepModel:
         always, gathers, once = self._around(blocks, sharing, has_head="output" in names)
         forward.append(always[0])
         inputs.append(always[1])
-        passes = {"F": added(forward), "I": added(inputs), "W": added(weights)}
+        passes = {"F": sum(forward, Pass()), "I": sum(inputs, Pass()), "W": sum(weights, Pass())}
         return Stage(passes | {"B": passes["I"] + passes["W"]}, gathers, tuple(sharing), once)
 
     # -- FSDP ----
@@ -159,10 +158,6 @@ class StepModel:
         return Pass(copying, tuple(collectives))
 
     # -- a step ----
-
-    @property
-    def passes(self) -> int:
-        return self.job.accumulation_steps
 
     def update_seconds(self, stages: Iterable[Stage]) -> float:
         """Seconds of the norm, clipping and the optimizer on a rank with these stages."""
@@ -233,7 +228,7 @@ class StepModel:
     def _rank(self, rank: int, makespan: float) -> tuple[dict[str, float], list[tuple[Collective, int]]]:
         """Parts of the step time of one pipeline rank, and its collectives with their counts."""
         stages = [self.stages[i] for i in stages_of_rank(self.layout, self.job.model.n_layers, rank)]
-        parts = dict.fromkeys(PARTS, 0.0)
+        parts, passes = dict.fromkeys(PARTS, 0.0), self.job.accumulation_steps
         collectives: list[tuple[Collective, int]] = []
 
         def add(one: Pass, times: int) -> None:
@@ -243,16 +238,16 @@ class StepModel:
                 collectives.append((item, times))
 
         for which, count in Counter(map(self._which, self.order[rank])).items():
-            add(self._pass(*which), count * self.passes)
+            add(self._pass(*which), count * passes)
         busy = sum(parts.values())
-        parts["bubble"] = makespan * self.passes - busy
+        parts["bubble"] = makespan * passes - busy
         for stage in stages:
-            add(stage.once, self.passes)
+            add(stage.once, passes)
         orthogonalization = self._orthogonalization(rank)
         parts["optimizer"] = self.update_seconds(stages) + orthogonalization.seconds
         collectives += [(item, 1) for item in orthogonalization.collectives]
         if self.layout.pp > 1:
-            collectives.append((self._send, self.sends[rank] * self.passes))
+            collectives.append((self._send, self.sends[rank] * passes))
         return parts, collectives
 
     def _traffic(self, collectives: list[tuple[Collective, int]]) -> list[Traffic]:
@@ -260,22 +255,12 @@ class StepModel:
         equal: dict[tuple[str, str, Group], list[tuple[Collective, int]]] = defaultdict(list)
         for item, times in collectives:
             equal[item.axis, item.collective, item.group].append((item, times))
-        traffic = [
-            Traffic(
-                axis,
-                collective,
-                group.ranks,
-                sum(times for _, times in own),
-                sum(item.bytes * times for item, times in own) * _sent(collective, group.ranks),
-                self.machine.link_of(group),
-                sum(item.seconds * times for item, times in own),
-                sum(item.exposed * times for item, times in own),
-            )
-            for (axis, collective, group), own in equal.items()
-        ]
+        traffic = []
+        for (axis, collective, group), own in equal.items():
+            ranks, count, link = group.ranks, sum(n for _, n in own), self.machine.link_of(group)
+            # Bytes that a rank sends, as a multiple of the full tensor.
+            sent = {"send": 1.0, "all_reduce": 2 * (ranks - 1) / ranks}.get(collective, (ranks - 1) / ranks)
+            size = sum(each.bytes * n for each, n in own) * sent
+            time, exposed = sum(each.seconds * n for each, n in own), sum(each.exposed * n for each, n in own)
+            traffic.append(Traffic(axis, collective, ranks, count, size, link, time, exposed))
         return sorted(traffic, key=lambda each: (PARTS.index(each.axis), each.collective))
-
-
-def _sent(collective: str, ranks: int) -> float:
-    """Bytes that a rank sends, as a multiple of the full tensor."""
-    return {"send": 1.0, "all_reduce": 2 * (ranks - 1) / ranks}.get(collective, (ranks - 1) / ranks)

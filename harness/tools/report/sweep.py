@@ -18,8 +18,7 @@ from harness.launch.state import HELD, RunState, read_states, states_in_folders
 from harness.launch.sweep.registry import Point, Registry, labels, points_in
 from harness.launch.sweep.run import log_table, states_of
 from harness.launch.sweep.run import resume as resume_points
-from harness.launch.sweep.study import StudyRecord
-from harness.launch.sweep.table import best_in_words, counted, table_of_states
+from harness.launch.sweep.study import StudyRecord, best_in_words, counted, table_of_states
 from harness.tools.report.plots import bars
 from harness.tools.report.runs import table_of_runs, table_of_study, tables_beside, with_layouts
 from harness.util.errors import EXIT_OK, UserError

@@ -73,7 +73,7 @@ def _problems_of_rank(
     if change is not None:
         change(parts)
     named = [pair for part in parts for pair in part.named_parameters()]
-    by_name = {tensor.name: tensor for tensor in held.tensors if not tensor.is_buffer}
+    by_name = {tensor.name: tensor for tensor in held.tensors if not tensor.spec.is_buffer}
     for name, parameter in named:
         for what, built, expected in _compared(job, parameter, by_name[name]):
             if built != expected:
