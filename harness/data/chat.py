@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,10 +16,10 @@ import numpy as np
 
 from harness.config.data import DataConfig
 from harness.data.cache import open_documents
-from harness.data.chat_template import ASSISTANT, ChatTemplate, message_of, template_of
+from harness.data.chat_template import ASSISTANT, HALF_PAIR, ChatTemplate, message_of, template_of
 from harness.data.corpus import TokenizedSplit
-from harness.data.documents import Span, read_columns
-from harness.data.samples import IGNORE_INDEX, random_stream
+from harness.data.documents import Span, list_names, read_columns
+from harness.data.samples import IGNORE_INDEX, EpochOrder, random_stream
 from harness.data.sources import LocalFiles, file_stats
 from harness.data.tokenizer_base import Marked, Tokenizer
 from harness.util.errors import DataError
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
 
 _VERSION = 1
 _TOOLS = "tools"
-# JSON can spell half a surrogate pair, which no tokenizer can read.
-_HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
 def load_conversations(reading: Reading) -> Loader:
@@ -92,15 +89,14 @@ class Conversations(LocalFiles):
     def document_of(self, row: dict[str, Any], where: object) -> str:
         field = self.config.messages_field
         if field not in row:
-            names = ", ".join(sorted(row)) or "none"
-            raise DataError(f"{where}: no field {field!r} among {names}; set data.messages_field")
+            raise DataError(f"{where}: no field {field!r} among {list_names(row)}; set data.messages_field")
         messages, tools = row[field], row.get(_TOOLS)
         for name, value in ((field, messages), (_TOOLS, tools or [])):
             if not isinstance(value, list):
                 raise DataError(f"{where}: field {name!r} holds {type(value).__name__}, not a list")
         messages = [message_of(each, f"{where}, message {i}") for i, each in enumerate(messages, start=1)]
         text = json.dumps([str(where), messages, tools], ensure_ascii=False)
-        if bad := _HALF_PAIR.search(text):
+        if bad := HALF_PAIR.search(text):
             raise DataError(f"{where}: has U+{ord(bad[0]):04X}, which is not a character")
         return text
 
@@ -180,9 +176,7 @@ class PackedConversations:
     def __init__(
         self, split: TokenizedSplit, *, seq_len: int, seed: int, shuffle: bool, cut: bool, pad_id: int
     ) -> None:
-        self._split, self._seq_len, self._seed, self._shuffle = split, seq_len, seed, shuffle
-        self._pad_id = pad_id
-        self._order: tuple[int, np.ndarray] | None = None
+        self._split, self._seq_len, self._pad_id = split, seq_len, pad_id
         self._ends = np.append(np.asarray(split.starts)[1:], len(split.tokens)).astype(np.int64)
         inputs = self._ends - split.starts - 1
         usable, too_long = inputs > 0, np.flatnonzero(inputs > seq_len)
@@ -204,19 +198,14 @@ class PackedConversations:
         sample_of = first_fit(sizes, seq_len)
         in_samples = np.argsort(sample_of, kind="stable")
         self._conversations = chosen[in_samples]
-        self.num_per_epoch: int | None = int(sample_of.max()) + 1
-        self._num_samples = self.num_per_epoch
-        self._bounds = np.searchsorted(sample_of[in_samples], np.arange(self._num_samples + 1))
-        self.fill = float(sizes.sum() / (self._num_samples * seq_len))
+        count = int(sample_of.max()) + 1
+        self.num_per_epoch: int | None = count
+        self._order = EpochOrder(count, seed, shuffle=shuffle)
+        self._bounds = np.searchsorted(sample_of[in_samples], np.arange(count + 1))
+        self.fill = float(sizes.sum() / (count * seq_len))
 
     def sample(self, number: int) -> tuple[np.ndarray, ...]:
-        epoch, index = divmod(number, self._num_samples)
-        if self._shuffle:
-            if self._order is None or self._order[0] != epoch:
-                order = random_stream("order", self._seed, epoch).permutation(self._num_samples)
-                self._order = (epoch, order)
-            index = int(self._order[1][index])
-        T = self._seq_len
+        index, T = self._order.at(number), self._seq_len
         inputs_T = np.full(T, self._pad_id, dtype=np.int64)
         labels_T = np.full(T, IGNORE_INDEX, dtype=np.int64)
         conversations = self._conversations[self._bounds[index] : self._bounds[index + 1]]

@@ -43,7 +43,8 @@ _EXAMPLE = '{"role": "user", "content": "Hello"}'
 _NEEDED = {"chatml": ("<|im_start|>", "<|im_end|>")}
 _VARIABLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-_HALF_PAIR = re.compile("[\ud800-\udfff]")  # of surrogates
+# Of surrogates: JSON can spell it, and no tokenizer can read it.
+HALF_PAIR = re.compile("[\ud800-\udfff]")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 SETTING = "data.chat_template"
 _WORKS = f"{', '.join(TEMPLATES)}, or the path of a template with {{% generation %}}"
@@ -175,7 +176,7 @@ class ChatTemplate:
             reason = " ".join(str(error).split()) or type(error).__name__  # a MemoryError says nothing
             raise DataError(f"the chat template refuses it: {reason}") from error
         [rendered], ranges = result
-        if bad := _HALF_PAIR.search(rendered):
+        if bad := HALF_PAIR.search(rendered):
             raise DataError(f"the chat template renders U+{ord(bad[0]):04X}, which is not a character")
         return rendered, ranges[0] if ranges else []
 

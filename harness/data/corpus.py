@@ -223,9 +223,6 @@ def open_shards(folder: Path, split: str, *, check: bool = True) -> list[Tokeniz
     Args:
         check: compare checksums, as a token cache does; sizes are always compared. One rank of a
             node is enough.
-
-    Raises:
-        DataError: the corpus is not complete or damaged, or no documents are in the split.
     """
     manifest = read_manifest(folder)
     if not manifest.counts.tokens[split]:

@@ -8,6 +8,7 @@ import functools
 import gzip
 import io
 import lzma
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,28 +65,25 @@ class Source(Protocol):
     @property
     def identity(self) -> Any:
         """JSON-serializable; changes whenever the documents may have changed."""
-        ...
 
     @property
     def reading(self) -> list[Any]:
         """How documents are read from files; JSON-serializable."""
-        ...
 
     def contents(self, spans: Iterable[Span]) -> Any:
         """JSON-serializable; changes whenever the documents of the spans may have changed."""
-        ...
 
     def spans(self, unit_bytes: int) -> Iterator[Span]:
         """Yield all of it in parts, of at most about ``unit_bytes`` where it can be cut."""
-        ...
 
     def read(self, span: Span) -> Iterator[str | LongText]:
         """Yield the text of every document of a span, including empty ones."""
-        ...
 
     def documents(self) -> Iterator[str]:
         """Yield every document's text, including empty ones."""
-        ...
+        for span in self.spans(sys.maxsize):
+            for text in self.read(span):
+                yield text if isinstance(text, str) else "".join(text.parts())
 
 
 def cut(name: str, length: int, nbytes: int, unit_bytes: int) -> Iterator[Span]:
@@ -195,11 +193,7 @@ def read_in_parts(file: Path, errors: str) -> Iterator[str]:
 
 
 def row_groups(file: Path) -> int:
-    """Number of row groups of a parquet file.
-
-    Raises:
-        DataError: it cannot be read.
-    """
+    """Number of row groups of a parquet file."""
     import pyarrow
     import pyarrow.parquet
 

@@ -93,7 +93,6 @@ class OtherBatch(Protocol):
     @property
     def sources_B(self) -> None:
         """Samples come from one source."""
-        ...
 
     def count_valid(self) -> int: ...
 

@@ -171,7 +171,7 @@ class _Target:
         return begin, self._first_with(source, (goal + self._units - 1) * self._whole + 1)
 
     def _first_with(self, source: int, wanted: int) -> float:
-        """First sample number whose target, this sample included, times ``units`` is at least ``wanted``."""
+        """Smallest n such that target(n + 1) * units >= wanted."""
         reached = 0
         for begin, end, share in self._intervals[source]:
             share *= self._units

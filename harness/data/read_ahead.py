@@ -26,6 +26,7 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
 
+from harness.data.documents import describe
 from harness.data.stream_reader import Document, Position, RowReader
 from harness.util.errors import DataError, MachineError
 from harness.util.lifeline import end_with_parent
@@ -248,7 +249,7 @@ def _read(documents: Iterator[Document], count: int, name: str) -> tuple[list[Do
         return chunk, str(error)
     except Exception as error:
         traceback.print_exc()
-        return chunk, f"{name} cannot be read: {type(error).__name__}: {' '.join(str(error).split())}"
+        return chunk, f"{name} cannot be read: {describe(error)}"
     return chunk, None
 
 

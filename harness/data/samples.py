@@ -29,7 +29,6 @@ class Samples(Protocol):
 
         With ``number_documents`` a third array has the number of each input's document in the sample.
         """
-        ...
 
 
 class EpochOrder:

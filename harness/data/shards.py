@@ -34,7 +34,6 @@ class Sized(Protocol):
     @property
     def nbytes(self) -> int:
         """Its size; only the ratio of sizes matters here."""
-        ...
 
 
 U = TypeVar("U", bound=Sized)

@@ -11,7 +11,6 @@ import codecs
 import lzma
 import os
 import re
-import sys
 import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator
@@ -75,7 +74,7 @@ def tokenizer_of(config: DataConfig, tokenizer: Tokenizer) -> Tokenizer:
     return load_attribute(own)(config, tokenizer) if own else tokenizer
 
 
-class LocalFiles:
+class LocalFiles(Source):
     """Documents of local files, in the order of the sorted paths."""
 
     without_tokens = EMPTY
@@ -130,11 +129,6 @@ class LocalFiles:
                 yield from cut(str(file), size, size, unit_bytes)
             else:
                 yield from cut(str(file), row_groups(file), size, unit_bytes)
-
-    def documents(self) -> Iterator[str]:
-        for span in self.spans(sys.maxsize):
-            for text in self.read(span):
-                yield text if isinstance(text, str) else "".join(text.parts())
 
     def read(self, span: Span) -> Iterator[str | LongText]:
         file = Path(span.name)
@@ -268,7 +262,7 @@ def text_of_row(row: dict[str, Any], field: str, where: object) -> str:
     return text
 
 
-class HubTable:
+class HubTable(Source):
     """Documents of one split of a dataset, downloaded (or found locally) by the `datasets` library."""
 
     without_tokens = EMPTY
@@ -307,10 +301,6 @@ class HubTable:
     def spans(self, unit_bytes: int) -> Iterator[Span]:
         require_column(self._table, self.config.text_field, self.name)
         return cut(self.name, len(self._table), self._table.data.nbytes, unit_bytes)
-
-    def documents(self) -> Iterator[str]:
-        for span in self.spans(sys.maxsize):
-            yield from self.read(span)
 
     def read(self, span: Span) -> Iterator[str]:
         table = self._table.select_columns([self.config.text_field])

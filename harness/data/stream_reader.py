@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from harness.data.documents import describe
 from harness.data.samples import random_stream
 from harness.data.sources import text_of_row
 from harness.data.tokenizer import Tokenizer, with_bos_eos
@@ -111,14 +112,13 @@ class RowReader:
 
     def close(self) -> None:
         """Stop background work; call ``read`` to continue."""
-        return
 
     def _texts(self, position: Position) -> Iterator[_Text]:
         dealt = "part" in position
         number, state, example = position.get("part", 0), position["document"], position.get("example", 0)
         without_text = 0
         while True:
-            part = self._part(number) if dealt else self._earlier_part()
+            part = self._part(number if dealt else None)
             if state is not None:
                 part.dataset.load_state_dict(state)
             found = False
@@ -142,7 +142,11 @@ class RowReader:
     def _shuffled_texts(self, position: Position) -> Iterator[_Text]:
         assert self.shuffle_buffer is not None
         block, first = position["block"], position["index"]
-        for _, texts in groupby(self._texts(position), lambda text: self._pass_of(text.position["part"])):
+
+        def pass_of(text: _Text) -> int:
+            return (self.row + text.position["part"] * self.rows) // self._num_parts
+
+        for _, texts in groupby(self._texts(position), pass_of):
             while members := list(islice(texts, self.shuffle_buffer)):
                 random = random_stream(f"documents of row {self.row}", self.seed, block)
                 order = random.permutation(len(members))
@@ -166,12 +170,12 @@ class RowReader:
             return self._num_parts
         return self._num_parts // gcd(self._num_parts, self.rows)
 
-    def _pass_of(self, number: int) -> int:
-        return (self.row + number * self.rows) // self._num_parts
-
-    def _part(self, number: int) -> _Part:
+    def _part(self, number: int | None) -> _Part:
+        """A part of the row by its number; None: the one of an earlier version's position."""
         from datasets.distributed import split_dataset_by_node
 
+        if number is None:
+            return _Part(split_dataset_by_node(self.dataset, rank=self.row, world_size=self.rows), 1, 0)
         pass_, part = divmod(self.row + number * self.rows, self._num_parts)
         if self.shuffle_buffer is not None:
             part = int(random_stream("parts", self.seed, pass_).permutation(self._num_parts)[part])
@@ -179,11 +183,6 @@ class RowReader:
         cut, shard = divmod(part, shards)
         # Split by shards, because `world_size` is their number.
         return _Part(split_dataset_by_node(self.dataset, rank=shard, world_size=shards), self._cuts, cut)
-
-    def _earlier_part(self) -> _Part:
-        from datasets.distributed import split_dataset_by_node
-
-        return _Part(split_dataset_by_node(self.dataset, rank=self.row, world_size=self.rows), 1, 0)
 
     def _examples(self, dataset: Any) -> Iterator[tuple[dict[str, Any], Any]]:
         """Yield each example, and the state of ``dataset`` after it."""
@@ -193,8 +192,7 @@ class RowReader:
                 example = next(examples, None)
             # File readers and the hub's client raise many types of errors; all mean that reading failed.
             except Exception as error:
-                reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-                raise DataError(f"{self.name} cannot be read: {reason}") from error
+                raise DataError(f"{self.name} cannot be read: {describe(error)}") from error
             if example is None:
                 return
             yield example, dataset.state_dict()

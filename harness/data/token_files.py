@@ -46,11 +46,6 @@ def open_token_files(reading: Reading) -> Tokens:
     Validation has the files of ``data.validation_paths``, or the corpus' held-out documents, or the last
     ``data.validation_fraction`` of each file. The rank that builds caches also reads a sample of the tokens
     for ids outside the vocabulary, and checks checksums.
-
-    Raises:
-        ConfigError: no tokens are held out for validation, document boundaries are needed and unknown, or a
-            setting is for another format.
-        DataError: a file is missing, malformed, or of another tokenizer.
     """
     data, tokenizer, split, is_builder = reading.data, reading.tokenizer, reading.split, reading.is_builder
     is_separate = split == "validation" and bool(data.validation_paths)

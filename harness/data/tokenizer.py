@@ -11,10 +11,8 @@ from types import MappingProxyType
 
 from harness.config.data import SETS, TokenizerConfig
 from harness.data.tokenizer_base import (
-    Marked,
     Tokenizer,
     decode_known,
-    encode_marked,
     fingerprint_of,
     in_pieces,
     read_tokenizer,
@@ -79,14 +77,14 @@ class BytesTokenizer(Tokenizer):
     def encode_in_pieces(self, parts: Iterable[str]) -> Iterator[Sequence[int]]:
         return (part.encode("utf-8") for part in parts)
 
-    def encode_marked(self, texts: Sequence[str]) -> list[Marked]:
-        return [encode_marked(text, self, self._num_bytes) for text in texts]
-
-    def _num_bytes(self, ids: list[int]) -> list[int]:
+    def num_bytes(self, ids: list[int]) -> list[int]:
         return [1] * len(ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return decode_known(ids, range(self.vocab_size), _decode_bytes)
+        def decode(known: list[int]) -> str:
+            return bytes(i for i in known if i < 256).decode("utf-8", errors="replace")
+
+        return decode_known(ids, range(self.vocab_size), decode)
 
 
 class NoTokenizer(Tokenizer):
@@ -149,10 +147,7 @@ class SentencePieceTokenizer(Tokenizer):
             return [self.encode(text) for text in texts]
         return self._model.encode(list(texts), num_threads=self.num_threads)
 
-    def encode_marked(self, texts: Sequence[str]) -> list[Marked]:
-        return [encode_marked(text, self, self._num_bytes) for text in texts]
-
-    def _num_bytes(self, ids: list[int]) -> list[int]:
+    def num_bytes(self, ids: list[int]) -> list[int]:
         pieces = zip(ids, self._model.id_to_piece(ids), strict=True)
         return [
             1 if self._model.is_byte(id) else len(piece.replace("▁", " ").encode()) for id, piece in pieces
@@ -189,7 +184,7 @@ class TiktokenTokenizer(Tokenizer):
         import tiktoken
 
         special_set = SETS[special]
-        ranks = _parse_ranks(content, file)
+        ranks = parse_ranks(content, file)
         special_ids = {token: len(ranks) + i for i, token in enumerate(special_set.tokens)}
         self.special_ids, self.file = special_ids, file
         self._encoding = tiktoken.Encoding(
@@ -213,17 +208,14 @@ class TiktokenTokenizer(Tokenizer):
         for piece in in_pieces(parts, _MAX_CHARS):
             yield from map(self._encoding.encode_ordinary, _cut_long_runs(piece))
 
-    def encode_marked(self, texts: Sequence[str]) -> list[Marked]:
-        return [encode_marked(text, self, self._num_bytes) for text in texts]
-
-    def _num_bytes(self, ids: list[int]) -> list[int]:
+    def num_bytes(self, ids: list[int]) -> list[int]:
         return [len(token) for token in self._encoding.decode_tokens_bytes(ids)]
 
     def decode(self, ids: Sequence[int]) -> str:
         return decode_known(ids, range(self.vocab_size), self._encoding.decode)
 
 
-def _parse_ranks(content: bytes, file: Path) -> dict[bytes, int]:
+def parse_ranks(content: bytes, file: Path) -> dict[bytes, int]:
     """Parse the ranked byte pairs of a tiktoken file: lines of a base64 token, a space and its rank."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(content.splitlines(), start=1):
@@ -260,10 +252,6 @@ def _cut_long_runs(text: str) -> Iterator[str]:
         yield piece[begin:]
 
 
-def _decode_bytes(ids: list[int]) -> str:
-    return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
-
-
 def _none_if_negative(token_id: int) -> int | None:
     return token_id if token_id >= 0 else None
 
@@ -278,7 +266,7 @@ def vocabulary_size(config: TokenizerConfig) -> int | None:
         return None
     content = read_tokenizer(config.file)
     if config.kind == "tiktoken":
-        return len(_parse_ranks(content, config.file)) + len(SETS[config.special].tokens)
+        return len(parse_ranks(content, config.file)) + len(SETS[config.special].tokens)
     if config.kind == "huggingface":
         return number_of_ids(content, config.file)
     return SentencePieceTokenizer(content, config.file).vocab_size

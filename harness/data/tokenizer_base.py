@@ -57,7 +57,6 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """Ids of ``text``, without special tokens."""
-        ...
 
     def encode_prompt(self, text: str) -> list[int]:
         """Ids of a text in which special tokens have their own ids, as in transformers."""
@@ -66,7 +65,6 @@ class Tokenizer(Protocol):
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """``[encode(text) for text in texts]``, in parallel where that is faster."""
-        ...
 
     def encode_in_pieces(self, parts: Iterable[str]) -> Iterator[Sequence[int]]:
         """Yield ``encode("".join(parts))`` in consecutive pieces, which needs less memory for a long text."""
@@ -79,11 +77,14 @@ class Tokenizer(Protocol):
         Raises:
             DataError: the tokenizer changes a text before it is encoded, so that its ids have no characters.
         """
+        return [_marked(text, self) for text in texts]
+
+    def num_bytes(self, ids: list[int]) -> list[int]:
+        """Numbers of UTF-8 bytes of ids that are not special."""
         raise DataError(f"{type(self).__name__} encodes no conversations")
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids``; invalid UTF-8 and ids outside the vocabulary become U+FFFD."""
-        ...
 
 
 def split_special(text: str, special_ids: Mapping[str, int]) -> list[tuple[str, int | None]]:
@@ -93,18 +94,13 @@ def split_special(text: str, special_ids: Mapping[str, int]) -> list[tuple[str, 
     return [(part, special_ids[part] if index % 2 else None) for index, part in enumerate(parts) if part]
 
 
-def encode_marked(text: str, tokenizer: Tokenizer, num_bytes: Callable[[list[int]], list[int]]) -> Marked:
-    """``Tokenizer.encode_marked`` for one text, by the lengths of tokens.
-
-    Args:
-        num_bytes: maps ids that are not special to their numbers of UTF-8 bytes.
-    """
+def _marked(text: str, tokenizer: Tokenizer) -> Marked:
     ids: list[int] = []
     widths: list[int] = []
     for part, own in split_special(text, tokenizer.special_ids):
         length = len(part.encode())
         part_ids = [own] if own is not None else tokenizer.encode(part)
-        part_widths = [length] if own is not None else num_bytes(part_ids)
+        part_widths = [length] if own is not None else tokenizer.num_bytes(part_ids)
         if sum(part_widths) != length:
             rule = "the tokenizer changes the text of a conversation, so that its ids have no characters"
             raise DataError(f"{rule}; would work: tokenizer.kind=huggingface with its tokenizer.json")

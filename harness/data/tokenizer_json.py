@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -110,10 +110,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return [Marked(encoding.ids, encoding.offsets) for encoding in encoded]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return decode_known(ids, self._known, self._decode)
-
-    def _decode(self, ids: list[int]) -> str:
-        return self._model.decode(ids, skip_special_tokens=False)
+        return decode_known(ids, self._known, partial(self._model.decode, skip_special_tokens=False))
 
     @contextmanager
     def _without_panic(self) -> Iterator[None]:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 
 import numpy as np
@@ -155,10 +155,11 @@ def write_unit(
     dtype = token_dtype(tokenizer)
     temporary = folder / f".{unit.key}.{uuid.uuid4().hex}.tmp"
     starts, numbers, num_tokens, damaged = array("q"), array("q"), 0, source.damaged
-    documents = _Counted(text for span in unit.spans for text in source.read(span))
+    counter = count()
+    documents = ((next(counter), text) for span in unit.spans for text in source.read(span))
     try:
         with temporary.open("xb") as file:
-            for batch in _batches(enumerate(documents)):
+            for batch in _batches(documents):
                 for number, pieces in _encoded(batch, tokenizer, advance):
                     starts.append(num_tokens)
                     numbers.append(number)
@@ -169,7 +170,7 @@ def write_unit(
                     sum(CHARS_PER_BATCH if isinstance(text, LongText) else len(text) for _, text in batch)
                 )
             sync_file(file)
-        counts = documents.count, source.damaged - damaged, num_tokens
+        counts = next(counter), source.damaged - damaged, num_tokens
         checksum = _checksum(temporary, *counts, starts.tobytes(), numbers.tobytes())
         temporary.replace(folder / f"{unit.key}.tokens")
     finally:
@@ -181,18 +182,6 @@ def write_unit(
 def remove_unit(folder: Path, unit: Unit) -> None:
     for kind in ("index", "tokens"):
         (folder / f"{unit.key}.{kind}").unlink(missing_ok=True)
-
-
-class _Counted:
-    """Counts the documents that were taken from an iterator."""
-
-    def __init__(self, documents: Iterator[str | LongText]) -> None:
-        self.count, self._documents = 0, documents
-
-    def __iter__(self) -> Iterator[str | LongText]:
-        for text in self._documents:
-            self.count += 1
-            yield text
 
 
 Batch = list[tuple[int, str | LongText]]

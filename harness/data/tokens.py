@@ -34,15 +34,12 @@ class Tokens(Protocol):
     @property
     def num_documents(self) -> int | None:
         """Number of documents; None if their boundaries are unknown."""
-        ...
 
     def read(self, begin: int, end: int) -> np.ndarray:
         """Return the tokens from ``begin`` to ``end`` (exclusive), int64."""
-        ...
 
     def starts_between(self, begin: int, end: int) -> np.ndarray:
         """Return the offsets in [begin, end) at which documents start, int64, ascending; empty if unknown."""
-        ...
 
 
 @dataclass(frozen=True)

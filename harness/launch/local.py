@@ -91,7 +91,6 @@ def launch(job: Job, folder: RunFolder, *, apart: bool = False, ends_process: bo
 
 
 def _run_here(job: Job, folder: RunFolder, started: float) -> int:
-    """Run the only rank in this process; return its exit code."""
     from harness.train.rank import run_rank
 
     os.environ.update(openmp_environment(job))
@@ -100,7 +99,6 @@ def _run_here(job: Job, folder: RunFolder, started: float) -> int:
 
 
 def _run_ranks(job: Job, folder: RunFolder, started: float) -> int:
-    """Start the ranks, wait, record those that ended without recording an error; return the exit code."""
     kills_before = count_memory_kills()
     with StopRequest(raises=False) as stop, rendezvous_store() as port:
         environment = {CONTROLLER: str(os.getpid()), **rank_environment(job, port, started)}
@@ -201,7 +199,7 @@ def run_launched_rank(job: Job, folder: RunFolder, overrides: list[str]) -> NoRe
 
 
 def _rendezvous(job: Job) -> dist.Store:
-    """Return the store that all ranks share before there is a process group."""
+    # The store that all ranks share before there is a process group.
     with importing_torch():
         import torch.distributed as dist
 

@@ -27,8 +27,8 @@ from harness.launch.state import RunState, read_states, states_in_folders
 from harness.launch.sweep.registry import FILE as SWEEP
 from harness.launch.sweep.registry import Point, Registry, command_of, labels, sets_label, typed_overrides
 from harness.metrics.mfu import mfu
-from harness.run.evaluations import newest
 from harness.run.folder import RunFolder
+from harness.run.result import newest
 from harness.util.encoding import flatten, parse_object
 from harness.util.errors import UserError
 
@@ -38,8 +38,7 @@ MOST_FIELDS = 3
 def names_of(points: Sequence[Point]) -> list[str]:
     """Name each run by the smallest set of overridden fields that distinguishes the runs, with their values.
 
-    Args:
-        points: runs that were started one by one, so their overrides may set different fields.
+    The runs were started one by one, so their overrides may set different fields.
     """
     if len(points) < 2:
         return labels([point.overrides for point in points])
@@ -108,11 +107,7 @@ _PATH = re.compile(r"(?:\w+\.)+(?=\w+=)")
 
 
 def load(folder: Path) -> list[Row]:
-    """Load all rows of a folder with a sweep, runs, one run, or ``results.jsonl``.
-
-    Raises:
-        UserError: the folder has no rows.
-    """
+    """Load all rows of a folder with a sweep, runs, one run, or ``results.jsonl``."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; would work: a folder of runs/, or of experiments/")
     if (folder / SWEEP).is_file():
@@ -130,7 +125,7 @@ def load(folder: Path) -> list[Row]:
 
 
 def _run_folders(folder: Path, levels: int = 4) -> list[Path]:
-    """Return the folder itself if it has a job, else the run folders below it. Run folders are not nested."""
+    # Run folders are not nested.
     if (folder / "job.json").is_file():
         return [folder]
     if not levels:

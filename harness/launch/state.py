@@ -309,7 +309,6 @@ def record_lost(run_dirs: Sequence[Path]) -> tuple[list[RunState], list[RunState
 
 
 def _close_unless_held(lost: RunState, state: str | None) -> bool:
-    """Write the row of a run unless its folder is in use; return whether it was written."""
     folder = RunFolder(lost.run_dir)
     try:
         folder.hold()
@@ -331,12 +330,8 @@ def close_run(
 ) -> int:
     """Write the row of a run that ended without one; return the run's exit code.
 
-    A cancelled job, and a run of this machine, count as interrupted, not as failed.
-
-    Args:
-        folder: its run folder, held by this process.
-        record: of its SLURM job; None if the run was not submitted.
-        state: SLURM's final state of the job, or None.
+    A cancelled job, and a run of this machine (without a ``record``), count as interrupted, not as failed.
+    ``state`` is SLURM's final one. This process holds the folder.
     """
     lost = None if record is None else JobLost(record, state)
     if lost is None or lost.kind == "cancelled":

@@ -29,7 +29,6 @@ from harness.util.errors import DISK_FULL, UserError
 from harness.util.files import LockedError, lock, write_atomically
 
 METRICS, STATUS = "metrics.jsonl", "status.json"
-EVALUATIONS = "evaluations.jsonl"
 LOCK = ".lock"
 # Disk space reserved for the run's result, in case the disk is full when it ends.
 RESERVE, RESERVED_BYTES = ".reserve", 1 << 18

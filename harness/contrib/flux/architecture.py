@@ -10,7 +10,6 @@ from harness.contrib.flux.config import (
     FluxConfig,
     block_modules,
     flux_of,
-    fsdp_groups,
     is_double,
     modules,
     rows_of,
@@ -85,7 +84,8 @@ class FluxArchitecture(Architecture):
         return block_modules(model, layer)
 
     def fsdp_groups(self, model: ModelConfig, *, experts_apart: bool) -> dict[str, str]:
-        return fsdp_groups(model)
+        # A group for every block; all else is small and stays in the root's.
+        return {f"layers.{layer}": f"layers.{layer}" for layer in range(model.n_layers)} | {"": "root"}
 
     def account(self, model: ModelConfig, seq_len: int) -> Accounting:
         """Count parameters and FLOPs; all of a sample are spread over its tokens.

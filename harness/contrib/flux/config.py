@@ -155,11 +155,6 @@ def block_modules(model: ModelConfig, layer: int) -> Iterator[ModuleSpec]:
         yield from _feed_forward(f"{at}{stream}_mlp", model)
 
 
-def fsdp_groups(model: ModelConfig) -> dict[str, str]:
-    """A group for every block; all else is small and stays in the root's."""
-    return {f"layers.{layer}": f"layers.{layer}" for layer in range(model.n_layers)} | {"": "root"}
-
-
 def _attention(at: str, model: ModelConfig) -> Iterator[ModuleSpec]:
     width = model.n_heads * model.head_width
     yield ModuleSpec(at, Split.REGION)

@@ -43,19 +43,70 @@ class FluxCosts(Costs):
     def block_activations(
         self, model: ModelConfig, layer: int, seq_len: int, *, on_cpu: bool
     ) -> PartActivations:
-        return block_activations(model, layer, seq_len)
+        """Activations of one block, its input included."""
+        dim, hidden, heads = model.dim, model.ffn_hidden_dim, model.n_heads
+        inner, whole, stream = ActivationSplit.INNER, ActivationSplit.WHOLE, ActivationSplit.STREAM
+        attended = (SavedTensor("attended", dim, inner), SavedTensor(LSE, heads, inner, "float32"))
+        attention = (
+            *_modulated("attention", dim),
+            *norm_activations("q_norm", model.head_width, inner, heads),
+            *norm_activations("k_norm", model.head_width, inner, heads),
+            *(SavedTensor(name, dim, inner) for name in ("q", "k", "v")),
+            *attended,
+        )
+        feed_forward = (SavedTensor("mlp.w1", hidden, inner), SavedTensor("mlp.gelu", hidden, inner))
+        grads = SavedTensor("grads of the hidden features", 2 * hidden, inner)
+        of_attention = SavedTensor("grads of q, k, v and attended", 4 * dim, inner)
+        gradient, region = (
+            SavedTensor("grad", dim, stream),
+            SavedTensor("grad of the region's input", dim, whole),
+        )
+        if is_double(model, layer):
+            first = (*attention, SavedTensor("wo.out", dim, stream))
+            kept = (*first, *_modulated("mlp", dim), *feed_forward, SavedTensor("w2.out", dim, stream))
+        else:
+            first, kept = attention, (*attention, *feed_forward, SavedTensor("sum of both", dim, stream))
+        return PartActivations(
+            kept=kept,
+            products=tuple(self._products(model, layer, seq_len)),
+            always_saved=attended,
+            forward=(SavedTensor("stream", dim, stream), region, *feed_forward),
+            backward=(gradient, gradient, region, grads),
+            late_backward=(*first, of_attention, gradient, gradient, region),
+        )
 
     def entry_activations(self, model: ModelConfig, seq_len: int) -> PartActivations:
-        return entry_activations(model, seq_len)
+        """The inputs of the linears that make the residual stream."""
+        flux = flux_of(model)
+        text = flux.text_length / max(1, seq_len)
+        width = text * flux.context_dim + (1 - text) * flux.token_width
+        return PartActivations(kept=(SavedTensor("tokens", width, ActivationSplit.STREAM),))
 
     def head_activations(self, model: ModelConfig, seq_len: int) -> PartActivations:
-        return head_activations(model, seq_len)
+        """The final modulation of the picture's tokens, without the prediction."""
+        width = model.dim * (1 - flux_of(model).text_length / max(1, seq_len))
+        return PartActivations(
+            kept=_modulated("final", width),
+            backward=(SavedTensor("grad of the output's input", width, ActivationSplit.WHOLE),),
+        )
 
     def block_operations(self, model: ModelConfig, layer: int, seq_len: int) -> Operations:
-        return block_operations(model, layer, seq_len)
+        """The operations of one block for one token."""
+        return Operations(
+            tuple(t for module in block_modules(model, layer) for t in module.tensors if t.is_matrix),
+            Attention(
+                model.n_heads, model.n_heads, model.head_width, model.head_width, 4.0 * model.dim * seq_len
+            ),
+            norm_width=(2 if is_double(model, layer) else 1) * 2 * model.dim,
+            rotated_width=4 * model.dim,
+            gate_width=model.ffn_hidden_dim,
+            expert_gate_width=0,
+            expert_width=0,
+        )
 
     def row_share(self, model: ModelConfig, tensor: TensorSpec, seq_len: int) -> float:
-        return row_share(model, tensor, seq_len)
+        """Rows that a matrix multiplies, as a fraction of a sequence's tokens."""
+        return rows_of(model, tensor, seq_len) / max(1, seq_len)
 
     def outputs(self, model: ModelConfig) -> int:
         return flux_of(model).token_width
@@ -85,73 +136,30 @@ class FluxCosts(Costs):
             torch.zeros(rows, dtype=torch.int64),
         )
 
-
-def row_share(model: ModelConfig, tensor: TensorSpec, seq_len: int) -> float:
-    """Rows that a matrix multiplies, as a fraction of a sequence's tokens."""
-    return rows_of(model, tensor, seq_len) / max(1, seq_len)
-
-
-def block_activations(model: ModelConfig, layer: int, seq_len: int) -> PartActivations:
-    """Activations of one block, its input included."""
-    dim, hidden, heads = model.dim, model.ffn_hidden_dim, model.n_heads
-    inner, whole, stream = ActivationSplit.INNER, ActivationSplit.WHOLE, ActivationSplit.STREAM
-    attended = (SavedTensor("attended", dim, inner), SavedTensor(LSE, heads, inner, "float32"))
-    attention = (
-        *_modulated("attention", dim),
-        *norm_activations("q_norm", model.head_width, inner, heads),
-        *norm_activations("k_norm", model.head_width, inner, heads),
-        *(SavedTensor(name, dim, inner) for name in ("q", "k", "v")),
-        *attended,
-    )
-    feed_forward = (SavedTensor("mlp.w1", hidden, inner), SavedTensor("mlp.gelu", hidden, inner))
-    grads = SavedTensor("grads of the hidden features", 2 * hidden, inner)
-    of_attention = SavedTensor("grads of q, k, v and attended", 4 * dim, inner)
-    gradient, region = SavedTensor("grad", dim, stream), SavedTensor("grad of the region's input", dim, whole)
-    if is_double(model, layer):
-        first = (*attention, SavedTensor("wo.out", dim, stream))
-        kept = (*first, *_modulated("mlp", dim), *feed_forward, SavedTensor("w2.out", dim, stream))
-    else:
-        first, kept = attention, (*attention, *feed_forward, SavedTensor("sum of both", dim, stream))
-    return PartActivations(
-        kept=kept,
-        products=tuple(_products(model, layer, seq_len)),
-        always_saved=attended,
-        forward=(SavedTensor("stream", dim, stream), region, *feed_forward),
-        backward=(gradient, gradient, region, grads),
-        late_backward=(*first, of_attention, gradient, gradient, region),
-    )
-
-
-def entry_activations(model: ModelConfig, seq_len: int) -> PartActivations:
-    """The inputs of the linears that make the residual stream."""
-    flux = flux_of(model)
-    text = flux.text_length / max(1, seq_len)
-    width = text * flux.context_dim + (1 - text) * flux.token_width
-    return PartActivations(kept=(SavedTensor("tokens", width, ActivationSplit.STREAM),))
-
-
-def head_activations(model: ModelConfig, seq_len: int) -> PartActivations:
-    """The final modulation of the picture's tokens, without the prediction."""
-    width = model.dim * (1 - flux_of(model).text_length / max(1, seq_len))
-    return PartActivations(
-        kept=_modulated("final", width),
-        backward=(SavedTensor("grad of the output's input", width, ActivationSplit.WHOLE),),
-    )
-
-
-def block_operations(model: ModelConfig, layer: int, seq_len: int) -> Operations:
-    """The operations of one block for one token."""
-    return Operations(
-        tuple(t for module in block_modules(model, layer) for t in module.tensors if t.is_matrix),
-        Attention(
-            model.n_heads, model.n_heads, model.head_width, model.head_width, 4.0 * model.dim * seq_len
-        ),
-        norm_width=(2 if is_double(model, layer) else 1) * 2 * model.dim,
-        rotated_width=4 * model.dim,
-        gate_width=model.ffn_hidden_dim,
-        expert_gate_width=0,
-        expert_width=0,
-    )
+    def _products(self, model: ModelConfig, layer: int, seq_len: int) -> Iterator[SavedTensor]:
+        """Results of a block's linears, in the order of computation."""
+        found = {
+            tensor.module.removeprefix(f"layers.{layer}."): tensor
+            for module in block_modules(model, layer)
+            for tensor in module.tensors
+            if tensor.is_matrix
+        }
+        order = (
+            [
+                *(f"{stream}_mod" for stream in ("img", "txt")),
+                *(f"{stream}_attn.{leaf}" for stream in ("txt", "img") for leaf in ("wq", "wk", "wv")),
+                *(f"{stream}_attn.wo" for stream in ("txt", "img")),
+                *(f"{stream}_mlp.{leaf}" for stream in ("txt", "img") for leaf in ("w1", "w2")),
+            ]
+            if is_double(model, layer)
+            else ["mod", "attn.wq", "attn.wk", "attn.wv", "attn.wo", "mlp.w1", "mlp.w2"]
+        )
+        for name in order:
+            tensor = found[name]
+            # A single-stream block keeps this result in any case: gelu saves its input.
+            kept = "mlp.w1" if name == "mlp.w1" else f"product {name}"
+            width = tensor.outputs * self.row_share(model, tensor, seq_len)
+            yield SavedTensor(kept, width, _CUTS.get(tensor.split, ActivationSplit.WHOLE))
 
 
 def _modulated(name: str, width: float) -> tuple[SavedTensor, ...]:
@@ -163,29 +171,3 @@ def _modulated(name: str, width: float) -> tuple[SavedTensor, ...]:
         SavedTensor(f"{name}.normed", width, ActivationSplit.STREAM, by=SavedBy.EAGER),
         SavedTensor(f"{name}.out", width, ActivationSplit.WHOLE),
     )
-
-
-def _products(model: ModelConfig, layer: int, seq_len: int) -> Iterator[SavedTensor]:
-    """Results of a block's linears, in the order of computation."""
-    found = {
-        tensor.module.removeprefix(f"layers.{layer}."): tensor
-        for module in block_modules(model, layer)
-        for tensor in module.tensors
-        if tensor.is_matrix
-    }
-    order = (
-        [
-            *(f"{stream}_mod" for stream in ("img", "txt")),
-            *(f"{stream}_attn.{leaf}" for stream in ("txt", "img") for leaf in ("wq", "wk", "wv")),
-            *(f"{stream}_attn.wo" for stream in ("txt", "img")),
-            *(f"{stream}_mlp.{leaf}" for stream in ("txt", "img") for leaf in ("w1", "w2")),
-        ]
-        if is_double(model, layer)
-        else ["mod", "attn.wq", "attn.wk", "attn.wv", "attn.wo", "mlp.w1", "mlp.w2"]
-    )
-    for name in order:
-        tensor = found[name]
-        # A single-stream block keeps this result in any case: gelu saves its input.
-        kept = "mlp.w1" if name == "mlp.w1" else f"product {name}"
-        width = tensor.outputs * row_share(model, tensor, seq_len)
-        yield SavedTensor(kept, width, _CUTS.get(tensor.split, ActivationSplit.WHOLE))

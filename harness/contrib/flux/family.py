@@ -234,10 +234,6 @@ def find_original(folder: Path, model: ModelConfig) -> OriginalSource | None:
 class OriginalSource:
     """The ``Source`` of one file.
 
-    Args:
-        file: the file.
-        model: the expected model.
-
     Raises:
         UserError: the file is damaged, or has other tensors than the model.
     """
@@ -262,11 +258,7 @@ class OriginalSource:
         }
 
     def read(self, name: str) -> Tensor:
-        """Return one tensor, contiguous.
-
-        Raises:
-            UserError: the file is damaged.
-        """
+        """Return one tensor, contiguous."""
         place = self._places[name]
         with _opened(self._file) as opened:
             part = opened.get_slice(place.name)
@@ -283,6 +275,10 @@ def place_of(name: str, model: ModelConfig) -> Place:
         # Their last modulation has the shift first, and ours, as diffusers', the scale.
         swapped = (slice(dim, 2 * dim), slice(0, dim)) if module == "final_mod" else (slice(None),)
         return Place(f"{_ORIGINAL_OUTSIDE[module]}.{kind}", swapped)
+
+    def rows_of(leaf: str) -> tuple[slice, ...]:
+        return (slice(_ORIGINAL_JOINED[leaf] * dim, (_ORIGINAL_JOINED[leaf] + 1) * dim),)
+
     _, number, inner = module.split(".", 2)
     leaf = inner.rpartition(".")[2]
     single = int(number) - flux_of(model).double_layers
@@ -292,16 +288,12 @@ def place_of(name: str, model: ModelConfig) -> Place:
         return Place(f"{prefix}{f'{stream}attn.' if stream else ''}norm.{_NORMS[leaf]}.scale")
     if single < 0:
         if leaf in _ORIGINAL_JOINED:
-            rows = slice(_ORIGINAL_JOINED[leaf] * dim, (_ORIGINAL_JOINED[leaf] + 1) * dim)
-            return Place(f"{prefix}{stream}attn.qkv.{kind}", (rows,))
+            return Place(f"{prefix}{stream}attn.qkv.{kind}", rows_of(leaf))
         return Place(f"{prefix}{stream}{_IN_STREAM[inner.removeprefix(stream)]}.{kind}")
     if leaf == "mod":
         return Place(f"{prefix}modulation.lin.{kind}")
     if leaf in _ORIGINAL_JOINED:
-        return Place(
-            f"{prefix}linear1.{kind}",
-            (slice(_ORIGINAL_JOINED[leaf] * dim, (_ORIGINAL_JOINED[leaf] + 1) * dim),),
-        )
+        return Place(f"{prefix}linear1.{kind}", rows_of(leaf))
     if leaf == "w1":
         return Place(f"{prefix}linear1.{kind}", (slice(3 * dim, 3 * dim + hidden),))
     columns = slice(0, dim) if leaf == "wo" else slice(dim, dim + hidden)
@@ -311,7 +303,7 @@ def place_of(name: str, model: ModelConfig) -> Place:
 def _their_shapes(
     places: Mapping[str, Place], shapes: Mapping[str, tuple[int, ...]], model: ModelConfig
 ) -> dict[str, tuple[int, ...]]:
-    """Shapes of their tensors: parts that are joined along rows add up, linear2's along columns."""
+    """Shapes of their tensors: fused weights are concatenated by rows, except linear2 (columns)."""
     found: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
         place = places[name]

@@ -58,24 +58,16 @@ class SyntheticPictures:
 def build_loader(
     job: Job, rows: range, split: str, *, wait_for_all: Callable[[], None], is_builder: bool
 ) -> Loader:
-    """Return the loader of ``rows`` of every global batch; see ``Architecture.build_loader``.
-
-    Raises:
-        DataError: the data is missing, unreadable, or has no pictures of the split.
-    """
+    """Return the loader of ``rows`` of every global batch; see ``Objective.build_loader``."""
     dropped = flow_of(job).caption_dropout if split == "train" else 0.0
     dropout = CaptionDropout(dropped, job.training.seed)
     sizes = job.sizes if split == "train" else Sizes(job.global_batch_size, job.training.seq_len)
+    shuffle = job.data.shuffle and split == "train"
     if job.data.kind == "latents_synthetic":
         return EncodedLoader(SyntheticPictures(job, split), rows, sizes, dropout)
     if job.data.kind == "latents":
         folder = Path(job.data.paths[0]).expanduser()
-        latents = LatentSamples(
-            folder,
-            split,
-            seed=job.training.seed,
-            shuffle=job.data.shuffle and split == "train",
-        )
+        latents = LatentSamples(folder, split, seed=job.training.seed, shuffle=shuffle)
         if is_builder:
             check_files(folder, latents.manifest)
         return EncodedLoader(latents, rows, sizes, dropout)
@@ -84,7 +76,7 @@ def build_loader(
             job.data, split, seed=job.training.seed, wait_for_all=wait_for_all, is_builder=is_builder
         ),
         seed=job.training.seed,
-        shuffle=job.data.shuffle and split == "train",
+        shuffle=shuffle,
         skips=pictures_of(job.data).on_error == "skip",
     )
     encoders = build_encoders(encoders_of(job.data), pick_device(job), shard=True)

@@ -112,18 +112,14 @@ class FlowExecutor:
         flux = self.part.flux
         rows, columns = (size // PATCH for size in batch.mean_BCHW.shape[2:])
         text, width = batch.text_BLD.shape[1:]
-        differing = [
-            each
-            for each in (
-                ("training.seq_len", self.part.job_seq_len, text + rows * columns),
-                ("model.options.text_length", flux.text_length, text),
-                ("model.options.latent_channels", flux.latent_channels, batch.mean_BCHW.shape[1]),
-                ("model.options.context_dim", flux.context_dim, width),
-                ("model.options.pooled_dim", flux.pooled_dim, batch.pooled_BP.shape[1]),
-            )
-            if each[1] != each[2]
-        ]
-        if differing:
+        sizes = (
+            ("training.seq_len", self.part.job_seq_len, text + rows * columns),
+            ("model.options.text_length", flux.text_length, text),
+            ("model.options.latent_channels", flux.latent_channels, batch.mean_BCHW.shape[1]),
+            ("model.options.context_dim", flux.context_dim, width),
+            ("model.options.pooled_dim", flux.pooled_dim, batch.pooled_BP.shape[1]),
+        )
+        if differing := [each for each in sizes if each[1] != each[2]]:
             rules = "; ".join(f"{name} is {own}, and the data has {found}" for name, own, found in differing)
             works = " ".join(f"{name}={found}" for name, _, found in differing)
             raise DataError(f"{rules}; would work: {works}")
@@ -155,7 +151,7 @@ class Flow(NamedTuple):
 
 def training_flow(batch: ImageBatch, config: FlowConfig, seed: int) -> Flow:
     """Sample latents, times and noise of a batch on its device."""
-    latents, numbers = batch.mean_BCHW, numbers_of(batch)
+    latents, numbers = batch.mean_BCHW, batch.numbers_B.tolist()
     if batch.std_BCHW is not None:
         latents = latents + batch.std_BCHW * _normals("latents", numbers, latents, seed)
     times_B = _normals("time", numbers, latents.new_empty(len(numbers)), seed)
@@ -169,13 +165,8 @@ def validation_flow(batch: ImageBatch, seed: int) -> Flow:
     """Noise the means of a batch's latents at fixed times."""
     latents, numbers = batch.mean_BCHW, batch.numbers_B
     times_B = (numbers % VALIDATION_TIMES + 0.5).float() / VALIDATION_TIMES
-    noise = _normals("validation noise", numbers_of(batch), latents, seed)
+    noise = _normals("validation noise", numbers.tolist(), latents, seed)
     return _mixed(batch, latents, times_B.to(latents.device, non_blocking=True), noise)
-
-
-def numbers_of(batch: ImageBatch) -> list[int]:
-    """The numbers of a batch's samples."""
-    return batch.numbers_B.tolist()
 
 
 def shift_of(config: FlowConfig, image_tokens: int) -> float:

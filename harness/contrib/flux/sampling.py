@@ -135,9 +135,7 @@ class Sampler:
 
         Args:
             noise_BCHW: float32, on the device of the part.
-            captions: B embeddings.
             empty: those of the empty caption, one row; needed if ``how.cfg`` is not 1.
-            how: number of steps, and guidance.
         """
         grid = noise_BCHW.shape[2] // PATCH, noise_BCHW.shape[3] // PATCH
         self._part.set_grid(*grid)
@@ -197,17 +195,11 @@ def generate(
     found: WeightFolder,
     prompts: Sequence[str],
 ) -> Outcome:
-    """Generate on this rank of a process group.
+    """Generate on this rank of a process group; rank 0 writes the files. Durations: of the slowest rank.
 
     Args:
-        job: the resolved job.
-        device: where this rank computes.
         load: returns a job's model with its weights (``harness.compose.generator.Request``).
-        found: the weights.
-        prompts: all prompts.
-
-    Returns:
-        The files, written by rank 0, and the durations of the slowest rank.
+        prompts: those of all ranks.
     """
     started = time.perf_counter()
     captions = _embeddings(job, device, ["", *prompts])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 
 from harness.contrib.flux.config import flow_of, flux_of, sheet_of
 from harness.contrib.flux.model import Flux
@@ -55,18 +54,14 @@ class SampleSheet(Periodic):
         latents = sampler.sample(noise, captions, None, how)
         own: list[tuple[int, str, np.ndarray]] = []
         if mesh.rank("tp") == 0 and mesh.rank("cp") == 0:
-            texts = map(loader.caption, numbers)
-            own = list(zip(numbers, texts, self._decoded(latents), strict=True))
-        found = sorted(
-            (each for rank in self.run.ranks.gather(own) for each in rank), key=lambda each: each[0]
-        )
+            pictures = as_bytes(self._autoencoder.decode(latents))
+            own = list(zip(numbers, map(loader.caption, numbers), pictures, strict=True))
+        gathered = (each for rank in self.run.ranks.gather(own) for each in rank)
+        found = sorted(gathered, key=lambda each: each[0])
         path = self._folder / f"step-{step}.png"
         if self.run.ranks.rank == 0:
-            _, shown, pictures = zip(*found[:count], strict=True)
+            _, shown, sampled = zip(*found[:count], strict=True)
             self._folder.mkdir(exist_ok=True)
-            write_sheet(path, pictures, shown)
+            write_sheet(path, sampled, shown)
         self.run.message(f"step {step}: {min(count, len(found))} sampled pictures in {path}")
         return {}
-
-    def _decoded(self, latents_BCHW: torch.Tensor) -> np.ndarray:
-        return as_bytes(self._autoencoder.decode(latents_BCHW))

@@ -60,7 +60,6 @@ class Starts(Protocol):
 
     def between(self, begin: int, end: int) -> np.ndarray:
         """Return the offsets in [begin, end), int64, ascending."""
-        ...
 
 
 class TokenFile:

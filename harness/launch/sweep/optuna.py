@@ -92,8 +92,7 @@ def run_study(
 ) -> int:
     """Run points that Optuna chooses; return the exit code: 0 if any point completed.
 
-    Args:
-        check: returns a point without its job if its inputs cannot be used.
+    ``check`` returns a point without its job if its inputs cannot be used.
     """
     import optuna
 

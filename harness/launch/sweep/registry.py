@@ -52,7 +52,6 @@ class Skipped:
     """A point that is not a valid job.
 
     Attributes:
-        overrides: its overrides.
         reason: the violated rule, in one line.
         swept: its overrides of labels that are axes of the sweep.
     """
@@ -175,7 +174,6 @@ class Registry:
 
 
 def _checked(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row of the file; raise ValueError if it is none."""
     texts = [row.get("point"), row.get("run_dir")] if "point" in row else [row.get("skipped")]
     for each in (row.get("overrides"), row.get("swept", [])):
         texts += each if isinstance(each, list) else [None]
@@ -268,9 +266,7 @@ def unique_points(
 ) -> list[tuple[Point, Job]]:
     """Return the points that have a job, one per run folder.
 
-    Args:
-        composed: points with jobs.
-        swept: labels of which each value has a run of its own; None: those by which alone points differ.
+    ``swept`` are labels of which each value has a run of its own; None: those by which alone points differ.
     """
     swept = swept_labels([each.job for each in composed]) if swept is None else swept
     found: dict[Path, tuple[Point, Job]] = {}
@@ -327,7 +323,6 @@ def _value(job: Job, name: str) -> Any:
 
 
 def _differing_labels(first: Job, second: Job) -> list[str]:
-    """Return the dotted names of fields that differ; for mappings, of their keys."""
     names = []
     # Both jobs have the same fields: a run folder has one set of data.sources.
     for (name, _, left), (_, _, right) in zip(leaves(first), leaves(second), strict=True):

@@ -95,7 +95,6 @@ class Task(Protocol):
             scores: of each row the log-probability (nats) of its scored tokens, and how many of them are not
                 the most probable token; float64 [rows, 2].
         """
-        ...
 
 
 @dataclass(frozen=True)

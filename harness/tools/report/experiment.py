@@ -172,9 +172,6 @@ def tables_of(
         runs_dir: folder of the runs; None means the experiment's default, relative to the working folder.
         calibration: constants of the measured machine.
         rehearse: rehearse published jobs that have not been rehearsed yet.
-
-    Raises:
-        UserError: a point is not a valid job, a published row matches no point, or a rehearsal failed.
     """
     rows, kept = published.read(folder), read_kept(folder)
     return [
@@ -293,9 +290,6 @@ def rehearse_missing(folder: Path, jobs: Sequence[tuple[str, list[str], str]]) -
 
     Args:
         jobs: for each its id, its overrides, and the accelerator of its published row.
-
-    Raises:
-        UserError: this machine has a GPU, or has no build of torch for CUDA; a rehearsal failed.
     """
     found = read_rehearsed(folder)
     for job_id, overrides, accelerator in jobs:

@@ -136,9 +136,6 @@ def fits_of(rows: Sequence[Row], *, counted: str = "non_embedding", hold_out: in
         rows: rows of runs; those that have not completed are predicted.
         counted: which parameters count, as in ``scale.counted``.
         hold_out: leave out the runs of this many of the largest computes, and predict them.
-
-    Raises:
-        UserError: no run has completed, or losses cannot be compared.
     """
     validated = all(_is_positive(row.get(VALIDATION)) for row in rows if row["state"] == "completed")
     loss = VALIDATION if validated else "loss"

@@ -88,11 +88,7 @@ def part_of(phase: str) -> str:
 
 
 def report_phases(folder: Path, out: Path, calibration: Calibration | None) -> Document:
-    """Return the report on the phases of a run; writes its picture into ``out``.
-
-    Raises:
-        UserError: the run has no phases.
-    """
+    """Return the report on the phases of a run; writes its picture into ``out``."""
     files = {int(path.stem.removeprefix("rank")): path for path in (folder / FOLDER).glob("rank*.jsonl")}
     by_rank = {rank: rows for rank, path in sorted(files.items()) if (rows := read_metrics(path))}
     if not by_rank:

@@ -14,7 +14,6 @@ from harness.config.job import Job
 from harness.data.tokenizer import build_tokenizer
 from harness.model.decoder import Decoder
 from harness.model.kernels import Kernel
-from harness.model.moe import Router
 from harness.train.engine import Engine
 from harness.train.objective import loader_of
 from harness.train.setup import pick_device, process_group, set_up_process
@@ -31,8 +30,6 @@ class Activation:
         module: its name; ``.scores`` after an attention's name means its scores.
         kind: what it is, for all blocks: ``attention``, ``feed-forward``, ...
         width: width of the residual stream.
-        step: number of optimizer steps before.
-        rms: root mean square.
         change: root mean square of the difference from step 0.
     """
 
@@ -86,7 +83,13 @@ def recorded(decoder: Decoder) -> Iterator[Record]:
     record = Record()
     hooks = []
 
-    def after(module: nn.Module, name: str, kind: str, value: Callable[[Any, Any, Any], Tensor]) -> None:
+    def of_output(_module: nn.Module, _inputs: Any, output: Any) -> Tensor:
+        value: Tensor = output[0] if isinstance(output, tuple) else output
+        return value
+
+    def after(
+        module: nn.Module, name: str, kind: str, value: Callable[[Any, Any, Any], Tensor] = of_output
+    ) -> None:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             record.values.setdefault(name, []).append(value(module, inputs, output).detach().float())
             record.kinds[name] = kind
@@ -94,36 +97,25 @@ def recorded(decoder: Decoder) -> Iterator[Record]:
         hooks.append(module.register_forward_hook(hook))
 
     assert decoder.tok_embeddings is not None and decoder.output is not None, "the check has no pipeline"
-    after(decoder.tok_embeddings, "tok_embeddings", "embeddings", _output)
+    after(decoder.tok_embeddings, "tok_embeddings", "embeddings")
     for layer in map(int, decoder.layers):
         block, name = decoder.blocks[layer], f"layers.{layer}"
         after(block.attention.inner, f"{name}.attention.scores", "attention scores", _scores)
-        after(block.attention, f"{name}.attention", "attention", _output)
+        after(block.attention, f"{name}.attention", "attention")
         if block.moe is None:
             assert block.feed_forward is not None
-            after(block.feed_forward, f"{name}.feed_forward", "feed-forward", _output)
+            after(block.feed_forward, f"{name}.feed_forward", "feed-forward")
         else:
-            after(block.moe.router, f"{name}.moe.router", "router logits", _router_logits)
-            after(block.moe, f"{name}.moe", "experts", _first)
-        after(block, name, "residual stream", _first)
-    after(decoder.output, "output", "logits", _output)
+            router = f"{name}.moe.router"
+            after(block.moe.router, router, "router logits", lambda module, x, _: module.logits(x[0]))
+            after(block.moe, f"{name}.moe", "experts")
+        after(block, name, "residual stream")
+    after(decoder.output, "output", "logits")
     try:
         yield record
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _output(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
-    return output
-
-
-def _first(_module: nn.Module, _inputs: Any, output: tuple[Tensor, ...]) -> Tensor:
-    return output[0]
-
-
-def _router_logits(router: Router, inputs: tuple[Tensor, ...], _output: Any) -> Tensor:
-    return router.logits(inputs[0])
 
 
 def _scores(kernel: Kernel, inputs: tuple[Tensor, ...], _output: Any) -> Tensor:

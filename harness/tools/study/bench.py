@@ -133,11 +133,7 @@ def bench(job: BenchJob, overrides: list[str]) -> int | Result:
 
 
 def compose_variants(config: BenchConfig, overrides: list[str]) -> dict[str, Variant]:
-    """Compose the job and then its variants, each with a run folder of its own.
-
-    Raises:
-        UserError: naming a variant that is invalid or cannot be measured.
-    """
+    """Compose the job and then its variants, each with a run folder of its own."""
     variants, common = {}, [each for each in overrides if not each.lstrip("+").startswith("bench.")]
     for name, additional in {BASE: "", **config.variants}.items():
         own = [*common, *additional.split()]

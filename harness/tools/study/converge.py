@@ -116,17 +116,13 @@ def compare(techniques: Sequence[Technique], job: ConvergeJob) -> list[Compared]
 
 @dataclass(frozen=True)
 class Found:
-    """Curves of a technique, and the runs without one.
-
-    Attributes:
-        curves: losses and gradient norms of the completed runs.
-        missing: reason for each seed without a curve.
-        has_failed: whether any of these runs ended with an error.
-    """
+    """Curves of a technique's completed runs."""
 
     curves: Curves
     missing: dict[int, str]
+    """The reason for each seed without a curve."""
     has_failed: bool
+    """Whether any of these runs ended with an error."""
 
 
 def read_curves(technique: Technique, control: Curves | None = None) -> Found:
@@ -217,6 +213,9 @@ def rows_of(compared: Sequence[Compared], config: ConvergeConfig) -> list[Row]:
 
 
 def _statistics(verdict: Verdict, spread: float) -> Row:
+    def power_of_ten(exponent: float) -> float:
+        return 10.0**exponent if exponent < sys.float_info.max_10_exp else math.inf
+
     row: Row = {"p": verdict.p}
     for name, estimate in (("final", verdict.final), ("speed", verdict.speed)):
         row |= {name: estimate.mean, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
@@ -224,15 +223,10 @@ def _statistics(verdict: Verdict, spread: float) -> Row:
             row[f"{name}_interval"] = f"{estimate.low:+z.2%} to {estimate.high:+z.2%}"
         row[f"{name}_of_seeds"] = " ".join(f"{value:.6g}" for value in estimate.values)
     row["final_over_spread"] = verdict.final.mean / spread if spread > 0 else None
-    if verdict.departure is not None:
-        row["departure"] = _power_of_ten(verdict.departure.mean)
-        row["departure_low"] = _power_of_ten(verdict.departure.low)
-        row["departure_high"] = _power_of_ten(verdict.departure.high)
+    if (departure := verdict.departure) is not None:
+        for end, exponent in (("", departure.mean), ("_low", departure.low), ("_high", departure.high)):
+            row[f"departure{end}"] = power_of_ten(exponent)
     return row
-
-
-def _power_of_ten(exponent: float) -> float:
-    return 10.0**exponent if exponent < sys.float_info.max_10_exp else math.inf
 
 
 def report_of(
@@ -249,10 +243,8 @@ def report_of(
         words = {name: each.word for name, each in judged.items()}
         draw_curves(folder / CURVES, control.curves, curves, config)
         draw_differences(folder / DIFFERENCES, control.curves, curves, words, config)
-        text = (
-            "Mean and range of the seeds, each paired with the control of its seed. The grey band is the "
-            "bound of the final loss."
-        )
+        text = "Mean and range of the seeds, each paired with the control of its seed. The grey band is the "
+        text += "bound of the final loss."
         blocks += ["## Curves", Figure(CURVES, "Curves")]
         blocks += ["## Paired differences", text, Figure(DIFFERENCES, "Paired differences")]
     blocks.append(Table(_TYPED, rows, "Techniques", [f"`{command}`", *_provenance(compared[0])]))
@@ -313,21 +305,14 @@ def draw_curves(
     figure = new_figure(9, 5)
     axis = figure.subplots()
     band = [smoothed(each, config.smooth_steps) for each in control.losses.values()]
-    axis.fill_between(
-        control.steps,
-        np.min(band, axis=0),
-        np.max(band, axis=0),
-        color="#dddddd",
-        label="control, range of seeds",
-    )
+    low, high = np.min(band, axis=0), np.max(band, axis=0)
+    axis.fill_between(control.steps, low, high, color="#dddddd", label="control, range of seeds")
     for number, (name, curves) in enumerate(techniques.items()):
         mean = np.mean([smoothed(each, config.smooth_steps) for each in curves.losses.values()], axis=0)
-        axis.plot(
-            control.steps, mean, linewidth=0.8, linestyle=_STYLES[number // 10 % len(_STYLES)], label=name
-        )
-    axis.plot(
-        control.steps, np.mean(band, axis=0), color="black", linewidth=1.2, linestyle="--", label="control"
-    )
+        style = _STYLES[number // 10 % len(_STYLES)]
+        axis.plot(control.steps, mean, linewidth=0.8, linestyle=style, label=name)
+    mean = np.mean(band, axis=0)
+    axis.plot(control.steps, mean, color="black", linewidth=1.2, linestyle="--", label="control")
     axis.set(xlabel="step", ylabel=f"loss, nats per token, mean of {config.smooth_steps} steps", yscale="log")
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
     axis.yaxis.set_minor_formatter(lambda value, _: f"{value:.3g}")

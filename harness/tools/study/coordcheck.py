@@ -78,12 +78,11 @@ class CoordCheckConfig:
             ConfigError: the model does not exist at a width.
         """
         # The head must return logits, not the loss.
-        training = replace(job.training, loss_chunks=1)
+        job = replace(job, training=replace(job.training, loss_chunks=1))
+        widths = sorted(set(self.widths))
+        models = [job.model.at_width(width, field="coordcheck.widths") for width in widths]
         return {
-            width: resolve(
-                replace(job, training=training, model=job.model.at_width(width, field="coordcheck.widths"))
-            )
-            for width in sorted(set(self.widths))
+            width: resolve(replace(job, model=model)) for width, model in zip(widths, models, strict=True)
         }
 
 
@@ -138,8 +137,6 @@ class WidthExponents:
     """How the activations of a module depend on the width.
 
     Attributes:
-        module: its name.
-        kind: what it is.
         slope: largest exponent, over all steps, of the power of the width that the activations follow.
         step: the step that has it.
         change_slope: that exponent for the change since step 0, after the last step.

@@ -106,13 +106,11 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class Curves:
-    """Losses of one technique.
+    """Losses of one technique, and gradient norms where they are known: by seed, each of shape [T].
 
     Args:
         steps: the steps at which losses were logged, ascending, shape [T].
-        losses: losses by seed, each of shape [T].
         same_numerics: whether the technique claims to compute the control's numbers.
-        norms: gradient norms by seed, each of shape [T]; empty if they are not known.
     """
 
     steps: NDArray[np.int64]
@@ -161,10 +159,8 @@ def judge(
     seeds.
 
     Args:
-        control: the control's curves.
         twin: curves of the control's numbers, computed in another order; None: test no departure.
         techniques: curves by name, each with at least one seed, all of them seeds of the control.
-        config: bounds and levels.
     """
     slope = slope_of(control.steps, np.mean(list(control.losses.values()), axis=0))
     measured = {

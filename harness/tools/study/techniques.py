@@ -124,12 +124,7 @@ class Technique:
 
 
 def compose_techniques(job: ConvergeJob, overrides: Sequence[str]) -> list[Technique]:
-    """Compose control, twin and techniques, in this order.
-
-    Raises:
-        UserError: the control or its twin is invalid, a name is unknown, a technique is misspelled, or none
-            can run.
-    """
+    """Compose control, twin and techniques, in this order."""
     config = job.converge
     common = [each for each in overrides if not each.lstrip("+").startswith("converge.")]
     common += config.control.split()

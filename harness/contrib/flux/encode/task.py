@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from harness.contrib.flux.encode.verb import EncodeJob
-from harness.contrib.flux.encode.writer import writer_of
+from harness.contrib.flux.encode.writer import LatentWriter
 from harness.launch.shards import run_task
 
 if __name__ == "__main__":
-    run_task("harness.contrib.flux.encode.task", EncodeJob, writer_of)
+    run_task("harness.contrib.flux.encode.task", EncodeJob, LatentWriter)

@@ -84,9 +84,9 @@ def encode(job: EncodeJob, overrides: list[str]) -> int | Result:
     job.encode.validate(job.data)
     os.environ.update(openmp_environment(job))
     with importing_torch():
-        from harness.contrib.flux.encode.writer import writer_of
+        from harness.contrib.flux.encode.writer import LatentWriter
         from harness.contrib.flux.pictures.latents import LatentManifest, read_manifest
-    writer = writer_of(job)
+    writer = LatentWriter(job)
 
     def result(manifest: LatentManifest, title: str, seconds: float = 0.0) -> Result:
         counts = {split: manifest.count(split) for split in ("train", "validation")}

@@ -22,8 +22,8 @@ import torch
 from safetensors.torch import save
 
 from harness.contrib.flux.pictures.config import encoders_of, images_of, pictures_of
-from harness.contrib.flux.pictures.encoders import Encoders, as_floats, build_encoders, fingerprint_of
-from harness.contrib.flux.pictures.latents import EMPTY, LatentFile, LatentManifest, checksum, pack_rows
+from harness.contrib.flux.pictures.encoders import as_floats, build_encoders, fingerprint_of
+from harness.contrib.flux.pictures.latents import EMPTY, LatentFile, LatentManifest, checksum
 from harness.contrib.flux.pictures.loader import MOST_THREADS
 from harness.contrib.flux.pictures.sources import PictureSource, RawSamples, open_pictures
 from harness.data.shards import FORMAT_VERSION, ShardWriter, cut_units, write_manifest
@@ -66,8 +66,7 @@ class LatentWriter(ShardWriter):
     """Writes the latents and embeddings of a job's pictures.
 
     Args:
-        job: the job.
-        device: where the encoders compute, in this process.
+        device: where the encoders compute, in this process; None: the job's.
 
     Raises:
         DataError: the pictures cannot be opened.
@@ -76,21 +75,16 @@ class LatentWriter(ShardWriter):
 
     verb, noun = "encode", "folder of latents"
 
-    def __init__(self, job: EncodeJob, device: torch.device) -> None:
+    def __init__(self, job: EncodeJob, device: torch.device | None = None) -> None:
         assert job.encode.target is not None, "checked by validate"
         self.target = Path(job.encode.target).expanduser()
-        self._job, self._config, self._device = job, job.encode, device
+        self._job, self._config, self._device = job, job.encode, device or pick_device(job)
         self._sources = open_splits(job)
         self.source_name = self._sources["train"].name
         counts = {split: count_of(source, job.encode, split) for split, source in self._sources.items()}
         self.units = list(_units(counts, job.encode.unit))
         self.shards = cut_units(self.units, min(job.encode.shards or 1, len(self.units)))
-
         self._fingerprint = fingerprint_of(encoders_of(job.data))
-
-    @property
-    def _encoders(self) -> Encoders:
-        return build_encoders(encoders_of(self._job.data), self._device)
 
     @property
     def key(self) -> str:
@@ -141,7 +135,7 @@ class LatentWriter(ShardWriter):
             DataError: a picture cannot be read.
             OSError: the folder is full or not writable.
         """
-        data, encoders = self._job.data, self._encoders
+        data, encoders = self._job.data, build_encoders(encoders_of(self._job.data), self._device)
         samples = RawSamples(
             self._sources[unit.split], seed=0, shuffle=False, skips=pictures_of(data).on_error == "skip"
         )
@@ -178,7 +172,9 @@ class LatentWriter(ShardWriter):
         """Tensors in the format that encoders with weights computed in; exact ones stay float32."""
         encoders = encoders_of(self._job.data)
         dtype = getattr(torch, encoders.dtype) if encoders.has_weights else torch.float32
-        return {name: tensor.to("cpu", dtype) for name, tensor in pack_rows(tensors).items()}
+        return {
+            name: each.contiguous().to("cpu", dtype) for name, each in tensors.items() if each is not None
+        }
 
     def finish(self) -> LatentManifest | None:
         if any(self.missing(shard) for shard in range(len(self.shards))):
@@ -242,12 +238,3 @@ class _Progress:
         speed = self._done / (now - self._started)
         sys.stderr.write(f"encoded {self._done:,} of {self._total:,} pictures, {speed:.1f} a second\n")
         sys.stderr.flush()
-
-
-def writer_of(job: EncodeJob) -> LatentWriter:
-    """Return the writer of a job's latents.
-
-    Raises:
-        UserError: the pictures or the encoders cannot be read.
-    """
-    return LatentWriter(job, pick_device(job))

@@ -54,11 +54,9 @@ class Autoencoder(Protocol):
 
     def encode(self, pixels_B3HW: Tensor) -> Moments:
         """Encode pictures with values from -1 to 1."""
-        ...
 
     def decode(self, latents_BCHW: Tensor) -> Tensor:
         """Decode latents to pictures, whose values are clamped to -1 to 1."""
-        ...
 
 
 class TextEncoder(Protocol):
@@ -66,7 +64,6 @@ class TextEncoder(Protocol):
 
     def encode(self, captions: Sequence[str]) -> Embeddings:
         """Encode captions, cut or padded to ``data.options.text_length`` tokens."""
-        ...
 
 
 def hash_of(content: object) -> str:
@@ -100,25 +97,18 @@ def fingerprint_of(config: EncodersConfig) -> str:
 
 @functools.lru_cache(maxsize=1)  # training and validation share them
 def build_encoders(config: EncodersConfig, device: torch.device, *, shard: bool = False) -> Encoders:
-    """Build the encoders.
-
-    Args:
-        config: which.
-        device: where encoders with weights compute.
-        shard: whether FSDP shards the weights over all ranks, which then encode together.
-    """
+    """Build the encoders; with ``shard``, FSDP shards the text encoder's weights over all ranks, which then
+    encode together."""
     return Encoders(build_autoencoder(config, device), build_text_encoder(config, device, shard=shard))
 
 
 def build_autoencoder(config: EncodersConfig, device: torch.device) -> Autoencoder:
-    """Build the autoencoder alone; see ``build_encoders``."""
     if config.autoencoder == PATCHES:
         return Patches(config.patch)
     return PretrainedAutoencoder(config, device)
 
 
 def build_text_encoder(config: EncodersConfig, device: torch.device, *, shard: bool = False) -> TextEncoder:
-    """Build the text encoder alone; see ``build_encoders``."""
     if config.text == WORDS:
         return Words(config.text_length, config.width)
     return T5AndClip(config, device, shard=shard)
@@ -187,16 +177,8 @@ class PretrainedAutoencoder:
         diffusers = _import("diffusers", "data.options.autoencoder")
         self._device, self._dtype = device, getattr(torch, config.dtype)
         folder = Path(config.autoencoder).expanduser()
-        model = _load(
-            "data.options.autoencoder",
-            folder,
-            partial(
-                diffusers.AutoencoderKL.from_pretrained,
-                folder,
-                torch_dtype=self._dtype,
-                low_cpu_mem_usage=False,
-            ),
-        )
+        load = partial(diffusers.AutoencoderKL.from_pretrained, low_cpu_mem_usage=False)
+        model = _load("data.options.autoencoder", folder, partial(load, folder, torch_dtype=self._dtype))
         self._model = _frozen(model).to(device)
         self._shift = model.config.shift_factor or 0.0
         self._scale = model.config.scaling_factor
@@ -220,11 +202,6 @@ class T5AndClip:
     """A T5 encoder for the tokens of a caption, and a CLIP text model for the caption, of transformers.
 
     As Flux's pipeline does, T5 attends to the padding, too.
-
-    Args:
-        config: folders, length and format.
-        device: where they compute.
-        shard: whether FSDP shards the weights over all ranks, which then encode together.
     """
 
     def __init__(self, config: EncodersConfig, device: torch.device, *, shard: bool) -> None:
@@ -250,7 +227,6 @@ class T5AndClip:
             model.to(device)
 
     def _shard(self, device: torch.device) -> None:
-        """Shard the blocks of both over all ranks."""
         mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("encoders",))
         t5, clip = self._models["t5"], self._models["clip"]
         layers = getattr(clip, "text_model", clip).encoder.layers
@@ -288,7 +264,6 @@ def _import(name: str, field: str) -> Any:
 
 
 def _load(field: str, folder: Path, load: Callable[[], Any]) -> Any:
-    """Load a model or tokenizer from a local folder."""
     if not folder.is_dir():
         raise ConfigError(field, folder, "there is no such folder", "the folder of a model")
     noise = logging.getLogger("transformers"), logging.getLogger("diffusers")

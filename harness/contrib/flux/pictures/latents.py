@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 
@@ -35,15 +34,7 @@ SAMPLE_FILES = 32
 
 @dataclass(frozen=True)
 class LatentFile:
-    """A file of consecutive pictures.
-
-    Attributes:
-        name: of the safetensors file, without its extension.
-        split: ``train`` or ``validation``.
-        count: number of pictures.
-        nbytes: size.
-        xxh3_64: checksum of the safetensors file.
-    """
+    """A file of consecutive pictures: its name is without the extension, its checksum of the safetensors."""
 
     name: str
     split: str
@@ -57,9 +48,7 @@ class LatentManifest:
     """Description of a folder.
 
     Attributes:
-        version: of the format.
-        encoders: of ``data.options``.
-        fingerprint: of the encoders.
+        encoders: of ``data.options``, with the ``fingerprint`` of their weights.
         source: name of the pictures.
         size: height and width of the pictures, in pixels.
         files: in the order of their pictures.
@@ -123,13 +112,7 @@ def check_files(folder: Path, manifest: LatentManifest) -> None:
 
 
 class LatentSamples:
-    """The pictures of a split by sample number; in another order in every epoch. See ``EncodedSamples``.
-
-    Args:
-        folder: of harness encode.
-        split: ``train`` or ``validation``.
-        seed: of the order.
-        shuffle: false keeps the order of the files.
+    """The pictures of a split by sample number; shuffled, in another order in every epoch.
 
     Raises:
         DataError: the folder is not complete, a file has another size, or the split has no pictures.
@@ -152,7 +135,6 @@ class LatentSamples:
         self.empty = Caption(*(read.get_tensor(name).float().numpy() for name in ("text", "pooled")))
 
     def sample(self, number: int) -> tuple[Picture, Caption]:
-        """Return a sample by its number."""
         file, row = self._place(number)
         read = self._open(file.name)
 
@@ -164,7 +146,6 @@ class LatentSamples:
         return Picture(row_of("mean"), std), Caption(row_of("text"), row_of("pooled"))
 
     def caption(self, number: int) -> str:
-        """Return the caption of a sample as text."""
         file, row = self._place(number)
         path = self._folder / f"{file.name}.json"
         try:
@@ -192,8 +173,3 @@ class LatentSamples:
         if found != file.nbytes:
             has = "is missing" if found is None else f"has {found} bytes instead of {file.nbytes}"
             raise DataError(f"{path} {has}; would work: remove {MANIFEST}, then harness encode again")
-
-
-def pack_rows(tensors: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
-    """Tensors to store, without those that do not exist."""
-    return {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}

@@ -59,15 +59,12 @@ class EncodedSamples(Protocol):
     @property
     def empty(self) -> Caption:
         """The embeddings of the empty caption."""
-        ...
 
     def sample(self, number: int) -> tuple[Picture, Caption]:
         """Return a sample by its number."""
-        ...
 
     def caption(self, number: int) -> str:
         """Return the caption of a sample as text."""
-        ...
 
 
 class PictureLoader(Loader):
@@ -79,14 +76,7 @@ class PictureLoader(Loader):
 
 
 class EncodedLoader(PictureLoader):
-    """Loader of pictures that are encoded, with random access.
-
-    Args:
-        samples: the pictures.
-        rows: rows of the global batch that this loader reads.
-        sizes: the global batch size.
-        dropout: captions to drop.
-    """
+    """Loader of pictures that are encoded, with random access."""
 
     def __init__(self, samples: EncodedSamples, rows: range, sizes: Sizes, dropout: CaptionDropout) -> None:
         self._samples, self._cursor, self._dropout = samples, Cursor(rows, sizes), dropout
@@ -134,12 +124,7 @@ class EncodingLoader(PictureLoader):
     """Reads the pictures of the next step in threads, and encodes those of this step.
 
     Args:
-        samples: the pictures.
         encoders: they encode in ``next``, on all ranks together if FSDP shards them.
-        rows: rows of the global batch.
-        sizes: the global batch size.
-        dropout: captions to drop.
-        runs_in_loop: see ``Loader``.
     """
 
     def __init__(

@@ -59,13 +59,7 @@ def captions(split: str) -> tuple[list[Caption], list[Caption]]:
 
 
 class DrawnShapes:
-    """Endless pictures of one split.
-
-    Args:
-        split: ``train`` or ``validation``.
-        size: height and width in pixels.
-        seed: of the choice of captions and positions.
-    """
+    """Endless pictures of one split, of ``size`` x ``size`` pixels."""
 
     name = "data.kind=drawn_shapes"
     num: int | None = None
@@ -82,16 +76,11 @@ class DrawnShapes:
         return draw(caption, self._size, random), str(caption)
 
     def identity(self) -> list[object]:
-        """What the pictures depend on."""
         return [self.name, self._split, self._size, self._seed]
 
 
 def draw(caption: Caption, size: int, random: np.random.RandomState) -> np.ndarray:
-    """Draw a caption with random positions and sizes.
-
-    Returns:
-        uint8 array of shape (size, size, 3).
-    """
+    """Draw a caption with random positions and sizes: uint8 of shape (size, size, 3)."""
     fine = np.full((size * _SUPERSAMPLING,) * 2 + (3,), BACKGROUND, dtype=np.float32)
     axis = (np.arange(size * _SUPERSAMPLING) + 0.5) / (size * _SUPERSAMPLING)
     x, y = np.meshgrid(axis, axis)

@@ -57,7 +57,6 @@ class TarIndex:
     """The pictures of tar files, in the order of the files.
 
     Args:
-        files: the tar files.
         table: int64, a row for each picture: number of its file; offset and size of the picture, of its .txt
             and of its .json, with a size of -1 for one that does not exist.
         key: hash of the files' paths, sizes and modification times.
@@ -70,11 +69,7 @@ class TarIndex:
         return len(self._table)
 
     def read(self, index: int) -> Member:
-        """Read the files of a picture.
-
-        Raises:
-            DataError: the tar file cannot be read, or has changed.
-        """
+        """Read the files of a picture."""
         number, *places = self._table[index].tolist()
         path, found = self._files[number], []
         try:
@@ -206,11 +201,9 @@ class PictureSource(Protocol):
             UnreadablePicture: it cannot be decoded.
             DataError: it has no caption, or the file cannot be read.
         """
-        ...
 
     def identity(self) -> Any:
         """JSON-serializable; changes whenever the pictures may have changed."""
-        ...
 
 
 class RawSamples:
@@ -272,7 +265,6 @@ class _Stored(Protocol):
 
     def content(self, index: int) -> tuple[bytes, str, str]:
         """Return the file of a picture, its caption, and its place for error messages."""
-        ...
 
     def identity(self) -> Any: ...
 
@@ -304,16 +296,12 @@ class Part:
 
 
 def decode(content: bytes, size: int, place: float, where: str) -> np.ndarray:
-    """Decode a picture, resize its shorter side, and crop its longer side.
+    """Decode a picture, resize its shorter side, and crop its longer side: uint8 of shape (size, size, 3).
 
     Args:
         content: a file in a format that Pillow reads.
-        size: height and width of the result, in pixels.
         place: of the crop: 0 is the left or the top, 1 the right or the bottom.
         where: place of the picture, for error messages.
-
-    Returns:
-        uint8 array of shape (size, size, 3).
 
     Raises:
         UnreadablePicture: the content is damaged, of an unknown format, or suspiciously large.
@@ -365,10 +353,10 @@ class _FilePictures:
         self, data: DataConfig, field: str, wait_for_all: Callable[[], None] | None, *, is_builder: bool
     ) -> None:
         patterns: list[str] = getattr(data, field)
-        self.name, self._field = f"data.{field}=[{', '.join(patterns)}]", pictures_of(data).caption_field
+        options = pictures_of(data)
+        self.name, self._field = f"data.{field}=[{', '.join(patterns)}]", options.caption_field
         found = find_files(patterns, data.exclude)
         tars = [file for file in found if file.suffix == ".tar"]
-        options = pictures_of(data)
         if options.format == "webdataset" or (options.format == "auto" and tars):
             if len(tars) < len(found):
                 other = next(file for file in found if file.suffix != ".tar")
@@ -422,7 +410,7 @@ class _HubPictures:
         self._images, self._data, self._split = pictures_of(data), data, split
         self.name = f"data.dataset={data.dataset}, split {split}"
         for field in ("image_field", "caption_field"):
-            name, columns = getattr(pictures_of(data), field), self._table.column_names
+            name, columns = getattr(self._images, field), self._table.column_names
             if name not in columns:
                 raise DataError(
                     f"{self.name}: no column {name!r} among {list_names(columns)}; set data.options.{field}"
