@@ -104,11 +104,9 @@ class Used:
 
 
 def use_checkpoint(job: Any, overrides: list[str], field: str, *, has_text: bool = True) -> Used:
-    """Find the weights of a job; the model in the job is theirs already.
+    """Find the weights of an ``InferenceJob``, whose model is theirs already.
 
     Args:
-        job: an ``InferenceJob``.
-        overrides: the overrides that composed it.
         field: its field with the path.
         has_text: whether a tokenizer is needed.
     """
@@ -177,9 +175,11 @@ def run_on_ranks(job: Job, function: str, *arguments: Any) -> Any:
             if described["kind"] != "out_of_memory":
                 raise
             raise _out_of_memory(described["message"]) from error
+    from harness.config.cluster import count_gpus
     from harness.launch.pool import RankFailed, RankPool
 
-    with RankPool(job.world_size, timeout_seconds=float("inf"), on_gpus=_on_gpus(job)) as pool:
+    on_gpus = job.cluster.device != "cpu" and count_gpus() > 0
+    with RankPool(job.world_size, timeout_seconds=float("inf"), on_gpus=on_gpus) as pool:
         try:
             return pool.run(job.world_size, _on_rank, job, function, *arguments)[0]
         except RankFailed as error:
@@ -230,9 +230,3 @@ def _imported(function: str) -> Callable[..., Any]:
     module, name = function.split(":")
     with importing_torch():
         return getattr(importlib.import_module(module), name)
-
-
-def _on_gpus(job: Job) -> bool:
-    from harness.config.cluster import count_gpus
-
-    return job.cluster.device != "cpu" and count_gpus() > 0

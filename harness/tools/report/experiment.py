@@ -55,9 +55,7 @@ def predicted(job: Job, cluster: ClusterConfig | None = None, calibration: Calib
     """Return a plan's ``METRICS``, ``step_seconds`` and ``fits``; None where the plan has no value.
 
     Args:
-        job: the job.
         cluster: has the accelerator of the nodes; None means the job's.
-        calibration: calibrated constants in place of the defaults.
     """
     from harness.tools.plan.make import make_plan
 
@@ -109,8 +107,6 @@ class Experiment:
 
     Attributes:
         name: stem of its file: ``table1``.
-        title: title from its file.
-        command: command that runs it.
         rows: rows with ``published.*``, ``predicted.*``, ``measured.*`` and ``expected.*``.
         recipes: recipe of each row, by which published tables distinguish runs.
         source: source of the published numbers; empty if there are none.
@@ -165,12 +161,10 @@ def tables_of(
     *,
     rehearse: bool = False,
 ) -> list[Experiment]:
-    """Return the tables of an experiment, with the measurements made so far.
+    """Return the tables of a folder of ``experiments/``, with the measurements made so far.
 
     Args:
-        folder: a folder of ``experiments/``.
         runs_dir: folder of the runs; None means the experiment's default, relative to the working folder.
-        calibration: constants of the measured machine.
         rehearse: rehearse published jobs that have not been rehearsed yet.
     """
     rows, kept = published.read(folder), read_kept(folder)
@@ -205,7 +199,12 @@ def _table(
     words = (
         published.names(reproduced) if own else list(map(shortened, labels([p.overrides for p in points])))
     )
-    measured, rehearsed = [*_runs_of(points[0].job, runs_dir), *kept], read_rehearsed(path.parent)
+    runs, own_runs = (runs_dir or Path(points[0].job.runs_dir)) / points[0].job.name, []
+    if (runs / SWEEP).is_file():
+        own_runs = of_sweep(Registry(runs))
+    elif any(runs.glob("*/job.json")):
+        own_runs = load(runs)
+    measured, rehearsed = [*own_runs, *kept], read_rehearsed(path.parent)
     lines, recipes = [], []
     for point, row, name in zip(points, found, words, strict=True):
         planned = {**as_planned(name, point.job, point.overrides), "state": NOT_MEASURED}
@@ -216,13 +215,6 @@ def _table(
     title = path.read_text().splitlines()[1].removeprefix("# ")
     command = f"python -m harness.train -m {option}"
     return Experiment(path.stem, title, command, lines, recipes, own[0].source if own else "")
-
-
-def _runs_of(job: Job, runs_dir: Path | None) -> list[Row]:
-    folder = (runs_dir or Path(job.runs_dir)) / job.name
-    if (folder / SWEEP).is_file():
-        return of_sweep(Registry(folder))
-    return load(folder) if any(folder.glob("*/job.json")) else []
 
 
 def _measurements(job: Job, rows: Sequence[Row]) -> list[Row]:
