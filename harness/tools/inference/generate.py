@@ -291,14 +291,14 @@ def as_dict(job: GenerateJob, path: str, outcome: Any) -> dict[str, Any]:
 def generate(job: GenerateJob, overrides: list[str]) -> int | Result:
     """Generate the answer of the architecture's models to each prompt."""
     generator = generator_of(job.model)
-    used = use_checkpoint(job, overrides, "generate.checkpoint", has_text=generator.has_text)
+    job, found = use_checkpoint(job, overrides, "generate.checkpoint", has_text=generator.has_text)
 
     def run(job: Job, function: str, *arguments: Any) -> Any:
         on_rank = "harness.tools.inference.model:with_model"
-        result = run_on_ranks(job, on_rank, function, used.found, *arguments)
+        result = run_on_ranks(job, on_rank, function, found, *arguments)
         return result if is_first() else None
 
-    return generator.generate(Request(used.job, overrides, used.found, read_texts(used.job), run))
+    return generator.generate(Request(job, overrides, found, read_texts(job), run))
 
 
 VERB = Verb("generate", generate, job=GenerateJob, has_json=True)

@@ -95,16 +95,11 @@ class InferenceJob(Job):
         )
 
 
-@dataclass(frozen=True)
-class Used:
-    """A job with the tokenizer of its weights, and the weights."""
-
-    job: Any
-    found: WeightFolder
-
-
-def use_checkpoint(job: Any, overrides: list[str], field: str, *, has_text: bool = True) -> Used:
-    """Find the weights of an ``InferenceJob``, whose model is theirs already.
+def use_checkpoint(
+    job: Any, overrides: list[str], field: str, *, has_text: bool = True
+) -> tuple[Any, WeightFolder]:
+    """Find the weights of an ``InferenceJob``, whose model is theirs already; return the job with their
+    tokenizer, and the weights.
 
     Args:
         field: its field with the path.
@@ -124,7 +119,7 @@ def use_checkpoint(job: Any, overrides: list[str], field: str, *, has_text: bool
     if is_first():
         sys.stderr.write("".join(f"note: {note}\n" for note in found.notes))
     if not has_text:
-        return Used(job, found)
+        return job, found
     own = choose_tokenizer(job, [], found) or _tokenizer_beside(found)
     tokenizer = choose_tokenizer(job, overrides, found) or own
     if own and tokenizer and tokenizer != own and is_first():
@@ -132,7 +127,7 @@ def use_checkpoint(job: Any, overrides: list[str], field: str, *, has_text: bool
     if tokenizer is None:
         works = "tokenizer=NAME, an option of conf/tokenizer"
         raise UserError(f"{found.path}: has no tokenizer, and records none; would work: {works}")
-    return Used(dataclasses.replace(job, tokenizer=tokenizer), found)
+    return dataclasses.replace(job, tokenizer=tokenizer), found
 
 
 def _warn_of_another(chosen: TokenizerConfig, own: TokenizerConfig, found: WeightFolder) -> None:

@@ -199,12 +199,7 @@ def _table(
     words = (
         published.names(reproduced) if own else list(map(shortened, labels([p.overrides for p in points])))
     )
-    runs, own_runs = (runs_dir or Path(points[0].job.runs_dir)) / points[0].job.name, []
-    if (runs / SWEEP).is_file():
-        own_runs = of_sweep(Registry(runs))
-    elif any(runs.glob("*/job.json")):
-        own_runs = load(runs)
-    measured, rehearsed = [*own_runs, *kept], read_rehearsed(path.parent)
+    measured, rehearsed = [*_runs_of(points[0].job, runs_dir), *kept], read_rehearsed(path.parent)
     lines, recipes = [], []
     for point, row, name in zip(points, found, words, strict=True):
         planned = {**as_planned(name, point.job, point.overrides), "state": NOT_MEASURED}
@@ -215,6 +210,13 @@ def _table(
     title = path.read_text().splitlines()[1].removeprefix("# ")
     command = f"python -m harness.train -m {option}"
     return Experiment(path.stem, title, command, lines, recipes, own[0].source if own else "")
+
+
+def _runs_of(job: Job, runs_dir: Path | None) -> list[Row]:
+    folder = (runs_dir or Path(job.runs_dir)) / job.name
+    if (folder / SWEEP).is_file():
+        return of_sweep(Registry(folder))
+    return load(folder) if any(folder.glob("*/job.json")) else []
 
 
 def _measurements(job: Job, rows: Sequence[Row]) -> list[Row]:
