@@ -20,7 +20,7 @@ from tiers import rest_is_thorough
 
 from harness.compose import paths
 from harness.config.job import Job
-from harness.launch.snapshot import take_snapshot
+from harness.launch.slurm import take_snapshot
 from harness.model.spec import tensor_shapes
 from harness.util.errors import ConfigError, UserError
 

@@ -40,9 +40,9 @@ def measure(job_json: str, folder: str, rounds: int) -> list[dict[str, float]]:
     import torch.distributed.checkpoint as dcp
 
     from harness.checkpoint.load import CheckpointLoader
-    from harness.checkpoint.rank_group import RankGroup
     from harness.checkpoint.save import Saver
     from harness.checkpoint.state import (
+        RankGroup,
         allocate_optimizer_state,
         model_state,
         optimizer_state,

@@ -2,7 +2,7 @@
 
     python experiments/published/held_out.py
 
-Each source is left out in turn: the constants ``FITTED`` (harness/tools/plan/calibrate.py) are fitted to all
+Each source is left out in turn: the constants ``FITTED`` (harness/tools/plan/make.py) are fitted to all
 others, and the rows of the one left out are planned with them. Tables of one document or pull request come
 from one cluster, so they are one source. Writes held_out.csv, held_out.md, and, by the rules of held_rows.py,
 harness/tools/plan/evidence_table.py.
@@ -26,9 +26,9 @@ from held_rows import MEMORY, SPEED, Held
 
 from harness.config.job import Job
 from harness.tools.plan import evidence
-from harness.tools.plan.calibrate import FITTED, START, descend, predicted_rate, scale_constants
 from harness.tools.plan.constants import Calibration
 from harness.tools.plan.evidence import class_of, generation_of
+from harness.tools.plan.make import FITTED, START, descend, predicted_rate, scale_constants
 from harness.tools.report.runs import spearman
 from harness.util.tables import GIB
 

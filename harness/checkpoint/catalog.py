@@ -37,16 +37,12 @@ _Check = tuple[str, Callable[[Any], bool]]
 _MISSING = object()
 
 
-class UnknownFormat(ValueError):
-    """The manifest has a format of another version of the harness."""
-
-
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return type(value) is int and value >= 0
 
 
 _COUNT: _Check = ("a number of 0 or more", _is_count)
-_INTEGER: _Check = ("an integer", lambda value: isinstance(value, int) and not isinstance(value, bool))
+_INTEGER: _Check = ("an integer", lambda value: type(value) is int)
 _OBJECT: _Check = ("an object", lambda value: isinstance(value, dict))
 _OBJECT_OR_NULL: _Check = ("an object or null", lambda value: value is None or isinstance(value, dict))
 _TEXT_OR_NULL: _Check = ("a string or null", lambda value: value is None or isinstance(value, str))
@@ -58,16 +54,16 @@ _NUMBER_OR_NULL: _Check = (
 )
 
 # Fields by dotted name. Required in every manifest:
-_REQUIRED: dict[str, _Check] = {"step": _COUNT, "files": _OBJECT, "state": _OBJECT, "options": _OBJECT}
+_REQUIRED = {"step": _COUNT, "files": _OBJECT, "state": _OBJECT, "options": _OBJECT}
 # Also required in a checkpoint written by a run:
-_REQUIRED_OF_RUNS: dict[str, _Check] = {"state.train_state": _OBJECT, "state.train_state.step": _COUNT}
+_REQUIRED_OF_RUNS = {"state.train_state": _OBJECT, "state.train_state.step": _COUNT}
 # Also required to resume from a checkpoint:
-_REQUIRED_TO_RESUME: dict[str, _Check] = {
+_REQUIRED_TO_RESUME = {
     "state.lr_scheduler": _OBJECT,
     "state.lr_scheduler.last_epoch": _COUNT,
     "state.data_loader": _OBJECT,
 }
-_OPTIONAL: dict[str, _Check] = {
+_OPTIONAL = {
     "holds": _HOLDS,
     "job_id": _TEXT_OR_NULL,
     "created": _NUMBER_OR_NULL,
@@ -94,26 +90,20 @@ def encode_manifest(manifest: dict[str, Any]) -> bytes:
 
 
 def decode_manifest(content: bytes) -> dict[str, Any]:
-    """Decode and check a manifest.
-
-    Raises:
-        UnknownFormat: another version of the harness wrote it.
-        ValueError: it is damaged, or a required field is missing.
-    """
+    """Decode and check a manifest."""
     manifest = parse_object(content)
     if manifest.pop("checksum", None) != _checksum(manifest):
         raise ValueError("it does not have the checksum it was written with")
-    _require(manifest, {"format": _COUNT})
+    _check(manifest, {"format": _COUNT})
     version = manifest["format"]
     if version != FORMAT:
-        raise UnknownFormat(f"it has format {version}, and this version reads {FORMAT}")
-    _require(manifest, _REQUIRED)
-    _check(manifest, _OPTIONAL)
+        raise DamagedCheckpoint(f"it has format {version}, and this version reads {FORMAT}")
+    _check(manifest, _REQUIRED, _OPTIONAL)
     full = manifest.get("holds", "full") == "full"
     if full or manifest.get("job_id") is not None:
-        _require(manifest, _REQUIRED_OF_RUNS)
+        _check(manifest, _REQUIRED_OF_RUNS)
     if full:
-        _require(manifest, _REQUIRED_TO_RESUME)
+        _check(manifest, _REQUIRED_TO_RESUME)
         _check_position(manifest["state"]["data_loader"])
     for name, facts in manifest["files"].items():
         if not isinstance(facts, dict) or not _is_count(facts.get("size")):
@@ -129,16 +119,13 @@ def _checksum(body: dict[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
 
 
-def _require(manifest: dict[str, Any], fields: dict[str, _Check]) -> None:
-    for name in fields:
-        if _find(manifest, name) is _MISSING:
-            raise ValueError(f"{name} is missing")
-    _check(manifest, fields)
-
-
-def _check(manifest: dict[str, Any], fields: dict[str, _Check]) -> None:
-    for name, (expected, holds) in fields.items():
+def _check(
+    manifest: dict[str, Any], required: dict[str, _Check], optional: dict[str, _Check] | None = None
+) -> None:
+    for name, (expected, holds) in {**required, **(optional or {})}.items():
         value = _find(manifest, name)
+        if value is _MISSING and name in required:
+            raise ValueError(f"{name} is missing")
         if value is not _MISSING and not holds(value):
             raise ValueError(f"{name} is not {expected}")
 
@@ -155,18 +142,17 @@ def _find(manifest: dict[str, Any], name: str) -> Any:
 def _check_position(position: dict[str, Any]) -> None:
     """Check the data position: a number of samples, or the position of a stream per batch row."""
     if "mixture" in position:
-        _require(position, {"samples": _COUNT, "mixture.counts": _OBJECT, "mixture.block": _OBJECT})
+        _check(position, {"samples": _COUNT, "mixture.counts": _OBJECT, "mixture.block": _OBJECT})
     if "slots" not in position:
-        _require(position, {"samples": _COUNT})
-        _check(position, {"tokens": _COUNT})
+        _check(position, {"samples": _COUNT}, {"tokens": _COUNT})
         return
-    _require(position, {"step": _COUNT, "global_batch_size": _COUNT, "slots": _OBJECT})
+    _check(position, {"step": _COUNT, "global_batch_size": _COUNT, "slots": _OBJECT})
     for slot in position["slots"].values():
         if not isinstance(slot, dict):
             raise ValueError("state.data_loader.slots has an entry that is not an object")
         # Null: the beginning of a part of the dataset.
-        _require(slot, {"document": _OBJECT_OR_NULL, "offset": _COUNT})
-        _check(slot, dict.fromkeys(("shards", "part", "example", "block", "index"), _COUNT))
+        optional = dict.fromkeys(("shards", "part", "example", "block", "index"), _COUNT)
+        _check(slot, {"document": _OBJECT_OR_NULL, "offset": _COUNT}, optional)
 
 
 SUPERSEDED = "superseded"
@@ -185,12 +171,7 @@ class UnfinishedCheckpoint(DamagedCheckpoint):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One complete checkpoint.
-
-    Attributes:
-        path: its folder, a path or an fsspec URL.
-        manifest: content of its manifest.json; empty for a checkpoint of other software.
-    """
+    """One complete checkpoint, in a folder or at an fsspec URL; other software's has an empty manifest."""
 
     path: str
     manifest: dict[str, Any]
@@ -217,14 +198,7 @@ class Checkpoint:
 
 
 class CheckpointFolder:
-    """A folder that holds checkpoints as ``step-<n>``.
-
-    Args:
-        path: a path or an fsspec URL; need not exist.
-
-    Raises:
-        UserError: the URL's protocol is unknown, or its package is not installed.
-    """
+    """A folder that holds checkpoints as ``step-<n>``: a path or an fsspec URL; need not exist."""
 
     def __init__(self, path: str) -> None:
         self.path = path.rstrip("/") or path
@@ -248,10 +222,9 @@ class CheckpointFolder:
         return open_checkpoint(self.path_of(step))
 
     def complete(self, most: int | None = None) -> tuple[list[Checkpoint], dict[str, DamagedCheckpoint]]:
-        """Find complete checkpoints (file sizes are checked, contents are not).
+        """The newest ``most`` complete checkpoints (None: all), and errors by path for others examined.
 
-        Returns:
-            The newest ``most`` (None: all), newest first, and errors by path for the others examined.
+        The newest is first. File sizes are checked, contents are not.
         """
         found: list[Checkpoint] = []
         wrong: dict[str, DamagedCheckpoint] = {}
@@ -265,12 +238,7 @@ class CheckpointFolder:
         return found, wrong
 
     def hold(self) -> None:
-        """Lock the folder for writing until ``release`` or the end of the process; local folders only.
-
-        Raises:
-            LockedError: another process has the lock.
-            OSError: the folder cannot be written.
-        """
+        """Lock a local folder until ``release`` or the end of the process; LockedError if another has it."""
         # Create the folder; write and remove a file in it.
         probe = f"{self._root}/.writable-{uuid.uuid4().hex}"
         self._fs.makedirs(self._root, exist_ok=True)
@@ -313,11 +281,7 @@ class CheckpointFolder:
 
 
 def open_checkpoint(path: str) -> Checkpoint:
-    """Open the checkpoint in a folder and check its file sizes.
-
-    Raises:
-        DamagedCheckpoint: there is none, it is incomplete, or a run wrote it for another step.
-    """
+    """Open the checkpoint in a folder and check its file sizes; DamagedCheckpoint if that fails."""
     fs, root = _open_url(path)
     fs.invalidate_cache()
     manifest = _read_manifest(fs, root)
@@ -346,11 +310,7 @@ def _check_sizes(fs: Any, root: str, files: dict[str, Any]) -> None:
 
 
 def remove(path: str) -> None:
-    """Remove a checkpoint, its manifest first: a partly removed one never counts as complete.
-
-    Raises:
-        OSError: it cannot be removed.
-    """
+    """Remove a checkpoint, its manifest first: a partly removed one never counts as complete."""
     fs, root = _open_url(path)
     link = _local(path, "")
     if link is not None and link.is_symlink():
@@ -410,8 +370,6 @@ def _read_manifest(fs: Any, root: str) -> dict[str, Any]:
         raise UserError(f"{root}/{MANIFEST}: cannot be read: {error}") from error
     try:
         return decode_manifest(content)
-    except UnknownFormat as error:
-        raise DamagedCheckpoint(str(error)) from None
     except ValueError as error:
         raise DamagedCheckpoint(f"{MANIFEST} is damaged: {error}") from None
 

@@ -15,12 +15,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from harness.checkpoint.catalog import Checkpoint, CheckpointFolder, DamagedCheckpoint, reading
-from harness.checkpoint.rank_group import RankGroup
 from harness.checkpoint.resume import find_start, folder_of, no_usable_error, written_by
 from harness.checkpoint.state import (
     OPTIMIZER,
     RNG,
     Exchange,
+    RankGroup,
     Trained,
     allocate_optimizer_state,
     is_finite,
@@ -40,16 +40,12 @@ from harness.util.errors import MachineError, UserError
 
 @dataclass(frozen=True)
 class Resumed:
-    """Result of loading.
-
-    Attributes:
-        path: the checkpoint; None if parameters were initialized by name.
-        state: its counters; empty if the run starts at step 0.
-        messages: lines to show to the user.
-    """
+    """Result of loading, with lines to show to the user."""
 
     path: str | None = None
+    """The checkpoint; None if parameters were initialized by name."""
     state: dict[str, Any] = field(default_factory=dict)
+    """Its counters; empty if the run starts at step 0."""
     messages: tuple[str, ...] = ()
 
 
@@ -64,11 +60,7 @@ class CheckpointLoader:
         self.folder = CheckpointFolder(folder_of(job, run_dir))
 
     def start(self) -> Resumed:
-        """Load the newest undamaged checkpoint, or else checkpoint.initial_load_path.
-
-        Raises:
-            UserError: checkpoints exist and none can be used, or initial_load_path cannot be used.
-        """
+        """Load the newest undamaged checkpoint, or else checkpoint.initial_load_path."""
         start = self.ranks.on_rank_zero(lambda: find_start(self.job, self.run_dir))
         messages, damaged = list(start.warnings), []
         for checkpoint in start.candidates:
@@ -139,7 +131,6 @@ class CheckpointLoader:
         return counters
 
     def _load_initial(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """Load initial_load_path."""
         path, group = checkpoint.path, self.ranks.group
         try:
             if self.config.initial_load_in_hf:
@@ -180,12 +171,7 @@ class CheckpointLoader:
 
 @contextmanager
 def opened(checkpoint: Checkpoint, ranks: RankGroup) -> Iterator[Reader]:
-    """Yield a reader; protect the checkpoint from removal, and turn DCP's errors into ours.
-
-    Raises:
-        DamagedCheckpoint: on all ranks, if any found damage.
-        MachineError: a rank cannot read a file.
-    """
+    """Yield a reader; protect the checkpoint from removal, and turn DCP's errors into ours."""
     try:
         with contextlib.ExitStack() as stack:
             ranks.on_rank_zero(lambda: stack.enter_context(reading(checkpoint.path)))

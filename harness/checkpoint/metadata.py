@@ -33,9 +33,6 @@ def parse_metadata(content: bytes) -> Metadata:
     """Return the metadata that the file ``.metadata`` holds.
 
     Fields that reading does not need are left out.
-
-    Raises:
-        DamagedCheckpoint: the content is not metadata, or names a class that metadata never contains.
     """
     try:
         return _metadata(_Unpickler(io.BytesIO(content)).load())

@@ -37,17 +37,14 @@ SIBLINGS = 20
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run can start from.
-
-    Attributes:
-        candidates: checkpoints to resume from, best first.
-        initial: source of initial values if there is no candidate.
-        warnings: lines for the user about unusable checkpoints and similar runs.
-    """
+    """Where a run can start from."""
 
     candidates: list[Checkpoint] = field(default_factory=list)
+    """Checkpoints to resume from, best first."""
     initial: Checkpoint | None = None
+    """Source of initial values if there is no candidate."""
     warnings: list[str] = field(default_factory=list)
+    """Lines for the user about unusable checkpoints and similar runs."""
 
 
 def folder_of(job: Job, run_dir: Path) -> str:
@@ -56,13 +53,12 @@ def folder_of(job: Job, run_dir: Path) -> str:
     return folder if is_url(folder) or Path(folder).is_absolute() else str(run_dir / folder)
 
 
-def find_start(job: Job, run_dir: Path) -> Start:
-    """Find the checkpoints that the job can start from.
+def _newest(folder: str) -> Checkpoint | None:
+    return next(iter(CheckpointFolder(folder).complete(1)[0]), None)
 
-    Raises:
-        ConfigError: load_step does not exist, or a job with other numerics wrote the checkpoint.
-        UserError: checkpoints exist and all are damaged.
-    """
+
+def find_start(job: Job, run_dir: Path) -> Start:
+    """Find the checkpoints that the job can start from."""
     config = job.checkpoint
     if not config.enable:
         return Start()
@@ -76,7 +72,11 @@ def find_start(job: Job, run_dir: Path) -> Start:
         others = [each for folder in folders for each in folder.complete(FALLBACKS)[0]]
         candidates = sorted([*own, *others], key=lambda each: each.step, reverse=True)
     # A run cannot resume from weights alone. This job's own final weights mean that it has completed.
-    candidates = [each for each in candidates if each.holds == "full" or _ended(job, each)]
+    candidates = [
+        each
+        for each in candidates
+        if each.holds == "full" or (each.manifest.get("job_id") == job.id and each.step >= job.steps)
+    ]
     newest = candidates[0].step if candidates else -1
     warnings = [
         f"WARNING {path} cannot be used: {reason}"
@@ -106,10 +106,6 @@ def written_by(job: Job, checkpoint: Checkpoint) -> bool:
     return manifest.get("job_id") == job.id and manifest["options"] == job.checkpoint.options_of_loading()
 
 
-def _ended(job: Job, checkpoint: Checkpoint) -> bool:
-    return checkpoint.manifest.get("job_id") == job.id and checkpoint.step >= job.steps
-
-
 def _refuse_starting_over(job: Job, checkpoint: Checkpoint) -> None:
     """Refuse to exclude train_state when resuming: the run would restart at step 0 in the same folder."""
     if "train_state" in job.checkpoint.exclude_from_loading and not written_by(job, checkpoint):
@@ -135,10 +131,10 @@ def _notes_on_similar_runs(job: Job, run_dir: Path) -> list[str]:
     ]
     last_first = sorted(stopped, key=lambda each: (each / "job.json").stat().st_mtime, reverse=True)
     for index, path in enumerate(last_first[:SIBLINGS]):
-        newest = next(iter(CheckpointFolder(str(path / "checkpoints")).complete(1)[0]), None)
-        names = differing(job, newest) if newest is not None else []
+        newest = _newest(str(path / "checkpoints"))
         if newest is None:
             continue
+        names = differing(job, newest)
         steps = _saved(newest).get("training.steps", 0)
         if not names and steps == job.steps:
             continue
@@ -191,18 +187,13 @@ def show_finished(job: Job, run_dir: Path) -> int:
 def can_resume(job: Job, run_dir: Path) -> bool:
     """Whether the job's own folder has a complete checkpoint (file sizes are checked, contents are not)."""
     config = job.checkpoint
-    if not config.enable or not config.resume:
-        return False
-    return bool(CheckpointFolder(folder_of(job, run_dir)).complete(1)[0])
+    return config.enable and config.resume and _newest(folder_of(job, run_dir)) is not None
 
 
 def refuse_other_numerics(job: Job, checkpoint: Checkpoint, only: str = "") -> None:
     """Check that the job has the numerics of the job that wrote a checkpoint.
 
     Compared are fields whose names begin with ``only``; by default all except ``checkpoint.*``.
-
-    Raises:
-        ConfigError: naming the fields that differ, and the override that permits it.
     """
     allowed = job.checkpoint.allow_changed
     for name in allowed:
@@ -304,7 +295,7 @@ def _initial(job: Job, path: str) -> Checkpoint:
     if job.checkpoint.initial_load_in_hf:
         return Checkpoint(path, {})
     for folder in (path, f"{path.rstrip('/')}/checkpoints"):
-        newest = next(iter(CheckpointFolder(folder).complete(1)[0]), None)
+        newest = _newest(folder)
         if newest is not None:
             break
     else:

@@ -24,9 +24,16 @@ from harness.checkpoint.catalog import (
     remove,
     remove_unfinished,
 )
-from harness.checkpoint.rank_group import RankGroup
 from harness.checkpoint.resume import folder_of
-from harness.checkpoint.state import Exchange, Trained, model_state, optimizer_state, rng_key, rng_state
+from harness.checkpoint.state import (
+    Exchange,
+    RankGroup,
+    Trained,
+    model_state,
+    optimizer_state,
+    rng_key,
+    rng_state,
+)
 from harness.checkpoint.storage import Writer
 from harness.config.job import Job
 from harness.data.loader import Loader, merge_states
@@ -40,25 +47,16 @@ class SaveFailed(MachineError):
 
 @dataclass
 class Account:
-    """Checkpoint statistics of this process.
+    """Checkpoint statistics of this process."""
 
-    Attributes:
-        step: step of the newest checkpoint written; None before the first.
-        saves: number of checkpoints written.
-        failed: number of failed saves.
-        seconds: time that training waited for saves.
-    """
-
-    step: int | None = None
+    step: int | None = None  # of the newest checkpoint written
     saves: int = 0
     failed: int = 0
-    seconds: float = 0.0
+    seconds: float = 0.0  # that training waited for saves
 
 
 @dataclass
 class _BackgroundSave:
-    """A checkpoint that is being written in the background."""
-
     step: int
     written: Future[Any]
     reported: bool = False
@@ -76,15 +74,7 @@ class _Stager(DefaultStager):
 
 
 class Saver:
-    """Writes the checkpoints of one run.
-
-    Attributes:
-        account: statistics of the saves.
-        asks_to_stop: whether too many background saves failed, so that this rank asks the others to stop.
-
-    Raises:
-        ConfigError: async_mode needs pinned memory, and the device is not a GPU.
-    """
+    """Writes the checkpoints of one run."""
 
     def __init__(
         self,
@@ -102,7 +92,7 @@ class Saver:
         if engine.device.type != "cuda":
             self.config.refuse_pinned_memory(f"ranks compute on {engine.device.type}")
         self.account = Account()
-        self.asks_to_stop = False
+        self.asks_to_stop = False  # set after too many failed background saves
         self._failed_in_a_row = 0
         self._background: _BackgroundSave | None = None
         self._stager: _Stager | None = None
@@ -149,13 +139,8 @@ class Saver:
     def save(self, step: int, train_state: dict[str, Any], *, final: bool = False) -> None:
         """Write the checkpoint of a step that was completed, or start to write it in the background.
 
-        Args:
-            step: the step.
-            train_state: the counters, JSON-serializable.
-            final: the run ends after this save: write it before returning, and raise if it fails.
-
-        Raises:
-            SaveFailed: on all ranks: a final save failed, or more than max_failed_saves in a row.
+        A ``final`` save, after which the run ends, is written before returning. SaveFailed is raised on all
+        ranks if a final save fails, or more than max_failed_saves in a row.
         """
         started = time.perf_counter()
         # Try the final save even if the one before failed: there may be space again.
@@ -185,11 +170,7 @@ class Saver:
             self.asks_to_stop = self._failed_in_a_row >= self.config.max_failed_saves
 
     def close(self) -> None:
-        """Wait for the background save and for removals; nothing can be saved afterwards.
-
-        Raises:
-            SaveFailed: the background save failed, and more than max_failed_saves in a row have.
-        """
+        """Wait for the background save and for removals; nothing can be saved afterwards."""
         started = time.perf_counter()
         self._finish_background_save()
         self._purger.shutdown(wait=True)
@@ -215,7 +196,6 @@ class Saver:
         self._purge()
 
     def _start_background_save(self, step: int, manifest: dict[str, Any]) -> None:
-        """Start to copy the state; the copy is then written in the background."""
         if self.engine.device.type == "cuda":
             # The copy runs in a stream of its own, which does not wait for the update.
             torch.cuda.synchronize(self.engine.device)
@@ -260,7 +240,6 @@ class Saver:
         dcp.save(dict(state), storage_writer=Writer(path, manifest), process_group=self.ranks.group)
 
     def _everything(self) -> dict[str, Tensor]:
-        """This rank's part of the complete state."""
         return {
             **model_state(self.engine),
             **optimizer_state(self.engine),
@@ -332,14 +311,14 @@ class Saver:
             self.say(f"WARNING {failure}")
 
     def _purge(self) -> None:
-        if self.ranks.rank == 0:
-            self._purger.submit(self._purge_now)
+        def remove_old() -> None:
+            try:
+                self.folder.purge(self.config.keep_latest_k)
+            except Exception as error:  # the thread would swallow it; no reason to stop the run
+                self.say(f"WARNING an old checkpoint could not be removed: {error}")
 
-    def _purge_now(self) -> None:
-        try:
-            self.folder.purge(self.config.keep_latest_k)
-        except Exception as error:  # the thread would swallow it; no reason to stop the run
-            self.say(f"WARNING an old checkpoint could not be removed: {error}")
+        if self.ranks.rank == 0:
+            self._purger.submit(remove_old)
 
 
 def _failure(step: int, error: BaseException, own_rank: int) -> SaveFailed:

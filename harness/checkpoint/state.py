@@ -6,7 +6,8 @@
     rng.<coordinates>                   random states of the rank at these mesh coordinates, as bytes
 
 Keyed by parameter, optimizer state is resharded like the parameter: over FSDP, tensor parallel and pipeline.
-The optimizer's hyperparameters are not included: they come from the job.
+The optimizer's hyperparameters are not included: they come from the job. ``RankGroup`` has the calls that all
+ranks make, and that fail on all ranks if they fail on one.
 """
 
 from __future__ import annotations
@@ -14,23 +15,106 @@ from __future__ import annotations
 import base64
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from harness.checkpoint.rank_group import RankGroup
+from harness.checkpoint.catalog import DamagedCheckpoint
 from harness.config.job import Job
 from harness.config.model import ModelConfig
 from harness.model.part import ModelPart
 from harness.model.spec import is_buffer
 from harness.parallelism.mesh import Mesh
 from harness.precision.swap import plain
+from harness.util.errors import HarnessError, MachineError, UserError
 
 OPTIMIZER, RNG = "optimizer.", "rng."
 NAMES_SHOWN = 3  # in a warning
+CHECKPOINT_GROUP = "checkpoint"
+T = TypeVar("T")
+
+
+class PeerFailed(MachineError):
+    """Another rank failed; the message is that rank's."""
+
+    kind = "peer"
+
+
+_RAISED: dict[str, type[Exception]] = {"damaged": DamagedCheckpoint, "user": UserError}
+
+
+class RankGroup:
+    """The ranks of a job, with a process group of their own for saving and loading.
+
+    Saving runs in a thread beside training's collectives, and needs a longer timeout than those.
+    """
+
+    def __init__(self, timeout_seconds: int) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.group = dist.new_group(
+            backend="gloo", timeout=timedelta(seconds=timeout_seconds), group_desc=CHECKPOINT_GROUP
+        )
+
+    def on_rank_zero(self, function: Callable[[], T]) -> T:
+        """Call ``function`` on rank 0 and return its result on all ranks."""
+        if self.rank == 0:
+            try:
+                value = function()
+            except BaseException as error:
+                self._broadcast(_sendable(error))
+                raise
+            self._broadcast(("value", value))
+            return value
+        kind, value = self._broadcast(None)
+        if kind == "value":
+            return value
+        raise _RAISED.get(kind, PeerFailed)(value)
+
+    def everywhere(self, function: Callable[[], Any]) -> None:
+        """Call ``function`` on every rank; the first rank's error is raised on all, with that rank.
+
+        It calls no collectives, because another rank may have failed before it.
+        """
+        failure = None
+        try:
+            function()
+        except Exception as error:
+            failure = error
+        found = self.gather(None if failure is None else _sendable(failure))
+        if failure is not None and not isinstance(failure, UserError | DamagedCheckpoint | OSError):
+            raise failure
+        for rank, first in enumerate(found):
+            if first is not None:
+                kind, text = first
+                raise (_RAISED | {"os": OSError}).get(kind, PeerFailed)(f"{text} (rank {rank})") from failure
+
+    def gather(self, value: T) -> list[T]:
+        """Return the values of all ranks, on all ranks."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def _broadcast(self, value: Any) -> Any:
+        box = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(box, src=0, group=self.group)
+        return box[0]
+
+
+def _sendable(error: BaseException) -> tuple[str, str]:
+    """An exception as kind and text, because not every exception can be pickled."""
+    if isinstance(error, HarnessError):
+        return error.kind, str(error)
+    if isinstance(error, DamagedCheckpoint):
+        return "damaged", str(error)
+    return ("os" if isinstance(error, OSError) else "bug"), str(error)
 
 
 class HasWeights(Protocol):

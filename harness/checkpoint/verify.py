@@ -40,19 +40,11 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class ComparedCheckpoint:
-    """Result of comparing one checkpoint.
-
-    Attributes:
-        path: its folder.
-        state: ``ok``, ``damaged``, or ``unfinished`` (its writing never completed).
-        reason: what is wrong.
-        files: number of files read.
-        nbytes: number of bytes read.
-        seconds: duration.
-    """
+    """Result of comparing one checkpoint: what was read, in how many seconds."""
 
     path: str
     state: str
+    """``ok``, ``damaged``, or ``unfinished`` (its writing never completed)."""
     reason: str = ""
     files: int = 0
     nbytes: int = 0
@@ -91,11 +83,7 @@ def verify_all(folders: Sequence[str], *, newest: bool) -> tuple[list[ComparedCh
 
 
 def paths_in(folder: str) -> list[str]:
-    """Paths of the checkpoints in a folder: of a run, of checkpoints, or one checkpoint itself.
-
-    Raises:
-        UserError: there are none, or other software wrote it.
-    """
+    """Paths of the checkpoints in a folder: of a run, of checkpoints, or one checkpoint itself."""
     for each in _checkpoint_folders(folder):
         steps = CheckpointFolder(each).steps()
         if steps:
@@ -143,7 +131,6 @@ def verify(path: str) -> ComparedCheckpoint:
 
 
 def _compare(checkpoint: Checkpoint) -> list[str]:
-    """One line for each file whose content is damaged."""
     fs, root = fsspec.url_to_fs(checkpoint.path)
     files = checkpoint.manifest["files"]
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:

@@ -184,7 +184,7 @@ class TiktokenTokenizer(Tokenizer):
         import tiktoken
 
         special_set = SETS[special]
-        ranks = _parse_ranks(content, file)
+        ranks = parse_ranks(content, file)
         special_ids = {token: len(ranks) + i for i, token in enumerate(special_set.tokens)}
         self.special_ids, self.file = special_ids, file
         self._encoding = tiktoken.Encoding(
@@ -215,7 +215,7 @@ class TiktokenTokenizer(Tokenizer):
         return decode_known(ids, range(self.vocab_size), self._encoding.decode)
 
 
-def _parse_ranks(content: bytes, file: Path) -> dict[bytes, int]:
+def parse_ranks(content: bytes, file: Path) -> dict[bytes, int]:
     """Parse the ranked byte pairs of a tiktoken file: lines of a base64 token, a space and its rank."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(content.splitlines(), start=1):
@@ -266,7 +266,7 @@ def vocabulary_size(config: TokenizerConfig) -> int | None:
         return None
     content = read_tokenizer(config.file)
     if config.kind == "tiktoken":
-        return len(_parse_ranks(content, config.file)) + len(SETS[config.special].tokens)
+        return len(parse_ranks(content, config.file)) + len(SETS[config.special].tokens)
     if config.kind == "huggingface":
         return number_of_ids(content, config.file)
     return SentencePieceTokenizer(content, config.file).vocab_size

@@ -148,7 +148,6 @@ def _record(run_dir: Path, error: Exception, kind: str, code: int) -> NoReturn:
 
 
 def _is_held(run_dir: Path) -> bool:
-    """Whether another process holds the run folder's lock."""
     try:
         with (run_dir / ".lock").open("rb+") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -16,8 +16,8 @@ from harness.config.data_kinds import DATA_KINDS
 from harness.config.job import Job
 from harness.config.mixture import sources_of
 from harness.config.registry import load_attribute
-from harness.run.folder import EVALUATIONS, METRICS, RunFolder
-from harness.run.result import write_json_atomically
+from harness.run.folder import METRICS, RunFolder
+from harness.run.result import EVALUATIONS, write_json_atomically
 from harness.util.errors import ConfigError, DataError, UserError
 from harness.util.files import matching
 
@@ -105,10 +105,9 @@ def _unfinished_siblings(job: Job) -> list[str]:
 
 
 def _numerics_id(run_dir: Path) -> str | None:
-    """``numerics_id`` of the job in a run folder; None if this version cannot read it."""
     try:
         return Job.read(run_dir / "job.json").numerics_id
-    except (FileNotFoundError, UserError):
+    except (FileNotFoundError, UserError):  # this version cannot read it
         return None
 
 
@@ -153,11 +152,6 @@ def require_vocabulary(job: Job) -> None:
     """Check that the job's tokenizer fits into its model's vocabulary, if the tokenizer's file exists here.
 
     For conversations, also check that there is a chat template.
-
-    Raises:
-        ConfigError: it does not fit.
-        DataError: the tokenizer's file is malformed, or missing where the ranks run on this machine; or there
-            is no chat template.
     """
     if job.cluster.is_here and job.tokenizer.has_file:
         from harness.data.tokenizer_base import read_tokenizer

@@ -67,7 +67,6 @@ def launch(job: Job, folder: RunFolder, *, apart: bool = False, ends_process: bo
     together, and with this process.
 
     Args:
-        folder: its run folder, begun.
         apart: run a single rank as a child too, so that this process keeps no state of it.
         ends_process: this process ends with the run's exit code, so ignore stop signals once the ranks have
             ended.
@@ -91,7 +90,6 @@ def launch(job: Job, folder: RunFolder, *, apart: bool = False, ends_process: bo
 
 
 def _run_here(job: Job, folder: RunFolder, started: float) -> int:
-    """Run the only rank in this process; return its exit code."""
     from harness.train.rank import run_rank
 
     os.environ.update(openmp_environment(job))
@@ -100,7 +98,6 @@ def _run_here(job: Job, folder: RunFolder, started: float) -> int:
 
 
 def _run_ranks(job: Job, folder: RunFolder, started: float) -> int:
-    """Start the ranks, wait, record those that ended without recording an error; return the exit code."""
     kills_before = count_memory_kills()
     with StopRequest(raises=False) as stop, rendezvous_store() as port:
         environment = {CONTROLLER: str(os.getpid()), **rank_environment(job, port, started)}
@@ -201,7 +198,7 @@ def run_launched_rank(job: Job, folder: RunFolder, overrides: list[str]) -> NoRe
 
 
 def _rendezvous(job: Job) -> dist.Store:
-    """Return the store that all ranks share before there is a process group."""
+    # The store that all ranks share before there is a process group.
     with importing_torch():
         import torch.distributed as dist
 
@@ -223,7 +220,7 @@ def _rendezvous(job: Job) -> dist.Store:
 def _begin_on_rank_0(
     job: Job, folder: RunFolder, overrides: list[str], rank: int, store: dist.Store | None
 ) -> str:
-    """Begin the run folder on rank 0 while the others wait: none may write into an earlier attempt."""
+    # The other ranks wait: none may write into an earlier attempt.
     if rank != 0 and store is not None:
         return store.get("folder").decode()
     outcome = _BEGUN

@@ -70,10 +70,7 @@ class RankPool:
     def run(self, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Run ``function(*arguments)`` on some ranks with a process group; return each rank's result.
 
-        Args:
-            world_size: number of ranks, at most ``size``.
-            function: importable from the ranks (pickled by reference).
-            arguments: picklable.
+        The function is pickled by reference.
         """
         assert 1 <= world_size <= self.size, f"{world_size} ranks of {self.size}"
         if not self._ranks:

@@ -27,8 +27,8 @@ from harness.launch.state import RunState, read_states, states_in_folders
 from harness.launch.sweep.registry import FILE as SWEEP
 from harness.launch.sweep.registry import Point, Registry, command_of, labels, sets_label, typed_overrides
 from harness.metrics.mfu import mfu
-from harness.run.evaluations import newest
 from harness.run.folder import RunFolder
+from harness.run.result import newest
 from harness.util.encoding import flatten, parse_object
 from harness.util.errors import UserError
 
@@ -38,8 +38,7 @@ MOST_FIELDS = 3
 def names_of(points: Sequence[Point]) -> list[str]:
     """Name each run by the smallest set of overridden fields that distinguishes the runs, with their values.
 
-    Args:
-        points: runs that were started one by one, so their overrides may set different fields.
+    The runs were started one by one, so their overrides may set different fields.
     """
     if len(points) < 2:
         return labels([point.overrides for point in points])
@@ -108,11 +107,7 @@ _PATH = re.compile(r"(?:\w+\.)+(?=\w+=)")
 
 
 def load(folder: Path) -> list[Row]:
-    """Load all rows of a folder with a sweep, runs, one run, or ``results.jsonl``.
-
-    Raises:
-        UserError: the folder has no rows.
-    """
+    """Load all rows of a folder with a sweep, runs, one run, or ``results.jsonl``."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; would work: a folder of runs/, or of experiments/")
     if (folder / SWEEP).is_file():
@@ -130,7 +125,7 @@ def load(folder: Path) -> list[Row]:
 
 
 def _run_folders(folder: Path, levels: int = 4) -> list[Path]:
-    """Return the folder itself if it has a job, else the run folders below it. Run folders are not nested."""
+    # Run folders are not nested.
     if (folder / "job.json").is_file():
         return [folder]
     if not levels:
@@ -224,7 +219,7 @@ def fastest_first(rows: Iterable[Row]) -> list[Row]:
 
 
 def _range_of_steps(row: Row) -> tuple[float | None, float | None]:
-    """Return the 10th and 90th percentile of steps' tokens/s/rank; for older rows, from step seconds."""
+    # The 10th and 90th percentile of steps' tokens/s/rank; for older rows, from step seconds.
     low, high = row.get("window.tokens_per_second_p10"), row.get("window.tokens_per_second_p90")
     fast, slow = row.get("window.step_seconds_p10"), row.get("window.step_seconds_p90")
     if low is None and fast and slow:
@@ -274,27 +269,18 @@ def read_kept(folder: Path) -> list[Row]:
 def keep(folder: Path, rows: Iterable[Row]) -> Path:
     """Write ``results.jsonl`` without fields that are specific to a machine; return its path."""
     path = folder / KEPT
-    labels = _labels()
-    text = "".join(json.dumps(_kept(row, labels)) + "\n" for row in rows)
-    path.write_text(text)
-    return path
-
-
-def _kept(row: Row, labels: frozenset[str]) -> Row:
+    fields = [name for name, role, _ in leaves(Job()) if role == LABEL and not name.startswith("cluster.")]
+    left_out = {*_NOT_KEPT, *(f"job.{name}" for name in fields if name not in ("name", "model.name"))}
     dropped = ("predicted.", "expected.", "published.", "delta.", "checkpoint.")
-    return {
-        key: value
-        for key, value in row.items()
-        # Keep None for job fields: it is a value, and may differ from the default.
-        if (value is not None or key.startswith("job.")) and not key.startswith(dropped)
-        if key not in _NOT_KEPT and key not in labels
-    }
-
-
-def _labels() -> frozenset[str]:
-    names = (name for name, role, _ in leaves(Job()) if role == LABEL)
-    return frozenset(
-        f"job.{name}"
-        for name in names
-        if not name.startswith("cluster.") and name not in ("name", "model.name")
+    kept = (
+        {
+            key: value
+            for key, value in row.items()
+            # Keep None for job fields: it is a value, and may differ from the default.
+            if (value is not None or key.startswith("job.")) and not key.startswith(dropped)
+            if key not in left_out
+        }
+        for row in rows
     )
+    path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+    return path

@@ -32,7 +32,6 @@ def submit(job: J, writer: ShardWriter, module: str, workers: int) -> int:
 
     Args:
         job: the job, with the part ``writer.verb``.
-        writer: of the folder.
         module: of a task, which gets a folder whose name is its shard.
         workers: processes of a task.
     """
@@ -82,7 +81,6 @@ def run_task(module: str, job_class: type, writer_of: Callable[[Any], ShardWrite
 
 
 def _run(options: argparse.Namespace, job_class: type, writer_of: Callable[[Any], ShardWriter]) -> int:
-    """Write the shard; return the exit code."""
     if options.setup_failed is not None:
         raise UserError(f"cluster.setup={options.line.strip()}: ended with exit code {options.setup_failed}")
     folder = Path(options.folder or folder_of_task(options.list))

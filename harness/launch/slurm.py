@@ -7,11 +7,15 @@ again by hand: ``sbatch RUN_DIR/slurm/job.sh``.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -21,9 +25,9 @@ from typing import Any
 from harness.config.cluster import ClusterConfig
 from harness.config.job import Job
 from harness.launch.queue import NoSlurm, partition_minutes, require_slurm, submit_script
-from harness.launch.snapshot import snapshot_path, take_snapshot
 from harness.launch.state import SlurmJobRecord
-from harness.util.errors import ConfigError
+from harness.util import PACKAGE
+from harness.util.errors import DISK_FULL, ConfigError, MachineError, UserError
 from harness.util.files import write_atomically
 
 
@@ -99,10 +103,9 @@ def _environment(config: ClusterConfig) -> dict[str, Any]:
 
 
 def device_hours(job: Job) -> float | None:
-    """Return the maximum cost of a job until its time limit: of its ranks, or of its nodes if exclusive.
+    """Return the maximum device-hours of a job until its time limit: of its ranks, or nodes if exclusive.
 
-    Returns:
-        device-hours; None if the time limit is the partition's and there is no SLURM here to read it from.
+    None if the time limit is the partition's and there is no SLURM here to read it from.
     """
     config = job.cluster
     nodes, ranks_per_node = config.nodes_for(job.world_size)
@@ -153,11 +156,10 @@ class Submission:
         self._stem = "job" if self.run_dirs == [self.home] else Path(name).name
 
     def script(self, *, planned: bool = False) -> str:
-        """Return the sbatch script.
+        """Return the sbatch script; if ``planned``, for a run folder that does not exist yet.
 
-        Args:
-            planned: the run folder does not exist yet, so SLURM's log goes into the working folder. SLURM
-                opens the log before it starts the script; if it cannot, the job fails silently.
+        Then SLURM's log goes into the working folder: SLURM opens it before it starts the script, and if it
+        cannot, the job fails silently.
         """
         from submitit.slurm.slurm import _make_sbatch_string
 
@@ -220,7 +222,8 @@ class Submission:
             write_atomically(self._list_path, "".join(f"{path}\n" for path in self.run_dirs).encode())
         write_atomically(self.script_path, self.script().encode())
         self.is_sent = True
-        number = self._sbatch()
+        with _environment_for_submitting(self.shape):
+            number = submit_script(self.script_path)
         ids = [f"{number}_{job_record.index}" if self.is_array else number for job_record in job_records]
         for run_dir, job_record, ident in zip(self.run_dirs, job_records, ids, strict=True):
             # The job may have started meanwhile and written a newer record.
@@ -228,13 +231,7 @@ class Submission:
                 replace(job_record, job_id=ident).write(run_dir)
         return ids
 
-    def _sbatch(self) -> str:
-        """Submit the script; return the job's number."""
-        with _environment_for_submitting(self.shape):
-            return submit_script(self.script_path)
-
     def _setup(self) -> list[str]:
-        """Return the script's lines before its command."""
         needed = self._list_path if self.is_array else self.run_dirs[0] / "job.json"
         missing = f"error: {needed} is missing: submit the job with the harness, and without cluster.dry_run"
         lines = [
@@ -305,3 +302,78 @@ def _environment_for_submitting(shape: Shape) -> Iterator[None]:
     with clean_env():
         os.environ.update(kept)
         yield
+
+
+# Modules, configurations of an installed package, and tokenizers. Other files are not copied.
+_COPIED = (".py", ".yaml", ".model")
+LARGEST_BYTES = 10_000_000
+_WORKS = "would work: a place outside of the package, or cluster.snapshot=false"
+
+
+def snapshot_path(home: Path) -> Path:
+    """Return the folder for a copy of the current code, ``home/code/<digest>``, to be put on PYTHONPATH."""
+    digest = hashlib.sha256()
+    for path, content in _code(PACKAGE).items():
+        digest.update(f"{path}\0{len(content)}\0".encode() + content)
+    return home.absolute() / "code" / digest.hexdigest()[:12]
+
+
+def take_snapshot(home: Path) -> Path:
+    """Copy the ``harness`` package to ``snapshot_path(home)`` unless it exists; return the folder."""
+    target = snapshot_path(home)
+    try:
+        if not target.is_dir():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            # Nobody else can enter the temporary folder while files have not yet their permissions.
+            with tempfile.TemporaryDirectory(dir=target.parent, prefix=".") as temporary:
+                _write_copy(Path(temporary) / "copy" / PACKAGE.name)
+                os.rename(Path(temporary) / "copy", target)
+    except OSError as error:
+        if target.is_dir():
+            return target  # another process was quicker
+        if error.errno in DISK_FULL:
+            raise MachineError(f"{target}: the code cannot be copied: disk full or quota exceeded") from None
+        raise UserError(f"{target}: the code cannot be copied: {error}") from None
+    return target
+
+
+def _write_copy(copy: Path) -> None:
+    folders: set[Path] = set()
+    for path, content in _code(PACKAGE).items():
+        (copy / path).parent.mkdir(parents=True, exist_ok=True)
+        (copy / path).write_bytes(content)
+        shutil.copymode(PACKAGE / path, copy / path)
+        folders |= set(path.parents)
+    for folder in folders:
+        (copy / folder).chmod(stat.S_IMODE((PACKAGE / folder).stat().st_mode) | stat.S_IRWXU)
+
+
+def _fail(error: OSError) -> None:
+    raise error
+
+
+@functools.cache
+def _code(package: Path) -> dict[Path, bytes]:
+    """Read the code once, so that a copy matches its digest, by paths in the package.
+
+    Refuse symbolic links, which may point anywhere, and large files, by name.
+    """
+    found = {}
+    try:
+        for folder, folders, files in os.walk(package, onerror=_fail):
+            folders[:] = sorted(name for name in folders if name != "__pycache__" and name[0] != ".")
+            known = sorted(name for name in files if name.endswith(_COPIED) and name[0] != ".")
+            for path in (Path(folder) / name for name in (*folders, *known)):
+                if path.is_symlink():
+                    raise UserError(f"{path}: snapshots of the code do not follow symbolic links; {_WORKS}")
+                size = path.stat().st_size
+                if path.is_file() and size > LARGEST_BYTES:
+                    raise UserError(
+                        f"{path}: has {size / 1e6:.0f} MB; snapshots of the code copy files of at most "
+                        f"{LARGEST_BYTES / 1e6:.0f} MB; {_WORKS}"
+                    )
+                if path.is_file():
+                    found[path.relative_to(package)] = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{package}: the code cannot be read for a snapshot: {error}; {_WORKS}") from None
+    return found

@@ -193,7 +193,6 @@ def _end(folder: RunFolder, *, is_taken: bool = False) -> None:
 def _run_ranks(
     job: Job, folder: RunFolder, allocation: Allocation, started: float, received: Received
 ) -> int:
-    """Start the ranks, wait, record those that ended without recording an error; return an exit code."""
     logs = folder.path / "logs"
     with rendezvous_store() as port, (logs / SRUN_LOG).open("ab") as log:
         if "OMP_NUM_THREADS" not in job.cluster.env:

@@ -21,11 +21,7 @@ POLL_SECONDS, QUEUE_SECONDS = 1.0, 5.0
 
 
 def submit_one(job: Job, folder: RunFolder, overrides: list[str]) -> int:
-    """Submit one job, or show what would be submitted; return the exit code.
-
-    Raises:
-        UserError: there is no SLURM here, it refuses the job, or its cost was not confirmed.
-    """
+    """Submit one job, or show what would be submitted; return the exit code."""
     submission = Submission([job], [folder.path], folder.path, f"{job.name}.{job.id}")
     if job.cluster.dry_run:
         script = submission.script(planned=True)
@@ -127,7 +123,7 @@ def cost_in_words(jobs: list[Job]) -> str:
     unit = "rank-hours" if jobs[0].cluster.device == "cpu" else "GPU-hours"
     kinds = sorted({job.cluster.accelerator for job in jobs if job.cluster.accelerator})
     of = f" ({', '.join(kinds)})" if kinds else ""
-    hours = _hours(jobs)
+    hours = summed(map(device_hours, jobs))
     if hours is None:
         return f"{unit} up to the partition's time limit, which is not known here{of}"
     price = None if unit == "rank-hours" else summed(map(_dollars, jobs))
@@ -135,20 +131,13 @@ def cost_in_words(jobs: list[Job]) -> str:
 
 
 def _dollars(job: Job) -> float | None:
-    """Return the maximum price of a job; None if it or the time limit is unknown."""
-    price = job.cluster.dollars_per_gpu_hour
-    hours = None if price is None else device_hours(job)
+    price, hours = job.cluster.dollars_per_gpu_hour, device_hours(job)
     return None if price is None or hours is None else price * hours
-
-
-def _hours(jobs: list[Job]) -> float | None:
-    """Return the maximum device-hours of jobs; None if a time limit is unknown."""
-    return summed(map(device_hours, jobs))
 
 
 def confirm(jobs: list[Job]) -> None:
     """Ask for confirmation if jobs may cost more than ``cluster.confirm_gpu_hours``."""
-    limit, hours = min(job.cluster.confirm_gpu_hours for job in jobs), _hours(jobs)
+    limit, hours = min(job.cluster.confirm_gpu_hours for job in jobs), summed(map(device_hours, jobs))
     if hours is None:
         raise ConfigError(
             "cluster.time", None, "there is no scontrol here to read the partition's limit from", "4:00:00"
@@ -167,7 +156,7 @@ def confirm(jobs: list[Job]) -> None:
 
 
 def queued(run_dir: Path) -> Queued | None:
-    """Return a run's job in SLURM's queue, or None."""
+    """Return a run's job in SLURM's queue."""
     job_record = SlurmJobRecord.read(run_dir)
     return None if job_record is None else job_record.find(jobs())
 

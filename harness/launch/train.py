@@ -62,7 +62,7 @@ def _refuse_torchrun() -> None:
 
 
 def _checked(point: Composed, passed: set[str]) -> Composed:
-    """Return the point, without its job if its data cannot be used as it is."""
+    # Without its job if its data cannot be used as it is.
     try:
         if point.job is not None:
             require_vocabulary(point.job)

@@ -1,4 +1,8 @@
-"""``result.json``: one flat row per run, with the versions and the commit of its code."""
+"""Rows of a run, without torch.
+
+``result.json`` is one flat row, with the versions and the commit of the code; ``evaluations.jsonl`` beside it
+has a flat row for each evaluated task.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,17 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from harness.config.training import short_name
 from harness.metrics.columns import Metric
 from harness.util import __version__
 from harness.util.encoding import dumps, flatten, parse_object
 from harness.util.files import write_atomically
 
+EVALUATIONS = "evaluations.jsonl"
 _PACKAGES = ("torch", "torchao", "triton", "numpy", "wandb", "hydra-core")
 _GIT_SECONDS = 20
 _NUMBER = (int, float)
@@ -89,10 +96,7 @@ def _version(package: str) -> str | None:
 
 
 def git_commit(path: Path) -> dict[str, str | bool | None]:
-    """Return the commit of the repository that contains ``path``.
-
-    Args:
-        path: an existing folder.
+    """Return the commit of the repository that contains a folder.
 
     Returns:
         ``commit``: the full hash, and ``dirty``: whether tracked or untracked files differ from it (ignored
@@ -121,3 +125,59 @@ def _git(folder: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
+
+
+PREFIX = "evaluation"
+"""First part of a column's name: ``evaluation.<task>.<metric>``."""
+
+ABOUT = (
+    *("checkpoint", "step", "model", "seq_len", "stride", "limit"),
+    *("precision", "layout", "time", "code"),
+)
+"""Fields of a row that are not metrics; ``code.*`` are versions of packages."""
+
+COUNTS = ("documents", "tokens", "bytes", "examples", "versions", "n-shot")
+"""Metrics that are not results."""
+
+Metrics = dict[str, Any]
+
+
+def columns(task: str, metrics: Metrics) -> dict[str, Any]:
+    """The numbers of a task as columns."""
+    return {
+        f"{PREFIX}.{short_name(task)}.{name}": value
+        for name, value in metrics.items()
+        if isinstance(value, int | float)
+    }
+
+
+def newest(run_dir: Path) -> dict[str, Any]:
+    """Columns of the newest row of each task beside a run; lines that cannot be read are left out."""
+    found: dict[str, Any] = {}
+    try:
+        lines = (run_dir / EVALUATIONS).read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError):
+        return found
+    latest: dict[str, Metrics] = {}
+    for line in lines:
+        try:
+            row = parse_object(line)
+        except ValueError:
+            continue
+        if isinstance(row.get("task"), str):
+            latest[row["task"]] = row
+    for task, row in latest.items():
+        found |= columns(task, {name: row[name] for name in row if name.split(".")[0] not in ABOUT})
+    return found
+
+
+def evaluated_columns(rows: Sequence[Metrics]) -> list[str]:
+    """Names of the evaluation columns that any row has, without numbers of examples, tokens and bytes."""
+    names = dict.fromkeys(name for row in rows for name in row if name.startswith(f"{PREFIX}."))
+    return [name for name in names if name.rpartition(".")[2] not in COUNTS]
+
+
+def shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4f}"
+    return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)

@@ -28,6 +28,8 @@ from harness.util.errors import EXIT_OK, ConfigError, UserError
 from harness.weights.detect import WeightFolder, choose_model, choose_tokenizer, find_source, open_source
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from harness.weights.format import WeightFormat
     from harness.weights.source import Source
 
@@ -64,20 +66,15 @@ class ConvertConfig:
     """With format=hf: most GB (10^9 bytes) per file of weights."""
 
     def validate(self) -> None:
-        """Check every field, and that the target does not exist.
-
-        Raises:
-            ConfigError: a value is not allowed.
-        """
+        """Check every field, and that the target does not exist."""
         if not self.source:
             raise ConfigError("convert.source", self.source, "must be given", "a folder with weights")
         if not self.target:
             raise ConfigError("convert.target", self.target, "must be given", "a path that does not exist")
         target, path = self.target, Path(self.target)
         if path.is_dir() and self.format == "torch":
-            raise ConfigError(
-                "convert.target", target, "is a folder; format=torch writes a file", f"{target}/model.pt"
-            )
+            rule = "is a folder; format=torch writes a file"
+            raise ConfigError("convert.target", target, rule, f"{target}/model.pt")
         is_new = not os.path.lexists(path) or (path.is_dir() and not any(path.iterdir()))
         if path.is_symlink() or not is_new:
             raise ConfigError("convert.target", target, "already exists", "a path that does not exist")
@@ -120,16 +117,9 @@ def _convert(
 ) -> None:
     import torch
 
-    from harness.checkpoint.state import non_finite_warning
+    from harness.checkpoint.state import is_finite, non_finite_warning
     from harness.train.process import keep_freed_memory
-    from harness.weights.source import (
-        atomic_target,
-        cast,
-        progress,
-        record_non_finite,
-        total_bytes,
-        with_progress,
-    )
+    from harness.weights.source import atomic_target, cast, progress, total_bytes, watched
 
     keep_freed_memory()
     started = time.monotonic()
@@ -144,11 +134,17 @@ def _convert(
     # cast rounds float32 values once.
     source = open_source(found, model, "float32" if config.dtype else "bfloat16")
     not_finite: list[str] = []
-    source = record_non_finite(source, not_finite)
+
+    def look(name: str, tensor: Tensor) -> None:
+        if not is_finite(tensor):
+            not_finite.append(name)
+
+    source = watched(source, look)
     source = cast(source, getattr(torch, config.dtype) if config.dtype else None)
     nbytes = total_bytes(source)
     with atomic_target(target, nbytes) as temporary, progress(nbytes) as advance:
-        remark = _write(config, found, model, tokenizer, with_progress(source, advance), temporary)
+        shown = watched(source, lambda _, tensor: advance(tensor.nbytes))
+        remark = _write(config, found, model, tokenizer, shown, temporary)
     seconds = time.monotonic() - started
     _print(
         f"{len(source.tensors)} tensors, {nbytes / 1e9:.3f} GB in {seconds:.1f} s "
@@ -190,7 +186,7 @@ def _write(
 def model_manifest(
     found: WeightFolder, model: ModelConfig, tokenizer: TokenizerConfig | None
 ) -> dict[str, Any]:
-    """Manifest of a converted checkpoint; ``tokenizer`` is null if unknown."""
+    """Manifest of a converted checkpoint."""
     return {
         "step": found.manifest.get("step", 0),
         "holds": "model",

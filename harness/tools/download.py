@@ -13,6 +13,7 @@ import re
 import shlex
 import signal
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -88,11 +89,7 @@ class DownloadJob:
         return Path(self.to).expanduser() if self.to else ASSETS / str(self.repo)
 
     def validate(self) -> None:
-        """Check every field without contacting the hub.
-
-        Raises:
-            ConfigError: a value is not allowed.
-        """
+        """Check every field without contacting the hub."""
         if not self.repo:
             raise ConfigError("repo", self.repo, "must be given", "Qwen/Qwen3-8B")
         if not _REPO.fullmatch(self.repo):
@@ -108,11 +105,7 @@ class DownloadJob:
 
 
 def choose(job: DownloadJob, repository: Repository) -> list[RemoteFile]:
-    """Select the files of the repository to download.
-
-    Raises:
-        UserError: the repository has no files of a requested kind.
-    """
+    """Select the files of the repository to download."""
     by_kind = {kind: _of_kind(kind, repository) for kind in PATTERNS}
     for kind in job.kinds:
         # A model of one file needs no index.
@@ -132,11 +125,8 @@ def _of_kind(kind: str, repository: Repository) -> list[RemoteFile]:
     found = []
     for pattern in PATTERNS[kind]:
         # A pattern without a folder matches top-level files only.
-        found += [
-            file
-            for file in repository.files
-            if fnmatchcase(file.name, pattern) and file.name.count("/") == pattern.count("/")
-        ]
+        named = [file for file in repository.files if file.name.count("/") == pattern.count("/")]
+        found += [file for file in named if fnmatchcase(file.name, pattern)]
         if found and kind == "weights":
             break
     return found
@@ -163,34 +153,21 @@ def download(job: DownloadJob, overrides: list[str]) -> int:
     return EXIT_OK
 
 
-_UNKNOWN = "model=NAME"
-
-
 def next_commands(job: DownloadJob) -> list[str]:
     """The commands to run next with the files in the folder."""
     folder, config = job.folder, _config(job.folder)
     tokenizer = _tokenizer_overrides(folder, config)
     if "weights" not in job.kinds:
         return [_command("train", *tokenizer)] if "tokenizer" in job.kinds and tokenizer else []
-    option = _model_option(config) if config else None
-    model = [f"model={option}"] if option else _from_config(folder)
+    model = _model_overrides(folder, config)
     target = f"{folder}-dcp/step-0"
     lines = [
         _command("convert", *model, f"convert.source={folder}", f"convert.target={target}"),
         _command("train", *model, *tokenizer, f"checkpoint.initial_load_path={target}"),
     ]
-    if model == [_UNKNOWN]:
+    if model == ["model=NAME"]:
         lines.append("note: no option of conf/model describes this model; write conf/model/NAME.yaml first")
     return lines
-
-
-def _from_config(folder: Path) -> list[str]:
-    """Overrides that take the model from the downloaded config.json, if its family is supported."""
-    try:
-        model_from_config(str(folder))
-    except UserError:
-        return [_UNKNOWN]
-    return ["model=from_config", f"model.path={folder}"]
 
 
 def _command(verb: str, *overrides: str) -> str:
@@ -198,20 +175,20 @@ def _command(verb: str, *overrides: str) -> str:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    """Content of config.json; empty if there is none."""
     file = folder / CONFIG
     return read_object(file) if file.is_file() else {}
 
 
-def _model_option(config: dict[str, Any]) -> str | None:
-    """The option of conf/model that a config.json describes."""
-    for option, values in option_values("model").items():
-        try:
+def _model_overrides(folder: Path, config: dict[str, Any]) -> list[str]:
+    """Overrides with the option of conf/model that a config.json describes, or else with the file itself."""
+    for option, values in option_values("model").items() if config else ():
+        with suppress(UserError):  # another model
             check_hf_config(from_dict(ModelConfig, values), config)
-        except UserError:
-            continue  # another model
-        return option
-    return None
+            return [f"model={option}"]
+    with suppress(UserError):  # of no supported family
+        model_from_config(str(folder))
+        return ["model=from_config", f"model.path={folder}"]
+    return ["model=NAME"]
 
 
 def _tokenizer_overrides(folder: Path, config: dict[str, Any]) -> list[str]:

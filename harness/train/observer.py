@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.checkpoint.rank_group import RankGroup
+from harness.checkpoint.state import RankGroup
 from harness.config.job import Job
 from harness.config.training import Sizes
 from harness.data.loader import Loader

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from harness.checkpoint.rank_group import CHECKPOINT_GROUP
+from harness.checkpoint.state import CHECKPOINT_GROUP
 from harness.config.cluster import count_gpus
 from harness.config.job import Job
 from harness.metrics.mfu import Peak, peak_of

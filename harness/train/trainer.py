@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from harness.checkpoint.load import CheckpointLoader
-from harness.checkpoint.rank_group import RankGroup
 from harness.checkpoint.save import SaveFailed, Saver
+from harness.checkpoint.state import RankGroup
 from harness.config.job import Job
 from harness.data.prefetch import Prefetcher
 from harness.data.tokenizer import build_tokenizer

@@ -47,16 +47,11 @@ STRETCHING: dict[str, dict[str, tuple[str, object]]] = {
 
 # Fields that only affect training.
 _TRAINING = ("embedding_std", "moe.aux_loss_coeff", "mtp.loss_weight")
-_MUP = ("mup.base_dim", "mup.base_widths")
-"""A part of the weights in files (``harness.weights.source``)."""
+_MUP = ("mup.base_dim", "mup.base_widths")  # a part of the weights in files (harness.weights.source)
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """Read the object in a JSON file that must exist.
-
-    Raises:
-        UserError: the file is missing, cannot be read, or contains no JSON object.
-    """
+    """Read the object in a JSON file that must exist."""
     try:
         return encoding.read_object(file)
     except FileNotFoundError:
@@ -76,10 +71,18 @@ def _checked_family(model: ModelConfig) -> Family:
     if family.is_mixture and not model.moe.enabled:
         rule = f"checkpoints of model.family={family.name} have experts"
         raise ConfigError("model.moe.num_experts", 0, rule, "at least 1")
-    in_config = _fields_in_config(family, model)
-    for name, value in relevant(model):
-        if not _has_field(family, in_config, name, value):
-            raise _has_no_field(family, model, name, value)
+    for name, value in _unstored(family, model):
+        able = [
+            f"model.family={each.name}"
+            for each in FAMILIES.values()
+            if _required(each, "architecture") == model.architecture
+            and name not in dict(_unstored(each, model))
+        ]
+        lacks = "cannot store it"
+        if name == "moe.balance_coeff":
+            lacks = f"have no place for layers.{model.expert_layers[0]}.moe.balance_bias"
+        rule = f"checkpoints of model.family={family.name} {lacks}"
+        raise ConfigError(f"model.{name}", value, rule, [_typed(_required(family, name)), *able])
     return family
 
 
@@ -104,28 +107,13 @@ def relevant(model: ModelConfig) -> Iterator[tuple[str, object]]:
             yield name, value
 
 
-def _has_no_field(family: Family, model: ModelConfig, name: str, value: object) -> ConfigError:
-    able = [
-        f"model.family={each.name}"
-        for each in FAMILIES.values()
-        if _required(each, "architecture") == model.architecture
-        and _has_field(each, _fields_in_config(each, model), name, value)
-    ]
-    lacks = "cannot store it"
-    if name == "moe.balance_coeff":
-        lacks = f"have no place for layers.{model.expert_layers[0]}.moe.balance_bias"
-    rule = f"checkpoints of model.family={family.name} {lacks}"
-    return ConfigError(f"model.{name}", value, rule, [_typed(_required(family, name)), *able])
-
-
-def _fields_in_config(family: Family, model: ModelConfig) -> set[str | None]:
-    return {field.ours for field in family.config_fields(model)}
-
-
-def _has_field(family: Family, in_config: set[str | None], name: str, value: object) -> bool:
-    is_rope = name.startswith("rope.") and name != "rope.interleaved"
-    free = is_rope or name in in_config or name in family.kept
-    return free or value == _required(family, name)
+def _unstored(family: Family, model: ModelConfig) -> Iterator[tuple[str, object]]:
+    """The fields of a model that a family's files have no place for, with their values."""
+    stored = {*(field.ours for field in family.config_fields(model)), *family.kept}
+    for name, value in relevant(model):
+        is_rope = name.startswith("rope.") and name != "rope.interleaved"
+        if not is_rope and name not in stored and value != _required(family, name):
+            yield name, value
 
 
 def _required(family: Family, name: str) -> object:
@@ -140,11 +128,7 @@ def hf_config(model: ModelConfig, *, dtype: str, bos_id: int | None, eos_id: int
     """The content of a config.json from which transformers (or diffusers) builds the same model.
 
     Rotation and dtype are written twice: transformers 4.x reads ``rope_theta``, ``rope_scaling`` and
-    ``torch_dtype``, and 5.x writes ``rope_parameters`` and ``dtype``. ``dtype`` is torch's name of the stored
-    weights' dtype; the ids are those of the tokens that begin and end a document.
-
-    Raises:
-        ConfigError: the family's files cannot represent the model, or transformers cannot build it.
+    ``torch_dtype``, and 5.x writes ``rope_parameters`` and ``dtype``.
     """
     family = family_of(model)
     if family.unbuildable is not None:
@@ -172,8 +156,6 @@ def hf_config(model: ModelConfig, *, dtype: str, bos_id: int | None, eos_id: int
 
 @dataclass(frozen=True)
 class _Fact:
-    """A comparison: our field and value, their field and value."""
-
     field: str
     value: object
     hf_field: str
@@ -186,20 +168,16 @@ class _Fact:
 
 
 def _typed(value: object) -> str:
-    """The value as in YAML and JSON; long lists are truncated."""
     if isinstance(value, list) and len(value) > _SHOWN_ITEMS:
         return f"{json.dumps(value[:_SHOWN_ITEMS])[:-1]}, ...]"
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def check_hf_config(model: ModelConfig, found: Mapping[str, Any]) -> None:
-    """Check that a config.json describes ``model``.
+    """Check that a config.json describes ``model``; UserError names every field that differs.
 
     It may be written by transformers 4.x (``rope_theta``, ``rope_scaling``) or 5.x (``rope_parameters``);
     missing fields have transformers' defaults.
-
-    Raises:
-        UserError: one line with every field that differs, or a value that the decoder does not support.
     """
     family = _checked_family(model)
     found = decoder_part(family, found)
@@ -285,16 +263,11 @@ def rope_scaling_of(model: ModelConfig) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class FoundRope:
-    """The rotation in a config.json.
-
-    Attributes:
-        theta: base of the wavelengths.
-        scaling: our name of the scaling, or theirs if we do not have it.
-        fields: fields of the scaling, by their names.
-    """
+    """The rotation in a config.json: the base of its wavelengths, and its scaling's fields by their names."""
 
     theta: object
     scaling: object
+    """Our name of the scaling, or theirs if we do not have it."""
     fields: Mapping[str, Any]
 
     def values(self) -> dict[str, tuple[str, object]]:
@@ -335,11 +308,7 @@ _MOST, _MOST_OF_ANY = {"n_layers": 10_000}, 2**40
 
 
 def model_from_config(path: str) -> ModelConfig:
-    """Read the model that a config.json, or its folder, describes, resolved and checked against it.
-
-    Raises:
-        UserError: the file cannot be read, or the decoder cannot be this model.
-    """
+    """Read the model that a config.json, or its folder, describes, resolved and checked against it."""
     file = Path(path) / CONFIG if os.path.isdir(path) else Path(path)
     # Reading a device file may never end.
     if os.path.exists(file) and not os.path.isfile(file):
@@ -368,7 +337,6 @@ def _family(content: Mapping[str, Any]) -> Family:
 
 
 def _read(family: Family, found: Mapping[str, Any]) -> ModelConfig:
-    """Read the model, without resolving it."""
     unknown = [each.name for each in dataclasses.fields(ModelConfig) if each.default == "???"]
     numbers: dict[str, Any] = {name: 1 for name in unknown if name != "name"}  # config_fields needs a value
     model = ModelConfig(family=family.name, **numbers)

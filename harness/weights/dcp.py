@@ -37,15 +37,7 @@ def average_of(name: str) -> str:
 class DistributedSource:
     """The weights in a DCP checkpoint; the optimizer and other content are ignored.
 
-    Args:
-        path: the checkpoint's folder or fsspec URL.
-        manifest: its manifest; empty for a checkpoint of other software.
-        model: the expected model.
-        ema: read the moving average of the weights (``WeightFolder.averaged``).
-
-    Raises:
-        DamagedCheckpoint: the checkpoint is damaged.
-        UserError: it holds another model.
+    The manifest of a checkpoint of other software is empty; ``ema`` is ``WeightFolder.ema``.
     """
 
     def __init__(

@@ -34,21 +34,16 @@ _SETS_ANY_GROUP = ("experiment", "sweep")
 
 @dataclass(frozen=True)
 class WeightFolder:
-    """The detected source.
-
-    Attributes:
-        kind: ``hf``, ``dcp`` (ours), or the name of another software's format (``WEIGHT_FORMATS``).
-        path: folder of the weights, a path or an fsspec URL.
-        manifest: the checkpoint's manifest; empty if the harness did not write it.
-        notes: lines for the user about checkpoints that were skipped.
-        ema: whether the moving average of the weights is meant, and not the weights.
-    """
+    """The detected source, a path or an fsspec URL; the manifest is empty if the harness did not write it."""
 
     kind: str
+    """``hf``, ``dcp`` (ours), or the name of another software's format (``WEIGHT_FORMATS``)."""
     path: str
     manifest: dict[str, Any]
     notes: tuple[str, ...] = ()
+    """Lines for the user about checkpoints that were skipped."""
     ema: bool = False
+    """Whether the moving average of the weights is meant, and not the weights."""
 
     def averaged(self, field: str) -> WeightFolder:
         """Return the moving average of the weights (``optimizer.ema_decay``) in place of the weights.
@@ -66,18 +61,15 @@ class WeightFolder:
 def find_source(source: str, field: str = "convert.source") -> WeightFolder:
     """Detect the format of the weights in a folder, or of the newest complete checkpoint of a run folder.
 
-    ``field`` is the field of the job that has the path, for messages.
-
-    Raises:
-        UserError: there are no weights in a known format.
-        DamagedCheckpoint: the checkpoint is incomplete.
+    ``field`` is the field of the job that has the path, for messages. UserError if there are no weights in a
+    known format, DamagedCheckpoint if the checkpoint is incomplete.
     """
     for folder in (CheckpointFolder(f"{source}/checkpoints"), CheckpointFolder(source)):
         if folder.steps():
             complete, wrong = folder.complete()
             if not complete:
-                path, reason = next(iter(wrong.items()))
-                rule = f"none of its {len(wrong)} checkpoints is complete; {path}: {reason}"
+                first, reason = next(iter(wrong.items()))
+                rule = f"none of its {len(wrong)} checkpoints is complete; {first}: {reason}"
                 raise UserError(f"{folder.path}: {rule}")
             notes = tuple(f"{path} is skipped: {reason}" for path, reason in wrong.items())
             return dataclasses.replace(_of_checkpoint(complete[0], field), notes=notes)
@@ -102,10 +94,8 @@ def find_source(source: str, field: str = "convert.source") -> WeightFolder:
 
 
 def _of_other_software(source: str) -> WeightFolder | None:
-    for name, each in weight_formats().items():
-        if each.recognizes(source):
-            return WeightFolder(name, source, {})
-    return None
+    names = (name for name, each in weight_formats().items() if each.recognizes(source))
+    return next((WeightFolder(name, source, {}) for name in names), None)
 
 
 def _of_checkpoint(checkpoint: Checkpoint, field: str) -> WeightFolder:
@@ -116,17 +106,11 @@ def _of_checkpoint(checkpoint: Checkpoint, field: str) -> WeightFolder:
 
 
 def choose_model(job: Job, overrides: list[str], found: WeightFolder) -> ModelConfig:
-    """The model of the source: the manifest's, or the one in the overrides.
-
-    Raises:
-        ConfigError: the overrides contradict the manifest.
-        UserError: neither names a model.
-    """
+    """The model of the source: the manifest's, or the one in the overrides, which must not contradict it."""
     typed = _typed(overrides, "model")
     if not found.manifest.get("model"):
         if not typed:
-            works = "model=NAME, an option of conf/model"
-            raise UserError(f"{found.path}: does not record its model; would work: {works}")
+            raise _no_model(found)
         return job.model
     stored = ModelConfig.from_stored(found.manifest["model"])
     theirs = {name: value for name, role, value in named_fields(stored) if role != LABEL}
@@ -171,12 +155,11 @@ def _covers(typed: list[str], name: str) -> bool:
 
 def open_source(found: WeightFolder, model: ModelConfig, dequantized: str = "bfloat16") -> Source:
     """Open weights; quantized ones are read as ``dequantized``."""
-    original = FAMILIES[model.family].original if found.kind == "hf" else None
-    if original is not None:
-        source: Source | None = load_attribute(original)(Path(found.path), model)
+    if found.kind == "hf":
+        original = FAMILIES[model.family].original
+        source: Source | None = load_attribute(original)(Path(found.path), model) if original else None
         if source is not None:
             return source
-    if found.kind == "hf":
         import torch
 
         from harness.weights.huggingface import HuggingFaceSource
@@ -201,6 +184,10 @@ def recorded_model(source: str, field: str) -> dict[str, Any]:
         return {**dataclasses.asdict(ModelConfig.from_stored(found.manifest["model"])), "path": source}
     if found.kind == "hf":
         return {**model_node(found.path), "path": source}
-    raise UserError(
+    raise _no_model(found)
+
+
+def _no_model(found: WeightFolder) -> UserError:
+    return UserError(
         f"{found.path}: does not record its model; would work: model=NAME, an option of conf/model"
     )

@@ -84,7 +84,6 @@ def check_hf_tensors(model: ModelConfig, found: Mapping[str, Shape], where: str 
 
     Redundant tensors are allowed: the output projection of a model with tied embeddings, the rotation's
     inverse frequencies, and tensors that are not the decoder's (``own_name``). Copies may be missing.
-    Raises UserError, as ``check_tensors``.
     """
     found = {own: shape for name, shape in found.items() if (own := own_name(model, name)) is not None}
     shapes = hf_shapes(model)
@@ -103,11 +102,7 @@ def check_tensors(
     expected: Mapping[str, Shape],
     optional: Mapping[str, Shape] | None = None,
 ) -> None:
-    """Compare the tensors of a checkpoint with the model's.
-
-    Raises:
-        UserError: one line with the counts and first names of missing, unexpected and misshapen tensors.
-    """
+    """Compare a checkpoint's tensors with the model's; UserError names the first that differ."""
     allowed = {**expected, **(optional or {})}
     groups = {
         "missing": [name for name in expected if name not in found],
@@ -136,14 +131,9 @@ Read = Callable[[str, tuple[slice, ...]], Tensor]
 def fill(
     out: Tensor, pieces: Sequence[TensorMapping], shape: Shape, ranges: Sequence[range], read: Read
 ) -> None:
-    """Fill a slice of one of our tensors; experts are read one at a time.
+    """Fill a slice of one of our tensors, which has this shape; experts are read one at a time.
 
-    Args:
-        out: the slice, with any dtype and on any device.
-        pieces: the mapping of our tensor to Hugging Face tensors.
-        shape: shape of our complete tensor.
-        ranges: the indices of the slice in each dimension.
-        read: reads Hugging Face tensors.
+    ``out`` has any dtype, on any device; ``ranges`` are its indices in each dimension of our tensor.
     """
     if not out.numel():
         return
@@ -161,7 +151,6 @@ def fill(
 
 
 def _read(piece: TensorMapping, shape: Shape, ranges: Sequence[range], read: Read) -> Tensor:
-    """Read a slice of our tensor, or of one expert; ``ranges`` index our layout."""
     slot, wanted = piece.slot, [slice(each.start, each.stop) for each in ranges]
     if slot.transposed:
         wanted[-2:] = wanted[:-3:-1]
@@ -238,14 +227,8 @@ _ROWS = 128  # dequantized at a time, to stay in the processor's cache
 class StoredTensors:
     """The decoder's tensors in a folder of safetensors; quantized weights are dequantized.
 
-    Args:
-        folder: one or more safetensors files, with or without an index.
-        model: the model.
-        find: finds quantized weights; None if there are none.
-        dequantized: dtype of quantized weights in ``tensors``.
-
-    Raises:
-        UserError: a file is missing or damaged, a tensor is in two files, or has values that are not read.
+    ``find`` finds quantized weights (None: there are none), which have the dtype ``dequantized`` in
+    ``tensors``.
     """
 
     def __init__(self, folder: Path, model: ModelConfig, find: Find | None, dequantized: torch.dtype) -> None:
@@ -282,7 +265,7 @@ class StoredTensors:
         return DTYPES[dtype]
 
     def read(self, name: str) -> Tensor:
-        """Return one tensor; a quantized weight is in float32. Raises UserError for damaged files."""
+        """Return one tensor; a quantized weight is in float32."""
         if name in self._quantized:
             return self.read_slice(name, tuple(slice(0, size) for size in self.tensors[name].shape))
         return self._stored(name)

@@ -33,17 +33,12 @@ _AGAIN = "the same command downloads the missing files"
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file of a repository.
-
-    Attributes:
-        name: path in the repository.
-        size: bytes.
-        etag: SHA-256 of the content of a large file; of others git's hash of the blob (SHA-1).
-    """
+    """A file of a repository, with its path there and its size in bytes."""
 
     name: str
     size: int
     etag: str
+    """SHA-256 of the content of a large file; of others git's hash of the blob (SHA-1)."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +51,7 @@ class Repository:
 
 
 def look_up(repo: str, revision: str) -> Repository:
-    """Ask the hub for the files of a repository.
-
-    Raises:
-        UserError: the repository or revision does not exist, or the token has no access.
-        MachineError: the hub cannot be reached.
-    """
+    """Ask the hub for the files of a repository."""
     from huggingface_hub import HfApi
 
     with _hub_errors(repo, revision):
@@ -76,15 +66,7 @@ def look_up(repo: str, revision: str) -> Repository:
 
 
 def fetch(repository: Repository, files: list[RemoteFile], target: Path) -> list[RemoteFile]:
-    """Download files into a folder, under their names in the repository; skip files that exist.
-
-    Returns:
-        The files that were downloaded.
-
-    Raises:
-        UserError: no access, or another file has the same path.
-        MachineError: the hub cannot be reached, a file is damaged, or the disk is full.
-    """
+    """Download files into a folder, under their names in the repository; return those that were missing."""
     with _disk_errors(target):
         target.mkdir(parents=True, exist_ok=True)
         _refuse_other_repository(target, repository.name)
@@ -185,7 +167,6 @@ def _compare(files: list[RemoteFile], target: Path) -> None:
 
 
 def _matches(path: Path, file: RemoteFile) -> bool:
-    """Whether a file has the hub's content."""
     if path.stat().st_size != file.size:
         return False
     # git hashes a blob's length and content (git-scm.com/book, "Git Objects").

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.tensor import DTensor
 
 from harness.checkpoint.catalog import CHECKSUM, MANIFEST, encode_manifest, open_checkpoint
-from harness.checkpoint.rank_group import RankGroup
+from harness.checkpoint.state import RankGroup
 from harness.checkpoint.storage import write_last
 from harness.config.data import TokenizerConfig
 from harness.config.job import Job
@@ -63,9 +63,6 @@ class HuggingFaceSource:
     """The weights in a folder in transformers' format: config.json, and safetensors with or without an index.
 
     ``dequantized``: dtype of quantized weights in ``tensors``; ``fill`` rounds their float32 values once.
-
-    Raises:
-        UserError: the folder holds another model, or is incomplete.
     """
 
     def __init__(self, folder: Path, model: ModelConfig, dequantized: torch.dtype = torch.bfloat16) -> None:
@@ -107,13 +104,7 @@ class HuggingFaceSource:
         return tensor
 
     def fill(self, name: str, out: Tensor, ranges: Sequence[range]) -> None:
-        """Fill a slice of one tensor, reading only that slice where the file's layout allows.
-
-        Args:
-            name: our name of the tensor.
-            out: the slice, with any dtype and on any device.
-            ranges: the indices of the slice in each dimension.
-        """
+        """Fill a slice of one tensor, reading only that slice where the file's layout allows."""
         fill(out, self._pieces[name], self.tensors[name].shape, ranges, self._stored.read_slice)
         if name in self._multipliers:
             out.div_(self._multipliers[name])
@@ -132,20 +123,8 @@ def write_huggingface(
     """Write a folder for ``from_pretrained(folder)`` of transformers; few tensors are in memory at once.
 
     Several processes can share the work. All compute the same shards from the source and the arguments;
-    process r of n, whose ``share`` is (r, n), writes shards r, r + n, ...
-
-    Args:
-        source: the weights.
-        model: the model they belong to.
-        tokenizer: the tokenizer to export; None for none.
-        folder: created if missing; existing files are overwritten.
-        max_shard_gb: most GB (10^9 bytes) of values per file; a larger tensor gets a file of its own.
-        share: (number of this process, number of processes).
-        finish: whether this process also calls ``finish_huggingface``.
-
-    Raises:
-        ConfigError: transformers has no such model, or the tokenizer has more ids than the model.
-        DataError: the tokenizer cannot be exported.
+    process r of n, whose ``share`` is (r, n), writes shards r, r + n, ... A file has at most ``max_shard_gb``
+    (10^9 bytes) of values; a larger tensor gets a file of its own. Existing files are overwritten.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if finish:  # first, because the user's errors show here
@@ -245,7 +224,7 @@ _CHUNK = 1 << 24
 
 
 def check(path: str, model: ModelConfig) -> None:
-    """Check that a folder holds the model's weights, or raise UserError."""
+    """Check that a folder holds the model's weights."""
     HuggingFaceSource(Path(path), model)
 
 

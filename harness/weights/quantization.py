@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from harness.util.errors import UserError, one_line
@@ -22,7 +23,7 @@ GROUP = 32
 
 _FP8, _SCALES_OF_FP8 = "F8_E4M3", ("F32", "F16", "BF16", "F8_E8M0")
 _ACTIVATION_SCALES = ("activation_scale", "input_scale")  # beside a weight; not needed for its values
-_BLOCKS, _SCALES = "_blocks", "_scales"
+_BLOCKS, _SCALES = "_blocks", "_scales"  # of MXFP4
 
 Stored = Mapping[str, tuple[Shape, str]]
 """Shape and safetensors' dtype of tensors by name."""
@@ -33,19 +34,13 @@ Block = tuple[int | None, int | None]
 
 @dataclass(frozen=True)
 class QuantizedTensor:
-    """A quantized weight.
-
-    Attributes:
-        values: name of the stored values.
-        scales: name of the stored scales.
-        shape: shape of the weight.
-        block: rows and columns of the values that share a scale; None for MXFP4.
-    """
+    """A quantized weight: the names of its stored values and scales, and its shape."""
 
     values: str
     scales: str
     shape: Shape
     block: tuple[int, int] | None = None
+    """Rows and columns of the values that share a scale; None for MXFP4."""
 
 
 Find = Callable[[Stored], dict[str, QuantizedTensor]]
@@ -53,11 +48,7 @@ Find = Callable[[Stored], dict[str, QuantizedTensor]]
 
 
 def quantization_of(content: Mapping[str, Any]) -> Find | None:
-    """How the weights beside a config.json are quantized; None if it has no quantization_config.
-
-    Raises:
-        UserError: the method is not read.
-    """
+    """How the weights beside a config.json are quantized; None if it has no quantization_config."""
     found = content.get("quantization_config")
     if not found:
         return None
@@ -84,12 +75,12 @@ def _refusal(field: str, value: object, works: str) -> UserError:
 
 
 def _fp8(found: Mapping[str, Any]) -> Find:
-    block = found.get("weight_block_size", [128, 128])
-    return _fp8_finder("_scale_inv", (None, None) if block is None else _block("weight_block_size", block))
+    size = found.get("weight_block_size", [128, 128])
+    block = (None, None) if size is None else _block("weight_block_size", size)
+    return partial(_fp8_tensors, "_scale_inv", block)
 
 
 def _compressed(found: Mapping[str, Any]) -> Find:
-    """The strategies of compressed-tensors' ``float-quantized``, in the same way for all layers."""
     if found.get("format") != "float-quantized":
         raise _refusal("format", found.get("format"), "float-quantized")
     groups = found.get("config_groups")
@@ -100,7 +91,7 @@ def _compressed(found: Mapping[str, Any]) -> Find:
     for name, value in {"num_bits": 8, "type": "float", "symmetric": True}.items():
         if scheme.get(name, True) != value:
             raise _refusal(f"weights.{name}", scheme.get(name), json.dumps(value))
-    return _fp8_finder("_scale", _block_of_strategy(scheme))
+    return partial(_fp8_tensors, "_scale", _block_of_strategy(scheme))
 
 
 def _block_of_strategy(scheme: Mapping[str, Any]) -> Block:
@@ -120,7 +111,7 @@ def _block_of_strategy(scheme: Mapping[str, Any]) -> Block:
 
 _METHODS: dict[str, Callable[[Mapping[str, Any]], Find]] = {
     "fp8": _fp8,
-    "fbgemm_fp8": lambda _: _fp8_finder("_scale", (1, None)),
+    "fbgemm_fp8": lambda _: partial(_fp8_tensors, "_scale", (1, None)),
     "compressed-tensors": _compressed,
     "mxfp4": lambda _: _mxfp4_tensors,
 }
@@ -135,11 +126,7 @@ def _block(field: str, value: object) -> Block:
 # -- tensors ----
 
 
-def _fp8_finder(suffix: str, block: Block) -> Find:
-    return lambda stored: _fp8_tensors(stored, suffix, block)
-
-
-def _fp8_tensors(stored: Stored, suffix: str, block: Block) -> dict[str, QuantizedTensor]:
+def _fp8_tensors(suffix: str, block: Block, stored: Stored) -> dict[str, QuantizedTensor]:
     found = {}
     for name, (shape, dtype) in stored.items():
         if name.endswith(f".weight{suffix}"):

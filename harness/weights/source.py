@@ -25,7 +25,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import skip_data
 
-from harness.checkpoint.state import is_finite
 from harness.config.failures import chain_of
 from harness.config.model import ModelConfig
 from harness.model.spec import Split, is_buffer, modules
@@ -56,23 +55,12 @@ class Source(Protocol):
     """Every parameter and saved buffer by our name, in the decoder's order; no tied output projection."""
 
     def read(self, name: str) -> Tensor:
-        """Return one tensor: on the CPU, contiguous, with a storage of its own.
-
-        Raises:
-            UserError: its values are invalid for the model.
-            DamagedCheckpoint: its values are not those that were written.
-        """
+        """Return one tensor: on the CPU, contiguous, with a storage of its own."""
         ...
 
 
 class Changed:
-    """A source whose tensors are changed when they are read.
-
-    Args:
-        source: the source to read from.
-        change: takes the name and the tensor; returns the tensor.
-        tensors: shapes and dtypes of the changed tensors; by default the source's.
-    """
+    """A source whose tensors are changed when they are read: ``tensors`` are their shapes and dtypes then."""
 
     def __init__(
         self,
@@ -110,22 +98,11 @@ def cast(source: Source, dtype: torch.dtype | None) -> Source:
     return Changed(source, change, tensors)
 
 
-def with_progress(source: Source, advance: Callable[[int], None]) -> Source:
-    """The source that calls ``advance`` with the number of bytes of every tensor it reads."""
+def watched(source: Source, look: Callable[[str, Tensor], None]) -> Source:
+    """The source that calls ``look`` with every tensor it reads."""
 
     def change(name: str, tensor: Tensor) -> Tensor:
-        advance(tensor.nbytes)
-        return tensor
-
-    return Changed(source, change)
-
-
-def record_non_finite(source: Source, names: list[str]) -> Source:
-    """The source that appends the name of every tensor with NaN or infinite values to ``names``."""
-
-    def change(name: str, tensor: Tensor) -> Tensor:
-        if not is_finite(tensor):
-            names.append(name)
+        look(name, tensor)
         return tensor
 
     return Changed(source, change)
@@ -153,9 +130,6 @@ def multipliers(model: ModelConfig) -> dict[str, float]:
 
     The factor of the logits is moved to the norm before the output projection, which may be tied; that of a
     router's logits to its weight; that of attention scores to the queries.
-
-    Raises:
-        ConfigError: queries are normalized without weights, which would remove a factor.
     """
     output, scores = model.output_multiplier, model.score_multiplier
     if scores != 1 and model.attention.qk_norm == "l2":
@@ -199,11 +173,8 @@ def atomic_target(target: Path, nbytes: int) -> Iterator[Path]:
     """Context with a temporary path beside the target, for a file or a folder.
 
     On success the temporary path is renamed to the target, which must not exist or be an empty folder. On an
-    error it is removed, together with the parent folders that this call created.
-
-    Raises:
-        MachineError: the disk is full, or has less free space than ``nbytes``.
-        UserError: the target cannot be written.
+    error, such as less free space than ``nbytes``, it is removed, together with the parent folders that this
+    call created.
     """
     temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
     created = [folder for folder in target.parents if not folder.exists()]
@@ -227,7 +198,6 @@ def atomic_target(target: Path, nbytes: int) -> Iterator[Path]:
 
 @contextmanager
 def _storage_errors(target: Path) -> Iterator[None]:
-    """Turn errors of the file system into one-line errors."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -257,10 +227,6 @@ def write_torch(source: Source, file: Path, *, tied: bool) -> None:
     file is first written with gaps for the values (``skip_data``), which are then filled in at the offsets
     that loading under FakeTensorMode reports. The archive's checksums of the filled records stay empty, as
     with ``set_crc32_options(False)``: torch.load ignores them, unzip complains.
-
-    Raises:
-        OSError: the file cannot be written.
-        RuntimeError: the same, raised by torch.save with the OSError in its context.
     """
     with FakeTensorMode():
         state = {name: torch.empty(facts.shape, dtype=facts.dtype) for name, facts in source.tensors.items()}
@@ -281,8 +247,7 @@ def write_torch(source: Source, file: Path, *, tied: bool) -> None:
 def progress(total: int, stream: TextIO | None = None) -> Iterator[Callable[[int], None]]:
     """Show the progress of ``total`` bytes: a bar on a terminal, plain lines elsewhere.
 
-    Yields:
-        A function to call with the number of bytes processed since the last call.
+    Yields a function to call with the number of bytes processed since the last call.
     """
     stream = stream or sys.stdout
     if not stream.isatty():
@@ -299,8 +264,6 @@ def progress(total: int, stream: TextIO | None = None) -> Iterator[Callable[[int
 
 
 class _Lines:
-    """Writes a line every few seconds."""
-
     def __init__(self, total: int, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._total, self._stream, self._clock = total, stream, clock
         self._done, self._start = 0, clock()

@@ -22,7 +22,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as FastTokenizer
 
 from harness.config.data import SETS, TokenizerConfig
-from harness.data.tokenizer import SentencePieceTokenizer, Tokenizer, _parse_ranks, build_tokenizer
+from harness.data.tokenizer import SentencePieceTokenizer, Tokenizer, build_tokenizer, parse_ranks
 from harness.data.tokenizer_base import read_tokenizer
 from harness.data.tokenizer_json import TOKENIZER, copy_tokenizer
 from harness.util.errors import DataError
@@ -52,9 +52,6 @@ def export_tokenizer(config: TokenizerConfig, folder: Path) -> None:
     tokenizer_config.json, a special_tokens_map.json and, if the tokenizer has a file, its copy as
     tokenizer.model; encoding puts the bos token first, as is usual for Llama. With
     ``add_special_tokens=False`` encoding gives the ids of our ``encode``.
-
-    Raises:
-        DataError: the tokenizer's file is invalid, or has a feature that tokenizer.json does not support.
     """
     if config.kind == "none":
         return
@@ -121,14 +118,13 @@ def gives_same_ids(one: Tokenizer, other: Tokenizer) -> bool:
 
 def _of_bytes(config: TokenizerConfig) -> _Export:
     tokenizer = _byte_level({bytes([byte]): byte for byte in range(256)}, pattern=None)
-    bos, eos = "<s>", "</s>"
-    _add_tokens(tokenizer, {bos: True, eos: True})
-    return _Export(tokenizer, bos, eos)
+    _add_tokens(tokenizer, {"<s>": True, "</s>": True})
+    return _Export(tokenizer, "<s>", "</s>")
 
 
 def _of_tiktoken(config: TokenizerConfig) -> _Export:
     special = SETS[config.special]
-    tokenizer = _byte_level(_parse_ranks(read_tokenizer(config.file), config.file), special.pattern)
+    tokenizer = _byte_level(parse_ranks(read_tokenizer(config.file), config.file), special.pattern)
     _add_tokens(tokenizer, dict.fromkeys(special.tokens, True))
     return _Export(tokenizer, special.bos, special.eos)
 
@@ -204,7 +200,6 @@ def _of_sentencepiece(config: TokenizerConfig) -> _Export:
 
 
 def _unsupported_features(proto: Any) -> Iterator[str]:
-    """Features of a sentencepiece model that this export does not support."""
     if proto.trainer_spec.model_type != _BPE:
         yield "is not of type bpe"
     normalizer = proto.normalizer_spec
@@ -226,7 +221,6 @@ def _unsupported_features(proto: Any) -> Iterator[str]:
 
 
 def _set_spaces(tokenizer: FastTokenizer, space: str, dummy_prefix: bool) -> None:
-    """Set the normalizer that maps spaces to the space mark, and the decoder that maps them back."""
     to_marks: list[Any] = [normalizers.Prepend(space)] if dummy_prefix else []
     to_text: list[Any] = [decoders.ByteFallback(), decoders.Fuse()]
     if space != " ":

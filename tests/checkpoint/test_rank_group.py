@@ -9,7 +9,7 @@ from held import Held
 from jobs import TINY
 
 from harness.checkpoint.catalog import DamagedCheckpoint
-from harness.checkpoint.rank_group import PeerFailed, RankGroup
+from harness.checkpoint.state import PeerFailed, RankGroup
 from harness.compose.composer import compose_job
 from harness.config.job import Job
 from harness.launch.pool import RankPool

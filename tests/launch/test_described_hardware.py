@@ -14,10 +14,9 @@ from harness.config.cluster import ClusterConfig, HardwareConfig
 from harness.config.fields import leaves, with_value
 from harness.config.job import Job
 from harness.metrics.mfu import peak_of
-from harness.tools.plan.calibrate import START, Measured, calibrate, predicted_rate
 from harness.tools.plan.constants import ACHIEVED, Calibration
 from harness.tools.plan.machine import device_of, machine_of
-from harness.tools.plan.make import make_plan
+from harness.tools.plan.make import START, Measured, calibrate, make_plan, predicted_rate
 from harness.tools.plan.search import search
 from harness.tools.plan.space import Space
 from harness.tools.report.experiment import machine_of as machine_of_row

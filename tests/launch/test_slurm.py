@@ -20,14 +20,21 @@ from harness.compose.composer import compose_job
 from harness.config.cluster import minutes_of
 from harness.config.fields import with_value
 from harness.config.job import Job
-from harness.launch import node_check, queue, snapshot
+from harness.launch import node_check, queue
+from harness.launch import slurm as slurm_module
 from harness.launch import slurm_attempt as attempt
 from harness.launch.begin import begin
 from harness.launch.dead_ranks import RankDied, dead_ranks
 from harness.launch.queue import Queued, SlurmError
-from harness.launch.slurm import Submission, _environment_for_submitting, shape_of
+from harness.launch.slurm import (
+    LARGEST_BYTES,
+    Submission,
+    _environment_for_submitting,
+    shape_of,
+    snapshot_path,
+    take_snapshot,
+)
 from harness.launch.slurm_attempt import srun_command
-from harness.launch.snapshot import LARGEST_BYTES, snapshot_path, take_snapshot
 from harness.launch.state import JobLost, SlurmJobRecord
 from harness.launch.submit import confirm, cost_in_words
 from harness.run.folder import RunFolder
@@ -657,7 +664,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (package / ".hidden" / "a.py").write_text("")
     with (package / "core.1234").open("wb") as core:
         core.truncate(100 * LARGEST_BYTES)
-    monkeypatch.setattr(snapshot, "PACKAGE", package)
+    monkeypatch.setattr(slurm_module, "PACKAGE", package)
     return package
 
 

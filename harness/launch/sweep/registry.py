@@ -52,7 +52,6 @@ class Skipped:
     """A point that is not a valid job.
 
     Attributes:
-        overrides: its overrides.
         reason: the violated rule, in one line.
         swept: its overrides of labels that are axes of the sweep.
     """
@@ -63,14 +62,10 @@ class Skipped:
 
 
 class Registry:
-    """The folder of a sweep.
-
-    Args:
-        path: ``runs_dir/<name>``. It has the points' run folders; those of other names are next to it.
-    """
+    """The folder of a sweep, ``runs_dir/<name>``, with the points' run folders of this name."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self.name = path, path.name
 
     @classmethod
     def open(cls, path: Path) -> Registry:
@@ -89,11 +84,6 @@ class Registry:
         """Return the sweeps next to this folder, formatted to end an error message; empty without any."""
         known = sorted(str(each.parent) for each in self.path.parent.glob(f"*/{FILE}"))
         return f"; would work: {', '.join(known)}" if known else ""
-
-    @property
-    def name(self) -> str:
-        """The name of the sweep."""
-        return self.path.name
 
     @contextmanager
     def controlled(self) -> Iterator[None]:
@@ -175,7 +165,6 @@ class Registry:
 
 
 def _checked(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row of the file; raise ValueError if it is none."""
     texts = [row.get("point"), row.get("run_dir")] if "point" in row else [row.get("skipped")]
     for each in (row.get("overrides"), row.get("swept", [])):
         texts += each if isinstance(each, list) else [None]
@@ -268,9 +257,7 @@ def unique_points(
 ) -> list[tuple[Point, Job]]:
     """Return the points that have a job, one per run folder.
 
-    Args:
-        composed: points with jobs.
-        swept: labels of which each value has a run of its own; None: those by which alone points differ.
+    ``swept`` are labels of which each value has a run of its own; None: those by which alone points differ.
     """
     swept = swept_labels([each.job for each in composed]) if swept is None else swept
     found: dict[Path, tuple[Point, Job]] = {}
@@ -327,7 +314,6 @@ def _value(job: Job, name: str) -> Any:
 
 
 def _differing_labels(first: Job, second: Job) -> list[str]:
-    """Return the dotted names of fields that differ; for mappings, of their keys."""
     names = []
     # Both jobs have the same fields: a run folder has one set of data.sources.
     for (name, _, left), (_, _, right) in zip(leaves(first), leaves(second), strict=True):

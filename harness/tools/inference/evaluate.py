@@ -25,9 +25,7 @@ from harness.config.parallelism import degrees_in_words
 from harness.config.training import DATA, SPLITS, is_lm_eval, require_stride, require_tasks
 from harness.data.tokenizer import build_tokenizer
 from harness.model.architecture import require_decoder
-from harness.run.evaluations import ABOUT, Metrics, shown
-from harness.run.folder import EVALUATIONS
-from harness.run.result import versions
+from harness.run.result import ABOUT, EVALUATIONS, Metrics, shown, versions
 from harness.tools.inference.inference import InferenceJob, is_first, run_on_ranks, use_checkpoint
 from harness.tools.inference.tasks import Setting, open_task
 from harness.util.encoding import dumps, flatten

@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from harness.checkpoint.catalog import DamagedCheckpoint, open_checkpoint
 from harness.checkpoint.load import opened
-from harness.checkpoint.rank_group import RankGroup
-from harness.checkpoint.state import model_state
+from harness.checkpoint.state import RankGroup, model_state
 from harness.config.job import Job
 from harness.config.registry import load_attribute
 from harness.data.loader import Batch

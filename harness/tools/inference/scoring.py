@@ -18,7 +18,7 @@ from harness.metrics.columns import Metric
 from harness.model.part import ModelPart
 from harness.parallelism.execute import computes_loss
 from harness.parallelism.mesh import Mesh
-from harness.run.evaluations import columns
+from harness.run.result import columns
 from harness.tools.inference.evaluate import EvaluateJob
 from harness.tools.inference.model import InferenceModel
 from harness.tools.inference.tasks import Row, Setting, Task, open_task

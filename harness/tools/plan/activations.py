@@ -10,7 +10,7 @@ A tensor that two operations save is declared once. Parameters and the rotation 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 from harness.config.model import ModelConfig
@@ -34,6 +34,9 @@ class ActivationSplit(StrEnum):
     """Tokens that a rank routes, or their rows: split unless experts are."""
     ROUTED_INNER = "routed inner"
     """Hidden features of experts: split either way, by rows or by features."""
+
+
+STREAM, WHOLE, PARTIAL, INNER, ROUTED, ROUTED_INNER = ActivationSplit
 
 
 class SavedBy(StrEnum):
@@ -76,7 +79,7 @@ class PartActivations:
     """Alive at the peak of forward when nothing is saved."""
     backward: tuple[SavedTensor, ...] = ()
     """Gradients alive at the peak of backward, beside everything saved."""
-    late_backward: tuple[SavedTensor, ...] = field(default=())
+    late_backward: tuple[SavedTensor, ...] = ()
     """Alive while backward is in attention, past the feed-forward: saved tensors and gradients."""
 
 
@@ -89,20 +92,17 @@ def pre_norm_activations(config: ModelConfig, layer: int, *, on_cpu: bool) -> Pa
     norm_1, norm_2 = norm_activations("attention_norm", dim), norm_activations("ffn_norm", dim)
     # A mixture copies rows and saves its router's input; only shared experts save the input itself.
     needs_whole = not mixed or config.moe.shared_hidden_dim > 0
-    gathered = (
-        SavedTensor("ffn_norm.out", dim, ActivationSplit.WHOLE)
-        if needs_whole
-        else SavedTensor("router.in", dim, ActivationSplit.ROUTED, "float32")
-    )
-    first = (*norm_1, SavedTensor("attention_norm.out", dim, ActivationSplit.WHOLE), *attention.kept)
-    stream = SavedTensor("grad", dim, ActivationSplit.STREAM)
-    whole = SavedTensor("grad of the region's input", dim, ActivationSplit.WHOLE)
+    router = SavedTensor("router.in", dim, ROUTED, "float32")
+    gathered = SavedTensor("ffn_norm.out", dim, WHOLE) if needs_whole else router
+    first = (*norm_1, SavedTensor("attention_norm.out", dim, WHOLE), *attention.kept)
+    stream = SavedTensor("grad", dim, STREAM)
+    whole = SavedTensor("grad of the region's input", dim, WHOLE)
     return PartActivations(
         kept=(*first, *norm_2, gathered, *inner.kept),
         products=(*attention.products, *inner.products),
         always_saved=(*attention.always_saved, *inner.always_saved),
         choices=inner.choices,
-        forward=(SavedTensor("stream", dim, ActivationSplit.STREAM), gathered, *inner.forward),
+        forward=(SavedTensor("stream", dim, STREAM), gathered, *inner.forward),
         backward=(stream, *inner.backward),
         late_backward=(*first, *attention.backward, stream, stream, whole),
     )
@@ -110,11 +110,8 @@ def pre_norm_activations(config: ModelConfig, layer: int, *, on_cpu: bool) -> Pa
 
 def head_activations(config: ModelConfig) -> PartActivations:
     """The final norm and the output projection's input; logits are counted separately."""
-    out = SavedTensor("norm.out", config.dim, ActivationSplit.WHOLE)
-    return PartActivations(
-        (*norm_activations("norm", config.dim), out),
-        backward=(SavedTensor("grad of norm.out", config.dim, ActivationSplit.WHOLE),),
-    )
+    out, gradient = (SavedTensor(name, config.dim, WHOLE) for name in ("norm.out", "grad of norm.out"))
+    return PartActivations((*norm_activations("norm", config.dim), out), backward=(gradient,))
 
 
 def prediction_activations(config: ModelConfig) -> PartActivations:
@@ -122,18 +119,18 @@ def prediction_activations(config: ModelConfig) -> PartActivations:
     dim = config.dim
     return PartActivations(
         kept=(
-            SavedTensor("embedded", dim, ActivationSplit.STREAM),
+            SavedTensor("embedded", dim, STREAM),
             *norm_activations("mtp.embedding_norm", dim),
             *norm_activations("mtp.hidden_norm", dim),
-            SavedTensor("mtp.both", 2 * dim, ActivationSplit.STREAM),
+            SavedTensor("mtp.both", 2 * dim, STREAM),
             *norm_activations("mtp.norm", dim),
-            SavedTensor("mtp.out", dim, ActivationSplit.STREAM),
+            SavedTensor("mtp.out", dim, STREAM),
         )
     )
 
 
 def norm_activations(
-    name: str, width: int, cut: ActivationSplit = ActivationSplit.STREAM, heads: float = 1
+    name: str, width: int, cut: ActivationSplit = STREAM, heads: float = 1
 ) -> tuple[SavedTensor, ...]:
     """RMSNorm: its input and the reciprocal root mean squares; its output is counted with its consumer.
 
@@ -147,7 +144,7 @@ def norm_activations(
 
 
 def _inner(name: str, width: float, dtype: str = "compute") -> SavedTensor:
-    return SavedTensor(name, width, ActivationSplit.INNER, dtype)
+    return SavedTensor(name, width, INNER, dtype)
 
 
 def _attention(config: ModelConfig, layer: int) -> PartActivations:
@@ -155,12 +152,12 @@ def _attention(config: ModelConfig, layer: int) -> PartActivations:
     q, k = heads * width, groups * width
     extra: tuple[SavedTensor, ...] = ()
     if of.qk_norm == "learned":
-        extra += norm_activations("q_norm", width, ActivationSplit.INNER, heads)
-        extra += norm_activations("k_norm", width, ActivationSplit.INNER, groups)
+        extra += norm_activations("q_norm", width, INNER, heads)
+        extra += norm_activations("k_norm", width, INNER, groups)
     elif of.qk_norm == "l2" and of.is_rotated(layer):
         # Without a weight; the output is counted with attention.
-        extra += norm_activations("q_l2", width, ActivationSplit.INNER, heads)[:2]
-        extra += norm_activations("k_l2", width, ActivationSplit.INNER, groups)[:2]
+        extra += norm_activations("q_l2", width, INNER, heads)[:2]
+        extra += norm_activations("k_l2", width, INNER, groups)[:2]
     padded = width
     if of.sinks:
         # model/kernels.py, _with_sink: one more feature and one more key, padded to a multiple of eight.
@@ -177,12 +174,7 @@ def _attention(config: ModelConfig, layer: int) -> PartActivations:
 
 
 def _attention_products(config: ModelConfig, layer: int) -> tuple[SavedTensor, ...]:
-    """Results of attention's linears."""
-    cuts = {
-        Split.COLUMN: ActivationSplit.INNER,
-        Split.ROW: ActivationSplit.PARTIAL,
-        Split.WHOLE: ActivationSplit.WHOLE,
-    }
+    cuts = {Split.COLUMN: INNER, Split.ROW: PARTIAL, Split.WHOLE: WHOLE}
     linears = [t for t in block_tensors(config, layer) if t.is_matrix and ".attention." in t.name]
     # Without a sink's padding, attention saves the result of wv itself.
     names = {} if config.attention.sinks else {"wv": "v"}
@@ -196,18 +188,16 @@ def _latent(config: ModelConfig, layer: int, on_cpu: bool) -> PartActivations:
     of, heads = config.attention, config.n_heads
     wide, value, rank = heads * config.head_width, heads * of.v_head_dim, of.kv_lora_rank
     up = heads * (of.qk_nope_head_dim + of.v_head_dim)
-    whole = ActivationSplit.WHOLE
     kept: tuple[SavedTensor, ...] = ()
     if of.q_lora_rank is not None:
-        kept += norm_activations("q_norm", of.q_lora_rank, whole)
-        kept += (SavedTensor("q_norm.out", of.q_lora_rank, whole),)
+        kept += norm_activations("q_norm", of.q_lora_rank, WHOLE)
+        kept += (SavedTensor("q_norm.out", of.q_lora_rank, WHOLE),)
     # The norm's input is a view of the latents and the rotated key together.
     kept += (
-        SavedTensor("latents", rank + of.qk_rope_head_dim, whole),
-        *norm_activations("kv_norm", rank, whole)[1:],
-        SavedTensor("kv_norm.out", rank, whole),
-        _inner("q", wide),
-        _inner("k", wide),
+        SavedTensor("latents", rank + of.qk_rope_head_dim, WHOLE),
+        *norm_activations("kv_norm", rank, WHOLE)[1:],
+        SavedTensor("kv_norm.out", rank, WHOLE),
+        *(_inner("q", wide), _inner("k", wide)),
     )
     # Values are a view of the result of wkv_b, unless a CPU's kernel needs them padded to the width of keys.
     padded = on_cpu and value != wide
@@ -220,11 +210,11 @@ def _latent(config: ModelConfig, layer: int, on_cpu: bool) -> PartActivations:
 
 def _feed_forward(hidden: int, dim: int, name: str) -> PartActivations:
     def inner(what: str, times: float = 1, by: SavedBy = SavedBy.ALL) -> SavedTensor:
-        return SavedTensor(f"{name}.{what}", times * hidden, ActivationSplit.INNER, by=by)
+        return SavedTensor(f"{name}.{what}", times * hidden, INNER, by=by)
 
     return PartActivations(
         kept=(inner("gate"), inner("up"), inner("silu", by=SavedBy.EAGER), inner("product")),
-        products=(inner("gate"), inner("up"), SavedTensor(f"{name}.w2", dim, ActivationSplit.PARTIAL)),
+        products=(inner("gate"), inner("up"), SavedTensor(f"{name}.w2", dim, PARTIAL)),
         forward=(inner("gate, up, silu, product", 4),),
         # Backward multiplies the product's gradient by both factors; the product itself is freed by then.
         backward=(inner("grads", 2),),
@@ -237,10 +227,10 @@ def _mixture(config: ModelConfig) -> PartActivations:
     rows, hidden = top_k * dim, top_k * of.hidden_dim
 
     def routed(name: str, width: float, dtype: str = "compute", by: SavedBy = SavedBy.ALL) -> SavedTensor:
-        return SavedTensor(f"moe.{name}", width, ActivationSplit.ROUTED, dtype, by)
+        return SavedTensor(f"moe.{name}", width, ROUTED, dtype, by)
 
     def inner(name: str, width: float, by: SavedBy = SavedBy.ALL) -> SavedTensor:
-        return SavedTensor(f"moe.{name}", width, ActivationSplit.ROUTED_INNER, by=by)
+        return SavedTensor(f"moe.{name}", width, ROUTED_INNER, by=by)
 
     kept: tuple[SavedTensor, ...] = (
         routed("scores", experts, "float32"),
@@ -259,12 +249,8 @@ def _mixture(config: ModelConfig) -> PartActivations:
         else (inner("gate, up", 3 * hidden), inner("factors", 3 * hidden, SavedBy.EAGER))
     )
     kept += (inner("product", hidden),)
-    products: tuple[SavedTensor, ...] = (
-        routed("router", experts, "float32"),
-        inner("gate", hidden),
-        inner("up", hidden),
-        routed("outputs", rows),
-    )
+    products: tuple[SavedTensor, ...] = (routed("router", experts, "float32"), inner("gate", hidden))
+    products += (inner("up", hidden), routed("outputs", rows))
     forward: tuple[SavedTensor, ...] = (routed("rows", rows), inner("gate, up, silu, product", 4 * hidden))
     backward: tuple[SavedTensor, ...] = (inner("grads", 2 * hidden), routed("grads of rows", rows))
     if of.shared_hidden_dim:

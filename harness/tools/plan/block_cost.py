@@ -194,28 +194,21 @@ class Worker:
         job, layout = self.job, self.job.parallelism
         vocabulary = self.model_costs.outputs(job.model) / (layout.tp if layout.loss_parallel else 1)
         times = 1 + job.model.mtp.depth
-        float8 = "output" in self.converted
-        product = self.machine.product_seconds(
-            self.rows, job.model.dim, int(vocabulary), self.narrow if float8 else self.dtype,
-            1 if float8 else self.value_bytes,
-        )  # fmt: skip
+        of = (self.narrow, 1) if "output" in self.converted else (self.dtype, self.value_bytes)
+        product = self.machine.product_seconds(self.rows, job.model.dim, int(vocabulary), *of)
         per_logit = COMPILED_LOGIT if job.compile.loss else EAGER_LOGIT
         loss = self.machine.pass_seconds(self.rows * vocabulary * per_logit * self.value_bytes / 2)
-        both = self._tensor_of(self.rows * job.model.dim * self.value_bytes, 1, 0)
-        back = self._tensor_of(self.rows * job.model.dim * self.value_bytes, 0, 1)
-        forward = Pass(product + loss / 2, both).times(times)
-        return forward, Pass(2 * product + loss / 2, back).times(times)
+        whole = self.rows * job.model.dim * self.value_bytes
+        forward = Pass(product + loss / 2, self._tensor_of(whole, 1, 0)).times(times)
+        return forward, Pass(2 * product + loss / 2, self._tensor_of(whole, 0, 1)).times(times)
 
     # -- computing ----
 
     def _forward(self, operations: Operations) -> float:
         products = sum(self._product(product) for product in operations.products)
         attention = self._attention_seconds(operations)
-        others = (
-            self._passes(operations)
-            + self._cast(operations, self.casts.forward, of_inputs=True)
-            + self._cast_weights(operations)
-        )
+        others = self._passes(operations) + self._cast(operations, self.casts.forward, of_inputs=True)
+        others += self._cast_weights(operations)
         return products + attention + self._context(operations).merging_seconds() + others
 
     def recompute(self, layer: int) -> Pass:
@@ -265,8 +258,7 @@ class Worker:
 
     def _sorted_rows(self, copies: int) -> int:
         """Rows that a rank sends to experts; a token has ``copies`` rows."""
-        rows = self.rows if self.job.parallelism.splits_experts else self.stream_rows
-        return rows * copies
+        return copies * (self.rows if self.job.parallelism.splits_experts else self.stream_rows)
 
     def _expert_rows(self, copies: int) -> int:
         """Rows of the experts of the busiest rank, for which the others wait."""
@@ -367,13 +359,10 @@ class Worker:
             return ()
         group = group_of(job, self.machine.ranks_per_node, "tp")
         hidden = self.machine.constants.async_tp if layout.async_tp else 0.0
-        if not layout.uses_sequence_parallel:
-            kinds = [("all_reduce", whole, reductions)]
-        else:
-            kinds = [
-                ("all_gather", whole / (self.value_bytes if self.casts_stream else 1), gathers),
-                ("reduce_scatter", whole, reductions),
-            ]
+        kinds = [("all_reduce", whole, reductions)]
+        if layout.uses_sequence_parallel:
+            gathered = whole / (self.value_bytes if self.casts_stream else 1)
+            kinds = [("all_gather", gathered, gathers), ("reduce_scatter", whole, reductions)]
         collectives = []
         for collective, size, count in kinds:
             seconds = self.machine.collective_seconds(collective, size, group)
@@ -395,7 +384,7 @@ class Worker:
         )
 
     def _experts(self, operations: Operations) -> tuple[Collective, ...]:
-        """Collectives of expert parallel in forward: counts of rows, then rows to the experts and back."""
+        """In forward: counts of rows, then rows to the experts and back."""
         counts = self.job.model.moe.num_experts * COUNT_BYTES
         return (*self._over_experts(operations, counts, times=1), *self._rows_to_experts(operations))
 

@@ -158,6 +158,10 @@ class Sharing:
     held: float
     """Number of the block's parameters in the rank's shard."""
 
+    def __add__(self, other: Sharing) -> Sharing:
+        collectives = self.gather + other.gather, self.reduce + other.reduce
+        return Sharing(*collectives, self.copying + other.copying, self.held + other.held)
+
 
 class Sharer:
     """Computes the ``Sharing`` of a job's blocks and tables on a machine."""
@@ -176,13 +180,7 @@ class Sharer:
         if not experts:
             return shared
         own = experts / layout.ep / (layout.tp if layout.splits_experts else 1)
-        of_experts = self._share_values(own, expert_groups(self.job, self.machine.ranks_per_node)[1])
-        return Sharing(
-            shared.gather + of_experts.gather,
-            shared.reduce + of_experts.reduce,
-            shared.copying + of_experts.copying,
-            shared.held + of_experts.held,
-        )
+        return shared + self._share_values(own, expert_groups(self.job, self.machine.ranks_per_node)[1])
 
     def table(self, name: str) -> Sharing:
         values = sum(tensor.size for tensor in tensors_by_module(self.job.model).get(name, ()))

@@ -52,19 +52,16 @@ Pair = tuple[Traffic | None, Traffic | None]
 def in_short(plan: Plan) -> dict[str, Any]:
     """The figures by which plans are compared, and what all steps cost; None if unknown."""
     speed, tokens = plan.speed, tokens_of(plan.job)
+    of_speed = ("step_seconds", "tokens_per_second_per_rank", "mfu")
     return {
         "fits": plan.fits,
         "memory_peak": plan.peak,
-        "step_seconds": None if speed is None else speed.step_seconds,
-        "tokens_per_second_per_rank": None if speed is None else speed.tokens_per_second_per_rank,
-        "mfu": None if speed is None else speed.mfu,
+        **{name: None if speed is None else getattr(speed, name) for name in of_speed},
         "parameters": plan.accounting.parameters,
         "non_embedding_parameters": count(plan.job.model, "non_embedding"),
         "tokens": tokens,
         "flops": plan.accounting.flops_per_token_full * tokens,
-        "gpu_hours": plan.gpu_hours,
-        "dollars": plan.dollars,
-        "kwh": plan.kwh,
+        **{name: getattr(plan, name) for name in ("gpu_hours", "dollars", "kwh")},
     }
 
 
@@ -121,7 +118,6 @@ def compare(points: list[Composed]) -> Result:
 
 
 def _total_in_words(total: dict[str, Any], plans: Sequence[Plan], unit: str) -> tuple[str, str]:
-    """Return the cost of all points, and how the FLOPs compare with 6 N D."""
     hours = "hours unknown" if total["gpu_hours"] is None else f"{figure(total['gpu_hours'])} {unit}-hours"
     if total["dollars"] is not None:
         hours += f", {dollars(total['dollars'])}"

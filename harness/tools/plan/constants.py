@@ -1,6 +1,6 @@
 """Efficiency constants: achieved fractions of data-sheet peaks, and fixed costs.
 
-The defaults are fitted (harness/tools/plan/calibrate.py) on Table 1 and one row of Table 5 of torchtitan's
+The defaults are fitted (harness/tools/plan/make.py) on Table 1 and one row of Table 5 of torchtitan's
 published tables (experiments/llama3_h100/published.csv) and on nothing else; the report prints the errors.
 ``harness plan calibrate=FOLDER`` fits them to measured runs.
 """

@@ -99,13 +99,8 @@ class Machine:
 
     @cached_property
     def pace(self) -> float:
-        """Slowdown of the slowest device, relative to torch's kernels on an average one."""
-        return self.slowest / self.software.speed
-
-    @cached_property
-    def slowest(self) -> float:
-        """Expected slowdown of the slowest device relative to an average one."""
-        return 1.0 + self.constants.spread * largest_of(self.ranks)
+        """Expected slowdown of the slowest device, relative to torch's kernels on an average one."""
+        return (1.0 + self.constants.spread * largest_of(self.ranks)) / self.software.speed
 
     def busiest(self, ranks: int, experts: int) -> float:
         """Expected rows of the busiest of ``ranks`` with ``experts`` each, as a multiple of their mean."""

@@ -461,7 +461,6 @@ class RankStep:
         return self.job.microbatches * (entering + returning)
 
     def _pass(self, always: Bytes, number: int, *, last: bool) -> Iterator[Bytes]:
-        """Yield the peaks of the passes over one local batch."""
         scatters = self.fsdp and (self.job.parallelism.parameter_shards > 1 or self.pipelined)
         reduces = self.fsdp and not self.pipelined and (scatters or last)
         # Gradients that earlier passes accumulated: of shards, or unsharded.

@@ -157,7 +157,7 @@ class ActivationBytes:
         return kept
 
     def _collectives(self) -> list[SavedTensor]:
-        """The results of collectives that it saves: sums and exchanges, but not gathers."""
+        """Those that it saves: the results of sums and exchanges, but not of gathers."""
         model, layout = self.job.model, self.job.parallelism
         rows, sums = model.moe.top_k * model.dim, 2 * (layout.tp > 1)
         saved = [SavedTensor(f"sum {i}", model.dim, ActivationSplit.STREAM) for i in range(sums)]

@@ -151,7 +151,7 @@ def _of_torch(name: str, pp: int, stages: int, microbatches: int) -> list[str]:
 
 
 def _read(path: Path) -> str | None:
-    """Read the text of an order; None if there is no file, or it is damaged."""
+    """The text of an order; None if there is no file, or it is damaged."""
     try:
         checksum, _, text = path.read_bytes().partition(b"\n")
     except OSError:

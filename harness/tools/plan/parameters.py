@@ -62,11 +62,24 @@ class HeldTensor:
         return prod(self.gathered)
 
 
-class HeldModule:
+class Memo:
+    """Computes something once for each key: the values that it depends on."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, Any] = {}
+
+    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]  # type: ignore[no-any-return]
+
+
+class HeldModule(Memo):
     """The parameters and buffers of a module on the fullest rank; equal blocks share it, with the first
     one's names."""
 
     def __init__(self, name: str, tensors: tuple[HeldTensor, ...], optimizer: OptimizerConfig) -> None:
+        super().__init__()
         self.name, self.tensors = name, tensors
         parameters = [tensor for tensor in tensors if not tensor.spec.is_buffer]
         self.held = sum(tensor.held_elements for tensor in parameters)
@@ -83,13 +96,6 @@ class HeldModule:
             kind = KINDS[kind_of(optimizer, tensor.spec)]
             tensors_of_state = len(kind.state) * state_bytes + 4 * (optimizer.ema_decay > 0)
             self.optimizer_bytes += tensor.held_elements * tensors_of_state + 4 * kind.counts_steps
-        self._known: dict[Hashable, Any] = {}
-
-    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
-        """Compute something from the tensors once for each key: the options of a job that it depends on."""
-        if key not in self._known:
-            self._known[key] = make()
-        return self._known[key]  # type: ignore[no-any-return]
 
 
 class RankParameters:
@@ -153,12 +159,12 @@ def tensors_by_module(model: ModelConfig) -> dict[str, list[TensorSpec]]:
     return modules
 
 
-class HeldModules:
+class HeldModules(Memo):
     """The modules of a model on the fullest rank of any layout, computed once for each way to shard them."""
 
     def __init__(self, model: ModelConfig, precision: PrecisionConfig, optimizer: OptimizerConfig) -> None:
-        self.specs = tensors_by_module(model)
-        self._model, self._known = model, dict[tuple[object, ...], HeldModule]()
+        super().__init__()
+        self.specs, self._model = tensors_by_module(model), model
         self._optimizer = optimizer.resolve(precision.master_dtype, precision.param_dtype)
         self._first: dict[str, str] = {}
         kinds: dict[object, str] = {}
@@ -175,20 +181,18 @@ class HeldModules:
 
     def of(self, name: str, layout: ParallelismConfig) -> HeldModule:
         first = self._first.get(name, name)
-        key = (first, layout.parameter_shards, layout.tp, layout.ep, layout.expert_tensor_parallel)
-        if key not in self._known:
+
+        def make() -> HeldModule:
             groups = fsdp_groups(self._model, experts_apart=layout.has_expert_mesh)
-            tensors = [_held(spec, groups, layout) for spec in self.specs[first]]
-            self._known[key] = HeldModule(first, tuple(tensors), self._optimizer)
-        return self._known[key]
+            tensors = tuple(_held(spec, groups, layout) for spec in self.specs[first])
+            return HeldModule(first, tensors, self._optimizer)
+
+        key = (first, layout.parameter_shards, layout.tp, layout.ep, layout.expert_tensor_parallel)
+        return self.once(key, make)
 
 
+# Jobs share them that differ in their layouts and batches.
 _held_modules = of_one_model(HeldModules)
-
-
-def held_modules(job: Job) -> HeldModules:
-    """The modules of a job, which jobs share that differ in their layouts and batches."""
-    return _held_modules(job.model, job.precision, job.optimizer)
 
 
 def parameters_of_ranks(job: Job) -> list[RankParameters]:
@@ -199,7 +203,7 @@ def parameters_of_ranks(job: Job) -> list[RankParameters]:
 def parameters_of(job: Job, pp_rank: int) -> RankParameters:
     """The shards of the fullest rank of a pipeline rank."""
     model, layout = job.model, job.parallelism
-    known = held_modules(job)
+    known = _held_modules(job.model, job.precision, job.optimizer)
     names = split_modules(layout, model.n_layers)
     whole = ("mtp",) if len(names) == 1 else ()
     held = {

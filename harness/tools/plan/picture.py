@@ -97,7 +97,6 @@ def _draw_memory(axis: Axes, plan: Plan) -> None:
 
 
 def _names(plan: Plan) -> list[str]:
-    """Names of the pipeline ranks, with their stages."""
     names = []
     for rank in plan.memory:
         stages = ", ".join(map(str, rank.stages)) if len(rank.stages) <= 4 else f"{len(rank.stages)}"
@@ -147,7 +146,6 @@ def _draw_timeline(axis: Axes, speed: Speed, title: str) -> None:
 
 
 def _paler(color: str, chunk: int) -> tuple[float, float, float]:
-    """The color of a pass of a rank's stage with this number."""
     from matplotlib.colors import to_rgb
 
     share = min(chunk * 0.25, _PALEST)

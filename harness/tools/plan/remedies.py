@@ -349,9 +349,8 @@ def what_would_fit(failed: NothingFits, overrides: Sequence[str]) -> Result:
 def more_ranks(failed: Search) -> tuple[int, Change, Candidate | None]:
     """Search for layouts of 2, 4, 8, ... times as many ranks, until one fits.
 
-    Returns:
-        The largest number of ranks that was tried, its overrides, and the fastest layout of those with the
-        least memory; None if even these do not fit.
+    Returns the most ranks that were tried, their overrides, and the fastest layout of those with the least
+    memory; None if even these do not fit.
     """
     base, space = failed.space.base, failed.space
     fixed = {name: value for name, value in LEAST_MEMORY.items() if name not in space.typed}

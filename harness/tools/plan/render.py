@@ -104,13 +104,8 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "traffic": [dataclasses.asdict(each) for each in plan.traffic],
         "speed": speed,
         "accelerator": None if plan.accelerator is None else plan.accelerator.name,
-        "budget": {
-            "steps": job.steps,
-            "tokens": tokens_of(job),
-            "gpu_hours": plan.gpu_hours,
-            "dollars": plan.dollars,
-            "kwh": plan.kwh,
-        },
+        "budget": {"steps": job.steps, "tokens": tokens_of(job)}
+        | {name: getattr(plan, name) for name in ("gpu_hours", "dollars", "kwh")},
         "bands": bands_as_dict(plan),
         "phases": [dataclasses.asdict(phase) for phase in plan.phases],
         "notes": plan.notes,
@@ -199,7 +194,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
         facts.append(("schedule", schedule_of(job)))
     linear, compiled = job.precision.linear, "compiled" if job.compile.blocks else "eager"
     values = job.precision.param_dtype if linear == "none" else f"linears in {linear}"
-    most, least = counted(max(plan.parameters_per_rank)), counted(min(plan.parameters_per_rank))
+    least, most = (counted(end(plan.parameters_per_rank)) for end in (min, max))
     held = most if most == least else f"{least} to {most}"
     flops = (
         f"{counts.flops_per_token_full / 1e9:,.4g} GFLOP a token (full attention), "
@@ -219,7 +214,6 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _microbatches(job: Job) -> int:
-    """Microbatches of one pass over a local batch."""
     return job.local_batch_size // job.parallelism.pp_microbatch_size if job.parallelism.pp > 1 else 1
 
 
@@ -258,10 +252,8 @@ def _verdict(plan: Plan) -> list[tuple[str, str]]:
     elif speed is None and job.cluster.device == "cpu":
         facts.append(("time", "unknown: the plan has no times of CPUs"))
     elif speed is None:
-        what = (
-            f"cluster.accelerator to one of {', '.join(ACCELERATORS)}, or to a new name with the numbers of"
-        )
-        facts.append(("time", f"unknown hardware; set {what} cluster.hardware"))
+        what = f"cluster.accelerator to one of {', '.join(ACCELERATORS)}, or to a new name with the numbers"
+        facts.append(("time", f"unknown hardware; set {what} of cluster.hardware"))
     else:
         rate = speed.tokens_per_second_per_rank
         in_all = rate * job.world_size

@@ -10,10 +10,10 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, islice
-from typing import Any, TypeVar
+from typing import Any
 
 from harness.config.job import Job
 from harness.config.parallelism import ParallelismConfig
@@ -28,7 +28,7 @@ from harness.tools.plan.make import plan_memory, with_speed
 from harness.tools.plan.memory import RankStep, equal_stages, memory_limit
 from harness.tools.plan.memory_parts import ActivationBytes
 from harness.tools.plan.order import fullest, passes_of_rank
-from harness.tools.plan.parameters import RankParameters, parameters_of
+from harness.tools.plan.parameters import Memo, RankParameters, parameters_of
 from harness.tools.plan.plan import PARTS, Action, Plan
 from harness.tools.plan.render import mesh_of
 from harness.tools.plan.space import MODES, Key, Legality, Point, Space
@@ -38,7 +38,6 @@ from harness.util.tables import gib
 
 MOST_LAYOUTS, MOST_POINTS = 20_000, 1_000_000
 """Limit of a search: a few minutes."""
-Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -80,9 +79,7 @@ def rounded(seconds: float) -> float:
 
 
 def search(space: Space, top: int, calibration: Calibration | None = None, headroom: float = 0.0) -> Search:
-    """Find the ``top`` fastest points of a space, with default constants or a calibration.
-
-    A point fits if it leaves ``headroom`` of the usable memory, a fraction.
+    """Find the ``top`` fastest points of a space that leave ``headroom``, a fraction of the usable memory.
 
     Raises:
         UserError: no point is legal, none fits, or the hardware is unknown.
@@ -227,11 +224,7 @@ class Search:
         return 0.0, Candidate(point, with_speed(plan, self.calibration))
 
     def _insert(self, new: Candidate) -> list[Candidate]:
-        """Keep a candidate if it is among the best; among equally fast ones only the simplest.
-
-        Returns:
-            Those that are no longer among the best.
-        """
+        """Keep a candidate if it is one of the best, of equal ones the simplest; return the dropped."""
         tied = next((each for each in self.best if each.order[0] == new.order[0]), None)
         if tied is not None:
             self.tied += 1
@@ -243,19 +236,7 @@ class Search:
         return slower
 
 
-class _Once:
-    """Computes what depends on few of the searched fields once."""
-
-    def __init__(self, base: Job) -> None:
-        self._base, self._known = base, dict[Key, Any]()
-
-    def _once(self, key: Key, make: Callable[[], Made]) -> Made:
-        if key not in self._known:
-            self._known[key] = make()
-        return self._known[key]  # type: ignore[no-any-return]
-
-
-class MemoryBounds(_Once):
+class MemoryBounds(Memo):
     """Lower bounds of the memory of many points of one job.
 
     That of some pipeline ranks: the first one has the most microbatches in flight, the second one most often
@@ -263,8 +244,8 @@ class MemoryBounds(_Once):
     """
 
     def __init__(self, base: Job, device: Accelerator | None, headroom: float = 0.0) -> None:
-        super().__init__(base)
-        self._device, self._headroom = device, headroom
+        super().__init__()
+        self._base, self._device, self._headroom = base, device, headroom
 
     def persistent_shortfall(self, point: Point) -> float:
         """Least bytes by which a legal point exceeds the limit without activations; 0 if it may fit."""
@@ -280,9 +261,9 @@ class MemoryBounds(_Once):
 
         def shortfall() -> float:
             layout = point.layout(self._base.parallelism)
-            return self._over_limit(point, self._once(("persistent", *self._shards(layout)), peak))
+            return self._over_limit(point, self.once(("persistent", *self._shards(layout)), peak))
 
-        return self._once(point.placement, shortfall)
+        return self.once(point.placement, shortfall)
 
     def shortfall(self, point: Point) -> float:
         """Least bytes by which a legal point exceeds the limit with its own microbatches; 0 if it may fit."""
@@ -310,7 +291,7 @@ class MemoryBounds(_Once):
         yield from islice(order, 2 * len(stages))
 
     def _over_limit(self, point: Point, peak: float) -> float:
-        limit = self._once(
+        limit = self.once(
             ("limit", *(degree > 1 for degree in (*point.degrees, point.ep))),
             lambda: memory_limit(point.job_unchecked(self._base), self._device),
         )
@@ -325,15 +306,15 @@ class MemoryBounds(_Once):
             parameters = parameters_of(job, rank)
             return parameters, equal_stages(job, parameters)
 
-        parameters, equal = self._once(("held", rank, *self._shards(job.parallelism)), held)
+        parameters, equal = self.once(("held", rank, *self._shards(job.parallelism)), held)
         key = ("passes", rank, *self._split(job.parallelism), *order)
-        passes = self._once(key, lambda: fullest(actions, equal))
+        passes = self.once(key, lambda: fullest(actions, equal))
         return RankStep(job, parameters, ActivationBytes(job), equal, passes).memory().peak
 
     def _shards(self, layout: ParallelismConfig) -> Key:
         """The fields on which the parameters of a pipeline rank depend."""
-        shards = (layout.parameter_shards, layout.tp, layout.ep, layout.dp_replicate > 1)
-        return *self._split(layout), *shards
+        replicated = layout.dp_replicate > 1
+        return *self._split(layout), layout.parameter_shards, layout.tp, layout.ep, replicated
 
     def _split(self, layout: ParallelismConfig) -> Key:
         """The fields on which the stages of a rank depend."""
@@ -389,7 +370,7 @@ class _Rank:
     """What its stages hold, with the numbers."""
 
 
-class TimeBounds(_Once):
+class TimeBounds(Memo):
     """Lower bounds on the step time of many points of one job.
 
     A rank runs the passes of its stages once per microbatch. Before its first pass, the microbatch goes
@@ -398,8 +379,8 @@ class TimeBounds(_Once):
     """
 
     def __init__(self, base: Job, machine: Machine) -> None:
-        super().__init__(base)
-        self._machine = machine
+        super().__init__()
+        self._base, self._machine = base, machine
         self._kinds = tuple(block_kinds(base.model))
         self._first = {kind: layer for layer, kind in reversed(list(enumerate(self._kinds)))}
         formatted = base.precision.linear != "none"
@@ -413,10 +394,10 @@ class TimeBounds(_Once):
         """The bound, split by ``KNOWN``, ``dp`` for FSDP, and the bubble."""
         times = self._base.global_batch_size // point.data_parallel // point.rows
         passes = times if point.pp == 1 else times * point.rows // point.local_batch_size
-        sharing = self._once(("sharing", point.degrees, point.ep), lambda: self._sharing(point))
+        sharing = self.once(("sharing", point.degrees, point.ep), lambda: self._sharing(point))
         key = ("ranks", point.tp, point.cp, point.ep, point.rows, point.mode)
         pipeline = (point.pp, point.schedule, point.layers_per_stage)
-        ranks = self._once((*key, *pipeline), lambda: self._slowest(point))
+        ranks = self.once((*key, *pipeline), lambda: self._slowest(point))
         of_ranks = [passes * sum(count * sharing.get(of, 0.0) for of, count in rank.held) for rank in ranks]
         bounds = [times * rank.busy + rank.idle + more for rank, more in zip(ranks, of_ranks, strict=True)]
         at = max(range(len(ranks)), key=bounds.__getitem__)
@@ -438,10 +419,10 @@ class TimeBounds(_Once):
     def _slowest(self, point: Point) -> list[_Rank]:
         """The ranks that can be the slowest for some number of microbatches."""
         shared = (point.tp, point.cp, point.ep, point.rows, point.mode, point.schedule is not None)
-        loads = self._once(("loads", *shared), lambda: self._loads(point))
+        loads = self.once(("loads", *shared), lambda: self._loads(point))
         layout = point.layout(self._base.parallelism)
         pipeline = ("pipeline", point.pp, point.schedule, point.layers_per_stage)
-        stages, owned = self._once(pipeline, lambda: self._pipeline(layout))
+        stages, owned = self.once(pipeline, lambda: self._pipeline(layout))
         work = {
             held: _added([count * part for part in loads[of]] for of, count in held) for held in set(stages)
         }

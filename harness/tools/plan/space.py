@@ -82,11 +82,7 @@ class Point(NamedTuple):
         return replace(base, **moved)
 
     def job(self, base: Job) -> Job:
-        """Return ``base`` with this point's layout and execution, resolved.
-
-        Raises:
-            ConfigError: the job is not legal.
-        """
+        """Return ``base`` with this point's layout and execution, resolved; ConfigError if not legal."""
         return resolve(self.job_unchecked(base), gpus=gpus_of(base))
 
     def job_unchecked(self, base: Job) -> Job:
@@ -180,7 +176,6 @@ class Space:
                         yield Point(*mesh, local, size, mode, schedule, layers)
 
     def _choices(self, field: str, free: Iterable[Any]) -> list[Any]:
-        """Values of a field: the fixed one, or all of ``free``."""
         part, name = field.split(".")
         return [getattr(getattr(self.base, part), name)] if field in self.typed else list(free)
 

@@ -98,7 +98,7 @@ def compare_points(points: list[Composed]) -> Result:
 
 def _calibrate(folder: Path, target: str | None, cluster: ClusterConfig) -> Result:
     from harness.launch.rows import job_of, load
-    from harness.tools.plan.calibrate import Measured, calibrate, render_fit
+    from harness.tools.plan.make import Measured, calibrate, render_fit
 
     rows = load(folder)
     found = [(job_of(row), row.get("measured.tokens_per_second_per_rank"), row) for row in rows]

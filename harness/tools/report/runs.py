@@ -14,7 +14,7 @@ from harness.config.job import Job, differing_numerics
 from harness.launch.rows import MOST_FIELDS, by_part, fastest_first, in_short, job_of
 from harness.launch.sweep.study import StudyRecord
 from harness.metrics.window import THROUGHPUT
-from harness.run.evaluations import PREFIX, evaluated_columns
+from harness.run.result import PREFIX, evaluated_columns
 from harness.tools.plan.constants import Calibration
 from harness.tools.report import plots
 from harness.tools.report.experiment import Experiment, delta

@@ -16,21 +16,14 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class TensorSlot:
-    """The location of our values in one of their tensors.
+    """The location of our values in one of their tensors."""
 
-    Attributes:
-        name: name of the tensor in a block; with ``{expert}`` in it, each expert has a tensor.
-        half: which half of the last dimension; None: all of it.
-        interleaved: whether the halves alternate; else they are concatenated.
-        transposed: whether the last two dimensions are swapped.
-        within: our values are only a part of its last dimension: their first index, and its length.
-    """
-
-    name: str
-    half: int | None = None
-    interleaved: bool = False
-    transposed: bool = False
+    name: str  # in a block; with "{expert}" in it, each expert has a tensor
+    half: int | None = None  # which half of the last dimension; None: all of it
+    interleaved: bool = False  # the halves alternate; else they are concatenated
+    transposed: bool = False  # the last two dimensions are swapped
     within: tuple[int, int] | None = None
+    """Our values are only a part of its last dimension: their first index, and its length."""
 
 
 Names = dict[str, str | TensorSlot]
@@ -53,21 +46,13 @@ _SUFFIX = re.compile(r"(.+)(\.weight|\.bias)")
 
 @dataclass(frozen=True)
 class TensorMapping:
-    """Maps one of our tensors, or an expert's slice of it, to one of their tensors.
-
-    Attributes:
-        ours: our name.
-        theirs: their name.
-        slot: location of the values in their tensor.
-        expert: index in our first dimension; None: all of our tensor.
-        is_copy: whether this is an additional copy, which is written and not read.
-    """
+    """Maps one of our tensors, or an expert's slice of it, to one of their tensors."""
 
     ours: str
     theirs: str
     slot: TensorSlot
-    expert: int | None = None
-    is_copy: bool = False
+    expert: int | None = None  # index in our first dimension; None: all of our tensor
+    is_copy: bool = False  # an additional copy, which is written and not read
 
     @property
     def is_same(self) -> bool:
@@ -106,11 +91,9 @@ NEEDED = object()
 
 @dataclass(frozen=True)
 class ConfigField:
-    """One field of config.json.
+    """One field of config.json: its name and the value that it must have for a model.
 
     Attributes:
-        theirs: its name.
-        value: the value that it must have for this model.
         ours: our field, without ``model.``; None: the decoder supports ``value`` only.
         shown: value of our field, if different from ``value``.
         default: its value when it is missing, or a function of the other fields.
@@ -149,11 +132,7 @@ class ConfigField:
             return None  # a field that the default depends on is missing or invalid, and reported itself
 
     def our_value(self, content: Mapping[str, Any]) -> object:
-        """The value for our field; None if config.json does not determine it.
-
-        Raises:
-            ValueError: no value of our field corresponds to theirs.
-        """
+        """The value for our field, None if config.json does not determine it; ValueError if none fits."""
         theirs = self.found(content)
         if self.to_ours is None:
             return theirs
@@ -266,19 +245,12 @@ class Family:
 
 @dataclass(frozen=True)
 class Nested:
-    """A larger model that contains a family's decoder.
-
-    Attributes:
-        model_type: its model_type.
-        key: key of the decoder's config in its config.json.
-        prefix: prefix of the decoder's tensors.
-        others: prefixes of all other tensors.
-    """
+    """A larger model that contains a family's decoder."""
 
     model_type: str
-    key: str
-    prefix: str
-    others: tuple[str, ...]
+    key: str  # of the decoder's config in config.json
+    prefix: str  # of the decoder's tensors
+    others: tuple[str, ...]  # prefixes of all other tensors
 
 
 def common(model: ModelConfig, *, head_dim: object = NEEDED, **defaults: object) -> list[ConfigField]:

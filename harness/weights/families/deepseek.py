@@ -13,7 +13,6 @@ from harness.weights.families.core import (
     PROJECTIONS,
     ConfigField,
     Family,
-    Names,
     TensorSlot,
     common,
     dividing_heads,
@@ -37,15 +36,6 @@ _NAMES = (
     | {f"moe.shared_experts.{ours}": f"mlp.shared_experts.{theirs}" for ours, theirs in PROJECTIONS.items()}
     | per_expert("mlp.experts")
 )
-
-
-_MTP: Names = {
-    "embedding_norm": "enorm",
-    "hidden_norm": "hnorm",
-    "proj": "eh_proj",
-    "norm": "shared_head.norm",
-}
-_MTP_COPIES = {"tok_embeddings.weight": "embed_tokens.weight", "output.weight": "shared_head.head.weight"}
 
 
 def _config_fields(model: ModelConfig) -> list[ConfigField]:
@@ -120,7 +110,6 @@ def _nothing(_theirs: object, _found: object) -> None:
 
 
 def _refuse_v2(model: ModelConfig) -> None:
-    """Refuse a width of shared experts that is no multiple of an expert's: config.json has their number."""
     of = model.moe
     if of.shared_hidden_dim < 1 or of.shared_hidden_dim % of.hidden_dim:
         rule = f"checkpoints of this family count shared experts of model.moe.hidden_dim={of.hidden_dim}"
@@ -169,6 +158,6 @@ DEEPSEEK_V3 = Family(
     trained=_TRAINED,
     assumed=lambda _: {"moe.balance_coeff": 0.001},
     ignored=lambda model: () if model.mtp.depth else (f"model.layers.{model.n_layers}.",),
-    mtp=_MTP,
-    mtp_copies=_MTP_COPIES,
+    mtp={"embedding_norm": "enorm", "hidden_norm": "hnorm", "proj": "eh_proj", "norm": "shared_head.norm"},
+    mtp_copies={"tok_embeddings.weight": "embed_tokens.weight", "output.weight": "shared_head.head.weight"},
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from harness.config.model import ModelConfig
@@ -32,15 +31,11 @@ _DEFAULTS: dict[str, Any] = {
 
 def _config_fields(model: ModelConfig) -> list[ConfigField]:
     return [
-        *common(model, head_dim=_head_dim, **_DEFAULTS),
+        *common(model, head_dim=lambda found: head_width({**_DEFAULTS, **found}), **_DEFAULTS),
         ConfigField("intermediate_size", model.ffn_hidden_dim, "ffn_hidden_dim", default=11008),
         *attention_biases(model),
         ConfigField("mlp_bias", False, default=False),
     ]
-
-
-def _head_dim(found: Mapping[str, Any]) -> int:
-    return head_width({**_DEFAULTS, **found})
 
 
 LLAMA = Family(

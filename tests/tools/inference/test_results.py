@@ -7,8 +7,7 @@ from pathlib import Path
 from jobs import train
 
 from harness.launch.rows import load
-from harness.run.evaluations import newest
-from harness.run.folder import EVALUATIONS
+from harness.run.result import EVALUATIONS, newest
 from harness.tools.inference.evaluate import append
 from harness.tools.report.runs import report_runs, tables_beside
 from harness.util.tables import Table

@@ -16,8 +16,8 @@ from harness.compose.composer import compose_job
 from harness.config.job import Job
 from harness.launch.pool import RankPool
 from harness.metrics.recorder import Recorder
-from harness.run.evaluations import newest
 from harness.run.folder import RunFolder
+from harness.run.result import newest
 from harness.tools.inference.evaluate import EvaluateJob, evaluate
 from harness.train.engine import Engine
 from harness.train.trainer import Trainer

@@ -17,8 +17,8 @@ from published_rows import all_rows
 
 from harness.compose.composer import compose_job
 from harness.config.job import Job
-from harness.tools.plan.calibrate import START, Measured, fit, predicted_rate
 from harness.tools.plan.constants import Calibration, Constants
+from harness.tools.plan.make import START, Measured, fit, predicted_rate
 from harness.util.errors import UserError
 
 SMALL = ["cluster=slurm_h100", "precision=bf16", "training.seq_len=4096", "model=llama3_8b"]

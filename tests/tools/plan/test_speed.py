@@ -273,7 +273,7 @@ def test_more_devices_have_a_slower_slowest_one() -> None:
     """With a deviation of 1.75 %, the expected maximum of 8 and of 128 is 1.42 and 2.59 deviations above
     the mean."""
     layouts = [(f"parallelism.dp_shard={ranks}", "training.global_batch_size=128") for ranks in (1, 8, 128)]
-    found = [machine_for(job_of(*layout)).slowest for layout in layouts]
+    found = [machine_for(job_of(*layout)).pace for layout in layouts]
     assert found == pytest.approx([1.0, 1 + 1.424 * 0.0175, 1 + 2.594 * 0.0175], abs=5e-4)
 
 
