@@ -54,8 +54,7 @@ class RankDied(MachineError):
 def dead_ranks(output: str, logs: Path, *, late: bool = False) -> list[tuple[int, RankDied]]:
     """Return the ranks that failed by themselves, in the order in which they ended.
 
-    Args:
-        late: also return those that srun named after it began to end the ranks, unless its signal ended them.
+    ``late``: also those that srun named after it began to end the ranks, unless its signal ended them.
     """
     memory = "out_of_memory" if kind_of_text(output) == "out_of_memory" else None
     by_srun = ("Terminated",) if late else ("Killed", "Terminated", "Exited")
@@ -89,9 +88,7 @@ def _named(output: str) -> Iterator[tuple[int, str, bool]]:
 def record_dead(folder: RunFolder, dead: Iterable[tuple[int, RankDied]]) -> list[RankDied]:
     """Record the ranks that have not recorded an error themselves; return these errors, the cause first.
 
-    Args:
-        dead: the ranks, in the order in which they ended. The first one is the cause, unless the log of
-            another one gives a reason.
+    It is that of the rank that ended first, unless the log of another one gives a reason.
     """
     silent = [(rank, died) for rank, died in dead if not folder.has_error_of(rank)]
     silent.sort(key=lambda each: not each[1].has_reason)

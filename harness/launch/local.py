@@ -67,7 +67,6 @@ def launch(job: Job, folder: RunFolder, *, apart: bool = False, ends_process: bo
     together, and with this process.
 
     Args:
-        folder: its run folder, begun.
         apart: run a single rank as a child too, so that this process keeps no state of it.
         ends_process: this process ends with the run's exit code, so ignore stop signals once the ranks have
             ended.
@@ -221,7 +220,7 @@ def _rendezvous(job: Job) -> dist.Store:
 def _begin_on_rank_0(
     job: Job, folder: RunFolder, overrides: list[str], rank: int, store: dist.Store | None
 ) -> str:
-    """Begin the run folder on rank 0 while the others wait: none may write into an earlier attempt."""
+    # The other ranks wait: none may write into an earlier attempt.
     if rank != 0 and store is not None:
         return store.get("folder").decode()
     outcome = _BEGUN
