@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 from harness.checkpoint.resume import is_finished, show_finished
 from harness.config.job import Job
 from harness.launch.begin import begin
-from harness.launch.dead_ranks import RankDied, count_memory_kills, record_dead, record_left
+from harness.launch.faults import RankDied, count_memory_kills, record_dead, record_left
 from harness.run.folder import RunFolder
 from harness.train.finish import finish_run
 from harness.train.process import (
@@ -67,7 +67,6 @@ def launch(job: Job, folder: RunFolder, *, apart: bool = False, ends_process: bo
     together, and with this process.
 
     Args:
-        folder: its run folder, begun.
         apart: run a single rank as a child too, so that this process keeps no state of it.
         ends_process: this process ends with the run's exit code, so ignore stop signals once the ranks have
             ended.
@@ -221,7 +220,7 @@ def _rendezvous(job: Job) -> dist.Store:
 def _begin_on_rank_0(
     job: Job, folder: RunFolder, overrides: list[str], rank: int, store: dist.Store | None
 ) -> str:
-    """Begin the run folder on rank 0 while the others wait: none may write into an earlier attempt."""
+    # The other ranks wait: none may write into an earlier attempt.
     if rank != 0 and store is not None:
         return store.get("folder").decode()
     outcome = _BEGUN

@@ -219,7 +219,7 @@ def fastest_first(rows: Iterable[Row]) -> list[Row]:
 
 
 def _range_of_steps(row: Row) -> tuple[float | None, float | None]:
-    """Return the 10th and 90th percentile of steps' tokens/s/rank; for older rows, from step seconds."""
+    # The 10th and 90th percentile of steps' tokens/s/rank; for older rows, from step seconds.
     low, high = row.get("window.tokens_per_second_p10"), row.get("window.tokens_per_second_p90")
     fast, slow = row.get("window.step_seconds_p10"), row.get("window.step_seconds_p90")
     if low is None and fast and slow:
@@ -269,27 +269,18 @@ def read_kept(folder: Path) -> list[Row]:
 def keep(folder: Path, rows: Iterable[Row]) -> Path:
     """Write ``results.jsonl`` without fields that are specific to a machine; return its path."""
     path = folder / KEPT
-    labels = _labels()
-    text = "".join(json.dumps(_kept(row, labels)) + "\n" for row in rows)
-    path.write_text(text)
-    return path
-
-
-def _kept(row: Row, labels: frozenset[str]) -> Row:
+    fields = [name for name, role, _ in leaves(Job()) if role == LABEL and not name.startswith("cluster.")]
+    left_out = {*_NOT_KEPT, *(f"job.{name}" for name in fields if name not in ("name", "model.name"))}
     dropped = ("predicted.", "expected.", "published.", "delta.", "checkpoint.")
-    return {
-        key: value
-        for key, value in row.items()
-        # Keep None for job fields: it is a value, and may differ from the default.
-        if (value is not None or key.startswith("job.")) and not key.startswith(dropped)
-        if key not in _NOT_KEPT and key not in labels
-    }
-
-
-def _labels() -> frozenset[str]:
-    names = (name for name, role, _ in leaves(Job()) if role == LABEL)
-    return frozenset(
-        f"job.{name}"
-        for name in names
-        if not name.startswith("cluster.") and name not in ("name", "model.name")
+    kept = (
+        {
+            key: value
+            for key, value in row.items()
+            # Keep None for job fields: it is a value, and may differ from the default.
+            if (value is not None or key.startswith("job.")) and not key.startswith(dropped)
+            if key not in left_out
+        }
+        for row in rows
     )
+    path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+    return path

@@ -103,10 +103,9 @@ def _environment(config: ClusterConfig) -> dict[str, Any]:
 
 
 def device_hours(job: Job) -> float | None:
-    """Return the maximum cost of a job until its time limit: of its ranks, or of its nodes if exclusive.
+    """Return the maximum device-hours of a job until its time limit: of its ranks, or nodes if exclusive.
 
-    Returns:
-        device-hours; None if the time limit is the partition's and there is no SLURM here to read it from.
+    None if the time limit is the partition's and there is no SLURM here to read it from.
     """
     config = job.cluster
     nodes, ranks_per_node = config.nodes_for(job.world_size)
@@ -157,11 +156,10 @@ class Submission:
         self._stem = "job" if self.run_dirs == [self.home] else Path(name).name
 
     def script(self, *, planned: bool = False) -> str:
-        """Return the sbatch script.
+        """Return the sbatch script; if ``planned``, for a run folder that does not exist yet.
 
-        Args:
-            planned: the run folder does not exist yet, so SLURM's log goes into the working folder. SLURM
-                opens the log before it starts the script; if it cannot, the job fails silently.
+        Then SLURM's log goes into the working folder: SLURM opens it before it starts the script, and if it
+        cannot, the job fails silently.
         """
         from submitit.slurm.slurm import _make_sbatch_string
 

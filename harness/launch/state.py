@@ -68,10 +68,10 @@ class SlurmJobRecord:
         if "name" not in plain:
             raise UserError(f"{path}: damaged: name is missing")
         try:
-            job_record: SlurmJobRecord = from_dict(cls, plain)
+            record: SlurmJobRecord = from_dict(cls, plain)
         except ConfigError as error:
             raise UserError(f"{path}: damaged, or another version wrote it: {error}") from None
-        return job_record
+        return record
 
     @property
     def key(self) -> tuple[str, str]:
@@ -90,10 +90,8 @@ class SlurmJobRecord:
     def lost_in_words(self, *, is_killed: bool = False) -> str:
         """A message that the job ended without a result, or its process was killed, with its log's path."""
         named = f"SLURM job {self.job_id}" if self.job_id else f"the SLURM job {self.name}"
-        look = f", see {self.log}" if self.log is not None else ""
-        if is_killed:
-            return f"the batch process of {named} was killed{look}"
-        return f"{named} ended without a result{look}"
+        how = f"the batch process of {named} was killed" if is_killed else f"{named} ended without a result"
+        return how if self.log is None else f"{how}, see {self.log}"
 
 
 class JobLost(MachineError):
@@ -122,16 +120,12 @@ def state_of(
     Args:
         status: of ``status.json``.
         record: of its SLURM job; None if it was not submitted.
-        listed: SLURM's jobs; None if they are not known, because of ``silent``.
+        listed: SLURM's jobs; None if they are not known, for the reason ``silent``.
         is_alive: whether a process of this machine, or one that holds the folder's lock, runs it.
-        stop_reason: why its last attempt stopped early, if known.
-        silent: why SLURM's jobs are not known.
     """
     found = None if record is None or listed is None else record.find(listed)
-    if status == "completed":
-        return "completed", "", None
-    if status == "failed":  # also while SLURM is cleaning up
-        return "failed", "", None
+    if status in ("completed", "failed"):  # also while SLURM is cleaning up
+        return status, "", None
     if found is not None:
         again = f", started {record.restarts + 1} times" if record is not None and record.restarts else ""
         if found.state in ("SUSPENDED", "STOPPED"):

@@ -137,10 +137,9 @@ class RunFolder:
         )
 
     def _read(self, name: str) -> dict[str, Any]:
-        """Content of a JSON file of the folder; empty if it is missing or damaged."""
         try:
             return parse_object((self.path / name).read_bytes())
-        except (OSError, ValueError):
+        except (OSError, ValueError):  # missing or damaged
             return {}
 
     def _write_with_reserve(self, write: Callable[[], object]) -> None:
@@ -156,14 +155,10 @@ class RunFolder:
     def record_error(
         self, rank: int | None, error: BaseException, *, step: int | None = None
     ) -> dict[str, Any]:
-        """Write ``errors/rank<rank>.json``.
+        """Write ``errors/rank<rank>.json``; without a rank the controller's.
 
         If it cannot be written, print the error to stderr, so that the writing error does not hide it.
-
-        Args:
-            rank: the rank that failed; None for the controller.
-            error: the exception, or one that describes a failure observed by the controller.
-            step: the last completed step, if any.
+        ``step`` is the last completed one.
 
         Returns:
             The recorded fields, with the ``kind`` and ``exit_code`` that the process should end with.

@@ -167,8 +167,7 @@ def newest(run_dir: Path) -> dict[str, Any]:
         if isinstance(row.get("task"), str):
             latest[row["task"]] = row
     for task, row in latest.items():
-        metrics = {name: value for name, value in row.items() if name.split(".")[0] not in ABOUT}
-        found |= columns(task, metrics)
+        found |= columns(task, {name: row[name] for name in row if name.split(".")[0] not in ABOUT})
     return found
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from damages import all_damages, damage
+from file_damages import all_damages, damage
 from processes import ROOT
 
 from harness.compose.composer import compose_job

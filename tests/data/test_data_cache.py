@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from damages import all_damages, damage
+from file_damages import all_damages, damage
 
 import harness.data.cache as cache
 import harness.data.tokenizing as tokenizing

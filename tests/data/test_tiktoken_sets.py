@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import tiktoken
 from test_data_tokenizer import write_tiktoken
-from test_hf_tokenizer import merges_of, sources
+from test_hf_tokenizer import merges_of_source_code, sources
 
 from harness.config.data import SETS, TokenizerConfig
 from harness.data.tokenizer import build_tokenizer
@@ -75,7 +75,7 @@ def test_harmony_is_tiktokens(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_encoding_and_export(name: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     file = tmp_path / "tokenizer.model"
-    write_tiktoken(file, merges_of(50, 1000))
+    write_tiktoken(file, merges_of_source_code())
     config = TokenizerConfig("tiktoken", str(file), name)
     ours = build_tokenizer(config)
     assert ours.decode([ours.bos_id, ours.eos_id]) == SETS[name].bos + SETS[name].eos
@@ -93,7 +93,7 @@ def test_the_tokenizer_json_that_came_with_it_is_exported(folder: str, tmp_path:
     """Also with its chat template; but not the tokenizer.json of another tokenizer."""
     file = tmp_path / folder / "tokenizer.model"
     file.parent.mkdir(exist_ok=True)
-    write_tiktoken(file, merges_of(50, 1000))
+    write_tiktoken(file, merges_of_source_code())
     config = TokenizerConfig("tiktoken", str(file), "llama4")
     export_tokenizer(config, tmp_path / "made")
     published = json.loads((tmp_path / "made" / "tokenizer.json").read_text())

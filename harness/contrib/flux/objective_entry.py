@@ -115,6 +115,6 @@ class FlowMatching(Objective):
         return FlowExecutor(job, parts[0], loss)
 
     def build_loader(self, job: Job, tokenizer: Tokenizer, rows: range, split: str, **process: Any) -> Loader:
-        from harness.contrib.flux.loader import build_loader
+        from harness.contrib.flux.pictures.loader import build_loader
 
         return build_loader(job, rows, split, **process)

@@ -16,7 +16,7 @@ from harness.config.data import DataConfig
 from harness.contrib.formats.token_formats import smallest_dtype
 from harness.data.cache import open_cache
 from harness.data.corpus import TokenizedSplit
-from harness.data.documents import Span, read_columns
+from harness.data.documents import Span, list_names, read_columns
 from harness.data.sources import LocalFiles, file_stats
 from harness.data.tokenizer_base import Tokenizer
 from harness.data.tokens import Concatenation, Limit, Opening, TokenFormat, Tokens
@@ -50,11 +50,14 @@ def saved_files(folder: Path) -> list[Path]:
 def open_arrow(file: Path, field: str) -> list[TokenizedSplit]:
     """Open an Arrow file, stream or feather file: a part for each record batch."""
     import pyarrow
+    from pyarrow import ipc
 
     try:
         with pyarrow.memory_map(str(file)) as content:
             mapped = content.read_buffer()
-        reader = _reader_of(mapped)
+        is_file = bytes(mapped[: len(_FILE_MAGIC)]) == _FILE_MAGIC
+        # `datasets` writes streams.
+        reader = ipc.open_file(mapped) if is_file else ipc.open_stream(mapped)
         index = reader.schema.names.index(_field_of(reader.schema, field, file))
         parts = [_part_of(file, field, batch, index) for batch in _batches_of(reader)]
     except (OSError, ValueError, pyarrow.ArrowException) as error:  # ValueError: names that are not UTF-8
@@ -66,14 +69,6 @@ def open_arrow(file: Path, field: str) -> list[TokenizedSplit]:
             rule = "is compressed, so it cannot be read in place"
             raise DataError(f"{file}: {rule}; would work: a Parquet file, or Arrow without compression")
     return parts
-
-
-def _reader_of(mapped: Any) -> Any:
-    """Return pyarrow's reader of a file or a stream (as `datasets` writes)."""
-    from pyarrow import ipc
-
-    is_file = bytes(mapped[: len(_FILE_MAGIC)]) == _FILE_MAGIC
-    return ipc.open_file(mapped) if is_file else ipc.open_stream(mapped)
 
 
 def _batches_of(reader: Any) -> Iterator[Any]:
@@ -174,8 +169,8 @@ def _field_of(schema: Any, field: str, file: Path) -> str:
     from pyarrow import types
 
     if field not in schema.names:
-        columns = ", ".join(sorted(schema.names)) or "none"
-        raise DataError(f"{file}: no column {field!r} among {columns}; set data.tokens_field")
+        known = list_names(schema.names)
+        raise DataError(f"{file}: no column {field!r} among {known}; set data.tokens_field")
     kind = schema.field(field).type
     is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
     if not is_list or not types.is_integer(kind.value_type):

@@ -37,7 +37,6 @@ class TorchtitanSource:
         self.tensors: Mapping[str, TensorFacts] = self._source.tensors
 
     def read(self, name: str) -> Tensor:
-        """Return one parameter."""
         tensor, heads = self._source.read(name), _interleaved_heads(name, self._model)
         return tensor if heads is None else permute_rope(tensor, heads)
 
@@ -69,9 +68,8 @@ def check_torchtitan(model: ModelConfig) -> None:
         rule = f"torchtitan's {family} has no such scaling"
         raise ConfigError("model.rope.scaling", model.rope.scaling, rule, _SCALINGS[family])
     if family == "llama" and model.head_width * model.n_heads != model.dim:
-        rule = (
-            f"torchtitan's Llama has heads of width model.dim / model.n_heads={model.dim / model.n_heads:g}"
-        )
+        width = model.dim / model.n_heads
+        rule = f"torchtitan's Llama has heads of width model.dim / model.n_heads={width:g}"
         raise ConfigError("model.head_dim", model.head_width, rule)
 
 
@@ -106,7 +104,6 @@ class Torchtitan:
         }
 
     def read(self, name: str) -> Tensor:
-        """Return one parameter."""
         if name == HEAD and self._model.tied_embeddings:
             name = EMBEDDING
         tensor, heads = self._source.read(name), _interleaved_heads(name, self._model)

@@ -288,14 +288,11 @@ class Study:
             raise KeyboardInterrupt
         for index in busy:
             values[index] = self._value(index, batch[index])
-        instead = self.settings.failed
-        return [
-            [instead] * len(self.record.objective)
-            if isinstance(value, PointFailedError) and instead is not None
-            else value
-            for value in values
-            if value is not None
-        ]
+        known = [value for value in values if value is not None]
+        if self.settings.failed is None:
+            return known
+        instead = [self.settings.failed] * len(self.record.objective)
+        return [instead if isinstance(value, PointFailedError) else value for value in known]
 
     def _submit(self, tasks: Sequence[Task], batch: int) -> dict[Path, Task]:
         """Submit the points that need it to SLURM; return those to run here, by run folder."""

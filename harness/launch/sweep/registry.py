@@ -62,14 +62,10 @@ class Skipped:
 
 
 class Registry:
-    """The folder of a sweep.
-
-    Args:
-        path: ``runs_dir/<name>``. It has the points' run folders; those of other names are next to it.
-    """
+    """The folder of a sweep, ``runs_dir/<name>``, with the points' run folders of this name."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self.name = path, path.name
 
     @classmethod
     def open(cls, path: Path) -> Registry:
@@ -88,11 +84,6 @@ class Registry:
         """Return the sweeps next to this folder, formatted to end an error message; empty without any."""
         known = sorted(str(each.parent) for each in self.path.parent.glob(f"*/{FILE}"))
         return f"; would work: {', '.join(known)}" if known else ""
-
-    @property
-    def name(self) -> str:
-        """The name of the sweep."""
-        return self.path.name
 
     @contextmanager
     def controlled(self) -> Iterator[None]:

@@ -96,9 +96,7 @@ class Selection:
     """The points of a command, and those of them to start.
 
     Attributes:
-        registry: the sweep.
-        tasks: all points and their jobs.
-        seen: their states.
+        tasks: all points and their jobs; ``seen`` are their states.
         wanted: those to start.
         oom: those left out because they ran out of memory.
     """
@@ -262,8 +260,7 @@ def _start(
 ) -> tuple[bool, bool]:
     """Print the plan, ask before a costly submission, then submit points to SLURM and run the local ones.
 
-    Returns:
-        whether the user interrupted the sweep, and whether all started points were only submitted.
+    Return whether the user interrupted the sweep, and whether all started points were only submitted.
     """
     for point, _ in tasks:
         SlurmJobRecord.read(point.run_dir)  # without a readable record a point could be submitted twice
@@ -280,9 +277,8 @@ def _start(
 def _resources(job: Job) -> str:
     if job.cluster.kind == "slurm":
         return shape_of(job).describe()
-    where = " here, one after another"
-    if job.cluster.kind != "local":
-        where = f", cluster.kind={job.cluster.kind}"
+    kind = job.cluster.kind
+    where = " here, one after another" if kind == "local" else f", cluster.kind={kind}"
     return f"{job.world_size} rank{'s' if job.world_size > 1 else ''}{where}"
 
 
@@ -330,11 +326,7 @@ def run_point(job: Job, point: Point) -> int:
 
 
 def follow_points(points: Sequence[Point], names: Sequence[str]) -> bool:
-    """Wait until no point is pending or running; print changes of state.
-
-    Returns:
-        whether the user interrupted the wait.
-    """
+    """Wait until no point is pending or running, printing changes; return whether the user interrupted it."""
     shown: dict[Path, str] = {}
     wait = FOLLOW_SECONDS
     try:

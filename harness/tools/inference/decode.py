@@ -31,13 +31,8 @@ class TextStream:
     """Decodes one sequence while it is generated.
 
     Args:
-        tokenizer: decodes ids.
         prompt: ids of the prompt.
         stops: strings that end the text; they are not part of it.
-
-    Attributes:
-        text: the text so far.
-        is_stopped: whether a stop string was found.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = ()) -> None:
@@ -107,7 +102,6 @@ class Sampler:
         top_k: sample from this many tokens; None: all.
         top_p: sample from the most probable tokens whose probabilities sum to at least this
             (arXiv:1904.09751).
-        seed: seed of the generators.
         numbers: number of each sequence.
     """
 
@@ -166,7 +160,6 @@ def generate_batch(
     Args:
         model: the model, with ``use_cache`` called.
         prompts: ids of each prompt, at least one.
-        sampler: chooses tokens.
         most: number of new tokens of a sequence.
         add: called with a row and its new token; returns whether the sequence goes on.
     """
@@ -242,17 +235,12 @@ def generate(
     prompts: Sequence[Prompt],
     show: bool,
 ) -> Outcome:
-    """Generate on this rank of a process group.
+    """Generate on this rank of a process group; return all texts in order, and the slowest rank's durations.
 
     Args:
         job: the resolved job; training.seq_len is the longest sequence.
-        device: where this rank computes.
         load: returns a job's model with its weights.
-        prompts: all prompts.
         show: whether to print a single prompt, and its text while it is generated.
-
-    Returns:
-        The texts of all prompts in their order, and the durations of the slowest rank.
     """
     started = time.perf_counter()
     model = load(job)

@@ -179,32 +179,29 @@ def table(results: Sequence[tuple[str, Metrics]]) -> str:
 
 def evaluate(job: EvaluateJob, overrides: list[str]) -> int | Result:
     """Evaluate weights on tasks, and append the metrics to a file."""
-    used = use_checkpoint(job, overrides, "evaluate.checkpoint")
-    job = used.job
+    job, found = use_checkpoint(job, overrides, "evaluate.checkpoint")
     library = [name for name in job.evaluate.tasks if is_lm_eval(name)]
     if library and importlib.util.find_spec("lm_eval") is None:
         rule = "needs lm-evaluation-harness, which is not installed"
         raise ConfigError("evaluate.tasks", library[0], rule, "pip install -e '.[eval]'")
-    trained = used.found.manifest.get("job") or {}
+    trained = found.manifest.get("job") or {}
     recorded = (trained.get("training") or {}).get("seq_len")
     window = job.evaluate.seq_len or min(recorded or job.model.max_seq_len, job.model.max_seq_len)
     require_stride("evaluate.stride", job.evaluate.stride, window)
     job = with_value(job, "evaluate.seq_len", window)
     if DATA in job.evaluate.tasks:
-        data = choose_data(job, overrides, used.found)
+        data = choose_data(job, overrides, found)
         if data is None:
-            raise UserError(
-                f"{used.found.path}: records no data; would work: data=NAME, an option of conf/data"
-            )
+            raise UserError(f"{found.path}: records no data; would work: data=NAME, an option of conf/data")
         job = dataclasses.replace(job, data=data)
     setting = job.setting
     tasks = [open_task(name, setting) for name in job.evaluate.tasks if name not in library]
     longest = max(len(row.tokens) - 1 for task in tasks for row in task.rows) if not library else window
     job = with_value(job, "training.seq_len", job.parallelism.padded(longest))
-    results = run_on_ranks(job, "harness.tools.inference.scoring:evaluate", used.found, tasks)
+    results = run_on_ranks(job, "harness.tools.inference.scoring:evaluate", found, tasks)
     if not is_first():
         return EXIT_OK
-    rows, file = rows_of(job, used.found, results), file_of(job, used.found)
+    rows, file = rows_of(job, found, results), file_of(job, found)
     try:
         append(file, rows)
     except MachineError as error:

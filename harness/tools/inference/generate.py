@@ -245,29 +245,22 @@ class Texts(Generator):
         if outcome is None:
             return EXIT_OK
         sys.stderr.write(_rates_in_words(outcome))
-        return Result(as_dict(job, request.found.path, outcome), "\n" if streams else _texts_of(outcome))
-
-
-def _texts_of(outcome: Any) -> str:
-    count = len(outcome.texts)
-    return "".join(
-        f"--- {text.number + 1} of {count} ({text.ended_by})\n{text.prompt}{text.text}\n"
-        for text in outcome.texts
-    )
+        count = len(outcome.texts)
+        shown = [
+            f"--- {text.number + 1} of {count} ({text.ended_by})\n{text.prompt}{text.text}\n"
+            for text in outcome.texts
+        ]
+        return Result(as_dict(job, request.found.path, outcome), "\n" if streams else "".join(shown))
 
 
 def _rates_in_words(outcome: Any) -> str:
-    rates = rates_of(outcome)
+    prefill, decode = ("-" if rate is None else f"{rate:,.0f}" for rate in rates_of(outcome).values())
     return (
         f"{outcome.prefill_tokens} prompt tokens in {outcome.prefill_seconds:.2f} s "
-        f"({_shown(rates['prefill_tokens_per_second'])} tokens/s), {outcome.decode_tokens} more in "
-        f"{outcome.decode_seconds:.2f} s ({_shown(rates['decode_tokens_per_second'])} tokens/s); "
+        f"({prefill} tokens/s), {outcome.decode_tokens} more in "
+        f"{outcome.decode_seconds:.2f} s ({decode} tokens/s); "
         f"weights loaded in {outcome.load_seconds:.1f} s\n"
     )
-
-
-def _shown(rate: float | None) -> str:
-    return "-" if rate is None else f"{rate:,.0f}"
 
 
 def rates_of(outcome: Any) -> dict[str, float | None]:
@@ -298,14 +291,14 @@ def as_dict(job: GenerateJob, path: str, outcome: Any) -> dict[str, Any]:
 def generate(job: GenerateJob, overrides: list[str]) -> int | Result:
     """Generate the answer of the architecture's models to each prompt."""
     generator = generator_of(job.model)
-    used = use_checkpoint(job, overrides, "generate.checkpoint", has_text=generator.has_text)
+    job, found = use_checkpoint(job, overrides, "generate.checkpoint", has_text=generator.has_text)
 
     def run(job: Job, function: str, *arguments: Any) -> Any:
         on_rank = "harness.tools.inference.model:with_model"
-        result = run_on_ranks(job, on_rank, function, used.found, *arguments)
+        result = run_on_ranks(job, on_rank, function, found, *arguments)
         return result if is_first() else None
 
-    return generator.generate(Request(used.job, overrides, used.found, read_texts(used.job), run))
+    return generator.generate(Request(job, overrides, found, read_texts(job), run))
 
 
 VERB = Verb("generate", generate, job=GenerateJob, has_json=True)

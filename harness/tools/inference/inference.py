@@ -95,20 +95,13 @@ class InferenceJob(Job):
         )
 
 
-@dataclass(frozen=True)
-class Used:
-    """A job with the tokenizer of its weights, and the weights."""
-
-    job: Any
-    found: WeightFolder
-
-
-def use_checkpoint(job: Any, overrides: list[str], field: str, *, has_text: bool = True) -> Used:
-    """Find the weights of a job; the model in the job is theirs already.
+def use_checkpoint(
+    job: Any, overrides: list[str], field: str, *, has_text: bool = True
+) -> tuple[Any, WeightFolder]:
+    """Find the weights of an ``InferenceJob``, whose model is theirs already; return the job with their
+    tokenizer, and the weights.
 
     Args:
-        job: an ``InferenceJob``.
-        overrides: the overrides that composed it.
         field: its field with the path.
         has_text: whether a tokenizer is needed.
     """
@@ -126,7 +119,7 @@ def use_checkpoint(job: Any, overrides: list[str], field: str, *, has_text: bool
     if is_first():
         sys.stderr.write("".join(f"note: {note}\n" for note in found.notes))
     if not has_text:
-        return Used(job, found)
+        return job, found
     own = choose_tokenizer(job, [], found) or _tokenizer_beside(found)
     tokenizer = choose_tokenizer(job, overrides, found) or own
     if own and tokenizer and tokenizer != own and is_first():
@@ -134,7 +127,7 @@ def use_checkpoint(job: Any, overrides: list[str], field: str, *, has_text: bool
     if tokenizer is None:
         works = "tokenizer=NAME, an option of conf/tokenizer"
         raise UserError(f"{found.path}: has no tokenizer, and records none; would work: {works}")
-    return Used(dataclasses.replace(job, tokenizer=tokenizer), found)
+    return dataclasses.replace(job, tokenizer=tokenizer), found
 
 
 def _warn_of_another(chosen: TokenizerConfig, own: TokenizerConfig, found: WeightFolder) -> None:
@@ -177,9 +170,11 @@ def run_on_ranks(job: Job, function: str, *arguments: Any) -> Any:
             if described["kind"] != "out_of_memory":
                 raise
             raise _out_of_memory(described["message"]) from error
+    from harness.config.cluster import count_gpus
     from harness.launch.pool import RankFailed, RankPool
 
-    with RankPool(job.world_size, timeout_seconds=float("inf"), on_gpus=_on_gpus(job)) as pool:
+    on_gpus = job.cluster.device != "cpu" and count_gpus() > 0
+    with RankPool(job.world_size, timeout_seconds=float("inf"), on_gpus=on_gpus) as pool:
         try:
             return pool.run(job.world_size, _on_rank, job, function, *arguments)[0]
         except RankFailed as error:
@@ -230,9 +225,3 @@ def _imported(function: str) -> Callable[..., Any]:
     module, name = function.split(":")
     with importing_torch():
         return getattr(importlib.import_module(module), name)
-
-
-def _on_gpus(job: Job) -> bool:
-    from harness.config.cluster import count_gpus
-
-    return job.cluster.device != "cpu" and count_gpus() > 0

@@ -97,16 +97,11 @@ def _batch(rows: Sequence[Row], size: int, length: int) -> Batch:
 def evaluate(
     job: EvaluateJob, device: torch.device, found: WeightFolder, tasks: Sequence[Task]
 ) -> list[tuple[str, dict[str, Any]]]:
-    """Evaluate on this rank of a process group.
+    """Evaluate on this rank of a process group; return name and metrics of each task, in the job's order.
 
     Args:
         job: the resolved job; training.seq_len is the longest pass.
-        device: where this rank computes.
-        found: the weights.
         tasks: all tasks but those of lm-evaluation-harness.
-
-    Returns:
-        Name and metrics of each task, in the order of the job.
     """
     library = [name for name in job.evaluate.tasks if is_lm_eval(name)]
     loaded = None

@@ -102,8 +102,6 @@ class Setting:
     """Inputs of every task.
 
     Attributes:
-        tokenizer: the tokenizer of the weights.
-        vocab_size: of the model.
         data: documents of the task ``data``.
         split: which of them, one of SPLITS.
         window: most tokens of a pass.

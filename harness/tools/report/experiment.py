@@ -55,9 +55,7 @@ def predicted(job: Job, cluster: ClusterConfig | None = None, calibration: Calib
     """Return a plan's ``METRICS``, ``step_seconds`` and ``fits``; None where the plan has no value.
 
     Args:
-        job: the job.
         cluster: has the accelerator of the nodes; None means the job's.
-        calibration: calibrated constants in place of the defaults.
     """
     from harness.tools.plan.make import make_plan
 
@@ -109,8 +107,6 @@ class Experiment:
 
     Attributes:
         name: stem of its file: ``table1``.
-        title: title from its file.
-        command: command that runs it.
         rows: rows with ``published.*``, ``predicted.*``, ``measured.*`` and ``expected.*``.
         recipes: recipe of each row, by which published tables distinguish runs.
         source: source of the published numbers; empty if there are none.
@@ -165,12 +161,10 @@ def tables_of(
     *,
     rehearse: bool = False,
 ) -> list[Experiment]:
-    """Return the tables of an experiment, with the measurements made so far.
+    """Return the tables of a folder of ``experiments/``, with the measurements made so far.
 
     Args:
-        folder: a folder of ``experiments/``.
         runs_dir: folder of the runs; None means the experiment's default, relative to the working folder.
-        calibration: constants of the measured machine.
         rehearse: rehearse published jobs that have not been rehearsed yet.
     """
     rows, kept = published.read(folder), read_kept(folder)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.tools.report.plots import name_ticks
 from harness.tools.report.power_laws import COMPUTE, LEVEL, Fit, Frontier
-from harness.util.plots import COLORS, new_figure, save, ticks
+from harness.util.plots import COLORS, new_figure, save
 from harness.util.tables import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.axis import Axis
 
     from harness.tools.report.fits import Fits, Run
 
@@ -54,7 +54,7 @@ def _draw_compute(axis: Axes, made: Fits, law: Fit) -> None:
     )  # fmt: skip
     _draw_forecasts(axis, made, [each.run.flops for each in made.forecasts])
     axis.set(xscale="log", yscale="log", xlabel="C, FLOPs", ylabel=made.loss.replace("_", " "))
-    _name_ticks(axis.yaxis, _loss)
+    name_ticks(axis.yaxis, _loss)
 
 
 def _draw_against(axis: Axes, made: Fits, law: Fit) -> None:
@@ -69,8 +69,8 @@ def _draw_against(axis: Axes, made: Fits, law: Fit) -> None:
     figure.colorbar(points, ax=axis, label="C, FLOPs")  # type: ignore[union-attr]
     _draw_forecasts(axis, made, [each.predicted.value for each in made.forecasts])
     axis.set(xscale="log", yscale="log", xlabel="loss of the fit", ylabel=made.loss.replace("_", " "))
-    _name_ticks(axis.xaxis, _loss)
-    _name_ticks(axis.yaxis, _loss)
+    name_ticks(axis.xaxis, _loss)
+    name_ticks(axis.yaxis, _loss)
 
 
 def _draw_forecasts(axis: Axes, made: Fits, positions: Sequence[float]) -> None:
@@ -113,7 +113,7 @@ def draw_isoflop(path: Path, title: str, found: Frontier) -> str:
             left.scatter([each.best.value], [each.lowest], marker="*", color=color, s=110, zorder=3)
     left.set(xscale="log", xlabel="N, parameters", ylabel="loss")
     left.legend(frameon=False, fontsize=8)
-    _name_ticks(left.xaxis, counted)
+    name_ticks(left.xaxis, counted)
     for right in rest:
         _draw_best(right, found, colors)
     for axis in axes:
@@ -140,17 +140,7 @@ def _draw_best(axis: Axes, found: Frontier, colors: Sequence[Any]) -> None:
         )  # fmt: skip
         axis.legend(frameon=False, fontsize=8)
     axis.set(xscale="log", yscale="log", xlabel="C, FLOPs", ylabel="best N")
-    _name_ticks(axis.yaxis, counted)
-
-
-def _name_ticks(side: Axis, form: Callable[[float], str]) -> None:
-    """Label a logarithmic axis with a few round numbers."""
-    from matplotlib.ticker import FixedLocator, NullLocator
-
-    low, high = side.get_view_interval()
-    side.set_major_locator(FixedLocator(ticks(low, high)))
-    side.set_minor_locator(NullLocator())
-    side.set_major_formatter(lambda value, _: form(value))
+    name_ticks(axis.yaxis, counted)
 
 
 def _loss(value: float) -> str:

@@ -148,7 +148,9 @@ def fits_of(rows: Sequence[Row], *, counted: str = "non_embedding", hold_out: in
         words.append("It is the loss of one batch, and noisy; `validation.interval` measures a better one.")
     law, more = _law(fitted)
     words += more
-    by_parameters, by_tokens = _frontiers(fitted)
+    flops, losses = [run.flops for run in fitted], [run.loss or 0.0 for run in fitted]
+    by_parameters = fit_frontier(flops, [float(run.parameters) for run in fitted], losses)
+    by_tokens = by_parameters and fit_frontier(flops, [float(run.tokens) for run in fitted], losses)
     words += _frontiers_in_words(by_parameters, by_tokens)
     others = [run for run in runs if run not in fitted]
     forecasts = []
@@ -244,12 +246,6 @@ def _law_in_words(made: Fit) -> list[str]:
 def in_words(estimate: Interval, form: str = ".4g") -> str:
     """Format a value with its interval."""
     return f"{estimate.value:{form}} ({estimate.low:{form}} to {estimate.high:{form}})"
-
-
-def _frontiers(runs: Sequence[Run]) -> tuple[Frontier | None, Frontier | None]:
-    flops, losses = [run.flops for run in runs], [run.loss or 0.0 for run in runs]
-    by_parameters = fit_frontier(flops, [float(run.parameters) for run in runs], losses)
-    return by_parameters, by_parameters and fit_frontier(flops, [float(run.tokens) for run in runs], losses)
 
 
 def _frontiers_in_words(by_parameters: Frontier | None, by_tokens: Frontier | None) -> list[str]:

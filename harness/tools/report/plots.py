@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from harness.util.tables import NOT_MEASURED, Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
 
 WORDS = {
     "published": "published",
@@ -101,8 +102,6 @@ def against(
     ]
     if len(pairs) < 2:
         return False
-    from matplotlib.ticker import FixedLocator, NullLocator
-
     figure = new_figure(8, 6.4)
     axis = figure.subplots()
     values = [value for _, *both in pairs for value in both]
@@ -114,9 +113,7 @@ def against(
     axis.scatter(known, expected, s=22, color=COLORS["measured"], zorder=3)
     axis.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
     for side in (axis.xaxis, axis.yaxis):
-        side.set_major_locator(FixedLocator(ticks(low, high)))
-        side.set_minor_locator(NullLocator())
-        side.set_major_formatter(lambda value, _: f"{value:,.10g}")
+        name_ticks(side, lambda value: f"{value:,.10g}")
     axis.set_xlabel(f"{reference} tokens per second and rank")
     axis.set_ylabel("predicted tokens per second and rank")
     axis.spines[["top", "right"]].set_visible(False)
@@ -127,6 +124,15 @@ def against(
     axis.set_title(title, fontsize=11)
     save(figure, path)
     return True
+
+
+def name_ticks(side: Axis, form: Callable[[float], str]) -> None:
+    """Label a logarithmic axis with a few round numbers."""
+    from matplotlib.ticker import FixedLocator, NullLocator
+
+    side.set_major_locator(FixedLocator(ticks(*side.get_view_interval())))
+    side.set_minor_locator(NullLocator())
+    side.set_major_formatter(lambda value, _: form(value))
 
 
 def _name_points(axis: Axes, pairs: Sequence[tuple[str, float, float]]) -> None:

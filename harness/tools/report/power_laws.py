@@ -89,7 +89,6 @@ class Fit:
     """A law fitted to points.
 
     Attributes:
-        law: the law.
         values: its parameters, by name.
         replicates: the same of each bootstrap replicate, a row each.
         residuals: measured minus fitted logarithms of the loss.
@@ -139,9 +138,7 @@ def fit(
     """Fit a law to losses, as in arXiv:2203.15556: the logarithm of the loss, from a grid of starts.
 
     Args:
-        law: the law.
         variables: values of the law's variables, one sequence for each point.
-        losses: the measured losses.
         replicates: number of bootstrap replicates.
 
     Raises:
@@ -288,9 +285,7 @@ def fit_frontier(
     """Fit a parabola to each budget with enough sizes, and a power law to their minima.
 
     Args:
-        flops: compute of each run.
-        variable: its model size, or its tokens.
-        losses: its loss.
+        variable: the model size of each run, or its tokens.
         replicates: number of bootstrap replicates, with normal noise of the residuals' variance.
 
     Returns:

@@ -106,10 +106,7 @@ def report_runs(
     """Report measured and predicted results of runs, and write the pictures into ``folder``.
 
     Args:
-        title: title of the report.
         rows: rows with predictions, made with the constants of ``calibration``.
-        folder: folder for its pictures.
-        calibration: named in the summary.
         study: the objective, if a sweeper chose the points by their results.
     """
     rows = with_layouts(rows)
@@ -325,7 +322,7 @@ def report_published(
     title: str, tables: Sequence[Experiment], folder: Path, calibration: Calibration | None = None
 ) -> Document:
     """Report published, predicted and measured results of tables, and write the pictures into ``folder``."""
-    tables = [replace(table, rows=[_with_machine(row) for row in table.rows]) for table in tables]
+    tables = [replace(table, rows=list(map(_with_machine, table.rows))) for table in tables]
     found = [each for table in tables for each in effects(table.name, table.once)]
     blocks: list[Block] = [_errors(tables, found)]
     once = [row for table in tables for _, row in table.once]

@@ -21,8 +21,7 @@ from harness.contrib.flux.encode.verb import EncodeJob, encode
 from harness.contrib.flux.encode.writer import LatentWriter
 from harness.contrib.flux.pictures.config import encoders_of
 from harness.contrib.flux.pictures.encoders import build_encoders
-from harness.contrib.flux.pictures.latents import LatentSamples
-from harness.contrib.flux.pictures.loader import CaptionDropout, EncodedLoader, EncodingLoader
+from harness.contrib.flux.pictures.loader import CaptionDropout, EncodedLoader, EncodingLoader, LatentSamples
 from harness.contrib.flux.pictures.sources import RawSamples, open_pictures
 from harness.util.errors import ConfigError, DataError
 
@@ -179,7 +178,7 @@ def test_the_encoding_loader_resumes_and_does_not_read_ahead_of_its_state() -> N
 
 
 def test_damage_is_found() -> None:
-    from harness.contrib.flux.pictures.latents import check_files, read_manifest
+    from harness.contrib.flux.pictures.loader import check_files, read_manifest
 
     run(*SHAPES, "encode.target=latents")
     folder, path = Path("latents"), Path("latents/train-00001.safetensors")

@@ -85,7 +85,7 @@ def encode(job: EncodeJob, overrides: list[str]) -> int | Result:
     os.environ.update(openmp_environment(job))
     with importing_torch():
         from harness.contrib.flux.encode.writer import LatentWriter
-        from harness.contrib.flux.pictures.latents import LatentManifest, read_manifest
+        from harness.contrib.flux.pictures.loader import LatentManifest, read_manifest
     writer = LatentWriter(job)
 
     def result(manifest: LatentManifest, title: str, seconds: float = 0.0) -> Result:

@@ -1,7 +1,7 @@
 """Write encoded pictures in units of consecutive pictures, each a file.
 
 The files do not depend on the number of processes and shards. See
-``harness/contrib/flux/pictures/latents.py``.
+``harness/contrib/flux/pictures/loader.py``.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from safetensors.torch import save
 
 from harness.contrib.flux.pictures.config import encoders_of, images_of, pictures_of
 from harness.contrib.flux.pictures.encoders import as_floats, build_encoders, fingerprint_of
-from harness.contrib.flux.pictures.latents import EMPTY, LatentFile, LatentManifest, checksum
-from harness.contrib.flux.pictures.loader import MOST_THREADS
+from harness.contrib.flux.pictures.loader import EMPTY, MOST_THREADS, LatentFile, LatentManifest, checksum
 from harness.contrib.flux.pictures.sources import PictureSource, RawSamples, open_pictures
 from harness.data.shards import FORMAT_VERSION, ShardWriter, cut_units, write_manifest
 from harness.data.workers import Workers, can_start_processes, cpus

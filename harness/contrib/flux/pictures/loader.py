@@ -1,28 +1,54 @@
-"""Loaders of pictures with captions: encoded beforehand, or when they are read.
+"""Loaders of pictures with captions: random, encoded beforehand, or encoded when they are read.
 
 Row j of global step s is sample s * global_batch_size + j, as for tokens (``harness.data.loader``). Whether
 the caption of a sample is dropped is a function of the seed and that number.
+
+``harness encode`` writes a folder of encoded pictures:
+
+latents/photos/manifest.json                 encoders, counts, files with checksums; written last
+latents/photos/train-00000.safetensors       mean, std, text and pooled of consecutive pictures
+latents/photos/train-00000.json              their captions
+latents/photos/empty.safetensors             text and pooled of the empty caption
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
+import random
 from abc import abstractmethod
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
 
+from harness.config.fields import from_dict
+from harness.config.job import Job
 from harness.config.training import Sizes
+from harness.contrib.flux.config import PATCH, flow_of, flux_of
 from harness.contrib.flux.objective import ImageBatch
-from harness.contrib.flux.pictures.encoders import Encoders, as_floats
-from harness.contrib.flux.pictures.sources import RawSamples
+from harness.contrib.flux.pictures.config import encoders_of, pictures_of
+from harness.contrib.flux.pictures.encoders import Encoders, as_floats, build_encoders
+from harness.contrib.flux.pictures.sources import RawSamples, open_pictures
 from harness.data.loader import Cursor, Loader
-from harness.data.samples import random_stream
+from harness.data.samples import EpochOrder, random_stream
+from harness.data.shards import MANIFEST, load_manifest
 from harness.data.workers import cpus
+from harness.train.setup import pick_device
+from harness.util.encoding import parse
+from harness.util.errors import ConfigError, DataError
+from harness.util.files import is_file_name
 
-MOST_THREADS = 8
+EMPTY = "empty.safetensors"
+MOST_THREADS, SAMPLE_FILES = 8, 32
 
 
 class CaptionDropout(NamedTuple):
@@ -189,3 +215,204 @@ class EncodingLoader(PictureLoader):
         for each in self._ahead.pictures if self._ahead else ():
             each.cancel()
         self._ahead = None
+
+
+@dataclass(frozen=True)
+class LatentFile:
+    """A file of consecutive pictures: its name is without the extension, its checksum of the safetensors."""
+
+    name: str
+    split: str
+    count: int
+    nbytes: int
+    xxh3_64: str
+
+
+@dataclass(frozen=True)
+class LatentManifest:
+    """Description of a folder.
+
+    Attributes:
+        encoders: of ``data.options``, with the ``fingerprint`` of their weights.
+        source: name of the pictures.
+        size: height and width of the pictures, in pixels.
+        files: in the order of their pictures.
+        key: hash of everything that determines the content.
+    """
+
+    version: int
+    encoders: dict[str, Any]
+    fingerprint: str
+    source: str
+    size: int
+    files: list[LatentFile]
+    key: str
+
+    def count(self, split: str) -> int:
+        """Number of pictures of a split."""
+        return sum(file.count for file in self.files if file.split == split)
+
+
+def read_manifest(folder: Path) -> LatentManifest:
+    """Read a folder's manifest.
+
+    Raises:
+        DataError: there is none, it is damaged, or a later version wrote it.
+    """
+    plain = load_manifest(folder, "encode", "folder")
+    try:
+        files = [from_dict(LatentFile, file) for file in plain["files"]]
+        if others := [file.name for file in files if not is_file_name(file.name)]:
+            raise ValueError(f"{others[0]!r} is no name of a file in it")
+        manifest: LatentManifest = from_dict(LatentManifest, {**plain, "files": []})
+    except (ConfigError, KeyError, TypeError, AttributeError, ValueError) as error:
+        raise DataError(f"{folder / MANIFEST} is damaged: {type(error).__name__}: {error}") from None
+    return dataclasses.replace(manifest, files=files)
+
+
+def checksum(path: Path) -> str:
+    """Checksum of a file, read in blocks."""
+    digest = xxhash.xxh3_64()
+    with path.open("rb") as file:
+        while block := file.read(1 << 24):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def check_files(folder: Path, manifest: LatentManifest) -> None:
+    """Compare the checksums of at most SAMPLE_FILES files, chosen at random each time.
+
+    Raises:
+        DataError: a file is missing or damaged.
+    """
+    for file in random.sample(manifest.files, min(SAMPLE_FILES, len(manifest.files))):
+        path = folder / f"{file.name}.safetensors"
+        try:
+            if checksum(path) == file.xxh3_64:
+                continue
+            problem = f"does not have the checksum in {MANIFEST}"
+        except OSError as error:
+            problem = f"cannot be read: {error.strerror}"
+        raise DataError(f"{path}: {problem}; would work: remove it and {MANIFEST}, then harness encode again")
+
+
+class LatentSamples:
+    """The pictures of a split by sample number; shuffled, in another order in every epoch.
+
+    Raises:
+        DataError: the folder is not complete, a file has another size, or the split has no pictures.
+    """
+
+    def __init__(self, folder: Path, split: str, *, seed: int, shuffle: bool) -> None:
+        self.manifest = read_manifest(folder)
+        self._folder = folder
+        self._files = [file for file in self.manifest.files if file.split == split]
+        for file in self._files:
+            self._check_size(file)
+        self._ends = list(accumulate(file.count for file in self._files))
+        if not self._ends:
+            works = "; would work: harness encode with data.validation_fraction=0.01"
+            raise DataError(f"{folder}: has no {split} pictures{works if split == 'validation' else ''}")
+        self.num_per_epoch: int | None = self._ends[-1]
+        self._order = EpochOrder(self._ends[-1], seed, shuffle=shuffle)
+        self._opened: dict[str, Any] = {}
+        read = self._open("empty")
+        self.empty = Caption(*(read.get_tensor(name).float().numpy() for name in ("text", "pooled")))
+
+    def sample(self, number: int) -> tuple[Picture, Caption]:
+        file, row = self._place(number)
+        read = self._open(file.name)
+
+        def row_of(name: str) -> np.ndarray:
+            values: np.ndarray = read.get_slice(name)[row].float().numpy()
+            return values
+
+        std = row_of("std") if "std" in read.keys() else None  # noqa: SIM118
+        return Picture(row_of("mean"), std), Caption(row_of("text"), row_of("pooled"))
+
+    def caption(self, number: int) -> str:
+        file, row = self._place(number)
+        path = self._folder / f"{file.name}.json"
+        try:
+            return str(parse(path.read_bytes(), list)[row])
+        except (OSError, ValueError, IndexError) as error:
+            raise DataError(f"{path} cannot be read: {error}") from error
+
+    def _place(self, number: int) -> tuple[LatentFile, int]:
+        index = self._order.at(number)
+        at = bisect_right(self._ends, index)
+        return self._files[at], index - (self._ends[at - 1] if at else 0)
+
+    def _open(self, name: str) -> Any:
+        if name not in self._opened:
+            path = self._folder / f"{name}.safetensors"
+            try:
+                self._opened[name] = safe_open(path, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise DataError(f"{path} cannot be read: {error}") from error
+        return self._opened[name]
+
+    def _check_size(self, file: LatentFile) -> None:
+        path = self._folder / f"{file.name}.safetensors"
+        found = path.stat().st_size if path.exists() else None
+        if found != file.nbytes:
+            has = "is missing" if found is None else f"has {found} bytes instead of {file.nbytes}"
+            raise DataError(f"{path} {has}; would work: remove {MANIFEST}, then harness encode again")
+
+
+class SyntheticPictures:
+    """Normal random latents and embeddings of the model's shapes; needs no file."""
+
+    num_per_epoch: int | None = None
+
+    def __init__(self, job: Job, split: str) -> None:
+        self._flux, self._seed, self._split = flux_of(job.model), job.training.seed, split
+        side = PATCH * math.isqrt(job.training.seq_len - self._flux.text_length)
+        self._shape = self._flux.latent_channels, side, side
+
+    @property
+    def empty(self) -> Caption:
+        return self._caption(random_stream("synthetic empty caption", self._seed, 0))
+
+    def sample(self, number: int) -> tuple[Picture, Caption]:
+        stream = random_stream(f"synthetic pictures {self._split}", self._seed, number)
+        mean = stream.standard_normal(self._shape).astype(np.float32)
+        return Picture(mean, np.full_like(mean, 0.1)), self._caption(stream)
+
+    def caption(self, number: int) -> str:
+        return f"random {number}"
+
+    def _caption(self, stream: np.random.RandomState) -> Caption:
+        text = stream.standard_normal((self._flux.text_length, self._flux.context_dim))
+        pooled = stream.standard_normal(self._flux.pooled_dim)
+        return Caption(text.astype(np.float32), pooled.astype(np.float32))
+
+
+def build_loader(
+    job: Job, rows: range, split: str, *, wait_for_all: Callable[[], None], is_builder: bool
+) -> Loader:
+    """Return the loader of ``rows`` of every global batch; see ``Objective.build_loader``."""
+    dropped = flow_of(job).caption_dropout if split == "train" else 0.0
+    dropout = CaptionDropout(dropped, job.training.seed)
+    sizes = job.sizes if split == "train" else Sizes(job.global_batch_size, job.training.seq_len)
+    shuffle = job.data.shuffle and split == "train"
+    if job.data.kind == "latents_synthetic":
+        return EncodedLoader(SyntheticPictures(job, split), rows, sizes, dropout)
+    if job.data.kind == "latents":
+        folder = Path(job.data.paths[0]).expanduser()
+        latents = LatentSamples(folder, split, seed=job.training.seed, shuffle=shuffle)
+        if is_builder:
+            check_files(folder, latents.manifest)
+        return EncodedLoader(latents, rows, sizes, dropout)
+    pictures = RawSamples(
+        open_pictures(
+            job.data, split, seed=job.training.seed, wait_for_all=wait_for_all, is_builder=is_builder
+        ),
+        seed=job.training.seed,
+        shuffle=shuffle,
+        skips=pictures_of(job.data).on_error == "skip",
+    )
+    encoders = build_encoders(encoders_of(job.data), pick_device(job), shard=True)
+    return EncodingLoader(
+        pictures, encoders, rows, sizes, dropout, runs_in_loop=encoders_of(job.data).has_weights
+    )
