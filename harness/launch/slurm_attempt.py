@@ -24,8 +24,15 @@ from harness.config.failures import VICTIMS, kind_of_text
 from harness.config.job import Job
 from harness.launch import queue
 from harness.launch.begin import begin_again
-from harness.launch.dead_ranks import dead_ranks, only_victims, record_dead, record_left, unnamed_ranks
-from harness.launch.node_check import UnfitNodes, check_nodes
+from harness.launch.faults import (
+    UnfitNodes,
+    check_nodes,
+    dead_ranks,
+    only_victims,
+    record_dead,
+    record_left,
+    unnamed_ranks,
+)
 from harness.launch.state import SlurmJobRecord
 from harness.metrics.slow_ranks import slow_ranks
 from harness.run.folder import RunFolder, last_lines
