@@ -30,7 +30,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> list[Queued]:
     waiting: list[Queued] = []
     for module in (slurm, submit):
         monkeypatch.setattr(module, "require_slurm", lambda: None)
-    monkeypatch.setattr(slurm.Submission, "_sbatch", lambda _: "12")
+    monkeypatch.setattr(slurm, "submit_script", lambda _: "12")
     monkeypatch.setattr(submit, "jobs", lambda: Jobs(waiting))
     monkeypatch.setattr(lost, "queued_jobs", lambda _: Jobs(waiting))
     for module in (submit, lost):
@@ -75,12 +75,11 @@ def test_a_full_disk_is_one_line_and_nothing_is_submitted(job: Job, monkeypatch:
         submit.submit_one(job, folder, [])
 
 
-@pytest.mark.parametrize(("place", "state"), [("take_snapshot", "planned"), ("_sbatch", "submitted")])
+@pytest.mark.parametrize(("place", "state"), [("take_snapshot", "planned"), ("submit_script", "submitted")])
 def test_an_interrupt_leaves_a_correct_status(
     place: str, state: str, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owner = slurm if place == "take_snapshot" else slurm.Submission
-    monkeypatch.setattr(owner, place, fail(KeyboardInterrupt()))
+    monkeypatch.setattr(slurm, place, fail(KeyboardInterrupt()))
     folder = RunFolder(job.run_dir)
     with pytest.raises(KeyboardInterrupt):
         submit.submit_one(job, folder, [])
@@ -90,14 +89,14 @@ def test_an_interrupt_leaves_a_correct_status(
 def test_all_that_a_job_reads_is_there_before_sbatch(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[bool] = []
 
-    def sbatch(submission: slurm.Submission) -> str:
+    def sbatch(script: Path) -> str:
         run_dirs = submission._list_path.read_text().splitlines()
-        found.append(submission.script_path.read_text() == submission.script())
+        found.append(script.read_text() == submission.script())
         found.append(run_dirs == [str(path) for path in submission.run_dirs])
         found.extend(SlurmJobRecord.read(path) is not None for path in submission.run_dirs)
         return "12"
 
-    monkeypatch.setattr(slurm.Submission, "_sbatch", sbatch)
+    monkeypatch.setattr(slurm, "submit_script", sbatch)
     folders = [RunFolder(job.run_dir.with_name(name)) for name in ("a", "b")]
     submission = slurm.Submission([job, job], [each.path for each in folders], job.run_dir.parent, "many")
     assert submit.submit(submission, folders, [[], []]) == ["12_0", "12_1"]
@@ -126,7 +125,7 @@ def test_a_job_whose_controller_died_before_it_wrote_the_id_is_shown_by_its_id(
 ) -> None:
     folder = RunFolder(job.run_dir)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(slurm.Submission, "_sbatch", fail(KeyboardInterrupt()))
+        patch.setattr(slurm, "submit_script", fail(KeyboardInterrupt()))
         submit.submit_one(job, folder, [])
     scheduler.append(Queued("12", f"one.{job.id}", "PENDING", "Resources"))
     submit.submit_one(job, folder, [])
