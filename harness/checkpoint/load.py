@@ -87,16 +87,16 @@ class CheckpointLoader:
 
     def _move_later_aside(self, step: int) -> None:
         """Move checkpoints after ``step`` to ``superseded/``: the run's own must be the newest."""
-        if self.config.writes:
-            self.ranks.on_rank_zero(lambda: self._supersede_after(step))
 
-    def _supersede_after(self, step: int) -> None:
-        try:
-            self.folder.supersede_after(step)
-        except OSError as error:
-            raise UserError(
-                f"{self.folder.path}: checkpoints after step {step} cannot be moved aside: {error}"
-            ) from error
+        def move() -> None:
+            try:
+                self.folder.supersede_after(step)
+            except OSError as error:
+                rule = f"checkpoints after step {step} cannot be moved aside"
+                raise UserError(f"{self.folder.path}: {rule}: {error}") from error
+
+        if self.config.writes:
+            self.ranks.on_rank_zero(move)
 
     def _load(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """Load everything that is not excluded; return the counters."""

@@ -109,9 +109,8 @@ class Saver:
         try:
             self.folder.hold()
         except LockedError:
-            raise UserError(
-                f"{name}: another run writes checkpoints there; would work: another folder"
-            ) from None
+            rule = "another run writes checkpoints there; would work: another folder"
+            raise UserError(f"{name}: {rule}") from None
         except OSError as error:
             reason = " ".join(str(error).split())
             raise UserError(

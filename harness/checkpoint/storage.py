@@ -151,9 +151,7 @@ class HashedResult(WriteResult):
 class Writer(FileSystemWriter):
     """Writes one checkpoint; it is complete once ``finish`` has written the manifest.
 
-    Args:
-        path: folder, a path or an fsspec URL; an existing checkpoint is moved aside.
-        manifest: content of the manifest without ``files``.
+    An existing checkpoint at its path, a folder or an fsspec URL, is moved aside.
     """
 
     def __init__(self, path: str, manifest: dict[str, Any]) -> None:
@@ -162,7 +160,7 @@ class Writer(FileSystemWriter):
         super().__init__(path, sync_files=not remote)
         self.fs: Any = _HashingRemote() if remote else _HashingLocal()
         self.path = self.fs.init_path(path)
-        self.manifest = manifest
+        self.manifest = manifest  # without ``files``
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Do not touch the disk: all ranks call this at once, and one clears the path afterwards."""
@@ -309,11 +307,9 @@ class Entry(io.RawIOBase):
 
 
 class Reader(FileSystemReader):
-    """Reads one checkpoint and verifies checksums while reading.
+    """Reads one checkpoint, in a folder or at an fsspec URL, and verifies checksums while reading.
 
-    Args:
-        path: folder, a path or an fsspec URL.
-        manifest: the checkpoint's manifest; empty for one of other software, which has no checksums.
+    The manifest of one of other software, which has no checksums, is empty.
     """
 
     def __init__(self, path: str, manifest: dict[str, Any]) -> None:
@@ -323,11 +319,7 @@ class Reader(FileSystemReader):
         self.manifest = manifest
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return DCP's metadata without running code; torch's own method runs code that a forged file names.
-
-        Raises:
-            DamagedCheckpoint: the file has changed since it was written, or is not metadata.
-        """
+        """Return DCP's metadata; unlike torch's own method, run no code that a forged file names."""
         with self.fs.create_stream(self.fs.concat_path(self.path, METADATA), "rb") as stream:
             content = stream.read()
         if self.manifest and xxhash.xxh3_128_hexdigest(content) != self.manifest["files"][METADATA][CHECKSUM]:
@@ -340,9 +332,6 @@ class Reader(FileSystemReader):
         """Read the planned items, entry by entry in file order.
 
         Unlike DCP's own method it reads each entry once, for all items that need it, and verifies it.
-
-        Raises:
-            DamagedCheckpoint: an entry is damaged.
         """
         wanted: dict[tuple[str, int, int], list[ReadItem]] = {}
         for item in plan.items:

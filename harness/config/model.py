@@ -368,12 +368,12 @@ BLOCKS: Registry[Any] = Registry(
 FAMILIES: Registry[Any] = Registry(
     "family",
     {
-        "llama": f"{_FILES}.llama:LLAMA",
-        "qwen2": f"{_FILES}.qwen2:QWEN2",
-        "qwen3": f"{_FILES}.qwen3:QWEN3",
-        "qwen3_moe": f"{_FILES}.qwen3:QWEN3_MOE",
-        "mistral": f"{_FILES}.mistral:MISTRAL",
-        "mixtral": f"{_FILES}.mistral:MIXTRAL",
+        "llama": f"{_FILES}.llama_like:LLAMA",
+        "qwen2": f"{_FILES}.llama_like:QWEN2",
+        "qwen3": f"{_FILES}.llama_like:QWEN3",
+        "qwen3_moe": f"{_FILES}.llama_like:QWEN3_MOE",
+        "mistral": f"{_FILES}.llama_like:MISTRAL",
+        "mixtral": f"{_FILES}.llama_like:MIXTRAL",
         "deepseek_v2": f"{_FILES}.deepseek:DEEPSEEK_V2",
         "deepseek_v3": f"{_FILES}.deepseek:DEEPSEEK_V3",
         "gpt_oss": f"{_FILES}.gpt_oss:GPT_OSS",

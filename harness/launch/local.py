@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 from harness.checkpoint.resume import is_finished, show_finished
 from harness.config.job import Job
 from harness.launch.begin import begin
-from harness.launch.dead_ranks import RankDied, count_memory_kills, record_dead, record_left
+from harness.launch.faults import RankDied, count_memory_kills, record_dead, record_left
 from harness.run.folder import RunFolder
 from harness.train.finish import finish_run
 from harness.train.process import (

@@ -24,8 +24,15 @@ from harness.config.failures import VICTIMS, kind_of_text
 from harness.config.job import Job
 from harness.launch import queue
 from harness.launch.begin import begin_again
-from harness.launch.dead_ranks import dead_ranks, only_victims, record_dead, record_left, unnamed_ranks
-from harness.launch.node_check import UnfitNodes, check_nodes
+from harness.launch.faults import (
+    UnfitNodes,
+    check_nodes,
+    dead_ranks,
+    only_victims,
+    record_dead,
+    record_left,
+    unnamed_ranks,
+)
 from harness.launch.state import SlurmJobRecord
 from harness.metrics.slow_ranks import slow_ranks
 from harness.run.folder import RunFolder, last_lines
@@ -126,11 +133,10 @@ def run(folder: RunFolder, allocation: Allocation, received: Received) -> int:
         if job.cluster.node_check != "off":
             check_nodes(job, folder.path)
         code = _run_ranks(job, folder, allocation, started, received)
-    except UnfitNodes as error:
-        if job.cluster.node_check == "exclude" and allocation.restarts < job.cluster.max_requeues:
-            return _requeue_without(error, job, folder, allocation)
-        code = folder.record_error(None, error)["exit_code"]
     except Exception as error:
+        may_requeue = job.cluster.node_check == "exclude" and allocation.restarts < job.cluster.max_requeues
+        if isinstance(error, UnfitNodes) and may_requeue:
+            return _requeue_without(error, job, folder, allocation)
         code = folder.record_error(None, error)["exit_code"]
     if code in STOPPED:
         _exclude_slow_nodes(job, folder, allocation)
@@ -170,10 +176,9 @@ def _begin(job: Job, folder: RunFolder, allocation: Allocation) -> None:
     task = os.environ.get("SLURM_ARRAY_TASK_ID")
     # The record in the folder is another job's if the script was submitted again by hand.
     name, index = os.environ["SLURM_JOB_NAME"], None if task is None else int(task)
-    job_record = SlurmJobRecord.read(folder.path) or SlurmJobRecord(name)
+    logs = (SlurmJobRecord.read(folder.path) or SlurmJobRecord(name)).logs
     ident, restarts = allocation.job_id, allocation.restarts
-    job_record = replace(job_record, name=name, index=index, job_id=ident, restarts=restarts)
-    replace(job_record, cancelled=False, begun=True).write(folder.path)
+    SlurmJobRecord(name, index, ident, restarts, logs=logs, begun=True).write(folder.path)
 
 
 def _end(folder: RunFolder, *, is_taken: bool = False) -> None:

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from harness.weights.format import WeightFormat
-    from harness.weights.source import Source
 
 FORMATS = Choices(
     lambda: (name for name in WEIGHT_FORMATS if not (of := WEIGHT_FORMATS[name]) or of.write is not None)
@@ -119,7 +118,15 @@ def _convert(
 
     from harness.checkpoint.state import is_finite, non_finite_warning
     from harness.train.process import keep_freed_memory
-    from harness.weights.source import atomic_target, cast, progress, total_bytes, watched
+    from harness.weights.source import (
+        atomic_target,
+        cast,
+        folded,
+        progress,
+        total_bytes,
+        watched,
+        write_torch,
+    )
 
     keep_freed_memory()
     started = time.monotonic()
@@ -144,7 +151,20 @@ def _convert(
     nbytes = total_bytes(source)
     with atomic_target(target, nbytes) as temporary, progress(nbytes) as advance:
         shown = watched(source, lambda _, tensor: advance(tensor.nbytes))
-        remark = _write(config, found, model, tokenizer, shown, temporary)
+        remark = ""  # what a user has to know of the written weights
+        if config.format == "hf":
+            from harness.weights.huggingface import write_huggingface
+
+            write_huggingface(shown, model, tokenizer, temporary, config.max_shard_gb)
+        elif config.format == "torch":
+            write_torch(folded(shown, model), temporary, tied=model.tied_embeddings)
+        elif config.format == "dcp":
+            from harness.weights.dcp import write_distributed
+
+            write_distributed(shown, temporary, model_manifest(found, model, tokenizer))
+        else:
+            write = load_attribute(WEIGHT_FORMATS[config.format].write)
+            remark = str(write(folded(shown, model), model, temporary))
     seconds = time.monotonic() - started
     _print(
         f"{len(source.tensors)} tensors, {nbytes / 1e9:.3f} GB in {seconds:.1f} s "
@@ -154,33 +174,6 @@ def _convert(
         _print(warning)
     if remark:
         _print(f"note: {remark}")
-
-
-def _write(
-    config: ConvertConfig,
-    found: WeightFolder,
-    model: ModelConfig,
-    tokenizer: TokenizerConfig | None,
-    source: Source,
-    target: Path,
-) -> str:
-    """Write the weights; return what a user has to know of them."""
-    from harness.weights.source import folded, write_torch
-
-    if config.format == "hf":
-        from harness.weights.huggingface import write_huggingface
-
-        write_huggingface(source, model, tokenizer, target, config.max_shard_gb)
-    elif config.format == "torch":
-        write_torch(folded(source, model), target, tied=model.tied_embeddings)
-    elif config.format == "dcp":
-        from harness.weights.dcp import write_distributed
-
-        write_distributed(source, target, model_manifest(found, model, tokenizer))
-    else:
-        write = load_attribute(WEIGHT_FORMATS[config.format].write)
-        return str(write(folded(source, model), model, target))
-    return ""
 
 
 def model_manifest(

@@ -141,13 +141,10 @@ def download(job: DownloadJob, overrides: list[str]) -> int:
     repository = look_up(job.repo, job.revision)
     files = choose(job, repository)
     new = fetch(repository, files, job.folder)
-    existing = len(files) - len(new)
-    nbytes = sum(file.size for file in new)
-    _print(
-        f"{job.repo} at {repository.commit[:12]}: {len(new)} files, {nbytes / 1e9:.3f} GB downloaded"
-        + (f", {existing} already there" if existing else "")
-        + f": {job.folder}"
-    )
+    nbytes, existing = sum(file.size for file in new), len(files) - len(new)
+    downloaded = f"{len(new)} files, {nbytes / 1e9:.3f} GB downloaded"
+    downloaded += f", {existing} already there" if existing else ""
+    _print(f"{job.repo} at {repository.commit[:12]}: {downloaded}: {job.folder}")
     for line in next_commands(job):
         _print(line)
     return EXIT_OK
@@ -155,7 +152,8 @@ def download(job: DownloadJob, overrides: list[str]) -> int:
 
 def next_commands(job: DownloadJob) -> list[str]:
     """The commands to run next with the files in the folder."""
-    folder, config = job.folder, _config(job.folder)
+    folder, file = job.folder, job.folder / CONFIG
+    config = read_object(file) if file.is_file() else {}
     tokenizer = _tokenizer_overrides(folder, config)
     if "weights" not in job.kinds:
         return [_command("train", *tokenizer)] if "tokenizer" in job.kinds and tokenizer else []
@@ -172,11 +170,6 @@ def next_commands(job: DownloadJob) -> list[str]:
 
 def _command(verb: str, *overrides: str) -> str:
     return f"next: {shlex.join(['harness', verb, *overrides])}"
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    file = folder / CONFIG
-    return read_object(file) if file.is_file() else {}
 
 
 def _model_overrides(folder: Path, config: dict[str, Any]) -> list[str]:

@@ -37,10 +37,7 @@ INDEX, SINGLE = f"model.{INDEX_ENDING}", "model.safetensors"
 
 
 def hf_tensors(model: ModelConfig) -> dict[str, list[TensorMapping]]:
-    """For each of Hugging Face's tensors, our tensors in it, in our order.
-
-    Raises ConfigError, as the next two do, if the family's files cannot represent the model.
-    """
+    """For each of Hugging Face's tensors, our tensors in it, in our order."""
     return _grouped(family_of(model).pieces(model), lambda piece: piece.theirs)
 
 
@@ -168,7 +165,6 @@ class HuggingFaceNames:
     """A source under Hugging Face's names and in its layout, made from one under ours.
 
     Our tensors are cached while consecutive reads need them: at most two at a time, gate and up.
-    Raises ConfigError if the model's family cannot express the model.
     """
 
     def __init__(self, source: Source, model: ModelConfig) -> None:
@@ -243,9 +239,8 @@ class StoredTensors:
                 if name is None:
                     continue
                 if name in stored:
-                    raise UserError(
-                        f"{folder}: {in_file} is in {self._files[name][0].name} and in {file.name}"
-                    )
+                    first = self._files[name][0].name
+                    raise UserError(f"{folder}: {in_file} is in {first} and in {file.name}")
                 stored[name], self._files[name] = facts[in_file], (file, in_file)
         try:
             self._quantized = find(stored) if find else {}

@@ -18,7 +18,7 @@ from harness.config.job import Job
 from harness.launch import slurm_attempt as attempt
 from harness.launch.batch import Received
 from harness.launch.begin import begin, begin_again
-from harness.launch.node_check import UnfitNodes
+from harness.launch.faults import UnfitNodes
 from harness.launch.queue import Jobs, SlurmError
 from harness.launch.slurm_attempt import Allocation, StepFailed, _verdict, _why_not_requeued
 from harness.launch.state import SlurmJobRecord, read_state

@@ -20,11 +20,11 @@ from harness.compose.composer import compose_job
 from harness.config.cluster import minutes_of
 from harness.config.fields import with_value
 from harness.config.job import Job
-from harness.launch import node_check, queue
+from harness.launch import faults, queue
 from harness.launch import slurm as slurm_module
 from harness.launch import slurm_attempt as attempt
 from harness.launch.begin import begin
-from harness.launch.dead_ranks import RankDied, dead_ranks
+from harness.launch.faults import RankDied, dead_ranks
 from harness.launch.queue import Queued, SlurmError
 from harness.launch.slurm import (
     LARGEST_BYTES,
@@ -620,17 +620,17 @@ SICK = "0, 12, 81559, 0\n1, 40960, 81559, 0\n2, 0, 81559, 3\n3, 0, 16000, [N/A]"
 def test_faults_of_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "logs").mkdir()
     commands_in(tmp_path, monkeypatch, nvidia_smi=f"printf '{SICK}'")
-    assert node_check.faults_here(tmp_path, 0) == []
-    assert node_check.faults_here(tmp_path, 8) == [
+    assert faults.faults_here(tmp_path, 0) == []
+    assert faults.faults_here(tmp_path, 8) == [
         "4 of 8 GPUs found",
         "GPU 1 has 40.0 GiB of memory in use",
         "GPU 2 has 3 uncorrected memory errors",
     ]
     commands_in(tmp_path, monkeypatch, nvidia_smi="echo 'Unable to talk: GPU is lost'; exit 15")
-    assert node_check.faults_here(tmp_path, 1) == ["nvidia-smi: Unable to talk: GPU is lost"]
+    assert faults.faults_here(tmp_path, 1) == ["nvidia-smi: Unable to talk: GPU is lost"]
     (tmp_path / "meminfo").write_text(f"MemTotal: {100 * 2**20} kB\nMemAvailable: {2**20} kB\n")
-    assert node_check._memory_faults(tmp_path / "meminfo") == ["1.0 GiB of 100.0 GiB of memory are free"]
-    assert node_check._folder_faults(tmp_path / "none") == [
+    assert faults._memory_faults(tmp_path / "meminfo") == ["1.0 GiB of 100.0 GiB of memory are free"]
+    assert faults._folder_faults(tmp_path / "none") == [
         f"cannot write into {tmp_path / 'none'}: No such file or directory"
     ]
 
@@ -642,8 +642,8 @@ def test_nodes_that_fail_the_check_or_do_not_answer_are_named(
     srun = f"printf '{answers}'; echo 'srun: error: n3: oops' >&2; exit 1"
     commands_in(tmp_path, monkeypatch, srun=srun, scontrol="echo n1 n2 n3")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-3]")
-    with pytest.raises(node_check.UnfitNodes) as unfit:
-        node_check.check_nodes(slurm(), tmp_path)
+    with pytest.raises(faults.UnfitNodes) as unfit:
+        faults.check_nodes(slurm(), tmp_path)
     assert str(unfit.value) == "n2: 4 of 8 GPUs found; n3: srun: error: n3: oops"
     assert unfit.value.kind == "node"
 

@@ -335,12 +335,13 @@ def rank_memory(
 ) -> list[RankMemory]:
     """Compute the memory of every pipeline rank at its peak; ``parameters`` of all, if they are known."""
     order = pipeline_order(job.parallelism, job.model.n_layers, job.microbatches)
-    prices = ActivationBytes(job, repeats_keys=software is not None and software.repeats_keys)
-    keeps_outputs, memory = software is not None and software.keeps_outputs, []
+    software, memory = software or Software(), []
+    prices = ActivationBytes(job, repeats_keys=software.repeats_keys)
     for held in parameters or parameters_of_ranks(job):
         equal = equal_stages(job, held)
-        passes = fullest(order[held.pp_rank], equal, keeps_outputs=keeps_outputs)
-        memory.append(RankStep(job, held, prices, equal, passes, software).memory())
+        passes = fullest(order[held.pp_rank], equal, keeps_outputs=software.keeps_outputs)
+        step = RankStep(job, held, prices, equal, passes, joint_ends=software.joint_ends)
+        memory.append(step.memory())
     return memory
 
 
@@ -383,12 +384,12 @@ class RankStep:
         prices: ActivationBytes,
         equal: Mapping[int, int],
         passes: Sequence[Moment],
-        software: Software | None = None,
+        *,
+        joint_ends: bool = False,
     ) -> None:
         self.job, self.parameters, self.passes = job, parameters, passes
-        joint = software is not None and software.joint_ends
         made = {
-            stage: StageMemory(job, parameters, stage, prices, joint_ends=joint)
+            stage: StageMemory(job, parameters, stage, prices, joint_ends=joint_ends)
             for stage in set(equal.values())
         }
         self.stages = {stage: made[first] for stage, first in equal.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from harness.config.job import Job
@@ -17,7 +17,7 @@ from harness.tools.plan.activations import (
 )
 from harness.tools.plan.costs import costs_of
 from harness.tools.plan.machine import on_cpu
-from harness.tools.plan.parameters import BYTES
+from harness.tools.plan.parameters import BYTES, Memo
 
 FLOAT32 = 4
 
@@ -36,10 +36,11 @@ class PartBytes:
     """Peak of the second half of its backward: for a block, attention."""
 
 
-class ActivationBytes:
+class ActivationBytes(Memo):
     """Converts declared activations into bytes for a job; ``repeats_keys`` is that of ``Software``."""
 
     def __init__(self, job: Job, *, repeats_keys: bool = False) -> None:
+        super().__init__()
         self.job, self.cpu, layout = job, on_cpu(job), job.parallelism
         self.repeats_keys = repeats_keys
         self.tokens = job.microbatch_size * job.training.seq_len // layout.cp
@@ -55,7 +56,6 @@ class ActivationBytes:
             ActivationSplit.ROUTED_INNER: layout.tp if layout.splits_experts else routed,
         }
         self.costs = costs_of(job.model)
-        self.blocks: dict[tuple[Hashable, bool], PartBytes] = {}
         in_float8 = job.precision.enable_fsdp_float8_all_gather
         self.gathered_in_float8 = frozenset(
             sort_linears(job.model, job.precision).converted if in_float8 else ()
@@ -81,9 +81,7 @@ class ActivationBytes:
     def block(self, layer: int) -> PartBytes:
         """Bytes of a block, under the job's recomputation and compiler."""
         key = block_kinds(self.job.model)[layer], self._is_recomputed(layer)
-        if key not in self.blocks:
-            self.blocks[key] = self._block(layer)
-        return self.blocks[key]
+        return self.once(key, lambda: self._block(layer))
 
     def _is_recomputed(self, layer: int) -> bool:
         how = self.job.activation_checkpoint

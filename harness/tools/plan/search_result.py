@@ -167,9 +167,9 @@ def write_sweep(found: Search, path: Path, overrides: Sequence[str]) -> str:
     base, plan = found.space.base.parallelism, found.best[0].plan
     points = [each.point.overrides(base) for each in found.best]
     # Each point sets the searched fields; the same field on the command line would override it.
+    of_pipeline = ("pp_schedule", "pp_layers_per_stage", "pp_microbatch_size")
     moved = {override.split("=")[0] for override in points[0]} | PLANNER_FIELDS
-    moved |= {"parallelism.ep"} | {f"parallelism.pp_{name}" for name in ("schedule", "layers_per_stage")}
-    moved.add("parallelism.pp_microbatch_size")
+    moved |= {f"parallelism.{name}" for name in ("ep", *of_pipeline)}
     job = [override for override in overrides if override.lstrip("+").split("=")[0] not in moved]
     lines = "\n".join(f"        {' '.join(typed)}" for typed in points)
     text = f"""# @package _global_

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from harness.config.parallelism import AXES, ParallelismConfig
 from harness.config.pipeline import SCHEDULES, fitting_layers_per_stage, num_stages
 from harness.model.architecture import resolve_model
 from harness.precision.linears import check_layout, sort_linears
+from harness.tools.plan.parameters import Memo
 from harness.util.errors import ConfigError, divisors
 
 MODES = ("none", "selective_op", "full")
@@ -242,7 +244,7 @@ def gpus_of(base: Job) -> int:
     return count_gpus() if base.cluster.is_here and base.cluster.device != "cpu" else 0
 
 
-class Legality:
+class Legality(Memo):
     """Evaluate the rules of a job for many points.
 
     ``resolve`` takes a millisecond, and a search has a hundred thousand points. So a rule that depends on
@@ -251,13 +253,13 @@ class Legality:
     """
 
     def __init__(self, base: Job) -> None:
+        super().__init__()
         self.base = base
         base.precision.validate()
         # Sorting the linears is the slowest part, and no layout changes it.
         self._plain = replace(base, precision=base.precision.without_format())
         linear = base.precision.linear
         self._linears = None if linear == "none" else sort_linears(base.model, base.precision)
-        self._known: dict[Key, ConfigError | None] = {}
         self._passed = False
         self._batch = base.global_batch_size
         self._batches = [size for _, size in base.schedule.batch_sizes]
@@ -278,10 +280,8 @@ class Legality:
             (self._check_format, (tp, cp, point.rows)),
         )
         for rule, key in rules:
-            known = (rule.__name__, *key)
-            if known not in self._known:
-                self._known[known] = self._error_of(rule, point)
-            if (error := self._known[known]) is not None:
+            error = self.once((rule.__name__, *key), partial(self._error_of, rule, point))
+            if error is not None:
                 return error
         return None
 

@@ -1,0 +1,188 @@
+"""Families with Llama's names of tensors: Llama 2 and 3, Mistral, Mixtral, Qwen 2, 2.5 and 3.
+
+Fields are those of transformers' models/llama, mistral, mixtral, qwen2, qwen3 and qwen3_moe (4.56 to 5.x).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from harness.config.model import ModelConfig
+from harness.weights.families.core import (
+    ATTENTION,
+    DENSE,
+    NORMS,
+    ConfigField,
+    Family,
+    TensorSlot,
+    attention_biases,
+    both_biases,
+    common,
+    dividing_heads,
+    head_width,
+    per_expert,
+)
+
+# Of mixtures whose config.json has the coefficient of their auxiliary loss.
+_AUX_LOSS = "router_aux_loss_coef"
+_NAMES = NORMS | ATTENTION | DENSE
+
+
+def _written(model: ModelConfig) -> dict[str, object]:
+    return {_AUX_LOSS: model.moe.aux_loss_coeff}
+
+
+# LlamaConfig's defaults.
+_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+}
+
+
+def _llama(model: ModelConfig) -> list[ConfigField]:
+    return [
+        *common(model, head_dim=lambda found: head_width({**_DEFAULTS, **found}), **_DEFAULTS),
+        ConfigField("intermediate_size", model.ffn_hidden_dim, "ffn_hidden_dim", default=11008),
+        *attention_biases(model),
+        ConfigField("mlp_bias", False, default=False),
+    ]
+
+
+LLAMA = Family(
+    name="llama",
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    names=_NAMES,
+    config_fields=_llama,
+    refuse=both_biases,
+    unbuildable=dividing_heads,
+)
+
+_EXPERT = "block_sparse_moe.experts.{expert}"
+
+
+def _mistral(model: ModelConfig) -> list[ConfigField]:
+    window = model.attention.window
+    return [
+        *common(model, head_dim=head_width, num_key_value_heads=8),
+        ConfigField("intermediate_size", model.ffn_hidden_dim, "ffn_hidden_dim"),
+        ConfigField("sliding_window", window, "attention.window", default=4096, nullable=True),
+    ]
+
+
+def _mixtral(model: ModelConfig) -> list[ConfigField]:
+    of, window = model.moe, model.attention.window
+    return [
+        *common(model, head_dim=head_width, num_key_value_heads=8),
+        ConfigField("intermediate_size", of.hidden_dim, "moe.hidden_dim"),
+        ConfigField("num_local_experts", of.num_experts, "moe.num_experts", default=8, alias="num_experts"),
+        ConfigField("num_experts_per_tok", of.top_k, "moe.top_k", default=2),
+        ConfigField("sliding_window", window, "attention.window", default=None, nullable=True),
+    ]
+
+
+MISTRAL = Family(
+    name="mistral",
+    model_type="mistral",
+    architecture="MistralForCausalLM",
+    names=_NAMES,
+    config_fields=_mistral,
+)
+MIXTRAL = Family(
+    name="mixtral",
+    model_type="mixtral",
+    architecture="MixtralForCausalLM",
+    names=NORMS
+    | ATTENTION
+    | {"moe.router": "block_sparse_moe.gate"}
+    | {f"moe.experts.{ours}": TensorSlot(f"{_EXPERT}.{ours}.weight") for ours in ("w1", "w2", "w3")},
+    config_fields=_mixtral,
+    requires={"moe.normalize_scores": True},
+    is_mixture=True,
+    kept=("ffn_hidden_dim",),  # all blocks have experts
+    assumed=lambda model: {"ffn_hidden_dim": model.moe.hidden_dim},
+    trained={_AUX_LOSS: "moe.aux_loss_coeff"},
+    written=_written,
+    theta=1000000.0,
+)
+
+
+def _qwen2(model: ModelConfig) -> list[ConfigField]:
+    return [
+        *common(model, head_dim=head_width, num_key_value_heads=32),
+        ConfigField("intermediate_size", model.ffn_hidden_dim, "ffn_hidden_dim"),
+        # If true, the blocks after the first max_window_layers attend within a window.
+        ConfigField("use_sliding_window", False, default=False),
+    ]
+
+
+def _qwen3(model: ModelConfig, head_dim: object = 128) -> list[ConfigField]:
+    return [
+        *common(model, head_dim=head_dim),
+        ConfigField("intermediate_size", model.ffn_hidden_dim, "ffn_hidden_dim"),
+        *attention_biases(model),
+        ConfigField("use_sliding_window", False, default=False),
+    ]
+
+
+def _qwen3_moe(model: ModelConfig) -> list[ConfigField]:
+    of = model.moe
+    return [
+        *_qwen3(model, head_dim=head_width),
+        ConfigField("num_experts", of.num_experts, "moe.num_experts", alias="num_local_experts"),
+        ConfigField("num_experts_per_tok", of.top_k, "moe.top_k"),
+        ConfigField("moe_intermediate_size", of.hidden_dim, "moe.hidden_dim"),
+        ConfigField("norm_topk_prob", of.normalize_scores, "moe.normalize_scores", default=False),
+        ConfigField("decoder_sparse_step", of.every_nth_layer, "moe.every_nth_layer", default=1),
+        ConfigField(
+            "mlp_only_layers",
+            list(range(of.first_dense_layers)),
+            "moe.first_dense_layers",
+            shown=of.first_dense_layers,
+            default=[],
+            to_ours=_dense_at_first,
+        ),
+    ]
+
+
+def _dense_at_first(layers: Any, _found: object) -> int:
+    if list(layers) != list(range(len(layers))):
+        raise ValueError("not the first layers")
+    return len(layers)
+
+
+_QWEN3_NAMES = _NAMES | {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}
+QWEN2 = Family(
+    name="qwen2",
+    model_type="qwen2",
+    architecture="Qwen2ForCausalLM",
+    names=_NAMES,
+    config_fields=_qwen2,
+    requires={"attention.qkv_bias": True},
+    unbuildable=dividing_heads,
+)
+QWEN3 = Family(
+    name="qwen3",
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    names=_QWEN3_NAMES,
+    config_fields=_qwen3,
+    requires={"attention.qk_norm": "learned"},
+    refuse=both_biases,
+)
+QWEN3_MOE = Family(
+    name="qwen3_moe",
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    names=_QWEN3_NAMES | {"moe.router": "mlp.gate"} | per_expert("mlp.experts"),
+    config_fields=_qwen3_moe,
+    requires={"attention.qk_norm": "learned"},
+    refuse=both_biases,
+    is_mixture=True,
+    trained={_AUX_LOSS: "moe.aux_loss_coeff"},
+    written=_written,
+)
