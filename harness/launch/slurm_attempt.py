@@ -133,11 +133,10 @@ def run(folder: RunFolder, allocation: Allocation, received: Received) -> int:
         if job.cluster.node_check != "off":
             check_nodes(job, folder.path)
         code = _run_ranks(job, folder, allocation, started, received)
-    except UnfitNodes as error:
-        if job.cluster.node_check == "exclude" and allocation.restarts < job.cluster.max_requeues:
-            return _requeue_without(error, job, folder, allocation)
-        code = folder.record_error(None, error)["exit_code"]
     except Exception as error:
+        may_requeue = job.cluster.node_check == "exclude" and allocation.restarts < job.cluster.max_requeues
+        if isinstance(error, UnfitNodes) and may_requeue:
+            return _requeue_without(error, job, folder, allocation)
         code = folder.record_error(None, error)["exit_code"]
     if code in STOPPED:
         _exclude_slow_nodes(job, folder, allocation)
@@ -177,10 +176,9 @@ def _begin(job: Job, folder: RunFolder, allocation: Allocation) -> None:
     task = os.environ.get("SLURM_ARRAY_TASK_ID")
     # The record in the folder is another job's if the script was submitted again by hand.
     name, index = os.environ["SLURM_JOB_NAME"], None if task is None else int(task)
-    job_record = SlurmJobRecord.read(folder.path) or SlurmJobRecord(name)
+    logs = (SlurmJobRecord.read(folder.path) or SlurmJobRecord(name)).logs
     ident, restarts = allocation.job_id, allocation.restarts
-    job_record = replace(job_record, name=name, index=index, job_id=ident, restarts=restarts)
-    replace(job_record, cancelled=False, begun=True).write(folder.path)
+    SlurmJobRecord(name, index, ident, restarts, logs=logs, begun=True).write(folder.path)
 
 
 def _end(folder: RunFolder, *, is_taken: bool = False) -> None:

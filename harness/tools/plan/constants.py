@@ -85,30 +85,22 @@ FIXED_POWER = 200.0
 """Watts under load that do not depend on the clock: memory, links, leakage; assumed, 100 to 250."""
 
 
-def _at_power(rated: Achieved, limit: float, rating: float) -> Achieved:
-    """Scale products to a power limit, in W; attention does not use all the power.
-
-    Dynamic power is assumed to grow with the square of the clock.
-    """
-    clock = ((limit - FIXED_POWER) / (rating - FIXED_POWER)) ** 0.5
-    return replace(rated, half=rated.half * clock, float8=rated.float8 * clock)
-
-
+# The H100 96GB has 500 W in place of 700. Dynamic power is assumed to grow with the square of the clock;
+# attention does not use all the power.
+_CLOCK_500 = ((500 - FIXED_POWER) / (700 - FIXED_POWER)) ** 0.5
 ACHIEVED = {
     "A100 SXM 40GB": _A100,
     "A100 SXM 80GB": _A100,
     "A100 PCIe 40GB": _A100_PCIE,
     "A100 PCIe 80GB": _A100_PCIE,
     "H100 SXM": _H100,
-    "H100 96GB": _at_power(_H100, 500, 700),
+    "H100 96GB": replace(_H100, half=_H100.half * _CLOCK_500, float8=_H100.float8 * _CLOCK_500),
     "H200 SXM": _H200,
     "B200": _BLACKWELL,
     "GB200": _BLACKWELL,
     "MI300X": _MI300X,
 }
 """By the accelerator's name in ``harness/util/hardware.py``."""
-
-
 KERNELS = frozenset(name for each in ACHIEVED.values() for name in each.others)
 """Names of attention kernels."""
 
