@@ -153,6 +153,11 @@ class Loader(ABC):
 class SourceLoader(Loader):
     """A loader of one source, whose samples a mixture reads one by one."""
 
+    _cursor: Cursor
+
+    def next(self) -> Batch:
+        return stack([self.read(piece) for piece in self._cursor.advance()])
+
     @property
     def streams(self) -> Mapping[int, RowStream]:
         """Streams by row of the global batch; empty for a source with random access."""
@@ -232,10 +237,10 @@ class NumberedLoader(SourceLoader):
         # Neighbouring rows read pieces of one sample.
         if self._known is None or self._known[0] != piece.number:
             self._known = piece.number, self._samples.sample(piece.number)
-        return _piece_of(self._known[1], piece.first, piece.length)
-
-    def next(self) -> Batch:
-        return stack([self.read(piece) for piece in self._cursor.advance()])
+        cut = slice(piece.first, piece.first + piece.length)
+        inputs_T, labels_T, *documents = (array[cut] for array in self._known[1])
+        # A piece numbers its documents from 0.
+        return inputs_T, labels_T, *(documents_T - documents_T[0] for documents_T in documents)
 
     def state_dict(self) -> dict[str, Any]:
         return self._cursor.state_dict()
@@ -253,12 +258,6 @@ class NumberedLoader(SourceLoader):
 def refuse_mixture(state: dict[str, Any]) -> None:
     if "mixture" in state:
         raise DataError("the saved position is in a mixture, and data.kind is not mixture")
-
-
-def _piece_of(sample: tuple[np.ndarray, ...], first: int, length: int) -> tuple[np.ndarray, ...]:
-    """Return ``length`` tokens of a sample from ``first`` on; documents are numbered from 0 again."""
-    inputs_T, labels_T, *documents = (array[first : first + length] for array in sample)
-    return inputs_T, labels_T, *(documents_T - documents_T[0] for documents_T in documents)
 
 
 def load_packed(reading: Reading, tokens: Tokens) -> NumberedLoader:

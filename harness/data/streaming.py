@@ -14,7 +14,6 @@ import numpy as np
 
 from harness.config.training import Sizes
 from harness.data.loader import (
-    Batch,
     Cursor,
     Loader,
     Piece,
@@ -22,7 +21,6 @@ from harness.data.loader import (
     SourceLoader,
     load_documents,
     refuse_mixture,
-    stack,
 )
 from harness.data.read_ahead import ReaderPool
 from harness.data.samples import IGNORE_INDEX, number_documents
@@ -154,9 +152,6 @@ class StreamLoader(SourceLoader):
 
     def read(self, piece: Piece) -> tuple[np.ndarray, ...]:
         return self._streams[piece.slot].next(piece.length)
-
-    def next(self) -> Batch:
-        return stack([self.read(piece) for piece in self._cursor.advance()])
 
     def state_dict(self) -> dict[str, Any]:
         slots = {str(row): stream.state_dict() for row, stream in self._streams.items()}

@@ -75,7 +75,10 @@ def open_token_files(reading: Reading) -> Tokens:
     if is_builder:
         if foreign and not isinstance(tokenizer, NoTokenizer):
             _warn_of_other_tokenizer(files, foreign, tokenizer)
-        _scan(tokens)
+        # The beginnings of some files; all other ids are checked when they are read.
+        step = max(1, len(tokens.begins) // _SCANNED_FILES)
+        for begin in tokens.begins[::step].tolist():
+            tokens.read(begin, begin + _SCANNED_TOKENS)
     if has_index and data.boundaries == "auto":
         return tokens
     return _with_boundaries(tokens, data, tokenizer, foreign.boundary if foreign else "eos", warn=is_builder)
@@ -249,10 +252,3 @@ def _limit(tokenizer: Tokenizer, model_vocab_size: int) -> Limit:
         return Limit(model_vocab_size, rule)
     rule = f"the tokenizer has {tokenizer.vocab_size} tokens; would work: the tokenizer that made the file"
     return Limit(tokenizer.vocab_size, f"{rule}, or tokenizer=none")
-
-
-def _scan(tokens: Concatenation) -> None:
-    """Read the beginnings of some files to check their ids; all others are checked when they are read."""
-    step = max(1, len(tokens.begins) // _SCANNED_FILES)
-    for begin in tokens.begins[::step].tolist():
-        tokens.read(begin, begin + _SCANNED_TOKENS)

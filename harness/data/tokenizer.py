@@ -22,11 +22,7 @@ from harness.util.errors import ConfigError, DataError
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """Build a tokenizer.
-
-    Raises:
-        DataError: its file is missing, empty or malformed.
-    """
+    """Build a tokenizer; DataError if its file is missing, empty or malformed."""
     tokenizer = _build(config)
     tokenizer.config = config
     return tokenizer

@@ -41,15 +41,9 @@ def hf_tensors(model: ModelConfig) -> dict[str, list[TensorMapping]]:
     return _grouped(family_of(model).pieces(model), lambda piece: piece.theirs)
 
 
-def our_tensors(model: ModelConfig) -> dict[str, list[TensorMapping]]:
-    """The locations of each of our tensors in theirs, in our order, without copies."""
-    pieces = (piece for piece in family_of(model).pieces(model) if not piece.is_copy)
-    return _grouped(pieces, lambda piece: piece.ours)
-
-
-def copied_tensors(model: ModelConfig) -> dict[str, list[TensorMapping]]:
-    """The additional copies of our tensors in theirs."""
-    pieces = (piece for piece in family_of(model).pieces(model) if piece.is_copy)
+def our_tensors(model: ModelConfig, *, copies: bool = False) -> dict[str, list[TensorMapping]]:
+    """The locations of each of our tensors in theirs, in our order, or of their additional ``copies``."""
+    pieces = (piece for piece in family_of(model).pieces(model) if piece.is_copy == copies)
     return _grouped(pieces, lambda piece: piece.ours)
 
 
@@ -84,7 +78,7 @@ def check_hf_tensors(model: ModelConfig, found: Mapping[str, Shape], where: str 
     """
     found = {own: shape for name, shape in found.items() if (own := own_name(model, name)) is not None}
     shapes = hf_shapes(model)
-    copies = {piece.theirs for pieces in copied_tensors(model).values() for piece in pieces}
+    copies = {piece.theirs for pieces in our_tensors(model, copies=True).values() for piece in pieces}
     expected = {name: shape for name, shape in shapes.items() if name not in copies}
     optional = {name: shapes[name] for name in copies}
     if model.tied_embeddings:

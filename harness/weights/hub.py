@@ -193,9 +193,8 @@ def _disk_errors(target: Path) -> Iterator[None]:
     except OSError as error:
         path = error.filename or target
         if error.errno in DISK_FULL:
-            raise MachineError(
-                f"{path}: the disk is full, or a quota is; with more space {_AGAIN}"
-            ) from error
+            rule = f"the disk is full, or a quota is; with more space {_AGAIN}"
+            raise MachineError(f"{path}: {rule}") from error
         raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 

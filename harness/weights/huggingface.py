@@ -7,6 +7,7 @@ It is written here because the library's writers need two copies of a shard in m
 
 from __future__ import annotations
 
+import hashlib
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -39,7 +40,6 @@ from harness.weights.hf_tensors import (
     HuggingFaceNames,
     StoredTensors,
     check_hf_tensors,
-    copied_tensors,
     fill,
     our_tensors,
 )
@@ -70,15 +70,14 @@ class HuggingFaceSource:
         config = read_object(folder / CONFIG)
         check_hf_config(model, config)
         decoder = decoder_part(FAMILIES[model.family], config)
-        self._pieces, self._copies = our_tensors(model), copied_tensors(model)
+        self._pieces, self._copies = our_tensors(model), our_tensors(model, copies=True)
         self._multipliers = multipliers(model)
         self._stored = StoredTensors(folder, model, quantization_of(decoder), dequantized)
         found = self._stored.tensors
         check_hf_tensors(model, {name: facts.shape for name, facts in found.items()}, str(folder))
+        dtypes = {name: found[first.theirs].dtype for name, [first, *_] in self._pieces.items()}
         self.tensors: Mapping[str, TensorFacts] = {
-            name: TensorFacts(
-                shape, torch.float32 if is_buffer(name) else found[self._pieces[name][0].theirs].dtype
-            )
+            name: TensorFacts(shape, torch.float32 if is_buffer(name) else dtypes[name])
             for name, shape in tensor_shapes(model).items()
         }
 
@@ -220,8 +219,6 @@ def _write_json(file: Path, content: Mapping[str, Any]) -> None:
 
 # -- on all ranks: checkpoint.state.Exchange ----
 
-_CHUNK = 1 << 24
-
 
 def check(path: str, model: ModelConfig) -> None:
     """Check that a folder holds the model's weights."""
@@ -286,8 +283,5 @@ def _source(path: str, job: Job) -> DistributedSource:
 
 
 def _checksum(file: Path) -> str:
-    digest = xxhash.xxh3_128()
     with file.open("rb") as stream:
-        while chunk := stream.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()

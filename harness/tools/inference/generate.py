@@ -154,7 +154,8 @@ def read_prompts(job: GenerateJob, found: Sequence[str | Conversation], tokenize
     if config.chat:
         prompts = _turns(config.chat, found, tokenizer)
     else:
-        prompts = _texts(found, tokenizer, config.special_tokens)
+        encode = tokenizer.encode_prompt if config.special_tokens else tokenizer.encode
+        prompts = [Prompt(text, with_bos(encode(text), tokenizer)) for text in map(str, found)]
     for number, prompt in enumerate(prompts, start=1):
         if not prompt.ids:
             raise UserError(f"prompt {number}: is empty, and the tokenizer has no token to begin with")
@@ -176,11 +177,6 @@ def read_texts(job: GenerateJob) -> list[str | Conversation]:
         works = "prompt=TEXT, generate.prompts=[A,B], generate.prompt_file=FILE, or generate.prompt_file=-"
         raise ConfigError("prompt", None, "there is no prompt", works)
     return found
-
-
-def _texts(found: Sequence[Any], tokenizer: Tokenizer, special_tokens: bool) -> list[Prompt]:
-    encode = tokenizer.encode_prompt if special_tokens else tokenizer.encode
-    return [Prompt(text, with_bos(encode(text), tokenizer)) for text in found]
 
 
 def _turns(chat: str, found: Sequence[str | Conversation], tokenizer: Tokenizer) -> list[Prompt]:

@@ -282,7 +282,12 @@ def _forecast_in_words(each: Forecast, fitted: Sequence[Run]) -> str:
 def report_fits(title: str, made: Fits, counted: str, folder: Path) -> Document:
     """Report the fits with these ``counted`` parameters, and write their pictures into ``folder``."""
     blocks: list[Block] = []
-    runs, predictions = _rows_of_runs(made), [_of_forecast(each) for each in made.forecasts]
+    runs, predictions = _rows_of_runs(made), []
+    for each in made.forecasts:
+        found, loss = each.predicted, each.run.loss
+        interval = {"predicted": found.value, "low": found.low, "high": found.high}
+        inside = None if loss is None else loss in found
+        predictions.append(_of_run(each.run) | interval | {"error": each.error, "inside": inside})
     if made.law is not None:
         text = (
             f"`{made.law.law.formula}`, fitted to the logarithm of the loss. "
@@ -314,13 +319,6 @@ def _rows_of_runs(made: Fits) -> list[Row]:
         for row, each in zip(rows, fitted, strict=True):
             row |= {"fitted": each.value, "error": row["loss"] / each.value - 1}
     return rows
-
-
-def _of_forecast(each: Forecast) -> Row:
-    predicted, loss = each.predicted, each.run.loss
-    interval = {"predicted": predicted.value, "low": predicted.low, "high": predicted.high}
-    inside = None if loss is None else loss in predicted
-    return _of_run(each.run) | interval | {"error": each.error, "inside": inside}
 
 
 def _parabolas(by_parameters: Frontier, by_tokens: Frontier | None) -> Table:

@@ -103,7 +103,6 @@ class Technique:
     """One technique and its runs.
 
     Attributes:
-        name: its name; ``control`` and ``twin`` are the first two.
         overrides: its overrides, besides those of all runs.
         runs: a run for every seed, by seed; empty if it is skipped.
         differs_in: fields whose numerics differ from the control's.

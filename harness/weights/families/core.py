@@ -147,13 +147,10 @@ class Family:
     """The format of one family's checkpoints at Hugging Face.
 
     Attributes:
-        name: value of model.family.
-        model_type: value of model_type in config.json.
         architecture: transformers' class.
         names: from our modules in a block to theirs, and our tensors that are not a module's weight or bias.
         config_fields: the fields of config.json for a model.
         requires: our fields that the family fixes to another value than the default.
-        is_mixture: whether it has experts.
         kept: our fields that may have any value although config.json does not contain them.
         refuse: raises ConfigError for other models that its files cannot represent.
         unbuildable: raises ConfigError for models that its files can represent and transformers cannot build.
@@ -165,13 +162,12 @@ class Family:
         ignored: prefixes of names of tensors that are not the decoder's.
         mtp: like ``names``, of multi-token prediction's modules; theirs are in block n_layers.
         mtp_copies: our tensors of which that block has copies, and their names there.
-        library: the library of its checkpoints, transformers or diffusers.
         original: function that finds weights in the format of the model's authors (``module:function``); it
             maps a folder and the model to a ``Source``, or None if the folder has no such weights.
     """
 
-    name: str
-    model_type: str
+    name: str  # value of model.family
+    model_type: str  # in config.json
     architecture: str
     names: Mapping[str, str | TensorSlot]
     config_fields: Callable[[ModelConfig], list[ConfigField]]
@@ -188,7 +184,7 @@ class Family:
     ignored: Callable[[ModelConfig], tuple[str, ...]] | None = None
     mtp: Names = field(default_factory=dict)
     mtp_copies: Mapping[str, str] = field(default_factory=dict)
-    library: str = "transformers"
+    library: str = "transformers"  # or diffusers
     original: str | None = None
 
     @property

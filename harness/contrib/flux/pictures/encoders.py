@@ -137,16 +137,15 @@ class Words:
         self._length, self._width = length, width
 
     def encode(self, captions: Sequence[str]) -> Embeddings:
-        text_BLD = torch.stack([self._encoded(caption) for caption in captions])
+        padding = [""] * self._length
+        texts = [(caption.lower().split() + padding)[: self._length] for caption in captions]
+        positions_LD = self._stacked([f"position {i}" for i in range(self._length)])
+        words = [self._stacked([f"word {word}" for word in text]) for text in texts]
+        text_BLD = torch.stack(words) + positions_LD
         return Embeddings(text_BLD, text_BLD.mean(1))
 
-    def _encoded(self, caption: str) -> Tensor:
-        words = (caption.lower().split() + [""] * self._length)[: self._length]
-        return torch.stack([_vector(f"word {word}", self._width) for word in words]) + self._positions
-
-    @functools.cached_property
-    def _positions(self) -> Tensor:
-        return torch.stack([_vector(f"position {i}", self._width) for i in range(self._length)])
+    def _stacked(self, names: Sequence[str]) -> Tensor:
+        return torch.stack([_vector(name, self._width) for name in names])
 
 
 @functools.lru_cache(maxsize=1 << 16)
