@@ -315,9 +315,6 @@ def search_path(
         primary: name of the primary config.
         folders: values of ``--config-dir``.
         primaries: primary configs to compose instead of a verb's own, by name; None keeps those in use.
-
-    Raises:
-        UserError: a folder does not exist, or there is no such primary config.
     """
     now = config_folders()
     names = now.primaries if primaries is None else primaries

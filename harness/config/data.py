@@ -46,139 +46,102 @@ class DataConfig:
     """`local` (text files), `tokens` (token files), `hub` (a dataset of the `datasets` library), `chat`
     (files of conversations, for supervised fine-tuning), `synthetic` (random tokens) or `mixture` (several of
     these). Packages can add others."""
-
     options: dict[str, Any] = numerics(factory=dict, id_omits_default=True)
     """Options of a kind that another package has added."""
-
     paths: list[str] = numerics(factory=list)
     """local, chat: globs of the training files, relative to the working directory. `**` matches any
     depth; `{stdlib}` stands for the folder of the running interpreter's standard library. tokens: also
     folders and prefixes (PREFIX.bin with PREFIX.idx)."""
-
     exclude: list[str] = numerics(factory=list)
     """local, chat: globs of files to leave out, written like `paths`; one with a leading `**/`
     matches anywhere."""
-
     format: str = numerics("auto", choices=FORMATS)
     """local: `text` (one file is one document), `jsonl`, `parquet`, or `auto` (by extension: .jsonl
     and .json are jsonl, .parquet is parquet, everything else is text). Text and jsonl may be compressed: .gz,
     .bz2, .xz, .zst. chat: the same without `text`.
     tokens: `corpus` (a folder of harness tokenize), the name of another software's format (listed in
     docs/howto/data.md), or `auto` (by name and first bytes)."""
-
     encoding_errors: str = numerics("strict", choices=ENCODING_ERRORS)
     """local, chat: handling of a text file or a line that is not UTF-8: `strict` ends the run with an error,
     `replace` substitutes U+FFFD for each wrong byte, `skip` leaves the document out. result.json has the
     number of such documents."""
-
     text_field: str = numerics("text", nonempty=True)
     """The field (jsonl) or column (parquet, hub) that holds a document's text."""
-
     tokens_field: str = numerics("input_ids", nonempty=True, id_omits_default=True)
     """tokens: the column that holds a document's token ids, in formats with columns."""
-
     dtype: str | None = numerics(None, choices=TOKEN_DTYPES, id_omits_default=True)
     """tokens: type of the ids in files that do not record it. Null: uint16 if the tokenizer has at most
     65,536 tokens, else uint32."""
-
     boundaries: str = numerics("auto", choices=BOUNDARIES, id_omits_default=True)
     """tokens: boundaries of documents: `eos` (each document ends with this token), `bos` (each begins with
     it, or with eos if the tokenizer has no bos), `none` (unknown: no label is masked), or `auto`: the files'
     index; without one `bos` or `eos`, as the format has it."""
-
     validation_paths: list[str] = numerics(factory=list)
     """local, tokens, chat: globs of the validation files, written like `paths`."""
-
     validation_fraction: float = numerics(0.0, least=0, below=1)
     """Fraction of the documents held out for validation, in [0, 1), chosen by a hash of the index. tokens:
     the last documents of each file; a corpus that has held-out documents needs 0."""
-
     dataset: str | None = numerics(None)
     """hub: name of the dataset, a folder, or a loader such as `json` together with `data_files`."""
-
     subset: str | None = numerics(None)
     """hub: name of the dataset's configuration, e.g. `en`."""
-
     split: str = numerics("train")
     """hub: the split to train on."""
-
     validation_split: str | None = numerics(None)
     """hub: the split to validate on."""
-
     streaming: bool = numerics(False)
     """hub: read over the network while training instead of downloading and tokenizing first. The shards of
     the dataset are dealt to the rows of the global batch."""
-
     workers: int = execution(1, least=0, id_omits_default=True)
     """hub with streaming: processes of each rank that read and tokenize ahead, at most one for each of its
     rows of the global batch; 0 reads in the rank itself. The samples are the same."""
-
     shuffle_buffer: int = numerics(1000, least=1, id_omits_default=True)
     """hub with streaming and shuffle: documents of a row that are shuffled together."""
-
     data_files: list[str] = numerics(factory=list)
     """hub: files passed to the loader named by `dataset`; they make up the split `train`."""
-
     mask_fraction: float = numerics(0.0, least=0, most=0.5)
     """synthetic: mean fraction of masked labels, in [0, 0.5]. The fraction of a sample is uniform between 0
     and twice this, so samples have different numbers of valid labels; at least one label stays valid."""
-
     messages_field: str = numerics("messages", nonempty=True, id_omits_default=True)
     """chat: the field (jsonl) or column (parquet) with the list of messages, each `role` and `content`, or
     ShareGPT's `from` and `value`. Tools are in the field `tools`."""
-
     chat_template: str | None = numerics(None, id_omits_default=True)
     """chat: `chatml`, `plain`, or the path of a Jinja template. Null takes the template of the tokenizer's
     repository: chat_template.jinja or tokenizer_config.json."""
-
     chat_template_options: dict[str, Any] = numerics(factory=dict, id_omits_default=True)
     """chat: more variables for the template, such as `enable_thinking: false`."""
-
     chat_date: str | None = numerics(None, id_omits_default=True)
     """chat: today's date for templates that write it into the system prompt, such as 2026-01-31."""
-
     train_on: str = numerics("all", choices=TRAIN_ON, id_omits_default=True)
     """chat: the turns of the assistant whose tokens are labels: `all`, or the `last` of each conversation."""
-
     long_conversations: str = numerics("drop", choices=LONG_CONVERSATIONS, id_omits_default=True)
     """chat: handling of conversations longer than `training.seq_len`: `drop` leaves them out, `cut` keeps
     their first tokens. The log has their number."""
-
     sources: dict[str, DataConfig] = numerics(factory=dict, id_omits_default=True)
     """mixture: the sources by name, each with the fields of `data`."""
-
     weights: dict[str, float] = numerics(factory=dict, least=0, id_omits_default=True)
     """mixture: share of each source in the samples, by name. Only the ratio of the weights counts, so they
     can be numbers of tokens. A source that is not named has weight 0."""
-
     epochs: dict[str, float] = numerics(factory=dict, above=0, id_omits_default=True)
     """mixture, instead of `weights`: epochs of each source, by name. The weight of a source is this times its
     samples per epoch, so only the ratio of the epochs counts."""
-
     weight_changes: list[dict[str, float]] = numerics(factory=list, id_omits_default=True)
     """mixture: weights from later steps on, such as `[{step: 9000, web: 1, math: 3}]`."""
-
     mask_document_boundary: bool = numerics(True)
     """Mask the label at a document's last token, which is the next document's first token."""
-
     attend_across_documents: bool = numerics(True)
     """Let tokens attend to earlier documents in the same sample; false masks them out of attention. chat
     needs false."""
-
     shuffle: bool = numerics(True)
     """Read the packed samples in a random order, a different one in every epoch. In a stream, shuffle the
     shards and `shuffle_buffer` documents at a time instead. Validation is never shuffled."""
-
     prefetch: int = execution(2, least=0)
     """Batches that are read, and copied to the device, ahead of the loop; 0 reads each when it is needed."""
-
     cache_dir: str = label("~/.cache/harness", written="folder")
     """Folder of the token caches; all ranks must see it."""
-
     tokenize_workers: int | None = label(None, least=1)
     """Processes that tokenize on the node of a job before it begins; null: one for each CPU that the node's
     first rank may use, at most 32."""
-
     tokenize_limit_gib: float | None = label(16.0, least=0)
     """Refuse a job that would have to tokenize more than this before it begins, while all ranks wait;
     `harness tokenize` prepares the data. In GiB of files, compressed or not; null: no limit."""
@@ -260,20 +223,16 @@ class TokenizerConfig:
     kind: str = numerics("bytes", choices=TOKENIZER_KINDS)
     """`bytes` (UTF-8 bytes, needs no file), `sentencepiece`, `tiktoken`, `huggingface` (tokenizer.json), or
     `none` (token files of which only the ids are known; it cannot encode or decode)."""
-
     path: str | None = numerics(None)
     """sentencepiece, tiktoken, huggingface: the tokenizer's file, relative to the working directory;
     `asset:NAME` is a file that ships with the harness."""
-
     special: str = numerics("")
     """tiktoken: name of the set of special tokens and of the word-splitting pattern (`llama3`, `llama4`,
     `o200k_harmony`)."""
-
     bos: str | None = numerics(None)
     """huggingface: the token put before every document. Null takes bos_token of tokenizer_config.json, or of
     special_tokens_map.json, in the file's folder; '' puts none.
     none: id of the token that begins documents."""
-
     eos: str | None = numerics(None)
     """huggingface: the token put after every document, likewise. In repositories of chat models it is the
     token that ends a turn, which is seldom the one that ended documents in pretraining. none: id of the token

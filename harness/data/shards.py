@@ -96,12 +96,9 @@ class ShardWriter(ABC):
             found = read_object(path)
             differing = [name for name, value in self.plan.items() if found.get(name) != value]
             if differing:
-                raise ConfigError(
-                    field,
-                    self.target,
-                    f"has an unfinished {self.noun} with another value of {', '.join(differing)}",
-                    "the values of its command, another folder, or to remove this one",
-                )
+                rule = f"has an unfinished {self.noun} with another value of {', '.join(differing)}"
+                works = "the values of its command, another folder, or to remove this one"
+                raise ConfigError(field, self.target, rule, works)
         elif self.target.exists() and any(path.name != UNFINISHED for path in self.target.iterdir()):
             raise ConfigError(field, self.target, "has other files", "a new folder")
 

@@ -30,7 +30,6 @@ class Architecture(ABC):
 
     batches: str = "tokens"
     """What its batches hold, as ``DataKind.batches``."""
-
     makes: str = "texts"
     """What its models make, in the plural, for messages."""
     options: type | None = None

@@ -41,12 +41,9 @@ class DecoderArchitecture(Architecture):
             return replace(model, head_dim=model.attention.latent_head_dim)
         if model.dim % model.n_heads:
             fits = [d for d in divisors(model.dim) if d % model.n_kv_heads == 0 and model.dim // d % 2 == 0]
-            raise ConfigError(
-                "model.n_heads",
-                model.n_heads,
-                f"must divide model.dim={model.dim} when model.head_dim is null",
-                [*fits, "or model.head_dim set"] if fits else "model.head_dim set",
-            )
+            rule = f"must divide model.dim={model.dim} when model.head_dim is null"
+            works = [*fits, "or model.head_dim set"] if fits else "model.head_dim set"
+            raise ConfigError("model.n_heads", model.n_heads, rule, works)
         return replace(model, head_dim=model.dim // model.n_heads)
 
     def at_depth(self, model: ModelConfig, n_layers: int) -> ModelConfig:
@@ -56,12 +53,8 @@ class DecoderArchitecture(Architecture):
     def validate(self, model: ModelConfig) -> None:
         block_of(model).validate(model)
         if model.n_heads % model.n_kv_heads:
-            raise ConfigError(
-                "model.n_kv_heads",
-                model.n_kv_heads,
-                f"must divide model.n_heads={model.n_heads}",
-                divisors(model.n_heads),
-            )
+            rule = f"must divide model.n_heads={model.n_heads}"
+            raise ConfigError("model.n_kv_heads", model.n_kv_heads, rule, divisors(model.n_heads))
         if model.rotated_width < 2 or model.rotated_width % 2:
             field = "attention.qk_rope_head_dim" if model.attention.is_latent else "head_dim"
             width = model.rotated_width

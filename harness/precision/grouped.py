@@ -24,12 +24,7 @@ Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def build_grouped_product(precision: PrecisionConfig) -> Product:
-    """Return the grouped product (groups of rows, a matrix each) in the format ``precision.linear``.
-
-    Raises:
-        ImportError: torchao is missing or too old.
-        UserError: torchao has no kernels for this GPU.
-    """
+    """Return the grouped product (groups of rows, a matrix each) in the format ``precision.linear``."""
     if precision.linear == "float8_rowwise":
         return emulated_rowwise if precision.emulate else _rowwise()
     assert precision.linear == "mxfp8", f"no grouped product in {precision.linear}"

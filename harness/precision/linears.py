@@ -130,23 +130,20 @@ def check_layout(
         name, (length, block) = next(iter(broken.items()))
         works = [n for n in divisors(tp) if not any(length % (n * block) for length, block in split.values())]
         filters = ",".join([*precision.filter_fqns, *names])
-        raise ConfigError(
-            "parallelism.tp",
-            tp,
+        rule = (
             f"a rank would have {length / tp:g} of the {length} rows or columns of {_pattern(name)}, and "
-            f"{precision.linear} needs multiples of {block}",
-            f"{', '.join(map(str, works))}, or precision.filter_fqns=[{filters}]",
+            f"{precision.linear} needs multiples of {block}"
         )
+        works = f"{', '.join(map(str, works))}, or precision.filter_fqns=[{filters}]"
+        raise ConfigError("parallelism.tp", tp, rule, works)
     # Weight gradients are sums over tokens; rowwise_hp computes them in param_dtype.
     block = precision.block
     if precision.linear != "float8_rowwise_hp" and rows * tokens % block:
-        raise ConfigError(
-            "training.seq_len",
-            tokens,
+        rule = (
             f"a linear takes {rows} x {tokens} tokens at once, and {precision.linear} needs a multiple of "
-            f"{block}",
-            f"a multiple of {block}",
+            f"{block}"
         )
+        raise ConfigError("training.seq_len", tokens, rule, f"a multiple of {block}")
 
 
 def warning_of_eager(precision: PrecisionConfig, *, compiled: bool) -> str | None:

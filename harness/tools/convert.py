@@ -46,21 +46,16 @@ class ConvertConfig:
     """A folder with Hugging Face safetensors (in FP8 or MXFP4 too), Meta's consolidated.*.pth, or a DCP
     checkpoint (ours or torchtitan's); or a run folder, whose newest complete checkpoint is used. A DCP
     checkpoint may also be an fsspec URL."""
-
     target: str | None = label(None, written="path", works="a path that does not exist")
     """Folder to write, or file with format=torch. Must not exist yet."""
-
     format: str = label("dcp", choices=FORMATS)
     """``dcp``, to start training from (checkpoint.initial_load_path); ``hf``, for transformers; ``torch``, a
     state dict in one file; or ``torchtitan``, DCP with the rows of wq and wk in torchtitan's order."""
-
     dtype: str | None = label(None, choices=EXPORT_DTYPES)
     """dtype of the weights, float32, bfloat16 or float16; null keeps the source's, bfloat16 for quantized
     weights."""
-
     ema: bool = label(False)
     """Convert the moving average of the weights (optimizer.ema_decay) in place of the weights."""
-
     max_shard_gb: float = label(5.0, above=0)
     """With format=hf: most GB (10^9 bytes) per file of weights."""
 

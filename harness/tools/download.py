@@ -61,14 +61,11 @@ class DownloadJob:
 
     repo: str | None = label(None)
     """Name of the repository on the hub, ``owner/name``."""
-
     what: Any = label(factory=lambda: list(PATTERNS))
     """One or a list of ``tokenizer``, ``config``, ``index`` (of weights in several files) and ``weights``
     (safetensors; if there are none, Meta's consolidated files)."""
-
     revision: str = label("main")
     """Branch, tag or commit."""
-
     to: str | None = label(None, written="folder", works="a folder")
     """Folder to download to; null is assets/hf/<repo>."""
 

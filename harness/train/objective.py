@@ -35,7 +35,6 @@ class Objective(ABC):
     """Dataclass of ``training.objective_options``; None: there are none."""
     validation_options: type | None = None
     """Dataclass of ``validation.options``; None: there are none."""
-
     metrics: Sequence[Metric] = ()
     """Columns that ``rates`` returns."""
 

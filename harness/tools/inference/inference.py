@@ -48,7 +48,6 @@ class InferenceJob(Job):
 
     ema: bool = label(False)
     """Use the moving average of the weights (optimizer.ema_decay) that the checkpoint has."""
-
     WEIGHTS: ClassVar[str] = ""
     """The field with the path of the weights."""
     GENERATES: ClassVar[bool] = True

@@ -156,12 +156,8 @@ def check_measurable(job: Job) -> None:
         rule = "a round would resume from the checkpoint of the round before"
         raise ConfigError("checkpoint.enable", True, rule, "false")
     if job.steps <= job.metrics.warmup_steps:
-        raise ConfigError(
-            "training.steps",
-            job.steps,
-            f"the first metrics.warmup_steps={job.metrics.warmup_steps} do not count",
-            f"at least {job.metrics.warmup_steps + 1}",
-        )
+        rule = f"the first metrics.warmup_steps={job.metrics.warmup_steps} do not count"
+        raise ConfigError("training.steps", job.steps, rule, f"at least {job.metrics.warmup_steps + 1}")
 
 
 def order_of(names: Sequence[Name], number: int) -> list[Name]:

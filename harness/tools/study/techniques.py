@@ -55,19 +55,12 @@ class ConvergeConfig:
         if repeated:
             raise ConfigError("converge.seeds", self.seeds, f"{repeated[0]} occurs twice", "each seed once")
         if 2 * self.smooth_steps > job.steps:
-            raise ConfigError(
-                "converge.smooth_steps",
-                self.smooth_steps,
-                f"must be at most half of training.steps={job.steps}",
-                f"at most {job.steps // 2}",
-            )
+            rule = f"must be at most half of training.steps={job.steps}"
+            raise ConfigError("converge.smooth_steps", self.smooth_steps, rule, f"at most {job.steps // 2}")
         if job.metrics.log_interval > self.smooth_steps:
-            raise ConfigError(
-                "metrics.log_interval",
-                job.metrics.log_interval,
-                f"must be at most converge.smooth_steps={self.smooth_steps}; every block needs a loss",
-                f"at most {self.smooth_steps}",
-            )
+            rule = f"must be at most converge.smooth_steps={self.smooth_steps}; every block needs a loss"
+            works = f"at most {self.smooth_steps}"
+            raise ConfigError("metrics.log_interval", job.metrics.log_interval, rule, works)
         for field, known in (("techniques", self.techniques), ("expert_techniques", self.expert_techniques)):
             for name in {CONTROL, TWIN} & known.keys():
                 rule = "this is the name of the control or its twin"

@@ -30,23 +30,17 @@ class EncodeConfig:
 
     target: str | None = label(None, written="folder", works="latents/NAME")
     """Folder of the latents, which `data=latents` reads. An unfinished one of the same job is continued."""
-
     samples: int | None = label(None, least=1)
     """drawn_shapes: number of pictures for training, which otherwise have no end."""
-
     validation_samples: int = label(64, least=1)
     """drawn_shapes: number of pictures for validation."""
-
     workers: int | None = label(None, least=1)
     """Number of processes, on SLURM of each task; each has a GPU of its own, if there are GPUs. Null: one for
     each GPU, or 1."""
-
     shards: int | None = label(None, least=1)
     """Number of parts; on SLURM one task each. The latents do not depend on it. Null: 1."""
-
     unit: int = label(512, least=1)
     """Pictures in a file; unfinished files are repeated after a kill."""
-
     batch_size: int = label(16, least=1)
     """Pictures that are encoded together."""
 

@@ -29,18 +29,14 @@ class ImagesConfig:
 
     size: int = numerics(32, least=1)
     """Height and width in pixels. The shorter side is resized to it, and the longer side is cropped."""
-
     crop: str = numerics("center", choices=CROPS)
     """The part of the longer side that is kept: the center, or a random part, which depends on the seed and
     the sample number. Validation keeps the center."""
-
     image_field: str = numerics("image", nonempty=True)
     """hub_pictures: the column with the pictures."""
-
     caption_field: str = numerics("text", nonempty=True)
     """hub_pictures: the column with the captions. pictures: the field of a .json file beside a picture, which
     is read if there is no .txt file."""
-
     on_error: str = numerics("strict", choices=ON_ERROR)
     """A picture that cannot be decoded: `strict` ends the run with an error, `skip` takes the next one."""
 
@@ -52,28 +48,21 @@ class EncodersConfig:
     autoencoder: str = numerics(PATCHES, nonempty=True)
     """`patches` (each square of pixels is a latent: exact and without weights, for debugging), or the folder
     of an AutoencoderKL of diffusers."""
-
     patch: int = numerics(4, least=1)
     """patches: side of a square in pixels. A latent has 3 * patch ** 2 channels."""
-
     text: str = numerics(WORDS, choices=(WORDS, T5_CLIP))
     """`words` (a fixed random vector for each word and for each position, for debugging) or `t5_clip` (T5 for
     the text embeddings, CLIP for the pooled one)."""
-
     t5: str | None = numerics(None)
     """t5_clip: folder of a T5EncoderModel of transformers. Its tokenizer is in the same folder, or in that of
     the same name with `tokenizer` in place of `text_encoder`."""
-
     clip: str | None = numerics(None)
     """t5_clip: folder of a CLIPTextModel of transformers, likewise."""
-
     text_length: int = numerics(16, least=1)
     """Number of text embeddings: longer captions are cut, shorter ones padded. Published: 256 for
     FLUX.1-schnell, 512 for FLUX.1-dev."""
-
     width: int = numerics(64, least=1)
     """words: width of the text embeddings and of the pooled one."""
-
     dtype: str = numerics("bfloat16", choices=DTYPES)
     """Format in which encoders with weights compute."""
 
