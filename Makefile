@@ -44,10 +44,11 @@ test: lint  ## lint, then run the tests
 thorough: export THOROUGH = 1
 thorough: test  ## the same with all rows of all tables
 
-lint: $(READY)  ## check style, words and types
+lint: $(READY)  ## check style, words, the floor plan and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python .ci/check_words.py
+	$(BIN)/python .ci/check_house.py
 	$(BIN)/mypy
 
 format: $(READY)  ## bring the code into the house style
