@@ -128,13 +128,15 @@ def check_layout(
     if broken:
         names = list(dict.fromkeys(_filter(name) for name in broken))
         name, (length, block) = next(iter(broken.items()))
-        works = [n for n in divisors(tp) if not any(length % (n * block) for length, block in split.values())]
+        degrees = [
+            n for n in divisors(tp) if not any(length % (n * block) for length, block in split.values())
+        ]
         filters = ",".join([*precision.filter_fqns, *names])
         rule = (
             f"a rank would have {length / tp:g} of the {length} rows or columns of {_pattern(name)}, and "
             f"{precision.linear} needs multiples of {block}"
         )
-        works = f"{', '.join(map(str, works))}, or precision.filter_fqns=[{filters}]"
+        works = f"{', '.join(map(str, degrees))}, or precision.filter_fqns=[{filters}]"
         raise ConfigError("parallelism.tp", tp, rule, works)
     # Weight gradients are sums over tokens; rowwise_hp computes them in param_dtype.
     block = precision.block
