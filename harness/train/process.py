@@ -135,8 +135,7 @@ def keep_freed_memory() -> bool:
     """Make glibc's malloc keep freed memory, for a process whose tensors are in host memory.
 
     By default malloc maps large blocks one by one and unmaps them when they are freed, so the kernel zeroes
-    the same pages at every step: 40,000 to 80,000 page faults in a step of 2.5 s
-    (docs/measurements.md). With this there are none, and the process keeps its peak size.
+    the same pages at every step. With this it does not, and the process keeps its peak size.
 
     Returns:
         Whether it was done: False with another C library, or if the user has configured malloc.
