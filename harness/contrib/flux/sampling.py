@@ -146,12 +146,12 @@ class Sampler:
             rows = len(noise_BCHW)
             empty = Embeddings(*(each.to(device).expand(rows, *each.shape[1:]) for each in empty))
         times = sampling_times(how.steps, shift_of(self._flow, math.prod(grid)))
-        for now, following in itertools.pairwise(times):
-            velocity = self._velocity(tokens_BIP, captions, now, how)
+        for current, following in itertools.pairwise(times):
+            velocity = self._velocity(tokens_BIP, captions, current, how)
             if empty is not None and how.cfg != 1:
-                without = self._velocity(tokens_BIP, empty, now, how)
+                without = self._velocity(tokens_BIP, empty, current, how)
                 velocity = without + how.cfg * (velocity - without)
-            tokens_BIP = tokens_BIP + (following - now) * velocity
+            tokens_BIP = tokens_BIP + (following - current) * velocity
         # Without a backward pass FSDP leaves some modules gathered.
         reshard(self._part)
         return unpack(tokens_BIP, grid)
