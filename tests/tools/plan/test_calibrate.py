@@ -44,9 +44,9 @@ def test_a_calibration_is_a_file(tmp_path: Path) -> None:
     assert Calibration.read(path) == written
     Path(path).write_text('{"source": ""}')
     for name, says in (
-        (path, "constants=null: must be given"),
+        (path, "constants=null: must"),
         ("no", "no such file"),
-        ("a" * 300, "too long"),
+        ("a" * 300, "long"),
     ):
         with pytest.raises(UserError, match=says):
             Calibration.read(name)
