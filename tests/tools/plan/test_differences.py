@@ -148,8 +148,10 @@ def test_without_a_known_device_there_is_memory_only() -> None:
 
 
 def test_a_file_of_a_calibration_is_that_of_both(tmp_path: Path) -> None:
-    Calibration(Constants(matmul=0.1)).write(str(tmp_path / "own.json"))
+    file = tmp_path / "own.json"
+    Calibration(Constants(matmul=0.1)).write(str(file))
     usual, own = (
-        compared("parallelism.tp=2", *more).data for more in ([], [f"calibration={tmp_path}/own.json"])
+        compared("parallelism.tp=2"),
+        compared("parallelism.tp=2", f"calibration={tmp_path}/own.json"),
     )
     assert all(usual.data[job]["speed"] != own.data[job]["speed"] for job in "ab")
