@@ -21,7 +21,7 @@ from harness.data.loader import build_loader
 from harness.data.tokenizer import build_tokenizer
 from harness.data.tokenizer_base import Tokenizer
 from harness.launch.begin import require_vocabulary
-from harness.util.errors import ConfigError, DataError
+from harness.util.errors import DataError
 
 transformers = pytest.importorskip("transformers")
 
@@ -401,21 +401,3 @@ def test_a_wrong_line_is_named(
     with pytest.raises(DataError, match=rf"a\.jsonl, {message}") as caught:
         documents()
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"paths": []}, "data.kind=chat needs at least one file"),
-        (
-            {"format": "text"},
-            "data.format=text: is no format of data.kind=chat; would work: auto, jsonl, parquet",
-        ),
-        ({"attend_across_documents": True}, "data.attend_across_documents=true: .*would work: false"),
-        ({"mask_document_boundary": False}, "data.mask_document_boundary=false: .*would work: true"),
-        ({"chat_date": "today"}, "data.chat_date=today: must be a date.*would work: 2026-01-31"),
-    ],
-)
-def test_fields_that_contradict_each_other(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        chat(**fields)

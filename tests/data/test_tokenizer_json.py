@@ -14,7 +14,7 @@ from test_data_tokenizer import AWKWARD
 from harness.compose.composer import compose_job
 from harness.config.data import TokenizerConfig
 from harness.data.tokenizer import build_tokenizer, vocabulary_size, with_bos_eos
-from harness.util.errors import ConfigError, DataError
+from harness.util.errors import DataError
 from harness.weights.tokenizer import export_tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -203,12 +203,6 @@ def test_bad_transformers_files(file: Path, tmp_path: Path) -> None:
         (tmp_path / "tokenizer_config.json").write_text(content)
         with pytest.raises(DataError, match=says):
             build_tokenizer(config_of(tmp_path / "tokenizer.json"))
-
-
-@pytest.mark.parametrize("name", ["bos", "eos"])
-def test_other_kinds_refuse_bos_and_eos(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"^tokenizer.{name}=x: has no effect with tokenizer.kind"):
-        TokenizerConfig("bytes", **{name: "x"}).validate()  # type: ignore[arg-type]
 
 
 # -- export ----
