@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from commands import ON_SLURM, Attempt, Commands, job_of, misbehaving, read, restarts_of, until
+from commands import Attempt, Commands, facts_of, job_of, nodes_in, read, restarts_of, until
 from scheduler import Scheduler, missing_programs
 
 
@@ -37,31 +37,23 @@ def dragged(slurm: Scheduler, tmp_path_factory: pytest.TempPathFactory) -> Itera
 def drag_a_job(commands: Commands) -> list[Attempt]:
     """Requeue the job when its second rank was found slow: first it does so itself, as before its time limit,
     then SLURM does."""
-    commands.train(
-        *("name=dragged", "training.steps=100000", "metrics.log_interval=100", "metrics.warmup_steps=0"),
-        *(
-            "parallelism=fsdp",
-            "parallelism.dp_shard=2",
-            "cluster.ranks_per_node=1",
-            "checkpoint.interval=10000",
-        ),
-        *(*ON_SLURM[:-1], misbehaving("drags"), "profiling.phases=true", "cluster.exclude_slow=true"),
+    run = commands.job(
+        "dragged",
+        *("training.steps=100000", "metrics.log_interval=100", "metrics.warmup_steps=0"),
+        *("parallelism=fsdp", "parallelism.dp_shard=2", "cluster.ranks_per_node=1"),
+        *("checkpoint.interval=10000", "profiling.phases=true", "cluster.exclude_slow=true"),
+        patch="drags",
     )
-    run = commands.only_run("dragged")
-    job = job_of(run)
 
-    def nodes_in(field: str) -> set[str]:
-        said = commands.slurm.run("scontrol", "show", "job", "--oneliner", job).split()
-        listed = dict(part.split("=", 1) for part in said if "=" in part)[field]
-        return set(commands.slurm.run("scontrol", "show", "hostnames", listed).split()) - {"(null)"}
+    def nodes(field: str) -> set[str]:
+        return set(nodes_in(commands.slurm, facts_of(commands.slurm, run)[field]))
 
     attempts = []
-    for number, end in enumerate(
-        (("scancel", "--batch", "--signal=USR2"), ("scontrol", "requeue"), ("scancel",))
-    ):
+    ends = (("scancel", "--batch", "--signal=USR2"), ("scontrol", "requeue"), ("scancel",))
+    for number, end in enumerate(ends):
         until(lambda number=number: restarts_of(run) == number, f"start {number + 1}")  # type: ignore[misc]
         [slow] = until(lambda: read(run / "slow_ranks.json").get("slow"), "a slow rank")
         status = commands.run("sweep", "status", str(run))
-        attempts.append(Attempt(nodes_in("NodeList"), nodes_in("ExcNodeList"), slow["host"], status))
-        commands.slurm.run(*end, job)
+        attempts.append(Attempt(nodes("NodeList"), nodes("ExcNodeList"), slow["host"], status))
+        commands.slurm.run(*end, job_of(run))
     return attempts

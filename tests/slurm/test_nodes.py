@@ -1,13 +1,26 @@
-"""A job that loses one node to the administrator and another to a crash, and one that leaves slow nodes."""
+"""A job that loses its nodes, to the administrator and to a crash, and jobs that leave unfit or slow nodes."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from commands import ON_SLURM, SLOW, Attempt, Commands, job_of, read, step_of, until, until_done
+from commands import (
+    ON_SLURM,
+    Attempt,
+    Commands,
+    facts_of,
+    job_of,
+    misbehaving,
+    nodes_in,
+    read,
+    step_of,
+    until,
+    until_done,
+)
 from scheduler import Scheduler
 
 STEPS = 200
@@ -17,13 +30,14 @@ STEPS = 200
 def run(slurm: Scheduler, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A job of two nodes, after its first checkpoint."""
     slurm.wait_for_up()
-    commands = Commands(slurm, tmp_path_factory.mktemp("nodes"))
-    commands.train(
-        *("name=nodes", f"training.steps={STEPS}", "checkpoint.interval=10", "metrics.log_interval=2"),
-        *("parallelism=fsdp", "parallelism.dp_shard=2", *ON_SLURM[:-1], SLOW, "cluster.ranks_per_node=1"),
+    run = Commands(slurm, tmp_path_factory.mktemp("nodes")).job(
+        "nodes",
+        *(f"training.steps={STEPS}", "checkpoint.interval=10", "metrics.log_interval=2"),
+        *("parallelism=fsdp", "parallelism.dp_shard=2", "cluster.ranks_per_node=1"),
         "cluster.exclude=node1",  # where another test's job is
+        patch="slow",
     )
-    run = commands.only_run("nodes")
+    assert "#SBATCH --nodes=2" in (run / "slurm" / "job.sh").read_text()
     until(lambda: any(run.glob("checkpoints/step-*/manifest.json")), "a checkpoint")
     return run
 
@@ -36,33 +50,46 @@ def survivor(slurm: Scheduler, run: Path) -> Iterator[Future[None]]:
 
 
 def take_nodes_away(slurm: Scheduler, run: Path) -> None:
-    job = job_of(run)
-
-    def say(what: str) -> str:
-        said = slurm.run("scontrol", "show", "job", "--oneliner", job).split()
-        return dict(part.split("=", 1) for part in said if "=" in part).get(what, "")
+    def until_requeued(times: int) -> None:
+        until(lambda: facts_of(slurm, run)["Restarts"] == str(times), "the job to be requeued")
 
     def last_node() -> str:
-        return slurm.run("scontrol", "show", "hostnames", say("NodeList")).split()[-1]
+        return nodes_in(slurm, facts_of(slurm, run)["NodeList"])[-1]
 
     down = last_node()
     slurm.run("scontrol", "update", f"nodename={down}", "state=down", "reason=test")
-    until(lambda: say("Restarts") == "1", "the job to be requeued")
+    until_requeued(1)
     until(lambda: read(run / "slurm" / "job.json").get("restarts") == 1, "its second start")
     began = until(lambda: step_of(run), "steps")
     until(lambda: step_of(run) > began, "more steps")
     dead = last_node()
     assert dead != down
     slurm.kill_node(dead)
-    until(lambda: say("Restarts") == "2", "the job to be requeued")
+    until_requeued(2)
     slurm.start_node(dead)
     slurm.run("scontrol", "update", f"nodename={down}", "state=resume")
     until_done(run)
 
 
-def test_the_job_takes_two_nodes(slurm: Scheduler, run: Path, survivor: Future[None]) -> None:
-    assert read(run / "job.json")["parallelism"]["dp_shard"] == 2
-    assert "#SBATCH --nodes=2" in (run / "slurm" / "job.sh").read_text()
+def test_a_node_that_fails_its_check_is_left_out_when_the_job_is_requeued(
+    slurm: Scheduler, survivor: Future[None], tmp_path: Path
+) -> None:
+    commands = Commands(slurm, tmp_path / "100%j")  # which is no pattern of SLURM's
+    commands.home.mkdir()
+    printed = commands.train(
+        *("name=unfit", "parallelism=fsdp", "parallelism.dp_shard=2", "training.steps=2"),
+        *("cluster.node_check=exclude", "cluster.time=null", "cluster.confirm_gpu_hours=1e5"),
+        *("cluster.parsable=true", ON_SLURM[0], *ON_SLURM[2:-1], misbehaving("starved")),
+    )
+    run = commands.only_run("unfit")
+    assert printed.endswith(f"\n{job_of(run)}\n")
+    until_done(run)
+    log = (run / "slurm" / f"{job_of(run)}_0_log.out").read_text()
+    [node] = re.findall(r"requeueing without (node\d): \1: 0.0 GiB of", log)
+    facts = facts_of(slurm, run)
+    assert facts["ExcNodeList"] == node
+    assert facts["TimeLimit"] in ("UNLIMITED", "365-00:00:00"), "the second is what it is once it has started"
+    assert f"output of rank 0 {run}/logs/rank0.out" in log
 
 
 @pytest.mark.last
