@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from launching import put_commands
 
 from harness.compose.composer import compose_job
 from harness.launch.queue import Jobs, Queued
@@ -79,15 +78,15 @@ def test_the_state_of_a_run_is_that_of_the_first_row_that_holds(row: str) -> Non
 class FakeSlurm:
     """Mocked SLURM commands that print given output and record their calls."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.folder = folder
+    def __init__(self, put: Callable[..., Path]) -> None:
         for name in ("squeue", "scontrol", "sacct", "scancel"):
-            line = (
-                f'echo "{name} $*" >> {folder}/calls\n'
-                f"[ -f {folder}/{name}.fails ] && cat {folder}/{name}.fails >&2 && exit 1\n"
-                f'case "$*" in *--jobs=*) cat {folder}/{name}.by_id;; *) cat {folder}/{name}.out;; esac'
+            self.folder = put(
+                **{
+                    name: f'cd "$(dirname "$0")"; echo "{name} $*" >> calls\n'
+                    f"[ -f {name}.fails ] && cat {name}.fails >&2 && exit 1\n"
+                    f'case "$*" in *--jobs=*) cat {name}.by_id;; *) cat {name}.out;; esac'
+                }
             )
-            put_commands(folder, monkeypatch, **{name: line})
             self.prints(name)
             self.prints(name, file="by_id")
 
@@ -103,11 +102,9 @@ class FakeSlurm:
 
 
 @pytest.fixture
-def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
-    folder = tmp_path / "bin"
-    folder.mkdir()
+def fake_slurm(put: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     monkeypatch.setattr("harness.launch.state.LAST_WRITES_SECONDS", 0.0)
-    return FakeSlurm(folder, monkeypatch)
+    return FakeSlurm(put)
 
 
 @pytest.fixture
@@ -154,7 +151,11 @@ def test_slurm_is_queried_once_for_any_number_of_points(
     killed = sweep.points()[6].run_dir
     RunFolder(killed).set_status("interrupted", exit_code=75)
     SlurmJobRecord("sweep.1", 6, "7_6", begun=True).write(killed)
+    slow = {"rank": 3, "host": "node2", "until": None, "device": "H100", "phase": "forward", "excess": 0.3}
+    text = json.dumps({"slow": [{**slow, "step": 20}]})
+    (sweep.points()[2].run_dir / "slow_ranks.json").write_text(text)
     out, err = verb("status", sweep.path)
+    assert "slow: rank 3 (node2, " in out
     called = fake_slurm.calls()
     assert [call.split()[0] for call in called] == ["squeue", "squeue", "sacct"]
     assert "7_0," not in called[1] and "7_2," not in called[2] and "7_11" in called[2]

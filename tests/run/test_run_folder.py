@@ -51,9 +51,7 @@ def test_a_begun_folder_is_enough_to_run_the_job(folder: RunFolder, job: Job) ->
     assert json.loads((folder.path / "status.json").read_text())["state"] == "starting"
 
 
-def test_an_earlier_attempt_is_put_away_whole_and_only_one_runs(
-    folder: RunFolder, job: Job
-) -> None:
+def test_an_earlier_attempt_is_put_away_whole_and_only_one_runs(folder: RunFolder, job: Job) -> None:
     begin(folder, job, ["first=1"])
     folder.record_error(0, ValueError("of the first"))
     folder.write_result(job, "failed", EXIT_BUG, {"step": 3})

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from scheduler import Scheduler
 
@@ -143,12 +143,3 @@ def step_of(run: Path) -> int:
 def until_done(run: Path, seconds: float = 240) -> None:
     until(lambda: read(run / "status.json").get("state") in ("completed", "failed"), f"{run} to end", seconds)
     assert read(run / "status.json")["state"] == "completed", logs_of(run)
-
-
-class Attempt(NamedTuple):
-    """One start of the job: its nodes, those excluded from it, and what is said about its slow rank."""
-
-    nodes: set[str]
-    excluded: set[str]
-    slow: str
-    status: str

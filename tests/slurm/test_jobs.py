@@ -14,7 +14,6 @@ from commands import (
     COMMAND_SECONDS,
     ON_SLURM,
     TINY,
-    Attempt,
     Commands,
     job_of,
     logs_of,
@@ -36,9 +35,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def commands(
-    slurm: Scheduler, tmp_path: Path, moved: Future[Path], dragged: Future[list[Attempt]]
-) -> Commands:
+def commands(slurm: Scheduler, tmp_path: Path, moved: Future[Path]) -> Commands:
     return Commands(slurm, tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""A job that loses its nodes, to the administrator and to a crash, and jobs that leave unfit or slow nodes."""
+"""A job that loses its nodes, to the administrator and to a crash, and one that leaves an unfit node."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from commands import (
     ON_SLURM,
-    Attempt,
     Commands,
     facts_of,
     job_of,
@@ -101,12 +100,3 @@ def test_a_job_outlives_a_node_that_is_taken_down_and_one_that_dies(
     assert row["step"] == STEPS and row["exit_code"] == 0
     assert row["start_step"] > 0, "it went on from a checkpoint"
     assert len(list((run / "attempts").iterdir())) == 2
-
-
-def test_a_requeued_job_leaves_the_node_of_its_slow_rank(dragged: Future[list[Attempt]]) -> None:
-    first, second, third = dragged.result()
-    assert first.excluded == set()
-    assert second.excluded == {first.slow}
-    assert third.excluded == {first.slow, second.slow}
-    assert all(len(each.nodes) == 2 and not each.nodes & each.excluded for each in (first, second, third))
-    assert all(f"slow: rank 1 ({each.slow}, " in each.status for each in (first, second, third))

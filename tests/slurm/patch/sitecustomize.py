@@ -1,10 +1,9 @@
 """Read by Python at its start: changes the training steps of a rank, by the variable ``TEST_PATCH``.
 
-``slow``: every step takes a quarter of a second longer. ``drags``: the forward pass of rank 1 takes a tenth
-of a second longer. ``segfault``, ``lags``: the fault of rank 1 in the third step; rank 0 then takes seconds
-to close its loader. ``faults``: ranks of some points of a sweep fail, once, in the third step; the job's seed
-decides whether the point fails, and its layout how. ``starved``: the first node of a job's first attempt has
-no free memory when it is checked.
+``slow``: every step takes a quarter of a second longer. ``segfault``, ``lags``: the fault of rank 1 in the
+third step; rank 0 then takes seconds to close its loader. ``faults``: ranks of some points of a sweep fail,
+once, in the third step; the job's seed decides whether the point fails, and its layout how. ``starved``: the
+first node of a job's first attempt has no free memory when it is checked.
 """
 
 import importlib.abc
@@ -22,14 +21,6 @@ CLOSING_SECONDS = 3.0
 
 def slow(step):
     time.sleep(0.25)
-
-
-def drag(step):
-    from harness.util.annotation import annotated
-
-    if os.environ["RANK"] == "1":
-        with annotated("forward.blocks"):
-            time.sleep(0.1)
 
 
 def on_rank_1(act):
@@ -67,7 +58,6 @@ def sabotage(step):
 
 ACTS = {
     "slow": slow,
-    "drags": drag,
     "faults": sabotage,
     "segfault": on_rank_1(lambda: os.kill(os.getpid(), signal.SIGSEGV)),
     "lags": on_rank_1(lambda: time.sleep(12)),
