@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,16 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from equal import assert_equal
 from file_damages import all_damages, damage
+from loaders import loader, steps
 from processes import ROOT
 
 from harness.compose.composer import compose_job
-from harness.config.data import TokenizerConfig
-from harness.data.corpus import check_tokenizer, open_shards, read_manifest
+from harness.config.data import DataConfig, TokenizerConfig
+from harness.data.corpus import open_shards, read_manifest
 from harness.data.tokenizer import build_tokenizer
 from harness.data.tokenizing import is_held_out
 from harness.tools.tokenize import TokenizeJob, tokenize
-from harness.util.errors import ConfigError, DataError, UserError
+from harness.util.errors import ConfigError, DataError
 
 TEXTS = [f"document {number} " * (number % 7) for number in range(60)]
 TYPED = ("data=local_jsonl", "data.paths=[a.jsonl]", "data.validation_fraction=0.1", "tokenizer=bytes")
@@ -69,6 +73,12 @@ def test_documents_do_not_depend_on_the_shards(shards: int) -> None:
     names = {path.name.partition("-")[0] for path in Path("corpus").iterdir()}
     assert names == {"manifest.json", "plan.json", "shard"}
     assert "is complete" in run().text
+
+
+def test_a_split_without_documents() -> None:
+    run("data.validation_fraction=0")
+    with pytest.raises(DataError, match=r"corpus has no validation documents; would work: harness tokenize"):
+        open_shards(Path("corpus"), "validation")
 
 
 def test_a_corpus_of_another_job_is_not_overwritten() -> None:
@@ -128,22 +138,19 @@ def test_what_cannot_be_tokenized(typed: str, says: str) -> None:
         tokenize(compose_job(overrides, config_name="tokenize", schema=TokenizeJob), [])
 
 
-def flip(path: Path) -> None:
-    content = path.read_bytes()
-    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-
-
 def rewrite(change: Callable[[dict[str, Any]], object]) -> None:
-    content = json.loads(Path("corpus/manifest.json").read_text())
+    content = json.loads(MANIFEST.read_text())
     change(content)
-    Path("corpus/manifest.json").write_text(json.dumps(content))
+    MANIFEST.write_text(json.dumps(content))
 
 
+TOKENS = Path("corpus/shard-00001/train.tokens")
+MANIFEST = Path("corpus/manifest.json")
 DAMAGES = {
-    "shard-00001 is damaged: train.tokens: bytes 0": lambda: flip(Path("corpus/shard-00001/train.tokens")),
-    "corpus is not a complete corpus of harness tokenize": lambda: Path("corpus/manifest.json").unlink(),
-    "manifest.json is damaged: KeyError": lambda: Path("corpus/manifest.json").write_text('{"version": 1}'),
-    "has format version 9; this": lambda: Path("corpus/manifest.json").write_text('{"version": 9}'),
+    "shard-00001 is damaged: train.tokens: bytes 0": lambda: damage(TOKENS, "last bit flipped"),
+    "corpus is not a complete corpus of harness tokenize": lambda: MANIFEST.unlink(),
+    "manifest.json is damaged: KeyError": lambda: MANIFEST.write_text('{"version": 1}'),
+    "has format version 9; this": lambda: MANIFEST.write_text('{"version": 9}'),
     "has format version '1'; this": lambda: rewrite(lambda m: m.update(version="1")),
     "damaged: ValueError: '/etc' is no name": lambda: rewrite(lambda m: m["shards"][0].update(folder="/etc")),
     "damaged: ValueError: '../x' is no": lambda: rewrite(lambda m: m["shards"][1].update(folder="../x")),
@@ -166,11 +173,9 @@ def test_a_damaged_corpus_is_one_line(says: str) -> None:
         open_shards(Path("corpus"), "train")
     assert "\n" not in str(raised.value)
     if "shard-0000" in says:  # the remedy of the message
-        (Path("corpus") / "manifest.json").unlink()
+        MANIFEST.unlink()
         shard = Path("corpus") / says.split()[0]
-        for file in shard.iterdir():
-            file.unlink()
-        shard.rmdir()
+        shutil.rmtree(shard)
         run("tokenize.shards=2")
         assert documents("train") == whole
 
@@ -190,28 +195,6 @@ def test_any_damaged_file_of_a_corpus_is_one_line_or_without_effect() -> None:
     assert documents("train") == whole
 
 
-def test_a_split_without_documents() -> None:
-    run("data.validation_fraction=0")
-    with pytest.raises(DataError, match=r"corpus has no validation documents; would work: harness tokenize"):
-        open_shards(Path("corpus"), "validation")
-
-
-def test_the_tokenizer_must_be_the_same() -> None:
-    run()
-    manifest = read_manifest(Path("corpus"))
-    check_tokenizer(manifest, build_tokenizer(TokenizerConfig("bytes")), "data.paths=[corpus]")
-    other = build_tokenizer(TokenizerConfig("sentencepiece", "asset:python_2k.model"))
-    says = r"data\.paths=\[corpus\]: was tokenized by bytes \(258 tokens\), and the job has another tokenizer"
-    with pytest.raises(DataError, match=says):
-        check_tokenizer(manifest, other, "data.paths=[corpus]")
-
-
-def test_a_source_without_text() -> None:
-    Path("a.jsonl").write_text('{"text": ""}\n')
-    with pytest.raises(UserError, match="holds no text"):
-        run()
-
-
 def test_the_command_is_killed_with_its_processes_and_continued() -> None:
     Path("a.jsonl").write_text("".join(json.dumps({"text": text * 50}) + "\n" for text in TEXTS * 10))
     typed = [*TYPED, "tokenize.target=corpus", "tokenize.workers=2", "tokenize.unit_mib=1e-3"]
@@ -228,7 +211,7 @@ def test_the_command_is_killed_with_its_processes_and_continued() -> None:
     assert kept >= 3
     tokens = (index.with_suffix(".tokens") for index in units.glob("*.index"))
     damaged = next(file for file in tokens if file.stat().st_size)  # documents may be empty
-    flip(damaged)
+    damage(damaged, "last bit flipped")
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr.count(f"WARNING {damaged} is damaged and is made again\n") == 1
@@ -237,3 +220,48 @@ def test_the_command_is_killed_with_its_processes_and_continued() -> None:
     held = {number for number in range(len(TEXTS) * 10) if is_held_out(number, 0.1)}
     texts = [text * 50 for text in TEXTS * 10]
     assert found == [text for number, text in enumerate(texts) if text and number not in held]
+
+
+# -- as data=tokens ----
+
+
+def tokens_of(*folders: str, **fields: Any) -> DataConfig:
+    return DataConfig("tokens", paths=list(folders), **fields)
+
+
+def read(data: DataConfig, split: str = "train", **settings: Any) -> list[list[torch.Tensor]]:
+    return steps([loader(data, split=split, **settings)], 12)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_its_samples_are_those_of_a_job_that_tokenizes(shards: int) -> None:
+    """The same order, and the same held out."""
+    run(f"tokenize.shards={shards}")
+    local = DataConfig(paths=["a.jsonl"], validation_fraction=0.1, cache_dir="cache")
+    for split in ("train", "validation") if shards == 1 else ("train",):
+        assert_equal(read(tokens_of("corpus"), split), read(local, split))
+
+
+def test_a_corpus_that_does_not_fit_and_several_of_them() -> None:
+    """One of them is for training only, also in a mixture."""
+    run()
+    run("tokenize.target=plain", "data.validation_fraction=0")
+    with pytest.raises(ConfigError, match="has held-out documents of its own; would work: 0"):
+        loader(tokens_of("corpus", validation_fraction=0.1))
+    other = build_tokenizer(TokenizerConfig("sentencepiece", "asset:python_2k.model"))
+    with pytest.raises(
+        DataError, match=r"corpus: was tokenized by bytes \(258 tokens\), and the job has ano"
+    ):
+        loader(tokens_of("corpus"), tokenizer=other, model_vocab_size=2048)
+    loader(tokens_of("corpus"), tokenizer=build_tokenizer(TokenizerConfig("none")))
+    assert_equal(read(tokens_of(".")), read(tokens_of("corpus", "plain")), "the folder of both corpora")
+    with pytest.raises(ConfigError, match="no tokens are held out for validation"):
+        loader(tokens_of("plain"), split="validation")
+    own = read(tokens_of("corpus"), "validation")
+    assert_equal(read(tokens_of("corpus", "plain"), "validation"), own)
+    sources = {name: tokens_of(name) for name in ("corpus", "plain")}
+    mixture = DataConfig("mixture", sources=sources, weights={"corpus": 1.0, "plain": 1.0})
+    assert_equal([step[:2] for step in read(mixture, "validation")], own)
+    alone = DataConfig("mixture", sources={"plain": sources["plain"]}, weights={"plain": 1.0})
+    with pytest.raises(ConfigError, match=r"data\.sources\.plain\..*no tokens are held out for validation"):
+        loader(alone, split="validation")

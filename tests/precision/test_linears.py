@@ -125,6 +125,7 @@ DESCRIPTIONS: list[tuple[str, tuple[str, ...], list[str]]] = [
         (*DEEPSEEK, "precision.filter_fqns=[output,moe.experts]"),
         [
             "14 of 18 linears and the experts of 0 of 1 blocks",
+            "not layers.*.attention.wkv_a (40 x 128, not multiples of 32)",
             "not output, layers.*.moe.experts (filter_fqns)",
             NOT[1],
         ],

@@ -6,19 +6,23 @@ import gc
 import itertools
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jobs
 import pytest
 import torch
 
-from harness.config.job import Job
+from harness.data.loader import IGNORE_INDEX
+from harness.data.tokenizer import build_tokenizer
 from harness.launch.begin import begin
 from harness.launch.local import launch
 from harness.metrics.jsonl import read_metrics
 from harness.metrics.recorder import Recorder
+from harness.parallelism.loss import TokenLoss
 from harness.run.folder import RunFolder
 from harness.train.engine import Engine
+from harness.train.objective import loader_of
 from harness.train.step import LATE_STEPS
 from harness.util.errors import EXIT_NON_FINITE, DataError
 
@@ -40,6 +44,7 @@ def test_rows_have_their_metrics(tmp_path: Path) -> None:
     assert [row["step"] for row in rows] == list(range(1, 9))
     assert all(row["loss_max"] >= row["loss"] - 1e-9 for row in rows)
     assert [row["tokens"] for row in rows] == [4 * 32 * step for step in range(1, 9)]
+    assert "mtp_loss" not in rows[0]
     assert rows[2]["tokens_per_second"] is None  # warm-up
     assert rows[7]["tokens_per_second"] > 0
     assert rows[7]["mfu"] is None  # an unknown peak gives no MFU
@@ -66,22 +71,12 @@ def test_a_clock_that_is_set_back_changes_no_duration(
 
 
 def test_rows_have_the_loss_of_multi_token_prediction(tmp_path: Path) -> None:
-    options = ("training.steps=4", "optimizer.lr=0.01", "schedule.warmup_steps=1", "validation.interval=2")
-    _, folder, _ = run(tmp_path, "model.mtp.depth=1", *options)
-    rows = [row for row in rows_of(folder) if "loss" in row]
-    assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    assert all(0 < row["mtp_loss"] < 20 and row["mtp_loss"] != row["loss"] for row in rows)
-    _, plain, _ = run(tmp_path, *options)
-    assert all("mtp_loss" not in row for row in rows_of(plain))
-
-
-def test_log_interval_keeps_first_and_last(tmp_path: Path) -> None:
-    _, folder, _ = run(tmp_path, "metrics.log_interval=4")
-    assert [row["step"] for row in rows_of(folder)] == [1, 4, 6]
+    _, folder, _ = run(tmp_path, "model.mtp.depth=1", "training.steps=2")
+    assert all(0 < row["mtp_loss"] < 20 and row["mtp_loss"] != row["loss"] for row in rows_of(folder))
 
 
 def test_validation_is_the_weighted_mean_of_fixed_samples(tmp_path: Path) -> None:
-    """Trap 11: weighted by tokens, the same samples every time, no effect on training."""
+    """Weighted by tokens, the same samples every time, no effect on training."""
     _, plain, _ = run(tmp_path / "a", "optimizer.lr=0")
     _, folder, job = run(tmp_path / "b", "optimizer.lr=0", "validation.interval=2", "validation.steps=3")
     validations = {row["step"]: row["validation_loss"] for row in rows_of(folder) if "validation_loss" in row}
@@ -90,68 +85,61 @@ def test_validation_is_the_weighted_mean_of_fixed_samples(tmp_path: Path) -> Non
     assert len(set(validations.values())) == 1
     trained = [row["loss"] for row in rows_of(folder) if "loss" in row]
     assert trained == [row["loss"] for row in rows_of(plain)]
-    assert validations[2] == pytest.approx(plain_validation_loss(job), rel=1e-6)
-
-
-def plain_validation_loss(job: Job) -> float:
-    """Sum of all token losses over all valid tokens, in one plain forward pass."""
-    from harness.data.tokenizer import build_tokenizer
-    from harness.model.decoder import Decoder
-    from harness.parallelism.materialize import materialize
-    from harness.train.objective import loader_of
-
     loader = loader_of(job, build_tokenizer(job.tokenizer), range(4), "validation")
     batches = [loader.next() for _ in range(3)]
-    model = Decoder(job.model, 32)
-    materialize(model, job.training.seed, torch.device("cpu"), torch.device("cpu"))
-    with torch.no_grad():
-        logits = model(torch.cat([b.inputs_BT for b in batches])).flatten(0, 1)
-    return float(
-        torch.nn.functional.cross_entropy(logits, torch.cat([b.labels_BT for b in batches]).flatten())
-    )
+    valid = torch.cat([batch.labels_BT for batch in batches]) != IGNORE_INDEX
+    losses = torch.cat([jobs.plain_losses(job, batch) for batch in batches])
+    assert validations[2] == pytest.approx(float(losses[valid].mean()), rel=1e-6)
 
 
 @pytest.fixture
-def infinite_at(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
-    """Make the losses of the given steps infinite."""
+def infinite_at(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Make the losses of the given steps infinite; the count continues in later runs."""
 
     def spoil(*steps: int) -> None:
-        original, count = Engine.gradients, [0]
-
-        def gradients(self, batch, **options):  # type: ignore[no-untyped-def]
-            count[0] += 1
-            if count[0] not in steps:
-                return original(self, batch, **options)
-            call = self.loss.__class__.__call__
-            self.loss.__class__.__call__ = lambda loss, logits, labels: (
-                call(loss, logits, labels) * float("inf")
-            )
-            try:
-                return original(self, batch, **options)
-            finally:
-                self.loss.__class__.__call__ = call
-
-        monkeypatch.setattr(Engine, "gradients", gradients)
+        original, count = TokenLoss.__call__, itertools.count(1)
+        monkeypatch.setattr(
+            TokenLoss,
+            "__call__",
+            lambda *args: original(*args) * (float("inf") if next(count) in steps else 1),
+        )
 
     return spoil
 
 
-def test_non_finite_stops_and_keeps_the_evidence(tmp_path: Path, infinite_at) -> None:  # type: ignore[no-untyped-def]
-    """Trap 25."""
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values are read one step late."""
+    monkeypatch.setitem(LATE_STEPS, "cpu", LATE_STEPS["cuda"])
+
+
+@pytest.mark.parametrize(("late", "interval", "rows"), [(0, 1, [1, 2]), (1, 1, [1, 2]), (1, 10, [1])])
+def test_non_finite_stops_and_keeps_the_evidence(
+    tmp_path: Path,
+    infinite_at: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    late: int,
+    interval: int,
+    rows: list[int],
+) -> None:
+    """Also where values are read when another step has started."""
+    monkeypatch.setitem(LATE_STEPS, "cpu", late)
     infinite_at(3)
-    code, folder, _ = run(tmp_path)
+    code, folder, _ = run(tmp_path, f"metrics.log_interval={interval}", "checkpoint.interval=2")
     assert code == EXIT_NON_FINITE
+    found = sorted(path.name for path in (folder.path / "evidence").iterdir())
+    assert found == ["step3-rank0.json", "step3-rank0.pt"]
     evidence = json.loads((folder.path / "evidence" / "step3-rank0.json").read_text())
-    assert evidence["gradients"]
-    assert evidence["loss"] == "inf"
-    batch = torch.load(folder.path / "evidence" / "step3-rank0.pt")
-    assert batch["inputs"].shape == (4, 32)
+    assert evidence["gradients"] and evidence["loss"] == "inf"
+    assert torch.load(folder.path / "evidence" / "step3-rank0.pt")["inputs"].shape == (4, 32)
     result = folder.row
     assert (result["exit_code"], result["step"], result["error.kind"]) == (EXIT_NON_FINITE, 2, "non_finite")
-    assert [row["step"] for row in rows_of(folder)] == [1, 2]
+    assert "step 3: loss inf" in result["error.message"]
+    assert [row["step"] for row in rows_of(folder)] == rows
+    assert [each.name for each in (folder.path / "checkpoints").glob("step-*")] == ["step-2"]
 
 
-def test_non_finite_can_be_skipped(tmp_path: Path, infinite_at) -> None:  # type: ignore[no-untyped-def]
+def test_non_finite_can_be_skipped(tmp_path: Path, infinite_at: Callable[..., None]) -> None:
     infinite_at(1, 3)
     code, folder, job = run(tmp_path, "debug.non_finite=skip")
     rows = rows_of(folder)
@@ -163,17 +151,11 @@ def test_non_finite_can_be_skipped(tmp_path: Path, infinite_at) -> None:  # type
     assert rows[1]["lr"] == pytest.approx(job.optimizer.lr)
 
 
-def test_skipping_in_a_row_ends(tmp_path: Path, infinite_at) -> None:  # type: ignore[no-untyped-def]
+def test_skipping_in_a_row_ends(tmp_path: Path, infinite_at: Callable[..., None]) -> None:
     infinite_at(2, 3, 4)
     code, folder, _ = run(tmp_path, "debug.non_finite=skip", "debug.max_skipped_steps=2")
     assert code == EXIT_NON_FINITE
     assert folder.row["step"] == 3
-
-
-@pytest.fixture
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values are read one step late."""
-    monkeypatch.setitem(LATE_STEPS, "cpu", LATE_STEPS["cuda"])
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
@@ -248,65 +230,23 @@ def test_a_row_is_not_lost_when_the_next_step_fails(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize("interval", [1, 10])
-def test_values_are_read_a_step_late(tmp_path: Path, infinite_at, interval: int) -> None:  # type: ignore[no-untyped-def]
-    """By then another step has started; the run ends as it does when no step is late."""
-    infinite_at(3)
-    code, folder, _ = run(tmp_path, f"metrics.log_interval={interval}", "checkpoint.interval=2")
-    assert code == EXIT_NON_FINITE
-    assert [path.name for path in sorted((folder.path / "evidence").iterdir())] == [
-        "step3-rank0.json",
-        "step3-rank0.pt",
-    ]
-    result = folder.row
-    assert (result["step"], result["error.kind"]) == (2, "non_finite")
-    assert "step 3: loss inf" in result["error.message"]
-    assert [row["step"] for row in rows_of(folder)] == ([1, 2] if interval == 1 else [1])
-    assert [each.name for each in (folder.path / "checkpoints").glob("step-*")] == ["step-2"]
-
-
-@pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("implementation", ["fused", "foreach"])
 def test_skipping_is_the_same_on_device_and_host(
-    tmp_path: Path,
-    infinite_at,  # type: ignore[no-untyped-def]
-    implementation: str,
+    tmp_path: Path, infinite_at: Callable[..., None], implementation: str
 ) -> None:
     """A fused optimizer skips on the device, a step before the host notices; the others on the host."""
-    infinite_at(1, 3, 7, 9)  # the count continues in the second run
-    ends = []
+    infinite_at(1, 3, 7, 9)
+    ends = set()
     for interval in (1, 10):
-        _, folder, _ = run(
-            tmp_path / str(interval),
-            *("debug.non_finite=skip", f"metrics.log_interval={interval}"),
-            f"optimizer.implementation={implementation}",
-        )
-        result = folder.row
-        assert (result["step"], result["skipped_steps"]) == (6, 2)
+        own = ("debug.non_finite=skip", f"optimizer.implementation={implementation}")
+        _, folder, _ = run(tmp_path / str(interval), f"metrics.log_interval={interval}", *own)
+        assert (folder.row["step"], folder.row["skipped_steps"]) == (6, 2)
         assert len(list((folder.path / "evidence").glob("*.json"))) == 2
-        ends.append(result["loss"])
-    assert ends[0] == ends[1]
+        ends.add(folder.row["loss"])
+    assert len(ends) == 1
 
 
-def test_a_slow_source_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from harness.data.samples import SyntheticSamples
-
-    sample, gradients = SyntheticSamples.sample, Engine.gradients
-    monkeypatch.setattr(SyntheticSamples, "sample", lambda *args: (time.sleep(0.005), sample(*args))[1])
-    monkeypatch.setattr(
-        Engine, "gradients", lambda *args, **options: (time.sleep(0.05), gradients(*args, **options))[1]
-    )
-    shares = {}
-    for ahead in (0, 2):
-        _, folder, _ = run(tmp_path / str(ahead), f"data.prefetch={ahead}", "training.steps=10")
-        shares[ahead] = folder.row["window.data_share"]
-    # Four samples per batch, 20 ms, and steps of at least 50 ms.
-    assert shares[0] > 0.1
-    assert shares[2] < shares[0] / 3
-
-
-def test_collections_happen_at_fixed_steps_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trap 21."""
+def test_rows_and_collections_are_at_fixed_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     generations: list[int] = []
     enabled: list[bool] = []
     original = Engine.gradients
@@ -317,7 +257,8 @@ def test_collections_happen_at_fixed_steps_only(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(Engine, "gradients", gradients)
     monkeypatch.setattr(gc, "collect", lambda generation=2: generations.append(generation))
-    run(tmp_path, "training.gc_interval=2")
+    _, folder, _ = run(tmp_path, "training.gc_interval=2", "metrics.log_interval=4")
+    assert [row["step"] for row in rows_of(folder)] == [1, 4, 6]  # the first and the last, too
     assert generations == [2, 1, 1, 1]  # once before the first step, then at steps 2, 4 and 6
     assert enabled == [False] * 6
     assert gc.isenabled()
