@@ -65,9 +65,7 @@ STUDY = ("sweep=optuna", "sweep.n_trials=2", "sweep.n_jobs=1", "optimizer.lr=int
 
 
 @pytest.mark.parametrize("axes", [GRID, STUDY], ids=["grid", "study"])
-def test_a_sweep_whose_controller_is_killed_is_resumed(
-    launch: Start, tmp_path: Path, axes: tuple[str, ...]
-) -> None:
+def test_a_killed_sweep_is_resumed(launch: Start, tmp_path: Path, axes: tuple[str, ...]) -> None:
     typed = ("-m", *axes, "name=cut", "training.steps=100", "checkpoint.interval=10")
     typed = (*typed, "metrics.log_interval=10")
     first = launch(*typed)

@@ -136,9 +136,7 @@ def verb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     return run
 
 
-def test_slurm_is_queried_once_for_any_number_of_points(
-    fake_slurm: FakeSlurm, sweep: Registry, verb: Verb
-) -> None:
+def test_slurm_is_queried_once(fake_slurm: FakeSlurm, sweep: Registry, verb: Verb) -> None:
     # One waits, one failed recently, one is another user's, three are in accounting, the others unknown.
     fake_slurm.prints("squeue", "7_0|sweep.1|PENDING|Resources", "7_1|sweep.1|OUT_OF_MEMORY|None")
     fake_slurm.prints("squeue", "7_2|sweep.1|RUNNING|None", file="by_id")
@@ -231,9 +229,7 @@ def test_without_slurm_nothing_is_said_of_jobs_that_may_run(
     assert f"{POINTS} points were submitted to SLURM, and there is no squeue here" in err
 
 
-def test_while_slurm_does_not_answer_the_folders_are_shown(
-    fake_slurm: FakeSlurm, sweep: Registry, verb: Verb
-) -> None:
+def test_folders_are_shown_without_an_answer(fake_slurm: FakeSlurm, sweep: Registry, verb: Verb) -> None:
     fake_slurm.prints("squeue", "slurm_load_jobs error: Unable to contact slurm controller", file="fails")
     RunFolder(sweep.points()[0].run_dir).set_status("running")
     RunFolder(sweep.points()[1].run_dir).set_status("failed")
@@ -246,9 +242,7 @@ def test_while_slurm_does_not_answer_the_folders_are_shown(
     assert states == ["running", "failed", *["pending"] * (POINTS - 2)]
 
 
-def test_points_that_were_never_submitted_are_suspended_or_never_start(
-    fake_slurm: FakeSlurm, sweep: Registry, verb: Verb
-) -> None:
+def test_suspended_and_blocked_points(fake_slurm: FakeSlurm, sweep: Registry, verb: Verb) -> None:
     points = sweep.points()
     for n, point in enumerate(points[4:], start=4):
         SlurmJobRecord("sweep.2", n).write(point.run_dir)  # the controller was killed before it called sbatch

@@ -144,9 +144,7 @@ def test_a_study_continues_where_it_was_stopped(
     assert {trial.params["optimizer.lr"] for trial in before} <= {t.params["optimizer.lr"] for t in after}
 
 
-def test_each_value_of_a_label_has_its_own_run(
-    study: Callable[..., int], trainer: Trainer, tmp_path: Path
-) -> None:
+def test_values_of_a_label_have_own_runs(study: Callable[..., int], trainer: Trainer, tmp_path: Path) -> None:
     sampler = ("sweep.sampler=random", "sweep.seed=1", "sweep.n_trials=4")
     assert study("cluster.threads_per_rank=1,2", *sampler) == EXIT_OK
     chosen = {trial.params["cluster.threads_per_rank"] for trial in trials(tmp_path)}
