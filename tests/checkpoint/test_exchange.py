@@ -178,5 +178,5 @@ def test_export_dtype_and_tied_embeddings(pool: RankPool, tmp_path: Path) -> Non
 def test_another_model_is_refused_on_all_ranks(pool: RankPool, tmp_path: Path) -> None:
     reference_of(job_of(tmp_path)).save_pretrained(tmp_path / "hf")
     job = job_of(tmp_path, *FSDP2, "model.n_layers=3", source="hf")
-    with pytest.raises(RankFailed, match="model.n_layers=3: config.json has num_hidden_layers 4"):
+    with pytest.raises(RankFailed, match=r"model\.n_layers=3: config\.json has num_hidden_layers 4"):
         run(pool, job, tmp_path / "run")

@@ -110,10 +110,10 @@ from harness.checkpoint import save
 
 finish = save.Writer.finish
 
-def killed(self, *arguments):
+def killed(self, **arguments):
     if self.manifest["step"] == 4:
         os.kill(os.getpid(), signal.SIGKILL)
-    return finish(self, *arguments)
+    return finish(self, **arguments)
 
 save.Writer.finish = killed
 runpy.run_module("harness.train", run_name="__main__", alter_sys=True)
