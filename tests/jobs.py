@@ -8,12 +8,16 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from harness.checkpoint.state import model_state
 from harness.compose.composer import compose_job
 from harness.config.job import Job
+from harness.data.loader import Batch
 from harness.data.tokenizer import build_tokenizer
 from harness.launch.begin import begin
+from harness.model.decoder import Decoder
+from harness.parallelism.materialize import materialize
 from harness.run.folder import RunFolder
 from harness.train.engine import Engine
 from harness.train.objective import loader_of
@@ -94,3 +98,11 @@ def train_engine(job_json: str, steps: int) -> Trained:
 def full(tensor: Tensor) -> Tensor:
     """Return a copy of a tensor, gathered if it is sharded."""
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def plain_losses(job: Job, batch: Batch) -> Tensor:
+    """Return the losses of all tokens from one plain forward pass of the initial model."""
+    model = Decoder(job.model, job.training.seq_len)
+    materialize(model, job.training.seed, torch.device("cpu"), torch.device("cpu"))
+    with torch.no_grad():
+        return cross_entropy(model(batch.inputs_BT).mT, batch.labels_BT, reduction="none")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -63,22 +62,6 @@ def test_points_are_added_once_in_order_and_a_torn_line_costs_no_other(tmp_path:
     assert [each.id for each in registry.points()] == ["b", "a", "c"]
     registry.add([point(tmp_path, "d"), point(tmp_path, "e")], [])
     assert [each.id for each in registry.points()] == ["b", "a", "c", "d", "e"]
-
-
-def test_a_reader_beside_a_writer_sees_whole_points(tmp_path: Path) -> None:
-    registry = Registry(tmp_path)
-
-    def write() -> None:
-        for number in range(20):
-            registry.add([point(tmp_path, str(number))], [])
-
-    with ThreadPoolExecutor() as pool:
-        done = pool.submit(write)
-        while not done.done():
-            seen = [each.id for each in Registry(tmp_path).points()]
-            assert seen == [str(number) for number in range(len(seen))]
-        done.result()
-    assert len(registry.points()) == 20
 
 
 @pytest.mark.parametrize(
