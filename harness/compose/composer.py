@@ -136,8 +136,10 @@ class Composer:
 
         Values by name of the field or group, ``sweep.NAME`` for settings, and POINTS.
         """
-        settings = self._merged(overrides)[1]
-        return dict((settings.get("sweeper") or {}).get("params") or {})
+        axes = (self._merged(overrides)[1].get("sweeper") or {}).get("params") or {}
+        if not isinstance(axes, dict) or not isinstance(axes.get(POINTS, ""), str):
+            raise UserError(f"{AXES}={as_typed(axes)}: must be a mapping of axes, and {POINTS} in it a text")
+        return dict(axes)
 
     def settings(self, overrides: Iterable[str]) -> Any:
         from hydra.types import RunMode

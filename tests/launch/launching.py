@@ -32,12 +32,7 @@ PATIENCE = 180.0
 class Launch:
     """One started job: ``python -m MODULE`` in its own session, as a terminal starts it.
 
-    Args:
-        folder: working folder, where the job writes.
-        overrides: overrides on the command line.
-        module: module and arguments after ``python -m``.
-        patch: source code that every Python process of the job runs when it starts.
-        environment: variables to set.
+    ``patch`` is source code that every Python process of the job runs when it starts.
     """
 
     def __init__(
@@ -52,9 +47,8 @@ class Launch:
         defaults = [] if any(each.startswith("data=") for each in overrides) else ["data=synthetic"]
         if not any(each.startswith("training.global_batch_size=") for each in overrides):
             defaults.append("training.global_batch_size=4")
-        inherited = {
-            k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
-        }
+        launchers = ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
+        inherited = {k: v for k, v in os.environ.items() if k not in launchers}
         paths = [str(Path(__file__).parents[2])]
         if patch:
             (folder / "patch").mkdir()

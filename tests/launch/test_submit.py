@@ -57,9 +57,8 @@ def test_a_full_disk_is_one_line_and_nothing_is_submitted(job: Job, monkeypatch:
     full = OSError(errno.ENOSPC, "No space left on device")
     monkeypatch.setattr(slurm, "take_snapshot", fail(full))
     folder = RunFolder(job.run_dir)
-    with pytest.raises(
-        UserError, match=r"cannot write the job's files, so it was not submitted: .*No space left"
-    ):
+    message = r"cannot write the job's files, so it was not submitted: .*No space left"
+    with pytest.raises(UserError, match=message):
         submit.submit_one(job, folder, [])
     assert folder.state == "planned"
     # Nor can the status be written.
@@ -76,14 +75,23 @@ def test_a_full_disk_is_one_line_and_nothing_is_submitted(job: Job, monkeypatch:
 
 
 @pytest.mark.parametrize(("place", "state"), [("take_snapshot", "planned"), ("submit_script", "submitted")])
-def test_an_interrupt_leaves_a_correct_status(
-    place: str, state: str, job: Job, monkeypatch: pytest.MonkeyPatch
+def test_an_interrupt_leaves_a_correct_status_and_a_job_that_is_found(
+    place: str,
+    state: str,
+    job: Job,
+    scheduler: list[Queued],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(slurm, place, fail(KeyboardInterrupt()))
     folder = RunFolder(job.run_dir)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(slurm, place, fail(KeyboardInterrupt()))
         submit.submit_one(job, folder, [])
     assert folder.state == state
+    if state == "submitted":  # and the id was not written
+        scheduler.append(Queued("12", f"one.{job.id}", "PENDING", "Resources"))
+        submit.submit_one(job, folder, [])
+        assert "one: already submitted (PENDING) as job 12, " in capsys.readouterr().out
 
 
 def test_all_that_a_job_reads_is_there_before_sbatch(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,21 +123,6 @@ def test_a_run_folder_that_was_removed_while_the_job_waits(
     # A job of the same name with another runs_dir.
     monkeypatch.setattr(submit, "describe", lambda _: {"StdOut": "/elsewhere/slurm/12_0_log.out"})
     submit.submit_one(job, RunFolder(job.run_dir), [])
-
-
-def test_a_job_whose_controller_died_before_it_wrote_the_id_is_shown_by_its_id(
-    job: Job,
-    scheduler: list[Queued],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    folder = RunFolder(job.run_dir)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(slurm, "submit_script", fail(KeyboardInterrupt()))
-        submit.submit_one(job, folder, [])
-    scheduler.append(Queued("12", f"one.{job.id}", "PENDING", "Resources"))
-    submit.submit_one(job, folder, [])
-    assert "one: already submitted (PENDING) as job 12, " in capsys.readouterr().out
 
 
 def test_the_end_of_a_job_without_a_row_is_shown_before_the_next(
@@ -175,11 +168,10 @@ def test_a_lost_job_gets_its_row_when_its_folder_is_free(
     other = RunFolder(job.run_dir)
     other.hold()
 
-    def release_when_asked_twice(
-        wanted: list[tuple[str, str]],
-        asked: list[int] = [],  # noqa: B006
-    ) -> dict[tuple[str, str], str]:
-        asked.append(1)
+    asked = []
+
+    def release_when_asked_twice(wanted: list[tuple[str, str]]) -> dict[tuple[str, str], str]:
+        asked.append(wanted)
         if len(asked) == 2:
             assert followed.state == "submitted"
             other.release()

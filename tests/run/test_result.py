@@ -60,13 +60,10 @@ def test_result_is_as_readable_as_umask_allows(tmp_path: Path) -> None:
     assert mode & 0o777 == 0o640
 
 
-def test_versions() -> None:
+def test_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     found = versions()
     assert found["harness"] == __version__
     assert found["python"] and found["torch"]
-
-
-def test_version_of_a_missing_package_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("harness.run.result._PACKAGES", ("no-such-package-at-all",))
     assert versions()["no-such-package-at-all"] is None
 

@@ -51,29 +51,23 @@ def test_a_begun_folder_is_enough_to_run_the_job(folder: RunFolder, job: Job) ->
     assert json.loads((folder.path / "status.json").read_text())["state"] == "starting"
 
 
-def test_an_earlier_attempt_is_put_away_whole(folder: RunFolder, job: Job) -> None:
+def test_an_earlier_attempt_is_put_away_whole_and_only_one_runs(folder: RunFolder, job: Job) -> None:
     begin(folder, job, ["first=1"])
     folder.record_error(0, ValueError("of the first"))
     folder.write_result(job, "failed", EXIT_BUG, {"step": 3})
     before = {p.relative_to(folder.path): p.read_bytes() for p in folder.path.rglob("*") if p.is_file()}
-    folder.release()
-    begin(folder, job, ["second=2"])
-    assert folder.first_error() is None and not folder.has_result
-    for name, content in before.items():
-        if name.name != ".lock":
-            assert (folder.path / "attempts" / "1" / name).read_bytes() == content
-    folder.release()
-    begin(folder, job, [])
-    assert (folder.path / "attempts" / "2" / "overrides.txt").read_text() == "second=2\n"
-
-
-def test_only_one_attempt_at_a_time(folder: RunFolder, job: Job) -> None:
-    begin(folder, job, [])
     other = RunFolder(folder.path)
     with pytest.raises(UserError, match="already running"):
         begin(other, job, [])
     folder.release()
-    begin(other, job, [])
+    begin(other, job, ["second=2"])
+    assert other.first_error() is None and not other.has_result
+    for name, content in before.items():
+        if name.name != ".lock":
+            assert (folder.path / "attempts" / "1" / name).read_bytes() == content
+    other.release()
+    begin(folder, job, [])
+    assert (folder.path / "attempts" / "2" / "overrides.txt").read_text() == "second=2\n"
 
 
 def test_the_lock_ends_with_its_holder_however_that_ends(folder: RunFolder, job: Job) -> None:
@@ -96,13 +90,8 @@ def test_a_status_counts_only_while_its_process_lives(
 ) -> None:
     monkeypatch.setattr("harness.run.folder.LEAVING_SECONDS", 0.2)
     folder.path.mkdir()
-    status = {
-        "state": "running",
-        "host": socket.gethostname(),
-        "pid": os.getppid(),
-        "pid_started": pid_started,
-    }
-    (folder.path / "status.json").write_text(json.dumps(status))
+    status = {"state": "running", "host": socket.gethostname(), "pid": os.getppid()}
+    (folder.path / "status.json").write_text(json.dumps({**status, "pid_started": pid_started}))
     if pid_started is None:  # start time unknown: assume that the living process wrote it
         with pytest.raises(UserError, match=f"already running .pid {os.getppid()}"):
             begin(folder, job, [])
@@ -134,11 +123,7 @@ def test_the_cause_wins_over_its_consequences_whoever_writes_first(folder: RunFo
         (NonFiniteError("nan"), "non_finite", EXIT_NON_FINITE),
         (MachineError("gone"), "machine", EXIT_MACHINE),
         (MemoryError(), "out_of_memory", EXIT_MACHINE),
-        (
-            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"),
-            "out_of_memory",
-            EXIT_MACHINE,
-        ),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out_of_memory", EXIT_MACHINE),
         (RuntimeError("Timed out waiting 2000ms for recv operation"), "collective_timeout", EXIT_MACHINE),
         (RuntimeError("Connection reset by peer"), "peer", EXIT_MACHINE),
         (KeyboardInterrupt(), "interrupted", EXIT_INTERRUPTED),
@@ -183,12 +168,8 @@ def test_settling_corrects_a_row_that_took_a_consequence_for_the_cause(folder: R
     folder.record_error(1, LookupError("the cause"))
     folder.ensure_result(job, "failed", EXIT_BUG)
     row = json.loads((folder.path / "result.json").read_text())
-    assert (row["step"], row["exit_code"], row["error.rank"], row["error.type"]) == (
-        9,
-        EXIT_BUG,
-        1,
-        "LookupError",
-    )
+    assert (row["step"], row["exit_code"]) == (9, EXIT_BUG)
+    assert (row["error.rank"], row["error.type"]) == (1, "LookupError")
     folder.ensure_result(job, "interrupted", EXIT_INTERRUPTED)
     row = json.loads((folder.path / "result.json").read_text())
     assert row["exit_reason"] == "interrupted" and not [key for key in row if key.startswith("error.")]
@@ -241,13 +222,9 @@ def test_a_disk_that_has_no_room_at_all(
     begin(folder, job, [])
     (folder.path / RESERVE).unlink()
     fill(small_disk / "others")
+    with pytest.raises(UserError, match=r"cannot write the run folder: .*No space left"):
+        begin(RunFolder(small_disk / "another"), job, [])
     folder.record_error(0, OSError(errno.ENOSPC, "No space left on device"), step=1)
     assert finish_run(job, folder, EXIT_BUG) == EXIT_MACHINE
     said = capsys.readouterr().err
     assert "Traceback" not in said and "how the run ended (failed, exit code 3) cannot be written" in said
-
-
-def test_a_run_folder_on_a_full_disk_is_refused(small_disk: Path, job: Job) -> None:
-    fill(small_disk / "others")
-    with pytest.raises(UserError, match=r"cannot write the run folder: .*No space left"):
-        begin(RunFolder(small_disk / "run"), job, [])
