@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import json
 import multiprocessing as mp
 import os
 import random
 import signal
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 import pytest
-from processes import ROOT, python
 
 import harness.data.cache as cache
 import harness.data.sources as sources
@@ -72,17 +68,10 @@ def expected(documents: list[str], config: TokenizerConfig) -> dict[str, tuple[l
 
 def tokenized(config: TokenizerConfig = PLAIN, **settings: Any) -> dict[str, tuple[list[int], list[int]]]:
     source = LocalFiles(DataConfig(paths=["*.*"], encoding_errors="replace", **settings), "paths")
+    common = {"held_out": HELD_OUT, "cache_dir": "cache", "wait_for_all": None, "is_builder": True}
     found = {}
     for split in ("train", "validation"):
-        opened = open_cache(
-            source,
-            build_tokenizer(config),
-            split=split,
-            held_out=HELD_OUT,
-            cache_dir="cache",
-            wait_for_all=None,
-            is_builder=True,
-        )
+        opened = open_cache(source, build_tokenizer(config), split=split, **common)
         found[split] = opened.tokens.tolist(), opened.starts.tolist()
         assert opened.damaged == 1
     assert [path.name.startswith("corpus-") for path in Path("cache").iterdir()] == [True]
@@ -158,54 +147,6 @@ def test_a_long_file_is_decoded_in_parts(
     with pytest.raises(DataError, match=rf"a\.txt: not UTF-8 at byte {wrong};"):
         list(strict.documents())
     assert list(skipping.documents()) == [""] and skipping.damaged == 1
-
-
-def kill_builders(kills: int) -> None:
-    """Start builders as process groups and kill them; print the number of complete units after each kill.
-
-    A builder is killed a random time after it has begun, or after it has completed some units.
-    """
-    cache.UNIT_MIB = 50 / 2**20
-    moments, complete = random.Random(0), 0
-    for _ in range(kills):
-        builder, more = start_builder(), moments.randrange(6)
-        while count_complete() < complete + more and not list(Path("cache").glob("*/manifest.json")):
-            time.sleep(0.001)
-        time.sleep(moments.uniform(0, 0.005 if more else 0.1))
-        os.killpg(builder, signal.SIGKILL)
-        os.waitpid(builder, 0)
-        complete = count_complete()
-        sys.stdout.write(f"{complete}\n")
-
-
-def count_complete() -> int:
-    return len(list(Path("cache").glob("*/.unfinished/units/*.index")))
-
-
-def start_builder() -> int:
-    builder = os.fork()
-    if builder == 0:
-        os.setpgid(0, 0)
-        os.fsync = lambda file: time.sleep(0.005)  # slower than the process that kills this one
-        try:
-            tokenized(PLAIN, tokenize_workers=1)
-        finally:
-            os._exit(0)
-    with contextlib.suppress(OSError):  # so that the group exists in any case
-        os.setpgid(builder, builder)
-    return builder
-
-
-def test_a_builder_that_is_killed_many_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    documents = write_corpus()
-    code = "import test_tokenizing; test_tokenizing.kill_builders(10)"
-    paths = os.pathsep.join(map(str, [ROOT, ROOT / "tests", ROOT / "tests" / "data"]))
-    ended = python("-c", code, cwd=tmp_path, PYTHONPATH=paths)
-    complete = list(map(int, ended.stdout.split()))
-    assert len(complete) == 10, ended.stderr
-    assert complete == sorted(complete) and len(set(complete)) > 3, "kills hit the middle of the work"
-    monkeypatch.setattr(cache, "UNIT_MIB", 50 / 2**20)
-    assert tokenized(PLAIN, tokenize_workers=1) == expected(documents, PLAIN)
 
 
 def test_the_first_of_several_errors_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 sys.path.append(str(Path(__file__).parent))
-from tiny_encoders import overrides, save_encoders
+from tiny_flux import overrides, save_encoders
 
 from harness.compose.composer import compose_job
 from harness.config.data import DataConfig

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 sys.path.append(str(Path(__file__).parent))
-from tiny_encoders import LENGTH, POOLED, WIDTH, save_encoders
+from tiny_flux import LENGTH, POOLED, WIDTH, save_encoders
 
 from harness.contrib.flux.pictures.config import EncodersConfig
 from harness.contrib.flux.pictures.encoders import (
