@@ -331,9 +331,9 @@ def test_a_large_vocabulary_takes_seconds(tmp_path: Path) -> None:
     words = (product(b"etaoinshrdlcum _", repeat=length) for length in range(2, 6))
     merges = list(islice(map(bytes, chain.from_iterable(words)), size - 256))
     config = write_tiktoken(tmp_path / "ranks", merges)
-    start = time.perf_counter()
+    start = time.process_time()
     _, ours, theirs, *_ = exported(config, tmp_path)
-    assert time.perf_counter() - start < 30 * size / 128_000
+    assert time.process_time() - start < 30 * size / 128_000
     assert len(theirs) == ours.vocab_size == size + 256
     for text in sources(20):
         assert theirs(text, add_special_tokens=False)["input_ids"] == ours.encode(text)
