@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from launching import until
+from processes import until
 
 from harness.compose.composer import compose_job
 from harness.config.job import Job
