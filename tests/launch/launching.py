@@ -9,10 +9,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from processes import until
 
 from harness.metrics.jsonl import read_metrics
 
@@ -131,12 +131,3 @@ class Launch:
                 os.kill(pid, signal.SIGKILL)
         self.process.communicate()
         self._log.close()
-
-
-def until(holds: Callable[[], bool], seconds: float) -> float:
-    """Wait until a condition holds; return how long that took."""
-    start = time.monotonic()
-    while not holds():
-        assert time.monotonic() - start < seconds, f"condition does not hold after {seconds} s"
-        time.sleep(0.05)
-    return time.monotonic() - start

@@ -10,11 +10,9 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from torch.distributed import TCPStore
 
 from harness.compose.composer import compose_job
 from harness.config.cluster import minutes_of
@@ -39,7 +37,7 @@ from harness.launch.state import SlurmJobRecord
 from harness.launch.submit import confirm, cost_in_words
 from harness.run.folder import RunFolder
 from harness.train import setup
-from harness.train.process import rank_environment, rendezvous_store
+from harness.train.process import rank_environment
 from harness.train.setup import pick_device
 from harness.util.errors import ConfigError, MachineError, UserError
 
@@ -257,15 +255,6 @@ def test_one_task_a_rank_and_all_end_together(tmp_path: Path, monkeypatch: pytes
         assert f" {container} /opt/bin/python " in " ".join(srun_command(inside, tmp_path))
 
 
-def test_jobs_on_one_node_use_their_own_ports() -> None:
-    with rendezvous_store() as one, rendezvous_store() as other:
-        assert one != other
-        for port in (one, other):
-            store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=10))
-            store.set("here", str(port))
-            assert store.get("here") == str(port).encode()
-
-
 @pytest.mark.parametrize(
     ("record", "found"),
     [
@@ -294,9 +283,7 @@ def test_a_records_job_is_found_by_its_id_or_name(
 
 
 @pytest.mark.parametrize("state", ["PENDING", "RUNNING"])
-def test_a_requeue_that_ends_its_own_scontrol_still_excludes_nodes(
-    state: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_requeue_that_ends_scontrol_excludes_nodes(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """SLURM signals all processes of a job that it requeues, also the scontrol that asked for it."""
     typed = []
 
@@ -315,9 +302,7 @@ def test_a_requeue_that_ends_its_own_scontrol_still_excludes_nodes(
     assert (typed[-1] == ("scontrol", "update", "jobid=7", "excnodelist=node9,node1")) == (state == "PENDING")
 
 
-def test_a_scheduler_that_does_not_answer_is_not_one_that_has_forgotten(
-    put: Put, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_scheduler_without_answer_has_not_forgotten(put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
     def say(words: str, where: str = ">&2") -> None:
         line = f"echo '{words}' {where}; exit 1"
         put(scontrol=line, squeue=line, sacct=line)
@@ -333,9 +318,7 @@ def test_a_scheduler_that_does_not_answer_is_not_one_that_has_forgotten(
     assert attempt.Allocation("7", 0).state() == "UNKNOWN"
 
 
-def test_a_configuration_of_slurms_that_is_not_there_is_named(
-    put: Put, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_configuration_of_slurm_is_named(put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
     put(sbatch="sleep 60", srun="", squeue="sleep 60")
     monkeypatch.setenv("SLURM_CONF", "/nonexistent")
     for ask in (queue.require_slurm, queue.jobs):
@@ -491,9 +474,7 @@ def test_faults_of_a_node(put: Put, tmp_path: Path) -> None:
     assert missing == f"cannot write into {tmp_path / 'none'}: No such file or directory"
 
 
-def test_nodes_that_fail_the_check_or_do_not_answer_are_named(
-    put: Put, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unfit_nodes_are_named(put: Put, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = '{"n1": []}\\n{"n2": ["4 of 8 GPUs found"]}'
     srun = f"printf '{answers}'; echo 'srun: error: n3: oops' >&2; exit 1"
     put(srun=srun, scontrol="echo n1 n2 n3")
@@ -548,9 +529,7 @@ def test_a_snapshot_is_the_code_with_its_permissions_and_is_taken_once(package: 
         ("generated.py", "has 10 MB"),
     ],
 )
-def test_links_and_large_files_are_refused_by_name(
-    package: Path, tmp_path: Path, name: str, says: str
-) -> None:
+def test_links_and_large_files_are_refused(package: Path, tmp_path: Path, name: str, says: str) -> None:
     if name == "generated.py":
         with (package / name).open("wb") as file:
             file.truncate(LARGEST_BYTES + 1)

@@ -125,9 +125,7 @@ def test_a_run_folder_that_was_removed_while_the_job_waits(
     submit.submit_one(job, RunFolder(job.run_dir), [])
 
 
-def test_the_end_of_a_job_without_a_row_is_shown_before_the_next(
-    job: Job, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_end_of_a_lost_job_is_shown_before_the_next(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     folder = RunFolder(job.run_dir)
     submit.submit_one(job, folder, [])
     (job.run_dir / "slurm" / "12_0_log.out").write_text("/bin/bash: no such interpreter\n")
@@ -150,9 +148,7 @@ def followed(job: Job, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     return folder
 
 
-def test_a_row_that_comes_late_is_not_taken_for_a_lost_job(
-    job: Job, followed: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_late_row_is_no_lost_job(job: Job, followed: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     def end_meanwhile(wanted: list[tuple[str, str]]) -> dict[tuple[str, str], str]:
         followed.write_result(job, "completed", EXIT_OK, {})
         return dict.fromkeys(wanted, "COMPLETED")
@@ -162,9 +158,7 @@ def test_a_row_that_comes_late_is_not_taken_for_a_lost_job(
     assert (followed.state, followed.row["exit_code"]) == ("completed", EXIT_OK)
 
 
-def test_a_lost_job_gets_its_row_when_its_folder_is_free(
-    job: Job, followed: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_job_gets_its_row(job: Job, followed: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     other = RunFolder(job.run_dir)
     other.hold()
 
@@ -183,9 +177,7 @@ def test_a_lost_job_gets_its_row_when_its_folder_is_free(
 
 
 @pytest.mark.parametrize(("state", "code"), [("completed", EXIT_OK), ("failed", EXIT_MACHINE)])
-def test_an_end_without_a_readable_row_has_the_exit_code_of_its_state(
-    job: Job, followed: RunFolder, state: str, code: int
-) -> None:
+def test_an_unreadable_row(job: Job, followed: RunFolder, state: str, code: int) -> None:
     followed.set_status(state)
     (job.run_dir / "result.json").write_text("{")
     assert submit.follow(job, followed) == code

@@ -6,11 +6,11 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import processes
 from scheduler import Scheduler
 
 TINY = (
@@ -105,12 +105,7 @@ def logs_of(run: Path) -> str:
 
 
 def until(condition: Callable[[], Any], what: str, seconds: float = COMMAND_SECONDS) -> Any:
-    """Wait until a function returns a true value; return the value."""
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"waited {seconds:.0f} s for {what}"
-        time.sleep(0.1)
-    return found
+    return processes.until(condition, seconds, what)
 
 
 def job_of(run: Path) -> str:

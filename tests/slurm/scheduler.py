@@ -9,9 +9,9 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
 from pathlib import Path
-from typing import Any
+
+from processes import until
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "squeue", "scontrol", "scancel")
 NODES = 4
@@ -53,6 +53,8 @@ SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/log/slurmctld.log
 SlurmdLogFile={folder}/log/%n.log
+{nodes}
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
 
@@ -135,16 +137,9 @@ class Scheduler:
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout
 
-    def wait_for(self, condition: Any, what: str, seconds: float = START_SECONDS) -> None:
-        """Wait until a condition holds; fail with its name after a timeout."""
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline, f"waited {seconds:.0f} s for {what}; logs in {self.folder}"
-            time.sleep(0.2)
-
     def wait_for_up(self) -> None:
         """Wait until all nodes accept jobs."""
-        self.wait_for(lambda: self._up() == NODES, "four nodes that are up")
+        until(lambda: self._up() == NODES, START_SECONDS, f"four nodes that are up; logs in {self.folder}")
 
     def _up(self) -> int:
         with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
@@ -176,7 +171,7 @@ class Scheduler:
             *(f"--pid-file={self.folder}/munge.pid", f"--log-file={self.folder}/log/munge.log"),
             f"--seed-file={self.folder}/munge.seed",
         )
-        self.wait_for((self.folder / "munge.sock").exists, "munged")
+        until((self.folder / "munge.sock").exists, START_SECONDS, "munged")
 
     def _start(self, name: str, *command: str) -> None:
         path = shutil.which(command[0], path=self.environment["PATH"])

@@ -65,9 +65,7 @@ HALF = Decay(lambda progress: float(progress < 0.5))
 """
 
 
-def test_what_is_edited_while_a_job_waits_does_not_change_it_and_ranks_find_packages(
-    slurm: Scheduler, tmp_path: Path
-) -> None:
+def test_edits_do_not_change_a_waiting_job_and_ranks_find_packages(slurm: Scheduler, tmp_path: Path) -> None:
     checkout, packages = tmp_path / "checkout", tmp_path / "packages"
     for name in ("harness", "conf", "experiments", "sweeps"):
         shutil.copytree(ROOT / name, checkout / name, symlinks=True)
@@ -180,9 +178,7 @@ def test_a_job_that_is_cancelled_and_submitted_again(commands: Commands) -> None
 
 
 @pytest.mark.last
-def test_a_job_that_is_requeued_and_out_of_time_ends_as_if_left_alone(
-    commands: Commands, moved: Future[Path]
-) -> None:
+def test_a_requeued_job_ends_as_if_left_alone(commands: Commands, moved: Future[Path]) -> None:
     run = moved.result()
     alone = Commands(commands.slurm, run.parents[1]).only_run("left_alone")
     assert restarts_of(run) >= 3

@@ -70,9 +70,7 @@ def take_nodes_away(slurm: Scheduler, run: Path) -> None:
     until_done(run)
 
 
-def test_a_node_that_fails_its_check_is_left_out_when_the_job_is_requeued(
-    slurm: Scheduler, survivor: Future[None], tmp_path: Path
-) -> None:
+def test_a_requeue_leaves_out_an_unfit_node(slurm: Scheduler, survivor: Future[None], tmp_path: Path) -> None:
     commands = Commands(slurm, tmp_path / "100%j")  # which is no pattern of SLURM's
     commands.home.mkdir()
     printed = commands.train(
@@ -92,9 +90,7 @@ def test_a_node_that_fails_its_check_is_left_out_when_the_job_is_requeued(
 
 
 @pytest.mark.last
-def test_a_job_outlives_a_node_that_is_taken_down_and_one_that_dies(
-    run: Path, survivor: Future[None]
-) -> None:
+def test_a_job_outlives_two_nodes(run: Path, survivor: Future[None]) -> None:
     survivor.result()
     row = read(run / "result.json")
     assert row["step"] == STEPS and row["exit_code"] == 0

@@ -63,11 +63,10 @@ def start_and_kill(commands: Commands, arguments: tuple[str, ...]) -> str:
 
 def test_a_sweep_names_its_failures_and_is_resumed(commands: Commands) -> None:
     home = commands.home / "layouts"
-    # W&B is off in the ranks; the table is logged offline.
     arguments = (
         *("-m", *TINY, f"runs_dir={commands.home}", "name=layouts", *AXES, *ON_SLURM[:-1]),
         *(misbehaving("faults"), "cluster.ranks_per_node=1", "cluster.mem=2500M"),
-        *("cluster.wait=true", "metrics.wandb=true", "checkpoint.interval=2"),
+        *("cluster.wait=true", "checkpoint.interval=2"),
     )
     shown = start_and_kill(commands, arguments)
     assert "10 points, 8 to run" in shown and "2 skipped" in shown
@@ -94,7 +93,7 @@ def test_a_sweep_names_its_failures_and_is_resumed(commands: Commands) -> None:
     assert all(row["exit_reason"] == "interrupted" and row["step"] == 0 for row in earlier)
     # The culprit is named, and not its victims.
     ended = results(home)
-    (raising, raised), (starving, starved) = ended[RAISES], ended[STARVES]
+    raised, (starving, starved) = ended[RAISES][1], ended[STARVES]
     killed_run, killed = ended[KILLED]
     assert (raised["error.rank"], raised["error.message"]) == (1, "injected into rank 1")
     assert starved["error.kind"] == "out_of_memory", logs_of(starving)
@@ -104,14 +103,6 @@ def test_a_sweep_names_its_failures_and_is_resumed(commands: Commands) -> None:
     # Layouts of one seed have one loss.
     losses = [float(row["loss"]) for name, row in rows.items() if name.endswith("seed=1")]
     assert losses == pytest.approx([losses[0]] * 4, rel=1e-5)
-    page = (home / "table.md").read_text()
-    starved_rows = [row for row in page.splitlines() if row.startswith("| parallelism={tp:2} seed=2 |")]
-    assert any("failed" in row for row in starved_rows)
-    assert "\n| parallelism={dp_shard:3} seed=2 | training.global" in page.split("Not possible")[1]
-    assert (home / "plot.png").read_bytes().startswith(b"\x89PNG")
-    assert read(raising / "job.json")["metrics"]["wandb_group"] == "layouts"
-    assert list((home / "wandb").glob("offline-run-*"))
-
     # Repeating the command resumes; points that ran out of memory are left out unless requested.
     again = commands.run("train", *arguments, code=1)
     assert "10 points, 2 to run" in again

@@ -40,9 +40,7 @@ def commands(slurm: Scheduler, tmp_path_factory: pytest.TempPathFactory) -> Comm
     return commands
 
 
-def test_a_job_whose_controller_died_is_found_and_stops_when_there_are_no_requeues_left(
-    commands: Commands,
-) -> None:
+def test_a_job_whose_controller_died_is_found_and_requeued_once(commands: Commands) -> None:
     """The controller is killed after sbatch has answered, before it has written the id."""
     sbatch = commands.home / "bin" / "sbatch"
     sbatch.parent.mkdir()

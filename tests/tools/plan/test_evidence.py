@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import math
 import random
-import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -31,11 +30,6 @@ import held_rows  # type: ignore[import-not-found]  # noqa: E402
 import ranks  # type: ignore[import-not-found]  # noqa: E402
 
 
-def held(source: str, ratio: float, of: str = "dense models on Hopper", layout: str = "") -> Any:
-    """A row whose published figures are ``ratio`` times the planned ones."""
-    return held_rows.Held(source, source, of, layout, "", "", "", 100 * ratio, 100.0, 10 * ratio, 10.0)
-
-
 def test_the_tables_are_those_of_the_committed_rows() -> None:
     rows = held_rows.read()
     assert held_rows.evidence(rows, held_rows.SPEED) == EVIDENCE
@@ -46,11 +40,9 @@ def test_the_tables_are_those_of_the_committed_rows() -> None:
 
 
 def test_the_defaults_are_fitted_to_all_rows() -> None:
-    found = re.search(
-        r"Fitted to all rows: matmul (.*), float8 (.*)\. With", (FOLDER / "held_out.md").read_text()
-    )
-    assert found is not None
-    assert (float(found[1]), float(found[2])) == (Constants().matmul, Constants().float8)
+    constants = Constants()
+    says = f"Fitted to all rows: matmul {constants.matmul}, float8 {constants.float8}. With"
+    assert says in (FOLDER / "held_out.md").read_text()
 
 
 def test_committed_rows_are_planned_as_today() -> None:
@@ -62,30 +54,6 @@ def test_committed_rows_are_planned_as_today() -> None:
         assert kept.published == pytest.approx(now.published, rel=1e-4)
         assert kept.planned == pytest.approx(now.plan.speed.tokens_per_second_per_rank, rel=0.05), table
         assert kept.memory is None or kept.memory == pytest.approx(now.memory, abs=1e-3), table
-
-
-def test_every_source_counts_once() -> None:
-    rest = [held(name, 0.9 + index / 20) for index, name in enumerate("bcd")]
-    many = [held("a", 0.5)] * 30
-    few, repeated = (held_rows.evidence([*own, *rest], held_rows.SPEED) for own in (many[:1], many))
-    assert repeated == {name: replace(one, rows=33) for name, one in few.items()}
-    assert held_rows.quantile([1.0, 2.0, 4.0], [1, 1, 2], 0.5) == pytest.approx(2 + 2 * (0.5 - 0.375) / 0.375)
-
-
-def test_few_sources_have_the_band_of_all_classes() -> None:
-    rows = [held(name, ratio) for name, ratio in zip("abcd", (0.8, 0.9, 1.0, 1.1), strict=True)]
-    rows.append(held("e", 2.0, "dense models on Ampere"))
-    found = held_rows.evidence(rows, held_rows.SPEED)
-    assert (found["dense models on Ampere"].rows, found["dense models on Ampere"].pooled) == (1, True)
-    low, high = held_rows.predicted([0.8, 0.9, 1.0, 1.1, 2.0], "abcde")
-    of_all = found["dense models on Ampere"]
-    assert (of_all.low, of_all.high) == (round(low, 2), round(high, 2))
-    low, high = held_rows.predicted([0.8, 0.9, 1.0, 1.1], "abcd")
-    assert found["dense models on Hopper"] == Evidence(4, 4, round(low, 2), round(high, 2), pooled=False)
-    # Without its own source, "e" is above the band of the others.
-    inside = held_rows.coverage(rows, held_rows.SPEED)
-    assert inside.by_class["dense models on Ampere"] == 0.0
-    assert inside.rows == inside.sources == pytest.approx(0.8)
 
 
 def test_four_of_five_rows_of_one_more_source_are_inside() -> None:
