@@ -84,7 +84,13 @@ def test_help_and_version(monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capture
     [
         ("train", "-p", "--package: takes a value; would work: --package NAME"),
         ("train", "-c", "--cfg: takes a value; would work: --cfg job"),
-        ("train", "--help=3", "--help=3: takes no value; would work: --help"),
+        (
+            "train",
+            "--steps 10 a=1",
+            "--steps: no such flag; would work: training.steps=10 or validation.steps=10",
+        ),
+        ("train", "--training.seq-len=8", "--training.seq-len: no such flag; would work: training.seq_len=8"),
+        ("plan", "--dry-run a=1", "--dry-run: no such flag; would work: cluster.dry_run=true"),
         ("train", "-hx", "-hx: no such flag; did you mean -h?"),
         ("train", "-mc", "-mc: no such flag; did you mean -m?"),
         ("train", "--multi", "--multi: no such flag; did you mean --multirun?"),
