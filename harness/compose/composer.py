@@ -7,6 +7,9 @@ as plain dictionaries. No code that runs a job imports Hydra or OmegaConf.
 
 from __future__ import annotations
 
+import functools
+import os
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -47,6 +50,7 @@ from harness.util.errors import ConfigError, UserError, as_typed
 
 POINTS = "points"
 """Key in ``hydra.sweeper.params`` for points that are not a product of axes: one per line, as overrides."""
+WARMUP = "schedule.warmup_steps"
 WEIGHTS = ("generate.checkpoint", "evaluate.checkpoint")
 """Fields with weights that are used: ``model=from_config`` is the model that they record."""
 
@@ -103,6 +107,8 @@ class Composer:
         if path not in (None, UNSET, self._source_of_model(overrides)[1]):
             rule = "is read only together with model=from_config"
             raise ConfigError("model.path", path, rule, f"model=from_config model.path={path}")
+        if typed_value(overrides, WARMUP) is None:
+            _shorten_warmup(config)
         try:
             job = from_dict(self.schema, config, unset=UNSET)
         except ConfigError as error:
@@ -232,6 +238,25 @@ class Composer:
             works = "model=from_config model.path=FOLDER, which holds a config.json"
             raise UserError(f"model.path: must be given with model=from_config; would work: {works}")
         return recorded_model(path, field) if field in WEIGHTS else model_node(path)
+
+
+def _shorten_warmup(config: dict[str, Any]) -> None:
+    """Fit the warm-up of a file into a short run, and say so once."""
+    schedule, steps = config.get("schedule", {}), config.get("training", {}).get("steps")
+    numbers = [steps, schedule.get("total_steps") or 1, schedule.get("decay_ratio") or 0]
+    if not all(isinstance(each, int | float) for each in numbers):
+        return  # its length is not given in steps, or from_dict refuses it
+    curve = max(numbers[:2])
+    most = max(0, curve - round(numbers[2] * curve))
+    if schedule["warmup_steps"] > most and config["scale"]["warmup_ratio"] is None:
+        _note(f"{WARMUP}={most}, not {schedule['warmup_steps']}: the run is that short")
+        schedule["warmup_steps"] = most
+
+
+@functools.cache
+def _note(text: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(f"NOTE {text}\n")
 
 
 def sweep_error(parsed: Any) -> UserError:

@@ -87,7 +87,7 @@ def test_help_and_version(monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capture
         (
             "train",
             "--steps 10 a=1",
-            "--steps: no such flag; would work: training.steps=10 or validation.steps=10",
+            "--steps: no such flag; would work: training.steps=10 or val",
         ),
         ("train", "--training.seq-len=8", "--training.seq-len: no such flag; would work: training.seq_len=8"),
         ("plan", "--dry-run a=1", "--dry-run: no such flag; would work: cluster.dry_run=true"),

@@ -15,7 +15,7 @@ def shown(capsys: pytest.CaptureFixture[str], verb: str, *arguments: str) -> str
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("verb", [name for name, verb in VERBS.items() if verb.job is not None])
+@pytest.mark.parametrize("verb", [name for name in VERBS if VERBS[name].job is not None])
 def test_a_screen(capsys: pytest.CaptureFixture[str], verb: str) -> None:
     lines = shown(capsys, verb).splitlines()
     assert len(lines) <= 45 and max(map(len, lines)) <= 110
@@ -27,10 +27,10 @@ def test_a_group_a_field_and_all(capsys: pytest.CaptureFixture[str]) -> None:
     group = shown(capsys, "train", "precision")
     assert "\n  bf16               Compute in bfloat16; parameters and reductions in float32.\n" in group
     assert "\nprecision.linear=none\n" in group
-    assert shown(capsys, "train", "training.loss_chunks", "training.loss_chunks=4") == (
-        "training.loss_chunks=4\n"
-        "    Chunks in which output projection and loss are computed, so that all logits are never in memory.\n"
-        "    an integer; at least 1; execution: another value computes the same numbers in another way\n"
+    assert shown(capsys, "train", "training.max_norm", "training.max_norm=4") == (
+        "training.max_norm=4.0\n"
+        "    Clip gradients to this global 2-norm; 0 disables clipping.\n"
+        "    a number; at least 0; numerics: another value computes other numbers\n"
     )
     listed = {line.partition("=")[0] for line in shown(capsys, "train", "all").splitlines()}
     assert {name for name, *_ in leaves(Job())} <= listed

@@ -15,7 +15,6 @@ from plugins import install
 from harness.compose.help import help_text
 from harness.config.data_kinds import DATA_KINDS, DataKind
 from harness.config.fields import check_rules, label, numerics
-from harness.config.job import Job
 from harness.config.registry import Registry, resolve_options
 from harness.launch.train import VERB as TRAIN
 from harness.util.errors import ConfigError, UserError
