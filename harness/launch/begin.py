@@ -16,7 +16,7 @@ from harness.config.data_kinds import DATA_KINDS
 from harness.config.job import Job
 from harness.config.mixture import sources_of
 from harness.config.registry import load_attribute
-from harness.run.folder import METRICS, RunFolder
+from harness.run.folder import METRICS, RunFolder, run_folders
 from harness.run.result import EVALUATIONS, write_json_atomically
 from harness.util.errors import ConfigError, DataError, UserError
 from harness.util.files import matching
@@ -50,6 +50,7 @@ def begin(
         if others:
             write_json_atomically(folder.path / CONTINUES, {"folders": others})
         folder.set_status(state)
+        folder.link_latest()
 
 
 def begin_again(folder: RunFolder, job: Job) -> None:
@@ -90,10 +91,10 @@ def _unfinished_siblings(job: Job) -> list[str]:
     These have the same name and numerics, and another id. Completed and running ones are left out.
     """
     config, runs = job.checkpoint, job.run_dir.parent
-    if not config.enable or not config.resume or config.folder != type(config)().folder or not runs.is_dir():
+    if not config.enable or not config.resume or config.folder != type(config)().folder:
         return []
     found = []
-    for path in sorted(runs.iterdir()):
+    for path in run_folders(runs, levels=1):
         run, checkpoints = RunFolder(path), path / config.folder
         if path.name == job.id or not checkpoints.is_dir() or run.state in ("completed", None):
             continue
