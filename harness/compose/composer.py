@@ -249,12 +249,13 @@ def _shorten_warmup(config: dict[str, Any]) -> None:
     curve = max(numbers[:2])
     most = max(0, curve - round(numbers[2] * curve))
     if schedule["warmup_steps"] > most and config["scale"]["warmup_ratio"] is None:
-        _note(f"{WARMUP}={most}, not {schedule['warmup_steps']}: the run is that short")
+        note(f"{WARMUP}={most}, not {schedule['warmup_steps']}: the run is that short")
         schedule["warmup_steps"] = most
 
 
 @functools.cache
-def _note(text: str) -> None:
+def note(text: str) -> None:
+    """Print a line for the user, once in a process and by one rank."""
     if os.environ.get("RANK", "0") == "0":
         sys.stderr.write(f"NOTE {text}\n")
 

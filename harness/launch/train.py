@@ -20,7 +20,7 @@ from harness.compose.composer import Composed
 from harness.compose.verb import Verb
 from harness.config.cluster import CLUSTERS
 from harness.config.job import Job
-from harness.launch.begin import require_tokenized, require_vocabulary
+from harness.launch.begin import require_inputs, require_tokenized, require_vocabulary
 from harness.run.folder import RunFolder
 from harness.train.process import launched_ranks
 from harness.util.errors import UserError
@@ -35,6 +35,7 @@ def train(job: Job, overrides: list[str]) -> int:
         run_launched_rank(job, folder, overrides)
     if is_finished(job, folder.path):
         return show_finished(job, folder.path)
+    require_inputs(job)
     require_vocabulary(job)
     require_tokenized(job)
     return CLUSTERS[job.cluster.kind].load()(job, folder, overrides)
@@ -66,6 +67,7 @@ def _checked(point: Composed, passed: set[str]) -> Composed:
     # Without its job if its data cannot be used as it is.
     try:
         if point.job is not None:
+            require_inputs(point.job)
             require_vocabulary(point.job)
             require_tokenized(point.job, passed)
     except UserError as error:
