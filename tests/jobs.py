@@ -1,4 +1,4 @@
-"""Jobs of the smallest model, and their runs in this process."""
+"""Jobs of the smallest model, and their runs in this process or on ranks of a pool."""
 
 from __future__ import annotations
 
@@ -6,11 +6,19 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
+from harness.checkpoint.state import model_state
 from harness.compose.composer import compose_job
 from harness.config.job import Job
+from harness.data.tokenizer import build_tokenizer
 from harness.launch.begin import begin
 from harness.run.folder import RunFolder
+from harness.train.engine import Engine
+from harness.train.objective import loader_of
 from harness.train.rank import run_rank
+from harness.train.setup import set_up_process
 
 TINY = (
     "model=llama3_tiny",
@@ -43,3 +51,46 @@ def train(runs_dir: Path, *overrides: str, adopt: bool = False) -> Run:
         return Run(run_rank(job, folder, started=time.monotonic()), folder, job)
     finally:
         folder.release()
+
+
+class Trained(NamedTuple):
+    """What one rank has after some steps of an engine.
+
+    Attributes:
+        losses, norms: of each step.
+        weights: in full, of this rank's model parts.
+        state: the optimizer's, in full, by weight and name.
+        gradients_left: number of parameters with a gradient before the last update.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, Tensor]
+    state: dict[str, dict[str, Tensor]]
+    gradients_left: int
+
+
+def train_engine(job_json: str, steps: int) -> Trained:
+    """Train on this rank without a run folder, and gather weights and optimizer state."""
+    job = Job.from_json(job_json)
+    set_up_process(job)
+    engine = Engine(job, torch.device("cpu"))
+    loader = loader_of(job, build_tokenizer(job.tokenizer), engine.rows)
+    losses, norms, left = [], [], 0
+    for _ in range(steps):
+        outcome = engine.gradients(loader.next())
+        left = sum(parameter.grad is not None for parameter in engine.parameters)
+        engine.update(outcome.norm)
+        losses.append(outcome.loss)
+        norms.append(outcome.grad_norm)
+    weights = {name: full(weight) for name, weight in model_state(engine).items()}
+    state = {
+        name: {key: full(value) for key, value in engine.optimizer.state[parameter].items()}
+        for name, parameter in engine.named_parameters()
+    }
+    return Trained(losses, norms, weights, state, left)
+
+
+def full(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor, gathered if it is sharded."""
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()

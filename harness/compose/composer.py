@@ -11,7 +11,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -107,14 +107,14 @@ class Composer:
         if path not in (None, UNSET, self._source_of_model(overrides)[1]):
             rule = "is read only together with model=from_config"
             raise ConfigError("model.path", path, rule, f"model=from_config model.path={path}")
-        if typed_value(overrides, WARMUP) is None:
-            _shorten_warmup(config)
         try:
             job = from_dict(self.schema, config, unset=UNSET)
         except ConfigError as error:
             raise self._with_file(error, overrides) from None
         if missing:
             raise UserError(MISSING.format(", ".join(sorted(missing))))
+        if isinstance(job, Job) and typed_value(overrides, WARMUP) is None:
+            job = _with_fitting_warmup(job)
         # A verb's job may resolve itself in another way.
         own = getattr(job, "resolve", None)
         return (own or partial(resolve, job))(launched_ranks=launched_ranks())
@@ -142,8 +142,10 @@ class Composer:
 
         Values by name of the field or group, ``sweep.NAME`` for settings, and POINTS.
         """
-        settings = self._merged(overrides)[1]
-        return dict((settings.get("sweeper") or {}).get("params") or {})
+        axes = (self._merged(overrides)[1].get("sweeper") or {}).get("params") or {}
+        if not isinstance(axes, dict) or not isinstance(axes.get(POINTS, ""), str):
+            raise UserError(f"{AXES}={as_typed(axes)}: must be a mapping of axes, and {POINTS} in it a text")
+        return dict(axes)
 
     def settings(self, overrides: Iterable[str]) -> Any:
         from hydra.types import RunMode
@@ -240,17 +242,17 @@ class Composer:
         return recorded_model(path, field) if field in WEIGHTS else model_node(path)
 
 
-def _shorten_warmup(config: dict[str, Any]) -> None:
-    """Fit the warm-up of a file into a short run, and say so once."""
-    schedule, steps = config.get("schedule", {}), config.get("training", {}).get("steps")
-    numbers = [steps, schedule.get("total_steps") or 1, schedule.get("decay_ratio") or 0]
-    if not all(isinstance(each, int | float) for each in numbers):
-        return  # its length is not given in steps, or from_dict refuses it
-    curve = max(numbers[:2])
-    most = max(0, curve - round(numbers[2] * curve))
-    if schedule["warmup_steps"] > most and config["scale"]["warmup_ratio"] is None:
-        note(f"{WARMUP}={most}, not {schedule['warmup_steps']}: the run is that short")
-        schedule["warmup_steps"] = most
+def _with_fitting_warmup(job: Job) -> Job:
+    """Shorten the warm-up of a file where the run is shorter, and say so."""
+    steps, schedule = job.training.steps, job.schedule
+    if steps is None or job.scale.warmup_ratio is not None:
+        return job
+    curve = schedule.curve_steps(steps)
+    most = max(0, curve - round((schedule.decay_ratio or 0) * curve))
+    if schedule.warmup_steps <= most:
+        return job
+    note(f"{WARMUP}={most}, not {schedule.warmup_steps}: the run is that short")
+    return replace(job, schedule=replace(schedule, warmup_steps=most))
 
 
 @functools.cache

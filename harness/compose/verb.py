@@ -361,7 +361,7 @@ VERBS: Registry[Verb] = Registry(
         "bench": "harness.tools.study.bench:VERB",
         "converge": "harness.tools.study.converge:VERB",
         "coordcheck": "harness.tools.study.coordcheck:VERB",
-        "runs": "harness.tools.report.sweep:RUNS",
+        "runs": "harness.tools.report.listing:VERB",
         "sweep": "harness.tools.report.sweep:VERB",
         "report": "harness.tools.report.verb:VERB",
         "evaluate": "harness.tools.inference.evaluate:VERB",

@@ -10,20 +10,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_data_tokenizer import write_tiktoken
-from test_tokenizer_json import CHAT, write
+import transformers
+from loaders import loader
+from tokenizer_files import (
+    CHAT,
+    config_of,
+    huggingface,
+    write_huggingface,
+    write_sentencepiece,
+    write_tiktoken,
+)
 
 from harness.compose.composer import compose_job
-from harness.config.data import DataConfig, TokenizerConfig
+from harness.config.data import DataConfig
 from harness.data.chat import Conversations, ConversationTokenizer
 from harness.data.chat_template import TEMPLATES, template_of
-from harness.data.loader import build_loader
 from harness.data.tokenizer import build_tokenizer
 from harness.data.tokenizer_base import Tokenizer
 from harness.launch.begin import require_vocabulary
-from harness.util.errors import ConfigError, DataError
-
-transformers = pytest.importorskip("transformers")
+from harness.util.errors import DataError
 
 Messages = list[dict[str, Any]]
 
@@ -102,10 +107,8 @@ PUBLISHED = {**MARKED_ONES, "chatml_own": CHATML, "forgetful": FORGETFUL}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = write(tmp_path_factory.mktemp("chat"), {**CHAT, "bos_token": "<|endoftext|>"})
-    stored = json.loads(file.read_text())
-    file.write_text(json.dumps({**stored, "truncation": None, "padding": None}))
-    return file.parent
+    settings = {**CHAT, "bos_token": "<|endoftext|>"}
+    return write_huggingface(tmp_path_factory.mktemp("chat"), settings, pads=False).parent
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +118,7 @@ def theirs(folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def ours(folder: Path) -> Tokenizer:
-    return build_tokenizer(TokenizerConfig("huggingface", str(folder / "tokenizer.json")))
+    return build_tokenizer(huggingface(folder / "tokenizer.json"))
 
 
 def chat(**fields: Any) -> DataConfig:
@@ -197,12 +200,8 @@ def test_the_turns_of_the_assistant_are_learned(
 
 @pytest.mark.parametrize("kind", ["bytes", "sentencepiece", "tiktoken"])
 def test_tokenizers_without_a_tokenizer_json(kind: str, tmp_path: Path) -> None:
-    config = {
-        "bytes": TokenizerConfig("bytes"),
-        "sentencepiece": TokenizerConfig("sentencepiece", "asset:python_2k.model"),
-        "tiktoken": write_tiktoken(tmp_path / "tokenizer.model"),
-    }[kind]
-    tokenizer = build_tokenizer(config)
+    merged = write_tiktoken(tmp_path / "ranks") if kind == "tiktoken" else None
+    tokenizer = build_tokenizer(merged or config_of(kind, tmp_path))
     messages = [user("Hi é☃ the\n\n"), assistant(" x▁y 😀"), user("  more"), assistant("ok")]
     tokens, _, turns = encoded(tokenizer, chat(chat_template="plain"), messages)
     bos, eos = tokenizer.bos_id, tokenizer.eos_id
@@ -212,8 +211,6 @@ def test_tokenizers_without_a_tokenizer_json(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_that_changes_text_is_refused(tmp_path: Path) -> None:
-    from test_hf_tokenizer import write_sentencepiece
-
     tokenizer = build_tokenizer(write_sentencepiece(tmp_path / "prefix.model", add_dummy_prefix=True))
     with pytest.raises(DataError, match=r"changes the text .* would work: tokenizer\.kind=huggingface"):
         encoded(tokenizer, chat(chat_template="plain"), [user("Hi"), assistant("Hello")])
@@ -223,7 +220,7 @@ def test_a_tokenizer_that_changes_text_is_refused(tmp_path: Path) -> None:
 
 
 def found(folder: Path, **fields: Any) -> Any:
-    tokenizer = build_tokenizer(TokenizerConfig("huggingface", str(folder / "tokenizer.json")))
+    tokenizer = build_tokenizer(huggingface(folder / "tokenizer.json"))
     return template_of(chat(**fields), tokenizer)
 
 
@@ -257,10 +254,7 @@ def test_the_repository_has_the_template(folder: Path, tmp_path: Path) -> None:
         ({"chat_template": "deep.jinja"}, "is not a Jinja template: maximum recursion depth"),
     ],
 )
-def test_a_template_that_cannot_be_used(
-    fields: dict[str, Any], message: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_template_that_cannot_be_used(fields: dict[str, Any], message: str, folder: Path) -> None:
     Path("bad.jinja").write_text("{% for %}")
     Path("deep.jinja").write_text(f"{{{{ {'(' * 3000}1{')' * 3000} }}}}")
     with pytest.raises(DataError, match=message) as caught:
@@ -335,11 +329,10 @@ def documents(**fields: Any) -> list[Any]:
     return [json.loads(text)[1:] for text in Conversations(chat(**fields), "paths").documents()]
 
 
-def test_all_formats_have_the_same_conversations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_formats_have_the_same_conversations() -> None:
     import pyarrow
     import pyarrow.parquet
 
-    monkeypatch.chdir(tmp_path)
     rows = [{"messages": messages} for name, (messages, _) in CONVERSATIONS.items() if name in ("one", "two")]
     text = "".join(json.dumps(row) + "\n" for row in rows)
     Path("a.jsonl").write_text(text)
@@ -357,21 +350,11 @@ def test_all_formats_have_the_same_conversations(tmp_path: Path, monkeypatch: py
     assert documents(paths=["d.txt"], messages_field="conversations") == expected
 
 
-def test_files_without_an_assistant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_files_without_an_assistant() -> None:
     Path("a.jsonl").write_text(f'{{"messages": [{HELLO}]}}\n')
     message = r"^data\.paths=\[\*\.jsonl\] has no message with the role assistant, or all are empty$"
-    data = chat(cache_dir=str(tmp_path / "cache"), chat_template="plain")
     with pytest.raises(DataError, match=message):
-        build_loader(
-            data,
-            build_tokenizer(TokenizerConfig()),
-            seq_len=8,
-            global_batch_size=1,
-            seed=1,
-            rows=range(1),
-            model_vocab_size=512,
-        )
+        loader(chat(chat_template="plain"))
 
 
 HELLO = '{"role": "user", "content": "Hello"}'
@@ -393,29 +376,8 @@ HELLO = '{"role": "user", "content": "Hello"}'
         ),
     ],
 )
-def test_a_wrong_line_is_named(
-    line: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_wrong_line_is_named(line: str, message: str) -> None:
     Path("a.jsonl").write_text(f'{{"messages": [{HELLO}]}}\n{line}\n')
     with pytest.raises(DataError, match=rf"a\.jsonl, {message}") as caught:
         documents()
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"paths": []}, "data.kind=chat needs at least one file"),
-        (
-            {"format": "text"},
-            "data.format=text: is no format of data.kind=chat; would work: auto, jsonl, parquet",
-        ),
-        ({"attend_across_documents": True}, "data.attend_across_documents=true: .*would work: false"),
-        ({"mask_document_boundary": False}, "data.mask_document_boundary=false: .*would work: true"),
-        ({"chat_date": "today"}, "data.chat_date=today: must be a date.*would work: 2026-01-31"),
-    ],
-)
-def test_fields_that_contradict_each_other(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        chat(**fields)

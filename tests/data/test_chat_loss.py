@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,46 +10,29 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from families_table import CASES, close, random_model, set_fields, to_transformers
-from test_chat_packing import CONVERSATIONS
-from test_tokenizer_json import CHAT, write
+from loaders import loader
+from test_chat_packing import CONFIG, CONVERSATIONS
+from tokenizer_files import CHAT, huggingface, write_huggingface
 
-from harness.config.data import DataConfig, TokenizerConfig
 from harness.data.chat_template import TEMPLATES
-from harness.data.loader import IGNORE_INDEX, build_loader
+from harness.data.loader import IGNORE_INDEX
 from harness.data.tokenizer import build_tokenizer
 from harness.model.spec import tensor_shapes
 from harness.weights.hf_tensors import fill, our_tensors
-
-transformers = pytest.importorskip("transformers")
 
 T = 256
 
 
 @pytest.mark.parametrize("name", ["llama_scaled", "mistral"])
 def test_loss_and_gradients(name: str, tmp_path: Path) -> None:
-    file = write(tmp_path / "tokenizer", CHAT)
-    stored = json.loads(file.read_text())
-    file.write_text(json.dumps({**stored, "truncation": None, "padding": None}))
+    file = write_huggingface(tmp_path / "tokenizer", CHAT, pads=False)
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": m}) + "\n" for m in CONVERSATIONS))
-    data = DataConfig(
-        kind="chat",
-        paths=[f"{tmp_path}/a.jsonl"],
-        chat_template="chatml",
-        attend_across_documents=False,
-        cache_dir=str(tmp_path / "cache"),
-    )
     config = set_fields(CASES[name], vocab_size=1024)
-    loader = build_loader(
-        data,
-        build_tokenizer(TokenizerConfig("huggingface", str(file))),
-        seq_len=T,
-        global_batch_size=4,
-        seed=0,
-        rows=range(4),
-        model_vocab_size=config.vocab_size,
-    )
-    batch = loader.next()
+    data = dataclasses.replace(CONFIG, paths=[f"{tmp_path}/a.jsonl"], chat_template="chatml")
+    settings = {"seq_len": T, "global_batch_size": 4, "model_vocab_size": config.vocab_size}
+    batch = loader(data, tokenizer=build_tokenizer(huggingface(file)), **settings).next()
     assert batch.documents_BT is not None and int(batch.documents_BT.max()) > 2
     model = random_model(config, T)
     logits = model(batch.inputs_BT, documents_BT=batch.documents_BT)

@@ -12,8 +12,8 @@ import pyarrow.parquet
 import pytest
 
 from harness.config.data import DataConfig
-from harness.data.sources import LocalFiles, find_files, open_dataset, source_of
-from harness.util.errors import ConfigError, DataError
+from harness.data.sources import LocalFiles, find_files, open_dataset
+from harness.util.errors import DataError
 
 
 def write(name, content):
@@ -230,10 +230,3 @@ def test_identity_follows_the_files():
     write("b.txt", "x")
     assert identity() != second
     assert identity(exclude=["b.txt"]) == second
-
-
-def test_validation_needs_a_source():
-    with pytest.raises(ConfigError, match=r"data.validation_fraction=0.02, or data.validation_paths"):
-        source_of(DataConfig(paths=["a"]), "validation")
-    with pytest.raises(ConfigError, match=r"data.validation_split"):
-        source_of(DataConfig(kind="hub", dataset="d"), "validation")

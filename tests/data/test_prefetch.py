@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from harness.config.data import DataConfig
-from harness.config.fields import check_rules
 from harness.data.loader import IGNORE_INDEX, Batch, Loader
 from harness.data.prefetch import DeviceBatch, Prefetcher, count_valid
-from harness.util.errors import ConfigError, DataError
+from harness.util.errors import DataError
 
 CPU = torch.device("cpu")
 
@@ -133,8 +131,3 @@ def test_the_loop_does_not_wait_for_a_source_that_is_faster_than_a_step() -> Non
         loader.close()
     assert waited[0] > 0.2
     assert waited[2] < 0.1
-
-
-def test_a_negative_depth_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"data\.prefetch=-1: must be at least 0"):
-        check_rules(DataConfig(kind="synthetic", prefetch=-1), "data.")

@@ -29,7 +29,6 @@ from token_writers import (
     write_stream,
 )
 
-from harness.compose.composer import compose_job
 from harness.config.data import DataConfig, TokenizerConfig
 from harness.data.cache import open_cache
 from harness.data.corpus import SPLITS, Counts, read_manifest
@@ -256,21 +255,6 @@ def test_another_tokenizer_by_name(capfd):
     assert "a.ds was made by the tokenizer org/name; tokenizer.path is None" in capfd.readouterr().err
     loader(config(), tokenizer=build_tokenizer(TokenizerConfig("none")))
     assert capfd.readouterr().err == ""
-
-
-@pytest.mark.parametrize(
-    ("typed", "says"),
-    [
-        ("tokenizer=none", "tokenizer.kind=none: cannot encode text, and data.kind=local reads text"),
-        (
-            "data=tokens data.paths=[a] evaluation.interval=1",
-            "evaluation.tasks=data: data.kind=tokens has no text",
-        ),
-    ],
-)
-def test_jobs_that_need_text(typed, says):
-    with pytest.raises(ConfigError, match=says):
-        compose_job(typed.split())
 
 
 def test_without_a_tokenizer():

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from harness.metrics.jsonl import read_metrics
 
 TINY = [
@@ -137,6 +139,15 @@ class Launch:
                 os.kill(pid, signal.SIGKILL)
         self.process.communicate()
         self._log.close()
+
+
+def put_commands(folder: Path, monkeypatch: pytest.MonkeyPatch, **scripts: str) -> None:
+    """Put shell scripts first in PATH."""
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    for name, text in scripts.items():
+        path = folder / name.replace("_", "-")
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
 
 
 def until(holds: Callable[[], bool], seconds: float) -> float:

@@ -47,6 +47,7 @@ SAME = [
     *("memory_gib=80", "memory_tb_s=3.35", "link_gb_s=450", "units=132"),
     *(f"achieved_{name}={getattr(ACHIEVED['H100 SXM'], name)}" for name in ("half", "float8", "attention")),
 ]
+CLUSTER = "cluster=slurm_h100"
 TYPED = ["parallelism.tp=1", "parallelism.pp=1", "parallelism.cp=1", "activation_checkpoint.mode=none"]
 
 
@@ -63,13 +64,8 @@ def on_h20(tmp_path_factory: pytest.TempPathFactory) -> Job:
 def test_a_file_of_the_user_describes_an_accelerator(on_h20: Job) -> None:
     device = on_h20.cluster.gpu
     assert device is not None and device.name == "H20" and device.source == "cluster.hardware"
-    assert device.peak_flops == {
-        "bfloat16": 148e12,
-        "float16": 148e12,
-        "float32": 44e12,
-        "tf32": 74e12,
-        "float8": 296e12,
-    }
+    halves = {"bfloat16": 148e12, "float16": 148e12}
+    assert device.peak_flops == {**halves, "float32": 44e12, "tf32": 74e12, "float8": 296e12}
     assert (device.memory_bandwidth, device.link_bandwidth, device.link) == (4e12, 450e9, "in-node")
     plan = make_plan(on_h20)
     assert plan.speed is not None and plan.speed.mfu is not None and plan.fits is not None
@@ -84,26 +80,16 @@ def test_a_file_of_the_user_describes_an_accelerator(on_h20: Job) -> None:
 
 
 def test_an_h100_described_by_its_numbers_is_planned_as_an_h100() -> None:
-    known = make_plan(compose_job([*JOB, "cluster=slurm_h100", "compile=on"]))
-    described = make_plan(
-        compose_job(
-            [
-                *(*JOB, "cluster=slurm_h100", "compile=on", "cluster.accelerator=Mine"),
-                *(f"cluster.hardware.{each}" for each in SAME),
-            ]
-        )
-    )
-    assert described.speed is not None and known.speed is not None
-    assert described.speed.step_seconds == pytest.approx(known.speed.step_seconds, rel=1e-9)
-    assert described.memory_limit == known.memory_limit and described.kwh is None
-
-
-def test_single_numbers_of_a_known_accelerator_change() -> None:
-    job = compose_job([*JOB, "cluster=slurm_h100", "cluster.hardware.memory_gib=94"])
-    device = job.cluster.gpu
-    table = ACCELERATORS["H100 SXM"]
-    assert device == replace(table, memory_gib=94.0, source=f"{table.source}, changed by cluster.hardware")
-    assert device_of(job) == device
+    known = compose_job([*JOB, CLUSTER, "compile=on"])
+    typed = ("cluster.accelerator=Mine", *(f"cluster.hardware.{each}" for each in SAME))
+    plan, described = (make_plan(job) for job in (known, compose_job([*JOB, CLUSTER, "compile=on", *typed])))
+    assert described.speed is not None and plan.speed is not None
+    assert described.speed.step_seconds == pytest.approx(plan.speed.step_seconds, rel=1e-9)
+    assert described.memory_limit == plan.memory_limit and described.kwh is None
+    # Single numbers of a known accelerator change.
+    job, table = with_value(known, "cluster.hardware.memory_gib", 94.0), ACCELERATORS["H100 SXM"]
+    changed = replace(table, memory_gib=94.0, source=f"{table.source}, changed by cluster.hardware")
+    assert job.cluster.gpu == device_of(job) == changed
 
 
 def test_a_search_fits_layouts_into_the_described_memory(on_h20: Job) -> None:
@@ -123,12 +109,11 @@ def test_a_search_fits_layouts_into_the_described_memory(on_h20: Job) -> None:
 
 
 def test_formats_are_those_of_the_description(on_h20: Job) -> None:
-    linears = compose_job(["cluster=slurm_h100", "precision=float8_tensorwise"]).precision
+    linears = compose_job([CLUSTER, "precision=float8_tensorwise"]).precision
     float8 = replace(on_h20, precision=linears)
-    without = with_value(float8, "cluster.hardware.float8_tflops", None)
     assert make_plan(resolve(float8)).speed is not None
     with pytest.raises(ConfigError, match="H20 does not multiply in float8"):
-        resolve(without)
+        resolve(with_value(float8, "cluster.hardware.float8_tflops", None))
 
 
 def test_runs_are_compared_with_the_described_peaks(on_h20: Job) -> None:
@@ -139,21 +124,18 @@ def test_runs_are_compared_with_the_described_peaks(on_h20: Job) -> None:
     assert peak_of("NVIDIA H20", "bfloat16", cluster.gpu).flops == 148e12
     assert find_accelerator("NVIDIA H20") is None
     # A device that drivers do not tell from others is recognized where the user says so.
-    named = replace(
-        ClusterConfig(accelerator="H100 96GB"), hardware=HardwareConfig(device_name="NVIDIA H100")
-    )
-    found = named.with_device("NVIDIA H100")
+    described = HardwareConfig(device_name="NVIDIA H100")
+    found = ClusterConfig(accelerator="H100 96GB", hardware=described).with_device("NVIDIA H100")
     assert found is not None and found.gpu is not None and found.gpu.memory_gib == 96
-
-
-def test_rows_are_predicted_on_the_device_that_they_were_measured_on(on_h20: Job) -> None:
-    row = {"device": "NVIDIA H20", **{f"job.{name}": value for name, _, value in leaves(on_h20)}}
-    here = machine_of_row(row)
-    assert here == on_h20.cluster
-    h100 = compose_job([*JOB, "cluster=slurm_h100"])
-    there = predicted(h100, here)["tokens_per_second_per_rank"]
-    assert there == predicted(on_h20)["tokens_per_second_per_rank"]
-    assert there < predicted(h100)["tokens_per_second_per_rank"]
+    # Rows are predicted on the device that they were measured on.
+    here = machine_of_row({"device": "NVIDIA H20", **{f"job.{n}": value for n, _, value in leaves(on_h20)}})
+    assert here == cluster
+    h100 = compose_job([*JOB, CLUSTER])
+    rates = [
+        predicted(job, machine)["tokens_per_second_per_rank"]
+        for job, machine in ((h100, here), (on_h20, None), (h100, None))
+    ]
+    assert rates[0] == rates[1] < rates[2]
 
 
 def test_constants_are_fitted_on_the_described_accelerator(on_h20: Job, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from launching import PATIENCE, Launch, until
 
 from harness.util.errors import EXIT_OK, EXIT_USER
@@ -16,7 +17,7 @@ from harness.util.errors import EXIT_OK, EXIT_USER
 Start = Callable[..., Launch]
 
 
-def sweep(folder: Path, *arguments: str) -> str:
+def sweep(folder: Path, *arguments: str, code: int = EXIT_OK) -> str:
     """Return the output of ``harness sweep``, stderr first."""
     done = subprocess.run(
         [sys.executable, "-m", "harness", "sweep", *arguments],
@@ -26,7 +27,7 @@ def sweep(folder: Path, *arguments: str) -> str:
         text=True,
         timeout=2 * PATIENCE,
     )
-    assert done.returncode == EXIT_OK, done.stderr
+    assert done.returncode == code, done.stderr
     return done.stderr + done.stdout
 
 
@@ -55,10 +56,19 @@ def test_a_sweep_goes_on_after_failures_and_names_them(launch: Start, tmp_path: 
     sweep(tmp_path, "collect", "runs/swept")
     table = (tmp_path / "runs" / "swept" / "table.csv").read_text().splitlines()
     assert len(table) == 3 and table[0].startswith("point,state,kind,")
+    refused = sweep(tmp_path, "status", "nothing", code=EXIT_USER)
+    assert refused == "error: nothing: neither a sweep folder nor a run folder\n"
 
 
-def test_a_sweep_whose_controller_is_killed_is_resumed(launch: Start, tmp_path: Path) -> None:
-    typed = ("-m", "training.seed=1,2", "name=cut", "training.steps=200", "checkpoint.interval=10")
+GRID = ("training.seed=1,2",)
+STUDY = ("sweep=optuna", "sweep.n_trials=2", "sweep.n_jobs=1", "optimizer.lr=interval(1e-4,1e-2)")
+
+
+@pytest.mark.parametrize("axes", [GRID, STUDY], ids=["grid", "study"])
+def test_a_sweep_whose_controller_is_killed_is_resumed(
+    launch: Start, tmp_path: Path, axes: tuple[str, ...]
+) -> None:
+    typed = ("-m", *axes, "name=cut", "training.steps=100", "checkpoint.interval=10")
     typed = (*typed, "metrics.log_interval=10")
     first = launch(*typed)
     until(lambda: bool(list(tmp_path.glob("runs/cut/*/checkpoints/step-*/manifest.json"))), PATIENCE)
@@ -69,20 +79,14 @@ def test_a_sweep_whose_controller_is_killed_is_resumed(launch: Start, tmp_path: 
 
     first.process.kill()
     until(lambda: not first.ranks(), PATIENCE)
-    printed = sweep(tmp_path, "status", "runs/cut")
-    assert printed.splitlines()[-1] in ("1 failed, 1 planned", "1 stopped, 1 planned")
-    printed = sweep(tmp_path, "resume", "runs/cut")
-    assert "2 points, 2 to run" in printed
+    if axes == GRID:
+        printed = sweep(tmp_path, "status", "runs/cut")
+        assert printed.splitlines()[-1] in ("1 failed, 1 planned", "1 stopped, 1 planned")
+        assert "2 points, 2 to run" in sweep(tmp_path, "resume", "runs/cut")
+    else:
+        third = launch(*typed)
+        assert third.finish() == EXIT_OK, third.err
+        assert third.out.splitlines()[-2].startswith("best (minimize loss): optimizer.lr=")
     rows = [json.loads(path.read_text()) for path in tmp_path.glob("runs/cut/*/result.json")]
     assert [row["exit_reason"] for row in rows] == ["completed"] * 2
     assert max(row["start_step"] for row in rows) > 0, "it resumed from a checkpoint"
-
-
-def test_no_sweep_in_a_folder(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "harness", "sweep", "status", str(tmp_path / "nothing")],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == EXIT_USER
-    assert done.stderr == f"error: {tmp_path}/nothing: neither a sweep folder nor a run folder\n"

@@ -65,26 +65,18 @@ def pair() -> Iterator[RankPool]:
         yield ranks
 
 
-def test_values_come_back_by_rank_and_jobs_follow_each_other(pair: RankPool) -> None:
+def test_values_come_back_by_rank_and_failures_name_theirs(pair: RankPool) -> None:
     assert pair.run(2, own_rank) == [0, 1]
     assert pair.run(1, own_rank) == [0]
     assert pair.run(2, sum_of_ranks, 1.0) == [3.0, 3.0]
-
-
-def test_the_rank_that_raised_is_reported_and_the_next_job_runs(pair: RankPool) -> None:
-    with pytest.raises(
-        RankFailed, match=r"rank 1 of 2: Traceback(.|\n)*raise_on(.|\n)*LookupError: broken here"
+    for works, says in (
+        ((raise_on, 1), r"rank 1 of 2: Traceback(.|\n)*raise_on(.|\n)*LookupError: broken here"),
+        ((die_on, 1), r"rank 1 of 2: the process died \(exit code -9\)"),
+        ((not_picklable,), "pickle"),
     ):
-        pair.run(2, raise_on, 1)
-    with pytest.raises(RankFailed, match=r"rank 1 of 2: the process died \(exit code -9\)"):
-        pair.run(2, die_on, 1)
-    assert pair.run(2, own_rank) == [0, 1]
-
-
-def test_a_value_that_cannot_travel_and_a_hang_are_reported_too(pair: RankPool) -> None:
-    with pytest.raises(RankFailed, match="pickle"):
-        pair.run(1, not_picklable)
-    pair.run(2, own_rank)
+        with pytest.raises(RankFailed, match=says):
+            pair.run(2, *works)
+        assert pair.run(2, own_rank) == [0, 1], "the next job runs"
     pair.timeout_seconds = 5
     with pytest.raises(RankFailed, match=r"no answer from rank 1 of 2 in 5 s"):
         pair.run(2, sleep_on, 1)

@@ -1,60 +1,16 @@
-"""Training and traces of the tests in this folder, on ranks of the pool."""
+"""Traces of the tests in this folder, on ranks of the pool, and reference casts."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from harness.checkpoint.state import model_state
 from harness.config.job import Job
-from harness.data.tokenizer import build_tokenizer
 from harness.launch.pool import RankPool
 from harness.tools.parity.parity import Trace, trace
-from harness.train.engine import Engine
-from harness.train.objective import loader_of
-from harness.train.setup import set_up_process
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """Result of training on one rank."""
-
-    losses: list[float]
-    norms: list[float]
-    weights: dict[str, Tensor]
-    optimizer_dtypes: set[torch.dtype]
-    gradients_left: int
-
-
-def train(job_json: str, steps: int) -> Outcome:
-    """Train, and gather the full weights of this rank's model parts."""
-    job = Job.from_json(job_json)
-    set_up_process(job)
-    engine = Engine(job, torch.device("cpu"))
-    loader = loader_of(job, build_tokenizer(job.tokenizer), engine.rows)
-    losses, norms, left = [], [], 0
-    for _ in range(steps):
-        outcome = engine.gradients(loader.next())
-        left = sum(parameter.grad is not None for parameter in engine.parameters)
-        engine.update(outcome.grad_norm)
-        losses.append(outcome.loss)
-        norms.append(outcome.grad_norm)
-    weights = {
-        name: (weight.full_tensor() if hasattr(weight, "full_tensor") else weight).clone()
-        for name, weight in model_state(engine).items()
-    }
-    dtypes = {
-        value.dtype
-        for state in engine.optimizer.state.values()
-        for key, value in state.items()
-        if key != "step"
-    }
-    return Outcome(losses, norms, weights, dtypes, left)
-
 
 _traces: dict[tuple[str, int], Trace] = {}
 
@@ -109,24 +65,6 @@ def gloo_that_sends_float8() -> Iterator[set[torch.dtype]]:
     finally:
         parallelize.gathers_float8 = chosen
         Float8TrainingTensor.__torch_dispatch__ = dispatch
-
-
-def most_gradients_in_memory(job_json: str) -> int:
-    """Maximum number of parameters that have a gradient while one is updated in backward."""
-    job = Job.from_json(job_json)
-    set_up_process(job)
-    engine = Engine(job, torch.device("cpu"))
-    counts: list[int] = []
-    update = engine.optimizer.step
-
-    def step() -> None:
-        counts.append(sum(parameter.grad is not None for parameter in engine.parameters))
-        update()
-
-    engine.optimizer.step = step  # type: ignore[method-assign]
-    engine.gradients(loader_of(job, build_tokenizer(job.tokenizer), engine.rows).next())
-    assert len(counts) == len(engine.parameters)
-    return max(counts)
 
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -19,19 +18,18 @@ from harness.launch.state import HELD, RunState, read_states, states_in_folders
 from harness.launch.sweep.registry import Point, Registry, labels, points_in
 from harness.launch.sweep.run import log_table, states_of
 from harness.launch.sweep.run import resume as resume_points
-from harness.launch.sweep.study import LONGEST_REASON, StudyRecord, best_in_words, counted, table_of_states
-from harness.run.folder import METRICS, STATUS, RunFolder, run_folders
+from harness.launch.sweep.study import StudyRecord, best_in_words, counted, table_of_states
 from harness.tools.report.plots import bars
 from harness.tools.report.runs import table_of_runs, table_of_study, tables_beside, with_layouts
 from harness.util.errors import EXIT_OK, UserError
 from harness.util.files import write_atomically
-from harness.util.tables import Column, Table, shortened, to_csv, to_markdown, to_text
+from harness.util.tables import to_csv, to_markdown, to_text
 
 
 def status(folder: Path, *, verify: bool = False) -> Result:
     """Show every point: state, step, speed, memory, reason of failure."""
     points = points_in(folder)
-    seen, code = _states([point.run_dir for point in points], lambda: states_of(points))
+    seen, code = read_or_warn([point.run_dir for point in points], lambda: states_of(points))
     skipped = Registry(folder).skipped()
     study = StudyRecord.read(folder)
     table = to_text(table_of_states(points, seen, study.objective if study else ())) + counted(seen, skipped)
@@ -50,45 +48,7 @@ def status(folder: Path, *, verify: bool = False) -> Result:
     return Result(data | {"checkpoints": checkpoints}, code=verified or code)
 
 
-def list_runs(folder: Path) -> Result:
-    """List runs, the last written first: age, state, step, loss, tokens/s, tags and notes."""
-    written = {path: _last_write(path) for path in run_folders(folder)}
-    if not written:
-        raise UserError(f"{folder}: no runs; would work: harness train, or the folder that runs_dir= names")
-    found = sorted(written, key=lambda path: -written[path])
-    rows: list[dict[str, Any]] = []
-    for path, each in zip(found, _states(found, lambda: read_states(found))[0], strict=True):
-        job, facts = RunFolder(path).plain_job, each.facts or {}
-        row = {"run": str(path), "age": _age(time.time() - written[path]), "state": each.state}
-        row |= {"step": f"{each.step}/{each.steps}", "tags": ", ".join(job.get("tags", ()))}
-        rows.append({**facts, **row, "notes": job.get("notes") or "", "reason": each.about})
-    shown = [{**row, "about": shortened(row["notes"] or row["reason"], LONGEST_REASON)} for row in rows]
-    return Result({"runs": rows}, to_text(Table(_OF_RUNS, shown, missing="")))
-
-
-_OF_RUNS = (
-    *(Column(name, name) for name in ("run", "age", "state")),
-    Column("step", "step", str),
-    Column("loss", "loss", ".4f"),
-    Column("tokens_per_second", "tokens/s", ",.0f"),
-    *(Column(name, name) for name in ("tags", "about")),
-)
-
-
-def _last_write(run_dir: Path) -> float:
-    files = [run_dir / name for name in ("job.json", STATUS, METRICS)]
-    return max(file.stat().st_mtime for file in files if file.is_file())
-
-
-def _age(seconds: float) -> str:
-    """A duration in its largest unit: ``3 h``."""
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{max(0, seconds):.0f} s"
-
-
-def _states(run_dirs: Sequence[Path], read: Callable[[], list[RunState]]) -> tuple[list[RunState], int]:
+def read_or_warn(run_dirs: Sequence[Path], read: Callable[[], list[RunState]]) -> tuple[list[RunState], int]:
     """Return what ``read`` does and the exit code; if SLURM does not answer, the states in the folders."""
     try:
         return read(), EXIT_OK
@@ -215,10 +175,4 @@ VERB = Verb(
         Verb("collect", collect, arguments=(_folder(),)),
         Verb("cancel", cancel, arguments=(_folder(", or of a run"),)),
     ),
-)
-RUNS = Verb(
-    "runs",
-    list_runs,
-    arguments=(Argument("folder", nargs="?", type=Path, default=Path("runs"), help="default: runs"),),
-    has_json=True,
 )

@@ -38,6 +38,13 @@ CASES = [
     f"{LLAMA} pp=2 dp_shard=4 pp_schedule=InterleavedZeroBubble reshard_after_forward=always "
     "training.local_batch_size=8",
     f"{LLAMA} dp_shard=8 cpu_offload=true",
+    f"{LLAMA} dp_shard=8 compile=on activation_checkpoint=memory_budget "
+    "activation_checkpoint.memory_budget=0.3",
+    f"{LLAMA} dp_shard=8 activation_checkpoint=full training.max_norm=0 optimizer.in_backward=true",
+    f"{LLAMA} pp=4 dp_shard=2 pp_schedule=GPipe training.local_batch_size=32",
+    f"{LLAMA} dp_shard=16 tp=8 compile=on async_tp=true cluster.leaf_nodes=4 cluster.oversubscription=4",
+    f"{LLAMA} dp_shard=4 tp=2 cluster.accelerator=MI300X cluster.network_adapters=4 "
+    "training.matmul_precision=high",
     f"{LLAMA} dp_replicate=8 optimizer.implementation=for-loop model.n_layers=2",
     f"{H100} model=gpt_oss_20b dp_shard=8 ep=8",
     f"{H100} model=qwen3_30b_a3b dp_shard=8 ep=4 tp=2 cluster.nodes=2 activation_checkpoint=selective_op",
