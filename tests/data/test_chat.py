@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import gzip
 import json
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -41,28 +42,17 @@ def assistant(text: str | None, **fields: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": text, **fields}
 
 
+ANSWER = {"role": "tool", "content": "3"}
+FINE = assistant("Fine. <|im_end|> ok")
+THOUGHT = assistant("<think>\ny\n</think>\n\nB")
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "é<"}}}
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds 'a' & \"b\" <i>"}}
 CONVERSATIONS: dict[str, tuple[Messages, list[Any] | None]] = {
     "one": ([user("Hi é ☃!"), assistant("Hello 😀!")], None),
-    "two": (
-        [user("Hi"), assistant(" Hello\n"), user("How  are\n you?"), assistant("Fine. <|im_end|> ok")],
-        None,
-    ),
+    "two": ([user("Hi"), assistant(" Hello\n"), user("How  are\n you?"), FINE], None),
     "system": ([{"role": "system", "content": "Be brief."}, user("Hi"), assistant("Hello")], None),
-    "reasoning": (
-        [
-            user("Hi"),
-            assistant("A", reasoning_content="x"),
-            user("q"),
-            assistant("<think>\ny\n</think>\n\nB"),
-        ],
-        None,
-    ),
-    "tools": (
-        [user("1+2"), assistant(None, tool_calls=[CALL]), {"role": "tool", "content": "3"}, assistant("3")],
-        [TOOL],
-    ),
+    "reasoning": ([user("Hi"), assistant("A", reasoning_content="x"), user("q"), THOUGHT], None),
+    "tools": ([user("1+2"), assistant(None, tool_calls=[CALL]), ANSWER, assistant("3")], [TOOL]),
     "question_last": ([user("Hi"), assistant("Hello"), user("bye")], None),
 }
 
@@ -141,13 +131,8 @@ def encoded(
     both = ConversationTokenizer(tokenizer, template_of(config, tokenizer)).encode(
         json.dumps(["file", messages, tools])
     )
-    tokens, learned = [id >> 1 for id in both], [id & 1 for id in both]
-    turns, before = [], 0
-    for token, is_learned in zip(tokens, learned, strict=True):
-        turns += [[]] if is_learned and not before else []
-        turns[-1].extend([token] if is_learned else []) if turns else None
-        before = is_learned
-    return tokens, learned, [tokenizer.decode(turn) for turn in turns]
+    turns = [[id >> 1 for id in part] for is_learned, part in groupby(both, lambda id: id & 1) if is_learned]
+    return [id >> 1 for id in both], [id & 1 for id in both], [tokenizer.decode(turn) for turn in turns]
 
 
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
@@ -160,13 +145,8 @@ def test_tokens_are_those_of_transformers(
         chat_template=template_file(tmp_path, PUBLISHED[name]), chat_date=datetime.date.today().isoformat()
     )
     tokens, learned, _ = encoded(ours, config, messages, tools)
-    out = theirs.apply_chat_template(
-        messages,
-        tools=tools,
-        chat_template=PUBLISHED[name],
-        return_dict=True,
-        return_assistant_tokens_mask=name in MARKED_ONES,
-    )
+    masks = {"return_dict": True, "return_assistant_tokens_mask": name in MARKED_ONES}
+    out = theirs.apply_chat_template(messages, tools=tools, chat_template=PUBLISHED[name], **masks)
     assert tokens == out["input_ids"]
     if name in MARKED_ONES:
         assert learned == out["assistant_masks"]
@@ -265,51 +245,49 @@ def test_a_template_that_cannot_be_used(fields: dict[str, Any], message: str, fo
 def test_templates_are_checked_before_ranks_start() -> None:
     typed = ["data=chat", "data.paths=[x.jsonl]", "model.vocab_size=2048", "training.seq_len=32"]
     require_vocabulary(compose_job([*typed, "data.chat_template=plain"]))
-    with pytest.raises(DataError, match="the tokenizer has no chat template"):
-        require_vocabulary(compose_job(typed))
-    with pytest.raises(DataError, match=r"chatml: the tokenizer has no token <\|im_start\|>"):
-        require_vocabulary(compose_job([*typed, "data.chat_template=chatml"]))
+    for more, says in (
+        ([], "the tokenizer has no chat template"),
+        (["data.chat_template=chatml"], r"chatml: the tokenizer has no token <\|im_start\|>"),
+    ):
+        with pytest.raises(DataError, match=says):
+            require_vocabulary(compose_job([*typed, *more]))
 
 
 @pytest.mark.parametrize(
-    ("template", "messages", "message"),
+    ("template", "turns", "message"),
     [
-        ("{{ raise_exception('no\nsystem') }}", [user("a"), assistant("b")], "refuses it: no system"),
-        ("{{ messages[9].role }}", [user("a"), assistant("b")], "the chat template refuses it"),
-        ("{{ ''.__class__.__mro__ }}", [user("a"), assistant("b")], "refuses it: access to attribute"),
-        ("{% set n = namespace(_a=1) %}", [user("a"), assistant("b")], "cannot store underscore-prefixed"),
-        ("{{ 'a' * 10**18 }}", [user("a"), assistant("b")], "the chat template refuses it: MemoryError$"),
-        ("{{ '\\ud800' }}", [user("a"), assistant("b")], r"renders U\+D800, which is not a character$"),
-        (
-            "{% macro a() %}b{% endmacro %}",
-            [user("a"), assistant("b")],
-            "renders no text; would work: data.chat_",
-        ),
-        ("{% generation %}{% endgeneration %}", [user("a"), assistant("b")], "renders no text; would work"),
-        (FORGETFUL, [user("a"), assistant("b")], "asks for today's date.*would work: data.chat_date="),
+        ("{{ raise_exception('no\nsystem') }}", 1, "refuses it: no system"),
+        ("{{ messages[9].role }}", 1, "the chat template refuses it"),
+        ("{{ ''.__class__.__mro__ }}", 1, "refuses it: access to attribute"),
+        ("{% set n = namespace(_a=1) %}", 1, "cannot store underscore-prefixed"),
+        ("{{ 'a' * 10**18 }}", 1, "the chat template refuses it: MemoryError$"),
+        ("{{ '\\ud800' }}", 1, r"renders U\+D800, which is not a character$"),
+        ("{% macro a() %}b{% endmacro %}", 1, "renders no text; would work: data.chat_"),
+        ("{% generation %}{% endgeneration %}", 1, "renders no text; would work"),
+        (FORGETFUL, 1, "asks for today's date.*would work: data.chat_date="),
         (
             "{{ messages[-1].content }}",
-            [user("a"), assistant("b")],
-            "generation prompt is not the beginning of a turn; would work: data.chat_template=chatml",
+            1,
+            "not the beginning of a turn; would work: data.chat_template=chatml",
         ),
         (
             "{% for m in messages %}{% if loop.last %}x{% endif %}{{ m.content }};{% endfor %}",
-            [user("a"), assistant("b"), user("c"), assistant("d")],
+            2,
             "generation prompt is not the beginning",
         ),
         (
             "{% for m in messages %}{{ m.content if m.role == 'user' or loop.last }};{% endfor %}",
-            [user("a"), assistant("b"), user("c"), assistant("d")],
+            2,
             "messages that follow a turn change its text; would work: data.train_on=last, data.chat",
         ),
     ],
 )
 def test_a_conversation_that_has_no_text(
-    template: str, messages: Messages, message: str, ours: Tokenizer, tmp_path: Path
+    template: str, turns: int, message: str, ours: Tokenizer, tmp_path: Path
 ) -> None:
     config = chat(chat_template=template_file(tmp_path, template))
     with pytest.raises(DataError, match=rf"^file: .*{message}") as caught:
-        encoded(ours, config, messages)
+        encoded(ours, config, [user("a"), assistant("b"), user("c"), assistant("d")][: 2 * turns])
     assert "\n" not in str(caught.value)
 
 

@@ -17,7 +17,6 @@ from typing import Any
 import datasets
 import pytest
 import sentencepiece
-import tiktoken
 import transformers
 from tokenizer_files import (
     AWKWARD,
@@ -275,42 +274,26 @@ def test_features_without_support_are_refused(options: dict[str, object], says: 
 
 # Number of byte pairs in the published file, total number of ids, and ids of some tokens.
 PUBLISHED = {
-    "llama3": (
-        128_000,
-        128_256,
-        {
-            "<|begin_of_text|>": 128_000,
-            "<|reserved_special_token_0|>": 128_002,
-            "<|start_header_id|>": 128_006,
-            "<|end_header_id|>": 128_007,
-            "<|reserved_special_token_4|>": 128_008,
-            "<|eot_id|>": 128_009,
-            "<|reserved_special_token_250|>": 128_255,
-        },
-    ),
+    "llama3": (128_000, 128_256, {"begin_of_text": 0, "start_header_id": 6, "eot_id": 9}),
     "llama4": (
         200_000,
         202_048,
         {
-            "<|begin_of_text|>": 200_000,
-            "<|end_of_text|>": 200_001,
-            "<|header_start|>": 200_005,
-            "<|eot|>": 200_008,
-            "<|finetune_right_pad|>": 200_018,
-            "<|text_post_train_reserved_special_token_68|>": 200_079,
-            "<|image_start|>": 200_080,
-            "<|patch|>": 200_092,
-            "<|vision_reserved_special_token_1047|>": 201_133,
-            "<|reasoning_reserved_special_token_0|>": 201_134,
-            "<|reasoning_thinking_end|>": 201_143,
-            "<|reserved_special_token_0|>": 201_144,
+            "begin_of_text": 0,
+            "end_of_text": 1,
+            "header_start": 5,
+            "eot": 8,
+            "finetune_right_pad": 18,
+            "text_post_train_reserved_special_token_68": 79,
+            "image_start": 80,
+            "patch": 92,
+            "vision_reserved_special_token_1047": 1133,
+            "reasoning_reserved_special_token_0": 1134,
+            "reasoning_thinking_end": 1143,
+            "reserved_special_token_0": 1144,
         },
     ),
-    "o200k_harmony": (
-        199_998,
-        201_088,
-        {"<|endoftext|>": 199_999, "<|return|>": 200_002, "<|call|>": 200_012},
-    ),
+    "o200k_harmony": (199_998, 201_088, {"endoftext": 1, "return": 4, "call": 14}),
 }
 
 
@@ -320,7 +303,7 @@ def test_special_tokens_have_their_published_ids(name: str, tmp_path: Path) -> N
     tokens = SETS[name].tokens
     assert first + len(tokens) == total
     assert len(set(tokens)) == len(tokens)
-    assert {token: first + tokens.index(token) for token in known} == known
+    assert {name: tokens.index(f"<|{name}|>") for name in known} == known
     tokenizer = build_tokenizer(write_tiktoken(tmp_path / "ranks", special=name))
     assert tokenizer.decode([tokenizer.bos_id, tokenizer.eos_id]) == SETS[name].bos + SETS[name].eos
     assert tokenizer.decode([262 + i for i in range(len(tokens))]) == "".join(tokens)
@@ -334,23 +317,10 @@ def test_harmony_is_tiktokens(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("this tiktoken is older than GPT-OSS")
     theirs = public.o200k_harmony()
     ours = SETS["o200k_harmony"]
-    assert ours.pattern == theirs["pat_str"]
+    assert ours.pattern == SETS["llama4"].pattern == theirs["pat_str"]
     ids = {token: 199_998 + index for index, token in enumerate(ours.tokens)}
     assert ids.items() <= theirs["special_tokens"].items()
     assert set(ids.values()) == set(theirs["special_tokens"].values())
-
-
-def test_words_are_split_as_o200k_does() -> None:
-    """The pattern differs from earlier ones in case within a word, contractions and slashes."""
-    ranks = {bytes([byte]): byte for byte in range(256)}
-    words = ["HTTPServer", "'s", " camelCase"]
-    for word in (b"HTTPServer", b"HTTPServer's", b" camel", b" camelCase", b"Case"):
-        ranks[word] = len(ranks)
-    encoding = tiktoken.Encoding(
-        "x", pat_str=SETS["llama4"].pattern, mergeable_ranks=ranks, special_tokens={}
-    )
-    found = [encoding.decode([i]) for i in encoding.encode_ordinary("".join(words))]
-    assert found == ["HTTPServer's", " camel", "Case"]
 
 
 def test_tiktoken_reads_the_file_as_it_is_now(tmp_path: Path) -> None:
@@ -391,17 +361,6 @@ def test_all_splits_of_a_token_are_merges(tmp_path: Path) -> None:
     assert len(ours.encode("qrs")) == 1 and len(ours.encode("qrst")) == 4
     for text in ["xyz", "wxyz", "wxy", "awxyzb", "xy", "axyz", "vwxyzz", "qrs", "qrst"]:
         assert theirs(text, add_special_tokens=False)["input_ids"] == ours.encode(text)
-
-
-def test_merges_are_those_of_transformers_converter(tmp_path: Path) -> None:
-    from transformers.convert_slow_tokenizer import TikTokenConverter
-
-    config = config_of("llama3", tmp_path)
-    export_tokenizer(config, tmp_path / "out")
-    converted = json.loads(TikTokenConverter(str(config.file)).tokenizer().to_str())["model"]
-    written = json.loads((tmp_path / "out" / "tokenizer.json").read_text())["model"]
-    assert len(written["merges"]) > 4000
-    assert written["merges"] == converted["merges"] and written["vocab"] == converted["vocab"]
 
 
 @pytest.mark.parametrize("folder", ["original", "."])

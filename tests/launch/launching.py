@@ -9,12 +9,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
+from processes import until
 
 from harness.metrics.jsonl import read_metrics
 
@@ -34,12 +32,7 @@ PATIENCE = 180.0
 class Launch:
     """One started job: ``python -m MODULE`` in its own session, as a terminal starts it.
 
-    Args:
-        folder: working folder, where the job writes.
-        overrides: overrides on the command line.
-        module: module and arguments after ``python -m``.
-        patch: source code that every Python process of the job runs when it starts.
-        environment: variables to set.
+    ``patch`` is source code that every Python process of the job runs when it starts.
     """
 
     def __init__(
@@ -54,9 +47,8 @@ class Launch:
         defaults = [] if any(each.startswith("data=") for each in overrides) else ["data=synthetic"]
         if not any(each.startswith("training.global_batch_size=") for each in overrides):
             defaults.append("training.global_batch_size=4")
-        inherited = {
-            k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
-        }
+        launchers = ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
+        inherited = {k: v for k, v in os.environ.items() if k not in launchers}
         paths = [str(Path(__file__).parents[2])]
         if patch:
             (folder / "patch").mkdir()
@@ -139,21 +131,3 @@ class Launch:
                 os.kill(pid, signal.SIGKILL)
         self.process.communicate()
         self._log.close()
-
-
-def put_commands(folder: Path, monkeypatch: pytest.MonkeyPatch, **scripts: str) -> None:
-    """Put shell scripts first in PATH."""
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    for name, text in scripts.items():
-        path = folder / name.replace("_", "-")
-        path.write_text(f"#!/bin/sh\n{text}\n")
-        path.chmod(0o755)
-
-
-def until(holds: Callable[[], bool], seconds: float) -> float:
-    """Wait until a condition holds; return how long that took."""
-    start = time.monotonic()
-    while not holds():
-        assert time.monotonic() - start < seconds, f"condition does not hold after {seconds} s"
-        time.sleep(0.05)
-    return time.monotonic() - start

@@ -126,7 +126,7 @@ def test_what_slurm_says_in_the_log_tells_scancel_from_a_requeue(
     assert read_state(tmp_path, Jobs([])).state == ("cancelled" if cancelled else "stopped")
 
 
-def test_a_signal_that_comes_before_srun_is_no_failure_of_srun(
+def test_a_signal_before_srun_is_no_failure(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "logs").mkdir()
@@ -165,7 +165,7 @@ def test_an_unfit_node_of_a_job_that_cannot_be_requeued_is_the_error(
 
 
 @pytest.mark.parametrize("excludes", [True, False])
-def test_nodes_of_ranks_that_are_still_slow_are_left_out(
+def test_nodes_of_slow_ranks_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: Job, excludes: bool
 ) -> None:
     asked: list[tuple[str, list[str]]] = []

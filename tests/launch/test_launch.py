@@ -1,4 +1,4 @@
-"""How jobs end: by themselves, by signals, by the death of any of their processes, for each starter.
+"""How jobs and sweeps end: by themselves, by signals, by the death of any of their processes.
 
 Every test starts real processes and ends them by real means.
 """
@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 from jobs import tiny
-from launching import LONG, TWO_RANKS, Launch, until
+from launching import LONG, PATIENCE, TWO_RANKS, Launch
+from processes import until
 from torch.distributed.flight_recorder.components.loader import read_dump
 
 from harness.config.fields import with_value
@@ -82,9 +83,7 @@ def check_end(job: Launch, starter: str, code: int) -> None:
     assert job.ranks() == {}
 
 
-def test_a_users_error_is_one_line_and_the_same_job_goes_on_in_its_folder(
-    start: Start, starter: str, tmp_path: Path
-) -> None:
+def test_a_users_error_is_one_line_and_the_job_goes_on(start: Start, starter: str, tmp_path: Path) -> None:
     text = tmp_path / "corpus.txt"
     overrides = ("data=local_text", f"data.paths=[{text}]", f"data.cache_dir={tmp_path}/cache")
     first = start(*overrides, "training.steps=2")
@@ -146,16 +145,13 @@ def test_a_killed_rank_is_the_cause_and_not_its_peers(launch: Start) -> None:
     assert job.read("status.json")["state"] == "failed"
 
 
-@pytest.mark.parametrize(("ranks", "named"), [([1], 1), ([0, 1], 0)])
-def test_a_rank_that_leaves_with_exit_code_0_has_not_completed(
-    launch: Start, ranks: list[int], named: int
-) -> None:
-    patch = "".join(patch_rank(rank, "os._exit(0)") for rank in ranks)
+def test_ranks_that_leave_with_exit_code_0_have_not_completed(launch: Start) -> None:
+    patch = patch_rank(0, "os._exit(0)") + patch_rank(1, "os._exit(0)")
     job = launch(*TWO_RANKS, *LONG, patch=patch)
-    assert job.finish() == EXIT_MACHINE
-    assert f"rank {named} ended with exit code 0 in the middle of the run" in job.err
+    check_end(job, "harness", EXIT_MACHINE)
+    assert "rank 0 ended with exit code 0 in the middle of the run" in job.err
     row = job.read("result.json")
-    assert (row["exit_reason"], row["error.rank"], row["error.type"]) == ("failed", named, "RankDied")
+    assert (row["exit_reason"], row["error.rank"], row["error.type"]) == ("failed", 0, "RankDied")
 
 
 @pytest.mark.parametrize(
@@ -214,9 +210,7 @@ def somewhere_else():
 """
 
 
-def test_a_rank_that_does_not_reach_a_collective_is_located_also_after_a_resume(
-    launch: Start,
-) -> None:
+def test_a_rank_that_does_not_reach_a_collective_is_located_after_a_resume(launch: Start) -> None:
     """The short timeout holds from the second step of this process on, whichever step that is."""
     job = [*TWO_RANKS, *LONG, "metrics.log_interval=1", "cluster.step_timeout_seconds=4"]
     first = launch(*job)
@@ -255,13 +249,11 @@ def test_a_rank_that_does_not_reach_a_collective_is_located_also_after_a_resume(
     assert "missing_ranks" in said or "{1}" in said
 
 
-def test_a_killed_controller_leaves_no_orphans_and_a_folder_that_can_be_used(
-    start: Start, starter: str
-) -> None:
+def test_a_killed_controller_leaves_no_orphans_and_no_lock(start: Start, starter: str) -> None:
     job = start(*LONG)
     job.wait_for_step()
     job.process.send_signal(signal.SIGKILL)
-    assert until(lambda: job.ranks() == {}, GONE_SECONDS) < GONE_SECONDS
+    until(lambda: job.ranks() == {}, GONE_SECONDS)
     row = job.read("result.json")
     assert (row["exit_reason"], row["error.type"]) == ("failed", "LauncherGone")
     if starter == "torchrun":
@@ -296,9 +288,7 @@ def test_ranks_share_the_cores_unless_the_user_says_otherwise(launch: Start) -> 
 
 
 @pytest.mark.parametrize("peer_failed", [False, True])
-def test_the_row_of_a_rank_that_is_stopped_names_the_peer_that_failed(
-    tmp_path: Path, peer_failed: bool
-) -> None:
+def test_the_row_of_a_stopped_rank_names_the_failed_peer(tmp_path: Path, peer_failed: bool) -> None:
     """A rank 0 that is stopped before training begins sees only the interruption."""
     job = tiny(f"runs_dir={tmp_path}")
     folder = RunFolder(job.run_dir)
@@ -319,3 +309,76 @@ def test_a_store_that_cannot_be_reached_is_one_line(monkeypatch: pytest.MonkeyPa
     with pytest.raises(MachineError, match=r"^rank 1 cannot connect to the store at 127.0.0.1:1 ") as failed:
         _rendezvous(job)
     assert "\n" not in str(failed.value)
+
+
+def sweep(folder: Path, *arguments: str, code: int = EXIT_OK) -> str:
+    """Return the output of ``harness sweep``, stderr first."""
+    done = subprocess.run(
+        [sys.executable, "-m", "harness", "sweep", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=2 * PATIENCE,
+    )
+    assert done.returncode == code, done.stderr
+    return done.stderr + done.stdout
+
+
+def test_a_sweep_goes_on_after_failures_and_names_them(launch: Start, tmp_path: Path) -> None:
+    """Two points that are not valid jobs, one without data, and one that completes."""
+    (tmp_path / "there.txt").write_text("All the world is text. " * 200)
+    typed = ("-m", "parallelism.dp_shard=1,3", "data=local_text", "data.paths=[there.txt],[gone.txt]")
+    typed = (*typed, "data.cache_dir=cache", "name=swept", "training.steps=4", "metrics.wandb=true")
+    job = launch(*typed, environment={"WANDB_MODE": "offline"})
+    assert job.finish() == 1
+    assert job.err.startswith("runs/swept: 4 points, 2 to run\n")
+    rule = "parallelism.dp_shard=3 data.paths=[there.txt]: training.global_batch_size=4: must be a multiple"
+    assert rule in job.err
+    assert "[2/2] data.paths=[gone.txt]\n" in job.err
+    assert "1 of 2 points did not complete:\n  data.paths=[gone.txt]: user: " in job.err
+    shown = dict(line.split()[:2] for line in job.out.splitlines() if line.startswith("data.paths="))
+    assert shown == {"data.paths=[there.txt]": "completed", "data.paths=[gone.txt]": "failed"}
+    assert list((tmp_path / "runs" / "swept" / "wandb").glob("offline-run-*")), "the table"
+
+    again = launch(*typed, environment={"WANDB_MODE": "disabled"})
+    assert again.finish() == 1
+    assert "4 points, 1 to run" in again.err and "1 completed already" in again.err
+
+    printed = sweep(tmp_path, "status", "runs/swept")
+    assert printed.splitlines()[-1] == "1 completed, 1 failed, 2 skipped"
+    sweep(tmp_path, "collect", "runs/swept")
+    table = (tmp_path / "runs" / "swept" / "table.csv").read_text().splitlines()
+    assert len(table) == 3 and table[0].startswith("point,state,kind,")
+    refused = sweep(tmp_path, "status", "nothing", code=EXIT_USER)
+    assert refused == "error: nothing: neither a sweep folder nor a run folder\n"
+
+
+GRID = ("training.seed=1,2",)
+STUDY = ("sweep=optuna", "sweep.n_trials=2", "sweep.n_jobs=1", "optimizer.lr=interval(1e-4,1e-2)")
+
+
+@pytest.mark.parametrize("axes", [GRID, STUDY], ids=["grid", "study"])
+def test_a_killed_sweep_is_resumed(launch: Start, tmp_path: Path, axes: tuple[str, ...]) -> None:
+    typed = ("-m", *axes, "name=cut", "training.steps=100", "checkpoint.interval=10")
+    typed = (*typed, "metrics.log_interval=10")
+    first = launch(*typed)
+    until(lambda: bool(list(tmp_path.glob("runs/cut/*/checkpoints/step-*/manifest.json"))), PATIENCE)
+
+    second = launch(*typed)
+    assert second.finish() == EXIT_USER
+    assert "another process is starting the jobs of this sweep" in second.err
+
+    first.process.kill()
+    until(lambda: not first.ranks(), PATIENCE)
+    if axes == GRID:
+        printed = sweep(tmp_path, "status", "runs/cut")
+        assert printed.splitlines()[-1] in ("1 failed, 1 planned", "1 stopped, 1 planned")
+        assert "2 points, 2 to run" in sweep(tmp_path, "resume", "runs/cut")
+    else:
+        third = launch(*typed)
+        assert third.finish() == EXIT_OK, third.err
+        assert third.out.splitlines()[-2].startswith("best (minimize loss): optimizer.lr=")
+    rows = [json.loads(path.read_text()) for path in tmp_path.glob("runs/cut/*/result.json")]
+    assert [row["exit_reason"] for row in rows] == ["completed"] * 2
+    assert max(row["start_step"] for row in rows) > 0, "it resumed from a checkpoint"

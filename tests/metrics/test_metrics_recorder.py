@@ -49,18 +49,6 @@ def test_rows_console_and_summary(tmp_path: Path, capsys: pytest.CaptureFixture[
     ]
 
 
-def test_a_resume_drops_the_rows_it_will_write_again(tmp_path: Path) -> None:
-    first = record(tmp_path)
-    for step in (1, 2, 3):
-        first.log({"step": step, "loss": 1.0})
-    first.close({})
-    again = record(tmp_path, start_step=2)
-    again.log({"step": 3, "loss": 9.0})
-    again.close({})
-    losses = [(row["step"], row["loss"]) for row in read_metrics(tmp_path / "metrics.jsonl")]
-    assert losses == [(1, 1.0), (2, 1.0), (3, 9.0)]
-
-
 def test_a_closed_console_does_not_stop_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

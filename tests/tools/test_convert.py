@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import os
@@ -46,18 +45,10 @@ transformers = pytest.importorskip("transformers")
 
 TINY = ["model=llama3_tiny", "model.vocab_size=320", "model.n_layers=2"]
 TIED = [*TINY, "model.tied_embeddings=true"]
-PARAMS = {
-    "dim": 64,
-    "n_layers": 2,
-    "n_heads": 8,
-    "n_kv_heads": 4,
-    "vocab_size": 320,
-    "multiple_of": 32,
-    "ffn_dim_multiplier": 0.7,
-    "norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "use_scaled_rope": True,
-}
+PARAMS = json.loads(
+    """{"dim": 64, "n_layers": 2, "n_heads": 8, "n_kv_heads": 4, "vocab_size": 320, "multiple_of": 32,
+    "ffn_dim_multiplier": 0.7, "norm_eps": 1e-5, "rope_theta": 500000.0, "use_scaled_rope": true}"""
+)
 FOUND = WeightFolder("hf", "", {})
 Weights = dict[str, Tensor]
 Capture = pytest.CaptureFixture[str]
@@ -197,10 +188,7 @@ def test_another_number_format_and_a_tokenizer(copy: Path, weights: Weights, tmp
 
 @pytest.mark.parametrize("place", ["run", "memory://bucket/run"])
 def test_a_run_gives_its_newest_complete_checkpoint(
-    place: str,
-    weights: Weights,
-    tmp_path: Path,
-    capsys: Capture,
+    place: str, weights: Weights, tmp_path: Path, capsys: Capture
 ) -> None:
     checkpoints = tmp_path / "run" / "checkpoints"
     for step in (1, 2, 3):
@@ -216,13 +204,12 @@ def test_a_run_gives_its_newest_complete_checkpoint(
     require_same(read_dcp(tmp_path / "step-9", MODEL), weights)
     assert [c.step for c in CheckpointFolder(str(tmp_path)).complete()[0]] == [2]
 
-
-def test_weights_that_training_saved_for_transformers(weights: Weights, tmp_path: Path) -> None:
-    step = tmp_path / "run" / "checkpoints" / "step-7"
+    # Weights that training saved for transformers have a manifest too, so model= is not needed.
+    step = tmp_path / "other" / "checkpoints" / "step-7"
     write_huggingface(Held(weights), MODEL, None, step)
     manifest = {**model_manifest(FOUND, MODEL, None), "step": 7, "holds": "hf", "files": {}}
     (step / "manifest.json").write_bytes(encode_manifest(manifest))
-    run(tmp_path / "run", tmp_path / "out")
+    run(tmp_path / "other", tmp_path / "out")
     checkpoint = open_checkpoint(str(tmp_path / "out"))
     assert (checkpoint.step, checkpoint.holds) == (7, "model")
     require_same(read_dcp(tmp_path / "out", MODEL), weights)
@@ -258,21 +245,18 @@ def test_another_model_is_refused(copy: Path, weights: Weights, tmp_path: Path) 
         *((f"wrong{number}", "TINY", "params.json: ") for number in range(len(wrong))),
         ("theirs", "TINY model.n_layers=3", "model.n_layers=3: config.json has num_hidden_layers 2"),
         ("theirs", "", "does not record its model; would work: model=NAME"),
-        (
-            "meta",
-            "TINY model.rope.theta=1 model.ffn_hidden_dim=160",
-            "model.ffn_hidden_dim=160: params.json has 128; model.rope.theta=1.0: params.json has 500000.0",
-        ),
+        ("meta", "TINY model.ffn_hidden_dim=160", "model.ffn_hidden_dim=160: params.json has 128"),
+        ("meta", "TINY model.rope.theta=1", "model.rope.theta=1.0: params.json has 500000.0"),
         (
             "no_params",
             "TINY model.n_layers=3",
-            "consolidated.00.pth: the tensors are not those of model=llama3_tiny: 9 missing (layers.2.",
+            "the tensors are not those of model=llama3_tiny: 9 missing",
         ),
         ("no_params", "TINY model.dim=128", "do not make up [320, 128] of model=llama3_tiny"),
         (
             "step-1",
             "model=llama3_8b model.n_layers=2",
-            "model.vocab_size=128256: the checkpoint says model.vocab_size=320 (model=llama3_tiny)",
+            "model.vocab_size=128256: the checkpoint says",
         ),
         ("step-1", "model.rope.theta=7", "model.rope.theta=7.0: the checkpoint says"),
     ):
@@ -466,7 +450,9 @@ def command(source: Path, target: Path, *typed: str) -> int:
 
 
 @pytest.mark.parametrize("target", ["dcp", "hf", "torch"])
-def test_a_full_disk(target: str, theirs: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_a_full_disk(
+    target: str, theirs: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out, (soft, hard) = tmp_path / "new" / "out", resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
@@ -475,12 +461,9 @@ def test_a_full_disk(target: str, theirs: Path, tmp_path: Path, capsys: Capture)
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert capsys.readouterr().err == f"error: {out}: the disk is full, or a quota is; nothing was written\n"
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_disk_that_is_too_small(theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 99, 1))  # type: ignore[attr-defined]
-    with pytest.raises(sources.MachineError, match=r"needs .* GB, and the disk has 0\.000 GB left"):
-        run(theirs, tmp_path / "out", *TINY)
+    assert command(theirs, out, f"convert.format={target}") == EXIT_MACHINE
+    assert re.search(r"needs .* GB, and the disk has 0\.000 GB left", capsys.readouterr().err)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -522,14 +505,6 @@ def test_refusing_imports_no_torch(tmp_path: Path) -> None:
     done = python("-c", code, "convert", "convert.source=nowhere", f"convert.target={tmp_path}/out")
     assert (done.returncode, done.stdout) == (EXIT_USER, "False\n")
     assert done.stderr == "error: convert.source=nowhere: no such folder\n"
-
-
-def test_progress_is_printed_in_lines() -> None:
-    stream, clock = io.StringIO(), itertools.count(start=0, step=3)
-    lines = sources._Lines(4_000_000_000, stream, lambda: float(next(clock)))
-    for _ in range(4):
-        lines.advance(1_000_000_000)
-    assert stream.getvalue() == "2.00 of 4.00 GB, 0.33 GB/s\n4.00 of 4.00 GB, 0.33 GB/s\n"
 
 
 def test_memory_is_that_of_a_few_tensors(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Whether they are right is the question of the other tests, of published rows and
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,10 @@ CASES = [
     f"{LLAMA} pp=2 dp_shard=4 pp_schedule=InterleavedZeroBubble reshard_after_forward=always "
     "training.local_batch_size=8",
     f"{LLAMA} dp_shard=8 cpu_offload=true",
+    f"{LLAMA} dp_shard=8 precision=float8_tensorwise precision.enable_fsdp_float8_all_gather=true",
+    f"{LLAMA} dp_shard=8 precision=fp32 cluster.accelerator='H100 96GB' training.matmul_precision=high",
+    f"{LLAMA} dp_shard=8 cluster.accelerator='A100 SXM 80GB' training.attention=flex",
+    f"{H100} model=llama3_debug training.seq_len=256 training.local_batch_size=1",
     f"{LLAMA} dp_shard=8 compile=on activation_checkpoint=memory_budget "
     "activation_checkpoint.memory_budget=0.3",
     f"{LLAMA} dp_shard=8 activation_checkpoint=full training.max_norm=0 optimizer.in_backward=true",
@@ -63,7 +68,7 @@ DEGREES = {field.name for field in fields(ParallelismConfig)}
 
 def numbers(case: str) -> dict[str, Any]:
     """Memory of every pipeline rank (MiB), parts of a step (ms), and what a rank sends (MiB)."""
-    typed = [f"parallelism.{word}" if word.split("=")[0] in DEGREES else word for word in case.split()]
+    typed = [f"parallelism.{word}" if word.split("=")[0] in DEGREES else word for word in shlex.split(case)]
     plan = make_plan(compose_job(typed))
     return {
         "memory": [

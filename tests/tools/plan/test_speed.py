@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -243,12 +242,6 @@ def test_collectives_beside_computing_slow_it_down() -> None:
         assert machine_for(job_of(f"cluster.accelerator={name}")).contention == constants.contention + lost
 
 
-def test_pieces_of_asynchronous_tensor_parallel_hide_their_sends() -> None:
-    wide = ["model=llama3_70b", "parallelism=fsdp_tp", "parallelism.tp=8", *LONG, "compile=on"]
-    slow, quick = step(*wide)[0], step(*wide, "parallelism.async_tp=true")[0]
-    assert quick.parts["tp"] == pytest.approx(slow.parts["tp"] * 0.7)
-
-
 def test_a_power_limit_slows_products_and_not_memory() -> None:
     """500 of 700 W is a clock of sqrt(300 / 500), with 200 W that do not depend on it."""
     job = job_of(*LONG)
@@ -306,24 +299,6 @@ def test_flex_pads_heads_to_a_power_of_two() -> None:
             assert worker._attention_seconds(operations) == expected
 
 
-def test_weights_are_cast_once_a_microbatch_unless_they_are_gathered_in_8_bits() -> None:
-    """5 bytes a weight in forward: the maximum reads 2, the cast reads 2 and writes 1."""
-    base = [*LONG, "precision=float8_tensorwise"]
-    cast, gathered = worker_of(*base), worker_of(*base, "precision.enable_fsdp_float8_all_gather=true")
-    products = cast.model_costs.block_operations(cast.job.model, 0, 8192).products
-    more = cast.block(0).forward.compute - gathered.block(0).forward.compute
-    assert more == pytest.approx(cast.machine.pass_seconds(5 * sum(each.size for each in products)))
-
-
-def test_biases_of_experts_add_up_their_gradients_slowly() -> None:
-    """As much as what 1,571 ms of GPT-OSS 20b lost by another kernel (torchtitan pull request 2686)."""
-    for model, seconds in (("gpt_oss_20b", 0.15), ("qwen3_30b_a3b", 0.0)):
-        worker = worker_of(f"model={model}", *LONG)
-        slow = worker.block(0).inputs.compute
-        worker.costs = replace(worker.costs, bias_gradient=0.0)
-        assert 24 * (slow - worker.block(0).inputs.compute) == pytest.approx(seconds, abs=0.03)
-
-
 def test_a_pipeline_adds_gradients_up_in_the_dtype_of_their_reduction() -> None:
     """Cast: 2 bytes are read and 4 written; added to a sum of 4 bytes, it is read, too."""
     one, piped = worker_of("parallelism.dp_shard=8"), worker_of("parallelism.pp=2", "parallelism.dp_shard=4")
@@ -331,14 +306,6 @@ def test_a_pipeline_adds_gradients_up_in_the_dtype_of_their_reduction() -> None:
     assert one.rows == piped.rows
     more = piped.block(0).weights.compute - one.block(0).weights.compute
     assert more == pytest.approx(one.machine.pass_seconds(4 * sum(product.size for product in products)))
-
-
-def test_a_step_takes_as_long_as_the_host_needs_to_start_it() -> None:
-    debug = ("model=llama3_debug", "parallelism=single", "training.global_batch_size=8")
-    job, kernels = job_of(*debug), 7 + 15 + 1  # products, others, attention
-    compute = step(*debug)[0].parts["compute"]
-    assert compute >= 3 * job.model.n_layers * kernels * 20e-6 * job.accumulation_steps
-    assert step(*debug, host=0.0)[0].parts["compute"] < compute / 2
 
 
 def test_routers_multiply_in_float32() -> None:
