@@ -9,6 +9,7 @@ import math
 import os
 import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,16 @@ def test_an_unrecorded_error_is_shown(folder: RunFolder, capsys: pytest.CaptureF
     (folder.path / "errors").write_text("in the way")
     folder.record_error(0, LookupError("the original"))
     assert "LookupError: the original" in capsys.readouterr().err
+
+
+def test_a_result_is_waited_for_until_it_is_there(folder: RunFolder, job: Job) -> None:
+    begin(folder, job, [])
+    start = time.monotonic()
+    folder.wait_for_result(0.2)
+    assert time.monotonic() - start >= 0.2
+    folder.write_result(job, "completed", 0, {})
+    folder.wait_for_result(600)
+    assert time.monotonic() - start < 60
 
 
 def test_settling_writes_the_row_that_rank_0_could_not(folder: RunFolder, job: Job) -> None:
