@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from harness.config.job import Job
 from harness.data.loader import Batch
 from harness.data.tokenizer import build_tokenizer
 from harness.launch.begin import begin
+from harness.metrics.jsonl import read_metrics
 from harness.model.decoder import Decoder
 from harness.parallelism.materialize import materialize
 from harness.run.folder import RunFolder
@@ -39,6 +40,11 @@ class Run(NamedTuple):
     code: int
     folder: RunFolder
     job: Job
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """Rows of metrics.jsonl."""
+        return read_metrics(self.folder.path / "metrics.jsonl")
 
 
 def tiny(*overrides: str) -> Job:
@@ -74,9 +80,8 @@ class Trained(NamedTuple):
     gradients_left: int
 
 
-def train_engine(job_json: str, steps: int) -> Trained:
+def train_engine(job: Job, steps: int) -> Trained:
     """Train on this rank without a run folder, and gather weights and optimizer state."""
-    job = Job.from_json(job_json)
     set_up_process(job)
     engine = Engine(job, torch.device("cpu"))
     loader = loader_of(job, build_tokenizer(job.tokenizer), engine.rows)

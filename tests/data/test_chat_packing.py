@@ -7,14 +7,14 @@ import json
 import random
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from equal import assert_equal
-from loaders import BOS, EOS, B, Sample, loader, permutation, ranks_of, resumed, steps
+from loaders import BYTES, EOS, B, Sample, loader, permutation, ranks_of, resumed, steps
 
 from harness.config.data import DataConfig
-from harness.data.chat import first_fit
+from harness.data.chat import ConversationTokenizer
+from harness.data.chat_template import template_of
 from harness.data.loader import IGNORE_INDEX
 from harness.data.tokenizing import is_held_out
 from harness.util.errors import ConfigError, DataError
@@ -49,16 +49,10 @@ def files(in_temporary_folder: None) -> None:
 
 
 def tokens_of(messages: list[dict[str, str]]) -> tuple[list[int], list[bool]]:
-    """Tokens of the plain template, and whether the assistant wrote each."""
-    tokens, written = [BOS], [False]
-    for message in messages:
-        own = message["role"] == "assistant"
-        for text, learned in ((f"{message['role']}:", False), (f" {message['content']}", own)):
-            tokens += list(text.encode())
-            written += [learned] * len(text)
-        tokens += [EOS, ord("\n")] if own else [ord("\n")]
-        written += [True, False] if own else [False]
-    return tokens, written
+    """Tokens, and whether the assistant wrote each; test_chat.py has the proof."""
+    tokenizer = ConversationTokenizer(BYTES, template_of(CONFIG, BYTES))
+    both = tokenizer.encode(json.dumps(["file", messages, None]))
+    return [id >> 1 for id in both], [bool(id & 1) for id in both]
 
 
 def packed(config: DataConfig, epochs: int, split: str = "train") -> list[Sample]:
@@ -137,20 +131,3 @@ def test_conversations_that_do_not_fit_and_none_held_out() -> None:
         loader(CONFIG, seq_len=8)
     with pytest.raises(ConfigError, match=r"data.validation_fraction=0.0.*or data.validation_paths"):
         loader(CONFIG, split="validation")
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_first_fit(seed: int) -> None:
-    generator = np.random.default_rng(seed)
-    capacity = int(generator.integers(1, 200))
-    sizes = generator.integers(1, capacity + 1, int(generator.integers(1, 400)))
-    rooms: list[int] = []
-    expected = []
-    for size in sizes:
-        fits = [bin for bin, room in enumerate(rooms) if room >= size]
-        if not fits:
-            fits = [len(rooms)]
-            rooms.append(capacity)
-        rooms[fits[0]] -= size
-        expected.append(fits[0])
-    assert first_fit(sizes, capacity).tolist() == expected

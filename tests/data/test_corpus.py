@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from equal import assert_equal
-from file_damages import all_damages, damage
 from loaders import BOS, BYTES, EOS, loader, steps
 from processes import ROOT
 
@@ -35,6 +34,34 @@ from harness.util.files import lock
 PYTHON = build_tokenizer(TokenizerConfig("sentencepiece", "asset:python_2k.model"))
 TEXTS = [f"document {number} " * (number % 7) for number in range(60)]
 TYPED = ("data=local_jsonl", "data.paths=[a.jsonl]", "data.validation_fraction=0.1", "tokenizer=bytes")
+
+
+FILE_DAMAGES = {
+    "last bit flipped": lambda content: content[:-1] + bytes([content[-1] ^ 1]),
+    "zeros": lambda content: bytes(len(content)),
+    "cut short": lambda content: content[:-2],
+    "emptied": lambda content: b"",
+    "removed": lambda content: None,
+}
+
+
+def all_damages(folder):
+    """Every file, by its path in the folder, with every damage that changes it."""
+    files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
+    return [
+        (str(file.relative_to(folder)), name)
+        for file in files
+        for name in FILE_DAMAGES
+        if name == "removed" or file.stat().st_size
+    ]
+
+
+def damage(file, name):
+    changed = FILE_DAMAGES[name](file.read_bytes())
+    if changed is None:
+        file.unlink()
+    else:
+        file.write_bytes(changed)
 
 
 @pytest.fixture(autouse=True)
@@ -179,8 +206,7 @@ def test_a_damaged_corpus_is_one_line(says):
     assert "\n" not in str(raised.value)
     if "shard-0000" in says:  # the remedy of the message
         MANIFEST.unlink()
-        shard = Path("corpus") / says.split()[0]
-        shutil.rmtree(shard)
+        shutil.rmtree(TOKENS.parent)
         run("tokenize.shards=2")
         assert documents("train") == whole
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 from tokenizer_files import CHAT, SPECIAL, TEXTS, exported, huggingface, write_huggingface
 
 from harness.compose.composer import compose_job
@@ -140,11 +139,3 @@ def test_a_panic_of_the_library_is_one_line(file: Path) -> None:
         with pytest.raises(DataError, match=r"tokenizer\.json: .*cannot encode a text: .*Regex") as caught:
             call(text)
         assert "\n" not in str(caught.value)
-
-
-def test_transformers_agrees_on_special_tokens_in_a_text(file: Path) -> None:
-    write_settings(file, tokenizer_config=CHAT)
-    ours, theirs = build_tokenizer(huggingface(file)), transformers.AutoTokenizer.from_pretrained(file.parent)
-    text = "a<|im_end|>b<|endoftext|>"
-    assert ours.encode(text) == theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-    assert ours.encode_prompt(text) == theirs(text, add_special_tokens=False)["input_ids"]

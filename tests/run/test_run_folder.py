@@ -9,6 +9,7 @@ import math
 import os
 import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from harness.config.job import Job
 from harness.launch.begin import begin
 from harness.metrics.jsonl import MetricsFile
 from harness.run.folder import RESERVE, RunFolder
-from harness.run.result import git_commit, versions, write_json_atomically, write_result
+from harness.run.result import git_commit, read_result, versions, write_json_atomically, write_result
 from harness.train.finish import absent_ranks, finish_run
 from harness.util import __version__, files
 from harness.util.encoding import flatten
@@ -139,6 +140,16 @@ def test_an_unrecorded_error_is_shown(folder: RunFolder, capsys: pytest.CaptureF
     assert "LookupError: the original" in capsys.readouterr().err
 
 
+def test_a_result_is_waited_for_until_it_is_there(folder: RunFolder, job: Job) -> None:
+    begin(folder, job, [])
+    start = time.monotonic()
+    folder.wait_for_result(0.2)
+    assert time.monotonic() - start >= 0.2
+    folder.write_result(job, "completed", 0, {})
+    folder.wait_for_result(600)
+    assert time.monotonic() - start < 60
+
+
 def test_settling_writes_the_row_that_rank_0_could_not(folder: RunFolder, job: Job) -> None:
     begin(folder, job, [])
     with MetricsFile(folder.path / "metrics.jsonl") as metrics:
@@ -231,6 +242,23 @@ def test_result_is_one_flat_row(tmp_path: Path) -> None:
         "loss": "nan",
         "run_dir": str(tmp_path),
     }
+
+
+@pytest.mark.parametrize(
+    ("row", "wrong"),
+    [
+        ({"loss": 1.0, "step": 3, "error.kind": None, "of the user": []}, ""),
+        ({"loss": None}, ""),
+        ({"loss": [2.0]}, "loss is of type list"),
+        ({"step": True}, "step is of type bool"),
+        ({"exit_reason": None}, "exit_reason is of type NoneType"),
+        ({"window.anything": "x"}, "window.anything is of type str"),
+    ],
+)
+def test_a_row_with_values_of_wrong_types_is_refused(row: dict[str, Any], wrong: str, tmp_path: Path) -> None:
+    write_result(tmp_path, row)
+    with pytest.raises(ValueError, match=wrong) if wrong else contextlib.nullcontext():
+        assert read_result(tmp_path) == row
 
 
 def test_flatten_refuses_two_values_of_one_name() -> None:

@@ -20,9 +20,11 @@ from harness.train.step import StepOutcome
 
 SMALL = ("training.steps=10", "training.seq_len=32", "training.global_batch_size=4")
 
+CPU = torch.device("cpu")
 
-def job_of(*overrides: str) -> str:
-    return tiny(*SMALL, *overrides).to_json()
+
+def job_of(*overrides: str) -> Job:
+    return tiny(*SMALL, *overrides)
 
 
 def batch_of(engine: Engine, labels_per_row: list[int]) -> Batch:
@@ -36,21 +38,21 @@ def batch_of(engine: Engine, labels_per_row: list[int]) -> Batch:
     return Batch(inputs[rows], labels[rows])
 
 
-def outcome_of(job_json: str, labels_per_row: list[int]) -> StepOutcome:
-    engine = Engine(Job.from_json(job_json), torch.device("cpu"))
+def outcome_of(job: Job, labels_per_row: list[int]) -> StepOutcome:
+    engine = Engine(job, CPU)
     return engine.gradients(batch_of(engine, labels_per_row))
 
 
 COUNTS = [3, 32, 10, 1], [32, 5, 9, 30]
 
 
-def measured(job_json: str) -> tuple[list[float], tuple[int, int], float | None, int]:
+def measured(job: Job) -> tuple[list[float], tuple[int, int], float | None, int]:
     """Train, evaluate and train again.
 
     Returns:
         Losses and norms; tokens trained and evaluated; the loss of this rank's rows, and their tokens.
     """
-    engine = Engine(Job.from_json(job_json), torch.device("cpu"))
+    engine = Engine(job, CPU)
     first, second = (batch_of(engine, counts) for counts in COUNTS)
     before = engine.gradients(first)
     engine.update(before.grad_norm)
@@ -74,13 +76,13 @@ def test_tokens_and_losses_are_counted_once(pool: RankPool, layout: str) -> None
     job = job_of(*f"parallelism={layout}".split())
     [(expected, _, alone, _)] = pool.run(1, measured, job_of())
     assert alone == expected[0]
-    ranks = pool.run(Job.from_json(job).world_size, measured, job)
+    ranks = pool.run(job.world_size, measured, job)
     assert len({tuple(numbers[:2]) for numbers, *_ in ranks}) == 1
     for numbers, tokens, _, _ in ranks:
         assert numbers == pytest.approx(expected, rel=1e-5)
         assert tokens == (46, 76)
     local = [(loss, own) for _, _, loss, own in ranks if loss is not None]
-    assert len(local) == Job.from_json(job).parallelism.data_parallel
+    assert len(local) == job.parallelism.data_parallel
     assert sum(loss * own for loss, own in local) / 46 == pytest.approx(expected[0], rel=1e-5)
 
 
@@ -90,8 +92,8 @@ def test_a_batch_without_valid_tokens_has_no_loss_and_no_gradient(pool: RankPool
     assert outcome.local_loss is None
 
 
-def stop_requested_on(job_json: str, rank: int) -> bool:
-    engine = Engine(Job.from_json(job_json), torch.device("cpu"))
+def stop_requested_on(job: Job, rank: int) -> bool:
+    engine = Engine(job, CPU)
     batch = batch_of(engine, [32] * 4)
     assert not engine.gradients(batch).stop_requested
     return engine.gradients(batch, stop_requested=dist.get_rank() == rank).stop_requested
@@ -101,8 +103,8 @@ def test_one_rank_asked_to_stop_stops_all(pool: RankPool) -> None:
     assert pool.run(4, stop_requested_on, job_of("parallelism=fsdp_pp"), 3) == [True] * 4
 
 
-def finite_after_spoiling(job_json: str, rank: int) -> bool:
-    engine = Engine(Job.from_json(job_json), torch.device("cpu"))
+def finite_after_spoiling(job: Job, rank: int) -> bool:
+    engine = Engine(job, CPU)
     if dist.get_rank() == rank:
         with torch.no_grad():
             local = engine.parameters[-1]
@@ -113,19 +115,20 @@ def finite_after_spoiling(job_json: str, rank: int) -> bool:
 @pytest.mark.parametrize("layout", ["parallelism=fsdp", "parallelism=pp"])
 def test_a_number_that_is_not_finite_on_one_rank_is_seen_by_all(pool: RankPool, layout: str) -> None:
     job = job_of(layout)
-    ranks = Job.from_json(job).world_size
-    assert pool.run(ranks, finite_after_spoiling, job, -1) == [True] * ranks
-    assert pool.run(ranks, finite_after_spoiling, job, ranks - 1) == [False] * ranks
+    assert pool.run(job.world_size, finite_after_spoiling, job, -1) == [True] * job.world_size
+    assert (
+        pool.run(job.world_size, finite_after_spoiling, job, job.world_size - 1) == [False] * job.world_size
+    )
 
 
-def changed_by_an_update(job_json: str, spoilt: bool) -> tuple[set[str], int]:
+def changed_by_an_update(job: Job, spoilt: bool) -> tuple[set[str], int]:
     """Names of weights and optimizer state that a second update changes, and the steps of the schedule."""
 
     def state() -> dict[str, torch.Tensor]:
         tensors = {**model_state(engine), **optimizer_state(engine)}
         return {name: getattr(t, "_local_tensor", t).clone() for name, t in tensors.items()}
 
-    engine = Engine(Job.from_json(job_json), torch.device("cpu"))
+    engine = Engine(job, CPU)
     engine.update(engine.gradients(batch_of(engine, [32] * 4)).norm)
     before = state()
     if spoilt:
@@ -145,10 +148,9 @@ def test_an_update_that_is_not_finite_changes_only_the_rate(
 ) -> None:
     """Here only the loss is infinite; the gradients are finite."""
     job = job_of(f"parallelism={layout}", f"optimizer.implementation={implementation}")
-    ranks = Job.from_json(job).world_size
-    for changed, steps in pool.run(ranks, changed_by_an_update, job, True):
+    for changed, steps in pool.run(job.world_size, changed_by_an_update, job, True):
         assert (changed, steps) == (set(), 2)
-    for changed, _ in pool.run(ranks, changed_by_an_update, job, False):
+    for changed, _ in pool.run(job.world_size, changed_by_an_update, job, False):
         assert {"output.weight", "optimizer.state.output.weight.step"} <= changed
 
 
@@ -171,7 +173,7 @@ NORM_CASES = [
 @pytest.mark.parametrize(("overrides", "device", "skips", "asks"), NORM_CASES)
 def test_when_the_host_needs_the_norm(overrides: list[str], device: str, skips: bool, asks: bool) -> None:
     engine = object.__new__(Engine)
-    engine.job = Job.from_json(job_of(*overrides))
+    engine.job = job_of(*overrides)
     engine.device = torch.device(device)
     parameter = torch.nn.Parameter(torch.zeros(2, dtype=getattr(torch, engine.job.precision.master_dtype)))
     specs = tensors(engine.job.model)
@@ -190,8 +192,8 @@ def test_squares_of_offloaded_parameters_are_copied_without_waiting(monkeypatch:
     assert len(pinned) == 1
 
 
-def clipped_norm(job_json: str, max_norm: float) -> tuple[float, float]:
-    engine = Engine(Job.from_json(job_json), torch.device("cpu"))
+def clipped_norm(job: Job, max_norm: float) -> tuple[float, float]:
+    engine = Engine(job, CPU)
     before = engine.gradients(batch_of(engine, COUNTS[1])).grad_norm
     clip_gradients(engine.parameters, before, max_norm)
     squares = local_squares(engine.parameters, engine.mesh, engine.device).sum()
@@ -201,11 +203,10 @@ def clipped_norm(job_json: str, max_norm: float) -> tuple[float, float]:
 @pytest.mark.parametrize("layout", ["parallelism=single", "parallelism=tp_pp"])
 def test_clipping_is_by_the_global_norm(pool: RankPool, layout: str) -> None:
     job = job_of(layout)
-    ranks = Job.from_json(job).world_size
-    for before, after in pool.run(ranks, clipped_norm, job, 0.05):
+    for before, after in pool.run(job.world_size, clipped_norm, job, 0.05):
         assert before > 0.1
         assert after == pytest.approx(0.05, rel=1e-4)
-    for before, after in pool.run(ranks, clipped_norm, job, 0.0):
+    for before, after in pool.run(job.world_size, clipped_norm, job, 0.0):
         assert after == before
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -10,7 +9,7 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -43,26 +42,6 @@ def folder(tmp_path: Path, job: Job) -> RunFolder:
     return made
 
 
-class BrokenTrainer:
-    """A trainer whose results cannot be read."""
-
-    class progress:
-        step = 5
-
-    def result(self) -> dict[str, Any]:
-        raise ArithmeticError("no result either")
-
-
-class BrokenRecorder:
-    """A recorder whose service is gone."""
-
-    closed_with: object = None
-
-    def close(self, summary: object) -> None:
-        self.closed_with = summary
-        raise ConnectionError("no service")
-
-
 @pytest.mark.parametrize(
     ("error", "code", "reason"),
     [
@@ -73,27 +52,22 @@ class BrokenRecorder:
     ],
 )
 def test_errors_while_ending_do_not_hide_the_cause(
-    folder: RunFolder,
-    job: Job,
-    monkeypatch: pytest.MonkeyPatch,
-    error: BaseException,
-    code: int,
-    reason: str,
+    folder: RunFolder, job: Job, error: BaseException, code: int, reason: str
 ) -> None:
-    recorder = BrokenRecorder()
-
-    def fail(*_: object) -> None:
-        raise error
-
-    monkeypatch.setattr(rank.Rank, "trainer", BrokenTrainer())
-    monkeypatch.setattr(rank.Rank, "recorder", recorder)
-    monkeypatch.setattr(rank.process, "set_environment", fail)
-    assert rank.run_rank(job, folder, started=time.monotonic()) == code
-    row = json.loads((folder.path / "result.json").read_text())
-    assert (row["exit_reason"], row["exit_code"]) == (reason, code)
-    assert recorder.closed_with == {"exit_code": code}  # W&B shows the run as failed
+    """The results of the trainer cannot be read, and the service of the recorder is gone."""
+    trainer, recorder = Mock(progress=Mock(step=5)), Mock()
+    trainer.result.side_effect = ArithmeticError("no result either")
+    recorder.close.side_effect = ConnectionError("no service")
+    failing = Mock(side_effect=error)
+    with (
+        patch.multiple(rank.Rank, trainer=trainer, recorder=recorder),
+        patch.object(rank.process, "set_environment", failing),
+    ):
+        assert rank.run_rank(job, folder, started=time.monotonic()) == code
+    assert (folder.row["exit_reason"], folder.row["exit_code"]) == (reason, code)
+    recorder.close.assert_called_with({"exit_code": code})  # W&B shows the run as failed
     if reason == "failed":
-        assert (row["error.message"], row["error.step"]) == (str(error), 5)
+        assert (folder.row["error.message"], folder.row["error.step"]) == (str(error), 5)
 
 
 def test_a_process_ends_with_its_parent_and_takes_its_own_children_along(tmp_path: Path) -> None:
@@ -152,7 +126,7 @@ def test_a_rank_with_a_damaged_job_is_one_line_of_the_controller(
     assert finish_run(job, folder, done.returncode) == EXIT_USER
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {folder.path}/job.json: damaged, or another version wrote it: name=1: ")
-    row = json.loads((folder.path / "result.json").read_text())
+    row = folder.row
     assert (row["error.kind"], row["error.rank"], row["exit_code"]) == ("user", 1, EXIT_USER)
 
 

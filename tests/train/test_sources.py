@@ -18,9 +18,7 @@ from harness.config.job import Job
 from harness.data.loader import IGNORE_INDEX, Batch
 from harness.data.tokenizer import build_tokenizer
 from harness.launch.pool import RankPool
-from harness.metrics.jsonl import read_metrics
 from harness.parallelism.loss import TokenLoss
-from harness.run.folder import RunFolder
 from harness.train.engine import Engine
 from harness.train.objective import loader_of
 from harness.train.step import SourceLosses
@@ -40,13 +38,8 @@ def job_of(*overrides: str) -> Job:
     return jobs.tiny(*SMALL, *MIXTURE, *overrides)
 
 
-def rows_of(folder: RunFolder) -> list[dict[str, Any]]:
-    return read_metrics(folder.path / "metrics.jsonl")
-
-
-def losses_of(job_json: str) -> dict[str, Any]:
+def losses_of(job: Job) -> dict[str, Any]:
     """Losses and tokens of the sources in a step and in an evaluation of the first global batch."""
-    job = Job.from_json(job_json)
     engine = Engine(job, torch.device("cpu"))
     batch = loader_of(job, build_tokenizer(job.tokenizer), engine.rows).next()
     plain = engine.gradients(batch._replace(sources_B=None))
@@ -76,7 +69,7 @@ def test_losses_of_sources_are_exact(pool: RankPool, layout: str) -> None:
     own = [batch.sources_B == source for source in range(3)]
     sums, tokens = [float(losses[rows].sum()) for rows in own], [int(valid[rows].sum()) for rows in own]
     assert tokens[0] > 0 and tokens[1] == 0, "one source has masked labels, one has no sample"
-    results = pool.run(job.world_size, losses_of, job.to_json())
+    results = pool.run(job.world_size, losses_of, job)
     assert results == results[:1] * job.world_size
     found = results[0]
     assert found["step"] == (
@@ -93,7 +86,7 @@ def test_losses_of_sources_are_exact(pool: RankPool, layout: str) -> None:
 
 @pytest.mark.parametrize("options", ["training.local_batch_size=2", "training.loss_chunks=3"])
 def test_multi_token_prediction_is_not_part_of_a_source(pool: RankPool, options: str) -> None:
-    [found] = pool.run(1, losses_of, job_of("model.mtp.depth=1", options).to_json())
+    [found] = pool.run(1, losses_of, job_of("model.mtp.depth=1", options))
     assert shared_loss(found) == pytest.approx(found["total"][0], rel=1e-6)
 
 
@@ -120,9 +113,9 @@ def test_rows_have_the_metrics_of_sources(tmp_path: Path) -> None:
     files = "['{stdlib}/json/*.py']"
     most = f"data.sources.most={{kind: local, paths: {files}, validation_paths: {files}}}"
     options = (f"data.cache_dir={tmp_path / 'cache'}", "model.vocab_size=258")
-    code, folder, _ = train(tmp_path, most, *options, "validation.interval=3", "validation.steps=2")
+    code, folder, _ = done = train(tmp_path, most, *options, "validation.interval=3", "validation.steps=2")
     assert code == EXIT_OK
-    rows = rows_of(folder)
+    rows = done.rows
     trained = [row for row in rows if "loss" in row]
     for row in trained:
         tokens = {name: row[f"valid_tokens.{name}"] for name in ("few", "late", "most")}
@@ -158,17 +151,15 @@ def test_a_resumed_run_sees_the_same_samples(tmp_path: Path, stopped: int) -> No
         (tmp_path / "a.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
         web = f"kind: hub, dataset: json, data_files: ['{tmp_path}/a.jsonl'], streaming: true, workers: 0"
         own = (*STREAM, f"data.sources={{web: {{{web}}}, few: {{kind: synthetic}}}}")
-    complete = jobs.train(tmp_path / "complete", *own).folder
+    complete = jobs.train(tmp_path / "complete", *own)
     shared = f"checkpoint.folder={tmp_path / 'shared'}"
     jobs.train(tmp_path, *own, shared, f"training.steps={stopped}")
     if stopped == 1:
         slots = CheckpointFolder(str(tmp_path / "shared")).find(1).state["data_loader"]["slots"].values()
         assert any(slot["document"] is None for slot in slots)
-    folder = jobs.train(tmp_path, *own, shared, "checkpoint.allow_changed=[training.steps]").folder
+    resumed = jobs.train(tmp_path, *own, shared, "checkpoint.allow_changed=[training.steps]")
     names = [*("step", "loss", "loss.few"), "loss.web" if stopped == 1 else "tokens.late"]
-    expected, found = (
-        [[row[name] for name in names] for row in rows_of(each)] for each in (complete, folder)
-    )
+    expected, found = ([[row[name] for name in names] for row in each.rows] for each in (complete, resumed))
     assert found == expected[stopped:]
 
 

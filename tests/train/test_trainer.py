@@ -21,13 +21,12 @@ from harness.data.tokenizer import build_tokenizer
 from harness.launch.begin import begin
 from harness.launch.local import launch
 from harness.launch.pool import RankFailed, RankPool
-from harness.metrics.jsonl import read_metrics
 from harness.metrics.recorder import Recorder
 from harness.model.decoder import Decoder
 from harness.parallelism.loss import TokenLoss
 from harness.run.folder import RunFolder
 from harness.train.engine import Engine
-from harness.train.objective import loader_of
+from harness.train.objective import Objective, loader_of
 from harness.train.step import LATE_STEPS
 from harness.train.trainer import Trainer
 from harness.util.errors import EXIT_NON_FINITE, DataError, NonFiniteError
@@ -39,23 +38,21 @@ def run(tmp_path: Path, *overrides: str) -> jobs.Run:
     return jobs.train(tmp_path, *SMALL, *overrides)
 
 
-def rows_of(folder: RunFolder) -> list[dict]:
-    return read_metrics(folder.path / "metrics.jsonl")
-
-
-def test_rows_have_their_metrics(tmp_path: Path) -> None:
-    code, folder, job = run(tmp_path, "training.steps=8")
-    rows = rows_of(folder)
-    assert code == 0
+def test_rows_have_their_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Objective, "rates", lambda _, samples: {"samples_per_second": samples})
+    done = run(tmp_path, "training.steps=8")
+    rows, job = done.rows, done.job
+    assert done.code == 0
     assert [row["step"] for row in rows] == list(range(1, 9))
     assert all(row["loss_max"] >= row["loss"] - 1e-9 for row in rows)
     assert [row["tokens"] for row in rows] == [4 * 32 * step for step in range(1, 9)]
     assert "mtp_loss" not in rows[0]
     assert rows[2]["tokens_per_second"] is None  # warm-up
+    assert rows[7]["tokens_per_second"] == pytest.approx(32 * rows[7]["samples_per_second"])
     assert rows[7]["tokens_per_second"] > 0
     assert rows[7]["mfu"] is None  # an unknown peak gives no MFU
     assert rows[0]["lr"] == pytest.approx(job.optimizer.lr / 2)
-    result = folder.row
+    result = done.folder.row
     assert (result["exit_reason"], result["step"], result["tokens"]) == ("completed", 8, 8 * 128)
     assert result["loss"] == rows[-1]["loss"]
     assert result["window.window_steps"] == 5
@@ -77,24 +74,24 @@ def test_a_clock_that_is_set_back_changes_no_duration(
 
 
 def test_rows_have_the_loss_of_multi_token_prediction(tmp_path: Path) -> None:
-    _, folder, _ = run(tmp_path, "model.mtp.depth=1", "training.steps=2")
-    assert all(0 < row["mtp_loss"] < 20 and row["mtp_loss"] != row["loss"] for row in rows_of(folder))
+    done = run(tmp_path, "model.mtp.depth=1", "training.steps=2")
+    assert all(0 < row["mtp_loss"] < 20 and row["mtp_loss"] != row["loss"] for row in done.rows)
 
 
 def test_validation_is_the_weighted_mean_of_fixed_samples(tmp_path: Path) -> None:
     """Weighted by tokens, the same samples every time, no effect on training."""
-    _, plain, _ = run(tmp_path / "a", "optimizer.lr=0")
-    _, folder, job = run(tmp_path / "b", "optimizer.lr=0", "validation.interval=2", "validation.steps=3")
-    validations = {row["step"]: row["validation_loss"] for row in rows_of(folder) if "validation_loss" in row}
+    plain = run(tmp_path / "a", "optimizer.lr=0")
+    done = run(tmp_path / "b", "optimizer.lr=0", "validation.interval=2", "validation.steps=3")
+    validations = {row["step"]: row["validation_loss"] for row in done.rows if "validation_loss" in row}
     assert list(validations) == [2, 4, 6]
     # Nothing is learned at rate 0, so the same samples give the same loss.
     assert len(set(validations.values())) == 1
-    trained = [row["loss"] for row in rows_of(folder) if "loss" in row]
-    assert trained == [row["loss"] for row in rows_of(plain)]
-    loader = loader_of(job, build_tokenizer(job.tokenizer), range(4), "validation")
+    trained = [row["loss"] for row in done.rows if "loss" in row]
+    assert trained == [row["loss"] for row in plain.rows]
+    loader = loader_of(done.job, build_tokenizer(done.job.tokenizer), range(4), "validation")
     batches = [loader.next() for _ in range(3)]
     valid = torch.cat([batch.labels_BT for batch in batches]) != IGNORE_INDEX
-    losses = torch.cat([jobs.plain_losses(job, batch) for batch in batches])
+    losses = torch.cat([jobs.plain_losses(done.job, batch) for batch in batches])
     assert validations[2] == pytest.approx(float(losses[valid].mean()), rel=1e-6)
 
 
@@ -131,8 +128,9 @@ def test_non_finite_stops_and_keeps_the_evidence(
     """Also where values are read when another step has started."""
     monkeypatch.setitem(LATE_STEPS, "cpu", late)
     infinite_at(3)
-    code, folder, _ = run(tmp_path, f"metrics.log_interval={interval}", "checkpoint.interval=2")
-    assert code == EXIT_NON_FINITE
+    done = run(tmp_path, f"metrics.log_interval={interval}", "checkpoint.interval=2")
+    folder = done.folder
+    assert done.code == EXIT_NON_FINITE
     found = sorted(path.name for path in (folder.path / "evidence").iterdir())
     assert found == ["step3-rank0.json", "step3-rank0.pt"]
     evidence = json.loads((folder.path / "evidence" / "step3-rank0.json").read_text())
@@ -141,20 +139,20 @@ def test_non_finite_stops_and_keeps_the_evidence(
     result = folder.row
     assert (result["exit_code"], result["step"], result["error.kind"]) == (EXIT_NON_FINITE, 2, "non_finite")
     assert "step 3: loss inf" in result["error.message"]
-    assert [row["step"] for row in rows_of(folder)] == rows
+    assert [row["step"] for row in done.rows] == rows
     assert [each.name for each in (folder.path / "checkpoints").glob("step-*")] == ["step-2"]
 
 
 def test_non_finite_can_be_skipped(tmp_path: Path, infinite_at: Callable[..., None]) -> None:
     infinite_at(1, 3)
-    code, folder, job = run(tmp_path, "debug.non_finite=skip")
-    rows = rows_of(folder)
-    assert code == 0
+    done = run(tmp_path, "debug.non_finite=skip")
+    rows = done.rows
+    assert done.code == 0
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert [row["skipped_steps"] for row in rows] == [1, 1, 2, 2, 2, 2]
     assert all(abs(row["loss"]) < 100 for row in rows if row["step"] not in (1, 3))
     # The schedule advanced although two updates were skipped.
-    assert rows[1]["lr"] == pytest.approx(job.optimizer.lr)
+    assert rows[1]["lr"] == pytest.approx(done.job.optimizer.lr)
 
 
 def test_skipping_in_a_row_ends(tmp_path: Path, infinite_at: Callable[..., None]) -> None:
@@ -209,12 +207,12 @@ def test_rows_are_the_same_when_they_are_written_late(
     found = []
     for late in (0, 1):
         monkeypatch.setitem(LATE_STEPS, "cpu", late)
-        code, folder, _ = run(tmp_path / str(late), "training.matmul_precision=highest", *overrides.split())
-        assert code == 0
-        rows = rows_of(folder)
+        done = run(tmp_path / str(late), "training.matmul_precision=highest", *overrides.split())
+        assert done.code == 0
+        rows = done.rows
         assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6]
         found.append([{name: row[name] for name in row.keys() - TIMES} for row in rows])
-        assert folder.row["step"] == 6
+        assert done.folder.row["step"] == 6
         assert ("moe.load_max" in rows[0]) == ("deepseek" in overrides)
     assert found[0] == found[1]
 
@@ -229,10 +227,10 @@ def test_a_row_is_not_lost_when_the_next_step_fails(tmp_path: Path, monkeypatch:
         return gradients(engine, batch, **options)
 
     monkeypatch.setattr(Engine, "gradients", fail_in_step_4)
-    code, folder, _ = run(tmp_path)
-    assert code == DataError.exit_code
-    assert [row["step"] for row in rows_of(folder)] == [1, 2, 3]
-    assert folder.row["step"] == 3
+    done = run(tmp_path)
+    assert done.code == DataError.exit_code
+    assert [row["step"] for row in done.rows] == [1, 2, 3]
+    assert done.folder.row["step"] == 3
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
@@ -263,8 +261,8 @@ def test_rows_and_collections_are_at_fixed_steps(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(Engine, "gradients", gradients)
     monkeypatch.setattr(gc, "collect", lambda generation=2: generations.append(generation))
-    _, folder, _ = run(tmp_path, "training.gc_interval=2", "metrics.log_interval=4")
-    assert [row["step"] for row in rows_of(folder)] == [1, 4, 6]  # the first and the last, too
+    done = run(tmp_path, "training.gc_interval=2", "metrics.log_interval=4")
+    assert [row["step"] for row in done.rows] == [1, 4, 6]  # the first and the last, too
     assert generations == [2, 1, 1, 1]  # once before the first step, then at steps 2, 4 and 6
     assert enabled == [False] * 6
     assert gc.isenabled()
@@ -274,8 +272,8 @@ def test_deterministic_runs_are_bitwise_equal(tmp_path: Path) -> None:
     values = []
     try:
         for name in ("a", "b"):
-            _, folder, _ = run(tmp_path / name, "debug=deterministic")
-            values.append([(row["loss"], row["grad_norm"]) for row in rows_of(folder)])
+            done = run(tmp_path / name, "debug=deterministic")
+            values.append([(row["loss"], row["grad_norm"]) for row in done.rows])
         assert torch.are_deterministic_algorithms_enabled()
         run(tmp_path / "c", "debug=default")
         assert not torch.are_deterministic_algorithms_enabled()
@@ -288,14 +286,9 @@ def test_training_learns(tmp_path: Path) -> None:
     """A repetitive text is learned: the loss falls far below the entropy of its letters."""
     text = tmp_path / "text.txt"
     text.write_text("abcdefgh " * 4000)
-    _, folder, _ = run(
-        tmp_path,
-        *("data=local_text", f"data.paths=[{text}]", f"data.cache_dir={tmp_path}", "tokenizer=bytes"),
-        *("model.vocab_size=258", "training.steps=30", "optimizer.lr=5e-3"),
-    )
-    rows = rows_of(folder)
-    assert rows[0]["loss"] > 4
-    assert rows[-1]["loss"] < 0.5
+    data = ("data=local_text", f"data.paths=[{text}]", f"data.cache_dir={tmp_path}", "model.vocab_size=258")
+    rows = run(tmp_path, *data, "training.steps=30", "optimizer.lr=5e-3").rows
+    assert rows[0]["loss"] > 4 and rows[-1]["loss"] < 0.5
 
 
 # -- debug=nan and debug=anomaly: the error names where the first number that is not finite was computed --
@@ -309,9 +302,8 @@ def no_anomaly_mode_is_left():  # type: ignore[no-untyped-def]
     torch.autograd.set_detect_anomaly(False)
 
 
-def poisoned(job_json: str, run_dir: str, name: str) -> None:
+def poisoned(job: Job, run_dir: str, name: str) -> None:
     """Train with one element of one weight set to NaN on the ranks that hold its first row."""
-    job = Job.from_json(job_json)
     engine = Engine(job, torch.device("cpu"))
     with torch.no_grad():
         for own, parameter in engine.named_parameters():
@@ -320,9 +312,9 @@ def poisoned(job_json: str, run_dir: str, name: str) -> None:
     Trainer(job, RunFolder(Path(run_dir)), engine, None, time.monotonic()).train()
 
 
-def error_of(job_json: str, run_dir: str, name: str) -> str:
+def error_of(job: Job, run_dir: str, name: str) -> str:
     try:
-        poisoned(job_json, run_dir, name)
+        poisoned(job, run_dir, name)
     except NonFiniteError as error:
         return str(error)
     return "nothing"
@@ -335,7 +327,7 @@ MESSAGE = "step 1: the output of layers.1.feed_forward.w2 is not finite"
 @pytest.mark.parametrize("layout", ["single", "fsdp", "tp"])
 def test_a_poisoned_weight_is_named(pool: RankPool, tmp_path: Path, layout: str) -> None:
     job = jobs.tiny(*NAN, f"parallelism={layout}", "debug=nan")
-    errors = pool.run(job.world_size, error_of, job.to_json(), str(tmp_path), WEIGHT)
+    errors = pool.run(job.world_size, error_of, job, str(tmp_path), WEIGHT)
     assert all(each.startswith(MESSAGE) for each in errors), errors
     if layout == "single":
         assert errors[0].endswith(f"; neither are the parameters {WEIGHT}")
@@ -345,7 +337,7 @@ def test_a_poisoned_weight_is_named_inside_of_a_pipeline(pool: RankPool, tmp_pat
     """The rank that holds the weight reports it; the launcher ends the other one, which waits for it."""
     job = jobs.tiny(*NAN, "parallelism=pp", "parallelism.pp_schedule=ZBVZeroBubble", "debug=nan")
     with pytest.raises(RankFailed) as failed:
-        pool.run(2, poisoned, job.to_json(), str(tmp_path), WEIGHT)
+        pool.run(2, poisoned, job, str(tmp_path), WEIGHT)
     assert f"\nharness.util.errors.NonFiniteError: {MESSAGE}" in str(failed.value)
 
 

@@ -118,15 +118,12 @@ def test_what_cannot_be_taken_is_named(change: dict[str, Any], says: str, tmp_pa
     assert str(refused.value).startswith(f"{tmp_path}/config.json: {says}")
 
 
-def test_paths_that_are_no_file() -> None:
-    """A device has no end, and some names no system takes."""
+def test_files_of_other_kinds(tmp_path: Path) -> None:
+    """A device has no end, some names no system takes, and a byte order mark is no content."""
     with pytest.raises(UserError, match="/dev/null: is not a regular file"):
         model_from_config("/dev/null")
     for path in ("a" * 300, "/dev/null/x", "\0"):
         with pytest.raises(UserError):
             model_from_config(path)
-
-
-def test_a_byte_order_mark_is_no_content(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(RELEASED_CONFIGS["qwen3_8b"]), encoding="utf-8-sig")
     assert model_from_config(str(tmp_path)).family == "qwen3"

@@ -43,19 +43,3 @@ def test_stopped_and_resumed_is_bitwise_the_run_that_was_not(pool: RankPool, tmp
         assert {**before.losses, **after.losses} == whole.losses
         assert {**before.batches, **after.batches} == whole.batches
         assert after.state == whole.state
-
-
-def test_resuming_on_another_layout_continues_the_curve(pool: RankPool, tmp_path: Path) -> None:
-    chain = (
-        ("parallelism=fsdp", "parallelism.dp_shard=2"),
-        ("parallelism=tp", "parallelism.tp=2"),
-        ("parallelism=cp", "parallelism.cp_method=ulysses"),
-    )
-    steps = f"training.steps={len(chain)}"
-    [whole] = run(pool, tmp_path / "whole", steps, "checkpoint=disabled")
-    shared = f"checkpoint.folder={tmp_path / 'shared'}"
-    for step, overrides in enumerate(chain, start=1):
-        stop = step if step < len(chain) else None
-        outcomes = run(pool, tmp_path / str(step), steps, shared, *overrides, stop_after=stop)
-        for outcome in outcomes:
-            assert outcome.losses == {step: pytest.approx(whole.losses[step], rel=1e-5)}

@@ -15,6 +15,7 @@ from harness.contrib.flux.model import Flux, unpack
 from harness.contrib.flux.objective import FlowLoss, ImageBatch, shift_of, training_flow, validation_flow
 from harness.model.architecture import architecture_of
 from harness.tools.inference.evaluate import EvaluateJob
+from harness.tools.plan.make import make_plan
 from harness.tools.study.coordcheck import CoordCheckJob
 from harness.train.engine import Engine
 from harness.train.objective import loader_of
@@ -152,3 +153,17 @@ def test_flops_are_those_that_torch_counts() -> None:
     counted = architecture_of(model).account(model, tokens).flops_per_token_full * tokens
     # The inputs' gradients of the first linears are not computed; attention's backward recomputes scores.
     assert counter.get_total_flops() == pytest.approx(counted, rel=0.02)
+
+
+def test_the_planned_time_of_a_picture_grows_with_its_tokens() -> None:
+    """The published model on 16 GPUs: more pixels take more time, and MFU stays possible."""
+    gpus = ("parallelism=fsdp", "parallelism.dp_shard=16", "cluster=slurm_h100", "cluster.nodes=2")
+    costs = ("precision=bf16", "compile=on", "activation_checkpoint=full", "data=latents_synthetic")
+    batch = ("training.local_batch_size=4", "training.global_batch_size=64")
+    times = []
+    for tokens in (256, 1024, 4096):
+        typed = ["model=flux_dev", f"training.seq_len={512 + tokens}", *gpus, *costs, *batch]
+        speed = make_plan(compose_job(typed)).speed
+        assert speed is not None and speed.mfu is not None and 0.1 < speed.mfu < 0.6
+        times.append(speed.step_seconds)
+    assert times == sorted(set(times))

@@ -19,7 +19,7 @@ from harness.compose.composer import compose_job
 from harness.config.job import Job
 from harness.contrib.flux.config import FlowConfig, flow_of, flux_of
 from harness.contrib.flux.pictures.encoders import Embeddings
-from harness.contrib.flux.sampling import Sampler, Sampling, noise_of, sampling_times, without_shift
+from harness.contrib.flux.sampling import Sampler, Sampling, noise_of, without_shift
 from harness.launch.pool import RankPool
 from harness.train.engine import Engine
 
@@ -80,16 +80,6 @@ def test_latents_are_those_of_the_pipeline(guidance: bool, shifted: bool, cfg: f
     sampler = Sampler(ours(tmp_path, model), one_rank, flow)  # type: ignore[arg-type]
     found = sampler.sample(noise, captions, empty, Sampling(STEPS, 3.5, cfg))
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize("shifted", [True, False])
-def test_times_are_those_of_the_scheduler(shifted: bool) -> None:
-    import numpy as np
-
-    theirs = scheduler(shifted)
-    shift = 0.5 + (1.15 - 0.5) / (4096 - 256) * (1024 - 256) if shifted else 0.0
-    theirs.set_timesteps(sigmas=np.linspace(1, 1 / 7, 7), mu=shift)
-    torch.testing.assert_close(torch.tensor(sampling_times(7, shift)), theirs.sigmas)
 
 
 def sampled(job_json: str) -> list[list[float]]:
