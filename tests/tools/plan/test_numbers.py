@@ -52,6 +52,7 @@ CASES = [
     "training.matmul_precision=high",
     f"{LLAMA} dp_replicate=8 optimizer.implementation=for-loop model.n_layers=2",
     f"{H100} model=gpt_oss_20b dp_shard=8 ep=8",
+    f"{H100} model=qwen3_30b_a3b dp_shard=8 ep=4 optimizer=muon",
     f"{H100} model=qwen3_30b_a3b dp_shard=8 ep=4 tp=2 cluster.nodes=2 activation_checkpoint=selective_op",
     f"{H100} model=qwen3_30b_a3b dp_shard=8 ep=8 compile=on precision=mxfp8 cluster.accelerator=B200",
     f"{H100} model=deepseek_v3_671b dp_shard=256 ep=64 cluster.nodes=32 training.global_batch_size=512 "
