@@ -360,15 +360,15 @@ STUDY = ("sweep=optuna", "sweep.n_trials=2", "sweep.n_jobs=1", "optimizer.lr=int
 
 @pytest.mark.parametrize("axes", [GRID, STUDY], ids=["grid", "study"])
 def test_a_killed_sweep_is_resumed(launch: Start, tmp_path: Path, axes: tuple[str, ...]) -> None:
-    typed = ("-m", *axes, "name=cut", "training.steps=100", "checkpoint.interval=10")
+    typed = ("-m", *axes, "name=cut", "training.steps=200", "checkpoint.interval=10")
     typed = (*typed, "metrics.log_interval=10")
     first = launch(*typed)
     until(lambda: bool(list(tmp_path.glob("runs/cut/*/checkpoints/step-*/manifest.json"))), PATIENCE)
 
-    second = launch(*typed)
-    assert second.finish() == EXIT_USER
-    assert "another process is starting the jobs of this sweep" in second.err
-
+    if axes == GRID:
+        second = launch(*typed)
+        assert second.finish() == EXIT_USER
+        assert "another process is starting the jobs of this sweep" in second.err
     first.process.kill()
     until(lambda: not first.ranks(), PATIENCE)
     if axes == GRID:

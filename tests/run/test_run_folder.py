@@ -21,7 +21,7 @@ from harness.config.job import Job
 from harness.launch.begin import begin
 from harness.metrics.jsonl import MetricsFile
 from harness.run.folder import RESERVE, RunFolder
-from harness.run.result import git_commit, versions, write_json_atomically, write_result
+from harness.run.result import git_commit, read_result, versions, write_json_atomically, write_result
 from harness.train.finish import absent_ranks, finish_run
 from harness.util import __version__, files
 from harness.util.encoding import flatten
@@ -242,6 +242,23 @@ def test_result_is_one_flat_row(tmp_path: Path) -> None:
         "loss": "nan",
         "run_dir": str(tmp_path),
     }
+
+
+@pytest.mark.parametrize(
+    ("row", "wrong"),
+    [
+        ({"loss": 1.0, "step": 3, "error.kind": None, "of the user": []}, ""),
+        ({"loss": None}, ""),
+        ({"loss": [2.0]}, "loss is of type list"),
+        ({"step": True}, "step is of type bool"),
+        ({"exit_reason": None}, "exit_reason is of type NoneType"),
+        ({"window.anything": "x"}, "window.anything is of type str"),
+    ],
+)
+def test_a_row_with_values_of_wrong_types_is_refused(row: dict[str, Any], wrong: str, tmp_path: Path) -> None:
+    write_result(tmp_path, row)
+    with pytest.raises(ValueError, match=wrong) if wrong else contextlib.nullcontext():
+        assert read_result(tmp_path) == row
 
 
 def test_flatten_refuses_two_values_of_one_name() -> None:
