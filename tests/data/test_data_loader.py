@@ -17,7 +17,6 @@ from equal import assert_equal
 from loaders import (
     BOS,
     CHANGES,
-    EOS,
     B,
     T,
     ids_of,
@@ -145,15 +144,6 @@ def test_validation_from_its_own_files() -> None:
     batch = loader(data, split="validation", seed=5).next()
     assert set(batch.inputs_BT.flatten().tolist()) == {BOS, ord("v")}
     assert not any((step[0] == ord("v")).any() for step in steps([loader(data)], 20))
-
-
-def test_a_boundary_at_the_edge_of_a_sample() -> None:
-    Path("a.txt").write_text("a" * 14)  # with bos and eos exactly 16 tokens: the next bos is the last label
-    Path("b.txt").write_text("b" * 20)
-    batch = loader(DataConfig(paths=["*.txt"], shuffle=False, cache_dir="cache"), range(2)).next()
-    assert batch.labels_BT.tolist() == [[97] * 14 + [EOS, IGNORE_INDEX], [98] * 16]
-    assert batch.inputs_BT[1].tolist() == [BOS] + [98] * 15
-    assert batch.documents_BT is None
 
 
 def test_synthetic_masks_unevenly_and_never_everything() -> None:

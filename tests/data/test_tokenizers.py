@@ -193,13 +193,6 @@ def test_fingerprints_differ(tmp_path: Path) -> None:
     assert vocabulary_size(TokenizerConfig("tiktoken", str(tmp_path / "elsewhere"), "llama3")) is None
 
 
-def test_bytes_are_bytes() -> None:
-    tokenizer = build_tokenizer(TokenizerConfig("bytes"))
-    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (258, 256, 257)
-    assert tokenizer.encode("é") == [0xC3, 0xA9]
-    assert tokenizer.decode([256, 0xC3, 257]) == "\ufffd"
-
-
 def test_the_shipped_model() -> None:
     tokenizer = build_tokenizer(TokenizerConfig("sentencepiece", "asset:python_2k.model"))
     assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (2048, 1, 2)

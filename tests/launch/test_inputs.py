@@ -27,8 +27,7 @@ def as_if_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat pytest's temporary folders as shared."""
     monkeypatch.setattr(inputs, "_NODE_LOCAL", ("/local",))
     monkeypatch.setattr(inputs.tempfile, "gettempdir", lambda: "/local")
-    for cached in (inputs._matches_any, inputs._is_missing):
-        cached.cache_clear()
+    inputs._matches_any.cache_clear()
 
 
 def require(*typed: str) -> None:
@@ -59,11 +58,21 @@ LOCAL = ("data=local_text", "tokenizer=bytes", "data.validation_fraction=0")
         (("tokenizer=bytes", "checkpoint.initial_load_path={here}"), ""),
     ],
 )
-def test_what_is_missing(tmp_path: Path, typed: tuple[str, ...], says: str) -> None:
+def test_what_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], typed: tuple[str, ...], says: str
+) -> None:
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "prefix.idx").touch()
     with pytest.raises(ConfigError, match=says) if says else nullcontext():
         require(*(each.replace("{here}", str(tmp_path)) for each in typed))
+    is_unseen = any("=/" in each or "[/" in each for each in typed)
+    assert ("NOTE not checked, because nodes may see" in capsys.readouterr().err) == is_unseen
+
+
+def test_a_run_on_this_machine_sees_all_paths(tmp_path: Path) -> None:
+    for path in ("/not/here/either/*.txt", "/local/data/*.txt", f"{tmp_path}/*.txt"):
+        with pytest.raises(ConfigError, match="no file matches"):
+            require_inputs(compose_job([*LOCAL, "model=llama3_tiny", f"data.paths=[{path}]"]))
 
 
 def test_a_job_that_must_tokenize_too_much_is_refused_with_the_command(tmp_path: Path) -> None:

@@ -68,8 +68,7 @@ def test_profiled_steps_do_not_count_and_the_rows_say_so(profiled: Path) -> None
     assert (result["window.profiled_steps"], result["window.window_steps"]) == (8, 5)
 
 
-def train(job_json: str, run_dir: str) -> list[float]:
-    job = Job.from_json(job_json)
+def train(job: Job, run_dir: str) -> list[float]:
     trainer = Trainer(job, RunFolder(Path(run_dir)), Engine(job, torch.device("cpu")), None, time.monotonic())
     trainer.train()
     return [step.seconds for step in trainer.window._measured]
@@ -77,7 +76,7 @@ def train(job_json: str, run_dir: str) -> list[float]:
 
 def test_only_the_listed_ranks_write(pool: RankPool, tmp_path: Path) -> None:
     job = jobs.tiny(*SMALL, *ON, "parallelism=fsdp", "parallelism.dp_shard=2", "profiling.ranks=[1]")
-    counted = pool.run(2, train, job.to_json(), str(tmp_path))
+    counted = pool.run(2, train, job, str(tmp_path))
     assert traces_in(tmp_path) == ["profile/step-10/rank1.json.gz", "profile/step-5/rank1.json.gz"]
     # On both ranks, steps from 4 on count, except 4, 5, 8, 9 and 10.
     assert [len(steps) for steps in counted] == [4, 4]

@@ -90,14 +90,18 @@ ROW = {
 }
 
 
-FULL = (
-    "step    20/100  loss 5.1234  grad_norm 1.234  lr 3.00e-04  tokens/s 2,345  mfu 41.2%  mem 1.23 GiB  "
-    "data 0.4%\n"
-)
+FULL = "step    20/100  loss 5.1234  grad_norm 1.234  lr 3.00e-04  tokens/s 2,345  mfu 41.2%  mem 1.23 GiB"
 SPARSE = {"step": 1, "loss": float("nan"), "mfu": None, "tokens_per_second": None}
 
 
-@pytest.mark.parametrize(("row", "line"), [(ROW, FULL), (SPARSE, "step     1/100  loss nan\n")])
+@pytest.mark.parametrize(
+    ("row", "line"),
+    [
+        (ROW, f"{FULL}\n"),
+        (ROW | {"data_share": 0.04}, f"{FULL}  data 4.0%\n"),
+        (SPARSE, "step     1/100  loss nan\n"),
+    ],
+)
 def test_plain_row(row: dict[str, Any], line: str) -> None:
     """None is left out, and nan is not."""
     out = io.StringIO()

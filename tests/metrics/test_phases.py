@@ -38,7 +38,6 @@ SMALL = (
     *("model.n_layers=2", "training.seq_len=16", "training.global_batch_size=8", "checkpoint=disabled"),
     *("profiling.phases=true", "metrics.warmup_steps=1"),
 )
-LAYOUT = ("parallelism.dp_shard=2", "parallelism.tp=2", "parallelism.pp=2")
 
 
 class Scripted:
@@ -145,38 +144,37 @@ class Event:
 def test_on_a_gpu_times_are_read_later_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     phases = Phases(torch.device("cuda"))
-    for step in range(3):
-        with phases.inside("forward.blocks"):
-            pass
-        phases.end_step(step)
+
+    def steps(*numbers: int) -> None:
+        for number in numbers:
+            with phases.inside("forward.blocks"):
+                pass
+            phases.end_step(number)
+
+    steps(0, 1, 2)
     assert list(phases.take()) == []
     Event.done = 4  # the first step, whose end is the fourth event
-    assert [(each.step, each.seconds) for each in phases.take()] == [
-        (0, {"host": 2.0, "forward.blocks": 1.0})
-    ]
+    [first] = phases.take()
+    assert (first.step, first.seconds) == (0, {"host": 2.0, "forward.blocks": 1.0})
     Event.done = 10
     assert [each.step for each in phases.take()] == [1, 2]
     made = Event.made
-    for step in range(3, 5):
-        with phases.inside("forward.blocks"):
-            pass
-        phases.end_step(step)
+    steps(3, 4)
     assert Event.made == made  # events are used again
 
 
-def train(job_json: str, run_dir: str, base: float = 0.0, slow: dict[int, float] | None = None) -> Any:
+def train(job: Job, run_dir: str, base: float = 0.0, slow: dict[int, float] | None = None) -> Any:
     """Train; every rank also sleeps in the first block's forward pass, slow ones longer.
 
     Returns:
         The loop's own time of each step, and the ranks that were named.
     """
-    job, folder = Job.from_json(job_json), RunFolder(Path(run_dir))
     engine = Engine(job, torch.device("cpu"))
     pause = base + (slow or {}).get(dist.get_rank(), 0.0)
     if pause:
         block = next(iter(engine.parts[0].blocks.values()))
         block.register_forward_pre_hook(lambda *_: time.sleep(pause))
-    trainer = Trainer(job, folder, engine, None, time.monotonic())
+    trainer = Trainer(job, RunFolder(Path(run_dir)), engine, None, time.monotonic())
     trainer.train()
     [phases] = [each for each in trainer.observers if isinstance(each, PhaseLog)]
     with annotated("after the run"):  # no recorder any more
@@ -192,9 +190,9 @@ def rows_of(folder: Path, rank: int) -> list[dict[str, Any]]:
 def traced(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """A run of eight ranks, and the times of its steps by the loop's own timer."""
     folder = tmp_path_factory.mktemp("run")
-    job = jobs.tiny(*SMALL, *LAYOUT, "training.steps=5", "metrics.all_ranks=true")
+    job = jobs.tiny(*SMALL, "parallelism=fsdp_tp_pp", "training.steps=5", "metrics.all_ranks=true")
     (folder / "job.json").write_text(job.to_json())
-    return folder, pool.run(8, train, job.to_json(), str(folder))
+    return folder, pool.run(8, train, job, str(folder))
 
 
 def test_phases_add_up_to_the_step_on_every_rank(traced: tuple[Path, Any]) -> None:
@@ -243,7 +241,7 @@ def test_every_rank_writes_its_own_values(traced: tuple[Path, Any]) -> None:
 def test_experts_and_context_have_their_collectives(pool: RankPool, tmp_path: Path) -> None:
     layout = ("model=qwen3_moe_debug", "parallelism.dp_shard=4", "parallelism.ep=4", "parallelism.cp=2")
     job = jobs.tiny(*SMALL, *layout, "training.steps=2")
-    pool.run(8, train, job.to_json(), str(tmp_path))
+    pool.run(8, train, job, str(tmp_path))
     [row] = rows_of(tmp_path, 0)
     assert {"ep.all_to_all", "dp.all_gather", "ep.all_reduce"} <= set(row["phases"])
     assert any(phase.startswith("cp.") for phase in row["phases"])
@@ -253,7 +251,7 @@ def test_a_rank_of_several_stages_has_the_passes_of_each(pool: RankPool, tmp_pat
     loops = ("model.n_layers=4", "parallelism.pp=2", "parallelism.pp_schedule=Interleaved1F1B")
     job = jobs.tiny(*SMALL, *loops, "training.steps=2")
     (tmp_path / "job.json").write_text(job.to_json())
-    pool.run(2, train, job.to_json(), str(tmp_path))
+    pool.run(2, train, job, str(tmp_path))
     for rank, ends in ((0, {0: {"forward.embedding"}}), (1, {3: {"forward.head"}})):
         [row] = rows_of(tmp_path, rank)
         forward = {
@@ -301,7 +299,7 @@ def test_the_report_has_the_means_and_the_plan(traced: tuple[Path, Any], tmp_pat
 def test_a_slow_rank_is_named_and_no_other(pool: RankPool, tmp_path: Path, slow: dict[int, float]) -> None:
     """Sleeping does not need a core, so ranks that share cores do not slow each other down."""
     job = jobs.tiny(*SMALL, "parallelism.dp_shard=8", "training.steps=20", "metrics.log_interval=50")
-    found = pool.run(8, train, job.to_json(), str(tmp_path), 0.1, slow)
+    found = pool.run(8, train, job, str(tmp_path), 0.1, slow)
     named = found[0][1]
     assert [each.rank for each in named] == list(slow)
     assert all(each[1] == named for each in found)  # all ranks decide the same

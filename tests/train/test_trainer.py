@@ -26,7 +26,7 @@ from harness.model.decoder import Decoder
 from harness.parallelism.loss import TokenLoss
 from harness.run.folder import RunFolder
 from harness.train.engine import Engine
-from harness.train.objective import loader_of
+from harness.train.objective import Objective, loader_of
 from harness.train.step import LATE_STEPS
 from harness.train.trainer import Trainer
 from harness.util.errors import EXIT_NON_FINITE, DataError, NonFiniteError
@@ -38,7 +38,8 @@ def run(tmp_path: Path, *overrides: str) -> jobs.Run:
     return jobs.train(tmp_path, *SMALL, *overrides)
 
 
-def test_rows_have_their_metrics(tmp_path: Path) -> None:
+def test_rows_have_their_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Objective, "rates", lambda _, samples: {"samples_per_second": samples})
     done = run(tmp_path, "training.steps=8")
     rows, job = done.rows, done.job
     assert done.code == 0
@@ -47,6 +48,7 @@ def test_rows_have_their_metrics(tmp_path: Path) -> None:
     assert [row["tokens"] for row in rows] == [4 * 32 * step for step in range(1, 9)]
     assert "mtp_loss" not in rows[0]
     assert rows[2]["tokens_per_second"] is None  # warm-up
+    assert rows[7]["tokens_per_second"] == pytest.approx(32 * rows[7]["samples_per_second"])
     assert rows[7]["tokens_per_second"] > 0
     assert rows[7]["mfu"] is None  # an unknown peak gives no MFU
     assert rows[0]["lr"] == pytest.approx(job.optimizer.lr / 2)
