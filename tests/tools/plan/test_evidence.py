@@ -19,7 +19,6 @@ from harness.tools.plan.evidence_table import EVIDENCE, MEMORY, RESOLUTION
 from harness.tools.plan.make import make_plan
 from harness.tools.plan.plan import Evidence
 from harness.tools.plan.render import as_dict, render
-from harness.tools.plan.space import Point
 
 FOLDER = Path(__file__).parents[3] / "experiments" / "published"
 sys.path.insert(0, str(FOLDER))
@@ -27,7 +26,6 @@ sys.path.insert(0, str(FOLDER))
 import errors  # type: ignore[import-not-found]  # noqa: E402
 import held_out  # type: ignore[import-not-found]  # noqa: E402
 import held_rows  # type: ignore[import-not-found]  # noqa: E402
-import ranks  # type: ignore[import-not-found]  # noqa: E402
 
 
 def test_the_tables_are_those_of_the_committed_rows() -> None:
@@ -88,20 +86,6 @@ def test_a_response_is_the_plan_with_other_constants() -> None:
     rate = held_out.predicted_rate(row.plan.job, held_out._moved(row, logs))
     expected = math.log(rate / row.published)
     assert held_out.respond(row, "a").miss(logs) == pytest.approx(expected, abs=0.003)
-
-
-def test_rank_of_a_published_layout() -> None:
-    typed = ["model=llama3_debug", "cluster=slurm_h100", "training.global_batch_size=8", "data=synthetic"]
-    typed += ["training.seq_len=2048", "precision=bf16", "activation_checkpoint=full"]
-    jobs = [compose_job([*typed, more]) for more in ("parallelism.dp_shard=4", "parallelism.tp=4")]
-    fast, slow = (make_plan(job) for job in jobs)
-    point = Point(1, 1, 1, 1, 1, 1, 8, 1, "full", None, None)
-    best = [ranks.Candidate(point, plan) for plan in (fast, slow)]
-    own, *figures, gain = ranks._against(fast, best).split(" | ")
-    assert (own, gain, figures[0]) == ("1", "+0.0%", figures[2])
-    own, _, first, _, gain = ranks._against(slow, best).split(" | ")
-    assert (own, first) == ("2", "dp_shard 4, 2 at once, full")
-    assert float(gain.partition("%")[0]) > 0 and "tp communication, exposed" in gain
 
 
 @pytest.mark.parametrize(

@@ -230,13 +230,6 @@ def test_the_points_of_a_space(typed: str, what: str, expected: set[object]) -> 
     assert space.world == (32 if "nodes=4" in typed else 8)
 
 
-def test_pipelines_have_every_number_of_stages() -> None:
-    space = space_of(*EIGHT, "parallelism.pp=2", "parallelism.pp_schedule=Interleaved1F1B")
-    layouts = (point.layout(space.base.parallelism) for point in points_of(space))
-    # 6 layers and the weight of two for the ends: 8 of 1, 4 of 2.
-    assert {num_stages(layout, space.base.model.n_layers) for layout in layouts} == {4, 8}
-
-
 @pytest.mark.parametrize(
     ("typed", "message"),
     [

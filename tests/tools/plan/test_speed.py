@@ -299,28 +299,6 @@ def test_flex_pads_heads_to_a_power_of_two() -> None:
             assert worker._attention_seconds(operations) == expected
 
 
-def test_a_pipeline_adds_gradients_up_in_the_dtype_of_their_reduction() -> None:
-    """Cast: 2 bytes are read and 4 written; added to a sum of 4 bytes, it is read, too."""
-    one, piped = worker_of("parallelism.dp_shard=8"), worker_of("parallelism.pp=2", "parallelism.dp_shard=4")
-    products = one.model_costs.block_operations(one.job.model, 0, 8192).products
-    assert one.rows == piped.rows
-    more = piped.block(0).weights.compute - one.block(0).weights.compute
-    assert more == pytest.approx(one.machine.pass_seconds(4 * sum(product.size for product in products)))
-
-
-def test_routers_multiply_in_float32() -> None:
-    """The highest precision does without tensor cores."""
-    base = ["model=deepseek_v3_671b", "parallelism=fsdp_ep", "parallelism.dp_shard=64", "parallelism.ep=64"]
-    base += ["training.seq_len=4096", "training.local_batch_size=8", "training.global_batch_size=512"]
-    exact, quick = (
-        step(*base, f"training.matmul_precision={name}")[0].parts["compute"] for name in ("highest", "high")
-    )
-    tokens, blocks = 8 * 4096, 59  # one of them predicts the token after the next
-    flops = 3 * 2 * tokens * 7168 * 256 * blocks
-    saved = flops * (1 / 66.9e12 - 1 / 494.7e12) / (0.825 * 0.803)
-    assert exact - quick == pytest.approx(saved, rel=0.25)
-
-
 def test_muon_of_two_ranks_by_hand() -> None:
     """Each rank sends its half of the other's matrices, and gets it back orthogonalized."""
     job = tiny("optimizer=muon", "parallelism=fsdp", "parallelism.dp_shard=2", "training.global_batch_size=8")

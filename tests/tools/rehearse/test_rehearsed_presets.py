@@ -158,13 +158,13 @@ def test_formats(rehearsals: Rehearsals, preset: str) -> None:
     "override",
     [
         *(f"parallelism=hsdp_tp optimizer={preset}" for preset in options("optimizer")),
-        *(f"activation_checkpoint={preset}" for preset in options("activation_checkpoint")),
+        *(f"parallelism=fsdp activation_checkpoint={preset}" for preset in options("activation_checkpoint")),
     ],
 )
 def test_updates_and_recomputation(rehearsals: Rehearsals, override: str) -> None:
     """Muon sends pieces of every matrix over FSDP's, the replicas' and tensor parallel's ranks."""
     compiled = ["compile=on"] if "memory_budget" in override else []
-    found = rehearsed(rehearsals, *DENSE, "parallelism=fsdp", *compiled, *override.split())
+    found = rehearsed(rehearsals, *DENSE, *compiled, *override.split())
     check(found)
     check_collectives(found)
     [figures] = found.ranks
