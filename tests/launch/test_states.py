@@ -112,7 +112,7 @@ class Slurm:
 
 
 @pytest.fixture
-def slurm(put: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Slurm:
+def mocked(put: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Slurm:
     monkeypatch.setattr("harness.launch.state.LAST_WRITES_SECONDS", 0.0)
     registry = Registry(tmp_path / "sweep")
     job = compose_job(["cluster=slurm_cpu", "cluster.time=30", f"runs_dir={tmp_path}", "name=sweep"])
@@ -125,138 +125,138 @@ def slurm(put: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: P
     return Slurm(put, monkeypatch, registry)
 
 
-def test_slurm_is_queried_once(slurm: Slurm) -> None:
+def test_slurm_is_queried_once(mocked: Slurm) -> None:
     # One waits, one failed recently, one is another user's, three are in accounting, the others unknown.
-    slurm.prints("squeue", "7_0|sweep.1|PENDING|Resources", "7_1|sweep.1|OUT_OF_MEMORY|None")
-    slurm.prints("squeue", "7_2|sweep.1|RUNNING|None", file="by_id")
-    slurm.prints("sacct", "7_3|NODE_FAIL|sweep.1", "7_4|CANCELLED by 1000|sweep.1", "7_5|TIMEOUT|sweep.1")
+    mocked.prints("squeue", "7_0|sweep.1|PENDING|Resources", "7_1|sweep.1|OUT_OF_MEMORY|None")
+    mocked.prints("squeue", "7_2|sweep.1|RUNNING|None", file="by_id")
+    mocked.prints("sacct", "7_3|NODE_FAIL|sweep.1", "7_4|CANCELLED by 1000|sweep.1", "7_5|TIMEOUT|sweep.1")
     for number in (1, 3):
-        RunFolder(slurm.sweep.points()[number].run_dir).set_status("running")
+        RunFolder(mocked.sweep.points()[number].run_dir).set_status("running")
     # Rank 0 has written that it was stopped, and the batch process has not written its end.
-    killed = slurm.sweep.points()[6].run_dir
+    killed = mocked.sweep.points()[6].run_dir
     RunFolder(killed).set_status("interrupted", exit_code=75)
     SlurmJobRecord("sweep.1", 6, "7_6", begun=True).write(killed)
     slow = {"rank": 3, "host": "node2", "until": None, "device": "H100", "phase": "forward", "excess": 0.3}
     text = json.dumps({"slow": [{**slow, "step": 20}]})
-    (slurm.sweep.points()[2].run_dir / "slow_ranks.json").write_text(text)
-    out, err = slurm.verb("status")
+    (mocked.sweep.points()[2].run_dir / "slow_ranks.json").write_text(text)
+    out, err = mocked.verb("status")
     assert "slow: rank 3 (node2, " in out
-    called = slurm.calls()
+    called = mocked.calls()
     assert [call.split()[0] for call in called] == ["squeue", "squeue", "sacct"]
     assert "7_0," not in called[1] and "7_2," not in called[2] and "7_11" in called[2]
     assert out.splitlines()[-1] == "1 pending, 9 failed, 1 running, 1 cancelled"
     kinds = "1 out_of_memory, 1 node, 1 cancelled, 1 preempted, 1 machine, 5 unknown"
     left = "11 jobs are not in SLURM's queue and without a result; in 0 s missing rows are written"
     assert err == f"{left}\n10 points ended without a result: {kinds}\n"
-    row = json.loads((slurm.sweep.points()[3].run_dir / "result.json").read_text())
+    row = json.loads((mocked.sweep.points()[3].run_dir / "result.json").read_text())
     assert (row["error.kind"], row["exit_reason"]) == ("node", "failed")
     assert "SLURM says NODE_FAIL" in row["error.message"]
     row = json.loads((killed / "result.json").read_text())
     assert (row["error.kind"], row["exit_code"]) == ("machine", EXIT_MACHINE)
     assert row["error.message"].startswith("the batch process of SLURM job 7_6 was killed; SLURM does not")
     # The others' rows are written; only the other user's job is queried again.
-    out, err = slurm.verb("status")
-    assert [call.split()[0] for call in slurm.calls()] == ["squeue", "squeue"]
+    out, err = mocked.verb("status")
+    assert [call.split()[0] for call in mocked.calls()] == ["squeue", "squeue"]
     assert err == "1 job is not in SLURM's queue and without a result; in 0 s missing rows are written\n"
 
 
-def test_a_sweep_is_cancelled_by_one_command(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    slurm.prints(
+def test_a_sweep_is_cancelled_by_one_command(mocked: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    mocked.prints(
         "squeue", *(f"7_{n}|sweep.1|PENDING|Resources" for n in range(POINTS - 1)), "9|single|RUNNING|None"
     )
-    SlurmJobRecord("single", None, "9").write(slurm.sweep.points()[-1].run_dir)
-    out, _ = slurm.verb("cancel")
+    SlurmJobRecord("single", None, "9").write(mocked.sweep.points()[-1].run_dir)
+    out, _ = mocked.verb("cancel")
     assert out == f"cancelled {POINTS} of {POINTS} points\n"
     tasks = ",".join(str(n) for n in range(POINTS - 1))
-    assert slurm.calls()[1:] == [f"scancel 7_[{tasks}] 9"]
-    slurm.prints("squeue")
+    assert mocked.calls()[1:] == [f"scancel 7_[{tasks}] 9"]
+    mocked.prints("squeue")
     reads, read_job = [], RunFolder.read_job
     monkeypatch.setattr(RunFolder, "read_job", lambda self: reads.append(self.path) or read_job(self))
-    out, err = slurm.verb("status")
+    out, err = mocked.verb("status")
     assert out.splitlines()[-1] == f"{POINTS} cancelled"
     assert len(reads) == POINTS, "reading a job is most of the work"
     assert err.splitlines()[1] == f"{POINTS} points ended without a result: {POINTS} cancelled"
-    assert not list(slurm.sweep.path.glob("*/errors/*"))
-    row = json.loads((slurm.sweep.points()[0].run_dir / "result.json").read_text())
+    assert not list(mocked.sweep.path.glob("*/errors/*"))
+    row = json.loads((mocked.sweep.points()[0].run_dir / "result.json").read_text())
     assert (row["exit_reason"], row["exit_code"]) == ("interrupted", 130)
-    out, err = slurm.verb("status")
+    out, err = mocked.verb("status")
     assert out.splitlines()[-1] == f"{POINTS} cancelled" and not err
 
 
-def test_cancel_fails_unless_the_job_has_ended(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    slurm.prints("squeue", "7_0|sweep.1|PENDING|Resources", "7_1|sweep.1|PENDING|Resources")
+def test_cancel_fails_unless_the_job_has_ended(mocked: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    mocked.prints("squeue", "7_0|sweep.1|PENDING|Resources", "7_1|sweep.1|PENDING|Resources")
     over = "scancel: error: Kill job error on job id 7_0: Invalid job id specified"
-    slurm.prints("scancel", over, file="fails")
-    slurm.verb("cancel")
-    slurm.prints("scancel", over, "scancel: error: 7_1: Access/permission denied", file="fails")
-    _, err = slurm.verb("cancel", code=EXIT_MACHINE)
+    mocked.prints("scancel", over, file="fails")
+    mocked.verb("cancel")
+    mocked.prints("scancel", over, "scancel: error: 7_1: Access/permission denied", file="fails")
+    _, err = mocked.verb("cancel", code=EXIT_MACHINE)
     assert "7_1: Access/permission denied" in err
-    (slurm.folder / "scancel").write_text("#!/bin/sh\nexec sleep 60\n")
+    (mocked.folder / "scancel").write_text("#!/bin/sh\nexec sleep 60\n")
     monkeypatch.setattr("harness.launch.queue.COMMAND_SECONDS", 1)
     silent = ("", "error: scancel: no answer within 1 s\n")
-    assert slurm.verb("cancel", code=EXIT_MACHINE) == silent
+    assert mocked.verb("cancel", code=EXIT_MACHINE) == silent
 
 
-def test_without_slurm_jobs_may_run(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    slurm.prints("squeue", "squeue: fatal: Could not establish a configuration source", file="fails")
-    _, err = slurm.verb("cancel", code=EXIT_USER)
+def test_without_slurm_jobs_may_run(mocked: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    mocked.prints("squeue", "squeue: fatal: Could not establish a configuration source", file="fails")
+    _, err = mocked.verb("cancel", code=EXIT_USER)
     assert err.startswith("error: this machine has no SLURM: squeue finds no configuration; would work: ")
     monkeypatch.setenv("PATH", "/nowhere")
-    out, err = slurm.verb("status")
+    out, err = mocked.verb("status")
     assert out.splitlines()[-1] == f"{POINTS} pending" and not err
     assert "no SLURM here to read its state from" in out
-    out, err = slurm.verb("cancel", code=EXIT_USER)
+    out, err = mocked.verb("cancel", code=EXIT_USER)
     assert out == f"cancelled 0 of {POINTS} points\n"
     assert f"{POINTS} points were submitted to SLURM, and there is no squeue here" in err
 
 
-def test_folders_are_shown_without_an_answer(slurm: Slurm) -> None:
-    slurm.prints("squeue", "slurm_load_jobs error: Unable to contact slurm controller", file="fails")
-    RunFolder(slurm.sweep.points()[0].run_dir).set_status("running")
-    RunFolder(slurm.sweep.points()[1].run_dir).set_status("failed")
-    out, err = slurm.verb("status", code=EXIT_MACHINE)
+def test_folders_are_shown_without_an_answer(mocked: Slurm) -> None:
+    mocked.prints("squeue", "slurm_load_jobs error: Unable to contact slurm controller", file="fails")
+    RunFolder(mocked.sweep.points()[0].run_dir).set_status("running")
+    RunFolder(mocked.sweep.points()[1].run_dir).set_status("failed")
+    out, err = mocked.verb("status", code=EXIT_MACHINE)
     assert "Unable to contact slurm controller" in err and err.count("\n") == 1
     assert out.splitlines()[-1] == f"1 running, 1 failed, {POINTS - 2} pending"
     assert "SLURM does not answer" in out.splitlines()[1]
-    out, _ = slurm.verb("status", "--json", code=EXIT_MACHINE)
+    out, _ = mocked.verb("status", "--json", code=EXIT_MACHINE)
     states = [point["state"] for point in json.loads(out)["points"]]
     assert states == ["running", "failed", *["pending"] * (POINTS - 2)]
 
 
-def test_suspended_and_blocked_points(slurm: Slurm) -> None:
-    points = slurm.sweep.points()
+def test_suspended_and_blocked_points(mocked: Slurm) -> None:
+    points = mocked.sweep.points()
     for n, point in enumerate(points[4:], start=4):
         SlurmJobRecord("sweep.2", n).write(point.run_dir)  # the controller was killed before it called sbatch
-    slurm.prints(
+    mocked.prints(
         "squeue",
         "7_0|sweep.1|SUSPENDED|None",
         *("7_1|sweep.1|PENDING|DependencyNeverSatisfied", "7_2|sweep.1|PENDING|PartitionConfig"),
         "7_3|sweep.1|PENDING|QOSMaxCpuPerJobLimit",
     )
-    out, err = slurm.verb("status")
+    out, err = mocked.verb("status")
     assert out.splitlines()[-1] == f"1 suspended, 3 blocked, {POINTS - 4} planned" and not err
     assert "user: job 7_2 can never start: PartitionConfig; would work: cancel it" in out
     assert "never submitted" in out.splitlines()[5]
     # Neither is submitted a second time.
     tasks = [(point, point.job) for point in points]
-    wanted = Selection.of(slurm.sweep, tasks, states_of(points)).wanted
+    wanted = Selection.of(mocked.sweep, tasks, states_of(points)).wanted
     assert [point.id for point, _ in wanted] == [point.id for point in points[4:]]
-    out, _ = slurm.verb("cancel")
+    out, _ = mocked.verb("cancel")
     assert out == f"cancelled 4 of {POINTS} points\n"
 
 
 @pytest.mark.parametrize("trouble", ["held", "job.json", "slurm/job.json"])
-def test_a_damaged_point(trouble: str, slurm: Slurm) -> None:
+def test_a_damaged_point(trouble: str, mocked: Slurm) -> None:
     """Another process that submits a point again holds its folder."""
-    folder = RunFolder(slurm.sweep.points()[0].run_dir)
+    folder = RunFolder(mocked.sweep.points()[0].run_dir)
     if trouble == "held":
         folder.hold()
     else:
         (folder.path / trouble).write_text("{")
-    out, err = slurm.verb("status")
+    out, err = mocked.verb("status")
     folder.release()
     if trouble != "held":
-        [first, *_] = json.loads(slurm.verb("status", "--json")[0])["points"]
+        [first, *_] = json.loads(mocked.verb("status", "--json")[0])["points"]
         assert first["reason"].startswith(f"{folder.path / trouble}: damag")
     assert out.splitlines()[-1] == f"1 lost, {POINTS - 1} failed"
     assert err.splitlines()[1:] == [f"{POINTS - 1} points ended without a result: {POINTS - 1} unknown"]
@@ -269,24 +269,24 @@ def test_a_damaged_point(trouble: str, slurm: Slurm) -> None:
         ("env", {"HF_TOKEN": "hf_x"}, "cluster.env.HF_TOKEN=***: holds a value of HF_TOKEN"),
     ],
 )
-def test_resumed_jobs_keep_the_rules_for_texts(slurm: Slurm, field: str, text: object, words: str) -> None:
-    path = slurm.sweep.points()[0].run_dir / "job.json"
+def test_resumed_jobs_keep_the_rules_for_texts(mocked: Slurm, field: str, text: object, words: str) -> None:
+    path = mocked.sweep.points()[0].run_dir / "job.json"
     job = json.loads(path.read_text())
     job["cluster"][field] = text
     path.write_text(json.dumps(job))
-    _, err = slurm.verb("resume", code=EXIT_USER)
+    _, err = mocked.verb("resume", code=EXIT_USER)
     [line] = [line for line in err.splitlines() if line.startswith("error: ")]
     assert words in line and "hf_x" not in line
 
 
-def test_single_runs_have_the_same_verbs(slurm: Slurm) -> None:
-    (slurm.sweep.path / "sweep.jsonl").unlink()
-    (slurm.sweep.path / "p2" / "overrides.txt").unlink()  # a controller was killed before it wrote it
-    slurm.prints("squeue", "7_0|sweep.1|PENDING|Resources", "7_1|sweep.1|RUNNING|None")
-    out, _ = slurm.verb("status", run="p0")
+def test_single_runs_have_the_same_verbs(mocked: Slurm) -> None:
+    (mocked.sweep.path / "sweep.jsonl").unlink()
+    (mocked.sweep.path / "p2" / "overrides.txt").unlink()  # a controller was killed before it wrote it
+    mocked.prints("squeue", "7_0|sweep.1|PENDING|Resources", "7_1|sweep.1|RUNNING|None")
+    out, _ = mocked.verb("status", run="p0")
     assert "job 7_0 waits: Resources" in out and out.endswith("1 pending\n")
-    out, _ = slurm.verb("cancel", run="p0")
-    assert out == "cancelled 1 of 1 points\n" and slurm.calls()[-1] == "scancel 7_[0]"
+    out, _ = mocked.verb("cancel", run="p0")
+    assert out == "cancelled 1 of 1 points\n" and mocked.calls()[-1] == "scancel 7_[0]"
     # A folder of all runs of one name.
-    out, _ = slurm.verb("status")
+    out, _ = mocked.verb("status")
     assert out.splitlines()[-1].startswith("1 pending, 1 running")

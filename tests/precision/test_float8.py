@@ -180,8 +180,9 @@ def test_a_job_in_float8_against_bfloat16(
     plain = [each for each in fixed if not each.startswith("precision.")]
     expected = alone(pool, *plain, "precision.param_dtype=bfloat16")
     found = alone(pool, *fixed, *precision_of(linear, "bfloat16"))
-    assert found.losses == pytest.approx(expected.losses, rel=5e-3)
-    assert found.norms == pytest.approx(expected.norms, rel=5e-2)
+    loss, norm = (5e-3, 5e-2) if "experts" in parts[0] else (1e-3, 2e-2)
+    assert found.losses == pytest.approx(expected.losses, rel=loss)
+    assert found.norms == pytest.approx(expected.norms, rel=norm)
     names = [name for name in expected.gradients[0] if any(part in name for part in parts)]
     assert len(names) == number
     for name in names:

@@ -68,8 +68,8 @@ def ours(folder: Path, model: ModelConfig) -> Flux:
     return part
 
 
-def inputs(model: ModelConfig, grid: tuple[int, int]) -> dict[str, Tensor]:
-    flux, generator = flux_of(model), torch.Generator().manual_seed(1)
+def inputs(model: ModelConfig, grid: tuple[int, int], seed: int = 1) -> dict[str, Tensor]:
+    flux, generator = flux_of(model), torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)

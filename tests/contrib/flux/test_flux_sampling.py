@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 sys.path.append(str(Path(__file__).parent))
-from test_flux_exchange import ours, small, theirs
+from test_flux_exchange import inputs, ours, small, theirs
 from tiny_flux import SMALL
 
 from harness.compose.composer import compose_job
 from harness.config.job import Job
-from harness.contrib.flux.config import FlowConfig, flow_of, flux_of
+from harness.contrib.flux.config import FlowConfig, flow_of
 from harness.contrib.flux.pictures.encoders import Embeddings
 from harness.contrib.flux.sampling import Sampler, Sampling, noise_of, without_shift
 from harness.launch.pool import RankPool
@@ -40,24 +39,14 @@ def scheduler(shifted: bool) -> Any:
     )
 
 
-def inputs(model: Any) -> tuple[Tensor, Embeddings, Embeddings]:
-    generator = torch.Generator().manual_seed(2)
-    flux = flux_of(model)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
-
-    captions = Embeddings(draw(2, flux.text_length, flux.context_dim), draw(2, flux.pooled_dim))
-    empty = Embeddings(draw(1, flux.text_length, flux.context_dim), draw(1, flux.pooled_dim))
-    return draw(*NOISE), captions, empty
-
-
 @pytest.mark.parametrize(("guidance", "shifted", "cfg"), [(True, True, 1.0), (False, False, 2.5)])
 def test_latents_are_those_of_the_pipeline(guidance: bool, shifted: bool, cfg: float, tmp_path: Path) -> None:
     model = small(guidance)
     reference = theirs(model).eval()
     reference.save_pretrained(tmp_path)
-    noise, captions, empty = inputs(model)
+    noise, drawn, other = torch.randn(NOISE), inputs(model, (2, 2)), inputs(model, (2, 2), seed=2)
+    captions = Embeddings(drawn["text"], drawn["pooled"])
+    empty = Embeddings(other["text"][:1], other["pooled"][:1])
     absent = dict.fromkeys(("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
     pipeline = diffusers.FluxPipeline(scheduler=scheduler(shifted), transformer=reference, **absent)
     pipeline.set_progress_bar_config(disable=True)
