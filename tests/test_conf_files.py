@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from pathlib import Path
 
 import pytest
@@ -224,25 +223,6 @@ def test_data_that_needs_paths_is_refused_without() -> None:
     for option in (o for o in options("data") if o.startswith(("local_", "tokens", "chat"))):
         with pytest.raises(ConfigError, match=r"^data.paths=\[\]: .*would work: 'data.paths="):
             compose_job([f"data={option}"])
-
-
-def test_help_lists_groups_and_fields() -> None:
-    done = python(*TRAIN, "--help")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "parallelism: cp, ddp, ep, fsdp, fsdp_cp, fsdp_ep, fsdp_ep_pp, fsdp_pp" in done.stdout
-    for group in ("experiment", "model"):
-        assert f"{group}: " in done.stdout
-    assert "  dp_shard: 1  # at least 1, or -1\n" in done.stdout
-    assert "$$" not in done.stdout
-
-
-def test_help_takes_no_longer_than_composing() -> None:
-    seconds = []
-    for arguments in (["--cfg", "job"], ["--help"]):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-        python(*TRAIN, *arguments)
-        seconds.append(resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before)
-    assert seconds[1] < 2.5 * seconds[0]
 
 
 def test_cfg_resolve_names_the_field() -> None:

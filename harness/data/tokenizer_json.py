@@ -164,13 +164,14 @@ def number_of_ids(content: bytes, file: Path) -> int:
 
 
 def read_transformers_settings(file: Path) -> dict[str, Any]:
-    """Merge transformers' files in the same folder; tokenizer_config.json takes precedence."""
-    settings: dict[str, Any] = {}
-    for name in (SPECIAL_TOKENS, CONFIG):
-        path = file.with_name(name)
-        if path.is_file():
-            settings |= read_object(path, DataError)
-    return settings
+    """Merge transformers' files in the same folder as transformers does: special_tokens_map.json, which older
+    versions wrote, takes precedence unless tokenizer_config.json has the added tokens.
+    """
+    config, special = (
+        read_object(path, DataError) if path.is_file() else {}
+        for path in (file.with_name(CONFIG), file.with_name(SPECIAL_TOKENS))
+    )
+    return config if "added_tokens_decoder" in config else config | special
 
 
 def token_of(settings: dict[str, Any], name: str) -> str | None:

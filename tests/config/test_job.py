@@ -113,7 +113,7 @@ def test_every_leaf_has_a_role() -> None:
     roles = {name: role for name, role, _ in leaves(job())}
     assert set(roles.values()) == {NUMERICS, EXECUTION, LABEL}
     parts = {name.split(".")[0] for name in roles if "." in name}
-    assert parts == {f.name for f in dataclasses.fields(Job)} - {"name", "runs_dir"}
+    assert parts == {f.name for f in dataclasses.fields(Job)} - {"name", "runs_dir", "notes", "tags", "user"}
     # With a wrong role, a layout sweep would change an experiment, or one experiment would have two ids.
     assert {roles[f"parallelism.{f.name}"] for f in dataclasses.fields(type(job().parallelism))} == {
         EXECUTION
