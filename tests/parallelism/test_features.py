@@ -29,10 +29,11 @@ TABLE: dict[str, tuple[tuple[str, ...], list[str]]] = {
     "forced_balance": ((QWEN, "model.moe.force_balance=true", "training.seq_len=60"), ["cp"]),
     "mup": (MUP, ["cp", "tp_plain_chunked_loss"]),
     "mup_experts": ((DEEPSEEK, "model.mup.base_dim=16"), ["fsdp_tp_ep"]),
+    "mup_muon": ((DEEPSEEK, "model.mup.base_dim=16", "optimizer=muon"), ["fsdp_ep_pp"]),
     "mtp": ((DEEPSEEK, "model.mtp.depth=1"), ["cp_ulysses"]),
     "mtp_tied": ((DEEPSEEK, "model.mtp.depth=1", "model.tied_embeddings=true"), ["fsdp_tp"]),
-    # Shards by rows and columns, strided shards, uneven ones, replicas, and host memory.
-    "muon": (MUON, ["fsdp_uneven", "hsdp_tp", "fsdp_offload"]),
+    # Shards by rows and columns, strided shards, uneven ones, replicas, host memory, and stages.
+    "muon": (MUON, ["fsdp_uneven", "hsdp_tp", "fsdp_offload", "fsdp_tp_pp"]),
     "muon_experts": ((*MUON, QWEN), ["fsdp_tp_ep_experts", "ep_hsdp"]),
 }
 ROWS = [(feature, name) for feature, (_, names) in TABLE.items() for name in names]
