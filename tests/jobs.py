@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from harness.checkpoint.state import model_state
 from harness.compose.composer import compose_job
 from harness.config.job import Job
+from harness.data.loader import Batch
 from harness.data.tokenizer import build_tokenizer
 from harness.launch.begin import begin
+from harness.metrics.jsonl import read_metrics
+from harness.model.decoder import Decoder
+from harness.parallelism.materialize import materialize
 from harness.run.folder import RunFolder
 from harness.train.engine import Engine
 from harness.train.objective import loader_of
@@ -35,6 +40,11 @@ class Run(NamedTuple):
     code: int
     folder: RunFolder
     job: Job
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """Rows of metrics.jsonl."""
+        return read_metrics(self.folder.path / "metrics.jsonl")
 
 
 def tiny(*overrides: str) -> Job:
@@ -70,9 +80,8 @@ class Trained(NamedTuple):
     gradients_left: int
 
 
-def train_engine(job_json: str, steps: int) -> Trained:
+def train_engine(job: Job, steps: int) -> Trained:
     """Train on this rank without a run folder, and gather weights and optimizer state."""
-    job = Job.from_json(job_json)
     set_up_process(job)
     engine = Engine(job, torch.device("cpu"))
     loader = loader_of(job, build_tokenizer(job.tokenizer), engine.rows)
@@ -94,3 +103,11 @@ def train_engine(job_json: str, steps: int) -> Trained:
 def full(tensor: Tensor) -> Tensor:
     """Return a copy of a tensor, gathered if it is sharded."""
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def plain_losses(job: Job, batch: Batch) -> Tensor:
+    """Return the losses of all tokens from one plain forward pass of the initial model."""
+    model = Decoder(job.model, job.training.seq_len)
+    materialize(model, job.training.seed, torch.device("cpu"), torch.device("cpu"))
+    with torch.no_grad():
+        return cross_entropy(model(batch.inputs_BT).mT, batch.labels_BT, reduction="none")

@@ -338,7 +338,8 @@ RUNS = {
     "dense": "validation.interval=2 profiling=on profiling.interval=3 profiling.warmup=1 data=mixture "
     f"data.sources.a={{kind:local,paths:{FILES},validation_paths:{FILES},text_field:context}} "
     "data.sources.b.kind=synthetic data.weights={a:1,b:1} data.cache_dir=cache model.vocab_size=258",
-    "scheduled": "schedule.batch_size=[{until_step:1,sequences:1}] schedule.seq_len=[{until_step:1,tokens:8}] "
+    "scheduled": "schedule.batch_size=[{until_step:1,sequences:1}] "
+    "schedule.seq_len=[{until_step:1,tokens:8}] "
     "profiling.phases=true metrics.all_ranks=true",
     "evaluated": f"model.vocab_size=258 evaluation.interval=5 evaluation.tasks={FILES}",
     "mixture": "model=deepseek_v3_debug model.n_layers=2 model.vocab_size=256 model.mtp.depth=1",

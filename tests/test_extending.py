@@ -81,7 +81,7 @@ def command(verb: str, word: str = "") -> list[str]:
 def trained(extras: Installed) -> Path:
     """The run of the page's first training: two ranks that this machine starts."""
     extras.succeed(*command("train", "parallelism=tp"))
-    [job] = extras.home.glob("runs/arcee_debug/*/job.json")
+    [job] = extras.home.glob("runs/arcee_debug/[0-9a-f]*/job.json")
     return job.parent
 
 

@@ -40,6 +40,9 @@ LENGTHS = {
 FROM_CONFIG = "from_config"
 """The option of group ``model`` that is not a file of conf/: it is read from a config.json."""
 
+MOST_SIMILAR, MOST_OPTIONS = 3, 20
+"""Options that an error suggests, and that it lists beside a suggestion."""
+
 _NUMBER = re.compile(r"^\s*(nan|inf)\s*$", re.IGNORECASE)
 
 
@@ -86,7 +89,7 @@ def check_overrides(overrides: Iterable[str], schema: type = Job) -> None:
             check_setting(key, override)
             continue
         if key not in known_groups:
-            _check_field(key, value, schema, list(known_groups), sign)
+            check_field(key, value, schema, list(known_groups), sign)
         elif value is not None and "{" not in value:
             if sign in ("+", "++") and match["key"] == key and key not in own_groups():
                 raise UserError(f"{override}: a group is chosen without {sign}; would work: {key}={value}")
@@ -173,19 +176,29 @@ def _check_options(group: str, value: str) -> None:
         return
     for option in (o.strip().removesuffix(".yaml") for o in value.strip("[]'\" ").split(",")):
         if option not in options:
-            close = difflib.get_close_matches(option, options, n=1)
-            hint = f"did you mean {close[0]}? options" if close else "options"
-            raise UserError(f"{group}={option}: no such option; {hint}: {', '.join(options) or 'none'}")
+            close = _similar(option, options)
+            works = [f"did you mean {', '.join(close)}?"] if close else []
+            if not close or len(options) <= MOST_OPTIONS:
+                works.append(f"options: {', '.join(options) or 'none'}")
+            raise UserError(f"{group}={option}: no such option; {' '.join(works)}")
 
 
-def _check_field(key: str, value: str | None, schema: type, groups: list[str], sign: str | None) -> None:
+def _similar(name: str, options: list[str]) -> list[str]:
+    """Options that contain a name (h100, or fp8 as float8), or else the one that is spelled like it."""
+    inside = [each for each in options if name and (name in each or name.replace("fp", "float") in each)]
+    return inside[:MOST_SIMILAR] or difflib.get_close_matches(name, options, n=1)
+
+
+def check_field(
+    key: str, value: str | None, schema: type, groups: list[str], sign: str | None = None
+) -> None:
     prefix, current = "", schema
     names = key.split(".")
     for depth, name in enumerate(names):
         fields = fields_of(current)
         if name not in fields:
             known = {**fields, **(dict.fromkeys(groups) if depth == 0 else {})}
-            raise unknown_field(key, value, name, known, prefix, _namesakes(schema, names[-1]))
+            raise unknown_field(key, value, name, known, prefix, namesakes(schema, names[-1]))
         inner = fields[name]
         if depth + 1 < len(names):
             if get_origin(type_hints(current)[name]) is dict:
@@ -200,11 +213,11 @@ def _check_field(key: str, value: str | None, schema: type, groups: list[str], s
         raise UserError(f"+{key}={value}: the field exists already; would work: {key}={value}")
 
 
-def _namesakes(schema: type, name: str, prefix: str = "") -> list[str]:
+def namesakes(schema: type, name: str, prefix: str = "") -> list[str]:
     found = []
     for field, inner in fields_of(schema).items():
         found += [prefix + field] if field == name else []
-        found += _namesakes(inner, name, f"{prefix}{field}.") if inner is not None else []
+        found += namesakes(inner, name, f"{prefix}{field}.") if inner is not None else []
     return found
 
 

@@ -158,7 +158,7 @@ def test_the_command_line(
     assert capsys.readouterr().err.count("WARNING") == 1
     points = ran(["-m", *flags, "ablation=a", "model=deep,mine"], monkeypatch)
     assert [(each.job.training.seed, each.job.model.n_layers) for each in points] == [(77, 5), (77, 3)]
-    assert ran([*flags, "--help"], monkeypatch) == []
+    assert ran([*flags, "--help", "all"], monkeypatch) == []
     out = capsys.readouterr().out
-    assert "ablation: a, b\n" in out and "mine" in out and "n_layers: 5" in out
+    assert "\n  ablation               a, b\n" in out and "\nmodel.n_layers=5 " in out
     assert config_folders().added == ()

@@ -99,7 +99,7 @@ def test_every_leaf_has_a_role() -> None:
     """With a wrong role, a layout sweep would change an experiment, or one experiment would have two ids."""
     roles = {name: role for name, role, _ in leaves(job())}
     parts = {name.split(".")[0] for name in roles if "." in name}
-    assert parts == {f.name for f in dataclasses.fields(Job)} - {"name", "runs_dir"}
+    assert parts == {f.name for f in dataclasses.fields(Job)} - {"name", "runs_dir", "notes", "tags", "user"}
     labels = {"model.name", "model.family", "model.path"}
     for name, role in roles.items():
         expected = {"parallelism": EXECUTION, "metrics": LABEL, "model": NUMERICS}.get(name.split(".")[0])

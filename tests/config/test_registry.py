@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 from plugins import install
 
-from harness.compose.arguments import help_text
+from harness.compose.help import help_text
 from harness.config.data_kinds import DATA_KINDS, DataKind
 from harness.config.fields import check_rules, label, numerics
-from harness.config.job import Job
 from harness.config.registry import Registry, resolve_options
 from harness.launch.train import VERB as TRAIN
 from harness.util.errors import ConfigError, UserError
@@ -88,9 +87,11 @@ def test_help_shows_the_options_of_an_entry(monkeypatch: pytest.MonkeyPatch, wid
     monkeypatch.setitem(DATA_KINDS._builtins, "brush", DataKind("x:y", options=Brush))
     typed = ["data.kind=brush", "++metrics.views={mlflow: {}}"]
     typed += [] if width == 3 else ["++data.options.width=4"]
-    shown = help_text(typed, TRAIN.parser(), config_name="train", schema=Job)
-    assert f"  options:\n    width: {width}  # in [1, 9]; Millimetres of `paint`.\n    hair: null\n" in shown
-    assert "    mlflow:\n      tracking_uri: null  # Server or database, such as " in shown
+    shown = help_text("data.options", typed, TRAIN.parser())
+    assert f"data.options.width={width}\n    Millimetres of `paint`.\n    an integer; in [1, 9]; n" in shown
+    assert "data.options.hair=null\n    text, or null; label: " in shown
+    views = help_text("metrics.views", typed, TRAIN.parser())
+    assert "metrics.views.mlflow.tracking_uri=null\n    Server or database, such as " in views
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ CHANGES: dict[str, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {
     "both": ([(3, 4), (7, 2)], [(2, 4), (5, 8)]),
     "inside a sample": ([(3, 2)], [(1, 4), (6, 8)]),
 }
+WEIGHTS = {"code": 0.2, "math": 0.1, "web": 0.7}
 Sample = tuple[list[int], list[int], list[int]]
 """Inputs, labels and document numbers."""
 
@@ -95,6 +97,21 @@ def streamed(files: int, **changed: Any) -> DataConfig:
         **changed,
     }
     return DataConfig(kind="hub", dataset=str(folder.absolute()), **settings)
+
+
+def mixture(**changed: Any) -> DataConfig:
+    for name, files in (("web", 30), ("code", 9), ("math", 5)):
+        Path(name).mkdir(exist_ok=True)
+        for i in range(files):
+            Path(name, f"{i:02}.txt").write_text(f"{name}{i:02} " * (1 + i * i % 13))
+    sources = {name: DataConfig(paths=[f"{name}/*.txt"]) for name in WEIGHTS}
+    data = DataConfig(kind="mixture", sources=sources, weights=WEIGHTS, cache_dir="cache")
+    return dataclasses.replace(data, **changed)
+
+
+def with_stream(files: int) -> DataConfig:
+    sources = {"web": DataConfig(paths=["web/*.txt"]), "c4": streamed(files)}
+    return mixture(sources=sources, weights={"web": 1.0, "c4": 1.0})
 
 
 def write_jsonl(file: Path | str, texts: list[str], field: str = "text") -> None:

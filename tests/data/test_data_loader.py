@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
+import time
+import traceback
+from collections.abc import Iterator
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -13,12 +17,12 @@ from equal import assert_equal
 from loaders import (
     BOS,
     CHANGES,
-    EOS,
     B,
     T,
     ids_of,
     loader,
     local,
+    mixture,
     packed,
     ranks_of,
     resumed,
@@ -26,15 +30,19 @@ from loaders import (
     split_rows,
     steps,
     streamed,
+    with_stream,
     write_texts,
 )
-from mixtures import mixture, with_stream
 
+from harness.compose.composer import compose_job, compose_points
 from harness.config.data import DataConfig
 from harness.config.training import Sizes
-from harness.data.loader import IGNORE_INDEX, merge_states
+from harness.data.loader import IGNORE_INDEX, Batch, Loader, merge_states
+from harness.data.prefetch import DeviceBatch, Prefetcher, count_valid
 from harness.data.tokenizing import is_held_out
-from harness.util.errors import DataError, UserError
+from harness.launch import train
+from harness.launch.begin import require_vocabulary
+from harness.util.errors import ConfigError, DataError, UserError
 
 STEPS = 14
 SYNTHETIC = DataConfig(kind="synthetic", mask_fraction=0.3)
@@ -138,15 +146,6 @@ def test_validation_from_its_own_files() -> None:
     assert not any((step[0] == ord("v")).any() for step in steps([loader(data)], 20))
 
 
-def test_a_boundary_at_the_edge_of_a_sample() -> None:
-    Path("a.txt").write_text("a" * 14)  # with bos and eos exactly 16 tokens: the next bos is the last label
-    Path("b.txt").write_text("b" * 20)
-    batch = loader(DataConfig(paths=["*.txt"], shuffle=False, cache_dir="cache"), range(2)).next()
-    assert batch.labels_BT.tolist() == [[97] * 14 + [EOS, IGNORE_INDEX], [98] * 16]
-    assert batch.inputs_BT[1].tolist() == [BOS] + [98] * 15
-    assert batch.documents_BT is None
-
-
 def test_synthetic_masks_unevenly_and_never_everything() -> None:
     labels = loader(SYNTHETIC, global_batch_size=512, seq_len=64).next().labels_BT
     share = (labels == IGNORE_INDEX).float().mean(dim=1)
@@ -215,3 +214,117 @@ def test_positions_of_some_ranks_or_of_another_batch_are_refused() -> None:
     half = loader(both, split_rows(2)[0]).state_dict()
     with pytest.raises(DataError, match=r"no c4/4 \(source/row\); merge the states"):
         loader(both).load_state_dict(half)
+
+
+# -- prefetching in a thread ----
+
+
+@pytest.fixture
+def no_thread_left() -> Iterator[None]:
+    yield
+    assert not [thread for thread in threading.enumerate() if thread.name == "prefetch"]
+
+
+def prefetched(depth: int = 2) -> tuple[Loader, Prefetcher]:
+    inner = loader(SYNTHETIC)
+    return inner, Prefetcher(inner, depth, torch.device("cpu"))
+
+
+@pytest.mark.usefixtures("no_thread_left")
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_batches_are_in_order_and_the_state_ignores_prefetched_ones(depth: int) -> None:
+    alone = loader(SYNTHETIC)
+    expected = [alone.next() for _ in range(9)]
+    inner, read = prefetched(depth)
+    for number in range(6):
+        assert read.state_dict()["step"] == number
+        batch = read.next()
+        assert isinstance(batch, DeviceBatch)
+        assert_equal([batch.inputs_BT, batch.labels_BT], list(expected[number][:2]))
+        # The thread has counted them.
+        assert count_valid(batch) == count_valid(expected[number]) < B * T
+    time.sleep(0.1)
+    ahead = inner.state_dict()["step"]
+    assert 6 < ahead <= 6 + depth + 1, "nothing was prefetched, or more than `depth` batches"
+    assert read.state_dict()["step"] == 6
+    started = time.monotonic()
+    read.close()
+    assert time.monotonic() - started < 1, "the thread waits for the queue"
+    assert_equal(read.next().inputs_BT, expected[6].inputs_BT, "prefetched batches are lost")
+    read.load_state_dict({"step": 7, "samples": 7 * B})
+    assert read.state_dict()["step"] == 7
+    assert_equal(read.next().inputs_BT, expected[7].inputs_BT)
+    read.reset()
+    assert_equal(read.next().inputs_BT, expected[0].inputs_BT)
+    read.close()
+
+
+@pytest.mark.usefixtures("no_thread_left")
+def test_an_exception_of_the_thread_is_raised_in_the_loop_after_earlier_batches() -> None:
+    inner, read = prefetched()
+    own = inner.next
+
+    def breaks() -> Batch:
+        if inner.state_dict()["step"] == 3:
+            raise DataError("there is no batch 3")
+        return own()
+
+    inner.next = breaks  # type: ignore[method-assign]
+    for _ in range(3):
+        read.next()
+    for _ in range(2):
+        with pytest.raises(DataError, match="there is no batch 3") as raised:
+            read.next()
+    frames = [frame.name for frame in traceback.extract_tb(raised.value.__traceback__)]
+    assert "_run" in frames and frames[-1] == "breaks", "the traceback is lost"
+    read.close()
+
+
+@pytest.mark.usefixtures("no_thread_left")
+def test_the_loop_does_not_wait_for_a_source_that_is_faster_than_a_step() -> None:
+    """Without the thread, ten batches take 0.2 seconds."""
+    inner, read = prefetched()
+    own, waited = inner.next, 0.0
+    inner.next = lambda: (time.sleep(0.02), own())[1]  # type: ignore[method-assign]
+    read.next()
+    for _ in range(10):
+        time.sleep(0.04)  # the step
+        started = time.monotonic()
+        read.next()
+        waited += time.monotonic() - started
+    read.close()
+    assert waited < 0.1
+
+
+# -- a tokenizer with more tokens than the model's vocabulary is refused before ranks start ----
+
+TEXT = ["data=python_stdlib", "model=llama3_tiny", "model.vocab_size=256"]
+REFUSED = r"model.vocab_size=256: the tokenizer has 258 tokens.*; would work: 258 and more, another tokenizer"
+
+
+def test_a_job_that_reads_text() -> None:
+    with pytest.raises(ConfigError, match=REFUSED):
+        require_vocabulary(compose_job([*TEXT, "tokenizer=bytes"]))
+    require_vocabulary(compose_job([*TEXT, "tokenizer=bytes", "model.vocab_size=258"]))
+    require_vocabulary(compose_job([*TEXT[1:], "tokenizer=bytes", "data=synthetic"]))
+
+
+def test_points_of_a_sweep_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr("harness.launch.sweep.run.sweep", seen.extend)
+    train.train_sweep(compose_points([*TEXT, "tokenizer=bytes", "model.vocab_size=256,258"]))
+    refused, legal = seen
+    assert refused.job is None and "the tokenizer has 258 tokens" in refused.reason
+    assert legal.job is not None
+
+
+def test_a_missing_file_is_found_before_ranks_start(tmp_path: Path) -> None:
+    missing = ["tokenizer=llama3", f"tokenizer.path={tmp_path}/tokenizer.model", "model.vocab_size=128256"]
+    with pytest.raises(UserError, match=r"^tokenizer file .*/tokenizer.model: No such file"):
+        require_vocabulary(compose_job([*TEXT, *missing]))
+    require_vocabulary(compose_job([*TEXT, *missing, "cluster=slurm_cpu"]))  # nodes may have it
+
+
+def test_a_dry_run_of_a_local_job_does_not_train() -> None:
+    with pytest.raises(ConfigError, match=r"^cluster\.dry_run=true: shows a job for SLURM, .*cluster=slurm"):
+        train.train(compose_job([*TEXT, "cluster.dry_run=true", "data=synthetic"]), [])

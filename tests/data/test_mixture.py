@@ -14,18 +14,20 @@ import torch
 from equal import assert_equal
 from loaders import (
     CHANGES,
+    WEIGHTS,
     B,
     Sample,
     ids_of,
     loader,
+    mixture,
     packed,
     permutation,
     ranks_of,
     resumed,
     scheduled,
     steps,
+    with_stream,
 )
-from mixtures import WEIGHTS, mixture, shares, with_stream
 
 from harness.compose.composer import compose_job
 from harness.config.data import DataConfig
@@ -36,6 +38,11 @@ from harness.launch.begin import require_vocabulary
 from harness.util.errors import ConfigError, DataError, UserError
 
 STEPS = 60
+
+
+def shares(weights: dict[str, float]) -> dict[str, Fraction]:
+    exact = {name: Fraction(str(weight)) for name, weight in weights.items()}
+    return {name: weight / sum(exact.values()) for name, weight in exact.items()}
 
 
 def mixed(count: int) -> Iterator[Sample]:

@@ -21,7 +21,6 @@ from loaders import (
     BYTES,
     CHANGES,
     EOS,
-    B,
     Sample,
     T,
     ids_of,
@@ -143,17 +142,6 @@ def opened_by_the_library(files: list[str]) -> Any:
     return datasets.load_dataset("json", data_files=files, split="train", streaming=True)
 
 
-@pytest.mark.parametrize(("shards", "rows"), [(8, 4), (1, 4)])
-def test_rows_are_the_nodes_of_the_library(shards: int, rows: int) -> None:
-    files, streams = write(shards), []
-    for row in range(rows):
-        node = split_dataset_by_node(opened_by_the_library(files), rank=row, world_size=rows)
-        streams.append(cycle([example["text"] for example in node]))
-    data = of_files(*files, attend_across_documents=False)
-    found = steps([loader(data, global_batch_size=rows)], STEPS)
-    assert_equal(found, by_hand(streams, CHANGES["none"], STEPS))
-
-
 def test_states_of_earlier_versions_go_on_in_their_order() -> None:
     files, rows = write(3), 4
     slots, streams = {}, []
@@ -248,12 +236,6 @@ def test_fewer_documents_than_rows() -> None:
     write_jsonl("few.jsonl", ["one document only"])
     with pytest.raises(DataError, match=r"row 1 of 8 holds no text; it may have fewer documents"):
         loader(of_files("few.jsonl")).next()
-
-
-def test_a_streamed_document_longer_than_many_batches() -> None:
-    write_jsonl("long.jsonl", ["x" * 1_000_000] * B)
-    batch = loader(of_files("long.jsonl")).next()
-    assert batch.inputs_BT.tolist() == [[BOS] + [ord("x")] * (T - 1)] * B
 
 
 def test_not_streamed_is_tokenized_once() -> None:

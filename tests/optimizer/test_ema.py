@@ -31,13 +31,12 @@ RUN = (
 def averages(pool: RankPool, *overrides: str) -> list[dict[str, Tensor]]:
     """Train; return the full averages of each rank's parameters."""
     job = tiny(*RUN, *overrides)
-    ranks = pool.run(job.world_size, train_engine, job.to_json(), STEPS)
+    ranks = pool.run(job.world_size, train_engine, job, STEPS)
     return [{name: state["ema"] for name, state in rank.state.items()} for rank in ranks]
 
 
-def judged(job_json: str) -> dict[str, Tensor]:
+def judged(job: Job) -> dict[str, Tensor]:
     """Train; return torch's own average of the weights, which starts with those after the first step."""
-    job = Job.from_json(job_json)
     engine = Engine(job, torch.device("cpu"))
     loader = loader_of(job, build_tokenizer(job.tokenizer), engine.rows)
     judge = AveragedModel(engine.parts[0], multi_avg_fn=get_ema_multi_avg_fn(DECAY))
@@ -49,7 +48,7 @@ def judged(job_json: str) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def expected(pool: RankPool) -> dict[str, Tensor]:
-    [found] = pool.run(1, judged, tiny(*RUN, "optimizer.ema_decay=0").to_json())
+    [found] = pool.run(1, judged, tiny(*RUN, "optimizer.ema_decay=0"))
     return found
 
 

@@ -18,7 +18,7 @@ SMALL = ("training.steps=10", "training.seq_len=64", "training.global_batch_size
 
 def trained(pool: RankPool, *overrides: str) -> list[Trained]:
     job = tiny(*SMALL, *overrides)
-    return pool.run(job.world_size, train_engine, job.to_json(), 4)
+    return pool.run(job.world_size, train_engine, job, 4)
 
 
 def test_everything_is_bfloat16_on_every_rank(pool: RankPool) -> None:
@@ -58,9 +58,8 @@ def test_update_in_backward_is_the_update_after_it(pool: RankPool, options: str)
         assert (a.gradients_left, b.gradients_left > 0) == (0, True)
 
 
-def gradients_during_updates(job_json: str) -> list[int]:
+def gradients_during_updates(job: Job) -> list[int]:
     """Number of parameters that have a gradient at each update in backward."""
-    job = Job.from_json(job_json)
     engine = Engine(job, torch.device("cpu"))
     counts: list[int] = []
     update = engine.optimizer.step
@@ -77,5 +76,5 @@ def gradients_during_updates(job_json: str) -> list[int]:
 @pytest.mark.parametrize("layout", ["single", "fsdp"])
 def test_one_gradient_at_a_time_is_in_memory(pool: RankPool, layout: str) -> None:
     job = tiny(*SMALL, f"parallelism={layout}", "training.max_norm=0", "optimizer.in_backward=true")
-    for *counts, not_updated in pool.run(job.world_size, gradients_during_updates, job.to_json()):
+    for *counts, not_updated in pool.run(job.world_size, gradients_during_updates, job):
         assert set(counts) == {1} and not_updated == 0

@@ -71,73 +71,53 @@ def test_warning_about_casts_without_compile(overrides: list[str], warned: bool)
 
 
 WIDE = ("model.n_layers=2", "model.dim=128", "model.moe.hidden_dim=128")
-QWEN3, DEEPSEEK = ("model=qwen3_moe_debug", *WIDE), ("model=deepseek_v3_debug", *WIDE)
-NOT = ("not output (filter_fqns)", "not layers.*.moe.router (scores are float32)")
-# The kind of linears, overrides, and parts of the description.
-DESCRIPTIONS: list[tuple[str, tuple[str, ...], list[str]]] = [
-    ("float8_rowwise", (), ["28 of 29 linears", "not output (filter_fqns)"]),
-    ("float8_rowwise", ("precision.filter_fqns=[]",), ["29 of 29 linears"]),
-    (
-        "float8_rowwise",
-        ("model.ffn_hidden_dim=100", "precision.filter_fqns=[output,layers.0.]"),
-        [
-            "12 of 29 linears",
-            "not layers.*.attention.wq, layers.*.attention.wk, layers.*.attention.wv, "
-            "layers.*.attention.wo, layers.*.feed_forward.w1, layers.*.feed_forward.w2, "
-            "layers.*.feed_forward.w3, output (filter_fqns)",
-            "not layers.*.feed_forward.w1, layers.*.feed_forward.w3 (100 x 64, not multiples of 16)",
-            "not layers.*.feed_forward.w2 (64 x 100, not multiples of 16)",
-        ],
+QWEN3 = ("model=qwen3_moe_debug", *WIDE)
+ROUTER = "not layers.*.moe.router (scores are float32)"
+# Overrides after precision.linear=, and the description's parts.
+DESCRIPTIONS = {
+    "float8_rowwise": "28 of 29 linears; not output (filter_fqns)",
+    "float8_rowwise precision.filter_fqns=[]": "29 of 29 linears",
+    "float8_rowwise model.ffn_hidden_dim=100 precision.filter_fqns=[output,layers.0.,wq,wk,wv]": (
+        "3 of 29 linears; not layers.*.attention.wq, layers.*.attention.wk, layers.*.attention.wv, "
+        "layers.*.attention.wo, layers.*.feed_forward.w1, layers.*.feed_forward.w2, "
+        "layers.*.feed_forward.w3, output (filter_fqns); not layers.*.feed_forward.w1, "
+        "layers.*.feed_forward.w3 (100 x 64, not multiples of 16); not layers.*.feed_forward.w2 "
+        "(64 x 100, not multiples of 16)"
     ),
-    (
-        "float8_rowwise",
-        ("model.tied_embeddings=true", "precision.filter_fqns=[]"),
-        ["28 of 29 linears", "not output (tied to the embedding table)"],
+    "float8_rowwise model.tied_embeddings=true precision.filter_fqns=[]": (
+        "28 of 29 linears; not output (tied to the embedding table)"
     ),
-    (
-        "float8_rowwise",
-        ("model=llama3_8b", "precision.auto_filter_small_kn=true"),
-        [
-            "160 of 225 linears",
-            "not layers.*.attention.wk, layers.*.attention.wv (1024 x 4096, too small to gain)",
-            "not output (filter_fqns)",
-        ],
+    "float8_rowwise model=llama3_8b precision.auto_filter_small_kn=true": (
+        "160 of 225 linears; not layers.*.attention.wk, layers.*.attention.wv "
+        "(1024 x 4096, too small to gain); not output (filter_fqns)"
     ),
-    *((linear, QWEN3, ["8 of 11 linears and the experts of 2 of 2 blocks", *NOT]) for linear in GROUPED),
-    (
-        "float8_tensorwise",
-        QWEN3,
-        [
-            *("8 of 11 linears and the experts of 0 of 2 blocks", *NOT),
-            "not layers.*.moe.experts (torchao has no grouped product in float8_tensorwise)",
-        ],
+    **{
+        f"{linear} {' '.join(QWEN3)}": (
+            f"8 of 11 linears and the experts of 2 of 2 blocks; not output (filter_fqns); {ROUTER}"
+        )
+        for linear in GROUPED
+    },
+    f"float8_tensorwise {' '.join(QWEN3)}": (
+        "8 of 11 linears and the experts of 0 of 2 blocks; not output (filter_fqns); "
+        f"not layers.*.moe.experts (torchao has no grouped product in float8_tensorwise); {ROUTER}"
     ),
-    (
-        "mxfp8",
-        (*QWEN3, "model.dim=64"),
-        [
-            *("8 of 11 linears and the experts of 0 of 2 blocks", *NOT),
-            "not layers.*.moe.experts (128 x 64, not multiples of 128)",
-        ],
+    f"mxfp8 {' '.join(QWEN3)} model.dim=64 precision.filter_fqns=[attention]": (
+        "1 of 11 linears and the experts of 0 of 2 blocks; not layers.*.attention.wq, "
+        "layers.*.attention.wk, layers.*.attention.wv, layers.*.attention.wo (filter_fqns); "
+        f"not layers.*.moe.experts (128 x 64, not multiples of 128); {ROUTER}"
     ),
-    (
-        "mxfp8",
-        (*DEEPSEEK, "precision.filter_fqns=[output,moe.experts]"),
-        [
-            "14 of 18 linears and the experts of 0 of 1 blocks",
-            "not output, layers.*.moe.experts (filter_fqns)",
-            NOT[1],
-        ],
+    f"mxfp8 {' '.join(QWEN3)} precision.filter_fqns=[output,moe.experts]": (
+        "8 of 11 linears and the experts of 0 of 2 blocks; not output, layers.*.moe.experts (filter_fqns); "
+        f"{ROUTER}"
     ),
-]
+}
 
 
-@pytest.mark.parametrize(("linear", "overrides", "parts"), DESCRIPTIONS)
-def test_description(linear: str, overrides: tuple[str, ...], parts: list[str]) -> None:
-    job = job_of(*overrides, f"precision.linear={linear}", "precision.emulate=true")
-    linears = sort_linears(job.model, job.precision)
-    kind, text = linears.describe(linear).split(": ", 1)
-    assert kind == linear and sorted(text.split("; ")) == sorted(parts)
+@pytest.mark.parametrize(("overrides", "description"), DESCRIPTIONS.items())
+def test_description(overrides: str, description: str) -> None:
+    job = job_of(*f"precision.emulate=true precision.linear={overrides}".split())
+    kind, text = sort_linears(job.model, job.precision).describe(job.precision.linear).split(": ", 1)
+    assert overrides.startswith(kind) and sorted(text.split("; ")) == sorted(description.split("; "))
 
 
 @pytest.mark.parametrize("linear", [*FLOAT8, "mxfp8"])

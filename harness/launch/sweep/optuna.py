@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.compose.composer import SETTINGS, Composed, Composer, Space, read_space
-from harness.compose.hydra import sets_search_path
+from harness.compose.hydra import UNSET, sets_search_path
 from harness.config.fields import check_rules, from_dict, label
 from harness.config.job import Job
 from harness.launch.state import BUSY
@@ -128,6 +128,7 @@ def run_study(
 def _folder(composer: Composer, fixed: list[str]) -> Path:
     # Its name is composed without the axes.
     config = composer.config(fixed, resolve=True)
+    from_dict(composer.schema, config, unset=UNSET)  # raises for a value that has a wrong type in every point
     job = Job(name=config["name"], runs_dir=config["runs_dir"])
     check_rules(job)
     job.validate_folder()

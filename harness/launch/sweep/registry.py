@@ -20,6 +20,7 @@ from harness.compose.composer import Composed
 from harness.config.fields import LABEL, leaves
 from harness.config.job import Job
 from harness.metrics.jsonl import repair_tail
+from harness.run.folder import run_folders
 from harness.util.encoding import parse_object
 from harness.util.errors import UserError
 from harness.util.files import LockedError, lock, sync_file
@@ -187,10 +188,10 @@ def points_in(folder: Path) -> list[Point]:
     registry = Registry(folder)
     if registry.exists:
         return registry.points()
-    files = [folder / "job.json"] if (folder / "job.json").is_file() else sorted(folder.glob("*/job.json"))
-    if not files:
+    found = run_folders(folder, levels=1)
+    if not found:
         raise UserError(f"{folder}: neither a sweep folder nor a run folder{registry.neighbours()}")
-    return [Point(file.parent.name, file.parent, typed_overrides(file.parent)) for file in files]
+    return [Point(path.name, path, typed_overrides(path)) for path in found]
 
 
 def typed_overrides(run_dir: Path) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -29,11 +29,7 @@ from harness.util.tables import to_csv, to_markdown, to_text
 def status(folder: Path, *, verify: bool = False) -> Result:
     """Show every point: state, step, speed, memory, reason of failure."""
     points = points_in(folder)
-    code = EXIT_OK
-    try:
-        seen = states_of(points)
-    except SlurmError as error:
-        seen, code = states_in_folders([point.run_dir for point in points], error), error.exit_code
+    seen, code = read_or_warn([point.run_dir for point in points], lambda: states_of(points))
     skipped = Registry(folder).skipped()
     study = StudyRecord.read(folder)
     table = to_text(table_of_states(points, seen, study.objective if study else ())) + counted(seen, skipped)
@@ -50,6 +46,14 @@ def status(folder: Path, *, verify: bool = False) -> Result:
     sys.stdout.write(table)
     checkpoints, verified = _verify(seen)
     return Result(data | {"checkpoints": checkpoints}, code=verified or code)
+
+
+def read_or_warn(run_dirs: Sequence[Path], read: Callable[[], list[RunState]]) -> tuple[list[RunState], int]:
+    """Return what ``read`` does and the exit code; if SLURM does not answer, the states in the folders."""
+    try:
+        return read(), EXIT_OK
+    except SlurmError as error:
+        return states_in_folders(run_dirs, error), error.exit_code
 
 
 def _as_dict(point: Point, each: RunState) -> dict[str, Any]:
