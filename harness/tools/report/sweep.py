@@ -112,7 +112,7 @@ def collect(folder: Path) -> int:
     write_atomically(registry.path / "table.md", text.encode())
     ordered = fastest_first(measured)
     drawn = bars(registry.path / "plot.png", registry.name, [row["point"] for row in ordered], ordered)
-    log_table(registry, [(point, point.job) for point in points], states_of(points))
+    log_table(registry, points, states_of(points))
     for name in ["table.csv", "table.md", *(["plot.png"] if drawn else [])]:
         sys.stdout.write(f"{registry.path / name}\n")
     return EXIT_OK
