@@ -373,7 +373,7 @@ def test_every_column_that_runs_write_is_described_and_no_other(tmp_path: Path) 
             cwd=tmp_path,
         )
         assert done.returncode == 0, done.stderr
-        [folder] = (tmp_path / name).iterdir()
+        folder = tmp_path / name / "latest"
         for line in (folder / "metrics.jsonl").read_text().splitlines():
             metrics |= json.loads(line).keys()
         for path in folder.glob("metrics/rank0.jsonl"):
