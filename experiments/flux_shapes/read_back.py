@@ -1,8 +1,8 @@
 """Measure how often pictures of a model follow their captions.
 
 Captions are the held-out ones of ``data=drawn_shapes``, which no training picture had; the objects are
-read back from the pictures: colors by hue, shapes by area, positions by center. Appends a line to results.jsonl
-and writes sheet.png. Chance is measured with the same pictures and the captions of others.
+read back from the pictures: colors by hue, shapes by area, positions by center. Appends a line to
+results.jsonl and writes sheet.png. Chance is measured with the same pictures and the captions of others.
 
     python experiments/flux_shapes/read_back.py runs/flux_shapes/ID --ema
 """
