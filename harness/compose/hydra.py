@@ -27,12 +27,10 @@ from harness.compose.overrides import (
     with_quotes,
 )
 from harness.compose.paths import (
-    ConfigFolders,
     Stamp,
-    conf_dir,
     config_folders,
     folder_of_package,
-    folders_of_packages,
+    folders_with,
     using_folders,
 )
 from harness.config.fields import default_of, type_hints
@@ -372,7 +370,7 @@ def _entries(override: str) -> list[str]:
 
 
 def _of_primary(name: str, added: Sequence[Path]) -> list[str]:
-    folders = ConfigFolders((Path(conf_dir()), *added, *folders_of_packages()), {})
+    folders = folders_with(added)
     file = folders.find(name)
     if file is None:
         searched, works = (", ".join(map(str, each)) for each in (folders.paths, folders.primary_names()))
