@@ -26,13 +26,7 @@ from harness.compose.overrides import (
     user_errors,
     with_quotes,
 )
-from harness.compose.paths import (
-    Stamp,
-    config_folders,
-    folder_of_package,
-    folders_with,
-    using_folders,
-)
+from harness.compose.paths import Stamp, config_folders, folder_of_package, folders_with, using_folders
 from harness.config.fields import default_of, type_hints
 from harness.util.errors import UserError
 

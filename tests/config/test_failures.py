@@ -9,7 +9,16 @@ import torch
 import torch.distributed as dist
 
 from harness.config.failures import describe_failure, kind_of_text
-from harness.util.errors import EXIT_BUG, EXIT_MACHINE, EXIT_NON_FINITE, EXIT_USER, NonFiniteError, UserError
+from harness.util.errors import (
+    EXIT_BUG,
+    EXIT_INTERRUPTED,
+    EXIT_MACHINE,
+    EXIT_NON_FINITE,
+    EXIT_USER,
+    MachineError,
+    NonFiniteError,
+    UserError,
+)
 
 
 def test_a_failed_allocation_is_named() -> None:
@@ -55,11 +64,15 @@ def test_a_collective_that_took_too_long_is_named(text: str, operation: str) -> 
         (dist.DistBackendError("NCCL error: remote process exited"), "collective", EXIT_MACHINE),
         (RuntimeError("[gloo] Connection closed by peer [10.0.0.1]:1234"), "peer", EXIT_MACHINE),
         (KeyError("layers.0"), "bug", EXIT_BUG),
+        (MachineError("gone"), "machine", EXIT_MACHINE),
+        (MemoryError(), "out_of_memory", EXIT_MACHINE),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out_of_memory", EXIT_MACHINE),
+        (KeyboardInterrupt(), "interrupted", EXIT_INTERRUPTED),
     ],
 )
-def test_classes(error: Exception, kind: str, code: int) -> None:
+def test_classes(error: BaseException, kind: str, code: int) -> None:
     row = describe_failure(error)
-    assert (row["kind"], row["exit_code"]) == (kind, code)
+    assert (row["kind"], row["exit_code"]) == (kind, code) and row["message"]
 
 
 def raised_over(inner: BaseException, outer: BaseException, *, explicit: bool) -> BaseException:
