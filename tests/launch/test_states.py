@@ -238,9 +238,8 @@ def test_suspended_and_blocked_points(mocked: Slurm) -> None:
     assert "user: job 7_2 can never start: PartitionConfig; would work: cancel it" in out
     assert "never submitted" in out.splitlines()[5]
     # Neither is submitted a second time.
-    tasks = [(point, point.job) for point in points]
-    wanted = Selection.of(mocked.sweep, tasks, states_of(points)).wanted
-    assert [point.id for point, _ in wanted] == [point.id for point in points[4:]]
+    wanted = Selection.of(mocked.sweep, points, states_of(points)).wanted
+    assert [point.id for point in wanted] == [point.id for point in points[4:]]
     out, _ = mocked.verb("cancel")
     assert out == f"cancelled 4 of {POINTS} points\n"
 

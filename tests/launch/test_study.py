@@ -16,7 +16,6 @@ import pytest
 from optuna.trial import TrialState
 
 from harness.compose.composer import chooses_points, compose_job
-from harness.config.job import Job
 from harness.launch.begin import begin
 from harness.launch.sweep import optuna as study_module
 from harness.launch.sweep.optuna import run_study
@@ -58,7 +57,8 @@ class Study:
     def trials(self) -> list[optuna.trial.FrozenTrial]:
         return self.stored.trials
 
-    def train(self, job: Job, point: Point) -> int:
+    def train(self, point: Point) -> int:
+        job = point.job
         self.started.append(job.id)
         if len(self.started) == self.interrupt_at:
             raise KeyboardInterrupt
