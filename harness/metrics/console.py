@@ -85,9 +85,6 @@ class SilentConsole(PlainConsole):
 
 class RichConsole(PlainConsole):
     """A progress bar with the newest metrics at the bottom of the terminal, and a line above it now and then.
-
-    Args:
-        clock: monotonic clock, in seconds.
     """
 
     def __init__(

@@ -23,9 +23,6 @@ class MetricsFile:
     line gets its missing newline. Each row is flushed to the operating system. A file that is deleted while
     it is open is written again.
 
-    Args:
-        path: the file; it is created with its folder if missing.
-
     Attributes:
         notes: warnings for the user, one line each; the caller removes those it has shown.
     """
@@ -48,9 +45,6 @@ class MetricsFile:
         """Drop the rows of later steps: a run that resumes from ``step`` will write them again.
 
         Damaged lines are dropped too, with a note; a copy of the original file is kept.
-
-        Returns:
-            The number of rows dropped.
         """
         rows, damaged = read_rows(self.path)
         kept = [row for row in rows if _step(row) <= step]
@@ -133,9 +127,6 @@ def read_rows(path: Path) -> tuple[list[Row], list[tuple[int, int]]]:
 
     Returns:
         The rows, and for each damaged line before the last one its number and the step of the row before it.
-
-    Raises:
-        OSError: the file is missing or cannot be read.
     """
     lines = path.read_bytes().split(b"\n")
     if lines[-1] == b"":

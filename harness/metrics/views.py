@@ -110,12 +110,7 @@ class WandbView:
 
 
 def log_sweep(config: MetricsConfig, folder: Path, group: str, table: Table) -> None:
-    """Log the table of a sweep as a separate run in the sweep's group.
-
-    Args:
-        config: metrics of any of the sweep's jobs: project, entity, tags and mode.
-        table: one row per point.
-    """
+    """Log the table of a sweep as a separate run in the sweep's group."""
     import wandb
 
     run = wandb.init(

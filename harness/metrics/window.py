@@ -80,8 +80,6 @@ class StepTimer:
     Args:
         synchronize: waits for the device. Kernels run asynchronously; without this wait at the start and end
             of validation and saving, their times would include kernels of earlier steps.
-        clock: monotonic clock, in seconds.
-        annotated: context manager around sections, by their names.
     """
 
     def __init__(

@@ -78,7 +78,6 @@ class RegionParallel(ParallelStyle):
     Backward sums the ranks' contributions: a reduce-scatter if forward gathered, else an all-reduce.
 
     Args:
-        stream: placement of the residual stream.
         cast: applied to the input before it is gathered.
     """
 
@@ -243,11 +242,8 @@ def apply_tensor_parallel(
     """Split every module of a model part as its spec says, in place.
 
     Args:
-        part: a part on the meta device.
         mesh: the tp axis.
         layout: whether the residual stream is split, and whether the loss takes split logits.
-        loss_in_head: whether the output projection computes the loss.
-        gather_float8: whether to gather inputs of float8 linears in float8.
     """
     stream: Placement = Shard(SEQUENCE_DIM) if layout.sequence_parallel else Replicate()
     logits: Placement = Shard(-1) if layout.loss_parallel else Replicate()

@@ -38,9 +38,6 @@ class Engine:
 
     All ranks construct it and call its methods together. The values it returns are sums over the world, so
     that every rank decides the same.
-
-    Args:
-        built: its mesh and model parts, if they exist already.
     """
 
     def __init__(

@@ -202,12 +202,7 @@ def rendezvous_store() -> Iterator[int]:
 
 
 def rank_environment(job: Job, port: int, started: float) -> dict[str, str]:
-    """Return the environment variables that all ranks of a job share.
-
-    Args:
-        port: port of the store, on this node.
-        started: time.monotonic() of this machine at which the job was started.
-    """
+    """Return the environment variables that all ranks of a job share."""
     nodes, local = job.cluster.nodes_for(job.world_size)
     # A node may be unable to resolve its own name; without a network that takes minutes to fail.
     address = "127.0.0.1" if nodes == 1 else socket.gethostname()

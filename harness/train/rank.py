@@ -94,12 +94,7 @@ class LauncherGone(MachineError):
 
 
 class Rank:
-    """One rank of a job.
-
-    Attributes:
-        trainer: None until it is created.
-        recorder: writes the metrics; on rank 0, once created.
-    """
+    """One rank of a job."""
 
     trainer: Trainer | None = None
     recorder: Recorder | None = None
@@ -160,7 +155,6 @@ def run_rank(job: Job, folder: RunFolder, *, started: float, store: dist.Store |
     """Train as one rank, record how the run ended, and return the exit code.
 
     Args:
-        started: time.monotonic() of this machine at which the job was started.
         store: the rendezvous store; None means the one that torchrun's variables name.
     """
     rank = Rank(job, folder)

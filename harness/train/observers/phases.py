@@ -402,12 +402,6 @@ class Marks:
 
     Marks are outside of compiled regions. Collectives inside of them are found too, because their operators
     are called by name. Recomputation is a part of backward.
-
-    Args:
-        phases: gets the marks.
-        parts: this rank's model parts.
-        mesh: names the groups of collectives.
-        device: where the parts compute.
     """
 
     def __init__(self, phases: Phases, parts: Sequence[ModelPart], mesh: Mesh, device: torch.device) -> None:
