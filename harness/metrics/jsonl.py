@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import shutil
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from harness.util.encoding import dumps, loads
@@ -97,14 +96,6 @@ class MetricsFile:
         write_atomically(self.path, content)
         self._file = self.path.open("a+b")
         self.notes.append(f"WARNING {self.path} was deleted while the run wrote it, and is written again")
-
-    def __enter__(self) -> MetricsFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def read_metrics(path: Path) -> list[Row]:

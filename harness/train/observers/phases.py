@@ -128,6 +128,8 @@ class PhaseLog(Observer):
         steps, self._row = self._row, []
         self._last = phases = _mean(step.seconds for step in steps)
         last = steps[-1]
+        # Mean seconds of a step in which a core was missing to compute.
+        queued = sum(own_seconds(phases)) - sum(own_seconds(_mean(step.on_core for step in steps)))
         self._rows += 1
         spans = [[s.start, s.end, s.phase, s.stage] for s in last.spans if s.phase not in EXCLUDED]
         shown = {"aligned_at": last.aligned_at, "spans": spans} if self._rows <= WITH_SPANS else {}
@@ -137,16 +139,12 @@ class PhaseLog(Observer):
                 "steps": len(steps),
                 **self._where,
                 "seconds": sum(phases[phase] for phase in phases if phase not in EXCLUDED),
-                **({"queued": self._queued(steps, phases)} if self._phases.sees_queue else {}),
+                **({"queued": queued} if self._phases.sees_queue else {}),
                 "phases": phases,
                 **({"stages": _mean_passes(steps)} if len(self.run.engine.parts) > 1 else {}),
                 **shown,
             }
         )
-
-    def _queued(self, steps: Sequence[StepPhases], phases: dict[str, float]) -> float:
-        """Return the mean seconds of a step in which a core was missing to compute."""
-        return sum(own_seconds(phases)) - sum(own_seconds(_mean(step.on_core for step in steps)))
 
 
 def _mean(steps: Iterable[dict[str, float]]) -> dict[str, float]:
