@@ -320,8 +320,8 @@ def from_dict(cls: type, plain: dict[str, Any], prefix: str = "", *, unset: str 
     hints, inner_classes = type_hints(cls), _inner_classes(cls)
     unknown = set(plain) - {field.name for field in dataclasses.fields(cls)}
     if unknown:
-        name = sorted(unknown)[0]
-        rule = no_such_field(name, hints, prefix, whole=cls.__name__)
+        name = sorted(unknown, key=str)[0]
+        rule = no_such_field(str(name), hints, prefix, whole=cls.__name__)
         raise ConfigError(f"{prefix}{name}", plain[name], rule)
     required = [field.name for field in dataclasses.fields(cls) if _has_no_default(field)]
     if missing := [name for name in required if name not in plain]:

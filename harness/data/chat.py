@@ -18,10 +18,9 @@ from harness.config.data import DataConfig
 from harness.data.cache import open_documents
 from harness.data.chat_template import ASSISTANT, HALF_PAIR, ChatTemplate, message_of, template_of
 from harness.data.corpus import TokenizedSplit
-from harness.data.documents import Span, list_names, read_columns
+from harness.data.documents import LocalFiles, Span, file_stats, list_names, read_columns
 from harness.data.samples import IGNORE_INDEX, EpochOrder, random_stream
-from harness.data.sources import LocalFiles, file_stats
-from harness.data.tokenizer_base import Marked, Tokenizer
+from harness.data.tokenizer import Marked, Tokenizer
 from harness.util.errors import DataError
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from harness.config.training import Sizes
+from harness.data.documents import open_dataset, require_column
 from harness.data.loader import (
     Cursor,
     Loader,
@@ -24,7 +25,6 @@ from harness.data.loader import (
 )
 from harness.data.read_ahead import ReaderPool
 from harness.data.samples import IGNORE_INDEX, number_documents
-from harness.data.sources import open_dataset, require_column
 from harness.data.stream_reader import Document, Position, RowReader
 from harness.util.errors import DataError
 

@@ -18,7 +18,7 @@ from harness.run.folder import RunFolder, last_lines
 from harness.run.result import write_json_atomically
 from harness.train.finish import finish_run
 from harness.util.encoding import read_object
-from harness.util.errors import EXIT_INTERRUPTED, ConfigError, MachineError, UserError
+from harness.util.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, MachineError, UserError
 
 FILE = "slurm/job.json"
 # States in which a process runs the job, or SLURM will start or continue one.
@@ -208,10 +208,15 @@ def queued_jobs(run_dirs: Sequence[Path]) -> Jobs | None:
     return jobs() if shutil.which("squeue") is not None else None
 
 
-def states_in_folders(run_dirs: Sequence[Path], error: SlurmError) -> list[RunState]:
-    """Return the states that the run folders know while SLURM does not answer; show the error."""
-    sys.stderr.write(f"WARNING {error}; shown is what the run folders know\n")
-    return [read_state(run_dir, None, silent="SLURM does not answer") for run_dir in run_dirs]
+def read_or_warn(
+    run_dirs: Sequence[Path], read: Callable[[Sequence[Path]], list[RunState]] = read_states
+) -> tuple[list[RunState], int]:
+    """Return what ``read`` does and the exit code; if SLURM does not answer, the states in the folders."""
+    try:
+        return read(run_dirs), EXIT_OK
+    except SlurmError as error:
+        sys.stderr.write(f"WARNING {error}; shown is what the run folders know\n")
+        return [read_state(each, None, "SLURM does not answer") for each in run_dirs], error.exit_code
 
 
 def read_state(

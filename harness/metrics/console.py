@@ -51,7 +51,7 @@ class PlainConsole:
             shown += [
                 metric.format(key, row[key]) for key in keys if metric.line and row.get(key) is not None
             ]
-        return "  ".join(shown)
+        return "  ".join(filter(None, shown))
 
     def message(self, text: str) -> None:
         """Show a line of text."""

@@ -91,7 +91,8 @@ class WandbView:
             project=config.wandb_project or os.environ.get("WANDB_PROJECT") or _DEFAULT_PROJECT,
             entity=config.wandb_entity,
             group=config.wandb_group,
-            tags=list(config.wandb_tags) or None,
+            tags=[*run.job.get("tags", ()), *config.wandb_tags] or None,
+            notes=run.job.get("notes") or None,
             mode=wandb_mode(config.wandb_mode),  # type: ignore[arg-type]
             config=run.job,
             settings=wandb.Settings(**settings),
@@ -226,13 +227,16 @@ class MlflowView:
         found = self._client.get_experiment_by_name(name)
         experiment = self._client.create_experiment(name) if found is None else found.experiment_id
         tags = {_JOB_ID: run.run_id, _FOLDER: str(run.run_dir.absolute())}
+        others = {**dict.fromkeys(run.job.get("tags", ()), "true"), **run.options.tags}
+        if run.job.get("notes"):
+            others["mlflow.note.content"] = run.job["notes"]
         if run.start_step > 0:
             same = " and ".join(f"tags.`{key}` = '{value}'" for key, value in tags.items())
             earlier = self._client.search_runs([experiment], same, max_results=1)
             if earlier:
                 self._client.update_run(earlier[0].info.run_id, status="RUNNING")
                 return str(earlier[0].info.run_id)
-        created = self._client.create_run(experiment, tags={**tags, **run.options.tags}, run_name=run.name)
+        created = self._client.create_run(experiment, tags={**tags, **others}, run_name=run.name)
         ident = str(created.info.run_id)
         for some in _batches(_params(run.job), _PARAMS_PER_REQUEST):
             self._client.log_batch(ident, params=some)

@@ -30,7 +30,12 @@ RATE = Metric(
 )
 INTERVAL = (
     Metric("step_seconds", "s", "Mean time of the steps since the last row, warm-up included."),
-    Metric("data_share", "0 to 1", "Share of the step's time spent waiting for data.", line="data {:.1%}"),
+    Metric(
+        "data_share",
+        "0 to 1",
+        "Share of the step's time spent waiting for data.",
+        line=lambda v: f"data {v:.1%}" if v >= 0.01 else "",
+    ),
     Metric("profiled_steps", "count", "Steps left out of throughput: a profiler ran.", "`profiling=on`"),
 )
 SUMMARY = (

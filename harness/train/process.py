@@ -135,10 +135,8 @@ def keep_freed_memory() -> bool:
     """Make glibc's malloc keep freed memory, for a process whose tensors are in host memory.
 
     By default malloc maps large blocks one by one and unmaps them when they are freed, so the kernel zeroes
-    the same pages at every step. With this it does not, and the process keeps its peak size.
-
-    Returns:
-        Whether it was done: False with another C library, or if the user has configured malloc.
+    the same pages at every step. With this it does not, and the process keeps its peak size. Returns
+    False, and does nothing, with another C library, or if the user has configured malloc.
     """
     set_by_user = any(name.startswith("MALLOC_") for name in os.environ)
     if set_by_user or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
@@ -170,18 +168,21 @@ def garbage_collection(interval: int) -> Iterator[Callable[[int], None]]:
         gc.enable()
 
 
-def describe(job: Job, device_type: str, *, keeps_memory: bool = False) -> str:
-    """Describe the settings in force, on one line."""
-    parts = [f"float32 products in {job.training.matmul_precision} precision"]
-    if device_type == "cuda" and job.precision.param_dtype == "float32":
-        parts[0] += " (all products are; several times as fast on most GPUs: precision=bf16)"
-    if keeps_memory:
-        parts.append("freed memory is kept")
-    if device_type == "cuda":
-        for name in SHOWN:
-            found = next(each for each in (name, *_ALIASES.get(name, ())) if each in os.environ)
-            parts.append(f"{found}={os.environ[found]}")
-    return f"process: {', '.join(parts)}"
+def describe(job: Job, device_type: str) -> str:
+    """Say in a line which settings the user has changed, or should change; empty if there are none."""
+    if device_type != "cuda":
+        return ""
+    parts = []
+    if job.precision.param_dtype == "float32":
+        precision = job.training.matmul_precision
+        parts.append(
+            f"all products in float32, {precision} precision (precision=bf16 is several times as fast)"
+        )
+    for name in SHOWN:
+        found = [each for each in (name, *_ALIASES.get(name, ())) if each in os.environ]
+        if found != [name] or os.environ[name] != settings(job, Path())[name]:
+            parts += [f"{each}={os.environ[each]}" for each in found]
+    return f"process: {', '.join(parts)}" if parts else ""
 
 
 @contextmanager

@@ -121,8 +121,12 @@ class Rank:
                 row = trainer.result()
                 self.folder.write_result(self.job, reason, code, row)
                 stopped_by = {} if code == EXIT_OK else {"exit_reason": reason}
-                where = {"run folder": str(self.folder.path)}
-                self.recorder.close({**shown_summary(row), **stopped_by, **where})
+                resumes = {"resume": "the same command"} if code == EXIT_RESUMABLE else {}
+                where = {
+                    "run folder": str(self.folder.path),
+                    "report": f"harness report {self.folder.path.parent}",
+                }
+                self.recorder.close({**shown_summary(row), **stopped_by, **where, **resumes})
         return code
 
     def fail(self, error: BaseException) -> int:
@@ -170,7 +174,8 @@ def run_rank(job: Job, folder: RunFolder, *, started: float, store: dist.Store |
 
         device = pick_device(job)
         set_up_process(job)
-        kept = device.type == "cpu" and process.keep_freed_memory()
+        if device.type == "cpu":
+            process.keep_freed_memory()
         if device.type == "cuda" and job.world_size > 1:
             # NCCL's flight recorder writes its file there from C++, and does not create the folder.
             (folder.path / process.FLIGHT_RECORDER).mkdir(exist_ok=True)
@@ -186,7 +191,8 @@ def run_rank(job: Job, folder: RunFolder, *, started: float, store: dist.Store |
                     total_steps=job.steps,
                 )
                 rank.recorder.message(describe(job, folder, device))
-                rank.recorder.message(process.describe(job, device.type, keeps_memory=kept))
+                if changed := process.describe(job, device.type):
+                    rank.recorder.message(changed)
             rank.trainer = Trainer(job, folder, Engine(job, device), rank.recorder, started)
             return rank.end(rank.trainer, rank.trainer.train())
     except BaseException as error:

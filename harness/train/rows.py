@@ -38,7 +38,7 @@ _ROW = (
         "loss_max",
         "nats/token",
         "Largest mean loss of one rank's share of the batch.",
-        line="loss_max {:.4f}",
+        line="max {:.4f}",
     ),
     Metric(
         "mtp_loss",
