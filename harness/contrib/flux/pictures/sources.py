@@ -230,6 +230,10 @@ class RawSamples:
         works = "" if self._skips else "; would work: data.options.on_error=skip"
         raise DataError(f"{unreadable}{works}")
 
+    def caption(self, number: int) -> str:
+        """Return the caption of a sample."""
+        return self.sample(number)[1]
+
 
 def open_pictures(
     data: DataConfig,
