@@ -22,9 +22,8 @@ import numpy as np
 from harness.config.data import DataConfig
 from harness.contrib.flux.pictures.config import ImagesConfig, pictures_of
 from harness.contrib.flux.pictures.shapes import DrawnShapes
-from harness.data.documents import describe, list_names
+from harness.data.documents import describe, file_stats, find_files, folder_hint, list_names, open_dataset
 from harness.data.samples import EpochOrder, random_stream
-from harness.data.sources import file_stats, find_files, folder_hint, open_dataset
 from harness.data.tokenizing import is_held_out
 from harness.util.encoding import parse_object
 from harness.util.errors import DataError
