@@ -31,7 +31,10 @@ _TOOLS = "tools"
 
 
 def load_conversations(reading: Reading) -> Loader:
-    from harness.data.loader import NumberedLoader  # torch; composing a job imports this file without it
+    from harness.data.loader import (  # torch; composing a job imports this file without it
+        NumberedSource,
+        SampleLoader,
+    )
 
     data, tokenized = reading.data, open_documents(reading)
     samples = PackedConversations(
@@ -42,7 +45,7 @@ def load_conversations(reading: Reading) -> Loader:
         cut=data.long_conversations == "cut",
         pad_id=reading.tokenizer.eos_id or 0,
     )
-    loader = NumberedLoader(samples, reading.rows, reading.sizes)
+    loader = SampleLoader(reading, {"": NumberedSource(samples)})
     loader.damaged_documents = tokenized.damaged
     loader.note = f"data of {reading.split}: {describe(samples, data, reading.seq_len)}"
     return loader

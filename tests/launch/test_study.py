@@ -260,13 +260,7 @@ def test_objectives_have_directions(name: str, direction: str) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"objective": []},
-        {"objective": ["a", "b"]},
-        {"direction": ["up"]},
-        {"shared": [3]},
-        {"more": 1},
-    ],
+    [{"objective": []}, {"objective": ["a", "b"]}, {"direction": ["up"]}, {"shared": [3]}, {"more": 1}],
     ids=str,
 )
 def test_a_damaged_record_is_one_line(change: dict[str, Any], tmp_path: Path) -> None:
