@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from harness.config.data import DataConfig, TokenizerConfig
 from harness.data.corpus import CorpusWriter, TokenizedSplit, content_key, open_shard, read_manifest
-from harness.data.documents import Source
+from harness.data.documents import Source, source_of, tokenizer_of
 from harness.data.shards import MANIFEST, UNFINISHED
-from harness.data.sources import source_of, tokenizer_of
 from harness.data.tokenizer import Tokenizer
 from harness.util.errors import ConfigError, DataError, MachineError, as_typed
 from harness.util.store import Damaged, only_builder, remove_abandoned, remove_folder

@@ -18,10 +18,9 @@ from harness.config.data import DataConfig
 from harness.data.cache import open_documents
 from harness.data.chat_template import ASSISTANT, HALF_PAIR, ChatTemplate, message_of, template_of
 from harness.data.corpus import TokenizedSplit
-from harness.data.documents import Span, list_names, read_columns
+from harness.data.documents import LocalFiles, Span, file_stats, list_names, read_columns
 from harness.data.samples import IGNORE_INDEX, EpochOrder, random_stream
-from harness.data.sources import LocalFiles, file_stats
-from harness.data.tokenizer_base import Marked, Tokenizer
+from harness.data.tokenizer import Marked, Tokenizer
 from harness.util.errors import DataError
 
 if TYPE_CHECKING:
@@ -32,7 +31,10 @@ _TOOLS = "tools"
 
 
 def load_conversations(reading: Reading) -> Loader:
-    from harness.data.loader import NumberedLoader  # torch; composing a job imports this file without it
+    from harness.data.loader import (  # torch; composing a job imports this file without it
+        NumberedSource,
+        SampleLoader,
+    )
 
     data, tokenized = reading.data, open_documents(reading)
     samples = PackedConversations(
@@ -43,7 +45,7 @@ def load_conversations(reading: Reading) -> Loader:
         cut=data.long_conversations == "cut",
         pad_id=reading.tokenizer.eos_id or 0,
     )
-    loader = NumberedLoader(samples, reading.rows, reading.sizes)
+    loader = SampleLoader(reading, {"": NumberedSource(samples)})
     loader.damaged_documents = tokenized.damaged
     loader.note = f"data of {reading.split}: {describe(samples, data, reading.seq_len)}"
     return loader

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
+from harness.config.data import DataConfig
 from harness.data.tokens import Tokens
 from harness.util.errors import DataError
 
@@ -27,7 +28,8 @@ class Samples(Protocol):
     def sample(self, number: int) -> tuple[np.ndarray, ...]:
         """``(inputs_T, labels_T)``, int64; ``labels_T[t]`` follows ``inputs_T[t]``, or is IGNORE_INDEX.
 
-        With ``number_documents`` a third array has the number of each input's document in the sample.
+        If documents do not attend to each other, a third array has the number of each input's document in
+        the sample.
         """
 
 
@@ -63,16 +65,13 @@ class PackedSamples:
     def __init__(
         self,
         split: Tokens,
-        *,
+        data: DataConfig,
         seq_len: int,
+        *,
         seed: int,
         shuffle: bool,
-        mask_document_boundary: bool,
-        number_documents: bool = False,
     ) -> None:
-        self._split, self._seq_len = split, seq_len
-        self._mask_document_boundary = mask_document_boundary
-        self._number_documents = number_documents
+        self._split, self._data, self._seq_len = split, data, seq_len
         self._num_samples = max(0, (split.num_tokens - 1) // seq_len)
         self._order = EpochOrder(self._num_samples, seed, shuffle=shuffle)
         self.num_per_epoch: int | None = self._num_samples
@@ -86,14 +85,8 @@ class PackedSamples:
     def sample(self, number: int) -> tuple[np.ndarray, ...]:
         begin = self._order.at(number) * self._seq_len
         end = begin + self._seq_len + 1
-        tokens = self._split.read(begin, end)
-        inputs_T, labels_T = tokens[:-1], tokens[1:].copy()
         first_labels = self._split.starts_between(begin + 1, end) - begin - 1
-        if self._mask_document_boundary:
-            labels_T[first_labels] = IGNORE_INDEX
-        if not self._number_documents:
-            return inputs_T, labels_T
-        return inputs_T, labels_T, number_documents(first_labels, self._seq_len)
+        return sample_of(self._split.read(begin, end), first_labels, self._data)
 
 
 class SyntheticSamples:
@@ -115,15 +108,20 @@ class SyntheticSamples:
         return inputs_T, labels_T
 
 
-def number_documents(first_labels: np.ndarray, seq_len: int) -> np.ndarray:
-    """Number of each input's document in its sample, from 0, int64.
+def sample_of(tokens: np.ndarray, first_labels: np.ndarray, data: DataConfig) -> tuple[np.ndarray, ...]:
+    """Make a sample of T + 1 tokens of packed documents (int64).
 
     Args:
         first_labels: positions of labels that are a document's first token; it is the next position's input.
     """
-    begins = np.zeros(seq_len + 1, dtype=np.int64)
+    inputs_T, labels_T = tokens[:-1], tokens[1:].copy()
+    if data.mask_document_boundary:
+        labels_T[first_labels] = IGNORE_INDEX
+    if data.attend_across_documents:
+        return inputs_T, labels_T
+    begins = np.zeros(len(tokens), dtype=np.int64)
     begins[first_labels + 1] = 1
-    return begins[:-1].cumsum()
+    return inputs_T, labels_T, begins[:-1].cumsum()
 
 
 def random_stream(purpose: str, seed: int, index: int) -> np.random.RandomState:

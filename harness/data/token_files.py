@@ -11,9 +11,9 @@ from pathlib import Path
 from harness.config.data import DataConfig
 from harness.config.registry import TOKEN_FORMATS
 from harness.data.corpus import check_tokenizer, open_shards, read_manifest
+from harness.data.documents import expand
 from harness.data.loader import Loader, Reading, load_packed
 from harness.data.shards import MANIFEST
-from harness.data.sources import expand
 from harness.data.tokenizer import NoTokenizer, Tokenizer
 from harness.data.tokens import (
     Concatenation,

@@ -177,12 +177,12 @@ def require_vocabulary(job: Job) -> None:
     For conversations, also check that there is a chat template.
     """
     if job.cluster.is_here and job.tokenizer.has_file:
-        from harness.data.tokenizer_base import read_tokenizer
+        from harness.data.tokenizer import read_tokenizer
 
         read_tokenizer(job.tokenizer.file)
     kinds = [DATA_KINDS[kind] for kind in job.data.kinds]
     if any(kind.has_vocabulary and kind.batches == "tokens" for kind in kinds):
-        from harness.data.sources import tokenizer_of
+        from harness.data.documents import tokenizer_of
         from harness.data.tokenizer import build_tokenizer, check_vocab_size
 
         tokenizer = job.tokenizer
@@ -219,8 +219,8 @@ def require_tokenized(job: Job, passed: set[str] | None = None) -> None:
 
 def _require_tokenized(data: DataConfig, job: Job) -> None:
     from harness.data.cache import cache_folder, is_small, too_large
+    from harness.data.documents import source_of, tokenizer_of
     from harness.data.shards import MANIFEST
-    from harness.data.sources import source_of, tokenizer_of
     from harness.data.tokenizer import build_tokenizer
 
     for split in ("train", *(("validation",) if data.validation_paths and job.validation.interval else ())):
@@ -242,7 +242,7 @@ def _matches_any(patterns: tuple[str, ...]) -> bool:
 
 
 def _expanded(patterns: Sequence[str]) -> list[str]:
-    from harness.data.sources import expand
+    from harness.data.documents import expand
 
     return [expand(each) for each in patterns]
 

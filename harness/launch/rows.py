@@ -22,8 +22,7 @@ from typing import Any
 
 from harness.config.fields import LABEL, leaves
 from harness.config.job import Job
-from harness.launch.queue import SlurmError
-from harness.launch.state import RunState, read_states, states_in_folders
+from harness.launch.state import RunState, read_or_warn
 from harness.launch.sweep.registry import FILE as SWEEP
 from harness.launch.sweep.registry import Point, Registry, command_of, labels, sets_label, typed_overrides
 from harness.metrics.mfu import mfu
@@ -138,11 +137,7 @@ def of_sweep(registry: Registry) -> list[Row]:
 def of_points(points: Sequence[Point], names: Sequence[str] | None = None) -> list[Row]:
     """Return rows of points that have a job, in order; named by their overrides unless names are given."""
     names = labels([point.overrides for point in points]) if names is None else names
-    run_dirs = [point.run_dir for point in points]
-    try:
-        seen = read_states(run_dirs)
-    except SlurmError as error:
-        seen = states_in_folders(run_dirs, error)
+    seen, _ = read_or_warn([point.run_dir for point in points])
     return [
         _of_seen(shortened(name), point, each) for name, point, each in zip(names, points, seen, strict=True)
     ]

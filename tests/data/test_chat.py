@@ -28,8 +28,7 @@ from harness.compose.composer import compose_job
 from harness.config.data import DataConfig
 from harness.data.chat import Conversations, ConversationTokenizer
 from harness.data.chat_template import TEMPLATES, template_of
-from harness.data.tokenizer import build_tokenizer
-from harness.data.tokenizer_base import Tokenizer
+from harness.data.tokenizer import Tokenizer, build_tokenizer
 from harness.launch.begin import require_vocabulary
 from harness.util.errors import DataError
 

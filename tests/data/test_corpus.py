@@ -24,7 +24,7 @@ from harness.compose.composer import compose_job
 from harness.config.data import DataConfig, TokenizerConfig
 from harness.data.cache import open_cache
 from harness.data.corpus import CorpusWriter, open_shards, read_manifest
-from harness.data.sources import LocalFiles
+from harness.data.documents import LocalFiles
 from harness.data.tokenizer import build_tokenizer
 from harness.data.tokenizing import is_held_out
 from harness.tools.tokenize import TokenizeJob, tokenize

@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from harness.config.data import DataConfig
-from harness.data.sources import LocalFiles, find_files, open_dataset
+from harness.data.documents import LocalFiles, find_files, open_dataset
 from harness.util.errors import DataError
 
 

@@ -35,10 +35,9 @@ from tokenizer_files import (
 )
 
 from harness.config.data import SETS, TokenizerConfig
-from harness.data import tokenizer_base
 from harness.data.read_ahead import pickle_for_reader
 from harness.data.stream_reader import RowReader
-from harness.data.tokenizer import _cut_long_runs, build_tokenizer, vocabulary_size
+from harness.data.tokenizer import _cut_long_runs, build_tokenizer, split_long_text, vocabulary_size
 from harness.util.errors import DataError
 from harness.weights.tokenizer import export_tokenizer
 
@@ -90,7 +89,7 @@ def test_ids_and_texts(pair: Pair, texts: list[str]) -> None:
 def test_pieces_of_a_long_text_have_the_ids_of_the_full_text(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokenizer_base, "PIECE_CHARS", 3_000)
+    monkeypatch.setattr("harness.data.tokenizer.PIECE_CHARS", 3_000)
     text = (STDLIB / "tarfile.py").read_text() * 2 + "☃" * 7_000 + "\n\n  x"
     for part in (700, 10_000, len(text)):
         parts = [text[start : start + part] for start in range(0, len(text), part)]
@@ -103,7 +102,7 @@ def test_pieces_of_a_long_text_have_the_ids_of_the_full_text(
 def test_a_text_is_not_cut_where_that_would_change_its_ids() -> None:
     """With a tokenizer whose ids depend on earlier lines: it numbers them."""
     text = "line\n" * 1_000_000
-    assert list(tokenizer_base.split_long_text([text], lambda part: list(range(part.count("\n"))))) == [text]
+    assert list(split_long_text([text], lambda part: list(range(part.count("\n"))))) == [text]
 
 
 def test_every_id_decodes_and_others_are_shown(pair: Pair) -> None:

@@ -16,12 +16,11 @@ import pyarrow.parquet
 import pytest
 
 import harness.data.cache as cache
-import harness.data.sources as sources
+import harness.data.documents as sources
 import harness.data.tokenizing as tokenizing
 from harness.config.data import DataConfig, TokenizerConfig
 from harness.data.cache import open_cache
-from harness.data.documents import LongText, Span
-from harness.data.sources import LocalFiles
+from harness.data.documents import LocalFiles, LongText, Span
 from harness.data.tokenizer import build_tokenizer
 from harness.data.tokenizing import Progress, Unit, is_held_out, units_of
 from harness.util.errors import DataError, MachineError

@@ -81,7 +81,7 @@ class Launch:
     @property
     def run_dir(self) -> Path:
         """The only run folder that the job created."""
-        [found] = [p.parent for p in (self.folder / "runs").glob("*/*/job.json")]
+        [found] = [p.parent for p in (self.folder / "runs").glob("*/[0-9a-f]*/job.json")]
         return found
 
     def read(self, name: str) -> dict[str, Any]:

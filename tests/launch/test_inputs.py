@@ -12,9 +12,9 @@ import pytest
 
 from harness.compose.composer import compose_job
 from harness.config.job import Job
-from harness.data import sources
+from harness.data import documents
 from harness.data.cache import open_cache
-from harness.data.sources import source_of
+from harness.data.documents import source_of
 from harness.data.tokenizer import build_tokenizer
 from harness.launch import begin as inputs
 from harness.launch.begin import require_inputs, require_tokenized
@@ -99,7 +99,7 @@ def test_a_job_that_must_tokenize_too_much_is_refused_with_the_command(tmp_path:
     require_tokenized(job)  # the cache exists
     # A source is searched once for all points of a sweep.
     passed: set[str] = set()
-    with mock.patch.object(sources, "find_files", wraps=sources.find_files) as found:
+    with mock.patch.object(documents, "find_files", wraps=documents.find_files) as found:
         for more in ("training.seed=1", "training.seed=2", "data.validation_fraction=0.5"):
             require_tokenized(compose_job([*typed, more]), passed)
     assert found.call_count == 2

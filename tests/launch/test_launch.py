@@ -363,7 +363,7 @@ def test_a_killed_sweep_is_resumed(launch: Start, tmp_path: Path, axes: tuple[st
     typed = ("-m", *axes, "name=cut", "training.steps=200", "checkpoint.interval=10")
     typed = (*typed, "metrics.log_interval=10")
     first = launch(*typed)
-    until(lambda: bool(list(tmp_path.glob("runs/cut/*/checkpoints/step-*/manifest.json"))), PATIENCE)
+    until(lambda: bool(list(tmp_path.glob("runs/cut/[0-9a-f]*/checkpoints/step-*/manifest.json"))), PATIENCE)
 
     if axes == GRID:
         second = launch(*typed)
@@ -379,6 +379,6 @@ def test_a_killed_sweep_is_resumed(launch: Start, tmp_path: Path, axes: tuple[st
         third = launch(*typed)
         assert third.finish() == EXIT_OK, third.err
         assert third.out.splitlines()[-2].startswith("best (minimize loss): optimizer.lr=")
-    rows = [json.loads(path.read_text()) for path in tmp_path.glob("runs/cut/*/result.json")]
+    rows = [json.loads(path.read_text()) for path in tmp_path.glob("runs/cut/[0-9a-f]*/result.json")]
     assert [row["exit_reason"] for row in rows] == ["completed"] * 2
     assert max(row["start_step"] for row in rows) > 0, "it resumed from a checkpoint"

@@ -67,10 +67,7 @@ def test_layouts_8_is_every_layout_of_8_ranks() -> None:
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
-        (
-            "sweep=degrees",
-            "sweep=degrees: has several points (parallelism.tp, parallelism.pp); would",
-        ),
+        ("sweep=degrees", "sweep=degrees: has several points (parallelism.tp, parallelism.pp); would"),
         ("sweep=degrees parallelism.tp=2", "sweep=degrees: has several points (parallelism.pp)"),
         ("experiment=ladder/stdlib", "experiment=ladder/stdlib: has several points (points)"),
         ("sweep=degrees parallelism.tp=2 parallelism.pp=1", ""),
@@ -168,11 +165,7 @@ def test_options_are_neither_composed_nor_copied_for_each_point(monkeypatch: pyt
     ("right", "wrong", "says"),
     [
         ("compile=on", "compile=onn", r"compile=onn: no such option; did you mean on\?"),
-        (
-            "parallelism.pp",
-            "parallelism.ppp",
-            "parallelism.ppp=2: no such field; did you mean .*pp",
-        ),
+        ("parallelism.pp", "parallelism.ppp", "parallelism.ppp=2: no such field; did you mean .*pp"),
     ],
 )
 def test_a_typo_in_a_point_is_named(conf: Path, right: str, wrong: str, says: str) -> None:

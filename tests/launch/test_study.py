@@ -16,7 +16,6 @@ import pytest
 from optuna.trial import TrialState
 
 from harness.compose.composer import chooses_points, compose_job
-from harness.config.job import Job
 from harness.launch.begin import begin
 from harness.launch.sweep import optuna as study_module
 from harness.launch.sweep.optuna import run_study
@@ -58,7 +57,8 @@ class Study:
     def trials(self) -> list[optuna.trial.FrozenTrial]:
         return self.stored.trials
 
-    def train(self, job: Job, point: Point) -> int:
+    def train(self, point: Point) -> int:
+        job = point.job
         self.started.append(job.id)
         if len(self.started) == self.interrupt_at:
             raise KeyboardInterrupt
@@ -260,13 +260,7 @@ def test_objectives_have_directions(name: str, direction: str) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"objective": []},
-        {"objective": ["a", "b"]},
-        {"direction": ["up"]},
-        {"shared": [3]},
-        {"more": 1},
-    ],
+    [{"objective": []}, {"objective": ["a", "b"]}, {"direction": ["up"]}, {"shared": [3]}, {"more": 1}],
     ids=str,
 )
 def test_a_damaged_record_is_one_line(change: dict[str, Any], tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from harness.compose.composer import compose_job, compose_points
-from harness.config.fields import with_value
 from harness.config.job import Job
 from harness.launch import submit as submit_module
 from harness.launch.queue import Queued
@@ -42,10 +41,10 @@ def point(folder: Path, name: str) -> Point:
     return Point(name, folder / name, [f"training.seed={name}"])
 
 
-def points(folder: Path, *typed: str) -> list[tuple[Point, Job]]:
+def points(folder: Path, *typed: str) -> list[Point]:
     """Points of SLURM, each in the folder of its job."""
     jobs = [(each.job, each.overrides) for each in compose_points([*ON_SLURM, f"runs_dir={folder}", *typed])]
-    return [(Point(job.id, job.run_dir, overrides), job) for job, overrides in jobs]
+    return [Point(job.id, job.run_dir, overrides, job) for job, overrides in jobs]
 
 
 def sweep(folder: Path, *typed: str, common: tuple[str, ...] = ON_SLURM) -> int:
@@ -142,26 +141,26 @@ def test_names_of_points_are_what_differs(typed: list[str], others: list[str], n
 def test_each_value_of_a_label_is_a_point(axis: str, field: str, tmp_path: Path) -> None:
     typed = [*COMMON, f"runs_dir={tmp_path}", "training.seed=1,2", axis]
     found = unique_points(compose_points(typed))
-    assert len({point.run_dir for point, _ in found}) == 4
-    assert len({point.id for point, _ in found}) == 2
-    for point, job in found:
+    assert len({point.run_dir for point in found}) == 4
+    assert len({point.id for point in found}) == 2
+    for point in found:
         assert point.run_dir.parent == tmp_path / "n"
-        assert point.run_dir.name.partition("-")[0] == point.id == job.id
+        assert point.run_dir.name.partition("-")[0] == point.id == point.job.id
     registry = Registry(tmp_path / "n")
     registry.path.mkdir()
-    registry.add([point for point, _ in found], [])
+    registry.add(found, [])
     names = labels([point.overrides for point in registry.points()])
     assert len(set(names)) == 4 and all(field in name for name in names)
     # A command with more values finds these folders.
     again = unique_points(compose_points([*typed[:-1], f"{axis},{'[z]' if axis.endswith(']') else 3}"]))
-    assert {point.run_dir for point, _ in found} < {point.run_dir for point, _ in again}
+    assert {point.run_dir for point in found} < {point.run_dir for point in again}
 
 
 def test_no_folder_changes_without_a_sweep_over_labels(tmp_path: Path) -> None:
     """Labels that vary with the id, or with the name, are no reason for another folder."""
     for axes in (["training.seed=1,2", "cluster.partition=a"], ["name=a,b"]):
-        for point, job in unique_points(compose_points([*COMMON, f"runs_dir={tmp_path}", *axes])):
-            assert point.run_dir == job.run_dir
+        for point in unique_points(compose_points([*COMMON, f"runs_dir={tmp_path}", *axes])):
+            assert point.run_dir == point.job.run_dir
 
 
 def test_a_run_before_the_sweep_keeps_its_folder(tmp_path: Path) -> None:
@@ -169,14 +168,14 @@ def test_a_run_before_the_sweep_keeps_its_folder(tmp_path: Path) -> None:
     earlier = compose_job([*common, "cluster.threads_per_rank=2"])
     RunFolder(earlier.run_dir).plan(earlier, [])
     swept = [*common, "cluster.threads_per_rank=1,2"]
-    first, second = (point.run_dir for point, _ in unique_points(compose_points(swept)))
+    first, second = (point.run_dir for point in unique_points(compose_points(swept)))
     assert first != second == earlier.run_dir
     # A point that has a folder of its own keeps that one.
     own = run_dir_of(earlier, ["cluster.threads_per_rank", "cluster.time"])
     assert own == earlier.run_dir
     digest = hashlib.sha256(json.dumps([["cluster.threads_per_rank", 2]]).encode()).hexdigest()[:8]
     (tmp_path / "n" / f"{earlier.id}-{digest}").mkdir()
-    _, second = (point.run_dir for point, _ in unique_points(compose_points(swept)))
+    _, second = (point.run_dir for point in unique_points(compose_points(swept)))
     assert second.name == f"{earlier.id}-{digest}"
 
 
@@ -220,7 +219,7 @@ def test_points_of_one_label_run_apart(
 
 def test_equal_jobs_are_one_point(tmp_path: Path) -> None:
     typed = ["cluster.ranks=2", "cluster.device=cpu", "training.global_batch_size=4", f"runs_dir={tmp_path}"]
-    [(point, _)] = unique_points(compose_points([*typed, "parallelism.dp_shard=2,-1"]))
+    [point] = unique_points(compose_points([*typed, "parallelism.dp_shard=2,-1"]))
     assert "parallelism.dp_shard=2" in point.overrides
 
 
@@ -311,15 +310,12 @@ def test_scripts_have_limits_and_dependencies(tmp_path: Path, capsys: pytest.Cap
 
 def test_points_that_slurm_has_already_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of a limit of four are in use; then all four, and new points wait for their end."""
-    own = [
-        (point, with_value(job, "cluster.max_running", 4))
-        for point, job in points(tmp_path, "training.seed=1,2,3,4,5,6,7,8")
-    ]
-    for point, job in own:
-        RunFolder(point.run_dir).plan(job, point.overrides)
+    own = points(tmp_path, "training.seed=1,2,3,4,5,6,7,8", "cluster.max_running=4")
+    for point in own:
+        RunFolder(point.run_dir).plan(point.job, point.overrides)
     waiting = [
         RunState(point.run_dir, "pending", job_record=SlurmJobRecord("x", index, ident), job_id=ident)
-        for index, ((point, _), ident) in enumerate(zip(own, ("77_0", "77_1", "77_2", "77_3"), strict=False))
+        for index, (point, ident) in enumerate(zip(own, ("77_0", "77_1", "77_2", "77_3"), strict=False))
     ]
     asked = []
 
@@ -328,7 +324,7 @@ def test_points_that_slurm_has_already_count(tmp_path: Path, monkeypatch: pytest
         return [f"88_{index}" for index in range(len(folders))]
 
     monkeypatch.setattr(run, "submit", submit)
-    planned = [RunState(point.run_dir, "planned") for point, _ in own[4:]]
+    planned = [RunState(point.run_dir, "planned") for point in own[4:]]
     for busy in (2, 4):
         tasks = [*own[:busy], *own[4:]]
         run.Selection.of(Registry(tmp_path), tasks, [*waiting[:busy], *planned]).submit()
@@ -338,7 +334,7 @@ def test_points_that_slurm_has_already_count(tmp_path: Path, monkeypatch: pytest
 def test_points_of_another_command_for_the_same_sweep_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = [point for point, _ in points(tmp_path, "training.seed=1,2")]
+    before = points(tmp_path, "training.seed=1,2")
     Registry(tmp_path / "n").path.mkdir()
     Registry(tmp_path / "n").add(before, [])
     taken = {str(point.run_dir): f"77_{index}" for index, point in enumerate(before)}

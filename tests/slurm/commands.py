@@ -79,7 +79,7 @@ class Commands:
 
     def only_run(self, name: str) -> Path:
         """The run folder of the only job of a name."""
-        found = [path.parent for path in (self.home / name).glob("*/job.json")]
+        found = [path.parent for path in (self.home / name).glob("[0-9a-f]*/job.json")]
         assert len(found) == 1, found
         return found[0]
 

@@ -14,10 +14,7 @@ from optuna.trial import TrialState
 from scheduler import Scheduler
 
 # 10 points: jobs of one, two and four nodes, and dp_shard=3, which does not divide a batch of eight.
-AXES = (
-    "parallelism={dp_shard:1},{dp_shard:2},{dp_shard:3},{tp:2},{dp_shard:4}",
-    "training.seed=1,2",
-)
+AXES = ("parallelism={dp_shard:1},{dp_shard:2},{dp_shard:3},{tp:2},{dp_shard:4}", "training.seed=1,2")
 RAISES, STARVES, KILLED = (
     f"parallelism={{{layout}}} training.seed=2" for layout in ("dp_shard:2", "tp:2", "dp_shard:4")
 )
@@ -86,10 +83,10 @@ def test_a_sweep_names_its_failures_and_is_resumed(commands: Commands) -> None:
     rows = table(home)
     assert len(rows) == 8
     assert {name for name, row in rows.items() if row["state"] != "completed"} == set(kinds)
-    ids = [str(read(path)["job_id"]) for path in home.glob("*/slurm/job.json")]
+    ids = [str(read(path)["job_id"]) for path in home.glob("[0-9a-f]*/slurm/job.json")]
     assert len(ids) == len(set(ids)) == 8, "no point was submitted twice"
     # The controller may have been killed while it created the folders of the next array.
-    earlier = [read(path) for path in home.glob("*/attempts/*/result.json")]
+    earlier = [read(path) for path in home.glob("[0-9a-f]*/attempts/*/result.json")]
     assert all(row["exit_reason"] == "interrupted" and row["step"] == 0 for row in earlier)
     # The culprit is named, and not its victims.
     ended = results(home)
@@ -139,5 +136,5 @@ def test_batches_are_arrays_whose_values_are_waited_for(commands: Commands) -> N
     trials = optuna.load_study(study_name="study", storage=storage).trials
     states = {trial.params["parallelism.dp_shard"]: trial.state for trial in trials}
     assert states == {1: TrialState.COMPLETE, 2: TrialState.COMPLETE, 3: TrialState.FAIL}
-    rows = [read(path) for path in (commands.home / "study").glob("*/result.json")]
+    rows = [read(path) for path in (commands.home / "study").glob("[0-9a-f]*/result.json")]
     assert sorted(row["loss"] for row in rows) == sorted(t.value for t in trials if t.value is not None)

@@ -18,7 +18,7 @@ from jobs import tiny
 
 from harness.config.job import Job
 from harness.data.cache import cache_folder
-from harness.data.sources import LocalFiles
+from harness.data.documents import LocalFiles
 from harness.data.tokenizer import build_tokenizer
 from harness.launch.begin import begin
 from harness.launch.pool import RankPool

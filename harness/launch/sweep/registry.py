@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +32,18 @@ LONGEST_NAME = 120
 
 @dataclass(frozen=True)
 class Point:
-    """One job of a sweep."""
+    """One job of a sweep; ``composed`` is the job if this process has composed it."""
 
     id: str
     run_dir: Path
     overrides: list[str]
+    composed: Job | None = field(default=None, repr=False, compare=False)
 
-    @property
+    @functools.cached_property
     def job(self) -> Job:
-        """The resolved job, read from its run folder."""
+        """The resolved job, composed or read from its run folder."""
+        if self.composed is not None:
+            return self.composed
         try:
             return Job.read(self.run_dir / "job.json")
         except FileNotFoundError:
@@ -253,19 +256,16 @@ OF_THE_COMMAND = tuple(
 """Labels that configure the command that starts a sweep, not its runs."""
 
 
-def unique_points(
-    composed: Sequence[Composed], swept: Sequence[str] | None = None
-) -> list[tuple[Point, Job]]:
-    """Return the points that have a job, one per run folder.
+def unique_points(composed: Sequence[Composed], swept: Sequence[str] | None = None) -> list[Point]:
+    """Return the points, which have a job, one per run folder.
 
     ``swept`` are labels of which each value has a run of its own; None: those by which alone points differ.
     """
     swept = swept_labels([each.job for each in composed]) if swept is None else swept
-    found: dict[Path, tuple[Point, Job]] = {}
+    found: dict[Path, Point] = {}
     for each in composed:
-        job: Job = each.job
-        path = run_dir_of(job, swept)
-        found.setdefault(path, (Point(job.id, path, each.overrides), job))
+        path = run_dir_of(each.job, swept)
+        found.setdefault(path, Point(each.job.id, path, each.overrides, each.job))
     return list(found.values())
 
 

@@ -8,10 +8,9 @@ from typing import Any
 
 from harness.compose.arguments import Argument
 from harness.compose.verb import Result, Verb
-from harness.launch.state import read_states
+from harness.launch.state import read_or_warn
 from harness.launch.sweep.study import LONGEST_REASON
 from harness.run.folder import METRICS, STATUS, RunFolder, run_folders
-from harness.tools.report.sweep import read_or_warn
 from harness.util.errors import UserError
 from harness.util.tables import Column, Table, shortened, to_text
 
@@ -23,7 +22,7 @@ def list_runs(folder: Path) -> Result:
         raise UserError(f"{folder}: no runs; would work: harness train, or the folder that runs_dir= names")
     found = sorted(written, key=lambda path: -written[path])
     rows: list[dict[str, Any]] = []
-    for path, each in zip(found, read_or_warn(found, lambda: read_states(found))[0], strict=True):
+    for path, each in zip(found, read_or_warn(found)[0], strict=True):
         job, facts = RunFolder(path).plain_job, each.facts or {}
         row = {"run": str(path), "age": _age(time.time() - written[path]), "state": each.state}
         row |= {"step": f"{each.step}/{each.steps}", "tags": ", ".join(job.get("tags", ()))}

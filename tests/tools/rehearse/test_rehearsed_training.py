@@ -37,7 +37,7 @@ def train(folder: Path, *overrides: str, gpus: str | None = None) -> subprocess.
 
 
 def run_folder(folder: Path) -> Path:
-    [found] = (path.parent for path in folder.glob("*/*/job.json"))
+    [found] = (path.parent for path in folder.glob("*/[0-9a-f]*/job.json"))
     return found
 
 
