@@ -26,15 +26,7 @@ from harness.compose.overrides import (
     user_errors,
     with_quotes,
 )
-from harness.compose.paths import (
-    ConfigFolders,
-    Stamp,
-    conf_dir,
-    config_folders,
-    folder_of_package,
-    folders_of_packages,
-    using_folders,
-)
+from harness.compose.paths import Stamp, config_folders, folder_of_package, folders_with, using_folders
 from harness.config.fields import default_of, type_hints
 from harness.util.errors import UserError
 
@@ -372,7 +364,7 @@ def _entries(override: str) -> list[str]:
 
 
 def _of_primary(name: str, added: Sequence[Path]) -> list[str]:
-    folders = ConfigFolders((Path(conf_dir()), *added, *folders_of_packages()), {})
+    folders = folders_with(added)
     file = folders.find(name)
     if file is None:
         searched, works = (", ".join(map(str, each)) for each in (folders.paths, folders.primary_names()))

@@ -9,7 +9,16 @@ import torch
 import torch.distributed as dist
 
 from harness.config.failures import describe_failure, kind_of_text
-from harness.util.errors import EXIT_BUG, EXIT_MACHINE, EXIT_NON_FINITE, EXIT_USER, NonFiniteError, UserError
+from harness.util.errors import (
+    EXIT_BUG,
+    EXIT_INTERRUPTED,
+    EXIT_MACHINE,
+    EXIT_NON_FINITE,
+    EXIT_USER,
+    MachineError,
+    NonFiniteError,
+    UserError,
+)
 
 OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total of")
 PEER = RuntimeError("[gloo] Connection closed by peer [10.0.0.1]:1234")
@@ -34,9 +43,13 @@ NCCL = (
         (dist.DistBackendError("NCCL error: remote process exited"), "collective", EXIT_MACHINE, {}),
         (PEER, "peer", EXIT_MACHINE, {}),
         (KeyError("layers.0"), "bug", EXIT_BUG, {}),
+        (MachineError("gone"), "machine", EXIT_MACHINE, {"message": "gone"}),
+        (MemoryError(), "out_of_memory", EXIT_MACHINE, {}),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out_of_memory", EXIT_MACHINE, {}),
+        (KeyboardInterrupt(), "interrupted", EXIT_INTERRUPTED, {}),
     ],
 )
-def test_classes(error: Exception, kind: str, code: int, more: dict[str, str]) -> None:
+def test_classes(error: BaseException, kind: str, code: int, more: dict[str, str]) -> None:
     row = describe_failure(error)
     assert {"kind": kind, "exit_code": code, **more}.items() <= row.items()
 

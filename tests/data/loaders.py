@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from harness.config.data import DataConfig, TokenizerConfig
-from harness.data.loader import IGNORE_INDEX, Loader, build_loader, merge_states
+from harness.config.training import Sizes
+from harness.data.loader import IGNORE_INDEX, Loader, Reading, build_loader, merge_states
 from harness.data.tokenizer import build_tokenizer
 
 BYTES = build_tokenizer(TokenizerConfig("bytes"))
@@ -36,8 +37,10 @@ Sample = tuple[list[int], list[int], list[int]]
 def loader(data: DataConfig, rows: range | None = None, *, tokenizer: Any = BYTES, **settings: Any) -> Loader:
     data.validate()
     settings = {"seq_len": T, "global_batch_size": B, "seed": 0, "model_vocab_size": 300, **settings}
+    sizes = Sizes(settings["global_batch_size"], settings["seq_len"])
+    settings = {"split": "train", "sizes": sizes, **settings}
     rows = range(settings["global_batch_size"]) if rows is None else rows
-    return build_loader(data, tokenizer, rows=rows, **settings)
+    return build_loader(Reading(data, tokenizer, rows=rows, **settings))
 
 
 def split_rows(ranks: int, batch_size: int = B) -> list[range]:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -65,13 +66,9 @@ RECORDS = {
 def test_the_state_of_a_run_is_that_of_the_first_row_that_holds(row: str) -> None:
     status, record, listed, state, reason = (each.strip() for each in re.split(COLUMNS, row)[1:-1])
     queue = Jobs([Queued("7", "a", *QUEUED[listed].split("|"))]) if listed in QUEUED else Jobs([])
-    found = state_of(
-        None if status == "-" else status,
-        RECORDS[record],
-        None if listed == "None" else queue,
-        is_alive=lambda: listed == "alive",
-        silent="silent",
-    )
+    folder = mock.Mock(RunFolder, may_be_running=listed == "alive", stop_reason=None)
+    folder.state = None if status == "-" else status
+    found = state_of(folder, RECORDS[record], None if listed == "None" else queue, "silent")
     assert found[0] == state and found[1].startswith(reason), found
     assert found[2] == {"blocked": "user", "lost": "unknown"}.get(state)
 
@@ -136,11 +133,7 @@ def test_slurm_is_queried_once(mocked: Slurm) -> None:
     killed = mocked.sweep.points()[6].run_dir
     RunFolder(killed).set_status("interrupted", exit_code=75)
     SlurmJobRecord("sweep.1", 6, "7_6", begun=True).write(killed)
-    slow = {"rank": 3, "host": "node2", "until": None, "device": "H100", "phase": "forward", "excess": 0.3}
-    text = json.dumps({"slow": [{**slow, "step": 20}]})
-    (mocked.sweep.points()[2].run_dir / "slow_ranks.json").write_text(text)
     out, err = mocked.verb("status")
-    assert "slow: rank 3 (node2, " in out
     called = mocked.calls()
     assert [call.split()[0] for call in called] == ["squeue", "squeue", "sacct"]
     assert "7_0," not in called[1] and "7_2," not in called[2] and "7_11" in called[2]

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,7 @@ from harness.util.errors import (
     EXIT_BUG,
     EXIT_INTERRUPTED,
     EXIT_MACHINE,
-    EXIT_NON_FINITE,
-    EXIT_USER,
-    DataError,
     MachineError,
-    NonFiniteError,
     UserError,
 )
 
@@ -50,16 +47,13 @@ def folder(tmp_path: Path) -> RunFolder:
     return RunFolder(tmp_path / "run")
 
 
-def test_a_begun_folder_is_enough_to_run_the_job(folder: RunFolder, job: Job) -> None:
+def test_a_begun_folder_describes_the_job_and_an_earlier_attempt_is_put_away_whole(
+    folder: RunFolder, job: Job
+) -> None:
     begin(folder, job, ["a=1", "b=2"])
-    assert Job.from_json((folder.path / "job.json").read_text()) == job
+    assert (folder.read_job(), folder.state) == (job, "starting")
     assert (folder.path / "overrides.txt").read_text() == "a=1\nb=2\n"
     assert json.loads((folder.path / "code.json").read_text())["versions"]["python"]
-    assert json.loads((folder.path / "status.json").read_text())["state"] == "starting"
-
-
-def test_an_earlier_attempt_is_put_away_whole(folder: RunFolder, job: Job) -> None:
-    begin(folder, job, ["first=1"])
     folder.record_error(0, ValueError("of the first"))
     folder.write_result(job, "failed", EXIT_BUG, {"step": 3})
     before = {p.relative_to(folder.path): p.read_bytes() for p in folder.path.rglob("*") if p.is_file()}
@@ -109,30 +103,6 @@ def test_the_cause_wins_over_its_consequences_whoever_writes_first(folder: RunFo
     assert folder.first_error()["rank"] == 1  # type: ignore[index]
 
 
-@pytest.mark.parametrize(
-    ("error", "kind", "exit_code"),
-    [
-        (DataError("no file"), "user", EXIT_USER),
-        (NonFiniteError("nan"), "non_finite", EXIT_NON_FINITE),
-        (MachineError("gone"), "machine", EXIT_MACHINE),
-        (MemoryError(), "out_of_memory", EXIT_MACHINE),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out_of_memory", EXIT_MACHINE),
-        (RuntimeError("Timed out waiting 2000ms for recv operation"), "collective_timeout", EXIT_MACHINE),
-        (RuntimeError("Connection reset by peer"), "peer", EXIT_MACHINE),
-        (KeyboardInterrupt(), "interrupted", EXIT_INTERRUPTED),
-        (ValueError("x"), "bug", EXIT_BUG),
-    ],
-)
-def test_every_error_has_a_kind_and_an_exit_code(
-    folder: RunFolder, error: BaseException, kind: str, exit_code: int
-) -> None:
-    folder.record_error(0, error, step=7)
-    row = folder.first_error()
-    assert row is not None
-    assert (row["kind"], row["exit_code"], row["step"]) == (kind, exit_code, 7)
-    assert row["message"]
-
-
 def test_an_unrecorded_error_is_shown(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     folder.path.mkdir()
     (folder.path / "errors").write_text("in the way")
@@ -152,10 +122,10 @@ def test_a_result_is_waited_for_until_it_is_there(folder: RunFolder, job: Job) -
 
 def test_settling_writes_the_row_that_rank_0_could_not(folder: RunFolder, job: Job) -> None:
     begin(folder, job, [])
-    with MetricsFile(folder.path / "metrics.jsonl") as metrics:
+    with closing(MetricsFile(folder.path / "metrics.jsonl")) as metrics:
         metrics.write({"step": 4, "loss": 2.5, "tokens": 64})
         metrics.write({"step": 4, "validation_loss": 3.0})
-    folder.record_error(0, MachineError("killed"))
+    assert folder.record_error(0, MachineError("killed"), step=4)["step"] == 4
     folder.ensure_result(job, "failed", EXIT_MACHINE)
     row = json.loads((folder.path / "result.json").read_text())
     assert (row["step"], row["loss"], row["tokens"]) == (4, 2.5, 64)
@@ -201,7 +171,7 @@ def test_a_disk_that_gets_full(small_disk: Path, job: Job, capsys: pytest.Captur
     folder = RunFolder(small_disk / "run")
     begin(folder, job, [])
     folder.set_status("running")
-    with MetricsFile(folder.path / "metrics.jsonl") as file:
+    with closing(MetricsFile(folder.path / "metrics.jsonl")) as file:
         file.write({"step": 1, "loss": 2.5})
     fill(small_disk / "others")
     folder.record_error(0, OSError(errno.ENOSPC, "No space left on device"), step=1)
@@ -297,9 +267,11 @@ def test_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert versions()["no-such-package-at-all"] is None
 
 
-def test_git_commit_clean_and_dirty(tmp_path: Path) -> None:
+def test_git_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing = {"commit": None, "dirty": None}
+    assert git_commit(tmp_path) == git_commit(tmp_path / "missing") == nothing
     git(tmp_path, "init")
-    assert git_commit(tmp_path) == {"commit": None, "dirty": None}
+    assert git_commit(tmp_path) == nothing
     (tmp_path / "code.py").write_text("x = 1\n")
     (tmp_path / ".gitignore").write_text("ignored/\n")
     git(tmp_path, "add", ".")
@@ -310,13 +282,7 @@ def test_git_commit_clean_and_dirty(tmp_path: Path) -> None:
     (tmp_path / "new.py").write_text("y = 2\n")
     assert git_commit(tmp_path) == {"commit": clean["commit"], "dirty": True}
     (tmp_path / "ignored").mkdir()
-    assert git_commit(tmp_path / "ignored") == {"commit": None, "dirty": None}
-
-
-def test_git_commit_outside_of_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing = {"commit": None, "dirty": None}
-    assert git_commit(tmp_path) == nothing
-    assert git_commit(tmp_path / "missing") == nothing
+    assert git_commit(tmp_path / "ignored") == nothing
     monkeypatch.setenv("PATH", "")
     assert git_commit(tmp_path) == nothing
 

@@ -14,10 +14,7 @@ from optuna.trial import TrialState
 from scheduler import Scheduler
 
 # 10 points: jobs of one, two and four nodes, and dp_shard=3, which does not divide a batch of eight.
-AXES = (
-    "parallelism={dp_shard:1},{dp_shard:2},{dp_shard:3},{tp:2},{dp_shard:4}",
-    "training.seed=1,2",
-)
+AXES = ("parallelism={dp_shard:1},{dp_shard:2},{dp_shard:3},{tp:2},{dp_shard:4}", "training.seed=1,2")
 RAISES, STARVES, KILLED = (
     f"parallelism={{{layout}}} training.seed=2" for layout in ("dp_shard:2", "tp:2", "dp_shard:4")
 )

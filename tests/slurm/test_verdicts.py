@@ -6,17 +6,7 @@ import shutil
 import signal
 
 import pytest
-from commands import (
-    ON_SLURM,
-    SLOW,
-    Commands,
-    job_of,
-    logs_of,
-    read,
-    restarts_of,
-    step_of,
-    until,
-)
+from commands import ON_SLURM, SLOW, Commands, job_of, logs_of, read, restarts_of, step_of, until
 from scheduler import Scheduler
 
 from harness.util.errors import EXIT_MACHINE, EXIT_RESUMABLE

@@ -30,7 +30,7 @@ from harness.compose.verb import guarded
 from harness.config.data import TokenizerConfig
 from harness.config.model import ModelConfig
 from harness.contrib.formats.meta import _load
-from harness.contrib.formats.torchtitan import TorchtitanSource
+from harness.contrib.formats.torchtitan import read_torchtitan
 from harness.model.spec import parameter_shapes, tensor_shapes
 from harness.tools.convert import VERB, ConvertJob, convert, model_manifest
 from harness.util.errors import EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_OK, EXIT_USER, UserError
@@ -142,7 +142,7 @@ def read_target(format: str, path: Path, model: ModelConfig) -> Any:
         again = transformers.AutoModelForCausalLM.from_pretrained(path)
         require_same(HuggingFaceSource(path, model), ours(again, model))
         return HuggingFaceSource(path, model)
-    return read_dcp(path, model) if format == "dcp" else TorchtitanSource(str(path), model)
+    return read_dcp(path, model) if format == "dcp" else read_torchtitan(str(path), model)
 
 
 ROWS = [

@@ -154,6 +154,7 @@ def _start_record(registry: Registry, record: StudyRecord) -> None:
 Value = list[float] | PointFailedError
 
 
+@dataclass
 class Study:
     """Asks Optuna for points, runs them as points of a sweep, and tells it their values.
 
@@ -161,22 +162,20 @@ class Study:
     process, but when the study continues.
     """
 
-    def __init__(
-        self,
-        registry: Registry,
-        record: StudyRecord,
-        settings: StudySettings,
-        space: Space,
-        compose: Callable[[list[str]], Composed],
-    ) -> None:
-        self.registry, self.record, self.settings = registry, record, settings
-        self.space, self.compose = space, compose
-        names = [override_key(name) for name in space.axes]
+    registry: Registry
+    record: StudyRecord
+    settings: StudySettings
+    space: Space
+    compose: Callable[[list[str]], Composed]
+    _done: int = 0
+    _is_confirmed: bool = False
+    _tried: set[Path] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        names = [override_key(name) for name in self.space.axes]
         # Each value of a label that is an axis has a run of its own.
         self._axes, self._swept = set(names), check_swept([name for name in names if sets_label(name)])
-        self._storage = settings.storage or f"sqlite:///{(registry.path / STORE).absolute()}"
-        self._done, self._is_confirmed = 0, False
-        self._tried: set[Path] = set()
+        self._storage = self.settings.storage or f"sqlite:///{(self.registry.path / STORE).absolute()}"
 
     def run(self) -> None:
         """Run the trials that are left."""

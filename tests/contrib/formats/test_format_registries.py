@@ -78,7 +78,7 @@ def test_token_files_of_another_package(added: None, tmp_path: Path) -> None:
 
     def opened(path: Path, **options: str) -> Tokens:
         data = DataConfig("tokens", paths=[str(path)], **options)  # type: ignore[arg-type]
-        return open_token_files(Reading(data, tokenizer, 4, 1, 0, range(1), "train", 9, None, True, sizes))
+        return open_token_files(Reading(data, tokenizer, 4, 1, 0, range(1), "train", 9, sizes))
 
     for path in (tmp_path, tmp_path / "a.ids", tmp_path / "a.ids.txt"):
         tokens = opened(path, dtype="int32")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from harness.config.fields import with_value
 from harness.config.model import AttentionConfig
-from harness.contrib.formats.torchtitan import Torchtitan, TorchtitanSource, torchtitan_arguments
+from harness.contrib.formats.torchtitan import Torchtitan, read_torchtitan, torchtitan_arguments
 from harness.model.architecture import resolve_model
 from harness.model.decoder import Decoder
 from harness.util.errors import ConfigError
@@ -47,7 +47,7 @@ def test_its_llama_computes_what_ours_does(name: str, tmp_path: Path) -> None:
         # Our own rows in its rotation are another model.
         wrong = meta_logits(ours, tokens, config)
         assert (model(tokens) - wrong).abs().max() > 0.1 * wrong.abs().max()
-    again = TorchtitanSource(str(tmp_path), config)
+    again = read_torchtitan(str(tmp_path), config)
     assert_equal({name: again.read(name) for name in ours}, ours)
 
 
@@ -57,7 +57,7 @@ def test_a_tied_table_stands_under_both_names(tmp_path: Path) -> None:
     source = Torchtitan(Held(ours), config)
     write_plain(source, tmp_path)
     assert_equal(loaded(tmp_path, source)["output.weight"], ours["tok_embeddings.weight"])
-    again = TorchtitanSource(str(tmp_path), config)
+    again = read_torchtitan(str(tmp_path), config)
     assert_equal(again.read("tok_embeddings.weight"), ours["tok_embeddings.weight"])
 
 

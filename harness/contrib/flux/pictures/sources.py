@@ -229,6 +229,10 @@ class RawSamples:
         works = "" if self._skips else "; would work: data.options.on_error=skip"
         raise DataError(f"{unreadable}{works}")
 
+    def caption(self, number: int) -> str:
+        """Return the caption of a sample."""
+        return self.sample(number)[1]
+
 
 def open_pictures(
     data: DataConfig,
@@ -245,7 +249,7 @@ def open_pictures(
         return DrawnShapes(split, pictures_of(data).size, seed)
     separate = data.validation_split or data.validation_paths
     held_out = 0.0 if separate else data.validation_fraction
-    stored: _Stored
+    stored: _FilePictures | _HubPictures
     if data.kind == "hub_pictures":
         own = data.validation_split if split == "validation" else None
         stored = _HubPictures(data, own or data.split)
@@ -255,23 +259,17 @@ def open_pictures(
     return Part(stored, pictures_of(data), split, held_out, seed)
 
 
-class _Stored(Protocol):
-    """Encoded pictures and their captions."""
-
-    name: str
-
-    def __len__(self) -> int: ...
-
-    def content(self, index: int) -> tuple[bytes, str, str]:
-        """Return the file of a picture, its caption, and its place for error messages."""
-
-    def identity(self) -> Any: ...
-
-
 class Part:
     """The pictures of a split, decoded and cropped."""
 
-    def __init__(self, stored: _Stored, images: ImagesConfig, split: str, held_out: float, seed: int) -> None:
+    def __init__(
+        self,
+        stored: _FilePictures | _HubPictures,
+        images: ImagesConfig,
+        split: str,
+        held_out: float,
+        seed: int,
+    ) -> None:
         self._stored, self._images, self._seed = stored, images, seed
         self._crops = images.crop == "random" and split == "train"
         self.name, count = stored.name, len(stored)
