@@ -19,7 +19,6 @@ from harness.config.fields import (
     NUMERICS,
     from_dict,
     identity,
-    known_fields,
     label,
     leaves,
     part,
@@ -214,7 +213,7 @@ class Job:
         try:
             job: Job = from_dict(cls, plain)
         except ConfigError:
-            job = from_dict(cls, known_fields(cls, plain))
+            job = from_dict(cls, plain, known_only=True)
             if job.id != ident:
                 raise
         return job
