@@ -185,15 +185,6 @@ def step_row(step: Step, trainer: Trainer, loss_max: float) -> Row:
     }
 
 
-def rank_row(row: Row, loss: float | None, maxima: Row) -> Row:
-    """Return the row of a rank's own values.
-
-    Args:
-        row: the row of the step on this rank; its times are the rank's own.
-    """
-    return {"loss": loss, "step_seconds": row["step_seconds"], "data_share": row["data_share"], **maxima}
-
-
 def _scheduled_sizes(step: int, trainer: Trainer) -> Row:
     schedule, phase = trainer.job.schedule, trainer.run.sizes.at(step)
     return {
