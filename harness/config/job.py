@@ -13,16 +13,7 @@ from typing import Any, ClassVar, Self
 from harness.config.checkpoint import CheckpointConfig
 from harness.config.cluster import ClusterConfig
 from harness.config.data import DataConfig, TokenizerConfig
-from harness.config.fields import (
-    EXECUTION,
-    LONGEST_NAME,
-    NUMERICS,
-    from_dict,
-    identity,
-    label,
-    leaves,
-    part,
-)
+from harness.config.fields import EXECUTION, LONGEST_NAME, NUMERICS, from_dict, identity, label, leaves, part
 from harness.config.metrics import MetricsConfig, ProfilingConfig
 from harness.config.model import ModelConfig
 from harness.config.optimizer import OptimizerConfig, ScheduleConfig

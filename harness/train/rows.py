@@ -35,10 +35,7 @@ _ROW = (
         line="loss {:.4f}",
     ),
     Metric(
-        "loss_max",
-        "nats/token",
-        "Largest mean loss of one rank's share of the batch.",
-        line="max {:.4f}",
+        "loss_max", "nats/token", "Largest mean loss of one rank's share of the batch.", line="max {:.4f}"
     ),
     Metric(
         "mtp_loss",
