@@ -105,30 +105,38 @@ class DirectExecutor:
         with self.loss.context():
             # Modules have phases of their own in these two; the rest is the loss.
             with annotated("forward.head"):
-                losses = self._losses(batch, later)
-                total = losses if later is None else losses[0] + self.mtp.loss_weight * losses[1]
+                if later is not None:
+                    losses = self._losses(batch, later)
+                    total = losses[0] + self.mtp.loss_weight * losses[1]
+                elif self.in_head:
+                    losses = total = self.part(batch.inputs_BT, batch.labels_BT, batch.documents_BT)
+                else:
+                    # No variable holds the logits, so that they are freed before backward allocates their
+                    # gradient: with a large vocabulary they are the largest tensor.
+                    losses = total = self.loss(
+                        self.part(batch.inputs_BT, documents_BT=batch.documents_BT), batch.labels_BT
+                    )
             with annotated("backward.head"):
                 total.backward()
         return losses.detach().view(-1)
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> Tensor:
+        batch = local_positions_of(batch, self.positions)
+        documents = batch.documents_BT
         with self.loss.context():
-            return self._losses(local_positions_of(batch, self.positions))
+            if self.in_head:
+                return self.part(batch.inputs_BT, batch.labels_BT, documents)  # type: ignore[no-any-return]
+            return self.loss(self.part(batch.inputs_BT, documents_BT=documents), batch.labels_BT)
 
     def score(self, batch: Batch) -> Tensor:
         with self.loss.scoring():
             return self.forward(batch)
 
-    def _losses(self, batch: Batch, later: Batch | None = None) -> Tensor:
+    def _losses(self, batch: Batch, later: Batch) -> Tensor:
         inputs_BT, labels_BT, documents = batch.inputs_BT, batch.labels_BT, batch.documents_BT
         if self.in_head:
-            more = () if later is None else (later.inputs_BT, later.labels_BT)
-            return self.part(inputs_BT, labels_BT, documents, *more)  # type: ignore[no-any-return]
-        if later is None:
-            # No variable holds the logits, so that they are freed before backward allocates their gradient:
-            # with a large vocabulary they are the largest tensor.
-            return self.loss(self.part(inputs_BT, documents_BT=documents), labels_BT)
+            return self.part(inputs_BT, labels_BT, documents, later.inputs_BT, later.labels_BT)  # type: ignore[no-any-return]
         logits = self.part(inputs_BT, documents_BT=documents, later_BT=later.inputs_BT).chunk(2)
         return torch.stack([self.loss(logits[0], labels_BT), self.loss(logits[1], later.labels_BT)])
 
