@@ -288,7 +288,7 @@ def open_checkpoint(path: str) -> Checkpoint:
     named = _STEP.fullmatch(_name(root))
     if named and "train_state" in manifest["state"] and manifest["step"] != int(named[1]):
         raise DamagedCheckpoint(f"{MANIFEST} is of step {manifest['step']}")
-    _check_sizes(fs, root, manifest["files"])
+    check_files(path, manifest["files"])
     return Checkpoint(path, manifest)
 
 
@@ -296,10 +296,6 @@ def check_files(path: str, files: dict[str, Any]) -> None:
     """Raise DamagedCheckpoint unless this process sees a checkpoint's files with their recorded sizes."""
     fs, root = _open_url(path)
     fs.invalidate_cache()
-    _check_sizes(fs, root, files)
-
-
-def _check_sizes(fs: Any, root: str, files: dict[str, Any]) -> None:
     entries = fs.ls(root, detail=True)
     sizes = {_name(entry["name"]): entry["size"] for entry in entries if entry["type"] == "file"}
     for name, facts in files.items():
