@@ -14,7 +14,7 @@ import json
 import re
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -273,7 +273,10 @@ class CheckpointFolder:
         for each in complete[keep:] if keep else []:
             # If the newest one holds the weights alone, a run can still resume from this one.
             if each is not full:
-                _remove_unless_read(each.path)
+                manifest = _local(each.path, MANIFEST)
+                # One that is being read is locked.
+                with suppress(LockedError), (lock(manifest) if manifest else None) or nullcontext():
+                    remove(each.path)
         for step in self.steps():
             # Partly written, or partly removed, by a process that was killed.
             if step < complete[0].step:
@@ -387,15 +390,6 @@ def reading(path: str) -> Iterator[None]:
         raise DamagedCheckpoint("it is being removed") from None
     with held or nullcontext():
         yield
-
-
-def _remove_unless_read(path: str) -> None:
-    manifest = _local(path, MANIFEST)
-    try:
-        with (None if manifest is None else lock(manifest)) or nullcontext():
-            remove(path)
-    except LockedError:
-        return
 
 
 def is_url(path: str) -> bool:
