@@ -14,15 +14,17 @@ from processes import python
 from harness.compose.composer import compose_job
 from harness.compose.verb import guarded
 from harness.config.parallelism import ParallelismConfig
+from harness.config.registry import Registry
 from harness.model.accounting import account
-from harness.tools.plan import evidence
+from harness.tools.plan import costs, evidence
+from harness.tools.plan.costs import Costs, costs_of
 from harness.tools.plan.make import make_plan
 from harness.tools.plan.order import _read, pipeline_order
 from harness.tools.plan.plan import KINDS, PARTS, Action, Evidence, Plan, RankMemory, Speed, Traffic
 from harness.tools.plan.render import as_dict, render
 from harness.tools.plan.verb import VERB
 from harness.util.encoding import dumps, loads
-from harness.util.errors import EXIT_USER
+from harness.util.errors import EXIT_USER, UserError
 from harness.util.hardware import ACCELERATORS
 from harness.util.tables import counted, dollars, figure, gib, seconds
 
@@ -332,3 +334,13 @@ def test_a_ladder_is_priced_before_it_starts(capsys: pytest.CaptureFixture[str])
     # A point without a price leaves that of all unknown.
     (head, *_), data = table_of(capsys, *SMALL, "cluster.dollars_per_gpu_hour=2,null")
     assert head.split()[-3:] == ["GPU-hours", "price", "kWh"] and data["total"]["dollars"] is None
+
+
+def test_costs_without_a_method_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Partial(Costs):
+        sample = "page"
+
+    own = Registry("costs", {"decoder": Partial}, field="model.architecture")
+    monkeypatch.setattr(costs, "COSTS", own)
+    with pytest.raises(UserError, match=r"^model.architecture=decoder: memory and time are unknown: Partial"):
+        costs_of(compose_job([]).model)
