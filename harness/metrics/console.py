@@ -84,11 +84,7 @@ class SilentConsole(PlainConsole):
 
 
 class RichConsole(PlainConsole):
-    """A progress bar with the newest metrics at the bottom of the terminal, and a line above it now and then.
-
-    Args:
-        clock: monotonic clock, in seconds.
-    """
+    """A progress bar with the newest metrics at the bottom of the terminal, and lines above it."""
 
     def __init__(
         self,
