@@ -30,7 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import gpu_cases as cases
-from gpu_table import render, report_rows
+from gpu_cases import render, report_rows
 
 from harness.config.fields import with_value
 from harness.launch.rows import keep

@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 from harness.compose.composer import Composer
 from harness.compose.overrides import check_overrides, namesakes, user_errors
 from harness.config.fields import check_written
-from harness.config.job import Job
 from harness.util.errors import EXIT_OK, UserError
 
 CFG = ("job", "hydra", "all")
@@ -181,40 +180,25 @@ def show(line: CommandLine, parser: Parser, *, config_name: str, schema: type) -
 
         text = help_text(line.help, line.overrides, parser, config_name=config_name, schema=schema)
     else:
-        text = shown_config(
-            line.overrides,
-            str(line.cfg),
-            package=line.package,
-            resolve=line.resolve,
-            config_name=config_name,
-            schema=schema,
-        )
+        text = shown_config(line, config_name=config_name, schema=schema)
     sys.stdout.write(text)
     return EXIT_OK
 
 
-def shown_config(
-    overrides: list[str],
-    kind: str,
-    *,
-    package: str | None = None,
-    resolve: bool = False,
-    config_name: str = "train",
-    schema: type = Job,
-) -> str:
-    """Return the composed configuration as YAML, before it becomes a job."""
+def shown_config(line: CommandLine, *, config_name: str, schema: type) -> str:
+    """Return the composed configuration as YAML, before it becomes a job, as ``--cfg`` asks for it."""
     from omegaconf import OmegaConf
 
     composer = Composer(config_name, schema)
-    plain = composer.config(overrides, resolve=resolve)
-    config: Any = OmegaConf.create({} if kind == "hydra" else plain)
-    if kind != "job":
-        config = OmegaConf.merge(config, {"hydra": composer.settings(overrides)})
+    plain = composer.config(line.overrides, resolve=line.resolve)
+    config: Any = OmegaConf.create({} if line.cfg == "hydra" else plain)
+    if line.cfg != "job":
+        config = OmegaConf.merge(config, {"hydra": composer.settings(line.overrides)})
     with user_errors():
-        if resolve:
+        if line.resolve:
             OmegaConf.resolve(config)
-        shown = config if package in (None, "_global_") else OmegaConf.select(config, package)
+        shown = config if line.package in (None, "_global_") else OmegaConf.select(config, line.package)
     if shown is None:
-        raise UserError(f"--package={package}: no such part; would work: {', '.join(map(str, config))}")
-    head = "" if package is None else f"# @package {package}\n"
+        raise UserError(f"--package={line.package}: no such part; would work: {', '.join(map(str, config))}")
+    head = "" if line.package is None else f"# @package {line.package}\n"
     return f"{head}{OmegaConf.to_yaml(shown)}" if OmegaConf.is_config(shown) else f"{shown}\n"

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -20,14 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from harness.config.data import DataConfig
 from harness.config.data_kinds import DATA_KINDS
 from harness.config.registry import load_attribute
 from harness.config.training import Sizes
 from harness.data.cache import open_documents
-from harness.data.samples import IGNORE_INDEX, PackedSamples, Samples, SyntheticSamples
-from harness.data.tokenizer import Tokenizer, check_vocab_size
-from harness.data.tokens import Tokens
+from harness.data.samples import IGNORE_INDEX, PackedSamples, Reading, Samples, SyntheticSamples
+from harness.data.tokenizer import check_vocab_size
 from harness.util.errors import DataError
 
 if TYPE_CHECKING:
@@ -36,37 +33,6 @@ if TYPE_CHECKING:
 
 
 __all__ = ["IGNORE_INDEX", "Batch", "Loader", "Reading", "build_loader", "merge_states"]
-
-
-@dataclass(frozen=True)
-class Reading:
-    """What a loader reads.
-
-    Attributes:
-        seq_len: tokens per sample (T).
-        rows: of every global batch, a part of ``range(global_batch_size)``.
-        split: "train", or "validation": the same samples in the same order after every reset.
-        model_vocab_size: number of rows of the model's embedding; every token id must be smaller.
-        sizes: sizes of all steps, which end with global_batch_size sequences of seq_len tokens.
-        wait_for_all: a barrier over all ranks; called between building and opening the token cache, if any.
-        is_builder: whether this rank builds the cache if it is missing.
-    """
-
-    data: DataConfig
-    tokenizer: Tokenizer
-    seq_len: int
-    global_batch_size: int
-    seed: int
-    rows: range
-    split: str
-    model_vocab_size: int
-    sizes: Sizes
-    wait_for_all: Callable[[], None] | None = None
-    is_builder: bool = True
-
-    @property
-    def shuffles(self) -> bool:
-        return self.data.shuffle and self.split == "train"
 
 
 class Batch(NamedTuple):
@@ -347,10 +313,7 @@ class SampleLoader(Loader):
             stream.close()
 
 
-def load_packed(reading: Reading, tokens: Tokens) -> SampleLoader:
-    samples = PackedSamples(
-        tokens, reading.data, reading.seq_len, seed=reading.seed, shuffle=reading.shuffles
-    )
+def load_numbered(reading: Reading, samples: Samples) -> SampleLoader:
     return SampleLoader(reading, {"": NumberedSource(samples)})
 
 
@@ -377,20 +340,13 @@ def build_loader(reading: Reading) -> Loader:
 def load_documents(reading: Reading) -> Loader:
     """Return the loader of a source's documents, which are in the token cache."""
     tokens = open_documents(reading)
-    loader = load_packed(reading, tokens)
+    loader = load_numbered(reading, PackedSamples(tokens, reading))
     loader.damaged_documents = tokens.damaged
     return loader
 
 
 def load_synthetic(reading: Reading) -> Loader:
-    samples = SyntheticSamples(
-        split=reading.split,
-        seq_len=reading.seq_len,
-        seed=reading.seed,
-        vocab_size=reading.model_vocab_size,
-        mask_fraction=reading.data.mask_fraction,
-    )
-    return SampleLoader(reading, {"": NumberedSource(samples)})
+    return load_numbered(reading, SyntheticSamples(reading))
 
 
 def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:

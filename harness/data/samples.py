@@ -1,4 +1,4 @@
-"""Samples with random access: packed documents, or random tokens.
+"""What is read for a job, and samples with random access: packed documents, or random tokens.
 
 Sample g is a function of (data, tokenizer, seed, g) only, independent of ranks and steps. T is the sequence
 length.
@@ -7,16 +7,51 @@ length.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from harness.config.data import DataConfig
+from harness.config.training import Sizes
+from harness.data.tokenizer import Tokenizer
 from harness.data.tokens import Tokens
 from harness.util.errors import DataError
 
 IGNORE_INDEX = -100
 """The label of a position that does not count towards the loss."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a loader reads.
+
+    Attributes:
+        seq_len: tokens per sample (T).
+        rows: of every global batch, a part of ``range(global_batch_size)``.
+        split: "train", or "validation": the same samples in the same order after every reset.
+        model_vocab_size: number of rows of the model's embedding; every token id must be smaller.
+        sizes: sizes of all steps, which end with global_batch_size sequences of seq_len tokens.
+        wait_for_all: a barrier over all ranks; called between building and opening the token cache, if any.
+        is_builder: whether this rank builds the cache if it is missing.
+    """
+
+    data: DataConfig
+    tokenizer: Tokenizer
+    seq_len: int
+    global_batch_size: int
+    seed: int
+    rows: range
+    split: str
+    model_vocab_size: int
+    sizes: Sizes
+    wait_for_all: Callable[[], None] | None = None
+    is_builder: bool = True
+
+    @property
+    def shuffles(self) -> bool:
+        return self.data.shuffle and self.split == "train"
 
 
 class Samples(Protocol):
@@ -62,24 +97,16 @@ class PackedSamples:
     token but the very first is predicted once per epoch. Fewer than T tokens at the end are left out.
     """
 
-    def __init__(
-        self,
-        split: Tokens,
-        data: DataConfig,
-        seq_len: int,
-        *,
-        seed: int,
-        shuffle: bool,
-    ) -> None:
-        self._split, self._data, self._seq_len = split, data, seq_len
-        self._num_samples = max(0, (split.num_tokens - 1) // seq_len)
-        self._order = EpochOrder(self._num_samples, seed, shuffle=shuffle)
-        self.num_per_epoch: int | None = self._num_samples
-        if self._num_samples == 0:
+    def __init__(self, split: Tokens, reading: Reading) -> None:
+        self._split, self._data, self._seq_len = split, reading.data, reading.seq_len
+        count = max(0, (split.num_tokens - 1) // reading.seq_len)
+        self._order = EpochOrder(count, reading.seed, shuffle=reading.shuffles)
+        self.num_per_epoch: int | None = count
+        if not count:
             documents = "" if split.num_documents is None else f" in {split.num_documents} documents"
             raise DataError(
                 f"{split.name}: {split.num_tokens} tokens{documents} are fewer than "
-                f"one sample of training.seq_len + 1 = {seq_len + 1}"
+                f"one sample of training.seq_len + 1 = {reading.seq_len + 1}"
             )
 
     def sample(self, number: int) -> tuple[np.ndarray, ...]:
@@ -94,17 +121,17 @@ class SyntheticSamples:
 
     num_per_epoch: int | None = None
 
-    def __init__(self, *, split: str, seq_len: int, seed: int, vocab_size: int, mask_fraction: float) -> None:
-        self._split, self._seq_len, self._seed = split, seq_len, seed
-        self._vocab_size, self._mask_fraction = vocab_size, mask_fraction
+    def __init__(self, reading: Reading) -> None:
+        self._reading = reading
 
     def sample(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        random = random_stream(f"synthetic {self._split}", self._seed, number)
-        tokens = random.randint(0, self._vocab_size, self._seq_len + 1, dtype=np.int64)
+        reading = self._reading
+        random = random_stream(f"synthetic {reading.split}", reading.seed, number)
+        tokens = random.randint(0, reading.model_vocab_size, reading.seq_len + 1, dtype=np.int64)
         inputs_T, labels_T = tokens[:-1], tokens[1:].copy()
-        share = random.uniform(0, 2 * self._mask_fraction)
-        num_masked = min(round(share * self._seq_len), self._seq_len - 1)
-        labels_T[random.permutation(self._seq_len)[:num_masked]] = IGNORE_INDEX
+        share = random.uniform(0, 2 * reading.data.mask_fraction)
+        num_masked = min(round(share * reading.seq_len), reading.seq_len - 1)
+        labels_T[random.permutation(reading.seq_len)[:num_masked]] = IGNORE_INDEX
         return inputs_T, labels_T
 
 

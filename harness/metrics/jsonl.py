@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import shutil
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from harness.util.encoding import dumps, loads
@@ -22,9 +21,6 @@ class MetricsFile:
     Opening repairs a file that a crash left in mid-write: a broken last line is cut off, and a complete last
     line gets its missing newline. Each row is flushed to the operating system. A file that is deleted while
     it is open is written again.
-
-    Args:
-        path: the file; it is created with its folder if missing.
 
     Attributes:
         notes: warnings for the user, one line each; the caller removes those it has shown.
@@ -48,14 +44,13 @@ class MetricsFile:
         """Drop the rows of later steps: a run that resumes from ``step`` will write them again.
 
         Damaged lines are dropped too, with a note; a copy of the original file is kept.
-
-        Returns:
-            The number of rows dropped.
         """
         rows, damaged = read_rows(self.path)
         kept = [row for row in rows if _step(row) <= step]
         if damaged:
-            copy = _free_name(self.path)
+            stem, end = self.path.stem, self.path.suffix
+            names = (self.path.with_name(f"{stem}.damaged-{n}{end}") for n in itertools.count(1))
+            copy = next(name for name in names if not name.exists())
             shutil.copy2(self.path, copy)
             self.notes.append(f"{_describe_damage(self.path, damaged)}; {copy.name} is the original file")
         if damaged or len(kept) < len(rows):
@@ -104,14 +99,6 @@ class MetricsFile:
         self._file = self.path.open("a+b")
         self.notes.append(f"WARNING {self.path} was deleted while the run wrote it, and is written again")
 
-    def __enter__(self) -> MetricsFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
 
 def read_metrics(path: Path) -> list[Row]:
     """Return all rows in the order they were written, non-finite floats as floats.
@@ -133,9 +120,6 @@ def read_rows(path: Path) -> tuple[list[Row], list[tuple[int, int]]]:
 
     Returns:
         The rows, and for each damaged line before the last one its number and the step of the row before it.
-
-    Raises:
-        OSError: the file is missing or cannot be read.
     """
     lines = path.read_bytes().split(b"\n")
     if lines[-1] == b"":
@@ -162,11 +146,6 @@ def _describe_damage(path: Path, damaged: list[tuple[int, int]]) -> str:
     steps = ", ".join(str(step) for step in list(dict.fromkeys(step for _, step in damaged))[:_SHOWN])
     what = "line is" if len(damaged) == 1 else "lines are"
     return f"WARNING {path}: {len(damaged)} {what} damaged ({lines}); the curve has a gap after step {steps}"
-
-
-def _free_name(path: Path) -> Path:
-    names = (path.with_name(f"{path.stem}.damaged-{number}{path.suffix}") for number in itertools.count(1))
-    return next(name for name in names if not name.exists())
 
 
 def _row(line: bytes) -> Row | None:

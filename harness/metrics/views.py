@@ -12,7 +12,7 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,22 +34,22 @@ class ShownRun:
 
     Attributes:
         config: the configuration of all views.
-        options: those of the view in ``metrics.views``, as its own dataclass; None: it has none.
         run_dir: the run folder, for local files of the view.
         run_id: the id of the run; a resumed run continues under it.
         name: the name to show.
         job: the resolved job as plain values.
         start_step: the last step already done; rows of later steps that an earlier attempt has logged come
             again.
+        options: those of the view in ``metrics.views``, as its own dataclass; None: it has none.
     """
 
     config: MetricsConfig
-    options: Any
     run_dir: Path
     run_id: str
     name: str
     job: dict[str, Any]
-    start_step: int
+    start_step: int = 0
+    options: Any = None
 
 
 class View(Protocol):
@@ -88,14 +88,11 @@ class WandbView:
             id=run.run_id,
             resume="allow",
             name=run.name,
-            project=config.wandb_project or os.environ.get("WANDB_PROJECT") or _DEFAULT_PROJECT,
-            entity=config.wandb_entity,
             group=config.wandb_group,
-            tags=[*run.job.get("tags", ()), *config.wandb_tags] or None,
             notes=run.job.get("notes") or None,
-            mode=wandb_mode(config.wandb_mode),  # type: ignore[arg-type]
             config=run.job,
             settings=wandb.Settings(**settings),
+            **_account(config, run.job.get("tags", ())),
         )
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
@@ -110,28 +107,29 @@ class WandbView:
 
 
 def log_sweep(config: MetricsConfig, folder: Path, group: str, table: Table) -> None:
-    """Log the table of a sweep as a separate run in the sweep's group.
-
-    Args:
-        config: metrics of any of the sweep's jobs: project, entity, tags and mode.
-        table: one row per point.
-    """
+    """Log the table of a sweep as a separate run in the sweep's group."""
     import wandb
 
     run = wandb.init(
         dir=folder,
         name=f"{group} table",
         job_type="table",
-        project=config.wandb_project or os.environ.get("WANDB_PROJECT") or _DEFAULT_PROJECT,
-        entity=config.wandb_entity,
         group=group,
-        tags=list(config.wandb_tags) or None,
-        mode=wandb_mode(config.wandb_mode),  # type: ignore[arg-type]
         settings=wandb.Settings(console="off"),
+        **_account(config),
     )
     columns: list[str | int] = [each.heading for each in table.shown]
     run.log({"points": wandb.Table(columns=columns, data=table.cells())})
     run.finish()
+
+
+def _account(config: MetricsConfig, tags: Iterable[str] = ()) -> dict[str, Any]:
+    return {
+        "project": config.wandb_project or os.environ.get("WANDB_PROJECT") or _DEFAULT_PROJECT,
+        "entity": config.wandb_entity,
+        "tags": [*tags, *config.wandb_tags] or None,
+        "mode": wandb_mode(config.wandb_mode),
+    }
 
 
 def wandb_mode(wanted: str | None) -> str | None:
@@ -223,6 +221,8 @@ class MlflowView:
         self._thread.start()
 
     def _begin(self, run: ShownRun) -> str:
+        from mlflow.entities import Param
+
         name = run.options.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "harness"
         found = self._client.get_experiment_by_name(name)
         experiment = self._client.create_experiment(name) if found is None else found.experiment_id
@@ -238,7 +238,8 @@ class MlflowView:
                 return str(earlier[0].info.run_id)
         created = self._client.create_run(experiment, tags={**tags, **others}, run_name=run.name)
         ident = str(created.info.run_id)
-        for some in _batches(_params(run.job), _PARAMS_PER_REQUEST):
+        params = [Param(_valid(key), str(each)[:_LONGEST_PARAM]) for key, each in flatten(run.job).items()]
+        for some in _batches(params, _PARAMS_PER_REQUEST):
             self._client.log_batch(ident, params=some)
         return ident
 
@@ -285,12 +286,6 @@ class MlflowView:
 
 def _batches(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
     return (items[begin : begin + size] for begin in range(0, len(items), size))
-
-
-def _params(job: dict[str, Any]) -> list[Any]:
-    from mlflow.entities import Param
-
-    return [Param(_valid(key), str(value)[:_LONGEST_PARAM]) for key, value in flatten(job).items()]
 
 
 def _metrics(step: int, milliseconds: int, row: Mapping[str, Any]) -> Iterator[Any]:

@@ -80,11 +80,7 @@ class Muon(OwnOptimizer):
     rounded to their dtypes.
 
     Args:
-        groups: parameter groups with ``lr`` and ``weight_decay``.
-        lr: learning rate of groups without one.
-        state_dtype: dtype of the momentum.
         momentum: decay of the running mean of gradients.
-        steps: iterations of Newton-Schulz.
         dtype: dtype of these iterations, and of the pieces that ranks send.
         scale: factor of the learning rate, from the shape of a matrix (``lr_scale``).
         group: the ranks that hold pieces of these parameters; None for one rank. All of them construct the
@@ -159,7 +155,9 @@ class Muon(OwnOptimizer):
             together[unit if on_cpu else updates[unit].shape[1:]].append(unit)
         done: dict[Unit, Tensor] = {}
         for units in together.values():
-            x_BOI = orthogonalize(_joined([updates.pop(unit) for unit in units]), self.steps)
+            # A single matrix is not copied.
+            parts = [updates.pop(unit) for unit in units]
+            x_BOI = orthogonalize(parts[0] if len(parts) == 1 else torch.cat(parts), self.steps)
             done |= dict(zip(units, x_BOI.split([unit.count for unit in units]), strict=True))
         return done
 
@@ -192,10 +190,6 @@ class Muon(OwnOptimizer):
             value.sub_(update * (rate * held.scale))
         if stored.dtype != torch.float32:
             stored.copy_(value)
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 @dataclass(frozen=True)

@@ -38,9 +38,6 @@ class Engine:
 
     All ranks construct it and call its methods together. The values it returns are sums over the world, so
     that every rank decides the same.
-
-    Args:
-        built: its mesh and model parts, if they exist already.
     """
 
     def __init__(
@@ -179,10 +176,7 @@ class Engine:
             # The executor for full length, which validation uses, stays; a pipeline's has buffers.
             longest = self.job.training.seq_len
             job = with_value(self.job, "training.seq_len", length)
-            self._executors = {
-                longest: self._executors[longest],
-                length: self._build_executor(job),
-            }
+            self._executors = {longest: self._executors[longest], length: self._build_executor(job)}
         self.executor = self._executors[length]
 
     @property
@@ -226,16 +220,13 @@ class Engine:
         elif self.asks_for_norm:
             norm = float(norm)
             if not math.isfinite(norm):
-                return self._skip_update()
+                # torch warns if a scheduler steps before its optimizer; here that is intended.
+                self.optimizer._opt_called = True  # type: ignore[attr-defined]
+                return self._end_step()
         with annotated("optimizer"):
             clip_gradients(self.parameters, norm, self.job.training.max_norm)
             self.optimizer.step()
             self._end_step()
-
-    def _skip_update(self) -> None:
-        # torch warns if a scheduler steps before its optimizer; here that is intended.
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]
-        self._end_step()
 
     def _end_step(self) -> None:
         self.schedule.step()

@@ -45,11 +45,7 @@ class Objective(ABC):
     def resolve(
         self, training: TrainingConfig, validation: ValidationConfig, model: ModelConfig
     ) -> dict[str, Any]:
-        """Return ``training`` and ``validation`` with the defaults of their options.
-
-        Raises:
-            ConfigError: naming the option.
-        """
+        """Return ``training`` and ``validation`` with the defaults of their options."""
         owner = f"model.architecture={model.architecture}"
         options = resolve_options(
             training.objective_options, self.options, "training.objective_options", owner

@@ -14,9 +14,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
+from typing import Any
 
 from harness.config.job import Job
 from harness.util.errors import LONGEST_VALUE, UserError
@@ -201,12 +202,7 @@ def rendezvous_store() -> Iterator[int]:
 
 
 def rank_environment(job: Job, port: int, started: float) -> dict[str, str]:
-    """Return the environment variables that all ranks of a job share.
-
-    Args:
-        port: port of the store, on this node.
-        started: time.monotonic() of this machine at which the job was started.
-    """
+    """Return the environment variables that all ranks of a job share."""
     nodes, local = job.cluster.nodes_for(job.world_size)
     # A node may be unable to resolve its own name; without a network that takes minutes to fail.
     address = "127.0.0.1" if nodes == 1 else socket.gethostname()
@@ -275,18 +271,14 @@ class StopRequest:
         self.signal: signal.Signals | None = None
         self.insists = False
         self._noted_at = 0.0
-        self._previous: dict[int, object] = {}
+        self._handlers = _handled_by(self._note)
 
     def __enter__(self) -> StopRequest:
-        self._previous = _set_handlers(self._note)
+        self._handlers.__enter__()
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for number, handler in self._previous.items():
-            # Leave it if another handler was set meanwhile, such as ignoring it.
-            if signal.getsignal(number) == self._note:
-                signal.signal(number, handler)  # type: ignore[arg-type]
-        self._previous = {}
+    def __exit__(self, *error: Any) -> None:
+        self._handlers.__exit__(*error)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         if self.signal is None:
@@ -302,18 +294,14 @@ class StopRequest:
                 raise KeyboardInterrupt
 
 
-@contextmanager
-def stop_signals_interrupt() -> Iterator[None]:
+def stop_signals_interrupt() -> AbstractContextManager[None]:
     """Make SIGTERM, SIGHUP and SIGUSR2 raise KeyboardInterrupt inside the context, as SIGINT does."""
-    with _handled_by(signal.default_int_handler):
-        yield
+    return _handled_by(signal.default_int_handler)
 
 
-@contextmanager
-def stop_signals_ignored() -> Iterator[None]:
+def stop_signals_ignored() -> AbstractContextManager[None]:
     """Ignore the stop signals inside the context, so that a row being written is completed."""
-    with _handled_by(signal.SIG_IGN):
-        yield
+    return _handled_by(signal.SIG_IGN)
 
 
 @contextmanager
@@ -323,7 +311,9 @@ def _handled_by(handler: object) -> Iterator[None]:
         yield
     finally:
         for number, earlier in before.items():
-            signal.signal(number, earlier)  # type: ignore[arg-type]
+            # Leave it if another handler was set meanwhile, such as ignoring it.
+            if signal.getsignal(number) == handler:
+                signal.signal(number, earlier)  # type: ignore[arg-type]
 
 
 def ignore_stop_signals() -> None:

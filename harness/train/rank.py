@@ -94,12 +94,7 @@ class LauncherGone(MachineError):
 
 
 class Rank:
-    """One rank of a job.
-
-    Attributes:
-        trainer: None until it is created.
-        recorder: writes the metrics; on rank 0, once created.
-    """
+    """One rank of a job."""
 
     trainer: Trainer | None = None
     recorder: Recorder | None = None
@@ -160,7 +155,6 @@ def run_rank(job: Job, folder: RunFolder, *, started: float, store: dist.Store |
     """Train as one rank, record how the run ended, and return the exit code.
 
     Args:
-        started: time.monotonic() of this machine at which the job was started.
         store: the rendezvous store; None means the one that torchrun's variables name.
     """
     rank = Rank(job, folder)
@@ -168,6 +162,7 @@ def run_rank(job: Job, folder: RunFolder, *, started: float, store: dist.Store |
         process.set_environment(job, folder.path)
         with process.importing_torch():
             from harness.metrics.recorder import Recorder
+            from harness.metrics.views import ShownRun
             from harness.train.engine import Engine
             from harness.train.setup import pick_device, process_group, set_up_process
             from harness.train.trainer import Trainer
@@ -182,14 +177,8 @@ def run_rank(job: Job, folder: RunFolder, *, started: float, store: dist.Store |
         with process_group(job, device, store):
             if rank.number == 0:
                 folder.set_status("running")
-                rank.recorder = Recorder(
-                    job.metrics,
-                    folder.path,
-                    run_id=folder.path.name,
-                    name=job.name,
-                    job=job.to_dict(),
-                    total_steps=job.steps,
-                )
+                shown = ShownRun(job.metrics, folder.path, folder.path.name, job.name, job.to_dict())
+                rank.recorder = Recorder(shown, job.steps)
                 rank.recorder.message(describe(job, folder, device))
                 if changed := process.describe(job, device.type):
                     rank.recorder.message(changed)

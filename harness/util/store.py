@@ -167,7 +167,6 @@ def remove_abandoned(folder: Path, work: Path, after: float) -> None:
     """Remove a folder that was not written for ``after`` seconds, if its builder is dead.
 
     Args:
-        folder: to remove.
         work: the folder that its builder locks.
         after: at least a minute: a builder makes its folder and then locks it, and locking it in between
             would stop the builder.

@@ -161,24 +161,6 @@ def test_functions_of_options_and_order() -> None:
     assert sorted(seeds_of("training.seed=shuffle(range(1,9))")) == list(range(1, 9))
 
 
-@pytest.mark.parametrize(
-    ("typed", "message"),
-    [
-        ("optimizer.lr=interval(0,1)", "interval() is a range for sweepers that optimize (sweep=optuna), "),
-        ("optimizer.lr=tag(log,interval(0.1,1))", "interval() is a range for sweepers that optimize"),
-        ("training.seed=glob(*)", "glob() chooses options of a group, and training.seed is a field"),
-        ("model=glob(nope*)", "an axis without values; would work: "),
-        ("training.seed=range(3,1)", "an axis without values; would work: "),
-        ("training.seed=range(1,3,0)", "the step of a range must not be 0; would work: "),
-        ("training.seed=choice()", "empty choice is not legal; would work: "),
-    ],
-)
-def test_no_axis_of_a_grid(typed: str, message: str) -> None:
-    with pytest.raises(UserError) as caught:
-        compose_points([*COMMON, typed])
-    assert str(caught.value).startswith(f"{typed}: {message}") and "\n" not in str(caught.value)
-
-
 @pytest.mark.parametrize("params", ["3", "[1]", "{points: 3}", "{points: null}"])
 def test_no_axes_in_a_file(params: str, tmp_path: Path) -> None:
     written(tmp_path, {"sweep/own": f"# @package _global_\nhydra: {{sweeper: {{params: {params}}}}}\n"})

@@ -7,7 +7,6 @@ import pytest
 from harness.compose.verb import VERBS
 from harness.config.fields import leaves
 from harness.config.job import Job
-from harness.util.errors import UserError
 
 
 def shown(capsys: pytest.CaptureFixture[str], verb: str, *arguments: str) -> str:
@@ -35,16 +34,3 @@ def test_a_group_a_field_and_all(capsys: pytest.CaptureFixture[str]) -> None:
     listed = {line.partition("=")[0] for line in shown(capsys, "train", "all").splitlines()}
     assert {name for name, *_ in leaves(Job())} <= listed
     assert shown(capsys, "plan", "training.steps=3") == shown(capsys, "plan")
-
-
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("training.losschunks", "training.losschunks: no such field; did you mean training.loss_chunks?"),
-        ("loss_chunks", "loss_chunks: no such field; did you mean training.loss_chunks?"),
-        ("cluster.env.A", "--help cluster.env.A: no such field; would work: --help cluster.env"),
-    ],
-)
-def test_a_name_that_is_none(what: str, message: str) -> None:
-    with pytest.raises(UserError, match=f"^{message.replace('?', '[?]')}$"):
-        VERBS["train"].run_line(["--help", what])

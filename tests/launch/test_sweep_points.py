@@ -18,7 +18,6 @@ from harness.launch.state import RunState, SlurmJobRecord
 from harness.launch.sweep import run
 from harness.launch.sweep.registry import (
     FILE,
-    OF_THE_COMMAND,
     Point,
     Registry,
     Skipped,
@@ -177,14 +176,6 @@ def test_a_run_before_the_sweep_keeps_its_folder(tmp_path: Path) -> None:
     (tmp_path / "n" / f"{earlier.id}-{digest}").mkdir()
     _, second = (point.run_dir for point in unique_points(compose_points(swept)))
     assert second.name == f"{earlier.id}-{digest}"
-
-
-@pytest.mark.parametrize("field", OF_THE_COMMAND)
-def test_labels_of_the_command_are_no_axes(field: str, tmp_path: Path) -> None:
-    values = "1,2" if field in ("cluster.max_running", "cluster.confirm_gpu_hours") else "true,false"
-    message = f"^{field}: configures the command, not its runs; would work: one value"
-    with pytest.raises(UserError, match=message):
-        sweep(tmp_path, f"{field}={values}", common=COMMON)
 
 
 def test_points_of_one_label_run_apart(

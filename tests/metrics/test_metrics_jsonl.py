@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def write(path: Path, *steps: int) -> None:
-    with MetricsFile(path) as file:
+    with closing(MetricsFile(path)) as file:
         for step in steps:
             file.write({"step": step, "loss": step / 2})
 
@@ -37,7 +38,7 @@ def test_rows_are_there_as_soon_as_they_are_written_or_not_at_all(path: Path) ->
 
 
 def test_non_finite_floats_are_valid_json_and_come_back(path: Path) -> None:
-    with MetricsFile(path) as file:
+    with closing(MetricsFile(path)) as file:
         file.write({"step": 1, "loss": math.nan, "grad_norm": math.inf, "norms": [-math.inf, 1.0]})
     written = json.loads(path.read_text(), parse_constant=pytest.fail)
     assert written == {"step": 1, "loss": "nan", "grad_norm": "inf", "norms": ["-inf", 1.0]}
@@ -74,7 +75,7 @@ def test_damage_in_the_middle_is_reported(path: Path) -> None:
         read_metrics(path)
     assert [row["step"] for row in read_rows(path)[0]] == [1, 2]
     found = path.read_bytes()
-    with MetricsFile(path) as file:
+    with closing(MetricsFile(path)) as file:
         file.truncate_after(2)
         [note] = file.notes
     assert "1 line is damaged (2); the curve has a gap after step 1" in note
@@ -122,7 +123,7 @@ def test_missing_rows_are_reported(
     path: Path, logged: list[int], step: int, interval: int, missing: str | None
 ) -> None:
     write(path, *logged)
-    with MetricsFile(path) as file:
+    with closing(MetricsFile(path)) as file:
         file.expect_rows_up_to(step, interval)
         expected = [] if missing is None else [True]
         assert [f"rows of steps {missing} are missing" in note for note in file.notes] == expected
@@ -130,7 +131,7 @@ def test_missing_rows_are_reported(
 
 def test_truncate_after_a_step(path: Path) -> None:
     write(path, 1, 2, 3, 4)
-    with MetricsFile(path) as file:
+    with closing(MetricsFile(path)) as file:
         assert file.truncate_after(2) == 2
         file.write({"step": 3, "loss": 9.0})
         assert file.truncate_after(3) == 0

@@ -15,12 +15,13 @@ from harness.config.training import OBSERVERS
 from harness.metrics.console import PlainConsole, RichConsole, SilentConsole, make_console
 from harness.metrics.jsonl import read_metrics
 from harness.metrics.recorder import Recorder
+from harness.metrics.views import ShownRun
 from harness.train.rows import metrics_of_rows
 
 
 def record(run_dir: Path, start_step: int = 0, **fields: Any) -> Recorder:
     config = MetricsConfig(**{"console": "plain", **fields})
-    recorder = Recorder(config, run_dir, run_id="id", name="name", job={}, total_steps=10)
+    recorder = Recorder(ShownRun(config, run_dir, "id", "name", {}), total_steps=10)
     recorder.begin(start_step, metrics_of_rows(OBSERVERS.values()))
     return recorder
 

@@ -16,7 +16,7 @@ from harness.compose.composer import compose_job
 from harness.config.metrics import MetricsConfig
 from harness.metrics.jsonl import read_metrics
 from harness.metrics.recorder import Recorder
-from harness.metrics.views import wandb_mode
+from harness.metrics.views import ShownRun, wandb_mode
 
 JOB: dict[str, Any] = {
     "model": {"name": "tiny", "dims": [1, 2]},
@@ -34,7 +34,7 @@ def no_wandb_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def record(run_dir: Path, start_step: int = 0, **fields: Any) -> Recorder:
     config = MetricsConfig(console="plain", **fields)
-    recorder = Recorder(config, run_dir, run_id="abc123", name="my run", job=JOB, total_steps=9)
+    recorder = Recorder(ShownRun(config, run_dir, "abc123", "my run", JOB), total_steps=9)
     recorder.begin(start_step)
     return recorder
 

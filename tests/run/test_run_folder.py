@@ -11,6 +11,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,7 @@ def test_a_result_is_waited_for_until_it_is_there(folder: RunFolder, job: Job) -
 
 def test_settling_writes_the_row_that_rank_0_could_not(folder: RunFolder, job: Job) -> None:
     begin(folder, job, [])
-    with MetricsFile(folder.path / "metrics.jsonl") as metrics:
+    with closing(MetricsFile(folder.path / "metrics.jsonl")) as metrics:
         metrics.write({"step": 4, "loss": 2.5, "tokens": 64})
         metrics.write({"step": 4, "validation_loss": 3.0})
     assert folder.record_error(0, MachineError("killed"), step=4)["step"] == 4
@@ -170,7 +171,7 @@ def test_a_disk_that_gets_full(small_disk: Path, job: Job, capsys: pytest.Captur
     folder = RunFolder(small_disk / "run")
     begin(folder, job, [])
     folder.set_status("running")
-    with MetricsFile(folder.path / "metrics.jsonl") as file:
+    with closing(MetricsFile(folder.path / "metrics.jsonl")) as file:
         file.write({"step": 1, "loss": 2.5})
     fill(small_disk / "others")
     folder.record_error(0, OSError(errno.ENOSPC, "No space left on device"), step=1)

@@ -144,7 +144,7 @@ class DecoderCosts(Costs):
 
         shape = rows, job.training.seq_len
         batch = DeviceBatch(torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64))
-        batch.num_valid = rows * job.training.seq_len
+        batch.valid_by_source = {0: rows * job.training.seq_len}
         return batch
 
 

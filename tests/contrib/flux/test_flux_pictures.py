@@ -12,7 +12,7 @@ from PIL import Image
 
 sys.path.append(str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parents[3] / "experiments" / "flux_shapes"))
-from read_shapes import judge, read
+from read_back import judge, read
 from tiny_flux import overrides, save_encoders
 
 from harness.compose.composer import compose_job
