@@ -9,9 +9,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from harness.config.data_kinds import DATA_KINDS, FORMATS, check_effects, check_inputs
+from harness.config.data_kinds import (
+    DATA_KINDS,
+    FORMATS,
+    check_dataset,
+    check_effects,
+    check_files,
+    errors_of_source,
+    source_config,
+)
 from harness.config.fields import execution, label, numerics
-from harness.config.mixture import errors_of_source, source_config
 from harness.config.registry import Registry, load_attribute, resolve_options
 from harness.util import PACKAGE
 from harness.util.errors import ConfigError
@@ -162,7 +169,10 @@ class DataConfig:
         check_effects(self)
         if kind.check:
             load_attribute(kind.check)(self)
-        check_inputs(self)
+        if self.reads_files:
+            check_files(self)
+        if "dataset" in kind.fields:
+            check_dataset(self)
 
     def require_validation(self) -> None:
         """Check that there are documents for validation."""
