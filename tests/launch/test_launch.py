@@ -85,6 +85,7 @@ def check_end(job: Launch, starter: str, code: int) -> None:
 
 def test_a_users_error_is_one_line_and_the_job_goes_on(start: Start, starter: str, tmp_path: Path) -> None:
     text = tmp_path / "corpus.txt"
+    text.write_bytes(b"\xff" * 99)  # only reading it shows that it is not UTF-8
     overrides = ("data=local_text", f"data.paths=[{text}]", f"data.cache_dir={tmp_path}/cache")
     first = start(*overrides, "training.steps=2")
     check_end(first, starter, EXIT_USER)

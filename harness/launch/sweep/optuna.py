@@ -278,8 +278,8 @@ class Study:
         for index, each in enumerate(batch):
             chosen = [o for o in each.overrides if override_key(o) in self._axes]
             sys.stderr.write(f"{self._number(index)} {' '.join(chosen)}\n")
-            point = None if each.job is None else here.pop(run_dir_of(each.job, self._swept), None)
-            if point is not None and run_point(point) in STOPPED:
+            left = None if each.job is None else here.pop(run_dir_of(each.job, self._swept), None)
+            if left is not None and run_point(left) in STOPPED:
                 raise KeyboardInterrupt
             values.append(self._value(index, each))
         busy = [index for index, value in enumerate(values) if value is None]
