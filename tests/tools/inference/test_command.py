@@ -1,4 +1,4 @@
-"""The command: text, JSON, prompts from everywhere, and a line for each mistake."""
+"""harness generate: text, JSON, prompts from everywhere, and a line for each mistake."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from families_table import CASES, random_model, set_fields, to_transformers
-from processes import python
+from inference_jobs import generation
 
 from harness.compose.composer import compose_job
 from harness.compose.verb import guarded
 from harness.data.tokenizer import build_tokenizer
-from harness.tools.inference.generate import GenerateJob, generate, read_prompts, read_texts
+from harness.tools.inference.generate import VERB, GenerateJob, generate, read_prompts, read_texts
 from harness.util.errors import EXIT_MACHINE, UserError
 
 
@@ -28,13 +28,14 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(weights: Path, *overrides: str) -> dict[str, Any]:
+def data_of(*typed: str) -> dict[str, Any]:
     """Generate; return the data that ``--json`` prints."""
-    typed = [f"checkpoint={weights}", "cluster.device=cpu", *overrides]
-    if not any(each.startswith("tokenizer") for each in typed):
-        typed.append("tokenizer=bytes")
     job = compose_job(typed, config_name="generate", schema=GenerateJob)
     return generate(job, GenerateJob.spelled_out(typed)).data
+
+
+def run(weights: Path, *overrides: str) -> dict[str, Any]:
+    return data_of(f"checkpoint={weights}", "cluster.device=cpu", "tokenizer=bytes", *overrides)
 
 
 def test_text_goes_to_stdout_and_rates_to_stderr(weights: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -45,16 +46,13 @@ def test_text_goes_to_stdout_and_rates_to_stderr(weights: Path, capfd: pytest.Ca
 
 
 @pytest.mark.parametrize("wanted", ["--json", "generate.json=true"])
-def test_json(wanted: str, weights: Path) -> None:
-    done = python(
-        *("-m", "harness", "generate", f"checkpoint={weights}", "cluster.device=cpu", "tokenizer=bytes"),
-        *("prompt=x", "generate.max_new_tokens=5", "generate.prompts=[a,bcd]", wanted),
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert [text["prompt"] for text in found["texts"]] == ["x", "a", "bcd"]
-    assert [text["prompt_tokens"] for text in found["texts"]] == [2, 2, 4]
-    assert all(len(text["tokens"]) == 5 and text["ended_by"] == "length" for text in found["texts"])
+def test_json(wanted: str, weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    typed = [f"checkpoint={weights}", "tokenizer=bytes", "prompt=x", "generate.prompts=[a,bcd]"]
+    assert VERB.run_line([*typed, "cluster.device=cpu", "generate.max_new_tokens=5", wanted]) == 0
+    found = json.loads(capsys.readouterr().out)
+    shown = [(text["prompt"], text["prompt_tokens"], len(text["tokens"])) for text in found["texts"]]
+    assert shown == [("x", 2, 5), ("a", 2, 5), ("bcd", 4, 5)]
+    assert {text["ended_by"] for text in found["texts"]} == {"length"}
     assert found["decode_tokens_per_second"] > 0 and found["prefill_tokens_per_second"] > 0
     assert found["checkpoint"] == str(weights)
 
@@ -72,20 +70,44 @@ def test_out_of_memory_is_one_line(
     assert "; would work: a smaller batch_size" in line
 
 
-def test_prompts_from_files_and_standard_input(
-    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "content", "prompts"),
+    [
+        ("p.txt", "one\n\ntwo (2)\n", ["one", "two (2)"]),
+        ("p.jsonl", '{"prompt": "a\\nb"}\n{"prompt": "c\u2028d"}\n', ["a\nb", "c\u2028d"]),
+        ("-", "from stdin\n", ["from stdin"]),
+        ("empty.txt", "\n \n", "is empty; would work: a prompt on each line"),
+        ("rows.jsonl", "{}\n", 'has no text in "prompt"'),
+        ("bad.jsonl", "\n{\n", "line 2: is not JSON"),
+        ("digits.jsonl", "9" * 5000, "line 1: is not JSON: a number has more than 4300 digits"),
+        ("long.txt", "a\n" + "b" * 4_000_001, "line 2: has more than 4000000 characters"),
+        ("half.jsonl", '{"prompt": "\\ud800"}', "line 1: has half a surrogate pair"),
+        ("-", "a\udcff", "generate.prompt_file=-: is not UTF-8 text"),  # the byte 0xFF
+    ],
+    ids=lambda value: value[:20] if isinstance(value, str) else None,
+)
+def test_files_of_prompts(
+    name: str, content: str, prompts: list[str] | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines, rows = tmp_path / "p.txt", tmp_path / "p.jsonl"
-    lines.write_text("one\n\ntwo (2)\n")
-    rows.write_text('{"prompt": "a\\nb"}\n{"prompt": "c\u2028d"}\n')
-    monkeypatch.setattr("sys.stdin", io.StringIO("from stdin\n"))
-    for name, wanted in (
-        (str(lines), ["one", "two (2)"]),
-        (str(rows), ["a\nb", "c\u2028d"]),
-        ("-", ["from stdin"]),
-    ):
-        texts = run(weights, f"generate.prompt_file={name}", "generate.max_new_tokens=1")["texts"]
-        assert [text["prompt"] for text in texts] == wanted
+    monkeypatch.chdir(tmp_path)
+    if name == "-":
+        monkeypatch.setattr("sys.stdin", io.StringIO(content))
+    else:
+        Path(name).write_text(content)
+    job = generation(tmp_path, "model=llama3_tiny", f"generate.prompt_file={name}")
+    if isinstance(prompts, str):
+        with pytest.raises(UserError, match=re.escape(prompts)):
+            read_texts(job)
+    else:
+        assert read_texts(job) == prompts
+
+
+def test_ranks_of_a_launcher_cannot_share_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "here"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    job = generation(Path("x"), "model=llama3_tiny", "generate.prompt_file=-", "parallelism.dp_shard=2")
+    with pytest.raises(UserError, match=r"generate.prompt_file=-: 2 ranks .* cannot share standard input"):
+        read_texts(job)
 
 
 def test_conversations(weights: Path, tmp_path: Path) -> None:
@@ -96,22 +118,15 @@ def test_conversations(weights: Path, tmp_path: Path) -> None:
     rows.write_text(json.dumps({"messages": messages}) + "\n" + json.dumps({"prompt": "d"}) + "\n")
     options = ("generate.chat=plain", "generate.max_new_tokens=3")
     found = run(weights, "prompt=x", f"generate.prompt_file={rows}", *options)["texts"]
-    assert [text["prompt"] for text in found] == [
-        "<s>user: x\nassistant:",
-        "<s>user: a\nassistant: b</s>\nuser: c\nassistant:",
-        "<s>user: d\nassistant:",
-    ]
     # <s> and </s> are one token each.
-    assert [text["prompt_tokens"] for text in found] == [
-        len(text["prompt"]) - n for text, n in zip(found, (2, 5, 2), strict=True)
+    assert [(text["prompt"], len(text["prompt"]) - text["prompt_tokens"]) for text in found] == [
+        ("<s>user: x\nassistant:", 2),
+        ("<s>user: a\nassistant: b</s>\nuser: c\nassistant:", 5),
+        ("<s>user: d\nassistant:", 2),
     ]
     template = tmp_path / "t.jinja"
     template.write_text("{% for m in messages %}{{ m.content }}<s>{% endfor %}")
-    job = compose_job(
-        [f"checkpoint={weights}", "tokenizer=bytes", "prompt=x", f"generate.chat={template}"],
-        config_name="generate",
-        schema=GenerateJob,
-    )
+    job = generation(weights, "prompt=x", f"generate.chat={template}")
     [prompt] = read_prompts(job, read_texts(job), build_tokenizer(job.tokenizer))
     assert (prompt.ids, prompt.end_of_turn) == ([ord("x"), 256], 256)
     template.write_text("{% macro a() %}b{% endmacro %}")
@@ -119,21 +134,22 @@ def test_conversations(weights: Path, tmp_path: Path) -> None:
         read_prompts(job, read_texts(job), build_tokenizer(job.tokenizer))
 
 
-def test_special_tokens_in_prompts(weights: Path) -> None:
+@pytest.mark.parametrize(("special_tokens", "lengths"), [("true", [4, 4]), ("false", [10, 7])])
+def test_special_tokens_in_prompts(special_tokens: str, lengths: list[int], weights: Path) -> None:
     """As in transformers, and the token that begins a document is not doubled; or as in documents."""
-    prompts = "generate.prompts=['<s>a</s>b','a</s>b']"
-    for options, lengths in ((), [4, 4]), (("generate.special_tokens=false",), [10, 7]):
-        texts = run(weights, prompts, "generate.max_new_tokens=1", *options)["texts"]
-        assert [text["prompt_tokens"] for text in texts] == lengths
+    typed = ["generate.prompts=['<s>a</s>b','a</s>b']", f"generate.special_tokens={special_tokens}"]
+    job = generation(weights, *typed)
+    prompts = read_prompts(job, read_texts(job), build_tokenizer(job.tokenizer))
+    assert [len(prompt.ids) for prompt in prompts] == lengths
 
 
 def test_batches_do_not_change_the_text(weights: Path) -> None:
     options = ("generate.prompts=[a,bcdef,gh]", "generate.temperature=1.5", "generate.max_new_tokens=12")
-    texts = []
-    for size in (1, 2, 3):
-        made = run(weights, *options, f"generate.batch_size={size}")
-        texts.append([text["tokens"] for text in made["texts"]])
-    assert texts[0] == texts[1] == texts[2]
+    one, two, three = (
+        [text["tokens"] for text in run(weights, *options, f"generate.batch_size={size}")["texts"]]
+        for size in (1, 2, 3)
+    )
+    assert one == two == three
 
 
 def test_stop_string(weights: Path) -> None:
@@ -145,88 +161,48 @@ def test_stop_string(weights: Path) -> None:
     assert stopped["ended_by"] == "stop" and stopped["text"] == text["text"][: text["text"].index(stop)]
 
 
-MISTAKES = {
-    "no checkpoint": (["checkpoint=null", "model=llama3_tiny", "prompt=x"], "checkpoint=null: must be given"),
-    "no weights": (["checkpoint=/", "prompt=x"], "generate.checkpoint=/: holds no weights"),
-    "no such folder": (["checkpoint=nowhere", "prompt=x"], "generate.checkpoint=nowhere: no such folder"),
-    "no prompt": ([], "prompt=null: there is no prompt; would work: prompt=TEXT"),
-    "no template": (
-        ["prompt=x", "tokenizer=bytes", "generate.chat=own"],
-        "the tokenizer has no chat template (it has no files); would work: generate.chat=chatml, plain",
-    ),
-    "no tokenizer": (["prompt=x"], "has no tokenizer, and records none"),
-    "long prompt": (
-        [f"prompt={'x' * 300}"],
-        "prompt 1: has 301 tokens, and model.max_seq_len=256; would work: at most 255",
-    ),
-    "too many new tokens": (
-        ["prompt=abc", "generate.max_new_tokens=300"],
-        "generate.max_new_tokens=300: with a prompt of 4 tokens exceeds model.max_seq_len=256; "
-        "would work: at most 252",
-    ),
-    "pipeline": (["prompt=x", "parallelism=pp"], "parallelism.pp=2: generation computes one position"),
-    "context": (["prompt=x", "parallelism.cp=2"], "parallelism.cp=2: generation computes one position"),
-    "float8": (
-        ["prompt=x", "precision=float8_rowwise"],
-        "precision.linear=float8_rowwise: float8 products need many rows",
-    ),
-    "heads": (["prompt=x", "parallelism.tp=3"], "parallelism.tp=3: must divide"),
-    "no file": (["generate.prompt_file=none.txt"], "generate.prompt_file=none.txt: cannot be read"),
-    "special tokens": (
-        ["prompt=x", "generate.chat=plain", "generate.special_tokens=false"],
-        "generate.special_tokens=false: has no effect with generate.chat=plain",
-    ),
-    "empty stop": (
-        ["prompt=x", "generate.stop=['']"],
-        "generate.stop=['']: an empty string is in every text",
-    ),
-    "large vocabulary": (
-        ["prompt=print hello", "tokenizer=python_2k"],
-        "and model.vocab_size=258; would work: the tokenizer that the model was trained with",
-    ),
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes(mistake: str, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ("checkpoint=null model=llama3_tiny prompt=x", "checkpoint=null: must be given"),
+        ("checkpoint=nowhere prompt=x", "generate.checkpoint=nowhere: no such folder"),
+        ("tokenizer=bytes", "prompt=null: there is no prompt; would work: prompt=TEXT"),
+        (
+            "tokenizer=bytes prompt=x generate.chat=own",
+            "the tokenizer has no chat template (it has no files); would work: generate.chat=chatml, plain",
+        ),
+        ("prompt=x", "has no tokenizer, and records none"),
+        (
+            f"tokenizer=bytes prompt={'x' * 300}",
+            "prompt 1: has 301 tokens, and model.max_seq_len=256; would work: at most 255",
+        ),
+        (
+            "tokenizer=bytes prompt=abc generate.max_new_tokens=300",
+            "generate.max_new_tokens=300: with a prompt of 4 tokens exceeds model.max_seq_len=256; "
+            "would work: at most 252",
+        ),
+        ("parallelism=pp", "parallelism.pp=2: generation computes one position"),
+        ("precision=float8_rowwise", "precision.linear=float8_rowwise: float8 products need many rows"),
+        ("tokenizer=bytes generate.prompt_file=none.txt", "generate.prompt_file=none.txt: cannot be read"),
+        (
+            "generate.chat=plain generate.special_tokens=false",
+            "generate.special_tokens=false: has no effect with generate.chat=plain",
+        ),
+        ("generate.stop=['']", "generate.stop=['']: an empty string is in every text"),
+        (
+            "tokenizer=python_2k prompt=print(hello)",
+            "and model.vocab_size=258; would work: the tokenizer that the model was trained with",
+        ),
+    ],
+    ids=lambda value: value[:40],
+)
+def test_mistakes(
+    typed: str, message: str, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    overrides, wanted = MISTAKES[mistake]
-    names = {each.partition("=")[0] for each in overrides}
-    typed = [*overrides, *([] if "checkpoint" in names else [f"checkpoint={weights}"])]
-    typed += [] if mistake == "no tokenizer" or "tokenizer" in names else ["tokenizer=bytes"]
     with pytest.raises(UserError) as raised:
-        job = compose_job(typed, config_name="generate", schema=GenerateJob)
-        generate(job, GenerateJob.spelled_out(typed))
-    assert wanted in str(raised.value) and "\n" not in str(raised.value)
-
-
-def test_empty_file(weights: Path, tmp_path: Path) -> None:
-    for name, content, wanted in (
-        ("empty.txt", "\n \n", "is empty; would work: a prompt on each line"),
-        ("rows.jsonl", "{}\n", 'has no text in "prompt"'),
-        ("bad.jsonl", "\n{\n", "line 2: is not JSON"),
-        ("digits.jsonl", "9" * 5000, "line 1: is not JSON: a number has more than 4300 digits"),
-        ("long.txt", "a\n" + "b" * 4_000_001, "line 2: has more than 4000000 characters"),
-        ("half.jsonl", '{"prompt": "\\ud800"}', "line 1: has half a surrogate pair"),
-    ):
-        (tmp_path / name).write_text(content)
-        with pytest.raises(UserError, match=re.escape(wanted)):
-            run(weights, f"generate.prompt_file={tmp_path / name}")
-
-
-def test_standard_input(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("a\udcff"))  # as Python reads the byte 0xFF
-    with pytest.raises(UserError, match=r"generate.prompt_file=-: is not UTF-8 text"):
-        run(weights, "generate.prompt_file=-")
-    for name, value in {
-        "RANK": "1",
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": "1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=r"generate.prompt_file=-: 2 ranks .* cannot share standard input"):
-        run(weights, "generate.prompt_file=-", "parallelism.dp_shard=2")
+        data_of(*([] if "checkpoint=" in typed else [f"checkpoint={weights}"]), *typed.split())
+    assert message in str(raised.value) and "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -243,5 +219,4 @@ def test_standard_input(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_quotes_of_a_prompt(typed: str, prompt: str) -> None:
-    job = compose_job([f"prompt={typed}", "model=llama3_tiny"], config_name="generate", schema=GenerateJob)
-    assert job.prompt == prompt
+    assert generation(Path("x"), f"prompt={typed}", "model=llama3_tiny").prompt == prompt

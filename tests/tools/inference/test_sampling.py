@@ -1,44 +1,46 @@
-"""Sampling: frequencies, filters, and independence of the other sequences."""
+"""Choice of tokens, and their text while they are generated: complete characters, stop strings."""
 
 from __future__ import annotations
+
+import random
 
 import pytest
 import torch
 from torch import Tensor
 
-from harness.tools.inference.decode import Sampler
+from harness.config.data import TokenizerConfig
+from harness.data.tokenizer import BytesTokenizer, build_tokenizer
+from harness.tools.inference.decode import Sampler, TextStream
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -2.0])
+PROBABILITIES = LOGITS.softmax(-1)
+# Of the first two tokens, as if there were no others.
+KEPT = torch.cat([PROBABILITIES[:2] / PROBABILITIES[:2].sum(), torch.zeros(3)])
+FIRST = torch.eye(5)[0]
 
 
-def drawn(count: int, **options: float | int | None) -> Tensor:
-    """Frequencies of each token in ``count`` draws, a tenth for each of ten sequences."""
+@pytest.mark.parametrize(
+    ("options", "wanted", "most"),
+    [
+        ({"temperature": 0.5}, (LOGITS / 0.5).softmax(-1), 0.03),
+        ({"temperature": 1.0}, PROBABILITIES, 0.03),
+        ({"temperature": 2.0}, (LOGITS / 2).softmax(-1), 0.03),
+        ({"temperature": 0.0}, FIRST, 0),
+        ({"temperature": 1e-42}, FIRST, 0),
+        ({"top_k": 2}, KEPT, 0.03),
+        # The first token has 0.636 of the probability, the first two 0.870.
+        ({"top_p": 0.6}, FIRST, 0),
+        ({"top_p": 0.7}, KEPT, 0.03),
+    ],
+    ids=str,
+)
+def test_frequencies_are_the_probabilities(options: dict[str, float], wanted: Tensor, most: float) -> None:
     given = {"temperature": 1.0, "top_k": None, "top_p": 1.0, **options}
     sampler = Sampler(seed=1, numbers=range(10), **given)  # type: ignore[arg-type]
-    tokens = torch.cat([sampler.choose(LOGITS.expand(10, -1)) for _ in range(count // 10)])
-    return tokens.bincount(minlength=len(LOGITS)) / count
-
-
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_frequencies_are_the_probabilities(temperature: float) -> None:
-    wanted = (LOGITS / temperature).softmax(-1)
-    assert (drawn(4000, temperature=temperature) - wanted).abs().max() < 0.03
-
-
-def test_temperature_zero_is_greedy() -> None:
-    assert drawn(10, temperature=0.0)[0] == 1
-    assert drawn(10, temperature=1e-42)[0] == 1
-
-
-def test_top_k_and_top_p() -> None:
-    probabilities = LOGITS.softmax(-1)
-    kept = probabilities[:2] / probabilities[:2].sum()
-    assert (drawn(4000, top_k=2)[:2] - kept).abs().max() < 0.03
-    assert drawn(500, top_k=2)[2:].sum() == 0
-    # The first token has 0.636 of the probability, the first two 0.870.
-    assert drawn(200, top_p=0.6)[0] == 1
-    assert (drawn(4000, top_p=0.7)[:2] - kept).abs().max() < 0.03
-    assert drawn(500, top_p=0.7)[2:].sum() == 0
+    tokens = torch.cat([sampler.choose(LOGITS.expand(10, -1)) for _ in range(400)])
+    found = tokens.bincount(minlength=len(LOGITS)) / len(tokens)
+    assert (found - wanted).abs().max() <= most
+    assert (found[wanted == 0] == 0).all()
 
 
 def test_a_sequence_does_not_depend_on_the_others() -> None:
@@ -52,3 +54,55 @@ def test_seeds_differ() -> None:
     logits = torch.zeros(1, 1000)
     tokens = {Sampler(1.0, None, 1.0, seed, [0]).choose(logits).item() for seed in range(20)}
     assert len(tokens) > 15
+
+
+def shown(stream: TextStream, tokens: list[int]) -> list[str]:
+    """The pieces of a text that are shown, until a stop string is complete."""
+    pieces = []
+    for token in tokens:
+        pieces.append(stream.add(token))
+        if stream.is_stopped:
+            break
+    return [*pieces, stream.finish()]
+
+
+SHIPPED = TokenizerConfig(kind="sentencepiece", path="asset:python_2k.model")
+
+
+@pytest.mark.parametrize("config", [TokenizerConfig(), SHIPPED], ids=["bytes", "sentencepiece"])
+def test_pieces_are_the_text(config: TokenizerConfig) -> None:
+    tokenizer = build_tokenizer(config)
+    text = "naïve 漢字 🙂👩‍🚀 and  two spaces\n\tthe end. "
+    prompt, ids = tokenizer.encode("def f():"), tokenizer.encode(text)
+    stream = TextStream(tokenizer, prompt)
+    pieces = shown(stream, ids)
+    together = tokenizer.decode([*prompt, *ids])
+    assert "".join(pieces) == stream.text == together[len(tokenizer.decode(prompt)) :]
+    assert not any("\ufffd" in piece for piece in pieces), "half a character was shown"
+    assert sum(bool(piece) for piece in pieces) > 10, "text comes while it is generated"
+
+
+def test_bytes_that_are_no_text() -> None:
+    """They equal the complete text, and are not held back for ever."""
+    stream = TextStream(BytesTokenizer(), [])
+    assert "".join(map(stream.add, [0xFF, 0xFE, 0xFF, 0xFF, 0xFF, *b"ab"])).endswith("ab")
+    generator = random.Random(0)
+    pieces = [bytes([0xFF]), bytes([0xE2]), bytes([0xE2, 0x82]), "€".encode(), "🙂".encode(), b"a"]
+    for _ in range(300):
+        ids = [*b"".join(generator.choices(pieces, k=12))]
+        stream = TextStream(BytesTokenizer(), [*b"prompt "])
+        assert "".join(shown(stream, ids)) == stream.text == BytesTokenizer().decode(ids)
+
+
+def test_stop_strings_equal_a_search_in_the_complete_text() -> None:
+    """The text ends with the first stop string that is complete; no beginning of one is shown."""
+    generator = random.Random(0)
+    for _ in range(300):
+        text = "".join(generator.choices("ab", k=30))
+        stops = tuple("".join(generator.choices("ab", k=generator.randint(3, 7))) for _ in range(2))
+        ends = [(place + len(stop), place) for stop in stops if (place := text.find(stop)) >= 0]
+        first = min(ends)[0] if ends else None
+        wanted = text if first is None else text[: min(place for end, place in ends if end == first)]
+        stream = TextStream(BytesTokenizer(), [], stops)
+        assert "".join(shown(stream, [*text.encode()])) == stream.text == wanted
+        assert stream.is_stopped == bool(ends)

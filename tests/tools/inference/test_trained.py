@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import conversions
 import pytest
 import torch
+from inference_jobs import generation
 from jobs import train
-from test_greedy import LAYOUTS, NEW, greedy, on_rank
+from test_models import CPU, LAYOUTS, NEW, generated, require_greedy
 
 from harness.compose.composer import compose_job
 from harness.config.fields import with_value
@@ -21,56 +22,56 @@ from harness.tools.inference.inference import use_checkpoint
 from harness.train.setup import process_group
 
 TRAINED = (
-    *("model.vocab_size=258", "data=python_stdlib", "data.validation_fraction=0", "checkpoint=sync"),
-    *("training.steps=50", "training.seq_len=64", "optimizer.lr=1e-2", "schedule.warmup_steps=10"),
+    *("model=mixtral_debug", "model.vocab_size=258", "data=python_stdlib", "data.validation_fraction=0"),
+    *("checkpoint=sync", "training.steps=50", "training.seq_len=64", "optimizer.lr=1e-2"),
+    "schedule.warmup_steps=10",
 )
-PROMPTS = ("while with", "import ", "return raise pass")
 
 
 class Trained(NamedTuple):
-    """A run folder, its export, its prompts' ids, and the model of transformers with its weights."""
+    """A run folder, its export, prompts, and the model of transformers with its weights."""
 
     run_dir: Path
     export: Path
     prompts: list[Prompt]
     theirs: Any
 
-    def check(self, made: list[list[int]]) -> None:
-        """Fail unless these are the greedy texts of transformers."""
-        for prompt, tokens in zip(self.prompts, made, strict=True):
-            assert len(tokens) == NEW and tokens == greedy(self.theirs, prompt, tokens)
+    def job(self, *overrides: str) -> GenerateJob:
+        given = ["generate.prompts=[while with,'import ',return raise pass]", "generate.stop_at_end=false"]
+        job = generation(self.run_dir, *given, f"generate.max_new_tokens={NEW}", *overrides)
+        return with_value(job, "training.seq_len", NEW + 32)
 
 
-@pytest.fixture(scope="module", params=["llama3_tiny", "mixtral_debug"])
-def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     import transformers
 
-    folder = tmp_path_factory.mktemp(request.param)
+    folder = tmp_path_factory.mktemp("trained")
     (folder / "words.txt").write_text(" ".join([*keyword.kwlist, *keyword.kwlist[::-1]]) * 30)
-    run = train(folder, f"model={request.param}", f"data.paths=[{folder / 'words.txt'}]", *TRAINED)
+    run = train(folder, f"data.paths=[{folder / 'words.txt'}]", *TRAINED)
     assert run.code == 0
     conversions.run(run.folder.path, folder / "hf", "convert.format=hf")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         folder / "hf", attn_implementation="eager", dtype=torch.float32
     ).eval()
-    job = job_of(run.folder.path, f"generate.prompts=[{','.join(map(repr, PROMPTS))}]")
-    prompts = read_prompts(job, read_texts(job), build_tokenizer(job.tokenizer))
-    return Trained(run.folder.path, folder / "hf", prompts, theirs)
-
-
-def job_of(run_dir: Path, *overrides: str) -> GenerateJob:
-    given = [f"checkpoint={run_dir}", "tokenizer=bytes", "cluster.device=cpu", *overrides]
-    job = compose_job(given, config_name="generate", schema=GenerateJob)
-    job = with_value(with_value(job, "generate.max_new_tokens", NEW), "generate.stop_at_end", False)
-    return with_value(job, "training.seq_len", NEW + 32)
+    made = Trained(run.folder.path, folder / "hf", [], theirs)
+    job = made.job()
+    return made._replace(prompts=read_prompts(job, read_texts(job), build_tokenizer(job.tokenizer)))
 
 
 def test_one_process(trained: Trained) -> None:
-    job = job_of(trained.run_dir)
-    with process_group(job, torch.device("cpu")):
-        made = on_rank(job, str(trained.run_dir), trained.prompts)
-    trained.check(made)
+    job = trained.job()
+    with process_group(job, CPU):
+        made = generated(job, trained.run_dir, trained.prompts)
+    require_greedy(made, trained.theirs, trained.prompts)
     assert all(len(set(tokens)) > 5 for tokens in made), "the text is not one token again and again"
+
+
+@pytest.mark.parametrize("layout", ["tp", "ep"])
+def test_ranks(trained: Trained, layout: str, pool: RankPool) -> None:
+    job = trained.job(*LAYOUTS[layout])
+    for made in pool.run(job.world_size, generated, job, trained.run_dir, trained.prompts):
+        require_greedy(made, trained.theirs, trained.prompts)
 
 
 def test_another_tokenizer(trained: Trained, capfd: pytest.CaptureFixture[str]) -> None:
@@ -88,18 +89,9 @@ def test_another_tokenizer(trained: Trained, capfd: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize("precision", ["bf16", "bf16_full"])
 def test_one_process_holds_weights_once(trained: Trained, precision: str) -> None:
     """In the format of its products; the text is that of float32 weights cast by FSDP, which needs a copy."""
-    job = job_of(trained.run_dir, f"precision={precision}")
+    job = trained.job(f"precision={precision}")
     cast = with_value(job, "precision.master_dtype", "float32")
     assert cast.uses_fsdp and not job.uses_fsdp
-    with process_group(job, torch.device("cpu")):
-        made = [on_rank(each, str(trained.run_dir), trained.prompts) for each in (job, cast)]
+    with process_group(job, CPU):
+        made = [generated(each, trained.run_dir, trained.prompts) for each in (job, cast)]
     assert made[0] == made[1]
-
-
-@pytest.mark.parametrize("layout", ["tp", "fsdp", "ep"])
-def test_ranks(trained: Trained, layout: str, pool: RankPool) -> None:
-    if layout == "ep" and "mixtral" not in str(trained.run_dir):
-        pytest.skip("the model has no experts")
-    job = job_of(trained.run_dir, *LAYOUTS[layout])
-    for made in pool.run(job.world_size, on_rank, job, str(trained.run_dir), trained.prompts):
-        trained.check(made)
