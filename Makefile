@@ -7,7 +7,7 @@ REHEARSAL := .venv-rehearsal
 DOCS := .venv-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock train unit test thorough lint format parity bench rehearsal rehearse soak docs reference pictures clean
+.PHONY: help install lock train unit test thorough lint format parity bench rehearsal rehearse docs reference pictures clean
 
 help:  ## show this help
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -78,10 +78,6 @@ rehearsal: $(REHEARSAL)/.ready  ## make an environment for rehearsals on virtual
 
 rehearse: $(REHEARSAL)/.ready  ## run the tests that rehearse: every layout, format and way to run a step
 	$(REHEARSAL)/bin/python -m pytest -m rehearsal tests/tools/rehearse
-
-soak: $(READY)  ## kill training runs at random moments and inject faults into checkpoints; writes the tables
-	$(BIN)/python experiments/checkpoint/soak.py
-	$(BIN)/python experiments/checkpoint/faults.py
 
 # MkDocs has an environment of its own, so that its packages and the harness's need not agree.
 $(DOCS)/.ready: docs/requirements.txt

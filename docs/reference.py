@@ -7,7 +7,6 @@ Imports no torch.
 
 from __future__ import annotations
 
-import dataclasses
 import html
 import inspect
 import re
@@ -18,12 +17,12 @@ from typing import Any
 
 import yaml
 
-from harness.compose.arguments import JOB_FLAGS, JSON, Argument, shown_config
+from harness.compose.arguments import JOB_FLAGS, JSON, Argument, CommandLine, shown_config
 from harness.compose.generator import GENERATORS
+from harness.compose.help import field_helps, leading_comment
 from harness.compose.verb import VERBS, Verb
 from harness.config import failures
 from harness.config.data_kinds import DATA_KINDS
-from harness.config.fields import docstrings, rules_of, type_hints
 from harness.config.job import Job
 from harness.config.model import ARCHITECTURES
 from harness.config.training import OBSERVERS
@@ -31,6 +30,7 @@ from harness.metrics.columns import Metric
 from harness.train.objective import OBJECTIVES
 from harness.train.rows import metrics_of_ranks, metrics_of_result, metrics_of_rows
 from harness.util import errors
+from harness.util.errors import as_typed
 
 ROOT = Path(__file__).resolve().parent.parent
 WRITTEN = "<!-- Written by docs/reference.py. Change the code, then run make reference. -->\n"
@@ -87,66 +87,25 @@ def plain(text: str | None) -> str:
 
 def shown(value: Any) -> str:
     """A value as the user types it."""
-    text = typed(value)
+    text = as_typed(value) or "''"
     if isinstance(value, list | dict) and len(text) > 60:
         return f"{len(value)} entries"
     return code(text)
 
 
-def typed(value: Any) -> str:
-    """A value in the syntax of overrides."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, list):
-        return f"[{','.join(typed(each) for each in value)}]"
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{name}:{each}" for name, each in value.items()) + "}"
-    return str(value) or "''"
-
-
-def type_name(hint: Any) -> str:
-    """A type as a reader says it: ``int or null``."""
-    text = hint.__name__ if isinstance(hint, type) and not hasattr(hint, "__args__") else str(hint)
-    text = (
-        text.replace("typing.Any", "any")
-        .replace("typing.", "")
-        .replace("Any", "any")
-        .replace("None", "null")
-        .replace(" | ", " or ")
-    )
-    text = re.sub(r"list\[list\[(\w+)\]\]", r"lists of \1", text)
-    text = re.sub(r"list\[dict\[\w+, (\w+)\]\]", r"list of mappings to \1", text)
-    text = re.sub(r"list\[(\w+)\]", r"list of \1", text)
-    return re.sub(r"dict\[\w+, (?:\w+\.)*(\w+)\]", r"mapping to \1", text)
-
-
-def field_rows(cls: type, composed: Any, prefix: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield (group, row) of every leaf field of a dataclass; ``composed`` has the composed values."""
-    texts, hints = docstrings(cls), type_hints(cls)
-    for field in dataclasses.fields(cls):
-        hint, name = hints[field.name], f"{prefix}{field.name}"
-        value = composed.get(field.name) if isinstance(composed, dict) else None
-        if dataclasses.is_dataclass(hint):
-            yield from field_rows(hint, value or {}, f"{name}.")  # type: ignore[arg-type]
-            continue
-        role, text = field.metadata["role"], plain(texts.get(field.name))
-        yield (
-            prefix.rstrip("."),
-            [f"`{name}`", type_name(hint), plain(rules_of(field)), shown(value), role, text],
-        )
+def field_rows(cls: type, composed: Any, prefix: str = "") -> dict[str, list[list[str]]]:
+    """Rows of every field of a dataclass by its part; ``composed`` has the composed values."""
+    rows: dict[str, list[list[str]]] = {}
+    for each in field_helps(cls, composed, prefix):
+        cells = [f"`{each.name}`", plain(each.type), plain(each.rule), shown(each.value), each.role]
+        rows.setdefault(each.name.rpartition(".")[0], []).append([*cells, plain(each.meaning)])
+    return rows
 
 
 def composed_values(verb: str, schema: type) -> dict[str, Any]:
     """The values of a verb's job when nothing is typed."""
-    return yaml.safe_load(shown_config([], "job", config_name=verb, schema=schema))  # type: ignore[no-any-return]
-
-
-def groups_of(cls: type, composed: Any, prefix: str = "") -> dict[str, list[list[str]]]:
-    """Rows by group, in the order of the job."""
-    groups: dict[str, list[list[str]]] = {}
-    for group, row in field_rows(cls, composed, prefix):
-        groups.setdefault(group, []).append(row)
-    return groups
+    line = CommandLine(overrides=[], cfg="job", package=None, resolve=False)
+    return yaml.safe_load(shown_config(line, config_name=verb, schema=schema))  # type: ignore[no-any-return]
 
 
 FIELD_HEADER = ("field", "type", "rule", "default", "role", "meaning")
@@ -160,10 +119,10 @@ def fields_page() -> str:
         "(`conf/train.yaml`). *Role* says what a change does: `numerics` fields change the numbers that are\n"
         "computed, `execution` fields only how, `label` fields neither ([concepts](../concepts.md)).\n"
     )
-    for group, rows in groups_of(Job, composed_values("train", Job)).items():
+    for group, rows in field_rows(Job, composed_values("train", Job)).items():
         text += f"\n## {group or 'Top level'}\n\n{table(FIELD_HEADER, rows)}"
     for (field, schema), choices in added_options().items():
-        rows = [row for _, row in field_rows(schema, dataclasses.asdict(schema()), f"{field}.")]
+        [rows] = field_rows(schema, {}, f"{field}.").values()
         text += f"\n## {field} with {', '.join(choices)}\n\n{table(FIELD_HEADER, rows)}"
     return text
 
@@ -199,19 +158,9 @@ def options_page() -> str:
             content = yaml.safe_load(file.read_text()) or {}
             bases = [each for each in content.pop("defaults", []) if each != "_self_"]
             sets = " ".join([*(f"(as {each})" for each in bases), *flat(content)])
-            rows.append([f"`{file.stem}`", plain(leading_comment(file)), sets])
+            rows.append([f"`{file.stem}`", plain(leading_comment(file.read_text())), sets])
         text += f"\n## {folder.name}\n\n{table(('option', 'meaning', 'sets'), rows)}"
     return text
-
-
-def leading_comment(file: Path) -> str:
-    """The comment that a YAML file begins with."""
-    found = []
-    for line in file.read_text().splitlines():
-        if not line.startswith("#"):
-            break
-        found.append(line.lstrip("# "))
-    return " ".join(each for each in found if not each.startswith("@package"))
 
 
 def flat(content: dict[str, Any], prefix: str = "") -> Iterator[str]:
@@ -220,7 +169,8 @@ def flat(content: dict[str, Any], prefix: str = "") -> Iterator[str]:
         if isinstance(value, dict) and value:
             yield from flat(value, f"{prefix}{name}.")
         else:
-            yield code(f"{prefix}{name}={typed(value)}")
+            text = as_typed(value) or "''"
+            yield code(f"{prefix}{name}={text}")
 
 
 def verbs() -> Iterator[tuple[Verb, Any]]:
@@ -292,9 +242,9 @@ def own_fields(verb: Verb) -> str:
     """Fields that only this verb's job has."""
     if verb.job in (None, Job):
         return ""
-    of_all = {row[0] for rows in groups_of(Job, {}).values() for row in rows}
+    of_all = {row[0] for rows in field_rows(Job, {}).values() for row in rows}
     composed = composed_values(verb.name, verb.job)
-    rows = [row for rows in groups_of(verb.job, composed).values() for row in rows if row[0] not in of_all]
+    rows = [row for rows in field_rows(verb.job, composed).values() for row in rows if row[0] not in of_all]
     return "\n" + table(FIELD_HEADER, rows)
 
 

@@ -1,16 +1,29 @@
-"""Jobs of the smallest model, and their runs in this process."""
+"""Jobs of the smallest model, and their runs in this process or on ranks of a pool."""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from harness.checkpoint.state import model_state
 from harness.compose.composer import compose_job
 from harness.config.job import Job
+from harness.data.loader import Batch
+from harness.data.tokenizer import build_tokenizer
 from harness.launch.begin import begin
+from harness.metrics.jsonl import read_metrics
+from harness.model.decoder import Decoder
+from harness.parallelism.materialize import materialize
 from harness.run.folder import RunFolder
+from harness.train.engine import Engine
+from harness.train.objective import loader_of
 from harness.train.rank import run_rank
+from harness.train.setup import set_up_process
 
 TINY = (
     "model=llama3_tiny",
@@ -28,6 +41,11 @@ class Run(NamedTuple):
     folder: RunFolder
     job: Job
 
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """Rows of metrics.jsonl."""
+        return read_metrics(self.folder.path / "metrics.jsonl")
+
 
 def tiny(*overrides: str) -> Job:
     """Compose a job of the smallest model, on synthetic data and the CPU."""
@@ -43,3 +61,53 @@ def train(runs_dir: Path, *overrides: str, adopt: bool = False) -> Run:
         return Run(run_rank(job, folder, started=time.monotonic()), folder, job)
     finally:
         folder.release()
+
+
+class Trained(NamedTuple):
+    """What one rank has after some steps of an engine.
+
+    Attributes:
+        losses, norms: of each step.
+        weights: in full, of this rank's model parts.
+        state: the optimizer's, in full, by weight and name.
+        gradients_left: number of parameters with a gradient before the last update.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, Tensor]
+    state: dict[str, dict[str, Tensor]]
+    gradients_left: int
+
+
+def train_engine(job: Job, steps: int) -> Trained:
+    """Train on this rank without a run folder, and gather weights and optimizer state."""
+    set_up_process(job)
+    engine = Engine(job, torch.device("cpu"))
+    loader = loader_of(job, build_tokenizer(job.tokenizer), engine.rows)
+    losses, norms, left = [], [], 0
+    for _ in range(steps):
+        outcome = engine.gradients(loader.next())
+        left = sum(parameter.grad is not None for parameter in engine.parameters)
+        engine.update(outcome.norm)
+        losses.append(outcome.loss)
+        norms.append(outcome.grad_norm)
+    weights = {name: full(weight) for name, weight in model_state(engine).items()}
+    state = {
+        name: {key: full(value) for key, value in engine.optimizer.state[parameter].items()}
+        for name, parameter in engine.named_parameters()
+    }
+    return Trained(losses, norms, weights, state, left)
+
+
+def full(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor, gathered if it is sharded."""
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def plain_losses(job: Job, batch: Batch) -> Tensor:
+    """Return the losses of all tokens from one plain forward pass of the initial model."""
+    model = Decoder(job.model, job.training.seq_len)
+    materialize(model, job.training.seed, torch.device("cpu"), torch.device("cpu"))
+    with torch.no_grad():
+        return cross_entropy(model(batch.inputs_BT).mT, batch.labels_BT, reduction="none")

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 
@@ -20,3 +23,12 @@ def python(*arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.
         capture_output=True,
         text=True,
     )
+
+
+def until(condition: Callable[[], Any], seconds: float, what: str = "a condition") -> Any:
+    """Wait until a function returns a true value; return the value."""
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"waited {seconds:.0f} s for {what}"
+        time.sleep(0.05)
+    return found

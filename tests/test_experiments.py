@@ -20,7 +20,6 @@ sys.path.insert(0, str(Path(__file__).parent / "measure"))
 import bare_loop
 import compare
 import gpu_cases
-import gpu_table
 import pass_memory as measure
 import titan_gpu
 
@@ -76,7 +75,7 @@ def test_gpu_table_judges_the_targets_by_ratios_within_a_round() -> None:
             gpu_row("float8_rowwise", "harness", number, 1300 * speed, mfu=0.7, mfu_causal=0.6),
             gpu_row("float8_rowwise", "torchtitan", number, 1000 * speed),
         ]
-    table = gpu_table.render(FACTS, rows)
+    table = gpu_cases.render(FACTS, rows)
     [compiled] = [line for line in table.splitlines() if "| bf16_compile |" in line]
     [float8] = [line for line in table.splitlines() if "| float8_rowwise |" in line]
     assert "1,500 (1,000 to 2,000)" in compiled
@@ -100,14 +99,14 @@ def test_gpu_table_shows_what_failed_and_leaves_smaller_targets_alone() -> None:
         {**starved, "mode": "bf16_compile", "n_layers": 10},
         gpu_row("bf16", "harness", 0, 500.0, mfu=0.4, mfu_causal=0.3),
     ]
-    table = gpu_table.render(FACTS, rows)
+    table = gpu_cases.render(FACTS, rows)
     # The larger model's failure is told, but the line is that of the size that was measured in its place.
     [line] = [line for line in table.splitlines() if "| bf16 |" in line]
     assert "| 8B | 10 | full | bf16 | 500 |" in line
     assert "| 8B | 10 | full | bf16_compile | out of memory |" in table
     assert "- 8B 20 layers, full, bf16, harness: out_of_memory: Tried to allocate 2 GiB" in table
     assert "- bf16_compile at least 55% MFU: not measured" in table
-    other = gpu_table.render(
+    other = gpu_cases.render(
         {**FACTS, "device": "NVIDIA L4"}, [{**rows[2], "shape": "1B", "mode": "bf16_compile"}]
     )
     assert "(this is a NVIDIA L4)" in other

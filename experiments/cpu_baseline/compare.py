@@ -93,7 +93,7 @@ def run_harness(layout: str, steps: int, *, compiled: bool) -> dict[str, Any]:
         ]
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
         subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
-        [result] = Path(folder).glob("cpu_baseline/*/result.json")
+        [result] = Path(folder).glob("cpu_baseline/[0-9a-f]*/result.json")
         row = json.loads(result.read_text())
         first = json.loads((result.parent / "metrics.jsonl").read_text().splitlines()[0])
     return {

@@ -30,7 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import gpu_cases as cases
-from gpu_table import render, report_rows
+from gpu_cases import render, report_rows
 
 from harness.config.fields import with_value
 from harness.launch.rows import keep
@@ -227,7 +227,7 @@ def run_harness(arguments: argparse.Namespace, case: cases.Case) -> Row:
         overrides = [*case.overrides(), f"runs_dir={folder}"]
         command = [sys.executable, "-m", "harness.train", *overrides]
         failure = run_process(command, arguments.timeout, case.device)
-        results = list(Path(folder).glob("*/*/result.json"))
+        results = list(Path(folder).glob("*/[0-9a-f]*/result.json"))
         if not results:
             return {"failed": "unknown", "message": failure or "left no row", "overrides": overrides[:-1]}
         result = json.loads(results[0].read_text())

@@ -2,8 +2,8 @@
 
     python experiments/mup/transfer.py
 
-trains a small model at every width with every learning rate, in this process, and writes ``transfer.md``
-beside this file, and a picture into runs/mup. The same command again trains only the points that
+trains a small model at every width with every learning rate, in this process, prints the table of
+experiments/README.md, and draws a picture in runs/mup. The same command again trains only the points that
 runs/mup/results.jsonl has not. At the base width both parametrizations are the same, so it is trained once.
 """
 
@@ -30,7 +30,6 @@ from harness.train.setup import process_group, set_up_process
 from harness.util.plots import new_figure, save
 from harness.util.tables import Table, to_markdown
 
-HERE = Path(__file__).parent
 RESULTS = Path("runs/mup/results.jsonl")
 BASE, WIDTHS, RATES = 256, (32, 64, 128, 256), [2.0**exponent for exponent in range(-11, -3)]
 STEPS, LAST = 100, 10
@@ -49,7 +48,7 @@ NAMES = {"standard": "standard parametrization", "mup": f"muP, base width {BASE}
 
 
 def main() -> None:
-    """Train what is missing, then write the table and the picture."""
+    """Train what is missing, then print the table and draw the picture."""
     rows = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     done = {(row["parametrization"], row["width"], row["lr"]) for row in rows}
@@ -71,7 +70,7 @@ def main() -> None:
                     out.write(f"{json.dumps(row)}\n")
                     out.flush()
                     sys.stderr.write(f"{row}\n")
-    (HERE / "transfer.md").write_text(table(rows))
+    print(table(rows))
     draw(rows)
 
 

@@ -62,7 +62,7 @@ def first_line(error: BaseException) -> str:
 
 
 class _Record:
-    """The state of one pickled object. Each subclass corresponds to one of torch's classes."""
+    """The state of one pickled object. Each subclass, in ``_RECORDS``, is for one of torch's classes."""
 
     state: Any = None
 
@@ -74,25 +74,11 @@ class _Record:
         self.state = state
 
 
-class _Metadata(_Record): ...
-
-
-class _Tensor(_Record): ...
-
-
-class _Properties(_Record): ...
-
-
-class _Chunk(_Record): ...
-
-
-class _Bytes(_Record): ...
-
-
-class _Index(_Record): ...
-
-
-class _Place(_Record): ...
+_NAMES = (
+    *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+    *("TensorProperties", "MetadataIndex", "_StorageInfo"),
+)
+_RECORDS: dict[str, type[_Record]] = {name: type(name, (_Record,), {}) for name in _NAMES}
 
 
 class _Unused(_Record):
@@ -102,17 +88,12 @@ class _Unused(_Record):
 _MODULE = "torch.distributed.checkpoint.metadata"
 _BEFORE_2_3 = "torch.distributed._shard.sharded_tensor.metadata"
 _KNOWN: dict[tuple[str, str], Any] = {
-    (_MODULE, "Metadata"): _Metadata,
-    (_MODULE, "TensorStorageMetadata"): _Tensor,
-    (_MODULE, "BytesStorageMetadata"): _Bytes,
-    (_MODULE, "ChunkStorageMetadata"): _Chunk,
-    (_MODULE, "TensorProperties"): _Properties,
-    (_MODULE, "MetadataIndex"): _Index,
+    **{(_MODULE, name): kind for name, kind in _RECORDS.items()},
     (_MODULE, "StorageMeta"): _Unused,
     (_MODULE, "_MEM_FORMAT_ENCODING"): _Unused,
-    (_BEFORE_2_3, "TensorProperties"): _Properties,
+    (_BEFORE_2_3, "TensorProperties"): _RECORDS["TensorProperties"],
     (_BEFORE_2_3, "MEM_FORMAT_ENCODING"): _Unused,
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Place,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _RECORDS["_StorageInfo"],
     ("torch.serialization", "_get_layout"): _Unused,
     ("torch", "Size"): torch.Size,
     ("collections", "OrderedDict"): dict,
@@ -138,7 +119,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _metadata(record: Any) -> Metadata:
-    fields = _fields(record, _Metadata)
+    fields = _fields(record, "Metadata")
     entries = _checked(fields["state_dict_metadata"], dict, "state_dict_metadata")
     places = _checked(fields["storage_data"], dict, "storage_data")
     return Metadata(
@@ -148,16 +129,18 @@ def _metadata(record: Any) -> Metadata:
 
 
 def _entry(name: str, record: Any) -> STORAGE_TYPES:
-    if isinstance(record, _Bytes):
+    if isinstance(record, _RECORDS["BytesStorageMetadata"]):
         return BytesStorageMetadata()
-    fields = _fields(record, _Tensor)
-    properties = _checked(fields["properties"], _Properties, "properties").state
+    fields = _fields(record, "TensorStorageMetadata")
+    properties = _checked(fields["properties"], _RECORDS["TensorProperties"], "properties").state
     # A tuple of torch's: dtype, layout, requires_grad, memory format, pinned.
     dtype = _checked(_checked(properties, tuple, "properties")[0], torch.dtype, "dtype")
     size = _size(fields["size"])
     chunks = [
         ChunkStorageMetadata(_size(of["offsets"]), _size(of["sizes"]))
-        for of in (_fields(chunk, _Chunk) for chunk in _checked(fields["chunks"], list, "chunks"))
+        for of in (
+            _fields(chunk, "ChunkStorageMetadata") for chunk in _checked(fields["chunks"], list, "chunks")
+        )
     ]
     if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
         _refuse(f"the chunks of {name} do not add up to the tensor")
@@ -165,7 +148,7 @@ def _entry(name: str, record: Any) -> STORAGE_TYPES:
 
 
 def _index(record: Any) -> MetadataIndex:
-    fields = _fields(record, _Index)
+    fields = _fields(record, "MetadataIndex")
     offset = fields.get("offset")
     return MetadataIndex(
         _checked(fields["fqn"], str, "fqn"), None if offset is None else _size(offset), fields.get("index")
@@ -173,7 +156,7 @@ def _index(record: Any) -> MetadataIndex:
 
 
 def _place(record: Any) -> _StorageInfo:
-    fields = _fields(record, _Place)
+    fields = _fields(record, "_StorageInfo")
     file = _checked(fields["relative_path"], str, "relative_path")
     if "/" in file or "\0" in file or file in ("", ".", ".."):
         _refuse(f"{file!r} is not a file in the checkpoint's folder")
@@ -193,8 +176,8 @@ def _count(value: Any) -> int:
     return value if _checked(value, int, "a position") >= 0 else _refuse("a position is negative")
 
 
-def _fields(record: Any, kind: type[_Record]) -> dict[str, Any]:
-    return _checked(_checked(record, kind, "an object").state, dict, "the state of an object")
+def _fields(record: Any, kind: str) -> dict[str, Any]:
+    return _checked(_checked(record, _RECORDS[kind], "an object").state, dict, "the state of an object")
 
 
 def _checked(value: Any, kind: type[T], what: str) -> T:

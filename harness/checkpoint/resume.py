@@ -19,6 +19,7 @@ from harness.checkpoint.catalog import (
 )
 from harness.config.fields import NUMERICS, leaves
 from harness.config.job import Job
+from harness.run.folder import run_folders
 from harness.run.result import read_result
 from harness.util.encoding import flat_items, read_object
 from harness.util.errors import EXIT_OK, ConfigError, UserError, as_typed
@@ -126,8 +127,8 @@ def _notes_on_similar_runs(job: Job, run_dir: Path) -> list[str]:
     """
     stopped = [
         path
-        for path in run_dir.parent.iterdir()
-        if path != run_dir and (path / "job.json").is_file() and (path / "checkpoints").is_dir()
+        for path in run_folders(run_dir.parent, levels=1)
+        if path != run_dir and (path / "checkpoints").is_dir()
     ]
     last_first = sorted(stopped, key=lambda each: (each / "job.json").stat().st_mtime, reverse=True)
     for index, path in enumerate(last_first[:SIBLINGS]):

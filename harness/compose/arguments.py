@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import difflib
 import re
 import sys
@@ -12,10 +11,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from harness.compose.composer import Composer
-from harness.compose.overrides import check_overrides, groups, options_of, user_errors
-from harness.config.fields import check_written, default_of, docstrings, leaf_fields, rules_of
-from harness.config.job import Job
-from harness.config.registry import Registry
+from harness.compose.overrides import check_overrides, namesakes, user_errors
+from harness.config.fields import check_written
 from harness.util.errors import EXIT_OK, UserError
 
 CFG = ("job", "hydra", "all")
@@ -62,19 +59,25 @@ def report_folder(value: str) -> Path:
 VERSION = Argument("--version", help="print versions of the harness, Python and the main packages")
 JSON = Argument("--json", help="print one JSON object instead of text")
 JOB_FLAGS = (
-    Argument("-h", "--help", help="list groups, options and fields with their current values"),
+    Argument(
+        *("-h", "--help"),
+        nargs="?",
+        const="",
+        metavar="WHAT",
+        help="print this, or what a field or group means, or `all` fields",
+    ),
     VERSION,
     Argument(
         *("-c", "--cfg"),
         choices=CFG,
         metavar="WHAT",
-        help="print the composed job (`job`), Hydra's settings (`hydra`) or both (`all`), and run nothing",
+        help="print the composed `job`, Hydra's part (`hydra`) or `all`",
     ),
     Argument("-p", "--package", metavar="NAME", help="with `--cfg`: print one part, e.g. `parallelism`"),
-    Argument("--resolve", help="with `--cfg`: resolve interpolations such as `${model.name}`"),
-    Argument("-m", "--multirun", help="run one job for each combination of values (`harness train` only)"),
+    Argument("--resolve", help="with `--cfg`: replace references such as `${model.name}`"),
+    Argument("-m", "--multirun", help="run one job for each combination of values"),
     Argument(
-        "-cn", "--config-name", metavar="NAME", help="compose another primary file, of `conf/` or your own"
+        "-cn", "--config-name", metavar="NAME", help="compose another primary file of `conf/` or your own"
     ),
     Argument(
         *("-cd", "--config-dir"),
@@ -92,6 +95,7 @@ class CommandLine(argparse.Namespace):
     overrides: list[str]
     """Arguments that are not flags, in order."""
     json: bool = False
+    help: str | None = None
 
     @property
     def shown(self) -> list[str]:
@@ -115,19 +119,29 @@ class CommandLine(argparse.Namespace):
 class Parser(argparse.ArgumentParser):
     """A parser of flags that are typed in full; its errors are one line, like those of overrides."""
 
-    def parse_line(self, arguments: Sequence[str], *, takes_overrides: bool) -> CommandLine:
+    def parse_line(self, arguments: Sequence[str], schema: type | None) -> CommandLine:
+        """Parse the arguments of a verb; ``schema`` is the dataclass of its job, if overrides are allowed."""
         line, rest = self.parse_known_args(arguments, CommandLine())
-        for each in rest:
+        if "=" in (getattr(line, "help", None) or ""):  # an override: --help alone shows the screen
+            line.help, rest = "", [line.help, *rest]
+        for number, each in enumerate(rest, start=1):
             if each.startswith("-"):
-                self._refuse(each.partition("=")[0])
-        if rest and not takes_overrides:
+                self._refuse(each, "".join(rest[number : number + 1]), schema)
+        if rest and schema is None:
             self.error(f"unrecognized arguments: {' '.join(rest)}")
         line.overrides = rest
         return line
 
-    def _refuse(self, typed: str) -> NoReturn:
+    def _refuse(self, argument: str, after: str, schema: type | None) -> NoReturn:
+        typed, _, value = argument.partition("=")
         if typed in REFUSED:
             raise UserError(f"{typed}: is not supported; would work: {REFUSED[typed]}")
+        name = typed.lstrip("-").replace("-", "_")
+        fields = [] if schema is None else namesakes(schema, name.rpartition(".")[2])
+        value = value or ("true" if "=" in after or not after else after)
+        works = " or ".join(f"{field}={value}" for field in fields if field.endswith(name))
+        if works:
+            raise UserError(f"{typed}: no such flag; would work: {works}")
         close = difflib.get_close_matches(typed, list(self._flags()), n=1)
         works = f"did you mean {close[0]}?" if close else "--help lists all flags"
         raise UserError(f"{typed}: no such flag; {works}")
@@ -161,109 +175,30 @@ class Parser(argparse.ArgumentParser):
 
 def show(line: CommandLine, parser: Parser, *, config_name: str, schema: type) -> int:
     check_overrides(line.overrides, schema)
-    if line.help:
-        text = help_text(line.overrides, parser, config_name=config_name, schema=schema)
+    if line.help is not None:
+        from harness.compose.help import help_text
+
+        text = help_text(line.help, line.overrides, parser, config_name=config_name, schema=schema)
     else:
-        text = shown_config(
-            line.overrides,
-            str(line.cfg),
-            package=line.package,
-            resolve=line.resolve,
-            config_name=config_name,
-            schema=schema,
-        )
+        text = shown_config(line, config_name=config_name, schema=schema)
     sys.stdout.write(text)
     return EXIT_OK
 
 
-def shown_config(
-    overrides: list[str],
-    kind: str,
-    *,
-    package: str | None = None,
-    resolve: bool = False,
-    config_name: str = "train",
-    schema: type = Job,
-) -> str:
-    """Return the composed configuration as YAML, before it becomes a job."""
+def shown_config(line: CommandLine, *, config_name: str, schema: type) -> str:
+    """Return the composed configuration as YAML, before it becomes a job, as ``--cfg`` asks for it."""
     from omegaconf import OmegaConf
 
     composer = Composer(config_name, schema)
-    plain = composer.config(overrides, resolve=resolve)
-    config: Any = OmegaConf.create({} if kind == "hydra" else plain)
-    if kind != "job":
-        config = OmegaConf.merge(config, {"hydra": composer.settings(overrides)})
+    plain = composer.config(line.overrides, resolve=line.resolve)
+    config: Any = OmegaConf.create({} if line.cfg == "hydra" else plain)
+    if line.cfg != "job":
+        config = OmegaConf.merge(config, {"hydra": composer.settings(line.overrides)})
     with user_errors():
-        if resolve:
+        if line.resolve:
             OmegaConf.resolve(config)
-        shown = config if package in (None, "_global_") else OmegaConf.select(config, package)
+        shown = config if line.package in (None, "_global_") else OmegaConf.select(config, line.package)
     if shown is None:
-        raise UserError(f"--package={package}: no such part; would work: {', '.join(map(str, config))}")
-    head = "" if package is None else f"# @package {package}\n"
+        raise UserError(f"--package={line.package}: no such part; would work: {', '.join(map(str, config))}")
+    head = "" if line.package is None else f"# @package {line.package}\n"
     return f"{head}{OmegaConf.to_yaml(shown)}" if OmegaConf.is_config(shown) else f"{shown}\n"
-
-
-def help_text(overrides: list[str], parser: Parser, *, config_name: str, schema: type) -> str:
-    """Return the text of ``--help``: all groups, fields and flags.
-
-    Hydra's own help searches the groups in 160 copies of its registry, which takes a second.
-    """
-    from omegaconf import OmegaConf
-
-    config = OmegaConf.create(Composer(config_name, schema).config(overrides))
-    rules = {name: rules_of(field) for name, field, _ in leaf_fields(schema())}
-    for name, kind in _options_of_entries(config):
-        texts = docstrings(kind)
-        for field in dataclasses.fields(kind):
-            of_option = f"{name}.{field.name}"
-            if OmegaConf.select(config, of_option) is None:
-                OmegaConf.update(config, of_option, default_of(field), force_add=True)
-            meaning = " ".join(texts.get(field.name, "").split()).replace("``", "`")
-            rules[of_option] = "; ".join(filter(None, (rules_of(field), meaning)))
-    fields = _with_rules(OmegaConf.to_yaml(config), rules)
-    options = {name: ", ".join(options_of(name)) for name in sorted(groups())}
-    parts = {
-        "Groups and their options (group=option)": "\n".join(map(": ".join, options.items())),
-        "Fields and their current values (field=value)": fields,
-        "Flags": parser.format_help().partition("options:\n")[2],
-    }
-    if not issubclass(schema, Job):
-        del parts["Groups and their options (group=option)"]
-    return "\n\n".join([str(parser.description), *(f"{head}:\n\n{text}" for head, text in parts.items())])
-
-
-def _options_of_entries(config: Any) -> Iterator[tuple[str, type]]:
-    from omegaconf import OmegaConf
-
-    from harness.config.cluster import CLUSTERS
-    from harness.config.data_kinds import DATA_KINDS
-    from harness.config.metrics import VIEWS
-    from harness.config.model import BLOCKS
-    from harness.config.optimizer import DECAYS, KINDS
-
-    entries: list[tuple[str, Registry[Any], str]] = [
-        ("model.block_options", BLOCKS, "model.block"),
-        ("optimizer.options", KINDS, "optimizer.kind"),
-        ("schedule.options", DECAYS, "schedule.decay_type"),
-        ("data.options", DATA_KINDS, "data.kind"),
-        ("cluster.options", CLUSTERS, "cluster.kind"),
-    ]
-    chosen = [(field, table, OmegaConf.select(config, choice)) for field, table, choice in entries]
-    views = OmegaConf.select(config, "metrics.views") or {}
-    chosen += [(f"metrics.views.{name}", VIEWS, name) for name in views]
-    for field, table, name in chosen:
-        options = table[name].options if name in table else None
-        if options is not None:
-            yield field, options
-
-
-def _with_rules(shown: str, rules: dict[str, str]) -> str:
-    lines: list[str] = []
-    path: list[str] = []
-    for line in shown.splitlines():
-        if match := re.match(r"( *)(\w+):", line):
-            path = [*path[: len(match[1]) // 2], match[2]]
-            rule = rules.get(".".join(path))
-            line += f"  # {rule}" if rule else ""
-        lines.append(line)
-    return "\n".join(lines)

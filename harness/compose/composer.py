@@ -7,8 +7,11 @@ as plain dictionaries. No code that runs a job imports Hydra or OmegaConf.
 
 from __future__ import annotations
 
+import functools
+import os
+import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -47,6 +50,7 @@ from harness.util.errors import ConfigError, UserError, as_typed
 
 POINTS = "points"
 """Key in ``hydra.sweeper.params`` for points that are not a product of axes: one per line, as overrides."""
+WARMUP = "schedule.warmup_steps"
 WEIGHTS = ("generate.checkpoint", "evaluate.checkpoint")
 """Fields with weights that are used: ``model=from_config`` is the model that they record."""
 
@@ -109,6 +113,8 @@ class Composer:
             raise self._with_file(error, overrides) from None
         if missing:
             raise UserError(MISSING.format(", ".join(sorted(missing))))
+        if isinstance(job, Job) and typed_value(overrides, WARMUP) is None:
+            job = _with_fitting_warmup(job)
         # A verb's job may resolve itself in another way.
         own = getattr(job, "resolve", None)
         return (own or partial(resolve, job))(launched_ranks=launched_ranks())
@@ -136,8 +142,10 @@ class Composer:
 
         Values by name of the field or group, ``sweep.NAME`` for settings, and POINTS.
         """
-        settings = self._merged(overrides)[1]
-        return dict((settings.get("sweeper") or {}).get("params") or {})
+        axes = (self._merged(overrides)[1].get("sweeper") or {}).get("params") or {}
+        if not isinstance(axes, dict) or not isinstance(axes.get(POINTS, ""), str):
+            raise UserError(f"{AXES}={as_typed(axes)}: must be a mapping of axes, and {POINTS} in it a text")
+        return dict(axes)
 
     def settings(self, overrides: Iterable[str]) -> Any:
         from hydra.types import RunMode
@@ -232,6 +240,26 @@ class Composer:
             works = "model=from_config model.path=FOLDER, which holds a config.json"
             raise UserError(f"model.path: must be given with model=from_config; would work: {works}")
         return recorded_model(path, field) if field in WEIGHTS else model_node(path)
+
+
+def _with_fitting_warmup(job: Job) -> Job:
+    """Shorten the warm-up of a file where the run is shorter, and say so."""
+    steps, schedule = job.training.steps, job.schedule
+    if steps is None or job.scale.warmup_ratio is not None:
+        return job
+    curve = schedule.curve_steps(steps)
+    most = max(0, curve - round((schedule.decay_ratio or 0) * curve))
+    if schedule.warmup_steps <= most:
+        return job
+    note(f"{WARMUP}={most}, not {schedule.warmup_steps}: the run is that short")
+    return replace(job, schedule=replace(schedule, warmup_steps=most))
+
+
+@functools.cache
+def note(text: str) -> None:
+    """Print a line for the user, once in a process and by one rank."""
+    if os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(f"NOTE {text}\n")
 
 
 def sweep_error(parsed: Any) -> UserError:

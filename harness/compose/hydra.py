@@ -20,20 +20,13 @@ from harness.compose.overrides import (
     FROM_CONFIG,
     OVERRIDE,
     SETTING,
+    not_yaml,
     options_of,
     quoted,
     user_errors,
     with_quotes,
 )
-from harness.compose.paths import (
-    ConfigFolders,
-    Stamp,
-    conf_dir,
-    config_folders,
-    folder_of_package,
-    folders_of_packages,
-    using_folders,
-)
+from harness.compose.paths import Stamp, config_folders, folder_of_package, folders_with, using_folders
 from harness.config.fields import default_of, type_hints
 from harness.util.errors import UserError
 
@@ -69,6 +62,15 @@ class Hydra:
         from hydra.core.override_parser.overrides_parser import OverridesParser
         from hydra.core.plugins import Plugins
 
+        class Files(CachingConfigRepository):
+            """The files in use; an error names the one that cannot be read."""
+
+            def load_config(self, config_path: str) -> Any:
+                try:
+                    return super().load_config(config_path)
+                except UnicodeDecodeError as error:
+                    raise not_yaml(config_folders().find(config_path), error) from None
+
         Plugins.instance()  # finds the readers of files
         store = ConfigStore.instance()
         if f"{SCHEMA}.yaml" not in store.repo:
@@ -82,7 +84,7 @@ class Hydra:
         search.append("schema", "structured://")
         self.loader = ConfigLoaderImpl(search)
         self.parser = OverridesParser.create(self.loader)
-        self._repository = CachingConfigRepository(self.loader.repository)
+        self._repository = Files(self.loader.repository)
         self._parsed: dict[str, Any] = {}
         self._layers: dict[tuple[str, tuple[str, ...]], list[tuple[str, str]]] = {}
         self._contents: dict[str, dict[str, Any]] = {}
@@ -362,21 +364,20 @@ def _entries(override: str) -> list[str]:
 
 
 def _of_primary(name: str, added: Sequence[Path]) -> list[str]:
-    folders = ConfigFolders((Path(conf_dir()), *added, *folders_of_packages()), {})
+    folders = folders_with(added)
     file = folders.find(name)
     if file is None:
         searched, works = (", ".join(map(str, each)) for each in (folders.paths, folders.primary_names()))
         raise UserError(f"--config-name={name}: no such file in {searched}; would work: {works}")
     try:
-        text = file.read_text(encoding="utf-8")
+        if "searchpath" not in file.read_text(encoding="utf-8"):
+            return []
     except (OSError, ValueError):
         return []  # Hydra reports it
-    if "searchpath" not in text:
-        return []
     from omegaconf import OmegaConf
 
     with user_errors():
-        found = OmegaConf.select(OmegaConf.create(text), SETTING)
+        found = OmegaConf.select(OmegaConf.load(file), SETTING)
         return [] if found is None else _texts(list(found), f"{SETTING} in {file}")
 
 

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import difflib
 import functools
-import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -39,6 +38,9 @@ LENGTHS = {
 
 FROM_CONFIG = "from_config"
 """The option of group ``model`` that is not a file of conf/: it is read from a config.json."""
+
+MOST_SIMILAR, MOST_OPTIONS = 3, 20
+"""Options that an error suggests, and that it lists beside a suggestion."""
 
 _NUMBER = re.compile(r"^\s*(nan|inf)\s*$", re.IGNORECASE)
 
@@ -86,7 +88,7 @@ def check_overrides(overrides: Iterable[str], schema: type = Job) -> None:
             check_setting(key, override)
             continue
         if key not in known_groups:
-            _check_field(key, value, schema, list(known_groups), sign)
+            check_field(key, value, schema, list(known_groups), sign)
         elif value is not None and "{" not in value:
             if sign in ("+", "++") and match["key"] == key and key not in own_groups():
                 raise UserError(f"{override}: a group is chosen without {sign}; would work: {key}={value}")
@@ -173,19 +175,31 @@ def _check_options(group: str, value: str) -> None:
         return
     for option in (o.strip().removesuffix(".yaml") for o in value.strip("[]'\" ").split(",")):
         if option not in options:
-            close = difflib.get_close_matches(option, options, n=1)
-            hint = f"did you mean {close[0]}? options" if close else "options"
-            raise UserError(f"{group}={option}: no such option; {hint}: {', '.join(options) or 'none'}")
+            close = _similar(option, options)
+            works = [f"did you mean {', '.join(close)}?"] if close else []
+            if not close or len(options) <= MOST_OPTIONS:
+                works.append(f"options: {', '.join(options) or 'none'}")
+            raise UserError(f"{group}={option}: no such option; {' '.join(works)}")
 
 
-def _check_field(key: str, value: str | None, schema: type, groups: list[str], sign: str | None) -> None:
+def _similar(name: str, options: list[str]) -> list[str]:
+    """Options that contain a name (h100, or fp8 as float8), or else the one that is spelled like it."""
+    inside = [each for each in options if name and (name in each or name.replace("fp", "float") in each)]
+    return inside[:MOST_SIMILAR] or difflib.get_close_matches(name, options, n=1)
+
+
+def check_field(
+    key: str, value: str | None, schema: type, groups: list[str], sign: str | None = None
+) -> None:
     prefix, current = "", schema
     names = key.split(".")
     for depth, name in enumerate(names):
         fields = fields_of(current)
         if name not in fields:
             known = {**fields, **(dict.fromkeys(groups) if depth == 0 else {})}
-            raise unknown_field(key, value, name, known, prefix, _namesakes(schema, names[-1]))
+            shown = "" if value is None else f"={value}"
+            rule = no_such_field(name, known, prefix, namesakes(schema, names[-1]))
+            raise UserError(f"{key}{shown}: {rule}")
         inner = fields[name]
         if depth + 1 < len(names):
             if get_origin(type_hints(current)[name]) is dict:
@@ -200,20 +214,12 @@ def _check_field(key: str, value: str | None, schema: type, groups: list[str], s
         raise UserError(f"+{key}={value}: the field exists already; would work: {key}={value}")
 
 
-def _namesakes(schema: type, name: str, prefix: str = "") -> list[str]:
+def namesakes(schema: type, name: str, prefix: str = "") -> list[str]:
     found = []
     for field, inner in fields_of(schema).items():
         found += [prefix + field] if field == name else []
-        found += _namesakes(inner, name, f"{prefix}{field}.") if inner is not None else []
+        found += namesakes(inner, name, f"{prefix}{field}.") if inner is not None else []
     return found
-
-
-def unknown_field(
-    key: str, value: Any, name: str, known: Iterable[str], prefix: str, namesakes: Iterable[str] = ()
-) -> UserError:
-    """Make the error for ``name`` of the dotted ``key``, which is not in ``known``; with a suggestion."""
-    shown = "" if value is None else f"={value}"
-    return UserError(f"{key}{shown}: {no_such_field(name, known, prefix, namesakes)}")
 
 
 @functools.cache
@@ -265,8 +271,8 @@ def to_user_error(error: BaseException) -> UserError:
     for each in chain:
         if isinstance(each, yaml.MarkedYAMLError):
             return UserError(f"{_marked(each)}; would work: YAML, indented by spaces, each key once")
-        if isinstance(each, yaml.YAMLError | UnicodeDecodeError):
-            return UserError(f"{_unreadable_file()}: is not YAML in UTF-8: {'; '.join(_lines(each))}")
+        if isinstance(each, yaml.reader.ReaderError):
+            return not_yaml(each.name, each)
         if isinstance(each, ValueError) and "integer string conversion" in str(each):
             return UserError("an override or a file of conf/ has a number of more than 4300 digits")
         if isinstance(each, RecursionError):
@@ -307,40 +313,15 @@ def to_user_error(error: BaseException) -> UserError:
     return UserError(text or type(error).__name__)
 
 
+def not_yaml(file: object, error: Exception) -> UserError:
+    return UserError(f"{file}: is not YAML in UTF-8: {'; '.join(_lines(error))}")
+
+
 def _marked(error: Any) -> str:
     mark = error.problem_mark or error.context_mark
     if mark is None:
         return str(error.problem or error.context)
-    # Hydra may read a file into memory before parsing, and then the mark does not name the file.
-    file = mark.name if os.path.isfile(mark.name) else _file_with(mark.buffer)
-    return f"{file}:{mark.line + 1}:{mark.column + 1}: {error.problem or error.context}"
-
-
-def _file_with(text: str | None) -> str:
-    for path in _files_of_conf():
-        with contextlib.suppress(OSError, ValueError):
-            if text is not None and path.read_text(encoding="utf-8") == text.rstrip("\0"):
-                return str(path)
-    return "a file of conf/"
-
-
-def _unreadable_file() -> str:
-    """Find the file of conf/ that is not UTF-8 text; Hydra's error does not name it."""
-    for path in _files_of_conf():
-        try:
-            if not path.read_text(encoding="utf-8").replace("\n", "").isprintable():
-                return str(path)
-        except (OSError, ValueError):
-            return str(path)
-    return "a file of conf/"
-
-
-def _files_of_conf() -> Iterator[Path]:
-    folders = config_folders()
-    yield from (file for path in folders.paths for file in sorted(path.glob("*.yaml")))
-    for group in (each for groups in folders.groups.values() for each in groups):
-        for folder, _, names in os.walk(group, followlinks=True):
-            yield from (Path(folder, name) for name in sorted(names) if name.endswith(".yaml"))
+    return f"{mark.name}:{mark.line + 1}:{mark.column + 1}: {error.problem or error.context}"
 
 
 def _lines(error: BaseException) -> list[str]:

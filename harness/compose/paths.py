@@ -81,18 +81,21 @@ def config_folders() -> ConfigFolders:
 @contextmanager
 def using_folders(added: Sequence[Path], primaries: dict[str, str] | None = None) -> Iterator[None]:
     """Use other folders after ``conf/``, and other primary configs."""
-    paths = (Path(conf_dir()), *added, *folders_of_packages())
-    before = _used.set(ConfigFolders(paths, _groups_in(paths), primaries or {}))
+    before = _used.set(folders_with(added, primaries))
     try:
         yield
     finally:
         _used.reset(before)
 
 
+def folders_with(added: Sequence[Path], primaries: dict[str, str] | None = None) -> ConfigFolders:
+    paths = (Path(conf_dir()), *added, *folders_of_packages())
+    return ConfigFolders(paths, _groups_in(paths), primaries or {})
+
+
 @functools.cache
-def _only_conf(conf: str) -> ConfigFolders:
-    paths = (Path(conf), *folders_of_packages())
-    return ConfigFolders(paths, _groups_in(paths))
+def _only_conf(_conf: str) -> ConfigFolders:
+    return folders_with([])
 
 
 @functools.cache

@@ -24,10 +24,7 @@ ROUNDS = 6
 
 
 def apply_scale(
-    scale: ScaleConfig,
-    model: ModelConfig,
-    training: TrainingConfig,
-    optimizer: OptimizerConfig,
+    scale: ScaleConfig, model: ModelConfig, training: TrainingConfig, optimizer: OptimizerConfig
 ) -> tuple[ModelConfig, TrainingConfig, OptimizerConfig]:
     """Return the parts of a job with the values that follow from these fields, but for the warm-up."""
     _validate(scale, training)

@@ -186,7 +186,7 @@ class Verb:
         parser = Parser(
             prog=self.command,
             description=self.documentation,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=partial(argparse.RawDescriptionHelpFormatter, width=100, max_help_position=36),
             add_help=self.job is None,
         )
         self._declare(parser, [VERSION] if self.job is None else JOB_FLAGS)
@@ -219,7 +219,7 @@ class Verb:
         return (self.run.__doc__ or "").split("\n")[0]
 
     def parse(self, arguments: Sequence[str]) -> CommandLine:
-        line = self.parser().parse_line(arguments, takes_overrides=self.job is not None)
+        line = self.parser().parse_line(arguments, self.job)
         if self.job is not None:
             line.validate_flags_of_job()
         return line
@@ -361,6 +361,7 @@ VERBS: Registry[Verb] = Registry(
         "bench": "harness.tools.study.bench:VERB",
         "converge": "harness.tools.study.converge:VERB",
         "coordcheck": "harness.tools.study.coordcheck:VERB",
+        "runs": "harness.tools.report.listing:VERB",
         "sweep": "harness.tools.report.sweep:VERB",
         "report": "harness.tools.report.verb:VERB",
         "evaluate": "harness.tools.inference.evaluate:VERB",

@@ -165,11 +165,7 @@ class DataConfig:
         check_inputs(self)
 
     def require_validation(self) -> None:
-        """Check that there are documents for validation.
-
-        Raises:
-            ConfigError: there are none.
-        """
+        """Check that there are documents for validation."""
         if self.holds_out:
             return
         if self.sources:

@@ -63,7 +63,7 @@ class DataKind:
 _FILES = ("paths", "validation_paths", "format")
 _BUILTINS = {
     "local": DataKind(
-        "harness.data.sources:LocalFiles.of_split",
+        "harness.data.documents:LocalFiles.of_split",
         fields=(*_FILES, "exclude", "encoding_errors"),
         formats=TEXT_FORMATS,
         example="my_corpus/**/*.txt",
@@ -76,7 +76,7 @@ _BUILTINS = {
         has_text=False,
     ),
     "hub": DataKind(
-        "harness.data.sources:HubTable.of_split",
+        "harness.data.documents:HubTable.of_split",
         load="harness.data.streaming:load_hub",
         fields=("dataset", "subset", "split", "validation_split", "streaming", "data_files"),
     ),

@@ -240,10 +240,7 @@ def check_written(name: str, value: str, kind: str, works: str) -> None:
     """Check a path that will be written, as far as that is possible without writing.
 
     Args:
-        name: of the field or flag.
-        value: the path.
         kind: ``file``, ``folder``, or ``path`` for either.
-        works: what would work.
     """
     path = Path(os.path.expanduser(value))
     exists, is_folder, problem = os.path.exists, os.path.isdir, ""
@@ -309,7 +306,6 @@ def from_dict(cls: type, plain: dict[str, Any], prefix: str = "", *, unset: str 
     """Build a (nested) config dataclass from plain containers.
 
     Args:
-        cls: the dataclass.
         plain: its fields; missing ones get their defaults.
         prefix: prefix of the fields' dotted names, for errors.
         unset: what stands for a value of any type that the caller will ask for.
@@ -320,8 +316,8 @@ def from_dict(cls: type, plain: dict[str, Any], prefix: str = "", *, unset: str 
     hints, inner_classes = type_hints(cls), _inner_classes(cls)
     unknown = set(plain) - {field.name for field in dataclasses.fields(cls)}
     if unknown:
-        name = sorted(unknown)[0]
-        rule = no_such_field(name, hints, prefix, whole=cls.__name__)
+        name = sorted(unknown, key=str)[0]
+        rule = no_such_field(str(name), hints, prefix, whole=cls.__name__)
         raise ConfigError(f"{prefix}{name}", plain[name], rule)
     required = [field.name for field in dataclasses.fields(cls) if _has_no_default(field)]
     if missing := [name for name in required if name not in plain]:

@@ -54,6 +54,12 @@ class Job:
     """Folder inside runs_dir that holds the run folders of jobs with this name."""
     runs_dir: str = label("runs", written="folder")
     """Folder in which run folders are created."""
+    notes: str = label("")
+    """A sentence about the run, for tables, W&B and MLflow."""
+    tags: list[str] = label(factory=list)
+    """Tags of the run, for tables, W&B and MLflow."""
+    user: dict[str, Any] = label(factory=dict)
+    """Keys of your own, such as ``+user.ticket=123``; they are recorded with the job."""
     training: TrainingConfig = part(TrainingConfig)
     validation: ValidationConfig = part(ValidationConfig)
     evaluation: EvaluationConfig = part(EvaluationConfig)

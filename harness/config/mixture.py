@@ -107,7 +107,6 @@ def weights_by_step(
     """Return the first step of each set of weights, from 1, and the share of every source.
 
     Args:
-        data: a mixture.
         samples_per_epoch: samples per epoch of each source; None if unknown.
     """
     if not data.epochs:

@@ -204,7 +204,11 @@ class OptimizerConfig:
         if not any(KINDS[kind].has_eps for kind in self.kinds):
             unused |= {"eps": "optimizer=adamw"}
         for name, other in unused.items():
-            self._refuse(name, other)
+            value, default = getattr(self, name), getattr(OptimizerConfig, name)
+            if value != default:
+                rule = f"has no effect with optimizer.kind={self.kind}"
+                works = f"{'null' if default is None else default}, or {other}"
+                raise ConfigError(f"optimizer.{name}", value, rule, works)
         if self.implementation != "auto" and "bfloat16" in (master_dtype, self.state_dtype):
             rule = "torch's AdamW does not update bfloat16 parameters or state in float32"
             works = "auto, or optimizer.state_dtype=float32 and precision.master_dtype=float32"
@@ -212,8 +216,11 @@ class OptimizerConfig:
         if self.implementation != "auto" and not KINDS[self.kind].is_torchs and not KINDS[self.kind].others:
             rule = f"torch has no {self.kind}"
             raise ConfigError("optimizer.implementation", self.implementation, rule, "auto")
-        if self.state_dtype == "bfloat16":
-            self._validate_bfloat16_state()
+        means = ("beta1", "beta2", *(["momentum"] if "muon" in self.kinds else []))
+        for name in means if self.state_dtype == "bfloat16" else ():
+            if getattr(self, name) > LARGEST_BFLOAT16_BETA:
+                rule, works = BETA_RULE, f"at most {LARGEST_BFLOAT16_BETA}, or optimizer.state_dtype=float32"
+                raise ConfigError(f"optimizer.{name}", getattr(self, name), rule, works)
 
     @property
     def kinds(self) -> set[str]:
@@ -221,20 +228,6 @@ class OptimizerConfig:
         others = KINDS[self.kind].others
         of_groups = {str(each) for group in self.groups if (each := group.get("kind")) in KINDS}
         return {self.kind, *([] if others is None else [others]), *of_groups}
-
-    def _refuse(self, name: str, other: str) -> None:
-        value, default = getattr(self, name), getattr(OptimizerConfig, name)
-        if value != default:
-            works = f"{'null' if default is None else default}, or {other}"
-            raise ConfigError(
-                f"optimizer.{name}", value, f"has no effect with optimizer.kind={self.kind}", works
-            )
-
-    def _validate_bfloat16_state(self) -> None:
-        for name in ("beta1", "beta2", *(["momentum"] if "muon" in self.kinds else [])):
-            if getattr(self, name) > LARGEST_BFLOAT16_BETA:
-                rule, works = BETA_RULE, f"at most {LARGEST_BFLOAT16_BETA}, or optimizer.state_dtype=float32"
-                raise ConfigError(f"optimizer.{name}", getattr(self, name), rule, works)
 
 
 @dataclass(frozen=True)

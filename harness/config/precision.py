@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from harness.config.fields import execution, numerics
-from harness.util.errors import ConfigError
+from harness.util.errors import ConfigError, as_typed
 
 DTYPES = ("float32", "bfloat16")
 FLOAT8 = ("float8_tensorwise", "float8_rowwise", "float8_rowwise_hp")
@@ -13,6 +13,11 @@ LINEARS = ("none", *FLOAT8, "mxfp8")
 # Formats in which torchao 0.18 has a grouped matrix product, which experts need.
 GROUPED = ("float8_rowwise", "mxfp8")
 DEFAULT_FILTER = ("output",)
+OF_FLOAT8 = (
+    *("enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp"),
+    *("auto_filter_small_kn", "emulate", "filter_fqns"),
+)
+"""Fields without an effect if linears multiply in param_dtype."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,12 @@ class PrecisionConfig:
             works = "float32, or precision=bf16_full"
             raise ConfigError("precision.master_dtype", self.master_dtype, rule, works)
         if self.linear == "none":
-            self._refuse_options_of_float8()
+            for name in OF_FLOAT8:
+                value, default = getattr(self, name), getattr(PrecisionConfig(), name)
+                if value != default:
+                    rule = "has no effect, because precision.linear=none"
+                    works = f"{as_typed(default)}, or precision=float8_rowwise"
+                    raise ConfigError(f"precision.{name}", value, rule, works)
         if self.enable_fsdp_float8_all_gather and self.linear != "float8_tensorwise":
             rule = f"needs one scale for all shards of a weight, which {self.linear} does not have"
             works = "false, or precision.linear=float8_tensorwise"
@@ -91,14 +101,3 @@ class PrecisionConfig:
             rule = f"torchao has measurements of float8_tensorwise and float8_rowwise, not of {self.linear}"
             works = "false, and precision.filter_fqns by name"
             raise ConfigError("precision.auto_filter_small_kn", True, rule, works)
-
-    def _refuse_options_of_float8(self) -> None:
-        options = ("enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp")
-        for name in (*options, "auto_filter_small_kn", "emulate"):
-            if getattr(self, name):
-                rule = "has no effect, because precision.linear=none"
-                raise ConfigError(f"precision.{name}", True, rule, "false, or precision=float8_rowwise")
-        if tuple(self.filter_fqns) != DEFAULT_FILTER:
-            rule = "has no effect, because precision.linear=none"
-            works = f"[{','.join(DEFAULT_FILTER)}], or precision=float8_rowwise"
-            raise ConfigError("precision.filter_fqns", self.filter_fqns, rule, works)

@@ -83,11 +83,7 @@ class Registry(Generic[Value]):
 
     @functools.cached_property
     def plugins(self) -> dict[str, EntryPoint]:
-        """Names that other packages add, sorted.
-
-        Raises:
-            UserError: two packages have the same name.
-        """
+        """Names that other packages add, sorted."""
         # Takes 20 ms to import, which jobs of built-in names do not wait for.
         from importlib.metadata import entry_points
 
@@ -169,9 +165,6 @@ def resolve_options(options: dict[str, Any], schema: type | None, field: str, ow
             default is left out if its field says ``id_omits_default``.
         field: the field that holds the options, such as ``optimizer.options``.
         owner: the choice that they belong to, such as ``optimizer.kind=sgd``, for errors.
-
-    Raises:
-        ConfigError: naming the option.
     """
     if schema is None:
         if options:

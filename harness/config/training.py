@@ -226,9 +226,6 @@ class TrainingConfig:
         Args:
             replicas: data-parallel ranks.
             scheduled: sequences per step in the phases of schedule.batch_size.
-
-        Raises:
-            ConfigError: a batch cannot be split evenly.
         """
         local, size = self.local_batch_size, self.global_batch_size
         if size is None:

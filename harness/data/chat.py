@@ -18,34 +18,26 @@ from harness.config.data import DataConfig
 from harness.data.cache import open_documents
 from harness.data.chat_template import ASSISTANT, HALF_PAIR, ChatTemplate, message_of, template_of
 from harness.data.corpus import TokenizedSplit
-from harness.data.documents import Span, list_names, read_columns
-from harness.data.samples import IGNORE_INDEX, EpochOrder, random_stream
-from harness.data.sources import LocalFiles, file_stats
-from harness.data.tokenizer_base import Marked, Tokenizer
+from harness.data.documents import LocalFiles, Span, file_stats, list_names, read_columns
+from harness.data.samples import IGNORE_INDEX, EpochOrder, Reading, random_stream
+from harness.data.tokenizer import Marked, Tokenizer
 from harness.util.errors import DataError
 
 if TYPE_CHECKING:
-    from harness.data.loader import Loader, Reading
+    from harness.data.loader import Loader
 
 _VERSION = 1
 _TOOLS = "tools"
 
 
 def load_conversations(reading: Reading) -> Loader:
-    from harness.data.loader import NumberedLoader  # torch; composing a job imports this file without it
+    from harness.data.loader import load_numbered  # torch; composing a job imports this file without it
 
-    data, tokenized = reading.data, open_documents(reading)
-    samples = PackedConversations(
-        tokenized,
-        seq_len=reading.seq_len,
-        seed=reading.seed,
-        shuffle=reading.shuffles,
-        cut=data.long_conversations == "cut",
-        pad_id=reading.tokenizer.eos_id or 0,
-    )
-    loader = NumberedLoader(samples, reading.rows, reading.sizes)
+    tokenized = open_documents(reading)
+    samples = PackedConversations(tokenized, reading)
+    loader = load_numbered(reading, samples)
     loader.damaged_documents = tokenized.damaged
-    loader.note = f"data of {reading.split}: {describe(samples, data, reading.seq_len)}"
+    loader.note = f"data of {reading.split}: {describe(samples, reading.data, reading.seq_len)}"
     return loader
 
 
@@ -163,20 +155,20 @@ class PackedConversations:
     Labels are the assistant's tokens. Conversations in a sample, and its padding, have different document
     numbers.
 
+    A conversation with more than T inputs is left out, or cut at T (``data.long_conversations``). Without
+    ``shuffles`` conversations and samples are in stored order.
+
     Args:
         split: conversations as ``ConversationTokenizer`` encodes them.
-        pad_id: the token of padding.
-        shuffle: whether the order is random; otherwise conversations and samples are in stored order.
-        cut: whether a conversation with more than T inputs is cut at T; otherwise it is left out.
 
     Raises:
         DataError: no conversation can be used.
     """
 
-    def __init__(
-        self, split: TokenizedSplit, *, seq_len: int, seed: int, shuffle: bool, cut: bool, pad_id: int
-    ) -> None:
-        self._split, self._seq_len, self._pad_id = split, seq_len, pad_id
+    def __init__(self, split: TokenizedSplit, reading: Reading) -> None:
+        seq_len, seed, shuffle = reading.seq_len, reading.seed, reading.shuffles
+        self._split, self._seq_len, self._pad_id = split, seq_len, reading.tokenizer.eos_id or 0
+        cut = reading.data.long_conversations == "cut"
         self._ends = np.append(np.asarray(split.starts)[1:], len(split.tokens)).astype(np.int64)
         inputs = self._ends - split.starts - 1
         usable, too_long = inputs > 0, np.flatnonzero(inputs > seq_len)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.data import DataConfig
-from harness.data.tokenizer_base import Tokenizer
+from harness.data.tokenizer import Tokenizer
 from harness.data.tokenizer_json import CONFIG, read_transformers_settings, token_of
 from harness.util.encoding import read_object
 from harness.util.errors import DataError

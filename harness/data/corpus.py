@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -42,7 +42,6 @@ from harness.data.shards import (
 )
 from harness.data.tokenizer import Tokenizer
 from harness.data.tokenizing import (
-    Index,
     Unit,
     bytes_of,
     is_held_out,
@@ -372,18 +371,20 @@ class CorpusWriter(ShardWriter):
         document, damaged = first_document, 0
         try:
             for unit in units:
-                tokens = self._units_folder / f"{unit.key}.tokens"
+                file = self._units_folder / f"{unit.key}.tokens"
                 index = read_index(self._units_folder, unit, self._dtype)
                 if index is None:
-                    raise DataError(f"{tokens} was removed while it was used")
-                if self.held_out > 0:
-                    numbers = (index.numbers + document).tolist()
-                    held = np.array([is_held_out(number, self.held_out) for number in numbers], dtype=bool)
-                    _append_parts(writers, tokens, index, held, self._dtype)
-                else:
-                    with tokens.open("rb") as content:
-                        shutil.copyfileobj(content, writers["train"].tokens, 1 << 24)
-                    writers["train"].add_starts(index.starts, index.num_tokens)
+                    raise DataError(f"{file} was removed while it was used")
+                tokens = map_file(str(file), self._dtype.name, 0, index.num_tokens)
+                numbers = (index.numbers + document).tolist()
+                held = np.array([is_held_out(number, self.held_out) for number in numbers], dtype=bool)
+                changes = (np.flatnonzero(held[1:] != held[:-1]) + 1).tolist()
+                ends = np.append(index.starts, index.num_tokens)
+                # Consecutive documents of a split are one run, and the file is read in order.
+                for first, last in pairwise([0, *changes, len(held)] if len(held) else []):
+                    begin, end = ends[first], ends[last]
+                    writer = writers["validation" if held[first] else "train"]
+                    writer.append(tokens[begin:end], index.starts[first:last] - begin)
                 document += index.num_documents
                 damaged += index.damaged
         finally:
@@ -448,29 +449,14 @@ class _Writer:
 
     def __init__(self, folder: Path, split: str) -> None:
         self.num_tokens = 0
-        self.tokens: IO[bytes] = (folder / f"{split}.tokens").open("wb")
-        self._starts = (folder / f"{split}.starts").open("wb")
+        self._tokens, self._starts = ((folder / name).open("wb") for name in files_of(split))
 
-    def add_starts(self, starts: np.ndarray, num_tokens: int) -> None:
-        """Add documents whose ids were appended: their offsets in them, and the number of ids."""
+    def append(self, tokens: np.ndarray, starts: np.ndarray) -> None:
+        """Append the ids of documents; ``starts`` are their offsets in them."""
+        self._tokens.write(tokens.data)
         self._starts.write((starts + self.num_tokens).tobytes())
-        self.num_tokens += num_tokens
+        self.num_tokens += len(tokens)
 
     def close(self) -> None:
-        self.tokens.close()
+        self._tokens.close()
         self._starts.close()
-
-
-def _append_parts(
-    writers: dict[str, _Writer], file: Path, index: Index, held: np.ndarray, dtype: np.dtype
-) -> None:
-    """Append the documents of a unit, each to its split; ``held`` has a value for each document."""
-    ends = np.append(index.starts[1:], index.num_tokens)
-    changes = (np.flatnonzero(held[1:] != held[:-1]) + 1).tolist()
-    with file.open("rb") as content:
-        # Consecutive documents of a split are one run, and the file is read in order.
-        for begin, end in pairwise([0, *changes, len(held)] if len(held) else []):
-            writer = writers["validation" if held[begin] else "train"]
-            num_tokens = int(ends[end - 1] - index.starts[begin])
-            writer.tokens.write(content.read(num_tokens * dtype.itemsize))
-            writer.add_starts(index.starts[begin:end] - index.starts[begin], num_tokens)

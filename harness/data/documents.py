@@ -1,26 +1,44 @@
-"""Documents of a source: sources, parts that can be read one by one, and files of text and rows."""
+"""Documents of a source: local files and datasets, and parts of them that can be read one by one.
+
+A source has an ``identity`` (everything that determines its documents, for the cache key) and yields its
+documents in a fixed order, including empty ones, so that a document's index is stable. Several processes may
+read its spans: sources are picklable.
+"""
 
 from __future__ import annotations
 
 import bz2
 import codecs
-import functools
 import gzip
 import io
 import lzma
+import os
+import re
 import sys
+import sysconfig
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Protocol
+from typing import IO, Any, NamedTuple, Protocol, Self
 
 from harness.config.data import DataConfig
-from harness.util.errors import DataError
+from harness.config.data_kinds import DATA_KINDS
+from harness.config.registry import load_attribute
+from harness.data.tokenizer import Tokenizer
+from harness.util.encoding import parse_object
+from harness.util.errors import ConfigError, DataError
+from harness.util.files import matching
 
 ROWS_PER_READ = 256
 _BLOCK_BYTES = 1 << 20
 LONGEST_LINE = 100_000_000
 """Bytes of a line of JSON; a longer one is no document, and would fill the memory."""
+EMPTY = "holds no text: every document is empty"
+# A longer file has more than units.LONG_CHARS characters, which have at most 4 bytes each.
+LONG_FILE_BYTES = 16_000_000
+_DAMAGED_FILE = (OSError, EOFError, zlib.error, lzma.LZMAError)
 
 
 @dataclass(frozen=True)
@@ -147,7 +165,7 @@ class Line(NamedTuple):
         return f"{self.file}, line {_lines_before(self.file, self.begin) + self.number + 1}"
 
 
-@functools.cache
+@cache
 def _lines_before(file: Path, begin: int) -> int:
     if not begin:
         return 0
@@ -227,3 +245,308 @@ def read_columns(
                 yield from batch.to_pylist()
     except ValueError as error:  # pyarrow.ArrowInvalid, or UnicodeDecodeError in the footer
         raise DataError(f"{file}: not a readable parquet file ({describe(error)})") from error
+
+
+def source_of(config: DataConfig, split: str) -> tuple[Source, float]:
+    """Return the source of ``split`` ("train" or "validation"), and its held-out fraction.
+
+    Raises:
+        ConfigError: the split is "validation" and no documents are held out for it, or the data is a mixture.
+    """
+    if config.sources:
+        rule = "has several sources"
+        raise ConfigError("data.kind", config.kind, rule, "the fields of one of data.sources")
+    validating = split == "validation"
+    if validating:
+        config.require_validation()
+    source: Source = load_attribute(DATA_KINDS[config.kind].source)(config, split)
+    is_separate = validating and (config.validation_paths or config.validation_split)
+    return source, 0.0 if is_separate else config.validation_fraction
+
+
+def tokenizer_of(config: DataConfig, tokenizer: Tokenizer) -> Tokenizer:
+    """Return the tokenizer of a source's documents; ``tokenizer`` is the job's."""
+    own = DATA_KINDS[config.kind].tokenizer
+    return load_attribute(own)(config, tokenizer) if own else tokenizer
+
+
+class LocalFiles(Source):
+    """Documents of local files, in the order of the sorted paths."""
+
+    without_tokens = EMPTY
+
+    def __init__(self, config: DataConfig, field: str) -> None:
+        self.config = config
+        self._patterns: list[str] = getattr(config, field)
+        self.damaged = 0
+        self.name = f"data.{field}=[{', '.join(self._patterns)}]"
+
+    @classmethod
+    def of_split(cls, config: DataConfig, split: str) -> Self:
+        is_separate = split == "validation" and config.validation_paths
+        return cls(config, "validation_paths" if is_separate else "paths")
+
+    @cached_property
+    def files(self) -> list[Path]:
+        found = find_files(self._patterns, self.config.exclude)
+        if not found:
+            raise DataError(f"no file matches {self.name}, seen from {os.getcwd()}{self._hint()}")
+        return found
+
+    def _hint(self) -> str:
+        for pattern in self._patterns:
+            folder = Path(expand(pattern))
+            if _is_saved(folder):
+                overrides = f"data=c4 data.dataset={folder} data.subset=null"
+                return f"; {pattern} is a dataset saved to disk, write {overrides}"
+        return folder_hint(self._patterns)
+
+    @property
+    def identity(self) -> Any:
+        identity = ["local", file_stats(self.files), *self.reading[:2]]
+        errors = self.config.encoding_errors
+        return identity if errors == "strict" else [*identity, errors]
+
+    @property
+    def reading(self) -> list[Any]:
+        return [self.config.format, self.config.text_field, self.config.encoding_errors]
+
+    def contents(self, spans: Iterable[Span]) -> Any:
+        spans = list(spans)
+        stats = file_stats(Path(span.name) for span in spans)
+        return [[*stat, span.begin, span.end] for stat, span in zip(stats, spans, strict=True)]
+
+    def spans(self, unit_bytes: int) -> Iterator[Span]:
+        for file in self.files:
+            size, format = file.stat().st_size, self.format_of(file)
+            if size <= unit_bytes or file.suffix in COMPRESSIONS or format == "text":
+                yield Span(str(file), 0, None, size)
+            elif format == "jsonl":
+                yield from cut(str(file), size, size, unit_bytes)
+            else:
+                yield from cut(str(file), row_groups(file), size, unit_bytes)
+
+    def read(self, span: Span) -> Iterator[str | LongText]:
+        file = Path(span.name)
+        try:
+            format = self.format_of(file)
+            if format == "jsonl":
+                yield from self.read_jsonl(file, span)
+            elif format == "parquet":
+                yield from self.read_parquet(file, span)
+            else:
+                yield from self._read_text(file)
+        except _DAMAGED_FILE as error:
+            raise DataError(f"{file} cannot be read: {describe(error)}") from error
+
+    def format_of(self, file: Path) -> str:
+        return self.config.format if self.config.format != "auto" else format_of(file)
+
+    def _read_text(self, file: Path) -> Iterator[str | LongText]:
+        # bytes, not text mode: newlines stay as they are
+        with open_file(file) as content:
+            text = content.read(LONG_FILE_BYTES + 1)
+        if len(text) <= LONG_FILE_BYTES:
+            yield self._decoded(text, str(file))
+            return
+        position = find_damage(file)
+        if position is not None and not self._may_repair(str(file), position):
+            yield ""
+        else:
+            errors = "strict" if position is None else "replace"
+            yield LongText(partial(read_in_parts, file, errors))
+
+    def document_of(self, row: dict[str, Any], where: object) -> str:
+        """The document of a row of JSON or parquet; ``where`` is its position for error messages."""
+        return text_of_row(row, self.config.text_field, where)
+
+    def read_parquet(self, file: Path, span: Span) -> Iterator[str]:
+        for row in read_columns(file, span, self.config.text_field, setting="data.text_field"):
+            yield self.document_of(row, file)
+
+    def read_jsonl(self, file: Path, span: Span) -> Iterator[str]:
+        """Yield the document of each line that begins in a span."""
+        with open_file(file) as lines:
+            offset = skip_to_line(lines, span.begin) if span.begin else 0
+            for number, line in enumerate(iter(partial(lines.readline, LONGEST_LINE + 1), b"")):
+                if span.end is not None and offset >= span.end:
+                    return
+                where, start = Line(file, span.begin, number), offset
+                offset += len(line)
+                if len(line) > LONGEST_LINE:
+                    raise DataError(
+                        f"{where}: has more than {LONGEST_LINE} bytes; would work: shorter documents"
+                    )
+                if start == 0:
+                    line = line.removeprefix(codecs.BOM_UTF8)
+                    start = offset - len(line)
+                if line.strip():
+                    text = self._decoded(line, where, start)
+                    try:
+                        row = parse_object(text) if text else None
+                    except ValueError as error:
+                        raise DataError(f"{where}: not a JSON object ({error})") from error
+                    yield "" if row is None else self.document_of(row, where)
+
+    def _decoded(self, content: bytes, where: object, start: int = 0) -> str:
+        try:
+            return content.decode("utf-8")
+        except UnicodeDecodeError as error:
+            if not self._may_repair(where, start + error.start, of_file=start > 0):
+                return ""
+        return content.decode("utf-8", "replace")
+
+    def _may_repair(self, where: object, position: int, *, of_file: bool = False) -> bool:
+        """Count a document that is not UTF-8; return whether it is repaired, and not left out."""
+        if self.config.encoding_errors == "strict":
+            byte = f"byte {position}" + (" of the file" if of_file else "")
+            raise DataError(f"{where}: not UTF-8 at {byte}; would work: data.encoding_errors=replace or skip")
+        self.damaged += 1
+        return self.config.encoding_errors == "replace"
+
+
+def file_stats(files: Iterable[Path]) -> list[list[Any]]:
+    """Path, size and modification time of each file."""
+    stats = [(str(file), file.stat()) for file in files]
+    return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+
+
+def find_files(patterns: list[str], exclude: list[str]) -> list[Path]:
+    """Files that match one of the globs ``patterns`` and none of ``exclude``, each once, sorted."""
+    excluded = [_glob_to_regex(expand(pattern)) for pattern in exclude]
+    found = {os.path.abspath(name) for pattern in patterns for name in matching(expand(pattern))}
+    kept = (name for name in found if not any(regex.fullmatch(name) for regex in excluded))
+    return sorted(Path(name) for name in kept if os.path.isfile(name))
+
+
+def folder_hint(patterns: list[str]) -> str:
+    """What to write instead of the first pattern that is a folder."""
+    folders = (pattern for pattern in patterns if os.path.isdir(expand(pattern)))
+    return next((f"; {each} is a folder, write {each.rstrip('/')}/**/*" for each in folders), "")
+
+
+def expand(pattern: str) -> str:
+    """``pattern`` as an absolute glob; one that begins with ``**/`` matches anywhere and is not changed."""
+    pattern = pattern.replace("{stdlib}", sysconfig.get_path("stdlib"))
+    if pattern.startswith("**/"):
+        return pattern
+    return os.path.abspath(os.path.expanduser(pattern))
+
+
+def _glob_to_regex(pattern: str) -> re.Pattern[str]:
+    """A regular expression for complete paths; as in ``glob``, only ``**`` matches slashes."""
+    meaning = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    parts = re.split(r"(\*\*/|\*\*|\*|\?)", pattern)
+    return re.compile("".join(meaning.get(part, re.escape(part)) for part in parts), re.DOTALL)
+
+
+def text_of_row(row: dict[str, Any], field: str, where: object) -> str:
+    """Text of a row; null is an empty document."""
+    if field not in row:
+        raise DataError(f"{where}: no field {field!r} among {list_names(row)}; set data.text_field")
+    text = row[field]
+    if text is None:
+        return ""
+    if not isinstance(text, str):
+        raise DataError(f"{where}: field {field!r} holds {type(text).__name__}, not text")
+    try:
+        text.encode("utf-8")  # JSON can spell half a surrogate pair, which no tokenizer can read
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where}: field {field!r} holds half a surrogate pair at character {error.start}"
+        ) from error
+    return text
+
+
+class HubTable(Source):
+    """Documents of one split of a dataset, downloaded (or found locally) by the `datasets` library."""
+
+    without_tokens = EMPTY
+
+    def __init__(self, config: DataConfig, split: str) -> None:
+        self.config = config
+        self._split = split
+        self.name = f"data.dataset={config.dataset}, split {split}"
+        self.damaged = 0
+
+    @classmethod
+    def of_split(cls, config: DataConfig, split: str) -> Self:
+        own = config.validation_split if split == "validation" else None
+        return cls(config, own or config.split)
+
+    @cached_property
+    def _table(self) -> Any:
+        return open_dataset(self.config, self._split)
+
+    @property
+    def identity(self) -> Any:
+        files = [Path(entry["filename"]) for entry in self._table.cache_files]
+        stats = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+        # A table in memory has no files; its fingerprint identifies its content.
+        content = stats or self._table._fingerprint
+        config = self.config
+        return ["hub", content, config.dataset, config.subset, self._split, config.text_field]
+
+    @property
+    def reading(self) -> list[Any]:
+        return [self.identity]
+
+    def contents(self, spans: Iterable[Span]) -> Any:
+        return [[span.begin, span.end] for span in spans]
+
+    def spans(self, unit_bytes: int) -> Iterator[Span]:
+        require_column(self._table, self.config.text_field, self.name)
+        return cut(self.name, len(self._table), self._table.data.nbytes, unit_bytes)
+
+    def read(self, span: Span) -> Iterator[str]:
+        table = self._table.select_columns([self.config.text_field])
+        table = table.select(range(span.begin, len(table) if span.end is None else span.end))
+        for batch in table.iter(batch_size=ROWS_PER_READ):
+            for text in batch[self.config.text_field]:
+                yield text_of_row({self.config.text_field: text}, self.config.text_field, self.name)
+
+
+def open_dataset(config: DataConfig, split: str) -> Any:
+    """Load one split with ``datasets``: an IterableDataset with ``data.streaming``, else a Dataset."""
+    import datasets
+
+    try:
+        if config.dataset and _is_saved(Path(config.dataset)):
+            return _saved_split(config, split)
+        files, streaming = config.data_files or None, config.streaming
+        return datasets.load_dataset(
+            config.dataset, config.subset, split=split, streaming=streaming, data_files=files
+        )
+    except DataError:
+        raise
+    # The library, the hub's client, the network and file readers raise many types of errors; to the user all
+    # mean that the dataset cannot be opened.
+    except Exception as error:
+        which = f"{config.dataset}/{config.subset}" if config.subset else config.dataset
+        raise DataError(f"dataset {which}, split {split}: cannot be opened: {describe(error)}") from error
+
+
+def _is_saved(folder: Path) -> bool:
+    return any(os.path.isfile(folder / name) for name in ("dataset_dict.json", "state.json"))
+
+
+def _saved_split(config: DataConfig, split: str) -> Any:
+    """Return a split of a dataset that was saved to disk; one saved without splits has ``train`` only."""
+    import datasets
+
+    if config.subset:
+        raise DataError(
+            f"dataset {config.dataset} was saved to disk and has no subsets; set data.subset=null"
+        )
+    saved = datasets.load_from_disk(str(config.dataset))
+    splits = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
+    if split not in splits:
+        raise DataError(f"dataset {config.dataset} has no split {split} among {list_names(splits)}")
+    return splits[split].to_iterable_dataset() if config.streaming else splits[split]
+
+
+def require_column(dataset: Any, field: str, name: str) -> None:
+    """Raise DataError if the columns of ``dataset`` are known and do not include ``field``."""
+    columns = dataset.column_names
+    if columns is not None and field not in columns:
+        raise DataError(f"{name}: no column {field!r} among {list_names(columns)}; set data.text_field")

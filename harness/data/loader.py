@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -20,42 +19,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from harness.config.data import DataConfig
 from harness.config.data_kinds import DATA_KINDS
 from harness.config.registry import load_attribute
 from harness.config.training import Sizes
 from harness.data.cache import open_documents
-from harness.data.samples import IGNORE_INDEX, PackedSamples, Samples, SyntheticSamples
-from harness.data.tokenizer import Tokenizer, check_vocab_size
-from harness.data.tokens import Tokens
+from harness.data.samples import IGNORE_INDEX, PackedSamples, Reading, Samples, SyntheticSamples
+from harness.data.tokenizer import check_vocab_size
 from harness.util.errors import DataError
 
 if TYPE_CHECKING:
+    from harness.data.mixture import SourceOrder
     from harness.data.streaming import RowStream
 
 
-__all__ = ["IGNORE_INDEX", "Batch", "Loader", "build_loader", "merge_states"]
-
-
-@dataclass(frozen=True)
-class Reading:
-    """What a loader reads; see ``harness.data.loader.build_loader``."""
-
-    data: DataConfig
-    tokenizer: Tokenizer
-    seq_len: int
-    global_batch_size: int
-    seed: int
-    rows: range
-    split: str
-    model_vocab_size: int
-    wait_for_all: Callable[[], None] | None
-    is_builder: bool
-    sizes: Sizes
-
-    @property
-    def shuffles(self) -> bool:
-        return self.data.shuffle and self.split == "train"
+__all__ = ["IGNORE_INDEX", "Batch", "Loader", "Reading", "build_loader", "merge_states"]
 
 
 class Batch(NamedTuple):
@@ -150,24 +127,6 @@ class Loader(ABC):
         return
 
 
-class SourceLoader(Loader):
-    """A loader of one source, whose samples a mixture reads one by one."""
-
-    _cursor: Cursor
-
-    def next(self) -> Batch:
-        return stack([self.read(piece) for piece in self._cursor.advance()])
-
-    @property
-    def streams(self) -> Mapping[int, RowStream]:
-        """Streams by row of the global batch; empty for a source with random access."""
-        return {}
-
-    @abstractmethod
-    def read(self, piece: Piece) -> tuple[np.ndarray, ...]:
-        """Return a piece of a sample of the source; for a stream, as many of the next tokens."""
-
-
 class Piece(NamedTuple):
     """What one row of a step reads: a sample, or with scheduled lengths a piece of one."""
 
@@ -215,7 +174,7 @@ class Cursor:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.step = state["step"]
-        self.position = state["samples"] * self.sizes.seq_len + state.get("tokens", 0)
+        self.position = state.get("samples", 0) * self.sizes.seq_len + state.get("tokens", 0)
 
     def reset(self) -> None:
         self.step = self.position = 0
@@ -225,13 +184,26 @@ def stack(samples: list[tuple[np.ndarray, ...]]) -> Batch:
     return Batch(*(torch.from_numpy(np.stack(arrays)) for arrays in zip(*samples, strict=True)))
 
 
-class NumberedLoader(SourceLoader):
-    """Loader of samples with random access."""
+class SampleSource(Protocol):
+    """What one source of a job's samples is read from."""
 
-    def __init__(self, samples: Samples, rows: range, sizes: Sizes) -> None:
-        self._samples, self._cursor = samples, Cursor(rows, sizes)
+    num_per_epoch: int | None
+    """Samples per epoch; None if there are no epochs, or their length is unknown."""
+    streams: Mapping[int, RowStream]
+    """Streams by row of the global batch; none for a source with random access."""
+
+    def read(self, piece: Piece) -> tuple[np.ndarray, ...]:
+        """Return a piece of a sample; of a stream, as many of the next tokens."""
+
+
+class NumberedSource(SampleSource):
+    """Samples with random access."""
+
+    streams: Mapping[int, RowStream] = MappingProxyType({})
+
+    def __init__(self, samples: Samples) -> None:
+        self._samples, self.num_per_epoch = samples, samples.num_per_epoch
         self._known: tuple[int, tuple[np.ndarray, ...]] | None = None
-        self.samples_per_epoch = samples.num_per_epoch
 
     def read(self, piece: Piece) -> tuple[np.ndarray, ...]:
         # Neighbouring rows read pieces of one sample.
@@ -242,87 +214,122 @@ class NumberedLoader(SourceLoader):
         # A piece numbers its documents from 0.
         return inputs_T, labels_T, *(documents_T - documents_T[0] for documents_T in documents)
 
-    def state_dict(self) -> dict[str, Any]:
-        return self._cursor.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        refuse_mixture(state)
-        if "slots" in state:
-            raise DataError("the saved position is in a streamed dataset, and data.streaming is false")
-        self._cursor.load_state_dict(state)
+class SampleLoader(Loader):
+    """Loader of the samples of one source or, with ``order``, of several: each row of a step is one of them.
 
-    def reset(self) -> None:
-        self._cursor.reset()
-
-
-def refuse_mixture(state: dict[str, Any]) -> None:
-    if "mixture" in state:
-        raise DataError("the saved position is in a mixture, and data.kind is not mixture")
-
-
-def load_packed(reading: Reading, tokens: Tokens) -> NumberedLoader:
-    samples = PackedSamples(
-        tokens,
-        seq_len=reading.seq_len,
-        seed=reading.seed,
-        shuffle=reading.shuffles,
-        mask_document_boundary=reading.data.mask_document_boundary,
-        number_documents=not reading.data.attend_across_documents,
-    )
-    return NumberedLoader(samples, reading.rows, reading.sizes)
-
-
-def build_loader(
-    data: DataConfig,
-    tokenizer: Tokenizer,
-    *,
-    seq_len: int,
-    global_batch_size: int,
-    seed: int,
-    rows: range,
-    split: str = "train",
-    model_vocab_size: int,
-    wait_for_all: Callable[[], None] | None = None,
-    is_builder: bool = True,
-    sizes: Sizes | None = None,
-) -> Loader:
-    """Build the loader of ``rows``, a part of ``range(global_batch_size)``.
+    A source with random access is read by its own sample numbers, as if it were alone. A streamed source has
+    a stream for each row of the largest batch, which advances when its row draws the source. Row j of a
+    smaller batch of B rows reads stream j * global_batch_size // B, so a rank's rows of any batch are in its
+    own streams.
 
     Args:
-        seq_len: tokens per sample (T).
-        split: "train", or "validation": the same samples in the same order after every reset.
-        model_vocab_size: number of rows of the model's embedding; every token id must be smaller.
-        wait_for_all: a barrier over all ranks; called between building and opening the token cache, if any.
-        is_builder: whether this rank builds the cache if it is missing.
-        sizes: sizes of all steps, which end with these; default: every step has global_batch_size sequences
-            of seq_len tokens.
+        sources: by name; the name of a single one does not matter.
+    """
+
+    def __init__(
+        self, reading: Reading, sources: Mapping[str, SampleSource], order: SourceOrder | None = None
+    ) -> None:
+        self.sources, self._order = sources, order
+        self._cursor, self._batch_size = Cursor(reading.rows, reading.sizes), reading.sizes.batch_size
+        self._names = reading.data.source_names
+        self._streams = {
+            f"{name}/{row}" if order else str(row): stream
+            for name, source in sources.items()
+            for row, stream in source.streams.items()
+        }
+        per_epoch = {name: source.num_per_epoch for name, source in sources.items()}
+        self.samples_per_epoch = None if order else next(iter(per_epoch.values()))
+        self.samples_per_epoch_of = per_epoch if order else {}
+
+    def next(self) -> Batch:
+        pieces = self._cursor.advance()
+        if self._order is None:
+            (source,) = self.sources.values()
+            return stack([source.read(piece) for piece in pieces])
+        read, drawn = [], []
+        for piece in pieces:
+            index, number = self._order.which(piece.number)
+            name = self._order.names[index]
+            read.append(self.sources[name].read(piece._replace(number=number)))
+            drawn.append(self._names.index(name))
+        return stack(read)._replace(sources_B=torch.tensor(drawn))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the step and, unless a single source is streamed, the next sample (``Cursor``); of a mixture
+        the position of the order as ``mixture``, and the positions of all streams as ``slots``.
+        """
+        state: dict[str, Any] = self._cursor.state_dict()
+        if self._order:
+            state["mixture"] = self._order.state_dict(state["samples"])
+        elif self._streams:
+            state = {"step": state["step"]}
+        if self._streams:
+            state["global_batch_size"] = self._batch_size
+            state["slots"] = {slot: stream.state_dict() for slot, stream in self._streams.items()}
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._check(state)
+        for slot, stream in self._streams.items():
+            if slot in state.get("slots", {}):
+                stream.load_state_dict(state["slots"][slot])
+            else:
+                stream.reset()  # of a new source
+        self._cursor.load_state_dict(state)
+        if self._order:
+            self._order.load_state_dict(state["mixture"])
+
+    def _check(self, state: dict[str, Any]) -> None:
+        slots, saved = state.get("slots", {}), "the saved position"
+        if self._order and "mixture" not in state:
+            raise DataError(f"{saved} is in one source, and data.kind is mixture")
+        if not self._order and "mixture" in state:
+            raise DataError(f"{saved} is in a mixture, and data.kind is not mixture")
+        if not self._order and bool(slots) != bool(self._streams):
+            was, streaming = ("not ", "true") if self._streams else ("", "false")
+            raise DataError(f"{saved} is {was}in a streamed dataset, and data.streaming is {streaming}")
+        size = state.get("global_batch_size", self._batch_size)
+        if self._streams and size != self._batch_size:
+            raise DataError(
+                "a streamed dataset is split by rows of the global batch, so it cannot resume with "
+                f"training.global_batch_size={self._batch_size}; the state was saved with {size}"
+            )
+        known = state["mixture"]["counts"] if self._order else {"": 0}
+        missing = [slot for slot in self._streams if slot not in slots and slot.rpartition("/")[0] in known]
+        if missing:
+            what = f"{missing[0]} (source/row)" if self._order else f"rows {', '.join(missing)}"
+            raise DataError(f"{saved} has no {what}; merge the states of all ranks")
+
+    def reset(self) -> None:
+        if self._order:
+            self._order.reset()
+        for stream in self._streams.values():
+            stream.reset()
+        self._cursor.reset()
+
+    def close(self) -> None:
+        for stream in self._streams.values():
+            stream.close()
+
+
+def load_numbered(reading: Reading, samples: Samples) -> SampleLoader:
+    return SampleLoader(reading, {"": NumberedSource(samples)})
+
+
+def build_loader(reading: Reading) -> Loader:
+    """Build the loader of a job's data.
 
     Raises:
         ConfigError: no documents are held out for validation, or the tokenizer has more tokens than the
             model's vocabulary.
         DataError: the data is missing, unreadable, or too small.
     """
-    if split not in ("train", "validation"):
-        raise ValueError(f"split is train or validation, not {split}")
-    if rows.step != 1 or not 0 <= rows.start < rows.stop <= global_batch_size:
-        raise ValueError(f"rows {rows} are not part of a global batch of {global_batch_size}")
-    reading = Reading(
-        data,
-        tokenizer,
-        seq_len=seq_len,
-        global_batch_size=global_batch_size,
-        seed=seed,
-        rows=rows,
-        split=split,
-        model_vocab_size=model_vocab_size,
-        wait_for_all=wait_for_all,
-        is_builder=is_builder,
-        sizes=sizes or Sizes(global_batch_size, seq_len),
-    )
-    return build_loader_of(reading)
-
-
-def build_loader_of(reading: Reading) -> Loader:
+    rows, batch_size = reading.rows, reading.global_batch_size
+    if reading.split not in ("train", "validation"):
+        raise ValueError(f"split is train or validation, not {reading.split}")
+    if rows.step != 1 or not 0 <= rows.start < rows.stop <= batch_size:
+        raise ValueError(f"rows {rows} are not part of a global batch of {batch_size}")
     kind = DATA_KINDS[reading.data.kind]
     if kind.has_vocabulary:
         check_vocab_size(reading.tokenizer.vocab_size, reading.model_vocab_size)
@@ -333,20 +340,13 @@ def build_loader_of(reading: Reading) -> Loader:
 def load_documents(reading: Reading) -> Loader:
     """Return the loader of a source's documents, which are in the token cache."""
     tokens = open_documents(reading)
-    loader = load_packed(reading, tokens)
+    loader = load_numbered(reading, PackedSamples(tokens, reading))
     loader.damaged_documents = tokens.damaged
     return loader
 
 
 def load_synthetic(reading: Reading) -> Loader:
-    samples = SyntheticSamples(
-        split=reading.split,
-        seq_len=reading.seq_len,
-        seed=reading.seed,
-        vocab_size=reading.model_vocab_size,
-        mask_fraction=reading.data.mask_fraction,
-    )
-    return NumberedLoader(samples, reading.rows, reading.sizes)
+    return load_numbered(reading, SyntheticSamples(reading))
 
 
 def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:

@@ -24,29 +24,23 @@ _POLL_SECONDS = 0.05
 class DeviceBatch(Batch):
     """A batch on the device; its valid labels were counted on the host before the copy."""
 
-    num_valid: int
     valid_by_source: dict[int, int]
-    """With ``sources_B``: valid labels by source."""
 
 
 def count_valid(batch: AnyBatch) -> int:
     """Number of tokens that have a loss: labels that are not ignored."""
-    if not isinstance(batch, Batch):
-        return batch.count_valid()
-    if isinstance(batch, DeviceBatch):
-        return batch.num_valid
-    return int((batch.labels_BT != IGNORE_INDEX).sum())
+    return sum(valid_by_source(batch).values()) if isinstance(batch, Batch) else batch.count_valid()
 
 
 def valid_by_source(batch: Batch) -> dict[int, int]:
-    """Number of labels that are not ignored, by source, of a batch with ``sources_B``."""
+    """Number of labels that are not ignored, by the index of their source; 0 without ``sources_B``."""
     if isinstance(batch, DeviceBatch):
         return batch.valid_by_source
-    assert batch.sources_B is not None
-    counts: dict[int, int] = {}
-    valid = (batch.labels_BT != IGNORE_INDEX).sum(1)
-    for source, number in zip(batch.sources_B.tolist(), valid.tolist(), strict=True):
-        counts[source] = counts.get(source, 0) + number
+    numbers = (batch.labels_BT != IGNORE_INDEX).sum(1).tolist()
+    sources = [0] * len(numbers) if batch.sources_B is None else batch.sources_B.tolist()
+    counts = dict.fromkeys(sources, 0)
+    for source, number in zip(sources, numbers, strict=True):
+        counts[source] += number
     return counts
 
 
@@ -60,9 +54,7 @@ def place(batch: AnyBatch, device: torch.device) -> Any:
     if device.type != "cpu":
         copy = batch.each(lambda tensor: tensor.pin_memory().to(device, non_blocking=True))
     on_device = DeviceBatch(*copy)
-    on_device.num_valid = count_valid(batch)
-    if batch.sources_B is not None:
-        on_device.valid_by_source = valid_by_source(batch)
+    on_device.valid_by_source = valid_by_source(batch)
     return on_device
 
 

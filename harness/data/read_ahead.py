@@ -49,6 +49,7 @@ class ReaderPool:
         self._num_processes = min(processes, len(readers))
         self._processes: list[_Process] = []
         self._seeks: dict[int, Position] = {}
+        self._asked = dict.fromkeys(readers, 0)  # how often a row was sought
         self._chunks: dict[int, deque[deque[Document] | DataError]] = {row: deque() for row in readers}
         self.close()
 
@@ -63,7 +64,7 @@ class ReaderPool:
         """
         self._seeks[row] = position
         self._chunks[row].clear()
-        self._outdated[row] = self._requested[row]
+        self._asked[row] += 1
 
     def take(self, row: int) -> Document:
         """Return the next document of ``row``, which must have been sought since the pool was closed.
@@ -96,8 +97,6 @@ class ReaderPool:
         for process in self._processes:
             process.end()
         self._processes, self._process_of = [], dict[int, _Process]()
-        # Chunks of each row that are not received yet, and how many of them an earlier position asked for.
-        self._requested, self._outdated = dict.fromkeys(self._readers, 0), dict.fromkeys(self._readers, 0)
         for chunks in self._chunks.values():
             chunks.clear()
 
@@ -110,14 +109,11 @@ class ReaderPool:
             self._process_of |= dict.fromkeys(share, process)
 
     def _request(self, row: int, position: Position | None) -> None:
-        self._requested[row] += 1
-        self._process_of[row].send(pickle.dumps((row, position)))
+        self._process_of[row].send(pickle.dumps((row, self._asked[row], position)))
 
     def _receive(self, process: _Process) -> None:
-        row, documents, error = process.receive()
-        self._requested[row] -= 1
-        if self._outdated[row]:
-            self._outdated[row] -= 1
+        row, asked, documents, error = process.receive()
+        if asked != self._asked[row]:  # from an earlier position
             return
         if documents:
             self._chunks[row].append(deque(documents))
@@ -172,10 +168,10 @@ class _Process:
         except OSError as error:
             raise self._death() from error
 
-    def receive(self) -> tuple[int, list[Document], str | None]:
-        """Return a row, its next documents, and the error after them."""
+    def receive(self) -> tuple[int, int, list[Document], str | None]:
+        """Return a row, the number of its position, its next documents, and the error after them."""
         try:
-            answer: tuple[int, list[Document], str | None] = self._connection.recv()
+            answer: tuple[int, int, list[Document], str | None] = self._connection.recv()
             return answer
         except (EOFError, OSError) as error:
             raise self._death() from error
@@ -218,7 +214,7 @@ class _Pickler(pickle.Pickler):
 
 def _serve(connection: Connection) -> None:
     readers, chunk_tokens = pickle.loads(connection.recv_bytes())
-    requests: SimpleQueue[tuple[int, Position | None]] = SimpleQueue()
+    requests: SimpleQueue[tuple[int, int, Position | None]] = SimpleQueue()
     documents: dict[int, Iterator[Document]] = {}
 
     def receive() -> None:
@@ -230,10 +226,10 @@ def _serve(connection: Connection) -> None:
 
     threading.Thread(target=receive, name="requests", daemon=True).start()
     while True:
-        row, position = requests.get()
+        row, asked, position = requests.get()
         if position is not None:
             documents[row] = readers[row].read(position)
-        connection.send((row, *_read(documents[row], chunk_tokens, readers[row].name)))
+        connection.send((row, asked, *_read(documents[row], chunk_tokens, readers[row].name)))
 
 
 def _read(documents: Iterator[Document], count: int, name: str) -> tuple[list[Document], str | None]:

@@ -1,4 +1,4 @@
-"""Samples with random access: packed documents, or random tokens.
+"""What is read for a job, and samples with random access: packed documents, or random tokens.
 
 Sample g is a function of (data, tokenizer, seed, g) only, independent of ranks and steps. T is the sequence
 length.
@@ -7,15 +7,51 @@ length.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
+from harness.config.data import DataConfig
+from harness.config.training import Sizes
+from harness.data.tokenizer import Tokenizer
 from harness.data.tokens import Tokens
 from harness.util.errors import DataError
 
 IGNORE_INDEX = -100
 """The label of a position that does not count towards the loss."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a loader reads.
+
+    Attributes:
+        seq_len: tokens per sample (T).
+        rows: of every global batch, a part of ``range(global_batch_size)``.
+        split: "train", or "validation": the same samples in the same order after every reset.
+        model_vocab_size: number of rows of the model's embedding; every token id must be smaller.
+        sizes: sizes of all steps, which end with global_batch_size sequences of seq_len tokens.
+        wait_for_all: a barrier over all ranks; called between building and opening the token cache, if any.
+        is_builder: whether this rank builds the cache if it is missing.
+    """
+
+    data: DataConfig
+    tokenizer: Tokenizer
+    seq_len: int
+    global_batch_size: int
+    seed: int
+    rows: range
+    split: str
+    model_vocab_size: int
+    sizes: Sizes
+    wait_for_all: Callable[[], None] | None = None
+    is_builder: bool = True
+
+    @property
+    def shuffles(self) -> bool:
+        return self.data.shuffle and self.split == "train"
 
 
 class Samples(Protocol):
@@ -27,7 +63,8 @@ class Samples(Protocol):
     def sample(self, number: int) -> tuple[np.ndarray, ...]:
         """``(inputs_T, labels_T)``, int64; ``labels_T[t]`` follows ``inputs_T[t]``, or is IGNORE_INDEX.
 
-        With ``number_documents`` a third array has the number of each input's document in the sample.
+        If documents do not attend to each other, a third array has the number of each input's document in
+        the sample.
         """
 
 
@@ -60,40 +97,23 @@ class PackedSamples:
     token but the very first is predicted once per epoch. Fewer than T tokens at the end are left out.
     """
 
-    def __init__(
-        self,
-        split: Tokens,
-        *,
-        seq_len: int,
-        seed: int,
-        shuffle: bool,
-        mask_document_boundary: bool,
-        number_documents: bool = False,
-    ) -> None:
-        self._split, self._seq_len = split, seq_len
-        self._mask_document_boundary = mask_document_boundary
-        self._number_documents = number_documents
-        self._num_samples = max(0, (split.num_tokens - 1) // seq_len)
-        self._order = EpochOrder(self._num_samples, seed, shuffle=shuffle)
-        self.num_per_epoch: int | None = self._num_samples
-        if self._num_samples == 0:
+    def __init__(self, split: Tokens, reading: Reading) -> None:
+        self._split, self._data, self._seq_len = split, reading.data, reading.seq_len
+        count = max(0, (split.num_tokens - 1) // reading.seq_len)
+        self._order = EpochOrder(count, reading.seed, shuffle=reading.shuffles)
+        self.num_per_epoch: int | None = count
+        if not count:
             documents = "" if split.num_documents is None else f" in {split.num_documents} documents"
             raise DataError(
                 f"{split.name}: {split.num_tokens} tokens{documents} are fewer than "
-                f"one sample of training.seq_len + 1 = {seq_len + 1}"
+                f"one sample of training.seq_len + 1 = {reading.seq_len + 1}"
             )
 
     def sample(self, number: int) -> tuple[np.ndarray, ...]:
         begin = self._order.at(number) * self._seq_len
         end = begin + self._seq_len + 1
-        tokens = self._split.read(begin, end)
-        inputs_T, labels_T = tokens[:-1], tokens[1:].copy()
         first_labels = self._split.starts_between(begin + 1, end) - begin - 1
-        if self._mask_document_boundary:
-            labels_T[first_labels] = IGNORE_INDEX
-        if not self._number_documents:
-            return inputs_T, labels_T
-        return inputs_T, labels_T, number_documents(first_labels, self._seq_len)
+        return sample_of(self._split.read(begin, end), first_labels, self._data)
 
 
 class SyntheticSamples:
@@ -101,29 +121,34 @@ class SyntheticSamples:
 
     num_per_epoch: int | None = None
 
-    def __init__(self, *, split: str, seq_len: int, seed: int, vocab_size: int, mask_fraction: float) -> None:
-        self._split, self._seq_len, self._seed = split, seq_len, seed
-        self._vocab_size, self._mask_fraction = vocab_size, mask_fraction
+    def __init__(self, reading: Reading) -> None:
+        self._reading = reading
 
     def sample(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        random = random_stream(f"synthetic {self._split}", self._seed, number)
-        tokens = random.randint(0, self._vocab_size, self._seq_len + 1, dtype=np.int64)
+        reading = self._reading
+        random = random_stream(f"synthetic {reading.split}", reading.seed, number)
+        tokens = random.randint(0, reading.model_vocab_size, reading.seq_len + 1, dtype=np.int64)
         inputs_T, labels_T = tokens[:-1], tokens[1:].copy()
-        share = random.uniform(0, 2 * self._mask_fraction)
-        num_masked = min(round(share * self._seq_len), self._seq_len - 1)
-        labels_T[random.permutation(self._seq_len)[:num_masked]] = IGNORE_INDEX
+        share = random.uniform(0, 2 * reading.data.mask_fraction)
+        num_masked = min(round(share * reading.seq_len), reading.seq_len - 1)
+        labels_T[random.permutation(reading.seq_len)[:num_masked]] = IGNORE_INDEX
         return inputs_T, labels_T
 
 
-def number_documents(first_labels: np.ndarray, seq_len: int) -> np.ndarray:
-    """Number of each input's document in its sample, from 0, int64.
+def sample_of(tokens: np.ndarray, first_labels: np.ndarray, data: DataConfig) -> tuple[np.ndarray, ...]:
+    """Make a sample of T + 1 tokens of packed documents (int64).
 
     Args:
         first_labels: positions of labels that are a document's first token; it is the next position's input.
     """
-    begins = np.zeros(seq_len + 1, dtype=np.int64)
+    inputs_T, labels_T = tokens[:-1], tokens[1:].copy()
+    if data.mask_document_boundary:
+        labels_T[first_labels] = IGNORE_INDEX
+    if data.attend_across_documents:
+        return inputs_T, labels_T
+    begins = np.zeros(len(tokens), dtype=np.int64)
     begins[first_labels + 1] = 1
-    return begins[:-1].cumsum()
+    return inputs_T, labels_T, begins[:-1].cumsum()
 
 
 def random_stream(purpose: str, seed: int, index: int) -> np.random.RandomState:

@@ -31,9 +31,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from harness.data.documents import describe
+from harness.data.documents import describe, text_of_row
 from harness.data.samples import random_stream
-from harness.data.sources import text_of_row
 from harness.data.tokenizer import Tokenizer, with_bos_eos
 from harness.util.errors import DataError
 

@@ -12,21 +12,19 @@ from typing import Any
 
 import numpy as np
 
-from harness.config.training import Sizes
+from harness.config.data import DataConfig
+from harness.data.documents import open_dataset, require_column
 from harness.data.loader import (
-    Cursor,
     Loader,
     Piece,
     Reading,
-    SourceLoader,
+    SampleLoader,
+    SampleSource,
     load_documents,
-    refuse_mixture,
 )
 from harness.data.read_ahead import ReaderPool
-from harness.data.samples import IGNORE_INDEX, number_documents
-from harness.data.sources import open_dataset, require_column
+from harness.data.samples import sample_of
 from harness.data.stream_reader import Document, Position, RowReader
-from harness.util.errors import DataError
 
 
 def load_hub(reading: Reading) -> Loader:
@@ -56,27 +54,15 @@ def load_hub(reading: Reading) -> Loader:
     if data.workers:
         pool = ReaderPool(readers, data.workers, chunk_tokens=reading.seq_len)
         readers = {row: pool.reader(row) for row in rows}
-    streams = {
-        row: RowStream(
-            reader,
-            seq_len=reading.seq_len,
-            mask_document_boundary=data.mask_document_boundary,
-            number_documents=not data.attend_across_documents,
-        )
-        for row, reader in readers.items()
-    }
-    return StreamLoader(streams, rows, reading.sizes)
+    streams = {row: RowStream(reader, data) for row, reader in readers.items()}
+    return SampleLoader(reading, {"": StreamedSource(streams)})
 
 
 class RowStream:
     """An endless sequence of the samples of one row of the global batch."""
 
-    def __init__(
-        self, reader: RowReader, *, seq_len: int, mask_document_boundary: bool, number_documents: bool = False
-    ) -> None:
-        self._reader, self._seq_len = reader, seq_len
-        self._mask_document_boundary = mask_document_boundary
-        self._number_documents = number_documents
+    def __init__(self, reader: RowReader, data: DataConfig) -> None:
+        self._reader, self._data = reader, data
         self.reset()
 
     def reset(self) -> None:
@@ -95,23 +81,13 @@ class RowStream:
     def close(self) -> None:
         self._reader.close()
 
-    def next(self, length: int | None = None) -> tuple[np.ndarray, ...]:
-        """``(inputs_T, labels_T)``, int64; with ``number_documents`` also each input's document number.
-
-        Args:
-            length: T; default: seq_len.
-        """
-        length = length or self._seq_len
+    def next(self, length: int) -> tuple[np.ndarray, ...]:
+        """Return a sample of ``length`` inputs."""
         tokens, starts = self._peek(length + 1)
-        inputs_T, labels_T = tokens[:-1], tokens[1:].copy()
-        if self._mask_document_boundary:
-            labels_T[starts[1:]] = IGNORE_INDEX
         self._offset += length  # not T + 1: the last label is the next sample's first input
         while self._offset >= len(self._documents[0].tokens):
             self._offset -= len(self._documents.popleft().tokens)
-        if not self._number_documents:
-            return inputs_T, labels_T
-        return inputs_T, labels_T, number_documents(starts[1:].nonzero()[0], length)
+        return sample_of(tokens, starts[1:].nonzero()[0], self._data)
 
     def _peek(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         """The next ``count`` tokens, and whether each is the first of its document."""
@@ -134,53 +110,13 @@ class RowStream:
         self._unread: Iterator[Document] = self._reader.read(position)
 
 
-class StreamLoader(SourceLoader):
-    """Loader with a stream per row of the largest batch; the state is the step and every stream's position.
+class StreamedSource(SampleSource):
+    """A stream for each row of the largest batch."""
 
-    Row j of a smaller batch of B rows reads stream j * global_batch_size // B. So a rank's rows of any batch
-    are in its own streams.
-    """
+    num_per_epoch = None
 
-    samples_per_epoch = None
-
-    def __init__(self, streams: dict[int, RowStream], rows: range, sizes: Sizes) -> None:
-        self._streams, self._cursor, self._batch_size = streams, Cursor(rows, sizes), sizes.batch_size
-
-    @property
-    def streams(self) -> Mapping[int, RowStream]:
-        return self._streams
+    def __init__(self, streams: Mapping[int, RowStream]) -> None:
+        self.streams = streams
 
     def read(self, piece: Piece) -> tuple[np.ndarray, ...]:
-        return self._streams[piece.slot].next(piece.length)
-
-    def state_dict(self) -> dict[str, Any]:
-        slots = {str(row): stream.state_dict() for row, stream in self._streams.items()}
-        return {"step": self._cursor.step, "global_batch_size": self._batch_size, "slots": slots}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        refuse_mixture(state)
-        if "slots" not in state:
-            raise DataError("the saved position is not in a streamed dataset, and data.streaming is true")
-        saved = state["global_batch_size"]
-        if saved != self._batch_size:
-            raise DataError(
-                f"a streamed dataset is split by rows of the global batch, so it cannot resume with "
-                f"training.global_batch_size={self._batch_size}; the state was saved with {saved}"
-            )
-        missing = [str(row) for row in self._streams if str(row) not in state["slots"]]
-        if missing:
-            raise DataError(
-                f"the saved position has no rows {', '.join(missing)}; merge the states of all ranks"
-            )
-        for row, stream in self._streams.items():
-            stream.load_state_dict(state["slots"][str(row)])
-        self._cursor.step = state["step"]
-
-    def reset(self) -> None:
-        for stream in self._streams.values():
-            stream.reset()
-        self._cursor.reset()
-
-    def close(self) -> None:
-        for stream in self._streams.values():
-            stream.close()
+        return self.streams[piece.slot].next(piece.length)

@@ -11,9 +11,10 @@ from pathlib import Path
 from harness.config.data import DataConfig
 from harness.config.registry import TOKEN_FORMATS
 from harness.data.corpus import check_tokenizer, open_shards, read_manifest
-from harness.data.loader import Loader, Reading, load_packed
+from harness.data.documents import expand
+from harness.data.loader import Loader, load_numbered
+from harness.data.samples import PackedSamples, Reading
 from harness.data.shards import MANIFEST
-from harness.data.sources import expand
 from harness.data.tokenizer import NoTokenizer, Tokenizer
 from harness.data.tokens import (
     Concatenation,
@@ -37,7 +38,7 @@ _SCANNED_FILES, _SCANNED_TOKENS = 16, 1 << 16
 
 
 def load_tokens(reading: Reading) -> Loader:
-    return load_packed(reading, open_token_files(reading))
+    return load_numbered(reading, PackedSamples(open_token_files(reading), reading))
 
 
 def open_token_files(reading: Reading) -> Tokens:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.data import TokenizerConfig
-from harness.data.tokenizer_base import (
+from harness.data.tokenizer import (
     NUM_THREADS,
     Marked,
     Tokenizer,
@@ -49,12 +49,12 @@ class HuggingFaceTokenizer(Tokenizer):
         DataError: the file is not a tokenizer.json, or its bos or eos token is unknown.
     """
 
-    def __init__(self, content: bytes, config: TokenizerConfig) -> None:
+    def __init__(self, config: TokenizerConfig) -> None:
         # The library reads it once, when it starts its threads. A value set by the user takes precedence.
         os.environ.setdefault("RAYON_NUM_THREADS", str(NUM_THREADS))
         import tokenizers
 
-        self.file = config.file
+        content, self.file = read_tokenizer(config.file), config.file
         with self._without_panic():
             try:
                 self._model = tokenizers.Tokenizer.from_buffer(content)
@@ -81,6 +81,18 @@ class HuggingFaceTokenizer(Tokenizer):
         self.eos_id = ids[eos] if eos else None
         self.special_ids = {token.content: ids[token.content] for token in self._special_tokens()}
         self.fingerprint = fingerprint_of(f"huggingface/{bos}/{eos}", content)
+
+    @classmethod
+    def count_ids(cls, config: TokenizerConfig) -> int:
+        try:
+            plain = parse_object(read_tokenizer(config.file))
+            vocabulary = plain["model"]["vocab"]
+            ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else [len(vocabulary) - 1]
+            ids += [token["id"] for token in plain.get("added_tokens") or []]
+            return int(max(ids)) + 1
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+            rule = "is not a tokenizer.json: no vocabulary"
+            raise DataError(f"tokenizer file {config.file} {rule}") from error
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ = state
@@ -151,26 +163,15 @@ class HuggingFaceTokenizer(Tokenizer):
         return [token for _, token in added if token.special]
 
 
-def number_of_ids(content: bytes, file: Path) -> int:
-    """Return the largest id of a tokenizer.json plus 1, without building the tokenizer."""
-    try:
-        plain = parse_object(content)
-        vocabulary = plain["model"]["vocab"]
-        ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else [len(vocabulary) - 1]
-        ids += [token["id"] for token in plain.get("added_tokens") or []]
-        return int(max(ids)) + 1
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
-        raise DataError(f"tokenizer file {file} is not a tokenizer.json: no vocabulary") from error
-
-
 def read_transformers_settings(file: Path) -> dict[str, Any]:
-    """Merge transformers' files in the same folder; tokenizer_config.json takes precedence."""
-    settings: dict[str, Any] = {}
-    for name in (SPECIAL_TOKENS, CONFIG):
-        path = file.with_name(name)
-        if path.is_file():
-            settings |= read_object(path, DataError)
-    return settings
+    """Merge transformers' files in the same folder as transformers does: special_tokens_map.json, which older
+    versions wrote, takes precedence unless tokenizer_config.json has the added tokens.
+    """
+    config, special = (
+        read_object(path, DataError) if path.is_file() else {}
+        for path in (file.with_name(CONFIG), file.with_name(SPECIAL_TOKENS))
+    )
+    return config if "added_tokens_decoder" in config else config | special
 
 
 def token_of(settings: dict[str, Any], name: str) -> str | None:
@@ -188,10 +189,9 @@ def copy_tokenizer(config: TokenizerConfig, folder: Path) -> None:
     Raises:
         DataError: the tokenizer is invalid.
     """
-    content = read_tokenizer(config.file)
-    HuggingFaceTokenizer(content, config)  # raises if the file is invalid
+    HuggingFaceTokenizer(config)  # raises if the file is invalid
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / TOKENIZER).write_bytes(content)
+    (folder / TOKENIZER).write_bytes(config.file.read_bytes())
     for name in _COMPANIONS:
         if config.file.with_name(name).is_file():
             (folder / name).write_bytes(config.file.with_name(name).read_bytes())

@@ -7,16 +7,18 @@ import glob
 import os
 import shutil
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from harness.checkpoint.catalog import CheckpointFolder, is_url
 from harness.checkpoint.resume import CONTINUES, can_resume
+from harness.compose.composer import note
 from harness.config.data import ASSET_PREFIX, DataConfig, TokenizerConfig
 from harness.config.data_kinds import DATA_KINDS
 from harness.config.job import Job
 from harness.config.mixture import sources_of
 from harness.config.registry import load_attribute
-from harness.run.folder import METRICS, RunFolder
+from harness.run.folder import METRICS, RunFolder, run_folders
 from harness.run.result import EVALUATIONS, write_json_atomically
 from harness.util.errors import ConfigError, DataError, UserError
 from harness.util.files import matching
@@ -50,6 +52,7 @@ def begin(
         if others:
             write_json_atomically(folder.path / CONTINUES, {"folders": others})
         folder.set_status(state)
+        folder.link_latest()
 
 
 def begin_again(folder: RunFolder, job: Job) -> None:
@@ -90,10 +93,10 @@ def _unfinished_siblings(job: Job) -> list[str]:
     These have the same name and numerics, and another id. Completed and running ones are left out.
     """
     config, runs = job.checkpoint, job.run_dir.parent
-    if not config.enable or not config.resume or config.folder != type(config)().folder or not runs.is_dir():
+    if not config.enable or not config.resume or config.folder != type(config)().folder:
         return []
     found = []
-    for path in sorted(runs.iterdir()):
+    for path in run_folders(runs, levels=1):
         run, checkpoints = RunFolder(path), path / config.folder
         if path.name == job.id or not checkpoints.is_dir() or run.state in ("completed", None):
             continue
@@ -115,35 +118,55 @@ _NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/local", "/scratch/local")
 
 
 def require_inputs(job: Job) -> None:
-    """Check that a job's data, tokenizer and initial weights exist, as far as this machine can tell."""
+    """Check that a job's data, tokenizer and initial weights exist, as far as this machine can tell.
+
+    What only nodes of a cluster can see is named instead.
+    """
+    unseen: list[str] = []
+
+    def is_seen(field: str, path: str) -> bool:
+        """Whether the path is the same for the ranks."""
+        seen = job.cluster.is_here or _is_visible(path)
+        unseen.extend([] if seen else [f"{field}={path}"])
+        return seen
+
+    def is_missing(field: str, path: str) -> bool:
+        return not os.path.exists(path) and is_seen(field, path)
+
     for data, errors in sources_of(job.data):
         with errors:
-            _require_files(data)
+            _require_folders(data, is_missing)
+            _require_files(data, is_seen)
     tokenizer = job.tokenizer.path
-    if tokenizer and not tokenizer.startswith(ASSET_PREFIX) and _is_missing(str(job.tokenizer.file)):
+    is_file = tokenizer and not tokenizer.startswith(ASSET_PREFIX)
+    if is_file and is_missing("tokenizer.path", str(job.tokenizer.file)):
         raise ConfigError("tokenizer.path", tokenizer, "there is no such file", "a tokenizer file")
     initial = job.checkpoint.initial_load_path
-    if initial and not is_url(initial) and _is_missing(initial.removeprefix("file://")):
+    field = "checkpoint.initial_load_path"
+    if initial and not is_url(initial) and is_missing(field, initial.removeprefix("file://")):
         works = "a checkpoint, a run folder, or safetensors with checkpoint.initial_load_in_hf=true"
-        raise ConfigError("checkpoint.initial_load_path", initial, "there is no such folder", works)
+        raise ConfigError(field, initial, "there is no such folder", works)
+    if unseen:
+        note(f"not checked, because nodes may see other files: {', '.join(unseen)}")
 
 
-def _require_files(data: DataConfig) -> None:
+def _require_folders(data: DataConfig, is_missing: Callable[[str, str], bool]) -> None:
     named = DATA_KINDS[data.kind].folders
     for name, folder in (load_attribute(named)(data) if named else {}).items():
-        if folder and _is_missing(os.path.expanduser(folder)):
+        if folder and is_missing(f"data.options.{name}", os.path.expanduser(folder)):
             raise ConfigError(f"data.options.{name}", folder, "there is no such folder", "the model's folder")
-    if not data.reads_files:
-        return
-    for name in ("paths", "validation_paths"):
+
+
+def _require_files(data: DataConfig, is_seen: Callable[[str, str], bool]) -> None:
+    for name in ("paths", "validation_paths") if data.reads_files else ():
         patterns = tuple(getattr(data, name))
-        if not patterns or _matches_any(patterns):
-            continue
-        if "corpus" in DATA_KINDS[data.kind].formats:
+        if "corpus" in DATA_KINDS[data.kind].formats and not _matches_any(patterns):
             from harness.data.tokens import named_by_prefix
 
-            patterns = tuple(path for prefix in patterns for path in named_by_prefix(prefix))
-        if not _matches_any(patterns):
+            patterns = (*patterns, *(path for prefix in patterns for path in named_by_prefix(prefix)))
+        if not patterns or _matches_any(patterns):
+            continue
+        if all(is_seen(f"data.{name}", _without_wildcards(each)) for each in _expanded(patterns)):
             rule = f"no file matches, seen from {os.getcwd()}"
             raise ConfigError(f"data.{name}", f"[{','.join(getattr(data, name))}]", rule, "files that exist")
 
@@ -154,12 +177,12 @@ def require_vocabulary(job: Job) -> None:
     For conversations, also check that there is a chat template.
     """
     if job.cluster.is_here and job.tokenizer.has_file:
-        from harness.data.tokenizer_base import read_tokenizer
+        from harness.data.tokenizer import read_tokenizer
 
         read_tokenizer(job.tokenizer.file)
     kinds = [DATA_KINDS[kind] for kind in job.data.kinds]
     if any(kind.has_vocabulary and kind.batches == "tokens" for kind in kinds):
-        from harness.data.sources import tokenizer_of
+        from harness.data.documents import tokenizer_of
         from harness.data.tokenizer import build_tokenizer, check_vocab_size
 
         tokenizer = job.tokenizer
@@ -196,8 +219,8 @@ def require_tokenized(job: Job, passed: set[str] | None = None) -> None:
 
 def _require_tokenized(data: DataConfig, job: Job) -> None:
     from harness.data.cache import cache_folder, is_small, too_large
+    from harness.data.documents import source_of, tokenizer_of
     from harness.data.shards import MANIFEST
-    from harness.data.sources import source_of, tokenizer_of
     from harness.data.tokenizer import build_tokenizer
 
     for split in ("train", *(("validation",) if data.validation_paths and job.validation.interval else ())):
@@ -215,24 +238,19 @@ def _require_tokenized(data: DataConfig, job: Job) -> None:
 
 @functools.cache
 def _matches_any(patterns: tuple[str, ...]) -> bool:
-    """Whether a pattern matches a path here, or may match one that is not visible here."""
-    from harness.data.sources import expand
+    return any(next(matching(path), None) is not None for path in _expanded(patterns))
 
-    return any(
-        next(matching(path), None) is not None or not _is_visible(_without_wildcards(path))
-        for path in map(expand, patterns)
-    )
+
+def _expanded(patterns: Sequence[str]) -> list[str]:
+    from harness.data.documents import expand
+
+    return [expand(each) for each in patterns]
 
 
 def _without_wildcards(pattern: str) -> str:
     parts = Path(pattern).parts
     fixed = next((index for index, part in enumerate(parts) if glob.has_magic(part)), len(parts))
     return str(Path(*parts[:fixed])) if fixed else "."
-
-
-@functools.cache
-def _is_missing(path: str) -> bool:
-    return not os.path.exists(path) and _is_visible(path)
 
 
 def _is_visible(path: str) -> bool:

@@ -22,12 +22,11 @@ from typing import Any
 
 from harness.config.fields import LABEL, leaves
 from harness.config.job import Job
-from harness.launch.queue import SlurmError
-from harness.launch.state import RunState, read_states, states_in_folders
+from harness.launch.state import RunState, read_or_warn
 from harness.launch.sweep.registry import FILE as SWEEP
 from harness.launch.sweep.registry import Point, Registry, command_of, labels, sets_label, typed_overrides
 from harness.metrics.mfu import mfu
-from harness.run.folder import RunFolder
+from harness.run.folder import RunFolder, run_folders
 from harness.run.result import newest
 from harness.util.encoding import flatten, parse_object
 from harness.util.errors import UserError
@@ -114,7 +113,7 @@ def load(folder: Path) -> list[Row]:
         return of_sweep(Registry(folder))
     if (folder / KEPT).is_file():
         return read_kept(folder)
-    runs = _run_folders(folder)
+    runs = run_folders(folder)
     if not runs:
         raise UserError(
             f"{folder}: no rows of runs found; would work: a folder of runs/ (runs/NAME, or one run's), "
@@ -122,16 +121,6 @@ def load(folder: Path) -> list[Row]:
         )
     points = [Point(path.name, path, typed_overrides(path)) for path in runs]
     return of_points(points, names_of(points))
-
-
-def _run_folders(folder: Path, levels: int = 4) -> list[Path]:
-    # Run folders are not nested.
-    if (folder / "job.json").is_file():
-        return [folder]
-    if not levels:
-        return []
-    inside = sorted(path for path in folder.iterdir() if path.is_dir())
-    return [run for path in inside for run in _run_folders(path, levels - 1)]
 
 
 def of_sweep(registry: Registry) -> list[Row]:
@@ -148,11 +137,7 @@ def of_sweep(registry: Registry) -> list[Row]:
 def of_points(points: Sequence[Point], names: Sequence[str] | None = None) -> list[Row]:
     """Return rows of points that have a job, in order; named by their overrides unless names are given."""
     names = labels([point.overrides for point in points]) if names is None else names
-    run_dirs = [point.run_dir for point in points]
-    try:
-        seen = read_states(run_dirs)
-    except SlurmError as error:
-        seen = states_in_folders(run_dirs, error)
+    seen, _ = read_or_warn([point.run_dir for point in points])
     return [
         _of_seen(shortened(name), point, each) for name, point, each in zip(names, points, seen, strict=True)
     ]

@@ -18,7 +18,7 @@ from harness.run.folder import RunFolder, last_lines
 from harness.run.result import write_json_atomically
 from harness.train.finish import finish_run
 from harness.util.encoding import read_object
-from harness.util.errors import EXIT_INTERRUPTED, ConfigError, MachineError, UserError
+from harness.util.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, MachineError, UserError
 
 FILE = "slurm/job.json"
 # States in which a process runs the job, or SLURM will start or continue one.
@@ -107,22 +107,15 @@ class JobLost(MachineError):
 
 
 def state_of(
-    status: str | None,
-    record: SlurmJobRecord | None,
-    listed: Jobs | None,
-    *,
-    is_alive: Callable[[], bool] = lambda: False,
-    stop_reason: str | None = None,
-    silent: str = "",
+    folder: RunFolder, record: SlurmJobRecord | None, listed: Jobs | None, silent: str
 ) -> tuple[str, str, str | None]:
     """Return a run's state, its reason, and the class of a failure that no file names.
 
     Args:
-        status: of ``status.json``.
         record: of its SLURM job; None if it was not submitted.
         listed: SLURM's jobs; None if they are not known, for the reason ``silent``.
-        is_alive: whether a process of this machine, or one that holds the folder's lock, runs it.
     """
+    status = folder.state
     found = None if record is None or listed is None else record.find(listed)
     if status in ("completed", "failed"):  # also while SLURM is cleaning up
         return status, "", None
@@ -140,11 +133,11 @@ def state_of(
     if status == "interrupted" and not is_killed:
         if record is not None and record.cancelled:
             return "cancelled", "", None
-        return "stopped", stop_reason or "before its end; resume continues it", None
+        return "stopped", folder.stop_reason or "before its end; resume continues it", None
     if status in (None, "planned"):
         return "planned", "", None
     if record is None:
-        if is_alive():
+        if folder.may_be_running:
             return "running", "", None
         return "lost", "the process that ran it is gone", "unknown"
     if listed is None:
@@ -208,10 +201,15 @@ def queued_jobs(run_dirs: Sequence[Path]) -> Jobs | None:
     return jobs() if shutil.which("squeue") is not None else None
 
 
-def states_in_folders(run_dirs: Sequence[Path], error: SlurmError) -> list[RunState]:
-    """Return the states that the run folders know while SLURM does not answer; show the error."""
-    sys.stderr.write(f"WARNING {error}; shown is what the run folders know\n")
-    return [read_state(run_dir, None, silent="SLURM does not answer") for run_dir in run_dirs]
+def read_or_warn(
+    run_dirs: Sequence[Path], read: Callable[[Sequence[Path]], list[RunState]] = read_states
+) -> tuple[list[RunState], int]:
+    """Return what ``read`` does and the exit code; if SLURM does not answer, the states in the folders."""
+    try:
+        return read(run_dirs), EXIT_OK
+    except SlurmError as error:
+        sys.stderr.write(f"WARNING {error}; shown is what the run folders know\n")
+        return [read_state(each, None, "SLURM does not answer") for each in run_dirs], error.exit_code
 
 
 def read_state(
@@ -219,19 +217,12 @@ def read_state(
 ) -> RunState:
     """Return the state of one run; ``listed`` and ``silent`` are those of ``state_of``."""
     folder = RunFolder(run_dir)
-    status, row = folder.state, folder.row
     try:
         record = SlurmJobRecord.read(run_dir)
     except UserError as error:
         return RunState(run_dir, "lost", kind="user", reason=str(error))
-    state, reason, kind = state_of(
-        status,
-        record,
-        listed,
-        is_alive=lambda: folder.may_be_running,
-        stop_reason=folder.stop_reason,
-        silent=silent,
-    )
+    state, reason, kind = state_of(folder, record, listed, silent)
+    row = folder.row
     if state == "failed":
         kind = row.get("error.kind", "unknown")
         reason = " ".join(str(row.get("error.message", "")).split())

@@ -1,12 +1,13 @@
 """``harness train``: train the job that the overrides describe.
 
-Without a launcher it is the controller: it checks the job, makes the run folder, and starts the ranks or
-submits them to SLURM. Under torchrun it is one rank, and all ranks compose the same job. With ``-m`` it is
-the controller of a sweep.
+    harness train experiment=quickstart                                  a small Llama, on this machine
+    harness train model=llama3_8b parallelism=fsdp_tp parallelism.tp=4   another model and layout
+    harness train ... cluster=slurm_h100 cluster.nodes=4                 on SLURM
+    harness train ... -m parallelism=fsdp,hsdp training.seed=1,2         a job for each combination
+    harness train ... --cfg job                                          print the composed job
+    torchrun --nproc-per-node 8 -m harness train ...                     as ranks of torchrun
 
-    harness train model=llama3_8b parallelism=fsdp_tp parallelism.tp=4
-    harness train experiment=NAME training.steps=100
-    harness train --cfg job                 print the composed job and run nothing
+Without a launcher it checks the job and starts the ranks. The same command resumes a run.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from harness.compose.composer import Composed
 from harness.compose.verb import Verb
 from harness.config.cluster import CLUSTERS
 from harness.config.job import Job
-from harness.launch.begin import require_tokenized, require_vocabulary
+from harness.launch.begin import require_inputs, require_tokenized, require_vocabulary
 from harness.run.folder import RunFolder
 from harness.train.process import launched_ranks
 from harness.util.errors import UserError
@@ -34,6 +35,7 @@ def train(job: Job, overrides: list[str]) -> int:
         run_launched_rank(job, folder, overrides)
     if is_finished(job, folder.path):
         return show_finished(job, folder.path)
+    require_inputs(job)
     require_vocabulary(job)
     require_tokenized(job)
     return CLUSTERS[job.cluster.kind].load()(job, folder, overrides)
@@ -65,6 +67,7 @@ def _checked(point: Composed, passed: set[str]) -> Composed:
     # Without its job if its data cannot be used as it is.
     try:
         if point.job is not None:
+            require_inputs(point.job)
             require_vocabulary(point.job)
             require_tokenized(point.job, passed)
     except UserError as error:

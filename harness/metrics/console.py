@@ -51,7 +51,7 @@ class PlainConsole:
             shown += [
                 metric.format(key, row[key]) for key in keys if metric.line and row.get(key) is not None
             ]
-        return "  ".join(shown)
+        return "  ".join(filter(None, shown))
 
     def message(self, text: str) -> None:
         """Show a line of text."""
@@ -84,11 +84,7 @@ class SilentConsole(PlainConsole):
 
 
 class RichConsole(PlainConsole):
-    """A progress bar with the newest metrics at the bottom of the terminal, and a line above it now and then.
-
-    Args:
-        clock: monotonic clock, in seconds.
-    """
+    """A progress bar with the newest metrics at the bottom of the terminal, and lines above it."""
 
     def __init__(
         self,

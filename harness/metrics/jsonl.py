@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import shutil
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from harness.util.encoding import dumps, loads
@@ -22,9 +21,6 @@ class MetricsFile:
     Opening repairs a file that a crash left in mid-write: a broken last line is cut off, and a complete last
     line gets its missing newline. Each row is flushed to the operating system. A file that is deleted while
     it is open is written again.
-
-    Args:
-        path: the file; it is created with its folder if missing.
 
     Attributes:
         notes: warnings for the user, one line each; the caller removes those it has shown.
@@ -48,9 +44,6 @@ class MetricsFile:
         """Drop the rows of later steps: a run that resumes from ``step`` will write them again.
 
         Damaged lines are dropped too, with a note; a copy of the original file is kept.
-
-        Returns:
-            The number of rows dropped.
         """
         rows, damaged = read_rows(self.path)
         kept = [row for row in rows if _step(row) <= step]
@@ -104,14 +97,6 @@ class MetricsFile:
         self._file = self.path.open("a+b")
         self.notes.append(f"WARNING {self.path} was deleted while the run wrote it, and is written again")
 
-    def __enter__(self) -> MetricsFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
 
 def read_metrics(path: Path) -> list[Row]:
     """Return all rows in the order they were written, non-finite floats as floats.
@@ -133,9 +118,6 @@ def read_rows(path: Path) -> tuple[list[Row], list[tuple[int, int]]]:
 
     Returns:
         The rows, and for each damaged line before the last one its number and the step of the row before it.
-
-    Raises:
-        OSError: the file is missing or cannot be read.
     """
     lines = path.read_bytes().split(b"\n")
     if lines[-1] == b"":

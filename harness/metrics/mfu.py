@@ -100,11 +100,7 @@ def describe_inputs(flops: Accounting, peak: Peak) -> str:
 
 
 class Efficiency:
-    """Convert the throughput of a job to its speed per rank and MFU.
-
-    Args:
-        seq_len: full length of the sequences.
-    """
+    """Convert the throughput of a job to its speed per rank and MFU."""
 
     def __init__(self, model: ModelConfig, seq_len: int, peak: Peak, world_size: int) -> None:
         self.accounting, self.peak = account(model, seq_len), peak

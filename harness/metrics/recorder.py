@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
-from harness.config.metrics import VIEWS, MetricsConfig
+from harness.config.metrics import VIEWS
 from harness.config.registry import load_attribute
 from harness.metrics.columns import Metric
 from harness.metrics.console import PlainConsole, SilentConsole, make_console
@@ -22,23 +22,11 @@ class Recorder:
 
     ``metrics.jsonl`` is the primary record and is written first. A view that fails is switched off with one
     warning. Messages can be shown from the start, rows only after ``begin``.
-
-    Args:
-        run_id: the id of the run, the same after a resume.
     """
 
-    def __init__(
-        self,
-        config: MetricsConfig,
-        run_dir: Path,
-        *,
-        run_id: str,
-        name: str,
-        job: dict[str, Any],
-        total_steps: int,
-    ) -> None:
-        self._config, self._run_dir, self._run_id, self._name, self._job = config, run_dir, run_id, name, job
-        self._console: PlainConsole = make_console(config.console, total_steps)
+    def __init__(self, run: ShownRun, total_steps: int) -> None:
+        self._run = run
+        self._console: PlainConsole = make_console(run.config.console, total_steps)
         self._file: MetricsFile | None = None
         self._views: list[View] = []
         self._closed = False
@@ -52,15 +40,15 @@ class Recorder:
             metrics: columns of rows, in the order of a line on the console.
             has_curve: whether this folder should have the rows up to that step; missing rows are reported.
         """
-        config, run_dir = self._config, self._run_dir
-        self._file = MetricsFile(run_dir / METRICS_FILE)
+        self._run, config = replace(self._run, start_step=start_step), self._run.config
+        self._file = MetricsFile(self._run.run_dir / METRICS_FILE)
         self._file.truncate_after(start_step)
         if has_curve:
             self._file.expect_rows_up_to(start_step, config.log_interval)
         self._show_notes()
         self._tell(lambda console: console.begin(start_step, metrics))
         for name, options in config.shown.items():
-            self._add_view(name, options, start_step)
+            self._add_view(name, options)
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Write the row of a step or a validation, with its ``step``. Views leave out None."""
@@ -101,14 +89,11 @@ class Recorder:
             self._console = SilentConsole(0)
             self._switched_off("console", error)
 
-    def _add_view(self, name: str, options: dict[str, Any], start_step: int) -> None:
+    def _add_view(self, name: str, options: dict[str, Any]) -> None:
         try:
             kind = VIEWS[name]
             typed = None if kind.options is None else kind.options(**options)
-            run = ShownRun(
-                self._config, typed, self._run_dir, self._run_id, self._name, self._job, start_step
-            )
-            self._views.append(load_attribute(kind.view)(run))
+            self._views.append(load_attribute(kind.view)(replace(self._run, options=typed)))
         except Exception as error:  # see _switched_off
             self._switched_off(name, error)
 

@@ -115,8 +115,12 @@ class SlowRanks:
         found = []
         for rank, excess in means.items():
             others = [means[peer] for peer in self._peers[rank] if peer in means]
+            # The largest usual excess. A normal distribution's standard deviation is 1.4826 times its median
+            # absolute deviation, a robust estimate.
+            middle = median(others or [0.0])
+            usual = middle + SPREADS * 1.4826 * median(abs(each - middle) for each in others or [0.0])
             steadily = bool(others) and min(self._excess[rank]) > EXCESS / 2
-            if steadily and excess > max(EXCESS, _usual_most(others)) and rank not in self.slow:
+            if steadily and excess > max(EXCESS, usual) and rank not in self.slow:
                 compared = [peer for peer in self._peers[rank] if peer in known]
                 more = [
                     seconds[rank][kind] - median(seconds[peer][kind] for peer in compared)
@@ -126,10 +130,3 @@ class SlowRanks:
                 found.append(SlowRank(rank, *self._names[rank], phase, round(excess, 3), step))
         self.found = [*self.found, *found]
         return found
-
-
-def _usual_most(excesses: Sequence[float]) -> float:
-    """Return the largest usual excess: the median and SPREADS standard deviations, estimated robustly."""
-    middle = median(excesses)
-    # A normal distribution's standard deviation is 1.4826 times its median absolute deviation.
-    return middle + SPREADS * 1.4826 * median(abs(each - middle) for each in excesses)

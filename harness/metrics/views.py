@@ -12,7 +12,7 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,22 +34,22 @@ class ShownRun:
 
     Attributes:
         config: the configuration of all views.
-        options: those of the view in ``metrics.views``, as its own dataclass; None: it has none.
         run_dir: the run folder, for local files of the view.
         run_id: the id of the run; a resumed run continues under it.
         name: the name to show.
         job: the resolved job as plain values.
         start_step: the last step already done; rows of later steps that an earlier attempt has logged come
             again.
+        options: those of the view in ``metrics.views``, as its own dataclass; None: it has none.
     """
 
     config: MetricsConfig
-    options: Any
     run_dir: Path
     run_id: str
     name: str
     job: dict[str, Any]
-    start_step: int
+    start_step: int = 0
+    options: Any = None
 
 
 class View(Protocol):
@@ -88,13 +88,11 @@ class WandbView:
             id=run.run_id,
             resume="allow",
             name=run.name,
-            project=config.wandb_project or os.environ.get("WANDB_PROJECT") or _DEFAULT_PROJECT,
-            entity=config.wandb_entity,
             group=config.wandb_group,
-            tags=list(config.wandb_tags) or None,
-            mode=wandb_mode(config.wandb_mode),  # type: ignore[arg-type]
+            notes=run.job.get("notes") or None,
             config=run.job,
             settings=wandb.Settings(**settings),
+            **_account(config, run.job.get("tags", ())),
         )
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
@@ -109,28 +107,29 @@ class WandbView:
 
 
 def log_sweep(config: MetricsConfig, folder: Path, group: str, table: Table) -> None:
-    """Log the table of a sweep as a separate run in the sweep's group.
-
-    Args:
-        config: metrics of any of the sweep's jobs: project, entity, tags and mode.
-        table: one row per point.
-    """
+    """Log the table of a sweep as a separate run in the sweep's group."""
     import wandb
 
     run = wandb.init(
         dir=folder,
         name=f"{group} table",
         job_type="table",
-        project=config.wandb_project or os.environ.get("WANDB_PROJECT") or _DEFAULT_PROJECT,
-        entity=config.wandb_entity,
         group=group,
-        tags=list(config.wandb_tags) or None,
-        mode=wandb_mode(config.wandb_mode),  # type: ignore[arg-type]
         settings=wandb.Settings(console="off"),
+        **_account(config),
     )
     columns: list[str | int] = [each.heading for each in table.shown]
     run.log({"points": wandb.Table(columns=columns, data=table.cells())})
     run.finish()
+
+
+def _account(config: MetricsConfig, tags: Iterable[str] = ()) -> dict[str, Any]:
+    return {
+        "project": config.wandb_project or os.environ.get("WANDB_PROJECT") or _DEFAULT_PROJECT,
+        "entity": config.wandb_entity,
+        "tags": [*tags, *config.wandb_tags] or None,
+        "mode": wandb_mode(config.wandb_mode),
+    }
 
 
 def wandb_mode(wanted: str | None) -> str | None:
@@ -226,13 +225,16 @@ class MlflowView:
         found = self._client.get_experiment_by_name(name)
         experiment = self._client.create_experiment(name) if found is None else found.experiment_id
         tags = {_JOB_ID: run.run_id, _FOLDER: str(run.run_dir.absolute())}
+        others = {**dict.fromkeys(run.job.get("tags", ()), "true"), **run.options.tags}
+        if run.job.get("notes"):
+            others["mlflow.note.content"] = run.job["notes"]
         if run.start_step > 0:
             same = " and ".join(f"tags.`{key}` = '{value}'" for key, value in tags.items())
             earlier = self._client.search_runs([experiment], same, max_results=1)
             if earlier:
                 self._client.update_run(earlier[0].info.run_id, status="RUNNING")
                 return str(earlier[0].info.run_id)
-        created = self._client.create_run(experiment, tags={**tags, **run.options.tags}, run_name=run.name)
+        created = self._client.create_run(experiment, tags={**tags, **others}, run_name=run.name)
         ident = str(created.info.run_id)
         for some in _batches(_params(run.job), _PARAMS_PER_REQUEST):
             self._client.log_batch(ident, params=some)

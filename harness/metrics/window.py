@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from harness.metrics.columns import Metric
 
@@ -30,7 +30,12 @@ RATE = Metric(
 )
 INTERVAL = (
     Metric("step_seconds", "s", "Mean time of the steps since the last row, warm-up included."),
-    Metric("data_share", "0 to 1", "Share of the step's time spent waiting for data.", line="data {:.1%}"),
+    Metric(
+        "data_share",
+        "0 to 1",
+        "Share of the step's time spent waiting for data.",
+        line=lambda v: f"data {v:.1%}" if v >= 0.01 else "",
+    ),
     Metric("profiled_steps", "count", "Steps left out of throughput: a profiler ran.", "`profiling=on`"),
 )
 SUMMARY = (
@@ -75,8 +80,6 @@ class StepTimer:
     Args:
         synchronize: waits for the device. Kernels run asynchronously; without this wait at the start and end
             of validation and saving, their times would include kernels of earlier steps.
-        clock: monotonic clock, in seconds.
-        annotated: context manager around sections, by their names.
     """
 
     def __init__(
@@ -189,9 +192,9 @@ class Window:
         self.interval_lengths = _lengths(measured)
         profiled = sum(step.profiled for step in steps)
         return {
-            "step_seconds": _seconds(steps) / len(steps) if steps else None,
-            "tokens_per_second": _ratio(_tokens(measured), _seconds(measured)),
-            "data_share": _ratio(_data_seconds(measured), _seconds(measured)),
+            "step_seconds": _total("seconds", steps) / len(steps) if steps else None,
+            "tokens_per_second": _ratio(_total("tokens", measured), _total("seconds", measured)),
+            "data_share": _ratio(_total("data_seconds", measured), _total("seconds", measured)),
             **({"profiled_steps": profiled} if profiled else {}),
         }
 
@@ -206,21 +209,22 @@ class Window:
         ordered = sorted(step.seconds for step in steps)
         middle = median(ordered) if ordered else None
         rates = sorted(step.tokens / step.seconds for step in steps if step.seconds > 0)
+        tokens, seconds = _total("tokens", steps), _total("seconds", steps)
         p10, p90 = _quantile(ordered, 0.1), _quantile(ordered, 0.9)
         spread = _ratio(p90 - p10, middle) if p10 is not None and p90 is not None else None
         return {
             "window_steps": len(steps),
-            "window_seconds": _seconds(steps) if steps else None,
-            "window_tokens": _tokens(steps) if steps else None,
+            "window_seconds": seconds if steps else None,
+            "window_tokens": tokens if steps else None,
             "step_seconds_median": middle,
             "step_seconds_p10": p10,
             "step_seconds_p90": p90,
             "step_seconds_spread": spread,
-            "tokens_per_second": _ratio(_tokens(steps), _seconds(steps)),
+            "tokens_per_second": _ratio(tokens, seconds),
             "tokens_per_second_p10": _quantile(rates, 0.1),
             "tokens_per_second_p90": _quantile(rates, 0.9),
-            "tokens_per_second_median": _ratio(_tokens(steps) / len(steps), middle) if steps else None,
-            "data_share": _ratio(_data_seconds(steps), _seconds(steps)),
+            "tokens_per_second_median": _ratio(tokens / len(steps), middle) if steps else None,
+            "data_share": _ratio(_total("data_seconds", steps), seconds),
             "profiled_steps": self._profiled or None,
         }
 
@@ -232,16 +236,8 @@ def _lengths(steps: list[_Step]) -> dict[int, int]:
     return dict(tokens)
 
 
-def _seconds(steps: list[_Step]) -> float:
-    return sum(step.seconds for step in steps)
-
-
-def _tokens(steps: list[_Step]) -> int:
-    return sum(step.tokens for step in steps)
-
-
-def _data_seconds(steps: list[_Step]) -> float:
-    return sum(step.data_seconds for step in steps)
+def _total(name: str, steps: list[_Step]) -> Any:
+    return sum(getattr(step, name) for step in steps)
 
 
 def _ratio(part: float, whole: float | None) -> float | None:

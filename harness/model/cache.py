@@ -27,7 +27,6 @@ class CachedKernel(SdpaKernel):
     p modulo the number of slots.
 
     Args:
-        spec: the layer's attention.
         capacity: longest sequence.
     """
 
@@ -79,7 +78,6 @@ class CachedPass:
     Args:
         lengths: tokens of each sequence, the new ones included.
         is_first: whether the pass has the prompts.
-        device: device of the tokens.
     """
 
     def __init__(self, lengths: list[int], *, is_first: bool, device: torch.device) -> None:
@@ -114,7 +112,6 @@ class CachedPass:
         Args:
             x_BTKD: keys or values.
             slots_BKSD: the stored ones, changed in place; the first pass makes new ones.
-            slots: number of slots.
 
         Returns:
             The slots, [B, K, S, D].

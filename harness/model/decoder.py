@@ -74,8 +74,6 @@ class MTP(nn.Module):
             x_BTC: the stream after the last block.
             later_BTC: embeddings of the tokens one position later.
             rope_2TD: the rotation table; it is not shifted, as rotation depends on distances only.
-            mask: the block's attention mask.
-            positions_T: the positions.
 
         Returns:
             The normed stream [B, T, C], and the number of tokens per expert, None without experts.

@@ -105,7 +105,6 @@ def padded_positions(ends_E: Tensor, rows: int, block: int) -> tuple[Tensor, Ten
 
     Args:
         ends_E: end row of each group (exclusive), int32.
-        rows: total number of rows.
         block: required divisor of each group's length.
 
     Returns:

@@ -65,9 +65,6 @@ class Kernel(nn.Module, ABC):
         Args:
             documents_BT: the document number of each position, equal numbers contiguous; None: a sequence is
                 one document.
-            batch: number of sequences.
-            length: length of each.
-            device: device of the mask.
         """
 
     @abstractmethod

@@ -20,8 +20,6 @@ class ModelPart(nn.Module, ABC):
     values, gradients and checkpoints, do not depend on how the model is split.
 
     Attributes:
-        config: the model.
-        seq_len: length of the sequences.
         layers: the blocks, by number in the full model.
     """
 

@@ -34,8 +34,6 @@ def build_optimizer(
     """One optimizer for all parameters, with a parameter group for each ``tensor_settings``.
 
     Args:
-        named_parameters: parameters by their names in the full model.
-        specs: descriptions of the full model's tensors by name.
         ranks: the ranks that hold shards of these parameters; None for one rank.
     """
     by_settings: dict[TensorSettings, list[Tensor]] = {}
@@ -184,7 +182,6 @@ class UpdateInBackward:
 
     Args:
         parameters: all its parameters, in the order of ``take_squares``.
-        mesh: the layout, for the norm.
         device: device of the result of ``take_squares``.
     """
 

@@ -60,7 +60,9 @@ class RoundedAdamW(OwnOptimizer):
 
         states = [self.state[parameter] for parameter in parameters]
         if applied is None or not states:
-            return [at(self._count(state)) for state in states]
+            for state in states:
+                state["step"] += 1
+            return [at(float(state["step"])) for state in states]
         for state in states:
             if state["step"].device != applied.device:
                 # full() fills on the device; copying a host value there would make the host wait.
@@ -70,11 +72,6 @@ class RoundedAdamW(OwnOptimizer):
         # A step of 0: no step was applied yet, and neither is this one. The clamp avoids a division by 0.
         divisors, rates = at(torch.stack(steps).double().clamp_(min=1))
         return list(zip(divisors.unbind(), (rates * applied).unbind(), strict=True))
-
-    @staticmethod
-    def _count(state: dict[str, Any]) -> float:
-        state["step"] += 1
-        return float(state["step"])
 
     def _update(self, parameter: Tensor, factors: _Factors, divisor: Any, rate: Any) -> None:
         state = self.state[parameter]

@@ -80,11 +80,7 @@ class Muon(OwnOptimizer):
     rounded to their dtypes.
 
     Args:
-        groups: parameter groups with ``lr`` and ``weight_decay``.
-        lr: learning rate of groups without one.
-        state_dtype: dtype of the momentum.
         momentum: decay of the running mean of gradients.
-        steps: iterations of Newton-Schulz.
         dtype: dtype of these iterations, and of the pieces that ranks send.
         scale: factor of the learning rate, from the shape of a matrix (``lr_scale``).
         group: the ranks that hold pieces of these parameters; None for one rank. All of them construct the

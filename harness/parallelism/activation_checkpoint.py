@@ -64,8 +64,6 @@ def apply_activation_checkpoint(
     """Make the blocks of a model part recompute their activations in backward, in place.
 
     Args:
-        part: the model part.
-        config: what is recomputed.
         splits_backward: whether the pipeline takes gradients in two passes. Nothing can be saved for both,
             so routing is then recomputed, by the same operations on the same values.
     """

@@ -35,10 +35,6 @@ class Balance:
 
     It also sets the routers' scale of the auxiliary loss, so that the loss is a mean over the global batch.
 
-    Args:
-        parts: this rank's parts of the model.
-        device: where counts are summed.
-
     Attributes:
         load_ME: tokens routed to each expert in the last step, over the world, int64; None before the first.
     """

@@ -31,9 +31,6 @@ def prepare_compiler(
     """Set torch's process-wide compiler options, and drop code compiled for another job.
 
     Args:
-        config: what is compiled.
-        recompute: activation checkpointing.
-        layout: the layout.
         lengths: number of different lengths of sequences in the run.
     """
     if not config.enable:

@@ -78,8 +78,6 @@ class RingAttention(Kernel):
 
     def __init__(self, reach: AttentionSpec, group: dist.ProcessGroup, balanced: bool, rotation: str) -> None:
         super().__init__(reach)
-        # Imported here: it needs private modules of torch, which other layouts should not depend on.
-
         self.options = group.group_name, balanced, rotation
         self.attend = ring_attention
 

@@ -43,7 +43,6 @@ class TokenLoss:
     def __init__(self, vocab_size: int, mesh: DeviceMesh | None, compiled: str | None = None) -> None:
         """
         Args:
-            vocab_size: size of the full vocabulary.
             mesh: the tp axis when logits are split by vocabulary, else None.
             compiled: the compiler's backend, or None.
         """
@@ -127,7 +126,6 @@ def token_scores(
         logits_NV: logits, or this rank's vocabulary shard.
         labels_N: labels; IGNORE_INDEX scores 0, 0.
         vocabulary: the tp axis when logits are split by vocabulary.
-        vocab_size: size of the full vocabulary.
 
     Returns:
         float64 [N, 2]. As ``argmax`` does, the first of equally probable tokens counts as the most probable.
@@ -170,8 +168,6 @@ class ChunkedLoss:
     """Loss computed by the Head (its ``loss``): the same sum and denominator as TokenLoss.
 
     Args:
-        loss: has the denominator.
-        chunks: number of chunks of rows.
         mesh: the tp axis when the vocabulary is split over it, else None.
         compiled: the compiler's backend, or None.
     """

@@ -26,10 +26,6 @@ from harness.precision.swap import gathers_float8, swap_linears
 def build_model_parts(job: Job, mesh: Mesh, device: torch.device) -> list[ModelPart]:
     """Build, split and initialise this rank's parts of the model (one part without a pipeline).
 
-    Args:
-        mesh: the device mesh of the layout.
-        device: where the parts compute.
-
     Returns:
         The parts in the order of their stages, materialized.
     """

@@ -109,7 +109,6 @@ def build_schedule(
         mesh: has the pp axis.
         parts: this rank's model parts, in the order of ``stages_of_rank``.
         loss: maps the last stage's output and the labels to the loss.
-        device: where the parts compute.
     """
     layout, n_layers = job.parallelism, job.model.n_layers
     total = num_stages(layout, n_layers)

@@ -43,6 +43,18 @@ from harness.util.errors import ConfigError
 SEQUENCE_DIM, HEADS_DIM = 1, 2
 
 
+def _placed(tensor: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
+    return DTensor.from_local(tensor, mesh, (placement,), run_check=False)
+
+
+def _replicated(_module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[Tensor, ...]:
+    return (_placed(inputs[0], mesh, Replicate()), *inputs[1:])
+
+
+def _to_local(_module: nn.Module, output: DTensor, _mesh: DeviceMesh) -> Tensor:
+    return output.to_local()
+
+
 class ReplicateParallel(ParallelStyle):
     """A replicated module, with parameters that are replicated DTensors.
 
@@ -50,13 +62,7 @@ class ReplicateParallel(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def wrap(_module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[Tensor, ...]:
-            return (DTensor.from_local(inputs[0], mesh, (Replicate(),), run_check=False), *inputs[1:])
-
-        def unwrap(_module: nn.Module, output: DTensor, _mesh: DeviceMesh) -> Tensor:
-            return output.to_local()
-
-        return distribute_module(module, device_mesh, None, wrap, unwrap)  # type: ignore[arg-type]
+        return distribute_module(module, device_mesh, None, _replicated, _to_local)  # type: ignore[arg-type]
 
 
 class WholeParallel(ParallelStyle):
@@ -72,7 +78,6 @@ class RegionParallel(ParallelStyle):
     Backward sums the ranks' contributions: a reduce-scatter if forward gathered, else an all-reduce.
 
     Args:
-        stream: placement of the residual stream.
         cast: applied to the input before it is gathered.
     """
 
@@ -82,7 +87,7 @@ class RegionParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def gather(_module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            local = DTensor.from_local(inputs[0], device_mesh, (self.stream,), run_check=False)
+            local = _placed(inputs[0], device_mesh, self.stream)
             local = local if self.cast is None else self.cast(local)
             return (local.redistribute(placements=(Replicate(),)), *inputs[1:])
 
@@ -99,13 +104,10 @@ class EntryParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def split(_module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[Tensor, ...]:
-            full = DTensor.from_local(inputs[0], mesh, (Replicate(),), run_check=False)
+            full = _placed(inputs[0], mesh, Replicate())
             return (full.redistribute(placements=(self.stream,)), *inputs[1:])
 
-        def unwrap(_module: nn.Module, output: DTensor, _mesh: DeviceMesh) -> Tensor:
-            return output.to_local()
-
-        return distribute_module(module, device_mesh, None, split, unwrap)  # type: ignore[arg-type]
+        return distribute_module(module, device_mesh, None, split, _to_local)  # type: ignore[arg-type]
 
 
 class ModulationParallel(ParallelStyle):
@@ -119,14 +121,11 @@ class ModulationParallel(ParallelStyle):
         self.gradient = Replicate() if stream.is_replicate() else Partial()
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def wrap(_module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[Tensor, ...]:
-            return (DTensor.from_local(inputs[0], mesh, (Replicate(),), run_check=False),)
-
         def gather(_module: nn.Module, output: DTensor, _mesh: DeviceMesh) -> Tensor:
             full = output.redistribute(placements=(Replicate(),))
             return full.to_local(grad_placements=(self.gradient,))
 
-        return distribute_module(module, device_mesh, _split_rows, wrap, gather)  # type: ignore[arg-type]
+        return distribute_module(module, device_mesh, _split_rows, _replicated, gather)  # type: ignore[arg-type]
 
 
 class VocabularyParallel(ParallelStyle):
@@ -152,7 +151,7 @@ class VocabularyParallel(ParallelStyle):
             elsewhere_BT = (rows_BT < 0) | (rows_BT >= len(table_VC))
             own_BTC = F.embedding(rows_BT.masked_fill(elsewhere_BT, 0), table_VC)
             own_BTC = own_BTC.masked_fill(elsewhere_BT.unsqueeze(-1), 0)
-            partial = DTensor.from_local(own_BTC, device_mesh, (Partial(),), run_check=False)
+            partial = _placed(own_BTC, device_mesh, Partial())
             return partial.redistribute(placements=(self.stream,)).to_local()
 
         module.forward = look_up  # type: ignore[method-assign, assignment]
@@ -171,7 +170,7 @@ class LossInHeadParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def gather(_module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[Tensor, ...]:
-            local = DTensor.from_local(inputs[0], mesh, (self.stream,), run_check=False)
+            local = _placed(inputs[0], mesh, self.stream)
             whole = local.redistribute(placements=(Replicate(),)).to_local(grad_placements=(Partial(),))
             return (whole, *inputs[1:])
 
@@ -243,11 +242,8 @@ def apply_tensor_parallel(
     """Split every module of a model part as its spec says, in place.
 
     Args:
-        part: a part on the meta device.
         mesh: the tp axis.
         layout: whether the residual stream is split, and whether the loss takes split logits.
-        loss_in_head: whether the output projection computes the loss.
-        gather_float8: whether to gather inputs of float8 linears in float8.
     """
     stream: Placement = Shard(SEQUENCE_DIM) if layout.sequence_parallel else Replicate()
     logits: Placement = Shard(-1) if layout.loss_parallel else Replicate()

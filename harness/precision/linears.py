@@ -113,8 +113,6 @@ def check_layout(
     A linear is never skipped because of the layout: two layouts would then compute different numbers.
 
     Args:
-        linears: the converted linears.
-        tp: degree of tensor parallelism.
         rows: sequences per forward pass of a linear.
         tokens: tokens of each sequence on one rank.
         splits_experts: whether tensor parallelism splits every expert.

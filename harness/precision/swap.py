@@ -43,7 +43,6 @@ def swap_linears(
     Args:
         part: a model part on the meta device, before tensor parallel splits it.
         converted: names of linears and experts in the full model; names not in the part are ignored.
-        device: where the part will compute.
     """
     modules = {name: module for name, module in part.named_modules() if name in converted}
     experts = [module for module in modules.values() if isinstance(module, Experts)]

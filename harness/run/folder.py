@@ -42,6 +42,18 @@ _FIELDS = {
     "time": int | float,
 }
 LEAVING_SECONDS = 10.0
+LATEST = "latest"
+"""Link beside the runs of a name, to the one that was started last."""
+
+
+def run_folders(folder: Path, levels: int = 4) -> list[Path]:
+    """Return the run folders in a folder, or in folders below it; run folders are not nested."""
+    if (folder / "job.json").is_file():
+        return [folder]
+    if not levels or not folder.is_dir():
+        return []
+    inside = sorted(path for path in folder.iterdir() if path.is_dir() and path.name != LATEST)
+    return [run for path in inside for run in run_folders(path, levels - 1)]
 
 
 class RunFolder:
@@ -80,9 +92,14 @@ class RunFolder:
         return (self.path / "result.json").is_file()
 
     @property
+    def plain_job(self) -> dict[str, Any]:
+        """Content of ``job.json``; empty if it is missing or damaged."""
+        return self._read("job.json")
+
+    @property
     def steps(self) -> int:
         """Total number of steps of the job; 0 if unknown. ``read_job`` takes far longer."""
-        training = self._read("job.json").get("training")
+        training = self.plain_job.get("training")
         steps = training.get("steps") if isinstance(training, dict) else None
         return steps if isinstance(steps, int) else 0
 
@@ -249,6 +266,15 @@ class RunFolder:
         write_atomically(self.path / "job.json", job.to_json().encode())
         write_atomically(self.path / "overrides.txt", "".join(f"{o}\n" for o in overrides).encode())
         write_json_atomically(self.path / "code.json", _code())
+
+    def link_latest(self) -> None:
+        """Make the link ``latest`` beside the folder; nothing depends on it."""
+        link = self.path.with_name(f".{LATEST}.{os.getpid()}")
+        try:
+            link.symlink_to(self.path.name)
+            link.replace(self.path.with_name(LATEST))
+        except OSError:  # a file system without links, or a folder of that name
+            link.unlink(missing_ok=True)
 
     def release(self) -> None:
         """Release the lock, as the end of the process also does."""

@@ -18,8 +18,8 @@ from harness.config.data_kinds import DATA_KINDS
 from harness.config.fields import label, part
 from harness.config.job import Job
 from harness.data.corpus import CorpusWriter, Manifest, read_manifest
+from harness.data.documents import source_of
 from harness.data.shards import MANIFEST, write_here
-from harness.data.sources import source_of
 from harness.data.tokenizer import build_tokenizer
 from harness.data.tokenizing import bytes_of
 from harness.train.process import launched_ranks

@@ -38,9 +38,6 @@ class Engine:
 
     All ranks construct it and call its methods together. The values it returns are sums over the world, so
     that every rank decides the same.
-
-    Args:
-        built: its mesh and model parts, if they exist already.
     """
 
     def __init__(
@@ -226,16 +223,13 @@ class Engine:
         elif self.asks_for_norm:
             norm = float(norm)
             if not math.isfinite(norm):
-                return self._skip_update()
+                # torch warns if a scheduler steps before its optimizer; here that is intended.
+                self.optimizer._opt_called = True  # type: ignore[attr-defined]
+                return self._end_step()
         with annotated("optimizer"):
             clip_gradients(self.parameters, norm, self.job.training.max_norm)
             self.optimizer.step()
             self._end_step()
-
-    def _skip_update(self) -> None:
-        # torch warns if a scheduler steps before its optimizer; here that is intended.
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]
-        self._end_step()
 
     def _end_step(self) -> None:
         self.schedule.step()

@@ -45,11 +45,7 @@ class Objective(ABC):
     def resolve(
         self, training: TrainingConfig, validation: ValidationConfig, model: ModelConfig
     ) -> dict[str, Any]:
-        """Return ``training`` and ``validation`` with the defaults of their options.
-
-        Raises:
-            ConfigError: naming the option.
-        """
+        """Return ``training`` and ``validation`` with the defaults of their options."""
         owner = f"model.architecture={model.architecture}"
         options = resolve_options(
             training.objective_options, self.options, "training.objective_options", owner
@@ -80,7 +76,7 @@ class Objective(ABC):
         """Return the loader of ``rows`` of every global batch.
 
         Args:
-            process: ``wait_for_all`` and ``is_builder`` of ``harness.data.loader.build_loader``.
+            process: ``wait_for_all`` and ``is_builder`` of ``harness.data.loader.Reading``.
         """
 
     @abstractmethod
@@ -110,20 +106,23 @@ class NextToken(Objective):
         return build_executor(job, mesh, parts, loss, device)
 
     def build_loader(self, job: Job, tokenizer: Tokenizer, rows: range, split: str, **process: Any) -> Loader:
-        from harness.data.loader import build_loader
+        from harness.config.training import Sizes
+        from harness.data.loader import Reading, build_loader
 
-        return build_loader(
+        seq_len, batch_size = job.training.seq_len, job.global_batch_size
+        reading = Reading(
             job.data,
             tokenizer,
-            seq_len=job.training.seq_len,
-            global_batch_size=job.global_batch_size,
-            seed=job.training.seed,
-            rows=rows,
-            split=split,
-            model_vocab_size=job.model.vocab_size,
-            sizes=job.sizes if split == "train" else None,
+            seq_len,
+            batch_size,
+            job.training.seed,
+            rows,
+            split,
+            job.model.vocab_size,
+            job.sizes if split == "train" else Sizes(batch_size, seq_len),
             **process,
         )
+        return build_loader(reading)
 
 
 OBJECTIVES: Registry[type[Objective]] = Registry(

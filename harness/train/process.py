@@ -14,9 +14,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
+from typing import Any
 
 from harness.config.job import Job
 from harness.util.errors import LONGEST_VALUE, UserError
@@ -135,10 +136,8 @@ def keep_freed_memory() -> bool:
     """Make glibc's malloc keep freed memory, for a process whose tensors are in host memory.
 
     By default malloc maps large blocks one by one and unmaps them when they are freed, so the kernel zeroes
-    the same pages at every step. With this it does not, and the process keeps its peak size.
-
-    Returns:
-        Whether it was done: False with another C library, or if the user has configured malloc.
+    the same pages at every step. With this it does not, and the process keeps its peak size. Returns
+    False, and does nothing, with another C library, or if the user has configured malloc.
     """
     set_by_user = any(name.startswith("MALLOC_") for name in os.environ)
     if set_by_user or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
@@ -170,18 +169,21 @@ def garbage_collection(interval: int) -> Iterator[Callable[[int], None]]:
         gc.enable()
 
 
-def describe(job: Job, device_type: str, *, keeps_memory: bool = False) -> str:
-    """Describe the settings in force, on one line."""
-    parts = [f"float32 products in {job.training.matmul_precision} precision"]
-    if device_type == "cuda" and job.precision.param_dtype == "float32":
-        parts[0] += " (all products are; several times as fast on most GPUs: precision=bf16)"
-    if keeps_memory:
-        parts.append("freed memory is kept")
-    if device_type == "cuda":
-        for name in SHOWN:
-            found = next(each for each in (name, *_ALIASES.get(name, ())) if each in os.environ)
-            parts.append(f"{found}={os.environ[found]}")
-    return f"process: {', '.join(parts)}"
+def describe(job: Job, device_type: str) -> str:
+    """Say in a line which settings the user has changed, or should change; empty if there are none."""
+    if device_type != "cuda":
+        return ""
+    parts = []
+    if job.precision.param_dtype == "float32":
+        precision = job.training.matmul_precision
+        parts.append(
+            f"all products in float32, {precision} precision (precision=bf16 is several times as fast)"
+        )
+    for name in SHOWN:
+        found = [each for each in (name, *_ALIASES.get(name, ())) if each in os.environ]
+        if found != [name] or os.environ[name] != settings(job, Path())[name]:
+            parts += [f"{each}={os.environ[each]}" for each in found]
+    return f"process: {', '.join(parts)}" if parts else ""
 
 
 @contextmanager
@@ -200,12 +202,7 @@ def rendezvous_store() -> Iterator[int]:
 
 
 def rank_environment(job: Job, port: int, started: float) -> dict[str, str]:
-    """Return the environment variables that all ranks of a job share.
-
-    Args:
-        port: port of the store, on this node.
-        started: time.monotonic() of this machine at which the job was started.
-    """
+    """Return the environment variables that all ranks of a job share."""
     nodes, local = job.cluster.nodes_for(job.world_size)
     # A node may be unable to resolve its own name; without a network that takes minutes to fail.
     address = "127.0.0.1" if nodes == 1 else socket.gethostname()
@@ -274,18 +271,14 @@ class StopRequest:
         self.signal: signal.Signals | None = None
         self.insists = False
         self._noted_at = 0.0
-        self._previous: dict[int, object] = {}
+        self._handlers = _handled_by(self._note)
 
     def __enter__(self) -> StopRequest:
-        self._previous = _set_handlers(self._note)
+        self._handlers.__enter__()
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for number, handler in self._previous.items():
-            # Leave it if another handler was set meanwhile, such as ignoring it.
-            if signal.getsignal(number) == self._note:
-                signal.signal(number, handler)  # type: ignore[arg-type]
-        self._previous = {}
+    def __exit__(self, *error: Any) -> None:
+        self._handlers.__exit__(*error)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         if self.signal is None:
@@ -301,18 +294,14 @@ class StopRequest:
                 raise KeyboardInterrupt
 
 
-@contextmanager
-def stop_signals_interrupt() -> Iterator[None]:
+def stop_signals_interrupt() -> AbstractContextManager[None]:
     """Make SIGTERM, SIGHUP and SIGUSR2 raise KeyboardInterrupt inside the context, as SIGINT does."""
-    with _handled_by(signal.default_int_handler):
-        yield
+    return _handled_by(signal.default_int_handler)
 
 
-@contextmanager
-def stop_signals_ignored() -> Iterator[None]:
+def stop_signals_ignored() -> AbstractContextManager[None]:
     """Ignore the stop signals inside the context, so that a row being written is completed."""
-    with _handled_by(signal.SIG_IGN):
-        yield
+    return _handled_by(signal.SIG_IGN)
 
 
 @contextmanager
@@ -322,7 +311,9 @@ def _handled_by(handler: object) -> Iterator[None]:
         yield
     finally:
         for number, earlier in before.items():
-            signal.signal(number, earlier)  # type: ignore[arg-type]
+            # Leave it if another handler was set meanwhile, such as ignoring it.
+            if signal.getsignal(number) == handler:
+                signal.signal(number, earlier)  # type: ignore[arg-type]
 
 
 def ignore_stop_signals() -> None:

@@ -94,12 +94,7 @@ class LauncherGone(MachineError):
 
 
 class Rank:
-    """One rank of a job.
-
-    Attributes:
-        trainer: None until it is created.
-        recorder: writes the metrics; on rank 0, once created.
-    """
+    """One rank of a job."""
 
     trainer: Trainer | None = None
     recorder: Recorder | None = None
@@ -121,8 +116,12 @@ class Rank:
                 row = trainer.result()
                 self.folder.write_result(self.job, reason, code, row)
                 stopped_by = {} if code == EXIT_OK else {"exit_reason": reason}
-                where = {"run folder": str(self.folder.path)}
-                self.recorder.close({**shown_summary(row), **stopped_by, **where})
+                resumes = {"resume": "the same command"} if code == EXIT_RESUMABLE else {}
+                where = {
+                    "run folder": str(self.folder.path),
+                    "report": f"harness report {self.folder.path.parent}",
+                }
+                self.recorder.close({**shown_summary(row), **stopped_by, **where, **resumes})
         return code
 
     def fail(self, error: BaseException) -> int:
@@ -156,7 +155,6 @@ def run_rank(job: Job, folder: RunFolder, *, started: float, store: dist.Store |
     """Train as one rank, record how the run ended, and return the exit code.
 
     Args:
-        started: time.monotonic() of this machine at which the job was started.
         store: the rendezvous store; None means the one that torchrun's variables name.
     """
     rank = Rank(job, folder)
@@ -164,29 +162,26 @@ def run_rank(job: Job, folder: RunFolder, *, started: float, store: dist.Store |
         process.set_environment(job, folder.path)
         with process.importing_torch():
             from harness.metrics.recorder import Recorder
+            from harness.metrics.views import ShownRun
             from harness.train.engine import Engine
             from harness.train.setup import pick_device, process_group, set_up_process
             from harness.train.trainer import Trainer
 
         device = pick_device(job)
         set_up_process(job)
-        kept = device.type == "cpu" and process.keep_freed_memory()
+        if device.type == "cpu":
+            process.keep_freed_memory()
         if device.type == "cuda" and job.world_size > 1:
             # NCCL's flight recorder writes its file there from C++, and does not create the folder.
             (folder.path / process.FLIGHT_RECORDER).mkdir(exist_ok=True)
         with process_group(job, device, store):
             if rank.number == 0:
                 folder.set_status("running")
-                rank.recorder = Recorder(
-                    job.metrics,
-                    folder.path,
-                    run_id=folder.path.name,
-                    name=job.name,
-                    job=job.to_dict(),
-                    total_steps=job.steps,
-                )
+                shown = ShownRun(job.metrics, folder.path, folder.path.name, job.name, job.to_dict())
+                rank.recorder = Recorder(shown, job.steps)
                 rank.recorder.message(describe(job, folder, device))
-                rank.recorder.message(process.describe(job, device.type, keeps_memory=kept))
+                if changed := process.describe(job, device.type):
+                    rank.recorder.message(changed)
             rank.trainer = Trainer(job, folder, Engine(job, device), rank.recorder, started)
             return rank.end(rank.trainer, rank.trainer.train())
     except BaseException as error:

@@ -38,7 +38,7 @@ _ROW = (
         "loss_max",
         "nats/token",
         "Largest mean loss of one rank's share of the batch.",
-        line="loss_max {:.4f}",
+        line="max {:.4f}",
     ),
     Metric(
         "mtp_loss",
@@ -190,8 +190,6 @@ def rank_row(row: Row, loss: float | None, maxima: Row) -> Row:
 
     Args:
         row: the row of the step on this rank; its times are the rank's own.
-        loss: mean loss of the rank's tokens; None without any.
-        maxima: its values of the columns that are maxima over all ranks.
     """
     return {"loss": loss, "step_seconds": row["step_seconds"], "data_share": row["data_share"], **maxima}
 

@@ -194,7 +194,8 @@ class Trainer:
     def _describe(self) -> None:
         if self._note_of_data:
             self._message(self._note_of_data)
-        self._message(describe_inputs(self.efficiency.accounting, self.efficiency.peak))
+        if self.engine.device.type != "cpu":
+            self._message(describe_inputs(self.efficiency.accounting, self.efficiency.peak))
         precision = self.job.precision
         if precision.linear != "none":
             self._message(sort_linears(self.job.model, precision).describe(precision.linear))
@@ -233,7 +234,11 @@ class Trainer:
         if self.recorder is not None:
             step = self.progress.step
             has_curve = self.saver.folder.path_of(step) == self.resumed_from
-            self.recorder.begin(step, metrics_of_rows(self.observers), has_curve=has_curve)
+            hidden = {"loss_max"} if self.job.world_size == 1 else set()
+            if self.efficiency.peak.flops is not None or self.engine.device.type == "cpu":
+                hidden.add("tflops_per_device")
+            shown = [each for each in metrics_of_rows(self.observers) if each.name not in hidden]
+            self.recorder.begin(step, shown, has_curve=has_curve)
 
     def _save_seed(self) -> str:
         if self.resumed_from is not None and self.progress.step > 0:

@@ -17,7 +17,6 @@ class Accelerator:
     """One device as ``torch`` counts devices.
 
     Attributes:
-        name: common name.
         peak_flops: dense FLOP/s by the format of the matrix product: ``bfloat16``, ``float16``,
             ``float8``, ``mxfp8`` (float8 in blocks of 32 with a scale each), ``tf32``, and ``float32``
             (without tensor cores on NVIDIA). A missing key is a format that the device does not support
@@ -26,7 +25,6 @@ class Accelerator:
             units. The usable memory is smaller: by about 1 % with HBM, by about 6 % with GDDR6, which
             stores error correction in the same memory.
         memory_bandwidth: bytes per second.
-        source: the datasheet.
         link_bandwidth: bytes per second to other devices of the node, in one direction (both directions run
             at once): NVLink, Infinity Fabric, else PCIe. Datasheets print the sum of both directions.
         units: streaming multiprocessors (compute units), among which a kernel's tiles are distributed.

@@ -12,6 +12,7 @@ otherwise a random sample of ``SAMPLE_BLOCKS``. So opening a checked folder read
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import json
 import os
@@ -166,7 +167,6 @@ def remove_abandoned(folder: Path, work: Path, after: float) -> None:
     """Remove a folder that was not written for ``after`` seconds, if its builder is dead.
 
     Args:
-        folder: to remove.
         work: the folder that its builder locks.
         after: at least a minute: a builder makes its folder and then locks it, and locking it in between
             would stop the builder.
@@ -240,6 +240,12 @@ def check_files(folder: Path, files: Mapping[str, Any]) -> None:
         # The folder may be another user's; then the next reader compares all of it.
         with contextlib.suppress(OSError):
             write_atomically(folder / CHECKED, json.dumps({**checked, **times}).encode())
+
+
+def file_digest(file: Path, algorithm: Callable[[], Any]) -> str:
+    """Return the checksum of a file, which is read in blocks."""
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, algorithm).hexdigest()
 
 
 def _hash_blocks(file: Path, blocks: Iterable[int]) -> list[str]:

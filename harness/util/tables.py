@@ -265,8 +265,6 @@ def to_html(title: str, blocks: Sequence[Block], folder: Path) -> str:
     """Format blocks as a page that fetches nothing; a click on a heading of a column sorts by its values.
 
     Args:
-        title: title of the page.
-        blocks: the blocks.
         folder: folder of the pictures, which become part of the page.
     """
     parts = [f"<h1>{html.escape(title)}</h1>"]

@@ -8,7 +8,6 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin
@@ -18,7 +17,7 @@ from harness.config.model import FAMILIES, ModelConfig, named_fields
 from harness.model.architecture import architecture_of, resolve_model
 from harness.util import encoding
 from harness.util.errors import ConfigError, UserError
-from harness.weights.families.core import NEEDED, ConfigField, Family
+from harness.weights.families.core import NEEDED, ConfigField, Family, undetermined
 from harness.weights.quantization import quantization_of
 
 CONFIG = "config.json"
@@ -154,19 +153,6 @@ def hf_config(model: ModelConfig, *, dtype: str, bos_id: int | None, eos_id: int
     }
 
 
-@dataclass(frozen=True)
-class _Fact:
-    field: str
-    value: object
-    hf_field: str
-    hf_value: object
-    works: object = None
-
-    def __str__(self) -> str:
-        text = f"{self.field}={_typed(self.value)}: config.json has {self.hf_field} {_typed(self.hf_value)}"
-        return text if self.works is None else f"{text}, which is {self.field}={_typed(self.works)}"
-
-
 def _typed(value: object) -> str:
     if isinstance(value, list) and len(value) > _SHOWN_ITEMS:
         return f"{json.dumps(value[:_SHOWN_ITEMS])[:-1]}, ...]"
@@ -182,20 +168,19 @@ def check_hf_config(model: ModelConfig, found: Mapping[str, Any]) -> None:
     family = _checked_family(model)
     found = decoder_part(family, found)
     quantization_of(found)
-    facts: list[_Fact] = []
-    for field in family.config_fields(model):
-        theirs = field.found(found)
+    facts = []
+    for field, content in _pairs(family, model, found):
+        theirs = field.found(content)
         if theirs == field.value:
             continue
         if field.ours is None:
             only = f"the decoder only knows {field.theirs} {_typed(field.value)}"
             raise UserError(f"config.json has {field.theirs} {_typed(theirs)}: {only}")
-        facts.append(_Fact(f"model.{field.ours}", _shown(field), field.theirs, theirs, _works(field, found)))
-    facts += [fact for fact in _rope_facts(family, model, found) if fact.value != fact.hf_value]
+        fact = f"model.{field.ours}={_typed(_shown(field))}: config.json has {field.theirs} {_typed(theirs)}"
+        works = _works(field, content)
+        facts.append(fact if works is None else f"{fact}, which is model.{field.ours}={_typed(works)}")
     if facts:
-        raise UserError(
-            f"{'; '.join(map(str, facts))}; would work: model=from_config, which takes all of them"
-        )
+        raise UserError(f"{'; '.join(facts)}; would work: model=from_config, which takes all of them")
     family_of(model)
 
 
@@ -225,22 +210,13 @@ def decoder_part(family: Family, found: Mapping[str, Any]) -> Mapping[str, Any]:
     raise UserError(f"config.json has {has}: only checkpoints {read}")
 
 
-def _rope_facts(family: Family, model: ModelConfig, found: Mapping[str, Any]) -> list[_Fact]:
-    rope, read = model.rope, found_rope(family, found)
-    facts = [
-        _Fact("model.rope.theta", rope.theta, "rope_theta", read.theta),
-        _Fact("model.rope.scaling", rope.scaling, "rope_type", read.scaling),
-    ]
-    if rope.scaling == read.scaling:
-        facts += [
-            _Fact(f"model.rope.{name}", getattr(rope, name), theirs, value)
-            for name, (theirs, value) in read.values().items()
-        ]
-        # It would replace the factor that follows from mscale.
-        given = read.fields.get("attention_factor") if read.scaling == "yarn" else None
-        if given is not None:
-            facts.append(_Fact("model.rope.mscale", rope.mscale, "attention_factor", given))
-    return facts
+def _pairs(
+    family: Family, model: ModelConfig, found: Mapping[str, Any]
+) -> Iterator[tuple[ConfigField, Mapping[str, Any]]]:
+    """Every field that a config.json should have for a model, with the object in it that has the field."""
+    yield from ((field, found) for field in family.config_fields(model))
+    rotation = rotation_of(family, found)
+    yield from ((field, rotation) for field in _rope_fields(model, rotation))
 
 
 # -- the rotation, as transformers 4 and 5 write it ----
@@ -261,25 +237,12 @@ def rope_scaling_of(model: ModelConfig) -> dict[str, Any] | None:
     return content
 
 
-@dataclass(frozen=True)
-class FoundRope:
-    """The rotation in a config.json: the base of its wavelengths, and its scaling's fields by their names."""
+def rotation_of(family: Family, found: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotation in a config.json of transformers 4 or 5, as the content of one object.
 
-    theta: object
-    scaling: object
-    """Our name of the scaling, or theirs if we do not have it."""
-    fields: Mapping[str, Any]
-
-    def values(self) -> dict[str, tuple[str, object]]:
-        """Their name and value for each field of RopeConfig that the scaling reads."""
-        return {
-            name: (theirs, self.fields.get(theirs, default))
-            for name, (theirs, default) in STRETCHING[str(self.scaling)].items()
-        }
-
-
-def found_rope(family: Family, found: Mapping[str, Any]) -> FoundRope:
-    """Read the rotation from a config.json of transformers 4 or 5; UserError if it is not supported."""
+    ``rope_type`` is our name of the scaling, or theirs if we do not have it. UserError if the rotation is not
+    supported.
+    """
     # In this order, because transformers 5 prefers rope_scaling where a file has both.
     name = "rope_scaling" if found.get("rope_scaling") else "rope_parameters"
     parameters = found.get(name) or {}
@@ -292,11 +255,28 @@ def found_rope(family: Family, found: Mapping[str, Any]) -> FoundRope:
             "max_position_embeddings by its own length, and shorter ones not at all; "
             "would work: rope_scaling null"
         )
-    return FoundRope(
-        theta=parameters.get("rope_theta", found.get("rope_theta", family.theta)),
-        scaling="none" if kind == "default" else kind,
-        fields={"original_max_position_embeddings": found.get("max_position_embeddings", 2048), **parameters},
-    )
+    return {
+        "rope_theta": found.get("rope_theta", family.theta),
+        "original_max_position_embeddings": found.get("max_position_embeddings", 2048),
+        **parameters,
+        "rope_type": "none" if kind == "default" else kind,
+    }
+
+
+def _rope_fields(model: ModelConfig, rotation: Mapping[str, Any]) -> Iterator[ConfigField]:
+    """The fields of a rotation; those of its scaling if the model has the same."""
+    rope = model.rope
+    yield ConfigField("rope_theta", rope.theta, "rope.theta", nullable=True)
+    yield ConfigField("rope_type", rope.scaling, "rope.scaling", nullable=True)
+    if rope.scaling != rotation["rope_type"]:
+        return
+    for name, (theirs, default) in STRETCHING[rope.scaling].items():
+        yield ConfigField(theirs, getattr(rope, name), f"rope.{name}", default=default, nullable=True)
+    if rope.scaling == "yarn":
+        # It would replace the factor that follows from mscale.
+        yield ConfigField(
+            "attention_factor", None, "rope.mscale", shown=rope.mscale, default=None, to_ours=undetermined
+        )
 
 
 # -- read a model ----
@@ -342,6 +322,10 @@ def _read(family: Family, found: Mapping[str, Any]) -> ModelConfig:
     model = ModelConfig(family=family.name, **numbers)
     for name, value in family.requires.items():
         model = _set(model, name, value, name)
+    kind = rotation_of(family, found)["rope_type"]
+    if kind not in list(STRETCHING):  # it may be a list or an object
+        known = [name if name != "none" else "default" for name in STRETCHING]
+        raise UserError(f"it has rope_type {kind!r}; would work: {', '.join(known)}")
     for _ in range(_MOST_ROUNDS):
         before, model = model, _read_fields(family, found, model)
         if model == before:
@@ -351,23 +335,15 @@ def _read(family: Family, found: Mapping[str, Any]) -> ModelConfig:
             model = _set(model, ours, found[theirs], theirs)
     for name, value in (family.assumed(model) if family.assumed else {}).items():
         model = _set(model, name, value, name)
-    rope = found_rope(family, found)
-    model = _set(model, "rope.theta", rope.theta, "rope_theta")
-    if rope.scaling not in list(STRETCHING):  # it may be a list or an object
-        known = [name if name != "none" else "default" for name in STRETCHING]
-        raise UserError(f"it has rope_type {rope.scaling!r}; would work: {', '.join(known)}")
-    model = with_value(model, "rope.scaling", str(rope.scaling))
-    for name, (theirs, value) in rope.values().items():
-        model = _set(model, f"rope.{name}", value, theirs)
     return model
 
 
 def _read_fields(family: Family, found: Mapping[str, Any], model: ModelConfig) -> ModelConfig:
-    for field in family.config_fields(model):
+    for field, content in _pairs(family, model, found):
         if field.ours is None:
             continue
         try:
-            value = field.our_value(found)
+            value = field.our_value(content)
         except ValueError as error:
             raise UserError(f"it has {error}, which no value of model.{field.ours} matches") from None
         # Null is a value of nullable fields; else a config.json without a value leaves the field as it is.

@@ -186,19 +186,9 @@ class HuggingFaceNames:
         for piece in pieces:
             full = self._cache[piece.ours]
             values = full if piece.expert is None else full[piece.expert]
-            _half(out, piece, tuple(full.shape)).copy_(values)
+            everything = [range(size) for size in values.shape]
+            _read(piece, full.shape, everything, lambda _, part: out[part]).copy_(values)
         return out
-
-
-def _half(theirs: Tensor, piece: TensorMapping, shape: Shape) -> Tensor:
-    """The view of a Hugging Face tensor that holds a piece, with the dimensions in our order."""
-    slot, width = piece.slot, piece.width(shape)
-    if slot.half is not None:
-        first = slot.half * width
-        theirs = theirs[..., slice(slot.half, None, 2) if slot.interleaved else slice(first, first + width)]
-    if slot.within is not None:
-        theirs = theirs[..., slot.within[0] : slot.within[0] + width]
-    return theirs.transpose(-1, -2) if slot.transposed else theirs
 
 
 # -- files ----

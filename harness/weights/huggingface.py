@@ -7,7 +7,6 @@ It is written here because the library's writers need two copies of a shard in m
 
 from __future__ import annotations
 
-import hashlib
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -31,6 +30,7 @@ from harness.model.spec import is_buffer, tensor_shapes
 from harness.parallelism.materialize import local_ranges
 from harness.util.errors import ConfigError, UserError
 from harness.util.files import sync_file, sync_folder
+from harness.util.store import file_digest
 from harness.weights.config_json import CONFIG, check_hf_config, decoder_part, hf_config, read_object
 from harness.weights.dcp import DistributedSource
 from harness.weights.hf_tensors import (
@@ -271,7 +271,7 @@ def finish(source: str, target: str, job: Job, manifest: dict[str, Any]) -> None
     folder = Path(target)
     finish_huggingface(_source(source, job), job.model, job.tokenizer, folder)
     files = {
-        file.name: {"size": file.stat().st_size, CHECKSUM: _checksum(file)}
+        file.name: {"size": file.stat().st_size, CHECKSUM: file_digest(file, xxhash.xxh3_128)}
         for file in sorted(folder.iterdir())
         if file.is_file()
     }
@@ -280,8 +280,3 @@ def finish(source: str, target: str, job: Job, manifest: dict[str, Any]) -> None
 
 def _source(path: str, job: Job) -> DistributedSource:
     return DistributedSource(path, open_checkpoint(path).manifest, job.model)
-
-
-def _checksum(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()

@@ -22,8 +22,13 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as FastTokenizer
 
 from harness.config.data import SETS, TokenizerConfig
-from harness.data.tokenizer import SentencePieceTokenizer, Tokenizer, build_tokenizer, parse_ranks
-from harness.data.tokenizer_base import read_tokenizer
+from harness.data.tokenizer import (
+    SentencePieceTokenizer,
+    Tokenizer,
+    build_tokenizer,
+    parse_ranks,
+    read_tokenizer,
+)
 from harness.data.tokenizer_json import TOKENIZER, copy_tokenizer
 from harness.util.errors import DataError
 
@@ -164,7 +169,7 @@ def _of_sentencepiece(config: TokenizerConfig) -> _Export:
     from sentencepiece import sentencepiece_model_pb2
 
     content = read_tokenizer(config.file)
-    ours = SentencePieceTokenizer(content, config.file)
+    ours = SentencePieceTokenizer(config)
     proto = vars(sentencepiece_model_pb2)["ModelProto"].FromString(content)
     for reason in _unsupported_features(proto):
         raise DataError(f"tokenizer file {config.file} {reason}, which tokenizer.json does not support")

@@ -27,27 +27,16 @@ SMALL = [
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of one run on one rank.
+    """Result of one run on one rank; batches and tensors at the end are digests."""
 
-    Attributes:
-        reason: completed or interrupted.
-        losses: by step, those of this process.
-        norms: gradient norms by step.
-        batches: digests of the batches this rank read, by step.
-        state: digests of its tensors at the end, by name: weights, optimizer, random states.
-        resumed_from: the checkpoint it started from.
-        messages: lines shown to the user.
-        facts: its result row.
-    """
-
-    reason: str
-    losses: dict[int, float]
+    reason: str  # completed or interrupted
+    losses: dict[int, float]  # by step, as the next two
     norms: dict[int, float]
     batches: dict[int, str]
-    state: dict[str, str]
+    state: dict[str, str]  # weights, optimizer, random states
     resumed_from: str | None
-    messages: list[str]
-    facts: dict[str, Any]
+    messages: list[str]  # shown to the user
+    facts: dict[str, Any]  # its result row
 
 
 def train(job_json: str, run_dir: str, stop_after: int | None = None) -> Outcome:

@@ -2,94 +2,25 @@
 
 from __future__ import annotations
 
-import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import jobs
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from resumable_runs import SMALL
-from tiers import rest_is_thorough
+from local_runs import Run, failed, flip, start
 from torch.distributed.checkpoint.planner import SavePlan
 
 from harness.checkpoint import save
 from harness.checkpoint.catalog import CheckpointFolder, reading, remove
 from harness.checkpoint.storage import Writer
-from harness.metrics.jsonl import read_metrics
-from harness.run.folder import RunFolder
-from harness.util.errors import EXIT_BUG, EXIT_MACHINE, EXIT_OK, EXIT_USER, UserError
+from harness.util.errors import EXIT_BUG, EXIT_MACHINE, EXIT_USER, UserError
 
-
-class Run:
-    """A run folder after a run."""
-
-    def __init__(self, folder: RunFolder) -> None:
-        self.folder, self.path, self.row = folder, folder.path, folder.row
-        self.checkpoints = CheckpointFolder(str(folder.path / "checkpoints"))
-
-    @property
-    def start_step(self) -> int:
-        return self.row["start_step"]
-
-    def series(self, name: str) -> dict[int, float]:
-        """A metric by step."""
-        return {row["step"]: row[name] for row in read_metrics(self.path / "metrics.jsonl") if name in row}
-
-    @property
-    def losses(self) -> dict[int, float]:
-        return self.series("loss")
-
-    def step(self, step: int) -> Path:
-        return self.path / "checkpoints" / f"step-{step}"
-
-    def superseded(self) -> list[str]:
-        return sorted(path.name for path in (self.path / "checkpoints" / "superseded" / "1").iterdir())
-
-    def forget_the_end(self, *steps: int) -> None:
-        """Make the run look as if killed before it wrote the checkpoints of ``steps``."""
-        (self.path / "result.json").unlink()
-        for step in steps:
-            remove(str(self.step(step)))
-
-
-def start(tmp_path: Path, *overrides: str, adopt: bool = False, code: int = EXIT_OK) -> Run:
-    """Train like the user's command, to the given exit code."""
-    done = jobs.train(tmp_path, *SMALL, "training.steps=8", *overrides, adopt=adopt)
-    assert done.code == code
-    return Run(done.folder)
-
-
-def failed(tmp_path: Path, *overrides: str, code: int = EXIT_USER) -> str:
-    """The one-line error of a run."""
-    error = start(tmp_path, *overrides, code=code).folder.first_error()
-    assert error is not None and "\n" not in error["message"]
-    return error["message"]
-
-
-class Finished(Protocol):
-    def __call__(self, tmp_path: Path, *overrides: str) -> Run: ...
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """Copy a finished run into a folder; runs of the same overrides are made once."""
-    made: dict[tuple[str, ...], tuple[Path, Path]] = {}
-
-    def copy(tmp_path: Path, *overrides: str) -> Run:
-        if overrides not in made:
-            runs_dir = tmp_path_factory.mktemp("finished")
-            made[overrides] = runs_dir, start(runs_dir, *overrides).path
-        runs_dir, path = made[overrides]
-        shutil.copytree(runs_dir, tmp_path, symlinks=True, dirs_exist_ok=True)
-        return Run(RunFolder(tmp_path / path.relative_to(runs_dir)))
-
-    return copy
-
-
+Finished = Callable[..., Run]
 EVERY_2, EVERY_4 = "checkpoint.interval=2", "checkpoint.interval=4"
 WHOLE = "checkpoint.initial_load_model_only=false"
+PLAIN = "metrics.console=plain"
 
 # -- writing and keeping ----
 
@@ -102,15 +33,12 @@ def test_when_checkpoints_are_written(tmp_path: Path) -> None:
         assert not (start(tmp_path / str(number), option).path / "checkpoints").exists()
 
 
-KEPT = {0: [2, 4, 6, 8], 1: [8], 3: [4, 6, 8]}
-MODES = [(mode, keep) for mode in ("sync", "async") for keep in KEPT]
-
-
-@pytest.mark.parametrize("row", rest_is_thorough(MODES, ("sync", 0), ("sync", 3), ("async", 1)), ids=str)
-def test_the_newest_are_kept(tmp_path: Path, row: tuple[str, int]) -> None:
-    mode, keep = row
+@pytest.mark.parametrize(
+    ("mode", "keep", "kept"), [("sync", 0, [2, 4, 6, 8]), ("sync", 3, [4, 6, 8]), ("async", 1, [8])]
+)
+def test_the_newest_are_kept(tmp_path: Path, mode: str, keep: int, kept: list[int]) -> None:
     run = start(tmp_path, f"checkpoint={mode}", EVERY_2, f"checkpoint.keep_latest_k={keep}")
-    assert run.checkpoints.steps() == KEPT[keep]
+    assert run.checkpoints.steps() == kept
 
 
 def test_what_is_not_purged(tmp_path: Path, finished: Finished) -> None:
@@ -131,12 +59,13 @@ def test_what_is_not_purged(tmp_path: Path, finished: Finished) -> None:
 
 def test_a_finished_checkpoint_is_never_written_over(tmp_path: Path) -> None:
     """A longer run cannot resume from weights alone; when it reaches their step again, it keeps them."""
-    options = (f"checkpoint.folder={tmp_path / 'shared'}", EVERY_4)
+    shared = CheckpointFolder(str(tmp_path / "shared"))
+    options = (f"checkpoint.folder={shared.path}", EVERY_4)
     start(tmp_path, *options, "checkpoint.last_save_model_only=true")
     run = start(tmp_path, *options, "training.steps=12", "checkpoint.allow_changed=[training.steps]")
     assert run.start_step == 4
-    complete = CheckpointFolder(str(tmp_path / "shared")).complete()[0]
-    assert [(each.step, each.holds) for each in complete] == [(12, "full"), (8, "full"), (4, "full")]
+    complete = [(each.step, each.holds) for each in shared.complete()[0]]
+    assert complete == [(12, "full"), (8, "full"), (4, "full")]
     assert CheckpointFolder(str(tmp_path / "shared" / "superseded" / "1")).find(8).holds == "model"
 
 
@@ -157,14 +86,14 @@ def test_the_folder_is_tried_at_the_start(tmp_path: Path) -> None:
     """Another run writes there, or it cannot be written."""
     shared = CheckpointFolder(str(tmp_path / "shared"))
     shared.hold()
-    option = f"checkpoint.folder={tmp_path / 'shared'}"
+    option = f"checkpoint.folder={shared.path}"
     assert "another run writes checkpoints there" in failed(tmp_path, option)
     shared.release()
     start(tmp_path, option)
     (tmp_path / "file").write_text("")
-    run = start(tmp_path, f"checkpoint.folder={tmp_path / 'file'}", code=EXIT_USER)
-    says = f"checkpoint.folder={tmp_path / 'file'}: cannot be written: "
-    assert (run.folder.first_error() or {})["message"].startswith(says)
+    option = f"checkpoint.folder={tmp_path / 'file'}"
+    run = start(tmp_path, option, code=EXIT_USER)
+    assert run.error["message"].startswith(f"{option}: cannot be written: ")
     assert run.row["exit_reason"] == "failed" and not (run.path / "metrics.jsonl").exists()
 
 
@@ -243,41 +172,40 @@ def test_failed_saves_by_policy(tmp_path: Path, finished: Finished, monkeypatch:
     assert "step 8 could not be written" in said
 
 
-def test_files_that_are_not_seen_are_a_failed_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class Elsewhere(save.Writer):
     """Ranks of other nodes may write to another disk: all listed files must be visible."""
 
-    class Elsewhere(save.Writer):
-        def finish(self, metadata: Any, results: Any) -> None:
-            Path(self.path, "__0_0.distcp").unlink()
-            super().finish(metadata, results)
-
-    monkeypatch.setattr(save, "Writer", Elsewhere)
-    run = start(tmp_path, code=EXIT_MACHINE)
-    assert "__0_0.distcp is missing" in (run.folder.first_error() or {})["message"]
-    assert run.checkpoints.steps() == []
+    def finish(self, metadata: Any, results: Any) -> None:
+        Path(self.path, "__0_0.distcp").unlink()
+        super().finish(metadata, results)
 
 
-def test_a_failed_copy_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class Broken(save.Writer):
+    def finish(self, metadata: Any, results: Any) -> None:
+        raise KeyError("a bug")
+
+
+def no_room(*_: Any, **__: Any) -> None:
     """It happens on one rank; continuing would pair its next save with the others' last."""
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise MemoryError("no room for the copy")
-
-    monkeypatch.setattr(save.DefaultStager, "_stage", fail)
-    run = start(tmp_path, "checkpoint=async", EVERY_2, code=EXIT_MACHINE)
-    error = run.folder.first_error() or {}
-    assert (error["kind"], error["message"]) == ("out_of_memory", "no room for the copy")
-    assert (run.row["exit_code"], run.row["step"]) == (EXIT_MACHINE, 2)
+    raise MemoryError("no room for the copy")
 
 
-def test_a_bug_while_saving_is_reported_as_a_bug(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Broken(save.Writer):
-        def finish(self, metadata: Any, results: Any) -> None:
-            raise KeyError("a bug")
-
-    monkeypatch.setattr(save, "Writer", Broken)
-    error = start(tmp_path, code=EXIT_BUG).folder.first_error()
-    assert error is not None and error["kind"] == "bug" and "a bug" in error["traceback"]
+@pytest.mark.parametrize(
+    ("part", "instead", "mode", "code", "kind", "says"),
+    [
+        ("Writer", Elsewhere, "sync", EXIT_MACHINE, "machine", "__0_0.distcp is missing"),
+        ("DefaultStager._stage", no_room, "async", EXIT_MACHINE, "out_of_memory", "no room for the copy"),
+        ("Writer", Broken, "sync", EXIT_BUG, "bug", "a bug"),
+    ],
+)
+def test_saves_that_end_the_run(
+    part: str, instead: Any, mode: str, code: int, kind: str, says: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(f"harness.checkpoint.save.{part}", instead)
+    run = start(tmp_path, f"checkpoint={mode}", EVERY_2, "checkpoint.max_failed_saves=0", code=code)
+    assert run.error["kind"] == kind and says in run.error["traceback"]
+    assert (run.row["exit_code"], run.row["step"]) == (code, 2)
+    assert run.checkpoints.complete()[0] == []
 
 
 # -- starting and resuming ----
@@ -285,6 +213,9 @@ def test_a_bug_while_saving_is_reported_as_a_bug(tmp_path: Path, monkeypatch: py
 
 def test_load_step_goes_back_and_keeps_what_came_later(tmp_path: Path, finished: Finished) -> None:
     whole = finished(tmp_path, EVERY_2).losses
+    said = failed(tmp_path, EVERY_2, "checkpoint.load_step=5")
+    assert said.startswith("checkpoint.load_step=5: there is no complete checkpoint of that step")
+    assert said.endswith("would work: 2, 4, 6, 8")
     run = start(tmp_path, EVERY_2, "checkpoint.load_step=4")
     assert run.start_step == 4 and run.losses == whole
     assert run.superseded() == ["step-6", "step-8"]
@@ -292,20 +223,10 @@ def test_load_step_goes_back_and_keeps_what_came_later(tmp_path: Path, finished:
     run.forget_the_end(8)
     run = start(tmp_path, EVERY_2, "checkpoint.load_step=4")
     assert run.start_step == 6 and run.losses == whole
-
-
-def test_load_step_that_is_not_there(tmp_path: Path, finished: Finished) -> None:
-    finished(tmp_path, EVERY_4)
-    said = failed(tmp_path, EVERY_4, "checkpoint.load_step=5")
-    assert said.startswith("checkpoint.load_step=5: there is no complete checkpoint of that step")
-    assert said.endswith("would work: 4, 8")
-
-
-def test_starting_from_step_0_keeps_the_old_ones(tmp_path: Path, finished: Finished) -> None:
-    whole = finished(tmp_path, EVERY_4).losses
-    run = start(tmp_path, EVERY_4, "checkpoint.resume=false")
+    # From step 0.
+    run = start(tmp_path, EVERY_2, "checkpoint.resume=false")
     assert run.start_step == 0 and run.losses == whole
-    assert run.checkpoints.steps() == [4, 8] and len(run.superseded()) == 2
+    assert len(list((run.path / "checkpoints" / "superseded").rglob("step-*"))) == 6
 
 
 def test_excluded_parts_are_not_taken_once(tmp_path: Path, finished: Finished) -> None:
@@ -325,41 +246,34 @@ def test_excluded_parts_are_not_taken_once(tmp_path: Path, finished: Finished) -
     assert start(tmp_path, *options).losses == changed
 
 
-@pytest.mark.parametrize("part", rest_is_thorough(["optimizer", "rng"], "optimizer"))
-def test_every_part_can_be_left_out(tmp_path: Path, finished: Finished, part: str) -> None:
-    run = finished(tmp_path, EVERY_4)
+def test_sizes_follow_the_step_where_the_data_begins_again(tmp_path: Path, finished: Finished) -> None:
+    options = (
+        EVERY_4,
+        "schedule.batch_size=[{until_step:3,sequences:4},{until_step:6,sequences:6}]",
+        "schedule.seq_len=[{until_step:2,tokens:8},{until_step:5,tokens:16}]",
+    )
+    finished(tmp_path, *options).forget_the_end(8)
+    run = start(tmp_path, *options, "checkpoint.exclude_from_loading=[data_loader]")
+    sizes = [run.series("schedule.batch_size"), run.series("schedule.seq_len")]
+    assert [(each[5], each[8]) for each in sizes] == [(6, 8), (16, 32)]
+
+
+def test_the_optimizer_and_the_counters_can_be_left_out(tmp_path: Path, finished: Finished) -> None:
+    run = finished(tmp_path / "first", EVERY_4)
     whole = run.losses
     run.forget_the_end(8)
-    after = start(tmp_path, EVERY_4, f"checkpoint.exclude_from_loading=[{part}]").losses
-    assert after[5] == whole[5]
-    # Training uses no random numbers yet.
-    assert after[7] != whole[7] if part == "optimizer" else after == whole
-
-
-def test_counters_are_left_out_only_for_another_run(tmp_path: Path, finished: Finished) -> None:
-    run = finished(tmp_path, EVERY_4)
+    after = start(tmp_path / "first", EVERY_4, "checkpoint.exclude_from_loading=[optimizer]").losses
+    assert after[5] == whole[5] and after[7] != whole[7]
+    # Counters only for another run.
+    run = finished(tmp_path / "again", EVERY_4)
     run.forget_the_end(8)
     exclude = "checkpoint.exclude_from_loading=[train_state,optimizer]"
-    assert "the run would begin at step 0" in failed(tmp_path, EVERY_4, exclude)
+    assert "the run would begin at step 0" in failed(tmp_path / "again", EVERY_4, exclude)
     options = (WHOLE, exclude)
     other = start(tmp_path / "other", f"checkpoint.initial_load_path={run.step(4)}", *options)
     # Excluded for this run, whatever the loading options of the one before.
     third = start(tmp_path / "third", f"checkpoint.initial_load_path={other.path}", *options)
     assert other.start_step == third.start_step == 0
-
-
-def test_falling_back_to_the_seed_forgets_the_optimizer(tmp_path: Path) -> None:
-    start(tmp_path, "checkpoint.create_seed_checkpoint=true")
-    run = start(tmp_path)
-    whole = run.losses
-    run.forget_the_end()
-    data = run.step(8) / "__0_0.distcp"
-    content = bytearray(data.read_bytes())
-    content[-20000] ^= 4  # late in the file, when much has been loaded
-    data.write_bytes(content)
-    run = start(tmp_path)
-    assert run.start_step == 0 and run.losses == whole
-    assert run.superseded() == ["step-8"]  # moved aside, not removed
 
 
 def test_seed_checkpoint(tmp_path: Path, finished: Finished) -> None:
@@ -375,6 +289,12 @@ def test_seed_checkpoint(tmp_path: Path, finished: Finished) -> None:
     # It is not written over a run.
     assert "is already at step 8;" in failed(tmp_path, "checkpoint.create_seed_checkpoint=true")
     assert run.checkpoints.find(8).holds == "full"
+    # Falling back to it forgets the optimizer, of which much has been loaded when the damage is found.
+    run.forget_the_end()
+    flip(run.step(8) / "__0_0.distcp", -20000)
+    run = start(tmp_path)
+    assert run.start_step == 0 and run.losses == plain.losses
+    assert run.superseded() == ["step-8"]  # moved aside, not removed
 
 
 def test_initial_load_of_weights_and_of_everything(tmp_path: Path, finished: Finished) -> None:
@@ -408,27 +328,28 @@ def test_a_run_goes_on_from_another_layout_of_the_same_experiment(tmp_path: Path
 # -- other jobs ----
 
 
-def test_a_changed_job_gets_a_note_on_the_earlier_run(
-    tmp_path: Path, finished: Finished, capsys: pytest.CaptureFixture[str]
-) -> None:
-    finished(tmp_path, EVERY_4).forget_the_end(8)
-    other = start(tmp_path, "optimizer.lr=0.02", "metrics.console=plain")
-    said = capsys.readouterr().out
-    assert "stopped after step 4 with optimizer.lr=0.01 there and 0.02 here" in said
-    assert "checkpoint.allow_changed=[optimizer.lr]" in said
-    assert other.start_step == 0
-
-
-def test_a_longer_job_gets_a_note_on_how_to_resume(
-    tmp_path: Path, finished: Finished, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_notes_say_how_to_go_on_from_an_earlier_run(tmp_path: Path, finished: Finished, capsys: Any) -> None:
     first = finished(tmp_path)
-    assert start(tmp_path, "training.steps=10", "metrics.console=plain").start_step == 0
+    assert start(tmp_path, "training.steps=10", PLAIN).start_step == 0
     said = capsys.readouterr().out
     assert f"{first.path} ended after step 8 with training.steps=8 there and 10 here; to go on" in said
     # The suggested overrides work.
     named = said.split("to go on from it: ")[1].split("\n")[0].split()[:3]
     assert start(tmp_path / "again", "training.steps=10", *named).start_step == 8
+    # A run that was stopped, of a job that differs in more.
+    finished(tmp_path / "stopped", EVERY_4).forget_the_end(8)
+    assert start(tmp_path / "stopped", "optimizer.lr=0.02", PLAIN).start_step == 0
+    said = capsys.readouterr().out
+    assert "stopped after step 4 with optimizer.lr=0.01 there and 0.02 here" in said
+    assert "checkpoint.allow_changed=[optimizer.lr]" in said
+
+
+def test_a_longer_run_of_the_same_curve_goes_on_without_permission(tmp_path: Path) -> None:
+    curve = ("schedule.total_steps=8", EVERY_2)
+    long = start(tmp_path / "long", *curve)
+    short = start(tmp_path / "short", *curve, "training.steps=4")
+    again = start(tmp_path / "again", *curve, f"checkpoint.initial_load_path={short.step(4)}", WHOLE)
+    assert again.losses == {step: loss for step, loss in long.losses.items() if step > 4}
 
 
 def test_other_numerics_are_refused_by_name(tmp_path: Path) -> None:

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 from plugins import install
 
-from harness.compose.arguments import help_text
+from harness.compose.help import help_text
 from harness.config.data_kinds import DATA_KINDS, DataKind
 from harness.config.fields import check_rules, label, numerics
-from harness.config.job import Job
 from harness.config.registry import Registry, resolve_options
 from harness.launch.train import VERB as TRAIN
 from harness.util.errors import ConfigError, UserError
@@ -37,6 +36,12 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def provide_blue(packages: Path, name: str, module: str = "") -> None:
+    """Install a package that adds the colour blue."""
+    sys.modules.pop(name, None)
+    install(packages, name, {"harness.colour": {"blue": f"{name}:BLUE"}}, module)
+
+
 def test_built_in_names_do_not_read_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.entry_points", None)
     colours = table()
@@ -46,8 +51,8 @@ def test_built_in_names_do_not_read_entry_points(monkeypatch: pytest.MonkeyPatch
 
 
 def test_plugins_are_found_listed_and_imported_when_used(packages: Path) -> None:
-    install(packages, "many_colours", {"harness.colour": {"blue": "many_colours:BLUE", "azure": "none:None"}},
-            "BLUE = 450")  # fmt: skip
+    entries = {"blue": "many_colours:BLUE", "azure": "none:None"}
+    install(packages, "many_colours", {"harness.colour": entries}, "BLUE = 450")
     colours = table(expects="builtins:int")
     assert list(colours) == ["red", "one", "azure", "blue"]
     assert "blue" in colours and "green" not in colours and ["blue"] not in colours
@@ -57,15 +62,15 @@ def test_plugins_are_found_listed_and_imported_when_used(packages: Path) -> None
 
 
 def test_a_name_that_no_package_has_is_refused_in_one_line(packages: Path) -> None:
-    install(packages, "few_colours", {"harness.colour": {"blue": "few_colours:BLUE"}})
-    rule = "no installed package adds this name (entry points of group harness.colour)"
-    message = f"paint.colour=green: {rule}; would work: red, one, blue, or install the package that adds it"
+    provide_blue(packages, "few_colours")
+    works = "red, one, blue, or install the package that adds it"
+    group = "(entry points of group harness.colour)"
+    message = f"paint.colour=green: no installed package adds this name {group}; would work: {works}"
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         table()["green"]
-    works = "red, one, blue, or install the package that adds it (entry points of group harness.colour)"
     NewPaint = make_dataclass("NewPaint", [("colour", str, label("one", choices=table()))])
-    refused = f"colour=green: no such choice; would work: {works}"
-    with pytest.raises(ConfigError, match=f"^{re.escape(refused)}$"):
+    message = f"colour=green: no such choice; would work: {works} {group}"
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         check_rules(NewPaint("green"))
 
 
@@ -80,14 +85,13 @@ class Brush:
 @pytest.mark.parametrize("width", [3, 4])
 def test_help_shows_the_options_of_an_entry(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     monkeypatch.setitem(DATA_KINDS._builtins, "brush", DataKind("x:y", options=Brush))
-    typed = [
-        "data.kind=brush",
-        "++metrics.views={mlflow: {}}",
-        *([] if width == 3 else ["++data.options.width=4"]),
-    ]
-    shown = help_text(typed, TRAIN.parser(), config_name="train", schema=Job)
-    assert f"  options:\n    width: {width}  # in [1, 9]; Millimetres of `paint`.\n    hair: null\n" in shown
-    assert "    mlflow:\n      tracking_uri: null  # Server or database, such as " in shown
+    typed = ["data.kind=brush", "++metrics.views={mlflow: {}}"]
+    typed += [] if width == 3 else ["++data.options.width=4"]
+    shown = help_text("data.options", typed, TRAIN.parser())
+    assert f"data.options.width={width}\n    Millimetres of `paint`.\n    an integer; in [1, 9]; n" in shown
+    assert "data.options.hair=null\n    text, or null; label: " in shown
+    views = help_text("metrics.views", typed, TRAIN.parser())
+    assert "metrics.views.mlflow.tracking_uri=null\n    Server or database, such as " in views
 
 
 @pytest.mark.parametrize(
@@ -107,18 +111,14 @@ def test_two_packages_with_one_name_are_named(packages: Path, names: dict[str, s
 @pytest.mark.parametrize(
     ("module", "problem"),
     [
-        (
-            "import does_not_exist",
-            "cannot be imported: ModuleNotFoundError: No module named 'does_not_exist'",
-        ),
+        ("import nope", "cannot be imported: ModuleNotFoundError: No module named 'nope'"),
         ("", "cannot be imported: AttributeError: module 'broken_paint' has no attribute 'BLUE'"),
         ("1 / 0", "cannot be imported: ZeroDivisionError: division by zero"),
         ("BLUE = 'blue'", "has broken_paint:BLUE, which is no builtins.int"),
     ],
 )
 def test_a_package_that_does_not_work_is_named(packages: Path, module: str, problem: str) -> None:
-    sys.modules.pop("broken_paint", None)
-    install(packages, "broken_paint", {"harness.colour": {"blue": "broken_paint:BLUE"}}, module)
+    provide_blue(packages, "broken_paint", module)
     message = f"paint.colour=blue: the package broken_paint 1.0 {problem}"
     with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
         table(expects="builtins:int")["blue"]

@@ -7,16 +7,9 @@ import re
 from dataclasses import dataclass
 
 import pytest
+from declared import JOBS
 
-from harness.compose.composer import compose_job
-from harness.compose.verb import VERBS
 from harness.config.fields import check_rules, execution, label, numerics, rules_of
-from harness.tools.convert import ConvertJob
-from harness.tools.parity.parity import ParityJob
-from harness.tools.plan.config import PlanJob
-from harness.tools.rehearse.config import RehearseJob
-from harness.tools.study.bench import BenchJob
-from harness.tools.study.techniques import ConvergeJob
 from harness.util.errors import ConfigError
 
 
@@ -86,25 +79,6 @@ def test_broken_rules(field: str, value: object, message: str) -> None:
         check_rules(dataclasses.replace(Fields(), **{field: value}), "test.")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "schema", [Fields, BenchJob, ConvergeJob, ConvertJob, ParityJob, PlanJob, RehearseJob]
-)
+@pytest.mark.parametrize("schema", [Fields, *JOBS.values()])
 def test_defaults_obey_the_rules(schema: type) -> None:
     check_rules(schema())
-
-
-WRITTEN = {
-    *(("bench", "out"), ("converge", "out"), ("coordcheck", "out"), ("evaluate", "out")),
-    *(("tokenize", "target"), ("encode", "target"), ("convert", "target"), ("generate", "options.output")),
-    *(("train", "runs_dir"), ("train", "name"), ("train", "data.cache_dir"), ("plan", "picture")),
-    *(("plan", "sweep_file"), ("download", "to")),
-}
-
-
-@pytest.mark.parametrize(("verb", "field"), sorted(WRITTEN))
-def test_no_verb_writes_to_a_url(verb: str, field: str) -> None:
-    name = field if verb in ("train", "plan", "download") else f"{verb}.{field}"
-    schema = VERBS[verb].job
-    model = ["model=flux_debug"] if field == "options.output" else []  # an option of its architecture
-    with pytest.raises(ConfigError, match=f"^{name}=s3://bucket/x"):
-        compose_job([*model, f"{name}=s3://bucket/x"], config_name=verb, schema=schema)

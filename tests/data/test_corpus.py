@@ -1,62 +1,97 @@
 """Corpora of ``harness tokenize``: the same documents whatever the shards and kills; checks when opened."""
 
-from __future__ import annotations
-
+import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pytest
-from file_damages import all_damages, damage
+from equal import assert_equal
+from loaders import BOS, BYTES, EOS, loader, steps
 from processes import ROOT
 
+import harness.data.cache as cache
+import harness.util.store as store
 from harness.compose.composer import compose_job
-from harness.config.data import TokenizerConfig
-from harness.data.corpus import check_tokenizer, open_shards, read_manifest
+from harness.config.data import DataConfig, TokenizerConfig
+from harness.data.cache import open_cache
+from harness.data.corpus import CorpusWriter, open_shards, read_manifest
+from harness.data.documents import LocalFiles
 from harness.data.tokenizer import build_tokenizer
 from harness.data.tokenizing import is_held_out
 from harness.tools.tokenize import TokenizeJob, tokenize
-from harness.util.errors import ConfigError, DataError, UserError
+from harness.util.errors import ConfigError, DataError, MachineError
+from harness.util.files import lock
 
+PYTHON = build_tokenizer(TokenizerConfig("sentencepiece", "asset:python_2k.model"))
 TEXTS = [f"document {number} " * (number % 7) for number in range(60)]
 TYPED = ("data=local_jsonl", "data.paths=[a.jsonl]", "data.validation_fraction=0.1", "tokenizer=bytes")
 
 
+FILE_DAMAGES = {
+    "last bit flipped": lambda content: content[:-1] + bytes([content[-1] ^ 1]),
+    "zeros": lambda content: bytes(len(content)),
+    "cut short": lambda content: content[:-2],
+    "emptied": lambda content: b"",
+    "removed": lambda content: None,
+}
+
+
+def all_damages(folder):
+    """Every file, by its path in the folder, with every damage that changes it."""
+    files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
+    return [
+        (str(file.relative_to(folder)), name)
+        for file in files
+        for name in FILE_DAMAGES
+        if name == "removed" or file.stat().st_size
+    ]
+
+
+def damage(file, name):
+    changed = FILE_DAMAGES[name](file.read_bytes())
+    if changed is None:
+        file.unlink()
+    else:
+        file.write_bytes(changed)
+
+
 @pytest.fixture(autouse=True)
-def source(in_temporary_folder: None) -> None:
+def source(in_temporary_folder):
     write_source()
 
 
-def write_source() -> None:
+def write_source():
     Path("a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
 
 
-def run(*typed: str) -> Any:
+def run(*typed):
     typed = (*TYPED, "tokenize.target=corpus", "tokenize.workers=1", "tokenize.unit_mib=2e-4", *typed)
     result = tokenize(compose_job(typed, config_name="tokenize", schema=TokenizeJob), list(typed))
     assert not isinstance(result, int)
     return result
 
 
-def documents(split: str) -> list[str]:
-    found = []
-    for shard in open_shards(Path("corpus"), split):
-        ends = [*shard.starts[1:].tolist(), len(shard.tokens)]
-        for begin, end in zip(shard.starts.tolist(), ends, strict=True):
-            ids = shard.tokens[begin:end].tolist()
-            assert (ids[0], ids[-1]) == (256, 257)
-            found.append(bytes(ids[1:-1]).decode())
-    return found
+def texts_of(split):
+    documents = [split.tokens[a:b].tolist() for a, b in pairwise([*split.starts, len(split.tokens)])]
+    assert all((ids[0], ids[-1]) == (BOS, EOS) for ids in documents)
+    return [bytes(ids[1:-1]).decode() for ids in documents]
+
+
+def documents(split):
+    return [text for shard in open_shards(Path("corpus"), split) for text in texts_of(shard)]
 
 
 @pytest.mark.parametrize("shards", [1, 2, 7, 1000])
-def test_documents_do_not_depend_on_the_shards(shards: int) -> None:
+def test_documents_do_not_depend_on_the_shards(shards):
     result = run(f"tokenize.shards={shards}")
     held = [text for number, text in enumerate(TEXTS) if text and is_held_out(number, 0.1)]
     assert documents("validation") == held
@@ -71,7 +106,13 @@ def test_documents_do_not_depend_on_the_shards(shards: int) -> None:
     assert "is complete" in run().text
 
 
-def test_a_corpus_of_another_job_is_not_overwritten() -> None:
+def test_a_split_without_documents():
+    run("data.validation_fraction=0")
+    with pytest.raises(DataError, match=r"corpus has no validation documents; would work: harness tokenize"):
+        open_shards(Path("corpus"), "validation")
+
+
+def test_a_corpus_of_another_job_is_not_overwritten():
     run("tokenize.shards=2")
     before = read_manifest(Path("corpus"))
     Path("b.jsonl").write_text('{"text": "b"}')
@@ -90,7 +131,7 @@ def test_a_corpus_of_another_job_is_not_overwritten() -> None:
     assert read_manifest(Path("corpus")) == before
 
 
-def test_an_error_keeps_finished_units_and_the_same_command_continues() -> None:
+def test_an_error_keeps_finished_units_and_the_same_command_continues():
     lines = Path("a.jsonl").read_text().splitlines()
     Path("b.jsonl").write_text("\n".join(lines))
     lines[50] = "no JSON"
@@ -118,7 +159,7 @@ def test_an_error_keeps_finished_units_and_the_same_command_continues() -> None:
         ("data.validation_paths=[a.jsonl]", r"data\.validation_paths=.*a corpus has one source"),
     ],
 )
-def test_what_cannot_be_tokenized(typed: str, says: str) -> None:
+def test_what_cannot_be_tokenized(typed, says):
     replaced = [each for each in TYPED if typed.startswith("data=") and each.startswith("data.")]
     own = [
         each for each in TYPED if each not in replaced and each.partition("=")[0] != typed.partition("=")[0]
@@ -128,37 +169,35 @@ def test_what_cannot_be_tokenized(typed: str, says: str) -> None:
         tokenize(compose_job(overrides, config_name="tokenize", schema=TokenizeJob), [])
 
 
-def flip(path: Path) -> None:
-    content = path.read_bytes()
-    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+TOKENS, MANIFEST = Path("corpus/shard-00001/train.tokens"), Path("corpus/manifest.json")
 
 
-def rewrite(change: Callable[[dict[str, Any]], object]) -> None:
-    content = json.loads(Path("corpus/manifest.json").read_text())
-    change(content)
-    Path("corpus/manifest.json").write_text(json.dumps(content))
+def changed(value, *names):
+    """Change a value of the manifest."""
+    content = json.loads(MANIFEST.read_text())
+    part = content
+    for name in names[:-1]:
+        part = part[name]
+    part[names[-1]] = value
+    MANIFEST.write_text(json.dumps(content))
 
 
 DAMAGES = {
-    "shard-00001 is damaged: train.tokens: bytes 0": lambda: flip(Path("corpus/shard-00001/train.tokens")),
-    "corpus is not a complete corpus of harness tokenize": lambda: Path("corpus/manifest.json").unlink(),
-    "manifest.json is damaged: KeyError": lambda: Path("corpus/manifest.json").write_text('{"version": 1}'),
-    "has format version 9; this": lambda: Path("corpus/manifest.json").write_text('{"version": 9}'),
-    "has format version '1'; this": lambda: rewrite(lambda m: m.update(version="1")),
-    "damaged: ValueError: '/etc' is no name": lambda: rewrite(lambda m: m["shards"][0].update(folder="/etc")),
-    "damaged: ValueError: '../x' is no": lambda: rewrite(lambda m: m["shards"][1].update(folder="../x")),
-    "damaged: ValueError: counts of tokens": lambda: rewrite(
-        lambda m: m["counts"]["tokens"].update(train=2**70)
-    ),
-    "damaged: ValueError: 7 documents, and its shards have": lambda: rewrite(
-        lambda m: m["counts"]["documents"].update(train=7)
-    ),
-    "damaged: ValueError: tokenizer": lambda: rewrite(lambda m: m["tokenizer"].update(vocab_size=-1)),
+    "shard-00001 is damaged: train.tokens: bytes 0": lambda: damage(TOKENS, "last bit flipped"),
+    "corpus is not a complete corpus of harness tokenize": lambda: MANIFEST.unlink(),
+    "manifest.json is damaged: KeyError": lambda: MANIFEST.write_text('{"version": 1}'),
+    "has format version 9; this": lambda: changed(9, "version"),
+    "has format version '1'; this": lambda: changed("1", "version"),
+    "ValueError: '/etc' is no name": lambda: changed("/etc", "shards", 0, "folder"),
+    "ValueError: '../x' is no": lambda: changed("../x", "shards", 1, "folder"),
+    "ValueError: counts of tokens": lambda: changed(2**70, "counts", "tokens", "train"),
+    "ValueError: 7 documents, and its": lambda: changed(7, "counts", "documents", "train"),
+    "damaged: ValueError: tokenizer": lambda: changed(-1, "tokenizer", "vocab_size"),
 }
 
 
 @pytest.mark.parametrize("says", DAMAGES)
-def test_a_damaged_corpus_is_one_line(says: str) -> None:
+def test_a_damaged_corpus_is_one_line(says):
     run("tokenize.shards=2")
     whole = documents("train")
     DAMAGES[says]()
@@ -166,16 +205,13 @@ def test_a_damaged_corpus_is_one_line(says: str) -> None:
         open_shards(Path("corpus"), "train")
     assert "\n" not in str(raised.value)
     if "shard-0000" in says:  # the remedy of the message
-        (Path("corpus") / "manifest.json").unlink()
-        shard = Path("corpus") / says.split()[0]
-        for file in shard.iterdir():
-            file.unlink()
-        shard.rmdir()
+        MANIFEST.unlink()
+        shutil.rmtree(TOKENS.parent)
         run("tokenize.shards=2")
         assert documents("train") == whole
 
 
-def test_any_damaged_file_of_a_corpus_is_one_line_or_without_effect() -> None:
+def test_any_damaged_file_of_a_corpus_is_one_line_or_without_effect():
     run("tokenize.shards=2")
     whole, corpus = documents("train"), Path("corpus")
     for name, how in all_damages(corpus):
@@ -190,45 +226,23 @@ def test_any_damaged_file_of_a_corpus_is_one_line_or_without_effect() -> None:
     assert documents("train") == whole
 
 
-def test_a_split_without_documents() -> None:
-    run("data.validation_fraction=0")
-    with pytest.raises(DataError, match=r"corpus has no validation documents; would work: harness tokenize"):
-        open_shards(Path("corpus"), "validation")
-
-
-def test_the_tokenizer_must_be_the_same() -> None:
-    run()
-    manifest = read_manifest(Path("corpus"))
-    check_tokenizer(manifest, build_tokenizer(TokenizerConfig("bytes")), "data.paths=[corpus]")
-    other = build_tokenizer(TokenizerConfig("sentencepiece", "asset:python_2k.model"))
-    says = r"data\.paths=\[corpus\]: was tokenized by bytes \(258 tokens\), and the job has another tokenizer"
-    with pytest.raises(DataError, match=says):
-        check_tokenizer(manifest, other, "data.paths=[corpus]")
-
-
-def test_a_source_without_text() -> None:
-    Path("a.jsonl").write_text('{"text": ""}\n')
-    with pytest.raises(UserError, match="holds no text"):
-        run()
-
-
-def test_the_command_is_killed_with_its_processes_and_continued() -> None:
+def test_the_command_is_killed_with_its_processes_and_continued():
     Path("a.jsonl").write_text("".join(json.dumps({"text": text * 50}) + "\n" for text in TEXTS * 10))
     typed = [*TYPED, "tokenize.target=corpus", "tokenize.workers=2", "tokenize.unit_mib=1e-3"]
     command = [sys.executable, "-m", "harness", "tokenize", *typed]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    killed = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE)
     units = Path("corpus/.unfinished/units")
-    while len(list(units.glob("*.index"))) < 3 and killed.poll() is None:
-        time.sleep(0.005)
-    killed.send_signal(signal.SIGKILL)
-    _, words = killed.communicate(timeout=60)  # the processes have the pipe, so they have ended too
-    assert killed.returncode == -signal.SIGKILL, words
-    kept = len(list(units.glob("*.index")))
-    assert kept >= 3
+    for least in (3, 10, 25):
+        killed = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE)
+        while len(list(units.glob("*.index"))) < least and killed.poll() is None:
+            time.sleep(0.005)
+        killed.send_signal(signal.SIGKILL)
+        _, words = killed.communicate(timeout=60)  # the processes have the pipe, so they have ended too
+        assert killed.returncode == -signal.SIGKILL, words
+        assert len(list(units.glob("*.index"))) >= least
     tokens = (index.with_suffix(".tokens") for index in units.glob("*.index"))
     damaged = next(file for file in tokens if file.stat().st_size)  # documents may be empty
-    flip(damaged)
+    damage(damaged, "last bit flipped")
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr.count(f"WARNING {damaged} is damaged and is made again\n") == 1
@@ -237,3 +251,247 @@ def test_the_command_is_killed_with_its_processes_and_continued() -> None:
     held = {number for number in range(len(TEXTS) * 10) if is_held_out(number, 0.1)}
     texts = [text * 50 for text in TEXTS * 10]
     assert found == [text for number, text in enumerate(texts) if text and number not in held]
+
+
+# -- as data=tokens ----
+
+
+def tokens_of(*folders, **fields):
+    return DataConfig("tokens", paths=list(folders), **fields)
+
+
+def read(data, split="train", **settings):
+    return steps([loader(data, split=split, **settings)], 12)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_its_samples_are_those_of_a_job_that_tokenizes(shards):
+    """The same order, and the same held out."""
+    run(f"tokenize.shards={shards}")
+    local = DataConfig(paths=["a.jsonl"], validation_fraction=0.1, cache_dir="cache")
+    for split in ("train", "validation") if shards == 1 else ("train",):
+        assert_equal(read(tokens_of("corpus"), split), read(local, split))
+
+
+def test_a_corpus_that_does_not_fit_and_several_of_them():
+    """One of them is for training only, also in a mixture."""
+    run()
+    run("tokenize.target=plain", "data.validation_fraction=0")
+    with pytest.raises(ConfigError, match="has held-out documents of its own; would work: 0"):
+        loader(tokens_of("corpus", validation_fraction=0.1))
+    with pytest.raises(
+        DataError, match=r"corpus: was tokenized by bytes \(258 tokens\), and the job has ano"
+    ):
+        loader(tokens_of("corpus"), tokenizer=PYTHON, model_vocab_size=2048)
+    loader(tokens_of("corpus"), tokenizer=build_tokenizer(TokenizerConfig("none")))
+    assert_equal(read(tokens_of(".")), read(tokens_of("corpus", "plain")), "the folder of both corpora")
+    with pytest.raises(ConfigError, match="no tokens are held out for validation"):
+        loader(tokens_of("plain"), split="validation")
+    own = read(tokens_of("corpus"), "validation")
+    assert_equal(read(tokens_of("corpus", "plain"), "validation"), own)
+    sources = {name: tokens_of(name) for name in ("corpus", "plain")}
+    mixture = DataConfig("mixture", sources=sources, weights={"corpus": 1.0, "plain": 1.0})
+    assert_equal([step[:2] for step in read(mixture, "validation")], own)
+    alone = DataConfig("mixture", sources={"plain": sources["plain"]}, weights={"plain": 1.0})
+    with pytest.raises(ConfigError, match=r"data\.sources\.plain\..*no tokens are held out for validation"):
+        loader(alone, split="validation")
+
+
+# -- the cache of a job, a corpus with one shard ----
+
+
+def write_documents(*texts):
+    for index, text in enumerate(texts):
+        Path(f"{index:04}.txt").write_text(text)
+
+
+def opened(split="train", held_out=0.0, tokenizer=BYTES, wait_for_all=None, is_builder=True):
+    source = LocalFiles(DataConfig(paths=["*.txt"]), "paths")
+    settings = {"cache_dir": "cache", "wait_for_all": wait_for_all, "is_builder": is_builder}
+    return open_cache(source, tokenizer, split=split, held_out=held_out, **settings)
+
+
+def test_a_large_vocabulary_gets_wider_tokens():
+    class Large(type(BYTES)):
+        vocab_size = 2**16 + 1
+        fingerprint = "large"
+
+        def encode(self, text):
+            return [2**16]
+
+    write_documents("a")
+    assert opened().tokens.dtype == np.uint16
+    assert opened(tokenizer=Large()).tokens.tolist() == [256, 2**16, 257]
+
+
+def test_built_once_and_rebuilt_when_something_changes(monkeypatch):
+    builds, build = [], cache._build
+    monkeypatch.setattr(cache, "_build", lambda *a, **options: (builds.append(1), build(*a, **options)))
+    write_documents("ab")
+    for times, changed in enumerate(({}, {"held_out": 0.5}, {"tokenizer": PYTHON}), start=1):
+        opened(**changed), opened(**changed)
+        assert len(builds) == times
+    write_documents("ac")
+    assert texts_of(opened()) == ["ac"] and len(builds) == 4
+
+
+def test_only_the_builder_builds():
+    write_documents("ab")
+    with pytest.raises(
+        DataError, match=r"not visible to this rank; data.cache_dir must be a folder that all"
+    ):
+        opened(is_builder=False, wait_for_all=lambda: None)
+    assert not Path("cache").exists()
+    seen = []
+    opened(wait_for_all=lambda: seen.append(len(list(Path("cache").iterdir()))))
+    assert seen == [1], "the builder waits with the cache in place"
+    assert texts_of(opened(is_builder=False)) == ["ab"]
+    (tokens,) = Path("cache").glob("*/*/train.tokens")
+    damage(tokens, "cut short")
+    with pytest.raises(DataError, match=r"train\.tokens has 6 bytes instead of 8; remove the folder"):
+        opened(is_builder=False)
+
+
+def test_one_of_two_builders_builds_and_the_other_waits(monkeypatch):
+    write_documents("ab", "cd")
+    builds, write, waits = [], CorpusWriter.write_all, threading.Event()
+    monkeypatch.setattr(
+        CorpusWriter, "write_all", lambda *each: (builds.append(1), waits.wait(20), write(*each))
+    )
+    sleep = time.sleep
+    monkeypatch.setattr(store.time, "sleep", lambda seconds: (waits.set(), sleep(seconds)))
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(texts_of(opened()))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [["ab", "cd"], ["ab", "cd"]] and len(builds) == 1
+    assert len(list(Path("cache").iterdir())) == 1, "nothing unfinished is left behind"
+
+
+def full(*arguments):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("prepare", "error", "says"),
+    [
+        (lambda: Path("0001.txt").write_bytes(b"\xff"), DataError, r"0001\.txt"),
+        (lambda: write_documents("", ""), DataError, r"data.paths=\[\*.txt\] holds no text"),
+        (lambda: None, MachineError, r"data\.cache_dir: cache: No space left on device"),
+    ],
+)
+def test_a_failed_build_leaves_nothing_behind(prepare, error, says, monkeypatch):
+    write_documents("ab")
+    prepare()
+    if error is MachineError:
+        monkeypatch.setattr(CorpusWriter, "write_all", full)
+    with pytest.raises(error, match=says):
+        opened()
+    assert list(Path("cache").iterdir()) == []
+    Path("cache").rmdir()
+    Path("cache").touch()
+    with pytest.raises(DataError, match=r"data.cache_dir: cannot write to cache"):
+        opened()
+
+
+SAYS = {
+    ("train.tokens", "last bit flipped"): "checksum",
+    ("train.tokens", "zeros"): "checksum",
+    ("train.tokens", "cut short"): "12 bytes instead of 14",
+    ("train.tokens", "removed"): "No such file",
+    ("train.starts", "cut short"): "14 bytes instead of 16",
+    ("train.starts", "zeros"): "checksum",
+    ("meta.json", "emptied"): "meta.json",
+    ("meta.json", "removed"): "No such file",
+    ("manifest.json", "cut short"): "manifest.json is damaged",
+}
+
+
+@pytest.mark.parametrize("opened_before", [False, True])
+def test_a_cache_with_any_damaged_file_is_rebuilt(opened_before, capsys):
+    write_documents("ab", "c")
+    for _ in range(2 if opened_before else 1):
+        expected = texts_of(opened())
+    (folder,) = Path("cache").iterdir()
+    for name, how in all_damages(folder):
+        if not (folder / name).exists():  # checked.json is written when the folder is opened again
+            continue
+        damage(folder / name, how)
+        assert texts_of(opened()) == expected, (name, how)
+        warning, says = capsys.readouterr().err, SAYS.get((Path(name).name, how))
+        if says:
+            assert says in warning and "is damaged and is rebuilt" in warning and warning.count("\n") == 1
+        assert texts_of(opened()) == expected and capsys.readouterr().err == "", (name, how)
+        assert len(list(Path("cache").iterdir())) == 1
+
+
+def test_a_cache_whose_description_is_another_is_rebuilt(capsys):
+    write_documents("ab", "c")
+    expected = texts_of(opened())
+    for old, new in ((b"tokens", b"else"), (b"train.starts", b"trai..starts"), (b"uint16", b"uint32")):
+        (meta,) = Path("cache").glob("*/*/meta.json")
+        meta.write_bytes(meta.read_bytes().replace(old, new))
+        assert texts_of(opened()) == expected
+        assert "meta.json" in capsys.readouterr().err
+
+
+def test_a_large_cache_that_was_checked_is_sampled(monkeypatch):
+    monkeypatch.setattr(store, "BLOCK_BYTES", 4)
+    monkeypatch.setattr(store, "SAMPLE_BLOCKS", 3)
+    write_documents("a" * 100)
+    opened()  # builds
+    opened()  # checks all of it
+    hashed = []
+    hash_blocks = store._hash_blocks
+    monkeypatch.setattr(
+        store,
+        "_hash_blocks",
+        lambda file, blocks: hashed.append(len(blocks)) or hash_blocks(file, blocks),
+    )
+    opened()
+    assert hashed == [3, 2], "204 bytes of tokens are 51 blocks; starts are 2, fewer than the sample"
+    (tokens,) = Path("cache").glob("*/*/train.tokens")
+    os.utime(tokens)
+    opened()
+    assert hashed[2:] == [51, 2]
+
+
+def test_unfinished_caches_of_killed_builders_are_removed(monkeypatch):
+    write_documents("ab")
+    code = (
+        "import os, sys; from pathlib import Path; from harness.util.files import lock;"
+        "held = lock(Path(sys.argv[1]) / '.lock', create=True); os.kill(os.getpid(), 9)"
+    )
+    killed, unlocked, busy, closed, complete = (
+        Path(f"cache/corpus-{name}/.unfinished")
+        for name in ("killed", "unlocked", "busy", "closed", "complete")
+    )
+    (closed / ".lock").mkdir(parents=True)  # cannot be opened, like another user's file
+    for path in (killed, unlocked, busy, complete):
+        path.mkdir(parents=True)
+    (complete.parent / "manifest.json").touch()
+    assert subprocess.run([sys.executable, "-c", code, str(killed)]).returncode == -9
+    monkeypatch.setattr(cache, "_KEPT_SECONDS", -1.0)
+    with lock(busy / ".lock", create=True):
+        opened()
+        assert not killed.parent.exists() and unlocked.exists() and busy.exists() and complete.exists()
+    day_ago = time.time() - 2 * 86400
+    for path in (unlocked, unlocked.parent):
+        os.utime(path, (day_ago, day_ago))
+    opened()
+    assert not unlocked.parent.exists() and not busy.parent.exists()
+
+
+def test_a_builder_that_has_not_locked_yet_is_left_alone(monkeypatch):
+    """Cleaning up must not hold the lock that the builder is about to take."""
+    write_documents("abc")
+    work = Path("cache/corpus-new/.unfinished")
+    work.mkdir(parents=True)
+    (work / ".lock").touch()
+    opened()
+    assert work.is_dir()
+    monkeypatch.setattr(store, "lock", lambda *_, **__: pytest.fail("locked"))
+    store.remove_abandoned(work.parent, work, cache._KEPT_SECONDS)
+    assert work.is_dir()

@@ -1,215 +1,161 @@
-"""The loader: samples depend on the step, never on how the batch is split over ranks."""
+"""The loader: samples depend on the step, never on how the batch is split over ranks or on resumes."""
+
+from __future__ import annotations
 
 import dataclasses
-import json
-from itertools import pairwise
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from functools import partial
+from itertools import cycle
 from pathlib import Path
 
 import pytest
 import torch
 from equal import assert_equal
-from loaders import BYTES, B, T, loader, split_rows, steps
-from test_data_streaming import streamed
+from loaders import (
+    BOS,
+    CHANGES,
+    B,
+    T,
+    ids_of,
+    loader,
+    local,
+    mixture,
+    packed,
+    ranks_of,
+    resumed,
+    scheduled,
+    split_rows,
+    steps,
+    streamed,
+    with_stream,
+    write_texts,
+)
 
+from harness.compose.composer import compose_job, compose_points
 from harness.config.data import DataConfig
-from harness.data.loader import IGNORE_INDEX, merge_states
-from harness.util.errors import DataError, UserError
+from harness.config.training import Sizes
+from harness.data.loader import IGNORE_INDEX, Batch, Loader, merge_states
+from harness.data.prefetch import DeviceBatch, Prefetcher, count_valid
+from harness.data.tokenizing import is_held_out
+from harness.launch import train
+from harness.launch.begin import require_vocabulary
+from harness.util.errors import ConfigError, DataError, UserError
+
+STEPS = 14
+SYNTHETIC = DataConfig(kind="synthetic", mask_fraction=0.3)
+SOURCES = {
+    "local": local,
+    "synthetic": lambda: SYNTHETIC,
+    "a file per row": partial(streamed, B, attend_across_documents=False),
+    "files shared by rows": partial(streamed, 3, attend_across_documents=False),
+    "mixture": partial(mixture, weight_changes=[{"step": 99, "math": 1}]),
+    "mixture with a stream": partial(with_stream, B),
+    "mixture with a shared stream": partial(with_stream, 3),
+}
 
 
-@pytest.fixture
-def corpus():
-    """Forty documents of uneven length, one of them longer than many samples."""
-    for i in range(40):
-        Path(f"{i:02}.txt").write_text(f"{i:02}" * (1 + i * i % 11) if i != 7 else "long " * 200)
-    return DataConfig(paths=["*.txt"], validation_fraction=0.2, cache_dir="cache")
+@pytest.mark.usefixtures("opened_once")
+@pytest.mark.parametrize("changes", CHANGES)
+@pytest.mark.parametrize("source", SOURCES)
+def test_any_ranks_and_any_resume_read_the_same(source: str, changes: str) -> None:
+    data, sizes = SOURCES[source](), Sizes(B, T, *CHANGES[changes])
+    expected = steps(ranks_of(data, 1, sizes=sizes), STEPS)
+    assert not torch.equal(expected[-1][0], expected[-2][0])
+    layouts = cycle((8, 1, 4, 2) if changes == "none" else (2, 1))
+    reading, at = ranks_of(data, next(layouts), sizes=sizes), 0
+    # The second resume of a stream used to lose positions.
+    for stop in (1, 3, 4, 5, 8, 11, STEPS):
+        assert_equal(steps(reading, stop - at), expected[at:stop], f"steps {at} to {stop}")
+        state, at = reading[0].state_dict(), stop
+        assert state["step"] == stop
+        if "slots" not in state and "mixture" not in state:
+            assert state["samples"] * T + state.get("tokens", 0) == sizes.position(stop)
+        reading = resumed(reading, ranks_of(data, next(layouts), sizes=sizes))
+    for each in reading:
+        each.reset()
+    assert_equal(steps(reading, 2), expected[:2], "after a reset")
 
 
-@pytest.fixture(params=["local", "synthetic"])
-def numbered(request, corpus):
-    return corpus if request.param == "local" else DataConfig(kind="synthetic", mask_fraction=0.3)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"shuffle": False},
+        {"mask_document_boundary": False},
+        {"attend_across_documents": True},
+        {"validation_fraction": 0.2},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("changes", CHANGES)
+def test_every_step_reads_the_tokens_of_the_rule(fields: dict[str, object], changes: str) -> None:
+    """Over several epochs; validation is in the order of the files, whatever the seed."""
+    data, texts, sizes = local(**fields), write_texts(), Sizes(B, T, *CHANGES[changes])
+    for split in ("train", "validation") if data.validation_fraction else ("train",):
+        held_out = [is_held_out(number, data.validation_fraction) for number in range(len(texts))]
+        own = [text for text, held in zip(texts, held_out, strict=True) if held == (split == "validation")]
+        seed = 3 if data.shuffle and split == "train" else None
+        samples = packed(ids_of(own), seed, masks=data.mask_document_boundary)
+        expected = list(scheduled(samples, CHANGES[changes], STEPS))
+        read = loader(data, seed=3, sizes=sizes, split=split)
+        kept = 2 if data.attend_across_documents else 3
+        assert_equal(steps([read], STEPS), [step[:kept] for step in expected])
+        assert read.samples_per_epoch == (sum(map(len, ids_of(own))) - 1) // T < STEPS * B
 
 
-@pytest.fixture(params=["local", "synthetic", "a file per row", "files shared by rows"])
-def data(request, corpus):
-    if request.param in ("local", "synthetic"):
-        return corpus if request.param == "local" else DataConfig(kind="synthetic", mask_fraction=0.3)
-    return streamed(B if request.param == "a file per row" else 3)
+@pytest.mark.parametrize("changes", CHANGES)
+def test_tokens_and_the_steps_that_train_them(changes: str) -> None:
+    sizes, trained = Sizes(B, T, *CHANGES[changes]), 0
+    samples = packed([[1] * 999])
+    for step, batch in enumerate(scheduled(samples, CHANGES[changes], STEPS), start=1):
+        assert sizes.steps_for(trained + 1) == step
+        trained += batch[0].numel()
+        assert sizes.tokens(step) == trained
+        assert sizes.steps_for(trained) == step
 
 
-def same(left, right):
-    return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
-
-
-def test_shapes_and_shift(numbered):
-    batch = loader(numbered).next()
-    assert batch.inputs_BT.shape == batch.labels_BT.shape == (B, T)
-    assert batch.inputs_BT.dtype == batch.labels_BT.dtype == torch.int64
-    shifted, labels = batch.inputs_BT[:, 1:], batch.labels_BT[:, :-1]
-    valid = labels != IGNORE_INDEX
-    assert_equal(labels[valid], shifted[valid])
-    assert valid.any()
-
-
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_layouts_see_the_same_samples(data, ranks):
-    one = steps(loader(data), 12)
-    assert_equal(one, steps([loader(data, rows) for rows in split_rows(ranks)], 12))
-    assert not torch.equal(one[0], one[1])
-
-
-def test_the_batch_size_only_cuts_the_sequence_of_samples(numbered):
-    eights = torch.cat(steps(loader(numbered), 6), dim=1)
-    threes = torch.cat(steps(loader(numbered, range(3), global_batch_size=3), 16), dim=1)
-    assert_equal(eights, threes)
-
-
-def test_seeds_differ(numbered):
-    assert not same(steps(loader(numbered), 2), steps(loader(numbered, seed=1), 2))
-    assert_equal(steps(loader(numbered, seed=-1), 2), steps(loader(numbered, seed=-1), 2))
-
-
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_resume_on_another_number_of_ranks_twice(data, ranks):
-    expected = steps(loader(data), 15)
-    halves = [loader(data, rows) for rows in split_rows(2)]
-    steps(halves, 5)
-    for _ in range(2):  # the second resume used to lose positions
-        state = json.loads(json.dumps(merge_states([half.state_dict() for half in halves])))
-        halves = [loader(data, rows) for rows in split_rows(ranks)]
-        for half in halves:
-            half.load_state_dict(state)
-        position = state["step"]
-        assert_equal(expected[position : position + 5], steps(halves, 5))
-
-
-def test_reset(data):
+def test_a_position_of_an_earlier_version_is_a_number_of_samples() -> None:
+    data = local()
     a_loader = loader(data)
-    first = steps(a_loader, 3)
-    a_loader.reset()
-    assert_equal(first, steps(a_loader, 3))
+    a_loader.load_state_dict({"step": 3, "samples": 3 * B})
+    assert_equal(steps([a_loader], 2), steps([loader(data)], 5)[3:])
 
 
-def test_an_epoch_has_every_sample_once_and_the_next_epoch_another_order(corpus):
-    a_loader = loader(corpus, range(1), global_batch_size=1)
-    n = a_loader.samples_per_epoch
-    first, second = steps(a_loader, n), steps(a_loader, n)
-    in_order = steps(loader(in_file_order(corpus), range(1), global_batch_size=1), n)
-    assert not same(first, second) and not same(first, in_order)
-
-    def as_set(epoch):
-        return sorted(tuple(sample.flatten().tolist()) for sample in epoch)
-
-    assert as_set(first) == as_set(second) == as_set(in_order)
-
-
-def test_documents_are_numbered(corpus):
-    """All bytes of a document have the same number, which changes where the next document begins."""
-    separate = dataclasses.replace(corpus, attend_across_documents=False)
-    plain, numbered, found = loader(corpus), loader(separate), 0
-    for _ in range(8):
-        batch, expected = numbered.next(), plain.next()
-        assert_equal(batch.inputs_BT, expected.inputs_BT)
-        assert_equal(batch.labels_BT, expected.labels_BT)
-        begins = torch.zeros_like(batch.inputs_BT)
-        # A masked label is the first token of a document, which is the next input.
-        begins[:, 1:] = (batch.labels_BT[:, :-1] == IGNORE_INDEX).long()
-        found += int(begins.sum())
-        assert_equal(batch.documents_BT, begins.cumsum(1))
-    assert found > 10
-    assert plain.next().documents_BT is None
-    unmasked = loader(dataclasses.replace(separate, mask_document_boundary=False)).next()
-    assert_equal(unmasked.documents_BT, loader(separate).next().documents_BT)
+def test_the_batch_size_only_cuts_the_sequence_of_synthetic_samples_and_seeds_differ() -> None:
+    eights = [torch.cat(parts) for parts in zip(*steps([loader(SYNTHETIC)], 6), strict=True)]
+    threes = steps([loader(SYNTHETIC, global_batch_size=3)], 16)
+    assert_equal([torch.cat(parts) for parts in zip(*threes, strict=True)], eights)
+    inputs, labels = eights
+    valid = labels[:, :-1] != IGNORE_INDEX
+    assert_equal(labels[:, :-1][valid], inputs[:, 1:][valid])
+    for other in ({"seed": 1}, {"seed": -1}, {"split": "validation"}):
+        found = steps([loader(SYNTHETIC, **other)], 1)
+        assert not torch.equal(found[0][0], inputs[:B]), other
+        assert_equal(found, steps([loader(SYNTHETIC, **other)], 1))
 
 
-def test_every_token_is_predicted_once_per_epoch(corpus):
-    a_loader = loader(in_file_order(corpus), range(1), global_batch_size=1)
-    n = a_loader.samples_per_epoch
-    samples = [a_loader.next() for _ in range(2 * n)]
-    labels = torch.cat([sample.labels_BT[0] for sample in samples[:n]])
-    inputs = torch.cat([sample.inputs_BT[0] for sample in samples[:n]])
-    valid = labels[:-1] != IGNORE_INDEX
-    assert_equal(labels[:-1][valid], inputs[1:][valid])
-    pairs = [torch.stack([sample.inputs_BT, sample.labels_BT]) for sample in samples]
-    assert_equal(pairs[:n], pairs[n:])
-
-
-def in_file_order(data):
-    return DataConfig(**{**vars(data), "shuffle": False})
-
-
-def test_document_boundaries_are_masked(corpus):
-    masked = loader(in_file_order(corpus), range(1), global_batch_size=1)
-    open_ = DataConfig(**{**vars(corpus), "shuffle": False, "mask_document_boundary": False})
-    unmasked = loader(open_, range(1), global_batch_size=1)
-    num_boundaries = 0
-    for _ in range(masked.samples_per_epoch):
-        with_mask, without = masked.next(), unmasked.next()
-        assert_equal(with_mask.inputs_BT, without.inputs_BT)
-        boundary = without.labels_BT == BYTES.bos_id  # every document begins with bos
-        assert_equal(with_mask.labels_BT == IGNORE_INDEX, boundary)
-        assert_equal(with_mask.labels_BT[~boundary], without.labels_BT[~boundary])
-        assert (without.inputs_BT[boundary] == BYTES.eos_id).all()
-        num_boundaries += int(boundary.sum())
-    assert num_boundaries > 20
-
-
-def test_a_boundary_at_the_edge_of_a_sample():
-    Path("a.txt").write_text("a" * 14)  # with bos and eos exactly 16 tokens: the next bos is the last label
-    Path("b.txt").write_text("b" * 20)
-    batch = loader(DataConfig(paths=["*.txt"], shuffle=False, cache_dir="cache"), range(2)).next()
-    assert batch.labels_BT[0].tolist() == [97] * 14 + [BYTES.eos_id, IGNORE_INDEX]
-    assert batch.inputs_BT[1].tolist() == [BYTES.bos_id] + [98] * 15
-    assert batch.labels_BT[1].tolist() == [98] * 16
-
-
-def test_validation_is_fixed_and_separate(corpus):
-    a_loader = loader(corpus, split="validation")
-    first = steps(a_loader, 3)
-    assert_equal(first, steps(loader(corpus, split="validation", seed=5), 3))
-    assert not same(first, steps(loader(corpus), 3))
-    texts = BYTES.decode(torch.cat(first, dim=1)[0].flatten().tolist())
-    held_out = BYTES.decode(torch.cat(steps(loader(corpus), 20), dim=1)[0].flatten().tolist())
-    numbers = {f"{i:02}" * 3 for i in range(10, 40)}
-    seen = {number for number in numbers if number in texts}
-    assert seen and not {number for number in seen if number in held_out}
-
-
-def test_validation_from_its_own_files(corpus):
+def test_validation_from_its_own_files() -> None:
     Path("held").mkdir()
     Path("held/v.txt").write_text("v" * 100)
-    data = DataConfig(paths=["*.txt"], validation_paths=["held/*"], cache_dir="cache")
-    batch = loader(data, split="validation").next()
-    assert set(batch.inputs_BT.flatten().tolist()) == {BYTES.bos_id, ord("v")}
-    assert ord("v") not in torch.cat(steps(loader(data), 20)).unique().tolist()
+    data = local(validation_paths=["held/*"])
+    batch = loader(data, split="validation", seed=5).next()
+    assert set(batch.inputs_BT.flatten().tolist()) == {BOS, ord("v")}
+    assert not any((step[0] == ord("v")).any() for step in steps([loader(data)], 20))
 
 
-def test_synthetic_masks_unevenly_and_never_everything():
-    data = DataConfig(kind="synthetic", mask_fraction=0.3)
-    labels = loader(data, range(512), global_batch_size=512, seq_len=64).next().labels_BT
+def test_synthetic_masks_unevenly_and_never_everything() -> None:
+    labels = loader(SYNTHETIC, global_batch_size=512, seq_len=64).next().labels_BT
     share = (labels == IGNORE_INDEX).float().mean(dim=1)
     assert abs(share.mean().item() - 0.3) < 0.03
     assert share.min() < 0.05 and 0.55 < share.max() < 0.65 and share.std() > 0.1
-    tiny = loader(
-        DataConfig(kind="synthetic", mask_fraction=0.5), range(256), global_batch_size=256, seq_len=1
-    )
-    assert (tiny.next().labels_BT != IGNORE_INDEX).all()
-    none = loader(DataConfig(kind="synthetic")).next()
+    half = dataclasses.replace(SYNTHETIC, mask_fraction=0.5)
+    assert (loader(half, global_batch_size=256, seq_len=1).next().labels_BT != IGNORE_INDEX).all()
+    none = loader(DataConfig(kind="synthetic"), seq_len=2048, model_vocab_size=100).next()
     assert (none.labels_BT != IGNORE_INDEX).all()
-
-
-def test_synthetic_covers_the_models_vocabulary():
-    inputs = loader(DataConfig(kind="synthetic"), seq_len=2048, model_vocab_size=100).next().inputs_BT
-    assert inputs.unique().tolist() == list(range(100))
-    validation = loader(DataConfig(kind="synthetic"), split="validation", seq_len=2048).next()
-    assert not torch.equal(validation.inputs_BT, loader(DataConfig(kind="synthetic"), seq_len=2048).next()[0])
-
-
-def test_a_document_longer_than_a_batch():
-    Path("a.txt").write_text("".join(chr(97 + i % 26) for i in range(5_000_000)))
-    a_loader = loader(DataConfig(paths=["a.txt"], cache_dir="cache"), seq_len=1024)
-    assert a_loader.samples_per_epoch == 5_000_001 // 1024
-    inputs = a_loader.next().inputs_BT
-    assert all((b - a) % 26 == 1 for row in inputs[:, 1:].tolist() for a, b in pairwise(row))
+    assert none.inputs_BT.unique().tolist() == list(range(100)), "the full vocabulary"
 
 
 @pytest.mark.parametrize(
@@ -218,39 +164,167 @@ def test_a_document_longer_than_a_batch():
         ("ab", {}, r"4 tokens in 1 documents are fewer than one sample of training.seq_len \+ 1 = 17"),
         ("a" * 14, {}, r"16 tokens in 1 documents are fewer than one sample"),
         ("a" * 99, {"model_vocab_size": 257}, "model.vocab_size=257: the tokenizer has 258 tokens"),
+        ("a" * 99, {"split": "validation"}, r"validation documents: 0 tokens in 0 documents"),
         ("", {}, "holds no text"),
     ],
 )
-def test_unusable_data(text, settings, says):
+def test_unusable_data(text: str, settings: dict[str, object], says: str) -> None:
     Path("a.txt").write_text(text)
+    data = DataConfig(paths=["a.txt"], validation_fraction=0.01, cache_dir="cache")
     with pytest.raises(UserError, match=says) as caught:
-        loader(DataConfig(paths=["a.txt"], cache_dir="cache"), **settings)
+        loader(data, **settings)
     assert "\n" not in str(caught.value)
 
 
-def test_one_sample_is_enough():
+def test_one_sample_is_enough() -> None:
     Path("a.txt").write_text("a" * 15)
     assert loader(DataConfig(paths=["a.txt"], cache_dir="cache")).samples_per_epoch == 1
 
 
-def test_nothing_held_out_of_few_documents():
-    Path("a.txt").write_text("a" * 99)
-    data = DataConfig(paths=["a.txt"], validation_fraction=0.01, cache_dir="cache")
-    with pytest.raises(DataError, match=r"validation documents: 0 tokens in 0 documents"):
-        loader(data, split="validation")
-
-
 @pytest.mark.parametrize("rows", [range(0), range(9), range(-1, 2), range(0, 8, 2), range(8, 9)])
-def test_rows_outside_the_batch(rows):
+def test_rows_outside_the_batch(rows: range) -> None:
     with pytest.raises(ValueError, match="rows"):
-        loader(DataConfig(kind="synthetic"), rows)
+        loader(SYNTHETIC, rows)
 
 
-def test_states_of_different_steps_do_not_merge():
+@pytest.mark.parametrize(
+    ("loads", "saved", "says"),
+    [
+        ("local", "a file per row", r"data\.streaming is false"),
+        ("a file per row", "local", r"data\.streaming is true"),
+        ("mixture", "local", "is in one source, and data"),
+        ("local", "mixture", "is in a mixture, and data"),
+    ],
+)
+def test_positions_of_other_kinds_are_refused(loads: str, saved: str, says: str) -> None:
+    state = loader(SOURCES[saved]()).state_dict()
+    with pytest.raises(DataError, match=says):
+        loader(SOURCES[loads]()).load_state_dict(state)
+
+
+def test_positions_of_some_ranks_or_of_another_batch_are_refused() -> None:
     with pytest.raises(DataError, match="different steps: 3, 4"):
         merge_states([{"step": 3}, {"step": 4}])
+    stream, both = streamed(3), with_stream(B)
+    half = loader(stream, split_rows(2)[0]).state_dict()
+    with pytest.raises(DataError, match=r"has no rows 4, 5, 6, 7; merge the states"):
+        loader(stream).load_state_dict(half)
+    with pytest.raises(DataError, match=r"global_batch_size=4; the state was saved with 8"):
+        loader(stream, global_batch_size=4).load_state_dict(loader(stream).state_dict())
+    half = loader(both, split_rows(2)[0]).state_dict()
+    with pytest.raises(DataError, match=r"no c4/4 \(source/row\); merge the states"):
+        loader(both).load_state_dict(half)
 
 
-def test_a_streams_state_does_not_fit(numbered):
-    with pytest.raises(DataError, match=r"data\.streaming is false"):
-        loader(numbered).load_state_dict({"step": 3, "global_batch_size": 8, "slots": {}})
+# -- prefetching in a thread ----
+
+
+@pytest.fixture
+def no_thread_left() -> Iterator[None]:
+    yield
+    assert not [thread for thread in threading.enumerate() if thread.name == "prefetch"]
+
+
+def prefetched(depth: int = 2) -> tuple[Loader, Prefetcher]:
+    inner = loader(SYNTHETIC)
+    return inner, Prefetcher(inner, depth, torch.device("cpu"))
+
+
+@pytest.mark.usefixtures("no_thread_left")
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_batches_are_in_order_and_the_state_ignores_prefetched_ones(depth: int) -> None:
+    alone = loader(SYNTHETIC)
+    expected = [alone.next() for _ in range(9)]
+    inner, read = prefetched(depth)
+    for number in range(6):
+        assert read.state_dict()["step"] == number
+        batch = read.next()
+        assert isinstance(batch, DeviceBatch)
+        assert_equal([batch.inputs_BT, batch.labels_BT], list(expected[number][:2]))
+        # The thread has counted them.
+        assert count_valid(batch) == count_valid(expected[number]) < B * T
+    time.sleep(0.1)
+    ahead = inner.state_dict()["step"]
+    assert 6 < ahead <= 6 + depth + 1, "nothing was prefetched, or more than `depth` batches"
+    assert read.state_dict()["step"] == 6
+    started = time.monotonic()
+    read.close()
+    assert time.monotonic() - started < 1, "the thread waits for the queue"
+    assert_equal(read.next().inputs_BT, expected[6].inputs_BT, "prefetched batches are lost")
+    read.load_state_dict({"step": 7, "samples": 7 * B})
+    assert read.state_dict()["step"] == 7
+    assert_equal(read.next().inputs_BT, expected[7].inputs_BT)
+    read.reset()
+    assert_equal(read.next().inputs_BT, expected[0].inputs_BT)
+    read.close()
+
+
+@pytest.mark.usefixtures("no_thread_left")
+def test_an_exception_of_the_thread_is_raised_in_the_loop_after_earlier_batches() -> None:
+    inner, read = prefetched()
+    own = inner.next
+
+    def breaks() -> Batch:
+        if inner.state_dict()["step"] == 3:
+            raise DataError("there is no batch 3")
+        return own()
+
+    inner.next = breaks  # type: ignore[method-assign]
+    for _ in range(3):
+        read.next()
+    for _ in range(2):
+        with pytest.raises(DataError, match="there is no batch 3") as raised:
+            read.next()
+    frames = [frame.name for frame in traceback.extract_tb(raised.value.__traceback__)]
+    assert "_run" in frames and frames[-1] == "breaks", "the traceback is lost"
+    read.close()
+
+
+@pytest.mark.usefixtures("no_thread_left")
+def test_the_loop_does_not_wait_for_a_source_that_is_faster_than_a_step() -> None:
+    """Without the thread, ten batches take 0.2 seconds."""
+    inner, read = prefetched()
+    own, waited = inner.next, 0.0
+    inner.next = lambda: (time.sleep(0.02), own())[1]  # type: ignore[method-assign]
+    read.next()
+    for _ in range(10):
+        time.sleep(0.04)  # the step
+        started = time.monotonic()
+        read.next()
+        waited += time.monotonic() - started
+    read.close()
+    assert waited < 0.1
+
+
+# -- a tokenizer with more tokens than the model's vocabulary is refused before ranks start ----
+
+TEXT = ["data=python_stdlib", "model=llama3_tiny", "model.vocab_size=256"]
+REFUSED = r"model.vocab_size=256: the tokenizer has 258 tokens.*; would work: 258 and more, another tokenizer"
+
+
+def test_a_job_that_reads_text() -> None:
+    with pytest.raises(ConfigError, match=REFUSED):
+        require_vocabulary(compose_job([*TEXT, "tokenizer=bytes"]))
+    require_vocabulary(compose_job([*TEXT, "tokenizer=bytes", "model.vocab_size=258"]))
+    require_vocabulary(compose_job([*TEXT[1:], "tokenizer=bytes", "data=synthetic"]))
+
+
+def test_points_of_a_sweep_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr("harness.launch.sweep.run.sweep", seen.extend)
+    train.train_sweep(compose_points([*TEXT, "tokenizer=bytes", "model.vocab_size=256,258"]))
+    refused, legal = seen
+    assert refused.job is None and "the tokenizer has 258 tokens" in refused.reason
+    assert legal.job is not None
+
+
+def test_a_missing_file_is_found_before_ranks_start(tmp_path: Path) -> None:
+    missing = ["tokenizer=llama3", f"tokenizer.path={tmp_path}/tokenizer.model", "model.vocab_size=128256"]
+    with pytest.raises(UserError, match=r"^tokenizer file .*/tokenizer.model: No such file"):
+        require_vocabulary(compose_job([*TEXT, *missing]))
+    require_vocabulary(compose_job([*TEXT, *missing, "cluster=slurm_cpu"]))  # nodes may have it
+
+
+def test_a_dry_run_of_a_local_job_does_not_train() -> None:
+    with pytest.raises(ConfigError, match=r"^cluster\.dry_run=true: shows a job for SLURM, .*cluster=slurm"):
+        train.train(compose_job([*TEXT, "cluster.dry_run=true", "data=synthetic"]), [])

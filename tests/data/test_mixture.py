@@ -1,9 +1,8 @@
-"""Mixtures: which source a sample comes from, its tokens on any layout, and resuming."""
+"""Mixtures: which source a sample comes from, its tokens, and the fields of a source."""
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Iterator
 from fractions import Fraction
@@ -13,14 +12,32 @@ import numpy as np
 import pytest
 import torch
 from equal import assert_equal
-from loaders import BYTES, B, T, loader, split_rows
+from loaders import (
+    CHANGES,
+    WEIGHTS,
+    B,
+    Sample,
+    ids_of,
+    loader,
+    mixture,
+    packed,
+    permutation,
+    ranks_of,
+    resumed,
+    scheduled,
+    steps,
+    with_stream,
+)
 
+from harness.compose.composer import compose_job
 from harness.config.data import DataConfig
+from harness.config.mixture import errors_of_source
 from harness.config.training import Sizes
-from harness.data.loader import Batch, Loader, merge_states
-from harness.util.errors import ConfigError, DataError
+from harness.data.mixture import SourceOrder
+from harness.launch.begin import require_vocabulary
+from harness.util.errors import ConfigError, DataError, UserError
 
-WEIGHTS = {"code": 0.2, "math": 0.1, "web": 0.7}
+STEPS = 60
 
 
 def shares(weights: dict[str, float]) -> dict[str, Fraction]:
@@ -28,59 +45,10 @@ def shares(weights: dict[str, float]) -> dict[str, Fraction]:
     return {name: weight / sum(exact.values()) for name, weight in exact.items()}
 
 
-@pytest.fixture(autouse=True)
-def files(in_temporary_folder: None) -> None:
-    for name, count in (("web", 30), ("code", 9), ("math", 5)):
-        Path(name).mkdir()
-        for i in range(count):
-            Path(name, f"{i:02}.txt").write_text(f"{name}{i:02} " * (1 + i * i % 13))
-
-
-def mixture(**changed: object) -> DataConfig:
-    sources = {name: DataConfig(paths=[f"{name}/*.txt"]) for name in WEIGHTS}
-    return dataclasses.replace(
-        DataConfig(kind="mixture", sources=sources, weights=WEIGHTS, cache_dir="cache"), **changed
-    )
-
-
-def steps(loaders: list[Loader], count: int) -> list[Batch]:
-    """Global batches, from the batches of all ranks."""
-    batches = [[each.next() for each in loaders] for _ in range(count)]
-    return [
-        Batch(*(None if parts[0] is None else torch.cat(parts) for parts in zip(*ranks, strict=True)))
-        for ranks in batches
-    ]
-
-
-def assert_same(left: list[Batch], right: list[Batch]) -> None:
-    assert len(left) == len(right)
-    for one, two in zip(left, right, strict=True):
-        assert_equal([t for t in one if t is not None], [t for t in two if t is not None])
-
-
-def numbers_of(purpose: str, index: int, count: int) -> list[int]:
-    digest = hashlib.sha256(f"{purpose}/0/{index}".encode()).digest()
-    bits = np.random.MT19937(np.random.SeedSequence(int.from_bytes(digest, "little")))
-    return np.random.RandomState(bits).permutation(count).tolist()
-
-
-def samples_of(name: str) -> Iterator[tuple[list[int], list[int]]]:
-    """Independent of the harness: documents packed into samples of T tokens, shuffled by epoch."""
-    tokens, first = [], set()
-    for file in sorted(Path(name).iterdir()):
-        first.add(len(tokens))
-        tokens += [BYTES.bos_id, *file.read_bytes(), BYTES.eos_id]
-    count, epoch = (len(tokens) - 1) // T, 0
-    while True:
-        for index in numbers_of("order", epoch, count):
-            at = range(index * T, index * T + T)
-            yield [tokens[i] for i in at], [-100 if i + 1 in first else tokens[i + 1] for i in at]
-        epoch += 1
-
-
-def mixed(count: int) -> Iterator[tuple[list[int], list[int]]]:
+def mixed(count: int) -> Iterator[Sample]:
     """Independent of the harness: sources by Tijdeman's rule, shuffled within every global batch."""
-    share, streams = shares(WEIGHTS), {name: samples_of(name) for name in WEIGHTS}
+    texts = {name: [file.read_text() for file in sorted(Path(name).iterdir())] for name in WEIGHTS}
+    share, streams = shares(WEIGHTS), {name: packed(ids_of(own), seed=0) for name, own in texts.items()}
     drawn, slack, block = dict.fromkeys(WEIGHTS, 0), Fraction(1, 2 * len(WEIGHTS) - 2), []
     for n in range(1, count + 1):
 
@@ -91,75 +59,71 @@ def mixed(count: int) -> Iterator[tuple[list[int], list[int]]]:
         drawn[name] += 1
         block.append(name)
         if len(block) == B:
-            for place in numbers_of("mixture", n - B, B):
+            for place in permutation("mixture", 0, n - B, B):
                 yield next(streams[block[place]])
             block = []
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_tokens_equal_an_independent_implementation(ranks: int) -> None:
+@pytest.mark.parametrize("changes", CHANGES)
+def test_tokens_equal_an_independent_implementation(changes: str) -> None:
     """Token by token, over several epochs of each source, and after a resume on another number of ranks."""
-    count = 60
-    expected = torch.tensor(list(mixed(count * B))).unflatten(0, (count, B)).unbind()
-    loaders = [loader(mixture(), rows) for rows in split_rows(ranks)]
-    found = steps(loaders, 35)
-    states = [each.state_dict() for each in loaders]
-    assert states == states[:1] * ranks
-    resumed = [loader(mixture(), rows) for rows in split_rows(8 // ranks)]
-    for each in resumed:
-        each.load_state_dict(json.loads(json.dumps(states[-1])))
-    found += steps(resumed, count - 35)
-    for one, samples in zip(found, expected, strict=True):
-        assert_equal(torch.stack([one.inputs_BT, one.labels_BT], dim=1), samples)
-    assert (
-        min(
-            each / per
-            for each, per in zip(
-                loaders[0].state_dict()["mixture"]["counts"].values(),
-                loaders[0].samples_per_epoch_of.values(),
-                strict=True,
-            )
-        )
-        > 1
-    )
+    data, sizes = mixture(attend_across_documents=False), {"sizes": Sizes(B, 16, *CHANGES[changes])}
+    expected = list(scheduled(mixed(STEPS * B), CHANGES[changes], STEPS))
+    before = ranks_of(data, 2, **sizes)
+    found = steps(before, 35)
+    states = [each.state_dict() for each in before]
+    assert states == states[:1] * 2, "every rank counts all samples"
+    found += steps(resumed(before, ranks_of(data, 1, **sizes)), STEPS - 35)
+    assert_equal([step[:3] for step in found], expected)
+    epochs = before[0].samples_per_epoch_of
+    counts = states[0]["mixture"]["counts"]
+    assert min(counts[name] / (samples or 1) for name, samples in epochs.items()) > 1 or changes != "none"
 
 
-def test_each_source_is_read_as_if_alone() -> None:
+def test_each_source_is_read_as_if_alone_also_where_weights_change() -> None:
     data = mixture(weight_changes=[{"step": 6, "math": 1}, {"step": 9, "web": 1, "code": 1}])
     batches = steps([loader(data)], 20)
-    rows = [
-        (int(source), row)
-        for batch in batches
-        for source, row in zip(batch.sources_B, batch.inputs_BT, strict=True)
-    ]
     for index, name in enumerate(sorted(WEIGHTS)):
-        own = [row for source, row in rows if source == index]
+        own = torch.cat([inputs[sources == index] for inputs, _, sources in batches])
         alone = steps([loader(dataclasses.replace(data.sources[name], cache_dir="cache"))], 20)
-        assert_equal(torch.stack(own), torch.cat([batch.inputs_BT for batch in alone])[: len(own)])
+        assert_equal(own, torch.cat([inputs for inputs, _ in alone])[: len(own)])
+    drawn = [set(sources.tolist()) for *_, sources in batches]
     math = sorted(WEIGHTS).index("math")
-    assert all((batch.sources_B == math).all() for batch in batches[5:8])
-    assert not any((batch.sources_B == math).any() for batch in batches[9:])
+    assert drawn[5:8] == [{math}] * 3
+    assert not any(math in each for each in drawn[9:])
+
+
+def test_weights_change_at_a_step_of_scheduled_sizes() -> None:
+    sources = {name: DataConfig(kind="synthetic") for name in "ab"}
+    data = mixture(sources=sources, weights={"a": 1.0}, weight_changes=[{"step": 7, "b": 1}])
+    batches = steps([loader(data, sizes=Sizes(B, 16, [(4, 2), (8, 4)], [(5, 8)]))], 12)
+    assert [sources.float().mean() for *_, sources in batches] == [0] * 6 + [1] * 6
+
+
+@pytest.mark.usefixtures("opened_once")
+@pytest.mark.parametrize("changes", CHANGES)
+def test_a_stream_advances_in_rows_that_draw_it(changes: str) -> None:
+    data = with_stream(B)
+    batches = steps([loader(data, sizes=Sizes(B, 16, *CHANGES[changes]))], 30)
+    alone = steps([loader(data.sources["c4"])], 30)
+    for stream in range(B):
+        own = []
+        for inputs, _, sources in batches:
+            row, between = divmod(stream * len(inputs), B)
+            own += [inputs[row]] if not between and sources[row] == 0 else []
+        assert 5 < len(own) < 30
+        tokens = torch.cat(own)
+        assert_equal(tokens, torch.cat([inputs[stream] for inputs, _ in alone])[: len(tokens)])
 
 
 def test_epochs_are_weights_by_size() -> None:
     data = mixture(weights={}, epochs={"code": 4.0, "math": 1.5, "web": 1.0})
     read = loader(data)
-    sizes = read.samples_per_epoch_of
-    total = sum(epochs * sizes[name] for name, epochs in data.epochs.items())
-    steps([read], int(total) // B)
+    sizes = {name: samples or 0 for name, samples in read.samples_per_epoch_of.items()}
+    steps([read], int(sum(epochs * sizes[name] for name, epochs in data.epochs.items())) // B)
     counts = read.state_dict()["mixture"]["counts"]
     for name, epochs in data.epochs.items():
         assert abs(counts[name] - epochs * sizes[name]) <= 1 + B, name
-
-
-def test_documents_are_numbered_within_samples_of_one_source() -> None:
-    plain, numbered = loader(mixture()), loader(mixture(attend_across_documents=False))
-    for _ in range(5):
-        expected, batch = plain.next(), numbered.next()
-        assert_equal(batch.sources_B, expected.sources_B)
-        begins = (expected.labels_BT == -100).roll(1, 1)
-        begins[:, 0] = False
-        assert_equal(batch.documents_BT, begins.long().cumsum(1))
 
 
 def test_validation_takes_equally_many_samples_of_every_source() -> None:
@@ -168,111 +132,150 @@ def test_validation_takes_equally_many_samples_of_every_source() -> None:
     sources = {name: DataConfig(paths=own, validation_paths=own) for name, own in files.items()}
     sources["math"] = DataConfig(paths=["math/*.txt"])
     first = loader(mixture(sources=sources), split="validation")
-    other = loader(
-        mixture(sources=sources, weights={"web": 1.0, "code": 9.0, "math": 1.0}), split="validation"
-    )
+    weights = {"web": 1.0, "code": 9.0, "math": 1.0}
     batches = steps([first], 6)
-    assert_same(steps([other], 6), batches)
-    names = sorted(sources)
-    for batch in batches:
-        drawn = torch.bincount(batch.sources_B, minlength=3)
-        assert drawn.tolist() == [4, 0, 4] and names[1] == "math"
+    assert_equal(steps([loader(mixture(sources=sources, weights=weights), split="validation")], 6), batches)
+    for *_, drawn in batches:
+        assert torch.bincount(drawn, minlength=3).tolist() == [4, 0, 4] and sorted(sources)[1] == "math"
     first.reset()
-    assert_same(steps([first], 6), batches)
-
-
-def streamed() -> DataConfig:
-    Path("c4").mkdir(exist_ok=True)
-    for shard in range(B):
-        lines = [json.dumps({"text": f"stream {shard} {i} " * (1 + i % 4)}) for i in range(12)]
-        Path("c4", f"train-{shard}.jsonl").write_text("\n".join(lines) + "\n")
-    c4 = DataConfig(kind="hub", dataset=str(Path("c4").absolute()), streaming=True, shuffle=False, workers=0)
-    web = DataConfig(paths=["web/*.txt"])
-    return mixture(sources={"web": web, "c4": c4}, weights={"web": 1.0, "c4": 1.0})
-
-
-def test_a_stream_advances_in_rows_that_draw_it() -> None:
-    data = streamed()
-    batches = steps([loader(data)], 30)
-    alone = steps([loader(data.sources["c4"])], 30)
-    for row in range(B):
-        own = [batch.inputs_BT[row] for batch in batches if batch.sources_B[row] == 0]
-        assert 5 < len(own) < 25
-        assert_equal(torch.stack(own), torch.stack([batch.inputs_BT[row] for batch in alone[: len(own)]]))
-
-
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_streams_resume_on_another_number_of_ranks(ranks: int) -> None:
-    data = streamed()
-    expected = steps([loader(data)], 12)
-    halves = [loader(data, rows) for rows in split_rows(2)]
-    steps(halves, 5)
-    state = json.loads(json.dumps(merge_states([half.state_dict() for half in halves])))
-    resumed = [loader(data, rows) for rows in split_rows(ranks)]
-    for each in resumed:
-        each.load_state_dict(state)
-    assert_same(steps(resumed, 7), expected[5:])
-    resumed[0].reset()
-    assert_same([resumed[0].next()], [Batch(*(None if t is None else t[: B // ranks] for t in expected[0]))])
-    with pytest.raises(DataError, match=r"no c4/4 \(source/row\); merge the states"):
-        loader(data).load_state_dict(halves[0].state_dict())
-
-
-def scheduled(data: DataConfig, rows: range = range(B)) -> Loader:
-    """One row of half a sample, then two, then four of T, then all B of T."""
-    sizes = Sizes(B, T, [(4, 2), (8, 4)], [(5, T // 2)])
-    return loader(data, rows, sizes=sizes)
-
-
-@pytest.mark.parametrize("resumed_after", [3, 7, 9])
-def test_scheduled_sizes_cut_the_same_samples(resumed_after: int) -> None:
-    """On two ranks, and across a resume, also inside of a sample."""
-    data = mixture(weight_changes=[{"step": 99, "math": 1}])
-    plain = torch.cat([batch.inputs_BT for batch in steps([loader(mixture())], 4)]).flatten()
-    read = [scheduled(data, rows) for rows in split_rows(2)]
-    found = steps(read, resumed_after)
-    state = json.loads(json.dumps(read[0].state_dict()))
-    read = [scheduled(data, rows) for rows in split_rows(2)]
-    for each in read:
-        each.load_state_dict(state)
-    found += steps(read, 14 - resumed_after)
-    # 4 steps of 2 x 8 and 1 of 4 x 8 are 6 samples, 3 steps of 4 are 12 more; step 9 has the full size.
-    before = torch.cat([batch.inputs_BT.flatten() for batch in found[:9]])
-    assert_equal(before, plain[: 26 * T])
-    assert [tuple(batch.inputs_BT.shape) for batch in found[3:9:4]] == [(2, T // 2), (4, T)]
-    assert_same(found, steps([scheduled(data)], 14))
-
-
-def test_weights_change_at_a_step_of_scheduled_sizes() -> None:
-    data = mixture(
-        sources={"a": DataConfig(kind="synthetic"), "b": DataConfig(kind="synthetic")}, weights={"a": 1.0}
-    )
-    batches = steps([scheduled(dataclasses.replace(data, weight_changes=[{"step": 7, "b": 1}]))], 12)
-    assert [batch.sources_B.float().mean() for batch in batches] == [0] * 6 + [1] * 6
-
-
-def test_streams_of_a_mixture_advance_by_scheduled_lengths() -> None:
-    data = streamed()
-    one = steps([scheduled(data)], 12)
-    assert_same(steps([scheduled(data, rows) for rows in split_rows(2)], 12), one)
-    alone = steps([loader(data.sources["c4"])], 12)
-    row = torch.cat([batch.inputs_BT[0] for batch in one if batch.sources_B[0] == 0])
-    assert_equal(row, torch.cat([batch.inputs_BT[0] for batch in alone])[: len(row)])
-
-
-def test_positions_of_other_kinds_are_refused() -> None:
-    mixed, alone = loader(mixture()), loader(DataConfig(paths=["web/*.txt"], cache_dir="cache"))
-    with pytest.raises(DataError, match="is in one source, and data"):
-        mixed.load_state_dict(alone.state_dict())
-    with pytest.raises(DataError, match="is in a mixture, and data"):
-        alone.load_state_dict(mixed.state_dict())
+    assert_equal(steps([first], 6), batches)
 
 
 def test_mistakes_in_files_name_the_source() -> None:
     missing = mixture(sources={"web": DataConfig(paths=["web/*.md"])}, weights={"web": 1.0})
     with pytest.raises(DataError, match=r"no file matches data.sources.web.paths=\[web/\*.md\]"):
         loader(missing)
-    with pytest.raises(
-        ConfigError, match=r"data.sources.code.validation_fraction=0.0: .* no documents are held out"
-    ):
+    says = r"data.sources.code.validation_fraction=0.0: .* no documents are held out"
+    with pytest.raises(ConfigError, match=says):
         loader(mixture(), split="validation")
+
+
+# -- fields of sources ----
+
+
+def test_a_source_can_be_an_option() -> None:
+    """And its fields can be set on top, in any order of the command line."""
+    options = ("data=mixture", "data.sources.a.paths=[web/*.txt]", "data@data.sources.a=local_text")
+    weights = ("data.weights.a=3", "data.weight_changes=[{step: 9, a: 1}]")
+    typed = ["cluster.device=cpu", *options, "data.sources.a.text_field=body", *weights]
+    job = compose_job(typed)
+    assert job.data.sources["a"] == DataConfig(
+        paths=["web/*.txt"], format="text", validation_fraction=0.01, text_field="body"
+    )
+    assert job.data.weights == {"a": 3} and job.data.weight_changes == [{"step": 9, "a": 1}]
+    assert type(job).from_json(job.to_json()) == job
+    assert job.numerics_id != compose_job([*typed, "data.sources.a.shuffle=false"]).numerics_id
+    assert job.id == compose_job([*typed, "data.cache_dir=elsewhere"]).id
+
+
+def test_errors_of_a_source_name_its_fields() -> None:
+    """Shared fields, file names and commands stay."""
+    command = "harness tokenize data=local_text 'data.paths=[a b]' 'tokenize.target=corpus/NAME'"
+    with pytest.raises(ConfigError) as raised, errors_of_source(DataConfig(), "web"):
+        works = f"{command} and then data=tokens 'data.paths=[corpus/NAME]', or data.cache_dir"
+        raise ConfigError("data.prefetch", 0, "data.paths=[/x/data.jsonl, data.txt]", works)
+    assert str(raised.value) == (
+        "data.prefetch=0: data.sources.web.paths=[/x/data.jsonl, data.txt]; would work: "
+        f"{command} and then data.sources.web.kind=tokens 'data.sources.web.paths=[corpus/NAME]', "
+        "or data.cache_dir"
+    )
+    for error, said in (
+        (ConfigError("data.prefetch", 0, "too few"), r"data\.prefetch=0: data\.sources\.web: too few"),
+        (DataError("data.jsonl, line 3: bad"), r"data\.sources\.web: data\.jsonl, line 3: bad"),
+    ):
+        with pytest.raises(type(error), match=f"^{said}$"), errors_of_source(DataConfig(), "web"):
+            raise error
+
+
+def test_a_source_of_conversations_needs_a_chat_template() -> None:
+    typed = ["data=mixture", "data.sources={c: {kind: chat, paths: [a.jsonl], chat_template: chatml}}"]
+    typed += ["data.weights.c=1", "data.attend_across_documents=false", "cluster.device=cpu"]
+    job = compose_job([*typed, "model=llama3_tiny", "model.vocab_size=2048", "tokenizer=python_2k"])
+    with pytest.raises(UserError, match=r"data\.sources\.c.*no token <\|im_start\|>"):
+        require_vocabulary(job)
+
+
+# -- the order of sources; each rule is of (first sample, weights) ----
+
+RULES = [
+    [(0, {"a": 1})],
+    [(0, {"a": 0.5, "b": 0.5})],
+    [(0, {"a": 0.999, "b": 0.001})],
+    [(0, WEIGHTS)],
+    [(0, {"a": 7e9, "b": 1.2e9, "c": 123456789, "d": 1, "e": 33})],
+    [
+        (0, {"a": 0.9, "b": 0.1, "c": 0}),
+        (4000, {"a": 0.1, "b": 0.1, "c": 0.8}),
+        (4100, {"a": 1, "b": 0, "c": 0}),
+    ],
+    [(100 * i, {"a": 40 - i, "b": i, "c": 3}) for i in range(40)],
+]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_counts_are_as_close_to_the_shares_as_the_rule_promises(
+    rule: list[tuple[int, dict[str, float]]],
+) -> None:
+    """After every block, exactly: by at most 1 - 1/(2k - 2), Tijdeman's bound."""
+    names, block = sorted(rule[0][1]), 20
+    order = SourceOrder([(first, shares(weights)) for first, weights in rule], block=block, seed=3)
+    bound = 1 - Fraction(1, 2 * len(names) - 2) if len(names) > 1 else 0
+    targets, counts = dict.fromkeys(names, Fraction(0)), dict.fromkeys(names, 0)
+    current: dict[str, Fraction] = {}
+    for number in range(5_000):
+        current = next((shares(weights) for first, weights in rule if first == number), current)
+        source, own = order.which(number)
+        name = order.names[source]
+        assert own == counts[name], "every source is read in its own order"
+        counts[name] += 1
+        targets = {each: target + current[each] for each, target in targets.items()}
+        if (number + 1) % block == 0:
+            assert all(abs(counts[each] - target) <= bound for each, target in targets.items()), number
+            assert order.counts(number + 1) == counts
+
+
+def order_of(*rule: tuple[int, dict[str, float]], seed: int = 2) -> SourceOrder:
+    return SourceOrder([(first, shares(weights)) for first, weights in rule], block=B, seed=seed)
+
+
+def test_every_row_draws_every_source() -> None:
+    """The rule alone would alternate: row 0 would see one of two sources only."""
+    first, other = ((order_of((0, {"a": 1, "b": 1}), seed=seed)) for seed in (0, 1))
+    drawn = np.array([first.which(number)[0] for number in range(100 * B)]).reshape(-1, B)
+    assert (drawn.sum(1) == B // 2).all(), "and every step has both in equal shares"
+    assert (drawn.mean(0) > 0.3).all() and (drawn.mean(0) < 0.7).all()
+    assert [other.which(number)[0] for number in range(100 * B)] != drawn.flatten().tolist()
+
+
+@pytest.mark.parametrize("number", [0, 5, B, 3 * B + 1, 41 * B])
+def test_the_order_resumes_anywhere(number: int) -> None:
+    rule = (0, WEIGHTS), (40 * B, dict.fromkeys(WEIGHTS, 1.0))
+    first, second = order_of(*rule), order_of(*rule)
+    for before in range(number):
+        first.which(before)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict(number))))
+    assert second.counts(number) == first.counts(number)
+    expected = [first.which(each) for each in range(number, number + 50)]
+    assert [second.which(each) for each in range(number, number + 50)] == expected
+
+
+def test_a_position_far_ahead_needs_no_replay() -> None:
+    order, far = order_of((0, WEIGHTS)), 8 * 10**17
+    counts = {name: int(share * far) for name, share in shares(WEIGHTS).items()}
+    block = {"first": far, "counts": counts}
+    order.load_state_dict(order.state_dict(0) | {"samples": far, "counts": counts, "block": block})
+    assert [order.which(far + i)[1] for i in range(B)]
+    drawn = {"code": 2 * 8, "math": 8, "web": 7 * 8}
+    assert order.counts(far + 10 * B) == {name: counts[name] + more for name, more in drawn.items()}
+
+
+def test_no_block_crosses_a_change() -> None:
+    order = order_of((0, {"a": 1, "b": 0}), (3, {"a": 0, "b": 1}))
+    assert [order.which(number)[0] for number in range(20)] == [0] * 3 + [1] * 17
+
+
+def test_changed_shares_count_from_the_position_on() -> None:
+    order, changed = order_of((0, {"a": 9, "b": 1})), order_of((0, {"b": 1, "c": 1}))
+    changed.load_state_dict(order.state_dict(83))
+    assert changed.counts(83) == {"b": order.counts(83)["b"], "c": 0}
+    assert changed.counts(83 + 10 * B) == {"b": order.counts(83)["b"] + 5 * B, "c": 5 * B}

@@ -1,45 +1,44 @@
-"""Data kind ``tokens``: other programs' token files, compared with their own readers and with numpy."""
+"""Data kind ``tokens``: other programs' token files, against the documents that were written."""
 
 import dataclasses
 import json
+import os
+import struct
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
-import torch
+from equal import assert_equal
+from loaders import BOS, BYTES, CHANGES, EOS, B, T, loader, packed, ranks_of, scheduled, steps
 from token_writers import (
-    BOS,
-    BYTES,
-    EOS,
     FORMATS,
-    B,
-    T,
-    assert_rows,
     config,
     files_of_documents,
-    loader,
-    read_rows,
     write_arrow,
     write_datatrove,
     write_llmc,
     write_megatron,
     write_memmap,
+    write_npy,
     write_parquet,
     write_stream,
 )
 
-from harness.compose.composer import compose_job
-from harness.config.data import DataConfig, TokenizerConfig
-from harness.data.cache import open_cache
-from harness.data.corpus import SPLITS, Counts, read_manifest
-from harness.data.loader import IGNORE_INDEX, merge_states
-from harness.data.shards import write_manifest
-from harness.data.sources import LocalFiles
+from harness.config.data import TOKEN_DTYPES, TokenizerConfig
+from harness.contrib.formats.token_formats import smallest_dtype
+from harness.data.loader import IGNORE_INDEX
 from harness.data.tokenizer import build_tokenizer
 from harness.tools.inference.tasks import Setting, open_task
 from harness.util.errors import ConfigError, DataError
 from harness.weights.tokenizer import export_tokenizer
+
+NOTHING = build_tokenizer(TokenizerConfig("none"))
+
+
+def rows_of(documents, number, **settings):
+    return list(scheduled(packed(documents, **settings), CHANGES["none"], number))
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -50,24 +49,8 @@ def test_samples(name):
     for number, documents in enumerate(files):
         write(f"web_{number}", documents)
     data = config(**settings, attend_across_documents=False)
-    assert_rows(read_rows([loader(data)], 5), [each for documents in files for each in documents])
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_ranks_and_resuming(ranks):
-    files = files_of_documents()
-    for number, documents in enumerate(files):
-        write_megatron(f"web_{number}", documents)
-    data = config(attend_across_documents=False)
-    parts = [range(rank * B // ranks, (rank + 1) * B // ranks) for rank in range(ranks)]
-    before = [loader(data, rows) for rows in parts]
-    first = read_rows(before, 2)
-    state = merge_states([json.loads(json.dumps(each.state_dict())) for each in before])
-    after = [loader(data, range(row, row + 2)) for row in range(0, B, 2)]
-    for each in after:
-        each.load_state_dict(state)
-    rows = [torch.cat(pair) for pair in zip(first, read_rows(after, 3), strict=True)]
-    assert_rows(rows, [each for documents in files for each in documents])
+    for ranks in (1, 2):
+        assert_equal(steps(ranks_of(data, ranks), 5), rows_of(list(chain(*files)), 5))
 
 
 @pytest.mark.parametrize("name", ["megatron", "datatrove", "arrow", "npy", "parquet"])
@@ -81,64 +64,55 @@ def test_the_end_of_each_file_is_held_out(name):
     # file has two documents of 7 tokens; 45% are 6 tokens.
     if name == "parquet":  # one cache of all files
         train, held_out = files[0][:4], [*files[0][4:], *files[1]]
-    else:
-        train, held_out = [*files[0][:4], files[1][0]], [*files[0][4:], files[1][1]]
-    if name == "npy":  # without an index: cut anywhere
+    elif name == "npy":  # without an index: cut anywhere
         ids = [[token for each in documents for token in each] for documents in files]
         cuts = [len(each) - round(0.45 * len(each)) for each in ids]
         train = [each[:cut] for each, cut in zip(ids, cuts, strict=True)]
         held_out = [each[cut:] for each, cut in zip(ids, cuts, strict=True)]
+    else:
+        train, held_out = [*files[0][:4], files[1][0]], [*files[0][4:], files[1][1]]
     for split, documents in (("train", train), ("validation", held_out)):
-        ids = [token for each in documents for token in each]
-        rows = loader(data, split=split).next()
-        found = torch.stack([rows.inputs_BT, rows.labels_BT])
-        for row in range(B):
-            begin = row % ((len(ids) - 1) // T) * T
-            assert found[0, row].tolist() == ids[begin : begin + T], split
-            assert found[1, row].tolist() == ids[begin + 1 : begin + T + 1], split
+        [batch] = rows_of(documents, 1, masks=False)
+        assert_equal(steps([loader(data, split=split)], 1), [batch[:2]], split)
 
 
 def test_boundaries_at_the_first_token():
     """llm.c's documents begin with their separator: a label is masked where it is that token."""
-    write_llmc("a", [[EOS, *range(n)] for n in (20, 5, 40)])
+    documents = [[EOS, *range(n)] for n in (20, 5, 40)]
+    write_llmc("a", documents)
     gpt2 = build_tokenizer(TokenizerConfig("none", eos=str(EOS)))
-    batch = loader(config(), tokenizer=gpt2).next()
-    ids = torch.tensor([EOS, *range(20), EOS, *range(5), EOS, *range(40)])
-    assert torch.equal(batch.inputs_BT[0], ids[:T])
-    assert torch.equal(batch.labels_BT[1], torch.where(ids == EOS, IGNORE_INDEX, ids)[T + 1 : 2 * T + 1])
+    found = steps([loader(config(attend_across_documents=False), tokenizer=gpt2)], 1)
+    assert_equal(found, rows_of(documents, 1))
 
 
 def test_unknown_boundaries(capfd):
     """No label is masked; attention within documents is refused; a token that never occurs is reported."""
     documents = files_of_documents(1)[0]
     write_memmap("a", documents)
-    nothing = build_tokenizer(TokenizerConfig("none"))
-    for data, tokenizer in ((config(), nothing), (config(boundaries="none"), BYTES)):
-        ids = np.concatenate(documents)
-        assert loader(data, tokenizer=tokenizer).next().labels_BT[0].tolist() == ids[1 : T + 1].tolist()
+    for data, tokenizer in ((config(), NOTHING), (config(boundaries="none"), BYTES)):
+        [batch] = rows_of(documents, 1, masks=False)
+        assert_equal(steps([loader(data, tokenizer=tokenizer)], 1), [batch[:2]])
         with pytest.raises(ConfigError, match="boundaries of documents are unknown"):
             loader(dataclasses.replace(data, attend_across_documents=False), tokenizer=tokenizer)
     with pytest.raises(ConfigError, match=r"data\.boundaries=eos: the tokenizer has no such token"):
-        loader(config(boundaries="eos"), tokenizer=nothing)
+        loader(config(boundaries="eos"), tokenizer=NOTHING)
     assert capfd.readouterr().err == ""
     loader(config(), tokenizer=build_tokenizer(TokenizerConfig("none", eos="299")))
     assert "tokens have no document boundary (id 299)" in capfd.readouterr().err
 
 
-def test_lists_with_null_and_empty_rows():
-    documents = [[BOS, 1, 2], [], None, [3, EOS], [7] * 40]
-    for kind, write in (("arrow", write_arrow), ("parquet", write_parquet)):
-        write("a", documents)
-        ids = [1, 2, 3, EOS, *[7] * 40][:T]
-        batch = loader(config(paths=[f"a.{kind}"])).next()
-        expected = [IGNORE_INDEX if position in (2, 4) else token for position, token in enumerate(ids)]
-        assert batch.labels_BT[0].tolist() == expected, kind
+@pytest.mark.parametrize(("kind", "write"), [("arrow", write_arrow), ("parquet", write_parquet)])
+def test_lists_with_null_and_empty_rows(kind, write):
+    write("a", [[BOS, 1, 2], [], None, [3, EOS], [7] * 40])
+    ids = [1, 2, 3, EOS, *[7] * 40][:T]
+    labels = loader(config(paths=[f"a.{kind}"])).next().labels_BT[0].tolist()
+    assert labels == [IGNORE_INDEX if at in (2, 4) else token for at, token in enumerate(ids)]
 
 
 def test_lists_of_one_length():
-    write_arrow("a", [list(range(10)) for _ in range(20)], pa.list_(pa.uint16(), 10))
-    labels = loader(config()).next().labels_BT[0].tolist()
-    assert labels == [*range(1, 10), IGNORE_INDEX, *range(1, 7)]
+    documents = [list(range(10)) for _ in range(20)]
+    write_arrow("a", documents, pa.list_(pa.uint16(), 10))
+    assert_equal(steps([loader(config(attend_across_documents=False))], 1), rows_of(documents, 1))
 
 
 def test_a_saved_dataset():
@@ -148,69 +122,11 @@ def test_a_saved_dataset():
     saved = datasets.Dataset.from_dict({"ids": documents})
     saved.save_to_disk("saved", num_shards=2)
     write_stream("saved/cache-1", [[1, 2, 3]])
-    assert_rows(
-        read_rows([loader(config(paths=["saved"], tokens_field="ids", attend_across_documents=False))], 3),
-        datasets.load_from_disk("saved")["ids"],
-    )
+    data = config(paths=["saved"], tokens_field="ids", attend_across_documents=False)
+    assert_equal(steps([loader(data)], 3), rows_of(documents, 3))
     datasets.DatasetDict(train=saved, test=saved).save_to_disk("splits")
     with pytest.raises(DataError, match=r"has the splits train, test; would work: the folder of one"):
         loader(config(paths=["splits"]))
-
-
-def write_corpus(folder, shards, validation_fraction=0.0):
-    """A corpus, each shard a token cache of its texts."""
-    entries = []
-    for number, texts in enumerate(shards):
-        for index, text in enumerate(texts):
-            file = Path(f"text/{folder}-{number}-{index:02}.txt")
-            file.parent.mkdir(exist_ok=True)
-            file.write_text(text)
-        source = LocalFiles(DataConfig(paths=[f"text/{folder}-{number}-*.txt"]), "paths")
-        settings = {"wait_for_all": None, "is_builder": True, "held_out": validation_fraction}
-        open_cache(source, BYTES, split="train", cache_dir=f"{folder}/{number}", **settings)
-        (built,) = Path(f"{folder}/{number}").glob("corpus-*")
-        manifest = read_manifest(built)
-        (built / "shard-00000").rename(f"{folder}/shard-{number:05}")
-        entries.append(dataclasses.replace(manifest.shards[0], folder=f"shard-{number:05}"))
-    counts = Counts(
-        *(
-            {split: sum(getattr(each.counts, kind)[split] for each in entries) for split in SPLITS}
-            for kind in ("tokens", "documents")
-        )
-    )
-    write_manifest(Path(folder), dataclasses.replace(manifest, counts=counts, shards=entries))
-
-
-def test_a_corpus_in_shards_has_the_samples_of_one_cache():
-    """Its samples are those of data=local_text on the same documents: the same order, the same held out."""
-    texts = [f"{number:02}" * (1 + number * number % 11) for number in range(40)]
-    write_corpus("whole", [texts], validation_fraction=0.2)
-    local = DataConfig(paths=["text/whole-*.txt"], validation_fraction=0.2, cache_dir="cache")
-    for split in ("train", "validation"):
-        rows = read_rows_of(loader(local, split=split))
-        assert torch.equal(rows, read_rows_of(loader(DataConfig("tokens", paths=["whole"]), split=split)))
-    write_corpus("cut", [texts[:7], texts[7:8], texts[8:]])
-    local = dataclasses.replace(local, validation_fraction=0.0)
-    assert torch.equal(read_rows_of(loader(local)), read_rows_of(loader(DataConfig("tokens", paths=["cut"]))))
-
-
-def read_rows_of(a_loader):
-    return torch.stack([torch.stack([*a_loader.next()[:2]]) for _ in range(12)])
-
-
-def test_a_corpus_that_does_not_fit():
-    write_corpus("corpus", [["some text " * 40, "more " * 40, "text " * 40]], validation_fraction=0.5)
-    with pytest.raises(ConfigError, match="has held-out documents of its own; would work: 0"):
-        loader(config(paths=["corpus"], validation_fraction=0.1))
-    other = build_tokenizer(TokenizerConfig("sentencepiece", "asset:python_2k.model"))
-    with pytest.raises(DataError, match=r"corpus: was tokenized by bytes \(258 tokens\)"):
-        loader(config(paths=["corpus"]), tokenizer=other, vocab_size=2048)
-    loader(config(paths=["corpus"]), tokenizer=build_tokenizer(TokenizerConfig("none")))
-    write_corpus("plain", [["some text " * 40]])
-    rows = read_rows_of(loader(config(paths=["."])))  # the folder of both corpora
-    assert torch.equal(rows, read_rows_of(loader(config(paths=["corpus", "plain"]))))
-    with pytest.raises(ConfigError, match="no tokens are held out for validation"):
-        loader(config(paths=["plain"]), split="validation")
 
 
 def test_validation_paths():
@@ -219,28 +135,30 @@ def test_validation_paths():
         Path(name).mkdir()
         write_datatrove(f"{name}/a", [*written, *written])
     data = config(paths=["train"], validation_paths=["val/*.ds"], attend_across_documents=False)
-    assert_rows(read_rows([loader(data, split="validation")], 1), [*documents[1], *documents[1]])
+    assert_equal(steps([loader(data, split="validation")], 1), rows_of(documents[1] * 2, 1))
 
 
 def test_paths():
     """A prefix of Megatron, its two files, a glob and a folder name the same tokens, each once."""
     Path("web").mkdir()
-    write_megatron("web/a_text_document", files_of_documents(1)[0])
-    expected = read_rows_of(loader(config(paths=["web"])))
-    for paths in (["web/a_text_document"], ["web/*"], ["web/a_text_document.idx"], ["web/*.bin", "web"]):
-        assert torch.equal(read_rows_of(loader(config(paths=paths))), expected), paths
+    documents = files_of_documents(1)[0]
+    write_megatron("web/a_text_document", documents)
+    expected = rows_of(documents, 12)
+    for path in ("web", "web/a_text_document", "web/*", "web/a_text_document.idx", "web/*.bin,web"):
+        data = config(paths=path.split(","), attend_across_documents=False)
+        assert_equal(steps([loader(data)], 12), expected, path)
     Path("data").mkdir()
-    for name in ("train", "val"):
-        write_memmap(f"data/{name}", files_of_documents(1)[0])
-    with pytest.raises(DataError, match=r"several splits, such as train\.bin and val\.bin; would work"):
-        loader(config(paths=["data"]))
-    with pytest.raises(DataError, match=r"several formats: .*web.*\(megatron\).*; would work: data\.format"):
-        loader(config(paths=["web", "data/train.bin"]))
-    with pytest.raises(DataError, match=r"no token file matches data\.paths=\[nothing\]"):
-        loader(config(paths=["nothing"]))
+    for name in ("data/train", "data/val"):
+        write_memmap(name, documents)
     Path("a.tokens").write_bytes(b"12345678")
-    with pytest.raises(DataError, match=r"a\.tokens: the format of its tokens is unknown"):
-        loader(config(paths=["a.tokens"]))
+    for paths, says in (
+        (["data"], r"several splits, such as train\.bin and val\.bin; would work"),
+        (["web", "data/train.bin"], r"several formats: .*web.*\(megatron\).*; would work: data\.format"),
+        (["nothing"], r"no token file matches data\.paths=\[nothing\]"),
+        (["a.tokens"], r"a\.tokens: the format of its tokens is unknown"),
+    ):
+        with pytest.raises(DataError, match=says):
+            loader(config(paths=paths))
 
 
 def test_settings_of_another_format():
@@ -254,35 +172,15 @@ def test_another_tokenizer_by_name(capfd):
     write_datatrove("a", files_of_documents(1)[0])
     loader(config())
     assert "a.ds was made by the tokenizer org/name; tokenizer.path is None" in capfd.readouterr().err
-    loader(config(), tokenizer=build_tokenizer(TokenizerConfig("none")))
+    loader(config(), tokenizer=NOTHING)
     assert capfd.readouterr().err == ""
-
-
-@pytest.mark.parametrize(
-    ("typed", "says"),
-    [
-        ("tokenizer=none", "tokenizer.kind=none: cannot encode text, and data.kind=local reads text"),
-        (
-            "data=tokens data.paths=[a] evaluation.interval=1",
-            "evaluation.tasks=data: data.kind=tokens has no text",
-        ),
-    ],
-)
-def test_jobs_that_need_text(typed, says):
-    with pytest.raises(ConfigError, match=says):
-        compose_job(typed.split())
 
 
 def test_without_a_tokenizer():
     """It encodes nothing, and a checkpoint that records it names no tokenizer."""
-    nothing = build_tokenizer(TokenizerConfig("none"))
-    for use in (
-        lambda: nothing.encode("a"),
-        lambda: nothing.encode_batch(["a"]),
-        lambda: nothing.decode([1]),
-    ):
+    for use in (NOTHING.encode, NOTHING.encode_batch, NOTHING.decode):
         with pytest.raises(DataError, match="tokenizer=none has token ids but no text"):
-            use()
+            use("a")
     export_tokenizer(TokenizerConfig("none"), Path("exported"))
     assert not Path("exported").exists()
     setting = Setting(BYTES, 300, config(paths=["a"]), "all", 16, "", None, None)
@@ -300,64 +198,160 @@ def test_many_files_need_few_descriptors():
     assert len(list(Path("/proc/self/fd").iterdir())) <= before + 1
 
 
-def test_megatron_reads_the_same():
-    """Judged by Megatron-Core's own writer and reader."""
-    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
-    from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
-
-    files = files_of_documents()
-    for number, (documents, dtype) in enumerate(zip(files, (np.uint16, np.int32, np.int64), strict=True)):
-        builder = IndexedDatasetBuilder(f"{number}.bin", dtype=dtype)
-        for each in documents:
-            builder.add_document(torch.tensor(each), [2, len(each) - 2])
-        builder.finalize(f"{number}.idx")
-    theirs = [IndexedDataset(str(number)) for number in range(3)]
-    found = [
-        np.concatenate(each[first:last]).tolist()
-        for each in theirs
-        for first, last in zip(each.document_indices, each.document_indices[1:], strict=False)
-    ]
-    assert found == [each for documents in files for each in map(list, documents)]
-    assert_rows(read_rows([loader(config(attend_across_documents=False))], 5), found)
-    for number, documents in enumerate(files):
-        write_megatron(f"ours_{number}", documents)
-        theirs = IndexedDataset(f"ours_{number}")
-        assert np.concatenate(theirs[0 : len(theirs)]).tolist() == np.concatenate(documents).tolist()
+# -- damaged files and ids of another tokenizer are one line that names the file ----
 
 
-def test_datatrove_reads_the_same():
-    """Judged by datatrove's own writer and reader, whose samples of T + 1 tokens do not overlap."""
-    pytest.importorskip("datatrove", reason="datatrove is not installed")
-    from datatrove.pipeline.tokens.tokenizer import TokenizedFile
-    from datatrove.utils.dataset import DatatroveFileDataset
-
-    documents = files_of_documents(1)[0]
-    for size in (2, 4):
-        settings = {"tokenizer_name_or_path": "org/name", "save_final_metadata": True, "token_size": size}
-        file = TokenizedFile(str(Path.cwd()), f"{size}.ds", **settings)
-        for each in documents:
-            file.write([int(token) for token in each], None)
-        file.close()
-        data = config(paths=[f"{size}.ds"], attend_across_documents=False)
-        rows = read_rows([loader(data)], 2)
-        assert_rows(rows, documents)
-        theirs = DatatroveFileDataset(f"{size}.ds", seq_len=T, token_size=size)
-        found = torch.cat([theirs[index]["input_ids"] for index in range(len(theirs))])
-        ours = torch.cat(list(rows[0][: len(found) // T]))
-        assert torch.equal(found[: len(ours)], ours[: len(found)])
+END = 1 << 30
 
 
-def test_validation_of_corpora_of_which_one_has_held_out_documents():
-    """The other one is for training only, also in a mixture."""
-    write_corpus("held", [["one " * 30, "two " * 30, "three " * 30, "four " * 30]], validation_fraction=0.5)
-    write_corpus("plain", [["some text " * 40]])
-    own = read_rows_of(loader(config(paths=["held"]), split="validation"))
-    both = config(paths=["held", "plain"])
-    assert torch.equal(read_rows_of(loader(both, split="validation")), own)
-    sources = {name: DataConfig("tokens", paths=[name]) for name in ("held", "plain")}
-    mixture = DataConfig("mixture", sources=sources, weights={"held": 1.0, "plain": 1.0})
-    mixture.validate()
-    assert torch.equal(read_rows_of(loader(mixture, split="validation")), own)
-    alone = dataclasses.replace(mixture, sources={"plain": sources["plain"]}, weights={"plain": 1.0})
-    with pytest.raises(ConfigError, match=r"data\.sources\.plain\..*no tokens are held out for validation"):
-        loader(alone, split="validation")
+def change(name, at, new=b"\0"):
+    def damage():
+        content = Path(name).read_bytes()
+        Path(name).write_bytes(content[:at] + new + content[at + len(new) :])
+
+    return damage
+
+
+def replaced(name):
+    Path(name).unlink()
+    return Path(name)
+
+
+def with_wrong_offset():
+    content, right = Path("a.arrow").read_bytes(), struct.pack("<4i", 0, 22, 44, 67)
+    assert right in content
+    Path("a.arrow").write_bytes(content.replace(right, struct.pack("<4i", 0, 60, 44, 67)))
+
+
+# 6 sequences: their lengths are at byte 34, pointers at 34 + 24, documents at 34 + 72.
+DAMAGED = [
+    (write_megatron, change("a.idx", 0, b"MMIDIDY"), "does not begin with Megatron's MMIDIDX"),
+    (write_megatron, change("a.idx", 0, b"TNTIDX\0\0"), "older lazy or cached format"),
+    (write_megatron, change("a.idx", 9, b"\2"), "has version 2 of Megatron's index"),
+    (write_megatron, change("a.idx", 17, b"\7"), "has type code 7"),
+    (
+        write_megatron,
+        change("a.idx", END),
+        "has 139 bytes, which are not 6 sequences and 4 document boundaries",
+    ),
+    (write_megatron, change("a.idx", 34, b"\4"), "sequences do not follow each other without gaps"),
+    (write_megatron, change("a.idx", 34 + 24, b"\2"), "sequences do not follow each other without gaps"),
+    (write_megatron, change("a.idx", 34 + 72 + 8, b"\5"), "sequences of its documents are not ascending"),
+    (write_megatron, change("a.idx", 34 + 72 + 24, b"\7"), "do not begin with sequence 0 and end with 6"),
+    (write_megatron, change("a.bin", END), r"a\.bin: has 135 bytes, which are not 67 tokens of uint16"),
+    (write_megatron, lambda: Path("a.bin").unlink(), r"a\.bin: No such file"),
+    (write_datatrove, change("a.ds", END), r"a\.ds: has 135 bytes, which are not 67 tokens of uint16"),
+    (write_datatrove, change("a.ds.index", END), "has 25 bytes, which are no complete offsets"),
+    (write_datatrove, change("a.ds.index", 0, b"\x3f"), "documents' ends are not ascending"),
+    (write_datatrove, change("a.ds.index", 7, b"\xff"), "documents' ends are not ascending"),
+    (write_datatrove, lambda: Path("a.ds.metadata").write_text("gpt2"), "first line is not NAME"),
+    (write_datatrove, lambda: Path("a.ds.loss").touch(), "has a loss mask"),
+    (write_llmc, change("a.bin", 4, b"\2"), "has version 2; llm.c's files of magic 20240520 have version 1"),
+    (write_llmc, change("a.bin", END), "are not 67 tokens of uint16 after a header of 1024 bytes"),
+    (write_llmc, change("a.bin", 0, struct.pack("<i", 20240522)), "multiple-choice examples"),
+    (write_llmc, lambda: Path("a.bin").write_bytes(struct.pack("<i", 20240520)), "shorter than the header"),
+    (write_memmap, change("a.bin", END), r"has 135 bytes, which are not 67 tokens of uint16"),
+    (write_npy, lambda: Path("a.npy").write_bytes(b"\x93NUMPY"), "is not a readable .npy file"),
+    (write_npy, lambda: replaced("a.npy").symlink_to("/dev/zero"), r"a\.npy: it is no regular file"),
+    (write_npy, lambda: (np.savez("a", [9]), Path("a.npz").rename("a.npy")), "is not a readable .npy"),
+    (write_npy, change("a.npy", 60, b"(9223372036854775808,), }"), "is not a readable .npy file"),
+    (write_memmap, lambda: os.mkfifo(replaced("a.bin")), r"a\.bin: it is no regular file"),
+    (write_megatron, lambda: os.mkfifo(replaced("a.idx")), r"a\.idx: it is no regular file"),
+    (write_npy, lambda: np.save("a.npy", np.zeros((2, 2), "u2")), "has uint16 in 2 dimensions"),
+    (write_npy, lambda: np.save("a.npy", np.zeros(99)), "has float64 in 1 dimensions"),
+    (write_stream, change("a.arrow", 8, b"\xff" * 64), r"a\.arrow: is no readable Arrow file"),
+    (write_stream, lambda: Path("a.arrow").write_bytes(b""), r"a\.arrow: "),
+    (write_arrow, with_wrong_offset, r"a\.arrow: is no readable Arrow file \(.*offset"),
+    (write_arrow, lambda: write_arrow("a", [[1.5]], pa.list_(pa.float32())), "has values of type list<"),
+    (write_arrow, lambda: write_arrow("a", [[1, None, 2]]), "has null among its token ids"),
+    (write_arrow, lambda: write_arrow("a", [[7] * 9999], compression="lz4"), "is compressed"),
+    (write_parquet, lambda: write_parquet("a", [[1, None, 2]]), "row 0 of column 'input_ids' is no list of"),
+    (write_parquet, change("a.parquet", 0, b"\xff" * 600), r"a\.parquet cannot be read"),
+    (write_parquet, lambda: write_parquet("a", [[1, 70000]]), "row 0: token 1 has id 70000, but the token"),
+]
+
+
+NAMES = ("/etc/x.arrow", "../../x.arrow", "..", "", "a\0.arrow", "\ud800.arrow", 3, None)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["[" * 100_000, "[]", "9" * 5000, *(json.dumps({"_data_files": [{"filename": name}]}) for name in NAMES)],
+    ids=lambda content: content[:60],
+)
+def test_a_foreign_state_of_a_saved_dataset_is_one_line(content):
+    Path("saved").mkdir()
+    Path("saved/state.json").write_text(content)
+    with pytest.raises(DataError, match=r"state\.json.*(cannot be read as JSON|is damaged)") as caught:
+        loader(config(paths=["saved"]))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("write", "damage", "says"), DAMAGED, ids=[says[:40] for *_, says in DAMAGED])
+def test_a_damaged_file_is_one_line(write, damage, says):
+    write("a", [[BOS, *range(20), EOS] for _ in range(2)] + [[BOS, *range(21), EOS]])
+    damage()
+    with pytest.raises(DataError, match=says) as caught:
+        loader(config(paths=["a.*"]))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["megatron", "datatrove", "llmc", "npy", "arrow", "arrow stream", "parquet"])
+def test_random_damage_is_one_line(name):
+    """Bytes of the index (or of a file without one) are changed or cut off: samples or one line, no crash."""
+    write, settings = FORMATS[name]
+    for seed in range(20):
+        folder, random = Path(str(seed)), np.random.RandomState(seed)
+        folder.mkdir()
+        write(folder / "a", files_of_documents(1)[0])
+        file = max(
+            folder.iterdir(), key=lambda file: (file.suffix in (".idx", ".index"), file.suffix != ".metadata")
+        )
+        content = bytearray(file.read_bytes())
+        for at in random.randint(0, len(content), random.randint(1, 4)):
+            content[at] = random.randint(0, 256)
+        file.write_bytes(content[: random.randint(len(content)) if random.rand() < 0.3 else None])
+        try:
+            steps([loader(config(**settings, paths=[f"{folder}/a.*"], attend_across_documents=False))], 3)
+        except DataError as error:
+            assert "\n" not in str(error)
+
+
+def test_ids_of_another_tokenizer():
+    """A wrong id is found when the files are opened; one that is not read then, in its batch."""
+    ids = np.zeros(200_000, "<u2")
+    ids[150_000] = 258
+    ids.tofile("a.bin")
+    data = config(paths=["a.bin"], boundaries="none")
+    read = loader(data)
+    says = r"a\.bin: token 150000 has id 258, but the tokenizer has 258 tokens; would work: the tokenizer"
+    for _ in range(150_000 // (B * T)):
+        read.next()
+    with pytest.raises(DataError, match=says):
+        read.next()
+    ids[5] = 299
+    ids.tofile("b.bin")
+    with pytest.raises(DataError, match=r"b\.bin: token 5 has id 299, but the tokenizer has 258"):
+        loader(config(paths=["b.bin"]))
+    loader(config(paths=["b.bin"]), tokenizer=NOTHING)
+    with pytest.raises(DataError, match=r"token 5 has id 299, but model\.vocab_size is 299"):
+        loader(config(paths=["b.bin"]), tokenizer=NOTHING, model_vocab_size=299)
+    np.full(100, -1, "<i4").tofile("c.bin")
+    with pytest.raises(DataError, match=r"c\.bin: token 0 has id -1"):
+        loader(config(paths=["c.bin"], dtype="int32"))
+
+
+@pytest.mark.parametrize("vocab_size", [300, 128_256])
+@pytest.mark.parametrize("typed", [None, *TOKEN_DTYPES])
+@pytest.mark.parametrize("stored", [np.uint16, np.int32, np.int64])
+def test_bytes_of_ids_without_a_header(stored, typed, vocab_size):
+    """Another number of bytes than the file's is refused, and what the message advises reads the ids."""
+    ids = np.arange(1, 161) % 299 * (1 if stored == np.uint16 else vocab_size // 300)
+    ids.astype(stored).tofile("a.bin")
+    settings = {"tokenizer": NOTHING, "model_vocab_size": vocab_size}
+    right = {2: "uint16", 4: "uint32", 8: "int64"}[np.dtype(stored).itemsize]
+    if np.dtype(typed or smallest_dtype(vocab_size)).itemsize != np.dtype(stored).itemsize:
+        with pytest.raises(DataError, match=rf"a\.bin: its ids seem .*; would work: data\.dtype={right}$"):
+            loader(config(dtype=typed), **settings)
+        typed = right
+    assert loader(config(dtype=typed), **settings).next().inputs_BT[0].tolist() == ids[:T].tolist()

@@ -1,149 +1,74 @@
-"""A tokenizer.json gives transformers' ids, and documents get the configured bos and eos."""
+"""A tokenizer.json: its bos and eos, in the job and in its export, and files of other shapes."""
 
 from __future__ import annotations
 
 import json
 import re
-import sysconfig
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_data_tokenizer import AWKWARD
+from tokenizer_files import CHAT, SPECIAL, TEXTS, exported, huggingface, write_huggingface
 
 from harness.compose.composer import compose_job
-from harness.config.data import TokenizerConfig
-from harness.data.tokenizer import build_tokenizer, vocabulary_size, with_bos_eos
-from harness.util.errors import ConfigError, DataError
+from harness.data.tokenizer import build_tokenizer, with_bos_eos
+from harness.util.errors import DataError
 from harness.weights.tokenizer import export_tokenizer
 
-tokenizers = pytest.importorskip("tokenizers")
-transformers = pytest.importorskip("transformers")
-
-STDLIB = Path(sysconfig.get_path("stdlib"))
-TEXTS = [(STDLIB / name).read_text() for name in ("ast.py", "json/decoder.py", "textwrap.py")]
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-
-
-def write(folder: Path, config: dict[str, Any] | None) -> Path:
-    """Write a byte-level BPE of 1,000 tokens like Qwen's, with three special tokens and one added token."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=1000, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(TEXTS, trainer)
-    tokenizer.add_special_tokens(SPECIAL)
-    tokenizer.add_tokens([AddedToken("<think>", normalized=False, special=False)])
-    # Some publishers leave these enabled in the file.
-    tokenizer.enable_truncation(max_length=16)
-    tokenizer.enable_padding(length=16, pad_id=1000, pad_token=SPECIAL[0])
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    if config is not None:
-        (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return folder / "tokenizer.json"
-
-
-CHAT = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": None, "eos_token": "<|im_end|>"}
-
 
 @pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("qwen"), CHAT)
+def original(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    return write_huggingface(tmp_path_factory.mktemp("qwen"), None).read_bytes()
 
 
-def config_of(file: Path, **fields: str | None) -> TokenizerConfig:
-    config = TokenizerConfig("huggingface", str(file), **fields)  # type: ignore[arg-type]
-    config.validate()
-    return config
+@pytest.fixture
+def file(original: bytes, tmp_path: Path) -> Path:
+    (tmp_path / "tokenizer.json").write_bytes(original)
+    return tmp_path / "tokenizer.json"
 
 
-@pytest.fixture(scope="module")
-def theirs(file: Path) -> Any:
-    return transformers.AutoTokenizer.from_pretrained(file.parent)
+def write_settings(file: Path, **settings: dict[str, Any] | None) -> None:
+    for name, content in settings.items():
+        if content is not None:
+            file.with_name(f"{name}.json").write_text(json.dumps(content))
 
 
-def test_ids_are_transformers(file: Path, theirs: Any) -> None:
-    ours = build_tokenizer(config_of(file))
-    assert ours.vocab_size == len(theirs) == vocabulary_size(config_of(file)) == 1004
-    for text in [*TEXTS, *AWKWARD, "a<think>b"]:
-        assert ours.encode(text) == theirs(text, add_special_tokens=False)["input_ids"], repr(text[:80])
-    assert ours.encode_batch(TEXTS) == [ours.encode(text) for text in TEXTS]
-    assert max(map(len, ours.encode_batch(TEXTS))) > 1000, "neither cut nor padded"
+# A token as a mapping, and in the file of older versions of transformers.
+OLDER = {"bos_token": {"content": "<|im_start|>", "lstrip": False}, "eos_token": "<|endoftext|>"}
+START, END = "<|im_start|>", "<|endoftext|>"
 
 
-def test_round_trip(file: Path) -> None:
-    ours = build_tokenizer(config_of(file))
-    for text in [*TEXTS, "", " \n\t é ☃ 🦙", "a<think>b", "a<|im_end|>b"]:
-        assert ours.decode(ours.encode(text)) == text
-    assert ours.decode([ours.vocab_size, *ours.encode("a"), -1]) == "\ufffda\ufffd"
-
-
-def test_ids_may_have_gaps(file: Path, tmp_path: Path) -> None:
-    content = json.loads(file.read_text())
-    content["added_tokens"], vocabulary = [], content["model"]["vocab"]
-    [last] = [token for token, i in vocabulary.items() if i == 999]
-    vocabulary[last] = 1010
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    ours = build_tokenizer(config_of(tmp_path / "tokenizer.json", bos="", eos=""))
-    assert ours.vocab_size == 1011
-    assert ours.decode([999, 1010, 1005]) == f"\ufffd{ours.decode([1010])}\ufffd"
-    assert ours.decode(ours.encode(TEXTS[0])) == TEXTS[0]
-
-
-def test_a_document_cannot_end_itself(file: Path, theirs: Any) -> None:
-    ours = build_tokenizer(config_of(file))
-    text = "a<|im_end|>b<|endoftext|>"
-    assert not {theirs.convert_tokens_to_ids(token) for token in SPECIAL} & set(ours.encode(text))
-    assert ours.encode(text) == theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-    assert ours.encode_prompt(text) == theirs(text, add_special_tokens=False)["input_ids"]
-    assert 1002 in ours.encode_prompt(text)
-    # Also if the file does not mark the token as special.
-    ours = build_tokenizer(config_of(file, bos="", eos="<think>"))
-    assert ours.eos_id == 1003 and 1003 not in ours.encode("a<think>b")
-
-
-def test_a_panic_of_the_library_is_one_line(file: Path, tmp_path: Path) -> None:
-    """A regex that tries too much ends in Rust's PanicException, which is no Exception."""
-    content = json.loads(file.read_text())
-    split = {"type": "Split", "pattern": {"Regex": "(h+)+$"}, "behavior": "Isolated", "invert": False}
-    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, content["pre_tokenizer"]]}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    ours, text = build_tokenizer(config_of(tmp_path / "tokenizer.json", bos="", eos="")), "h" * 60 + "x"
-    assert ours.encode("hhh")
-    calls: list[Any] = [ours.encode, ours.encode_prompt]
-    calls += [lambda text: ours.encode_batch([text]), lambda text: ours.encode_marked([text])]
-    for call in calls:
-        with pytest.raises(DataError, match=r"tokenizer\.json: .*cannot encode a text: .*Regex") as caught:
-            call(text)
-        assert "\n" not in str(caught.value)
-
-
-def test_bos_and_eos_from_transformers_files(file: Path, theirs: Any, tmp_path: Path) -> None:
-    ours = build_tokenizer(config_of(file))
-    assert (ours.bos_id, ours.eos_id) == (None, theirs.eos_token_id) == (None, 1002)
-    assert with_bos_eos([7], ours) == [7, 1002]
-    # A token as a mapping, and in the file of older versions of transformers.
-    settings = {"bos_token": {"content": "<|im_start|>", "lstrip": False}, "eos_token": "<|endoftext|>"}
-    (tmp_path / "tokenizer.json").write_bytes(file.read_bytes())
-    (tmp_path / "special_tokens_map.json").write_text(json.dumps(settings))
-    assert with_bos_eos([7], build_tokenizer(config_of(tmp_path / "tokenizer.json"))) == [1001, 7, 1000]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
-    assert with_bos_eos([7], build_tokenizer(config_of(tmp_path / "tokenizer.json"))) == [1001, 7, 1002]
-
-
-def test_bos_and_eos_from_the_job(file: Path, tmp_path: Path) -> None:
-    chosen = build_tokenizer(config_of(file, bos="<|im_start|>", eos="<|endoftext|>"))
-    assert with_bos_eos([7], chosen) == [1001, 7, 1000]
-    assert with_bos_eos([7], build_tokenizer(config_of(file, eos=""))) == [7]
-    assert chosen.fingerprint != build_tokenizer(config_of(file)).fingerprint
-    (tmp_path / "tokenizer.json").write_bytes(file.read_bytes())
-    alone = build_tokenizer(config_of(tmp_path / "tokenizer.json", bos="", eos="<|endoftext|>"))
-    assert with_bos_eos([7], alone) == [7, 1000]
+@pytest.mark.parametrize(
+    ("tokenizer_config", "special_tokens_map", "fields", "document"),
+    [
+        (CHAT, None, {}, [7, 1002]),
+        (None, OLDER, {}, [1001, 7, 1000]),
+        ({"eos_token": "<|im_end|>"}, OLDER, {}, [1001, 7, 1000]),
+        ({"eos_token": "<|im_end|>", "added_tokens_decoder": {}}, OLDER, {}, [7, 1002]),
+        (CHAT, None, {"bos": START, "eos": END}, [1001, 7, 1000]),
+        (CHAT, None, {"bos": "", "eos": END}, [7, 1000]),
+        (CHAT, None, {"eos": ""}, [7]),
+        (None, None, {"bos": START, "eos": END}, [1001, 7, 1000]),
+        (None, None, {"bos": "", "eos": END}, [7, 1000]),
+    ],
+)
+def test_bos_and_eos_and_those_of_the_export(
+    tokenizer_config: Any, special_tokens_map: Any, fields: dict[str, str], document: list[int], file: Path
+) -> None:
+    write_settings(file, tokenizer_config=tokenizer_config, special_tokens_map=special_tokens_map)
+    file.with_name("chat_template.jinja").write_text("{{ messages }}")
+    _, ours, theirs, folder, _ = exported(huggingface(file, **fields), file.parent)
+    assert with_bos_eos([7], ours) == document
+    if fields.get("eos") != "":
+        assert (theirs.bos_token_id, theirs.eos_token_id) == (ours.bos_id, ours.eos_id)
+    assert theirs(TEXTS[0], add_special_tokens=False)["input_ids"] == ours.encode(TEXTS[0])
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        assert (folder / name).read_bytes() == file.with_name(name).read_bytes()
+    if tokenizer_config is not None:
+        chosen = {f"{name}_token": token for name, token in fields.items() if token}
+        written = json.loads((folder / "tokenizer_config.json").read_text())
+        assert written == {**tokenizer_config, **chosen}
 
 
 @pytest.mark.parametrize(
@@ -151,94 +76,66 @@ def test_bos_and_eos_from_the_job(file: Path, tmp_path: Path) -> None:
     [
         (None, {}, "no tokenizer_config.json in its folder defines bos_token"),
         (None, {"bos": ""}, "no tokenizer_config.json in its folder defines eos_token"),
-        (
-            {"bos_token": None},
-            {},
-            "defines eos_token; would work: tokenizer.eos=\"'<|endoftext|>'\"",
-        ),
+        ({"bos_token": None}, {}, "defines eos_token; would work: tokenizer.eos=\"'<|endoftext|>'\""),
         ({"eos_token": "</s>"}, {}, "has no token '</s>' for eos; would work: tokenizer.eos="),
         (CHAT, {"bos": "<s>"}, "has no token '<s>' for bos; would work: tokenizer.bos="),
+        ([], {}, "an array, not an object"),
     ],
 )
-def test_unknown_bos_or_eos(
-    settings: dict[str, Any] | None, fields: dict[str, str], says: str, file: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "tokenizer.json").write_bytes(file.read_bytes())
-    if settings is not None:
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    with pytest.raises(DataError, match=re.escape(says)) as caught:
-        build_tokenizer(config_of(tmp_path / "tokenizer.json", **fields))
-    assert "\n" not in str(caught.value)
+def test_unknown_bos_or_eos(settings: Any, fields: dict[str, str], says: str, file: Path) -> None:
+    write_settings(file, tokenizer_config=settings)
+    for use in (build_tokenizer, lambda config: export_tokenizer(config, file.parent / "out")):
+        with pytest.raises(DataError, match=re.escape(says)) as caught:
+            use(huggingface(file, **fields))
+        assert "\n" not in str(caught.value)
 
 
-def test_values_in_an_error_can_be_typed(file: Path, tmp_path: Path) -> None:
+def test_values_in_an_error_can_be_typed(file: Path) -> None:
     """They are quoted for the shell and Hydra."""
-    import shlex
-
-    (tmp_path / "tokenizer.json").write_bytes(file.read_bytes())
     with pytest.raises(DataError) as caught:
-        build_tokenizer(config_of(tmp_path / "tokenizer.json", bos=""))
+        build_tokenizer(huggingface(file, bos=""))
     offered = str(caught.value).split("would work: ")[1].removesuffix(" for none").split(", ")
-    tokens = []
-    for option in offered:
-        [typed] = shlex.split(option)
-        job = compose_job(["tokenizer=qwen3", typed])
-        tokens.append(job.tokenizer.eos)
-    assert tokens == [*SPECIAL, ""]
+    typed = [shlex.split(option) for option in offered]
+    assert [compose_job(["tokenizer=qwen3", *each]).tokenizer.eos for each in typed] == [*SPECIAL, ""]
 
 
-@pytest.mark.parametrize("content", ["{}", "[1]", "no JSON", '{"model": {"type": "BPE"}}'])
-def test_a_bad_file_is_one_line(content: str, tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(
-        DataError, match=r"^tokenizer file .*tokenizer\.json is not a tokenizer\.json: "
-    ) as caught:
-        build_tokenizer(config_of(tmp_path / "tokenizer.json", bos="", eos=""))
-    assert "\n" not in str(caught.value)
+def test_settings_that_are_no_json(file: Path) -> None:
+    file.with_name("tokenizer_config.json").write_text("{")
+    with pytest.raises(DataError, match="cannot be read as JSON"):
+        build_tokenizer(huggingface(file))
 
 
-def test_bad_transformers_files(file: Path, tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_bytes(file.read_bytes())
-    for content, says in (("{", "cannot be read as JSON"), ("[]", "an array, not an object")):
-        (tmp_path / "tokenizer_config.json").write_text(content)
-        with pytest.raises(DataError, match=says):
-            build_tokenizer(config_of(tmp_path / "tokenizer.json"))
+def test_ids_may_have_gaps(file: Path) -> None:
+    content = json.loads(file.read_text())
+    content["added_tokens"], vocabulary = [], content["model"]["vocab"]
+    [last] = [token for token, i in vocabulary.items() if i == 999]
+    vocabulary[last] = 1010
+    file.write_text(json.dumps(content))
+    ours = build_tokenizer(huggingface(file, bos="", eos=""))
+    assert ours.vocab_size == 1011
+    assert ours.decode([999, 1010, 1005]) == f"\ufffd{ours.decode([1010])}\ufffd"
+    assert ours.decode(ours.encode(TEXTS[0])) == TEXTS[0]
 
 
-@pytest.mark.parametrize("name", ["bos", "eos"])
-def test_other_kinds_refuse_bos_and_eos(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"^tokenizer.{name}=x: has no effect with tokenizer.kind"):
-        TokenizerConfig("bytes", **{name: "x"}).validate()  # type: ignore[arg-type]
+def test_a_document_cannot_end_itself_also_if_the_file_does_not_mark_the_token(file: Path) -> None:
+    ours = build_tokenizer(huggingface(file, bos="", eos="<think>"))
+    assert ours.eos_id == 1003 and 1003 not in ours.encode("a<think>b")
+    ours = build_tokenizer(huggingface(file, bos="", eos=END))
+    assert not {1000, 1001, 1002} & set(ours.encode("".join(SPECIAL))) and 1003 in ours.encode("a<think>b")
+    assert ours.encode_prompt("".join(SPECIAL)) == [1000, 1001, 1002]
 
 
-# -- export ----
-
-
-def test_the_export_is_the_original(file: Path, tmp_path: Path) -> None:
-    (file.parent / "chat_template.jinja").write_text("{{ messages }}")
-    export_tokenizer(config_of(file), tmp_path / "out")
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        assert (tmp_path / "out" / name).read_bytes() == (file.parent / name).read_bytes()
-    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    ours = build_tokenizer(config_of(file))
-    assert again(TEXTS[0], add_special_tokens=False)["input_ids"] == ours.encode(TEXTS[0])
-    assert again.eos_token_id == ours.eos_id
-
-
-def test_the_export_has_the_tokens_of_the_job(file: Path, tmp_path: Path) -> None:
-    export_tokenizer(config_of(file, bos="", eos="<|endoftext|>"), tmp_path / "out")
-    assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text()) == {
-        **CHAT,
-        "eos_token": "<|endoftext|>",
-    }
-    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert (again.bos_token_id, again.eos_token_id) == (None, 1000)
-
-
-def test_an_export_without_transformers_files(file: Path, tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_bytes(file.read_bytes())
-    config = config_of(tmp_path / "tokenizer.json", bos="<|im_start|>", eos="<|endoftext|>")
-    export_tokenizer(config, tmp_path / "out")
-    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert (again.bos_token_id, again.eos_token_id) == (1001, 1000)
-    assert again("a b", add_special_tokens=False)["input_ids"] == build_tokenizer(config).encode("a b")
+def test_a_panic_of_the_library_is_one_line(file: Path) -> None:
+    """A regex that tries too much ends in Rust's PanicException, which is no Exception."""
+    content = json.loads(file.read_text())
+    split = {"type": "Split", "pattern": {"Regex": "(h+)+$"}, "behavior": "Isolated", "invert": False}
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, content["pre_tokenizer"]]}
+    file.write_text(json.dumps(content))
+    ours, text = build_tokenizer(huggingface(file, bos="", eos="")), "h" * 60 + "x"
+    assert ours.encode("hhh")
+    calls: list[Any] = [ours.encode, ours.encode_prompt]
+    calls += [lambda text: ours.encode_batch([text]), lambda text: ours.encode_marked([text])]
+    for call in calls:
+        with pytest.raises(DataError, match=r"tokenizer\.json: .*cannot encode a text: .*Regex") as caught:
+            call(text)
+        assert "\n" not in str(caught.value)

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import json
 import multiprocessing as mp
 import os
 import random
 import signal
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from processes import ROOT, python
-from tiers import rest_is_thorough
 
 import harness.data.cache as cache
-import harness.data.sources as sources
+import harness.data.documents as sources
+import harness.data.tokenizing as tokenizing
 from harness.config.data import DataConfig, TokenizerConfig
 from harness.data.cache import open_cache
-from harness.data.documents import LongText, Span
-from harness.data.sources import LocalFiles
+from harness.data.documents import LocalFiles, LongText, Span
 from harness.data.tokenizer import build_tokenizer
 from harness.data.tokenizing import Progress, Unit, is_held_out, units_of
 from harness.util.errors import DataError, MachineError
@@ -73,17 +67,10 @@ def expected(documents: list[str], config: TokenizerConfig) -> dict[str, tuple[l
 
 def tokenized(config: TokenizerConfig = PLAIN, **settings: Any) -> dict[str, tuple[list[int], list[int]]]:
     source = LocalFiles(DataConfig(paths=["*.*"], encoding_errors="replace", **settings), "paths")
+    common = {"held_out": HELD_OUT, "cache_dir": "cache", "wait_for_all": None, "is_builder": True}
     found = {}
     for split in ("train", "validation"):
-        opened = open_cache(
-            source,
-            build_tokenizer(config),
-            split=split,
-            held_out=HELD_OUT,
-            cache_dir="cache",
-            wait_for_all=None,
-            is_builder=True,
-        )
+        opened = open_cache(source, build_tokenizer(config), split=split, **common)
         found[split] = opened.tokens.tolist(), opened.starts.tolist()
         assert opened.damaged == 1
     assert [path.name.startswith("corpus-") for path in Path("cache").iterdir()] == [True]
@@ -95,50 +82,70 @@ def workers() -> list[int]:
     return [child.pid or 0 for child in mp.active_children() if type(child).__name__ == "SpawnProcess"]
 
 
-@pytest.mark.parametrize("config", [PLAIN, PYTHON])
-@pytest.mark.parametrize("unit_bytes", [60, 1000, 1 << 30])
-def test_units_of_any_size_give_the_same_cache(
-    unit_bytes: int, config: TokenizerConfig, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("config", "unit_bytes", "processes"),
+    [*((PLAIN, size, 1) for size in (60, 1000, 1 << 30)), (PYTHON, 60, 1), (PYTHON, 500, 2)],
+)
+def test_units_of_any_size_and_any_processes_give_the_same_cache(
+    unit_bytes: int, config: TokenizerConfig, processes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     documents = write_corpus()
     monkeypatch.setattr(cache, "UNIT_MIB", unit_bytes / 2**20)
     monkeypatch.setattr(sources, "LONG_FILE_BYTES", 50)
-    assert tokenized(config, tokenize_workers=1) == expected(documents, config)
-
-
-def test_processes_give_the_same_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    documents = write_corpus()
-    monkeypatch.setattr(cache, "UNIT_MIB", 500 / 2**20)
-    assert tokenized(PYTHON, tokenize_workers=2) == expected(documents, PYTHON)
+    monkeypatch.setattr(tokenizing, "CHARS_PER_BATCH", 100)
+    assert tokenized(config, tokenize_workers=processes) == expected(documents, config)
     assert not workers()
 
 
-@pytest.mark.parametrize("unit_bytes", [1, 7, 90])
-def test_every_line_is_read_once(unit_bytes: int) -> None:
-    write_corpus()
-    source = LocalFiles(DataConfig(paths=["a.jsonl", "c.parquet"]), "paths")
-    spans = list(source.spans(unit_bytes))
-    assert len(spans) > 20
-    assert [text for span in spans for text in source.read(span)] == [*texts(120), *texts(70), ""]
+def test_a_larger_fraction_holds_out_the_same_documents_and_more() -> None:
+    tenth, fifth = ({i for i in range(1000) if is_held_out(i, part)} for part in (0.1, 0.2))
+    assert 70 < len(tenth) < 130 and 160 < len(fifth) < 240 and tenth < fifth
+    assert not any(is_held_out(i, 0.0) for i in range(1000))
 
 
-def test_lines_are_counted_from_the_beginning_of_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    for wrong in range(9):
-        lines = [json.dumps({"text": "x" * i}) for i in range(9)]
-        lines[wrong] = "no JSON"
-        Path("a.jsonl").write_text("\n".join(lines))
-        for unit_bytes in (1, 30, 1000):
-            source = LocalFiles(DataConfig(paths=["a.jsonl"]), "paths")
-            with pytest.raises(DataError, match=rf"a\.jsonl, line {wrong + 1}: not a JSON object"):
-                for span in source.spans(unit_bytes):
-                    list(source.read(span))
+@pytest.mark.parametrize("wrong", [0, 1, 4, 8])
+@pytest.mark.parametrize("unit_bytes", [1, 30, 1000])
+def test_lines_and_bytes_are_counted_from_the_beginning_of_the_file(wrong: int, unit_bytes: int) -> None:
+    lines = [json.dumps({"text": "x" * i}).encode() for i in range(9)]
+    for content, says in (
+        (b"no JSON", "not a JSON object"),
+        (b'{"text": "\xff"}', rf"not UTF-8 at byte {sum(map(len, lines[:wrong])) + wrong + 10}"),
+    ):
+        Path("a.jsonl").write_bytes(b"\n".join([*lines[:wrong], content, *lines[wrong + 1 :]]))
+        source = LocalFiles(DataConfig(paths=["a.jsonl"]), "paths")
+        with pytest.raises(DataError, match=rf"a\.jsonl, line {wrong + 1}: {says}"):
+            for span in source.spans(unit_bytes):
+                list(source.read(span))
 
 
-def test_a_wrong_byte_is_counted_from_the_beginning_of_the_file() -> None:
-    Path("a.jsonl").write_bytes(b'{"text": "a"}\n{"text": "b\xff"}\n')
-    source = LocalFiles(DataConfig(paths=["a.jsonl"]), "paths")
-    with pytest.raises(DataError, match="line 2: not UTF-8 at byte 25 of the file"):
-        list(source.read(Span("a.jsonl", 10, 30, 20)))
+@pytest.mark.parametrize(
+    ("content", "wrong"),
+    [
+        (b"x" * 40 + b"\xff" + b"y" * 30, 40),
+        ("\u2603\u20ac".encode() * 20 + b"\xe2\x82", 120),
+        ("x\u2603".encode() * 20, None),
+    ],
+)
+def test_a_long_file_is_decoded_in_parts(
+    content: bytes, wrong: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("a.txt").write_bytes(content)
+    monkeypatch.setattr(sources, "LONG_FILE_BYTES", 50)
+    monkeypatch.setattr("harness.data.documents._BLOCK_BYTES", 7)
+    span = Span("a.txt", 0, None, 1)
+    strict, replacing, skipping = (
+        LocalFiles(DataConfig(paths=["a.txt"], encoding_errors=errors), "paths")
+        for errors in ("strict", "replace", "skip")
+    )
+    (text,) = replacing.read(span)
+    assert isinstance(text, LongText) and "".join(text.parts()) == content.decode(errors="replace")
+    assert replacing.damaged == (wrong is not None)
+    if wrong is None:
+        assert ["".join(each.parts()) for each in strict.read(span)] == [content.decode()]
+        return
+    with pytest.raises(DataError, match=rf"a\.txt: not UTF-8 at byte {wrong};"):
+        list(strict.documents())
+    assert list(skipping.documents()) == [""] and skipping.damaged == 1
 
 
 def test_the_first_of_several_errors_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,88 +156,6 @@ def test_the_first_of_several_errors_is_reported(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(DataError, match=r"a\.jsonl, line 2: not a JSON object"):
         tokenized(tokenize_workers=2)
     assert not list(Path("cache").iterdir()) and not workers()
-
-
-@pytest.mark.parametrize(
-    ("content", "errors"),
-    [
-        (b"x" * 40 + b"\xff" + b"y" * 30, "replace"),
-        ("\u2603\u20ac".encode() * 20 + b"\xe2\x82", "replace"),
-        (b"x" * 60, "strict"),
-    ],
-)
-def test_a_long_file_is_decoded_in_parts(
-    content: bytes, errors: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Path("a.txt").write_bytes(content)
-    monkeypatch.setattr(sources, "LONG_FILE_BYTES", 50)
-    monkeypatch.setattr("harness.data.documents._BLOCK_BYTES", 7)
-    source = LocalFiles(DataConfig(paths=["a.txt"], encoding_errors=errors), "paths")
-    (text,) = source.read(Span("a.txt", 0, None, 1))
-    assert isinstance(text, LongText) and "".join(text.parts()) == content.decode(errors="replace")
-    if errors == "replace":
-        assert source.damaged == 1
-        strict = LocalFiles(DataConfig(paths=["a.txt"]), "paths")
-        try:
-            content.decode()
-        except UnicodeDecodeError as error:
-            with pytest.raises(DataError, match=rf"a\.txt: not UTF-8 at byte {error.start};"):
-                list(strict.documents())
-        skipping = LocalFiles(DataConfig(paths=["a.txt"], encoding_errors="skip"), "paths")
-        assert list(skipping.documents()) == [""] and skipping.damaged == 1
-
-
-def kill_builders(kills: int, processes: int) -> None:
-    """Start builders as process groups and kill them; write the number of complete units after each kill.
-
-    A builder is killed a random time after it has begun, or after it has completed some units.
-    """
-    cache.UNIT_MIB = 50 / 2**20
-    moments = random.Random(0)
-    complete = 0
-    for _ in range(kills):
-        builder, more = start_builder(processes), moments.randrange(6)
-        while count_complete() < complete + more and not list(Path("cache").glob("*/manifest.json")):
-            time.sleep(0.001)
-        time.sleep(moments.uniform(0, 0.005 if more else 0.1))
-        os.killpg(builder, signal.SIGKILL)
-        os.waitpid(builder, 0)
-        complete = count_complete()
-        sys.stdout.write(f"{complete}\n")
-
-
-def count_complete() -> int:
-    return len(list(Path("cache").glob("*/.unfinished/units/*.index")))
-
-
-def start_builder(processes: int) -> int:
-    builder = os.fork()
-    if builder == 0:
-        os.setpgid(0, 0)
-        os.fsync = lambda file: time.sleep(0.005)  # slower than the process that kills this one
-        try:
-            tokenized(PLAIN, tokenize_workers=processes)
-        finally:
-            os._exit(0)
-    with contextlib.suppress(OSError):  # so that the group exists in any case
-        os.setpgid(builder, builder)
-    return builder
-
-
-@pytest.mark.parametrize("row", rest_is_thorough([(1, 10), (1, 30), (2, 30)], (1, 10)), ids=str)
-def test_a_builder_that_is_killed_many_times(
-    row: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    workers, kills = row
-    documents = write_corpus()
-    code = f"import test_tokenizing; test_tokenizing.kill_builders({kills}, {workers})"
-    paths = os.pathsep.join(map(str, [ROOT, ROOT / "tests", ROOT / "tests" / "data"]))
-    ended = python("-c", code, cwd=tmp_path, PYTHONPATH=paths)
-    complete = list(map(int, ended.stdout.split()))
-    assert len(complete) == kills, ended.stderr
-    assert complete == sorted(complete) and len(set(complete)) > kills / 3, "kills hit the middle of the work"
-    monkeypatch.setattr(cache, "UNIT_MIB", 50 / 2**20)
-    assert tokenized(PLAIN, tokenize_workers=1) == expected(documents, PLAIN)
 
 
 def test_a_killed_process_is_the_machines_error_and_its_work_is_continued(
@@ -274,10 +199,3 @@ def test_progress_has_speed_and_time_left(capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().err == (
         "tokenizing data.paths=[a]: 200 of 400 MB, 10.0 MB/s, 0:00:20 left, processes: 2\n"
     )
-
-
-def test_token_files_are_of_the_smallest_type() -> None:
-    write_corpus()
-    tokenized()
-    (folder,) = Path("cache").iterdir()
-    assert np.fromfile(folder / "shard-00000" / "train.tokens", np.uint16).tolist() == tokenized()["train"][0]

@@ -1,4 +1,4 @@
-"""Token files of other programs, written by their published formats, and the samples they should give."""
+"""Token files of other programs, written by their published formats."""
 
 import struct
 from pathlib import Path
@@ -6,15 +6,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
+from loaders import BOS, EOS
 
-from harness.config.data import DataConfig, TokenizerConfig
-from harness.data.loader import IGNORE_INDEX, build_loader
-from harness.data.tokenizer import build_tokenizer
-
-BOS, EOS = 256, 257
-BYTES = build_tokenizer(TokenizerConfig("bytes"))
-T, B = 16, 8
+from harness.config.data import DataConfig
 
 
 def files_of_documents(count=3):
@@ -110,36 +104,4 @@ FORMATS = {
 
 
 def config(**settings):
-    data = DataConfig(kind="tokens", shuffle=False, cache_dir="cache", **{"paths": ["*.*"], **settings})
-    data.validate()
-    return data
-
-
-def loader(data, rows=range(B), split="train", tokenizer=BYTES, vocab_size=300):
-    settings = {"seq_len": T, "global_batch_size": B, "seed": 0, "model_vocab_size": vocab_size}
-    return build_loader(data, tokenizer, rows=rows, split=split, **settings)
-
-
-def expected_rows(documents, num_rows):
-    """Reference: rows of inputs, labels and document numbers, from lists of documents."""
-    ids = [token for each in documents for token in each]
-    owners = [number for number, each in enumerate(documents) for _ in each]
-    rows = []
-    for sample in range(num_rows):
-        begin = sample % ((len(ids) - 1) // T) * T
-        inputs, after = ids[begin : begin + T], ids[begin + 1 : begin + T + 1]
-        numbers = owners[begin : begin + T + 1]
-        labels = [a if m == n else IGNORE_INDEX for a, m, n in zip(after, numbers, numbers[1:], strict=False)]
-        rows.append((inputs, labels, [number - numbers[0] for number in numbers[:-1]]))
-    return [torch.tensor(column) for column in zip(*rows, strict=True)]
-
-
-def read_rows(loaders, steps):
-    """Rows of ``steps`` global steps that loaders of consecutive rows read."""
-    batches = [[each.next() for each in loaders] for _ in range(steps)]
-    return [torch.cat([batch[i] for step in batches for batch in step]) for i in range(3)]
-
-
-def assert_rows(found, documents):
-    for a, b in zip(found, expected_rows(documents, len(found[0])), strict=True):
-        assert torch.equal(a, b)
+    return DataConfig(kind="tokens", shuffle=False, cache_dir="cache", **{"paths": ["*.*"], **settings})

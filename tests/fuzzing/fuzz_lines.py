@@ -3,119 +3,80 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import fuzz_values as values
 from declared import JOBS, VERBS
 
-from harness.compose.overrides import fields_of, groups, options_of
+from harness.compose.overrides import groups, options_of
+from harness.config.fields import leaves
 from harness.config.job import Job
 
 PARSED = tuple(name for name in VERBS if name not in JOBS)
-VERBS = (*JOBS, *PARSED)
+NAMES = (*JOBS, *PARSED)
 # Most of what is typed has to do with jobs.
-WEIGHTS = [{"train": 8, "plan": 4}.get(verb, 2) for verb in VERBS]
+WEIGHTS = [{"train": 8, "plan": 4}.get(verb, 2) for verb in NAMES]
 
 
 @dataclass
 class Line:
-    """A command line, and what it meets."""
+    """A command line, and what it meets.
+
+    Attributes:
+        seed: what draws it again.
+        verb: its verb.
+        arguments: what follows.
+        environment: variables to set.
+        files: files of a folder of configurations, by their paths in it; it is the --config-dir.
+        closed: standard streams that are closed.
+    """
 
     seed: str
-    """What draws it again."""
     verb: str
     arguments: list[str]
-    environment: dict[str, str | None] = field(default_factory=dict)
-    """Variables to set; None removes one."""
+    environment: dict[str, str] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
-    """Files of a folder of configurations, by their paths in it, to write before; it is the --config-dir."""
     closed: tuple[int, ...] = ()
-    """Standard streams that are closed."""
 
-
-def lines(seed: int, count: int) -> Iterator[Line]:
-    """The lines of a seed; each can be drawn alone."""
-    for number in range(count):
-        yield line(f"{seed}.{number}")
+    def written(self, folder: Path) -> list[str]:
+        """Write the files; return the arguments that the line is run with."""
+        for name, text in self.files.items():
+            path = folder / "conf" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(text.encode("latin-1"))
+        return [*(["--config-dir", f"{folder}/conf"] if self.files else []), *self.arguments]
 
 
 def line(seed: str) -> Line:
-    """One line."""
+    """The line of a seed."""
     draw = random.Random(seed)
-    [verb] = draw.choices(VERBS, WEIGHTS)
-    made = Line(seed, verb, [])
-    if verb in PARSED:
-        made.arguments = _parsed(draw, verb)
-    else:
-        made.arguments = _overrides(draw, verb)
-        if draw.random() < 0.25:
-            _add_flags(draw, made)
-        if draw.random() < 0.12:
-            _add_file(draw, made)
+    [verb] = draw.choices(NAMES, WEIGHTS)
+    made = Line(seed, verb, _parsed(draw, verb) if verb in PARSED else _overrides(draw, verb))
+    if verb in JOBS and draw.random() < 0.25:
+        for flag in draw.choice(values.FLAGS).split(" "):
+            end = len(made.arguments)
+            made.arguments.insert(draw.randint(0, end) if draw.random() < 0.3 else end, flag)
+    if verb in JOBS and draw.random() < 0.12:
+        _add_file(draw, made)
     if draw.random() < 0.15:
-        _change_environment(draw, made)
+        environment = draw.choice(draw.choice((values.LAUNCHERS, values.ENVIRONMENTS)))
+        made.environment = dict(each.split("=") for each in environment.split())
+        if draw.random() < 0.3:
+            made.closed = draw.choice(((1,), (2,), (1, 2), (0,), (0, 1, 2)))
     return made
 
 
-def dotted_fields(schema: type, prefix: str = "") -> list[str]:
-    """Names of all fields, as they are typed."""
-    return [
-        name
-        for field_name, inner in fields_of(schema).items()
-        for name in (
-            [f"{prefix}{field_name}"] if inner is None else dotted_fields(inner, f"{prefix}{field_name}.")
-        )
-    ]
-
-
 def _overrides(draw: random.Random, verb: str) -> list[str]:
-    typed = list(_start(draw, verb))
-    for _ in range(draw.choices((0, 1, 2, 3, 6), (3, 5, 3, 2, 1))[0]):
-        typed.append(_override(draw, verb))
-    return typed
-
-
-def _start(draw: random.Random, verb: str) -> Iterator[str]:
-    """Overrides that lead to the code that a verb is about."""
-    if verb == "plan" and draw.random() < 0.4:
-        yield from ("search=true", "cluster.ranks=8", "cluster.accelerator=H100 SXM", "sweep_file=found.yaml")
-    if verb == "train" and draw.random() < 0.3:
-        yield from ("cluster=slurm_cpu", "cluster.dry_run=true")
-    if verb == "convert" and draw.random() < 0.7:
-        yield f"convert.source={_weights(draw)}"
-        yield f"convert.target={draw.choice((*values.PATHS, 'new'))}"
-    if verb in ("generate", "evaluate") and draw.random() < 0.9:
-        yield f"checkpoint={_weights(draw)}"
-    if verb == "generate" and draw.random() < 0.7:
-        yield draw.choice(("prompt=a", "prompt='a b'", "generate.prompts=[a,b]", "generate.prompt_file=file"))
-    if verb == "evaluate" and draw.random() < 0.5:
-        yield f"evaluate.tasks=[{draw.choice(('data', 'lm_eval:x', *values.PATHS))}]"
-    if verb == "evaluate" and draw.random() < 0.7:
-        yield from ("data=local_text", "data.paths=[file]", "evaluate.split=all")
-    if verb == "encode" and draw.random() < 0.7:
-        yield "encode.samples=2"
-    if verb in ("tokenize", "encode") and draw.random() < 0.8:
-        yield f"{verb}.target={draw.choice(('new', 'new', 'new', *values.PATHS))}"
-    if verb == "tokenize" and draw.random() < 0.7:
-        yield from (f"data={draw.choice(('local_text', 'local_jsonl'))}", "tokenizer=bytes")
-        yield f"data.paths=[{draw.choice(('file', *values.PATHS))}]"
-    if verb == "coordcheck":
-        yield f"coordcheck.widths={draw.choice(('[64,128]', *values.LISTS))}"
-    if verb == "download":
-        yield f"repo={draw.choice(('Qwen/Qwen3-8B', 'a', 'https://huggingface.co/a/b', '../..', 'ü/ü'))}"
-    if verb == "bench" and draw.random() < 0.5:
-        yield f"bench.variants={{a: {draw.choice(values.VARIANTS)}}}"
-    if verb == "parity":
-        yield f"parity.layouts={draw.choice(values.LAYOUTS)}"
+    typed = []
+    for share, words in values.STARTS.get(verb, []):
+        if draw.random() < share:
+            drawn = {name: draw.choice(options) for name, options in values.PARTS.items()}
+            typed += [word.format_map(drawn) for word in words.split(" ")]
     if verb not in ("convert", "download") and draw.random() < 0.3:
-        yield f"parallelism={draw.choice(options_of('parallelism'))}"
-
-
-def _weights(draw: random.Random) -> str:
-    """A folder of weights, or another path."""
-    return draw.choice((*values.WEIGHTS * 30, *values.PATHS))
+        typed.append(f"parallelism={draw.choice(options_of('parallelism'))}")
+    count = draw.choices((0, 1, 2, 3, 6), (3, 5, 3, 2, 1))[0]
+    return typed + [_override(draw, verb) for _ in range(count)]
 
 
 def _override(draw: random.Random, verb: str) -> str:
@@ -125,13 +86,11 @@ def _override(draw: random.Random, verb: str) -> str:
         group = draw.choice(sorted(groups()))
         option = draw.choice([*options_of(group), *values.ODD])
         return f"{draw.choice(('', '', '', '+', '++', '~'))}{_misspelt(draw, group, 0.15)}={option}"
-    if kind < 0.24:
-        return draw.choice(values.HYDRA)
     if kind < 0.30:
-        return draw.choice(values.NO_OVERRIDES)
-    names = dotted_fields(schema)
+        return draw.choice(values.HYDRA if kind < 0.24 else values.NO_OVERRIDES)
+    names = [name for name, _, _ in leaves(schema())]
     if verb != "train" and draw.random() < 0.4:
-        names = sorted(set(names) - set(dotted_fields(Job))) or names
+        names = sorted(set(names) - {name for name, _, _ in leaves(Job())}) or names
     name = draw.choice(names)
     if kind < 0.36:
         return draw.choice(values.STRUCTURES).format(part=name.split(".")[0], name=name.split(".")[-1])
@@ -148,47 +107,19 @@ def _misspelt(draw: random.Random, name: str, share: float) -> str:
     )
 
 
-def _add_flags(draw: random.Random, made: Line) -> None:
-    for flag in draw.choice(values.FLAGS).split(" "):
-        made.arguments.insert(
-            draw.randint(0, len(made.arguments)) if draw.random() < 0.3 else len(made.arguments), flag
-        )
-
-
 def _add_file(draw: random.Random, made: Line) -> None:
-    """Writes a file with a mistake into a folder of configurations, and chooses it."""
-    name = draw.choice(("experiment/mine", "model/mine", "parallelism/mine", "sweep/mine"))
-    made.files[f"{name}.yaml"] = draw.choice(values.FILES)
-    made.arguments.append("=".join(name.split("/")))
-    if name.startswith("sweep") and "-m" not in made.arguments:
+    """Write a file with a mistake into a folder of configurations, and choose it."""
+    group = draw.choice(("experiment", "model", "parallelism", "sweep"))
+    made.files[f"{group}/mine.yaml"] = draw.choice(values.FILES)
+    made.arguments.append(f"{group}=mine")
+    if group == "sweep" and "-m" not in made.arguments:
         made.arguments.append("-m")
-
-
-def _change_environment(draw: random.Random, made: Line) -> None:
-    if draw.random() < 0.4:
-        made.environment.update(draw.choice(values.LAUNCHERS))
-    else:
-        name, value = draw.choice(values.ENVIRONMENTS)
-        made.environment[name] = value
-    if draw.random() < 0.3:
-        made.closed = draw.choice(((1,), (2,), (1, 2), (0,), (0, 1, 2)))
 
 
 def _parsed(draw: random.Random, verb: str) -> list[str]:
     """Arguments of the verbs that take folders."""
     words = [*values.PATHS, *values.WEIGHTS * 3, *values.NO_OVERRIDES, *values.PARSED_FLAGS, "runs", "sweeps"]
+    drawn = [draw.choice(words) for _ in range(draw.randint(0, 3))]
     if verb != "sweep":
-        return [draw.choice(words) for _ in range(draw.randint(0, 3))]
-    action = draw.choice(("status", "resume", "collect", "cancel", "stat", "", "nope", "-h"))
-    return [action, *(draw.choice(words) for _ in range(draw.randint(0, 2)))]
-
-
-def with_files(made: Line, folder: Path) -> list[str]:
-    """Writes the files of a line; returns the arguments that the line is run with."""
-    if not made.files:
-        return made.arguments
-    for name, text in made.files.items():
-        path = folder / "conf" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(text.encode("latin-1"))
-    return ["--config-dir", str(folder / "conf"), *made.arguments]
+        return drawn
+    return [draw.choice(("status", "resume", "collect", "cancel", "stat", "", "nope", "-h")), *drawn[1:]]

@@ -17,15 +17,14 @@ import tarfile
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from declared import VERBS
-from fuzz_lines import Line, with_files
+from fuzz_lines import Line
 from safetensors.numpy import save_file
 
 from harness.util.errors import EXIT_OK
@@ -36,113 +35,81 @@ HF = (
     '{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 258, "hidden_size": 16, '
     '"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "rms_norm_eps": 1e-5}'
 )
+JSON = {"empty.json": "", "list.json": "[1]", "deep.json": "[" * 100_000, "broken.yaml": "a: ["}
 CPU_SECONDS = 20
+# A command that sleeps for so long waits for something that does not come.
 IDLE_SECONDS = 30.0
-"""A command that sleeps for so long waits for something that does not come."""
-MEMORY_BYTES = 4 << 30
-FILE_BYTES = 64 << 20
-COMPUTES = ("torch", "harness.launch.pool")
+LIMITS = {
+    resource.RLIMIT_CPU: (CPU_SECONDS, CPU_SECONDS + 1),
+    resource.RLIMIT_AS: (4 << 30, 4 << 30),
+    resource.RLIMIT_FSIZE: (64 << 20, 64 << 20),
+}
 STARTED = "would start"
 
 
-@dataclass(frozen=True)
-class Ended:
-    """How a command ended."""
+class Ended(NamedTuple):
+    """How a command ended.
+
+    Attributes:
+        code: its exit code; of a signal, the negative number.
+        out: its standard output.
+        err: its standard error.
+        cpu_seconds: the CPU time it took.
+        left: what is in the folder that was not there before.
+    """
 
     code: int
-    """Its exit code; of a signal, the negative number."""
     out: str
     err: str
     cpu_seconds: float
     left: list[str]
-    """What is in the folder that was not there before."""
-
-
-class _ComputingEndsIt:
-    """Finds no module, and ends a command that imports one of those that compute."""
-
-    def __init__(self, modules: Sequence[str]) -> None:
-        self.modules = modules
-
-    def find_spec(self, name: str, *_: Any) -> None:
-        if name in self.modules:
-            _started()
-
-
-def _started(*_: Any) -> None:
-    with contextlib.suppress(Exception):  # a stream may be closed
-        sys.stdout.flush()
-        os.write(1, STARTED.encode())
-    os._exit(EXIT_OK)
 
 
 def make_folder(folder: Path) -> None:
-    """Makes the files that ``fuzz_values.PATHS`` and ``WEIGHTS`` name."""
+    """Make the files that ``fuzz_values.PATHS`` and ``WEIGHTS`` name."""
     with tarfile.open(RUN) as archive:
         archive.extractall(folder, filter="data")
     next(folder.iterdir()).rename(folder / "run")
     (folder / "hf").mkdir()
     save_file({"lm_head.weight": np.ones((258, 16), np.float32)}, folder / "hf" / "model.safetensors")
-    (folder / "hf" / "config.json").write_text(HF)
-    (folder / "file").write_text("text\n")
+    for name, text in {**JSON, "hf/config.json": HF, "file": "text\n"}.items():
+        (folder / name).write_text(text)
     (folder / "folder").mkdir()
     (folder / "unreadable").touch(mode=0)
     (folder / "loop").symlink_to("loop")
     (folder / "dangling").symlink_to("nowhere")
     (folder / "binary").write_bytes(bytes(range(256)))
     os.mkfifo(folder / "fifo")
-    for name, text in {
-        "empty.json": "",
-        "list.json": "[1]",
-        "deep.json": "[" * 100_000,
-        "broken.yaml": "a: [",
-    }.items():
-        (folder / name).write_text(text)
 
 
-class Server:
-    """The process, and questions to it; inside ``with``."""
-
-    def __enter__(self) -> Server:
-        self._process = subprocess.Popen(
-            [sys.executable, __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=_environment(),
-            text=True,
-        )
-        return self
-
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
-
-    def run(self, line: Line) -> Ended:
-        """Runs a line in a folder of its own."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name) / "here"
-            folder.mkdir()
-            make_folder(folder)
-            arguments = with_files(line, Path(name))
-            before = set(os.listdir(folder))
-            request = [line.verb, arguments, line.environment, line.closed, str(folder), name]
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-            code, cpu_seconds = json.loads(self._process.stdout.readline())
-            out, err = ((Path(name) / each).read_text(errors="replace") for each in ("out", "err"))
-            return Ended(code, out, err, cpu_seconds, sorted(set(os.listdir(folder)) - before))
-
-
-def _environment() -> dict[str, str]:
+@contextmanager
+def serving() -> Iterator[Callable[[Line], Ended]]:
+    """Start the process; yields a function that runs a line in a folder of its own."""
     kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "fuzzing")))
-    return {**kept, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    environment = {**kept, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, __file__], env=environment, **pipes) as process:
+
+        def run(line: Line) -> Ended:
+            assert process.stdin is not None and process.stdout is not None
+            with tempfile.TemporaryDirectory() as name:
+                folder = Path(name) / "here"
+                folder.mkdir()
+                make_folder(folder)
+                before = set(os.listdir(folder))
+                request = [line.verb, line.written(Path(name)), line.environment, line.closed, name]
+                process.stdin.write(json.dumps(request) + "\n")
+                process.stdin.flush()
+                code, cpu_seconds = json.loads(process.stdout.readline())
+                out, err = ((Path(name) / each).read_text(errors="replace") for each in ("out", "err"))
+                return Ended(code, out, err, cpu_seconds, sorted(set(os.listdir(folder)) - before))
+
+        yield run
 
 
-def serve() -> None:
-    """Answers requests until there are no more."""
+def _serve() -> None:
+    """Answer requests until there are no more."""
     from harness.compose.composer import compose_job
     from harness.data.shards import ShardWriter
     from harness.run.folder import _code
@@ -152,11 +119,28 @@ def serve() -> None:
     os.environ["PATH"] = "/nowhere"  # no SLURM
     ShardWriter.begin = _started  # type: ignore[method-assign, assignment]
     for request in sys.stdin:
-        verb, arguments, environment, closed, folder, outside = json.loads(request)
         child = os.fork()
         if child == 0:
-            _run(verb, arguments, environment, closed, folder, outside)
+            _run(*json.loads(request))
         print(json.dumps(_wait(child)), flush=True)  # noqa: T201
+
+
+def _started(*_: Any) -> None:
+    with contextlib.suppress(Exception):  # a stream may be closed
+        sys.stdout.flush()
+        os.write(1, STARTED.encode())
+    os._exit(EXIT_OK)
+
+
+class _ComputingEndsIt:
+    """Finds no module, and ends a command that imports one of those that compute."""
+
+    def __init__(self, modules: set[str]) -> None:
+        self.modules = modules
+
+    def find_spec(self, name: str, *_: Any) -> None:
+        if name in self.modules:
+            _started()
 
 
 def _wait(child: int) -> tuple[int, float]:
@@ -177,26 +161,17 @@ def _wait(child: int) -> tuple[int, float]:
 
 
 def _run(
-    verb: str,
-    arguments: list[str],
-    environment: dict[str, str | None],
-    closed: list[int],
-    folder: str,
-    outside: str,
-) -> None:
-    """Is the command, in a fork; does not return."""
+    verb: str, arguments: list[str], environment: dict[str, str], closed: list[int], outside: str
+) -> NoReturn:
+    """Be the command, in a fork; does not return."""
     os.setpgid(0, 0)
     # The encoder of pictures is built before the first unit.
-    computes = COMPUTES[1:] if verb == "encode" else COMPUTES
+    computes = {"harness.launch.pool"} | (set() if verb == "encode" else {"torch"})
     sys.meta_path.insert(0, _ComputingEndsIt(computes))  # type: ignore[arg-type]
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 1))
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
-    os.chdir(folder)
-    for name, value in environment.items():
-        os.environ.pop(name, None)
-        if value is not None:
-            os.environ[name] = value
+    for which, limit in LIMITS.items():
+        resource.setrlimit(which, limit)
+    os.chdir(f"{outside}/here")
+    os.environ.update(environment)
     _redirect(outside, closed)
     sys.argv = ["harness", *arguments]
     code = 1
@@ -213,10 +188,9 @@ def _run(
 
 
 def _redirect(outside: str, closed: list[int]) -> None:
-    """Sends the standard streams to files, or closes them as whoever starts a command can."""
-    for number, name in ((0, "stdin"), (1, "stdout"), (2, "stderr")):
+    """Send the standard streams to files, or close them as whoever starts a command can."""
+    for number, path in enumerate((os.devnull, f"{outside}/out", f"{outside}/err")):
         os.close(number)
-        path = os.devnull if number == 0 else f"{outside}/{name[3:]}"
         os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", closefd=False, encoding="utf-8", errors="surrogateescape")  # noqa: SIM115
@@ -228,4 +202,4 @@ def _redirect(outside: str, closed: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    serve()
+    _serve()

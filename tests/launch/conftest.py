@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,3 +23,20 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
     yield start
     for each in started:
         each.kill()
+
+
+@pytest.fixture
+def put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Puts shell scripts first in PATH; returns their folder."""
+    folder = tmp_path / "bin"
+
+    def put(**scripts: str) -> Path:
+        folder.mkdir(exist_ok=True)
+        monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+        for name, text in scripts.items():
+            path = folder / name.replace("_", "-")
+            path.write_text(f"#!/bin/sh\n{text}\n")
+            path.chmod(0o755)
+        return folder
+
+    return put

@@ -9,10 +9,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from processes import until
 
 from harness.metrics.jsonl import read_metrics
 
@@ -32,12 +32,7 @@ PATIENCE = 180.0
 class Launch:
     """One started job: ``python -m MODULE`` in its own session, as a terminal starts it.
 
-    Args:
-        folder: working folder, where the job writes.
-        overrides: overrides on the command line.
-        module: module and arguments after ``python -m``.
-        patch: source code that every Python process of the job runs when it starts.
-        environment: variables to set.
+    ``patch`` is source code that every Python process of the job runs when it starts.
     """
 
     def __init__(
@@ -52,9 +47,8 @@ class Launch:
         defaults = [] if any(each.startswith("data=") for each in overrides) else ["data=synthetic"]
         if not any(each.startswith("training.global_batch_size=") for each in overrides):
             defaults.append("training.global_batch_size=4")
-        inherited = {
-            k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
-        }
+        launchers = ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
+        inherited = {k: v for k, v in os.environ.items() if k not in launchers}
         paths = [str(Path(__file__).parents[2])]
         if patch:
             (folder / "patch").mkdir()
@@ -87,7 +81,7 @@ class Launch:
     @property
     def run_dir(self) -> Path:
         """The only run folder that the job created."""
-        [found] = [p.parent for p in (self.folder / "runs").glob("*/*/job.json")]
+        [found] = [p.parent for p in (self.folder / "runs").glob("*/[0-9a-f]*/job.json")]
         return found
 
     def read(self, name: str) -> dict[str, Any]:
@@ -137,12 +131,3 @@ class Launch:
                 os.kill(pid, signal.SIGKILL)
         self.process.communicate()
         self._log.close()
-
-
-def until(holds: Callable[[], bool], seconds: float) -> float:
-    """Wait until a condition holds; return how long that took."""
-    start = time.monotonic()
-    while not holds():
-        assert time.monotonic() - start < seconds, f"condition does not hold after {seconds} s"
-        time.sleep(0.05)
-    return time.monotonic() - start

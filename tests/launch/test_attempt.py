@@ -24,8 +24,7 @@ from harness.launch.slurm_attempt import Allocation, StepFailed, _verdict, _why_
 from harness.launch.state import SlurmJobRecord, read_state
 from harness.run.folder import RunFolder
 from harness.train.finish import finish_run
-from harness.train.process import rank_environment
-from harness.util.errors import EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_OK, EXIT_RESUMABLE, ConfigError
+from harness.util.errors import EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_OK, EXIT_RESUMABLE
 
 ROOT = Path(__file__).parents[2]
 DIED = "srun: error: node1: task 1: Segmentation fault\n"
@@ -35,6 +34,7 @@ ENDED = (
 )
 EXITED = "srun: error: node1: task 0: Exited with exit code 3\n"
 KILLED = "srun: error: node1: task 1: Killed\n"
+ENDED_TOO = KILLED.replace("Killed", "Terminated")
 BOTH = "srun: error: node1: tasks 0-1: Exited with exit code 3\n"
 TIMEOUT = RuntimeError("Timed out waiting 4000ms for recv operation to complete")
 PEER = RuntimeError("Connection closed by peer")
@@ -63,22 +63,13 @@ VERDICTS = {
     "killed, 0 sees it": (KILLED + ENDED + EXITED, "RUNNING", EXIT_MACHINE, PEER, (1, "RankDied")),
     "dies late": (EXITED + ENDED + DIED, "RUNNING", EXIT_MACHINE, PEER, (1, "RankDied")),
     "killed, named late": (EXITED + ENDED + KILLED, "RUNNING", EXIT_MACHINE, PEER, (1, "RankDied")),
-    "ended by srun": (
-        EXITED + ENDED + KILLED.replace("Killed", "Terminated"),
-        *("RUNNING", EXIT_MACHINE, PEER, (0, "RuntimeError")),
-    ),
+    "ended by srun": (EXITED + ENDED + ENDED_TOO, "RUNNING", EXIT_MACHINE, PEER, (0, "RuntimeError")),
     "leaves": (EXITED + ENDED, "RUNNING", EXIT_MACHINE, PEER, (1, "RankDied")),
     "all leave": ("", "RUNNING", None, None, (0, "RankDied")),
     "hangs": (EXITED + ENDED + KILLED, "RUNNING", EXIT_MACHINE, TIMEOUT, (0, "RuntimeError")),
     "lags": (EXITED + ENDED, "RUNNING", EXIT_MACHINE, TIMEOUT, (0, "RuntimeError")),
     "stopped": ("", "RUNNING", EXIT_RESUMABLE, None, None),
-    "stopped before a step": (
-        "",
-        "RUNNING",
-        EXIT_INTERRUPTED,
-        STOP,
-        (0, "KeyboardInterrupt"),
-    ),
+    "stopped early": ("", "RUNNING", EXIT_INTERRUPTED, STOP, (0, "KeyboardInterrupt")),
     "cancelled": (ENDED + KILLED, "CANCELLED", None, None, None),
     "done": ("", "RUNNING", EXIT_OK, None, None),
     "srun fails": ("srun: error: Unable to create step\n", "RUNNING", None, None, (None, "StepFailed")),
@@ -135,20 +126,7 @@ def test_what_slurm_says_in_the_log_tells_scancel_from_a_requeue(
     assert read_state(tmp_path, Jobs([])).state == ("cancelled" if cancelled else "stopped")
 
 
-def test_a_job_without_requeues_says_whether_its_time_was_up(job: Job) -> None:
-    assert job.cluster.minutes is not None
-    limit = 60.0 * job.cluster.minutes - job.cluster.signal_seconds
-    assert _why_not_requeued(job, limit - 20).startswith("the time limit was reached (cluster.time=")
-    assert _why_not_requeued(job, limit / 2).startswith("SLURM stopped the job, and cluster.max_requeues=2")
-
-
-def test_ranks_of_one_node_need_no_name_of_it(job: Job) -> None:
-    assert rank_environment(job, 1, 1.0)["MASTER_ADDR"] == "127.0.0.1"
-    pair = compose_job(["cluster=slurm_cpu", "parallelism.dp_shard=2", "cluster.ranks_per_node=1"])
-    assert rank_environment(pair, 1, 1.0)["MASTER_ADDR"] != "127.0.0.1"
-
-
-def test_a_signal_that_comes_before_srun_is_no_failure_of_srun(
+def test_a_signal_before_srun_is_no_failure(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "logs").mkdir()
@@ -159,9 +137,21 @@ def test_a_signal_that_comes_before_srun_is_no_failure_of_srun(
     assert code == EXIT_INTERRUPTED
 
 
-@pytest.mark.parametrize(("refused", "state"), [(False, "RUNNING"), (True, "RUNNING"), (True, "PENDING")])
+@pytest.mark.parametrize(
+    ("refused", "state", "ends"),
+    [
+        (False, "RUNNING", (EXIT_RESUMABLE, "requeued")),
+        (True, "RUNNING", (EXIT_MACHINE, "failed")),
+        (True, "PENDING", (EXIT_RESUMABLE, "requeued")),
+    ],
+)
 def test_an_unfit_node_of_a_job_that_cannot_be_requeued_is_the_error(
-    refused: bool, state: str, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    refused: bool,
+    state: str,
+    ends: tuple[int, str],
+    job: Job,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def requeue_without(*_: object) -> None:
         if refused:
@@ -170,10 +160,31 @@ def test_an_unfit_node_of_a_job_that_cannot_be_requeued_is_the_error(
     monkeypatch.setattr(attempt.queue, "requeue", requeue_without)
     folder = RunFolder(tmp_path)
     code = attempt._requeue_without(UnfitNodes({"node1": ["bad"]}), job, folder, Granted(state))
-    if refused and state == "RUNNING":
-        assert (code, folder.state, folder.row["error.message"]) == (EXIT_MACHINE, "failed", "node1: bad")
-    else:
-        assert (code, folder.state) == (EXIT_RESUMABLE, "requeued")
+    assert (code, folder.state) == ends
+    assert folder.row.get("error.message") == ("node1: bad" if ends[1] == "failed" else None)
+
+
+@pytest.mark.parametrize("excludes", [True, False])
+def test_nodes_of_slow_ranks_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: Job, excludes: bool
+) -> None:
+    asked: list[tuple[str, list[str]]] = []
+    monkeypatch.setattr(attempt.queue, "requeue", lambda job_id, nodes: asked.append((job_id, nodes)))
+    found = {"device": "H100", "phase": "forward", "excess": 0.3, "step": 20}
+    slow = [
+        {"rank": rank, "host": host, "until": until, **found}
+        for rank, host, until in ((3, "node2", None), (1, "node1", 40), (2, "node2", None))
+    ]
+    (tmp_path / "slow_ranks.json").write_text(json.dumps({"slow": slow}))
+    slowed = with_value(job, "cluster.exclude_slow", excludes)
+    assert attempt._requeue(slowed, RunFolder(tmp_path), Granted("RUNNING"), 10.0) == EXIT_RESUMABLE
+    assert asked == [("7", ["node2"] if excludes else [])]
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["state"], status.get("excluded")) == ("requeued", ["node2"] if excludes else None)
+    # Without a requeue the job says whether its time was up.
+    limit = 60.0 * (job.cluster.minutes or 0) - job.cluster.signal_seconds
+    assert _why_not_requeued(job, limit - 20).startswith("the time limit was reached (cluster.time=")
+    assert _why_not_requeued(job, limit / 2).startswith("SLURM stopped the job, and cluster.max_requeues=2")
 
 
 def start(run: Path, code: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -195,8 +206,13 @@ def submitted(tmp_path: Path, job: Job) -> RunFolder:
     return folder
 
 
-def test_code_that_is_gone_is_not_replaced_by_other_code(submitted: RunFolder) -> None:
+def test_code_that_is_gone_is_not_replaced_by_other_code(submitted: RunFolder, job: Job) -> None:
     run = submitted.path
+    # An attempt that still runs keeps its status.
+    begin_again(submitted, job)
+    done = start(run, ROOT, str(run), "--code", f"{run}/code/1")
+    assert (done.returncode, submitted.state, submitted.row) == (EXIT_MACHINE, "starting", {})
+    submitted.release()
     (run / "result.json").write_text("{")  # of an attempt that was killed
     done = start(run, ROOT, str(run), "--code", f"{run}/code/1")
     assert (done.returncode, submitted.state) == (EXIT_MACHINE, "failed")
@@ -205,13 +221,6 @@ def test_code_that_is_gone_is_not_replaced_by_other_code(submitted: RunFolder) -
     row = submitted.row
     assert (row["error.type"], row["error.kind"], row["exit_code"]) == ("WrongCode", "machine", EXIT_MACHINE)
     assert submitted.first_error()["message"] == row["error.message"]  # type: ignore[index]
-
-
-def test_an_attempt_that_still_runs_keeps_its_status(submitted: RunFolder, job: Job) -> None:
-    begin_again(submitted, job)
-    done = start(submitted.path, ROOT, str(submitted.path), "--code", f"{submitted.path}/code/1")
-    assert (done.returncode, submitted.state, submitted.row) == (EXIT_MACHINE, "starting", {})
-    submitted.release()
 
 
 def test_code_that_cannot_be_imported_leaves_a_row(submitted: RunFolder, tmp_path: Path) -> None:
@@ -223,36 +232,7 @@ def test_code_that_cannot_be_imported_leaves_a_row(submitted: RunFolder, tmp_pat
     assert (done.returncode, submitted.state) == (1, "failed")
     assert "SyntaxError" in done.stderr
     assert (submitted.row["error.type"], submitted.row["exit_reason"]) == ("SyntaxError", "failed")
-
-
-def test_a_task_that_the_list_does_not_have(tmp_path: Path) -> None:
-    runs = tmp_path / "list"
-    runs.write_text("/a\n/b\n")
-    done = start(tmp_path, ROOT, "--list", str(runs), SLURM_ARRAY_TASK_ID="2")
-    assert done.stderr == f"error: {runs} lists the runs of an array of 2 tasks, and this is task 2\n"
-
-
-@pytest.mark.parametrize("excludes", [True, False])
-def test_nodes_of_ranks_that_are_still_slow_are_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: Job, excludes: bool
-) -> None:
-    asked: list[tuple[str, list[str]]] = []
-    monkeypatch.setattr(attempt.queue, "requeue", lambda job_id, nodes: asked.append((job_id, nodes)))
-    found = {"device": "H100", "phase": "forward", "excess": 0.3, "step": 20}
-    slow = [
-        {"rank": 3, "host": "node2", "until": None, **found},
-        {"rank": 1, "host": "node1", "until": 40, **found},
-        {"rank": 2, "host": "node2", "until": None, **found},
-    ]
-    (tmp_path / "slow_ranks.json").write_text(json.dumps({"slow": slow}))
-    folder = RunFolder(tmp_path)
-    slowed = with_value(job, "cluster.exclude_slow", excludes)
-    assert attempt._requeue(slowed, folder, Granted("RUNNING"), 10.0) == EXIT_RESUMABLE
-    assert asked == [("7", ["node2"] if excludes else [])]
-    status = json.loads((tmp_path / "status.json").read_text())
-    assert (status["state"], status.get("excluded")) == ("requeued", ["node2"] if excludes else None)
-
-
-def test_slow_nodes_need_phases() -> None:
-    with pytest.raises(ConfigError, match=r"exclude_slow=true: .*would work: profiling\.phases=true"):
-        compose_job(["model=llama3_tiny", "data=synthetic", "cluster=slurm_cpu", "cluster.exclude_slow=true"])
+    done = start(tmp_path, ROOT, "--list", str(tmp_path / "list"), SLURM_ARRAY_TASK_ID="2")
+    assert done.stderr.startswith(
+        f"error: {tmp_path}/list lists the runs of an array of 2 tasks, and this is "
+    )

@@ -1,4 +1,4 @@
-"""Launching on this machine: how jobs end, by themselves, by signals, by the death of any of their processes.
+"""How jobs and sweeps end: by themselves, by signals, by the death of any of their processes.
 
 Every test starts real processes and ends them by real means.
 """
@@ -8,17 +8,25 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from launching import LONG, TWO_RANKS, Launch, until
-from tiers import rest_is_thorough
+from jobs import tiny
+from launching import LONG, PATIENCE, TWO_RANKS, Launch
+from processes import until
+from torch.distributed.flight_recorder.components.loader import read_dump
 
+from harness.config.fields import with_value
 from harness.config.job import Job
 from harness.launch.begin import begin
+from harness.launch.local import _rendezvous
 from harness.run.folder import RunFolder
+from harness.train.rank import Rank
 from harness.util.errors import (
     EXIT_BUG,
     EXIT_INTERRUPTED,
@@ -27,10 +35,12 @@ from harness.util.errors import (
     EXIT_OK,
     EXIT_RESUMABLE,
     EXIT_USER,
+    MachineError,
 )
 
 Start = Callable[..., Launch]
 GONE_SECONDS = 6.0
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "harness.train")
 
 
 def patch_rank(rank: int, body: str) -> str:
@@ -50,85 +60,114 @@ if os.environ.get("RANK") == "{rank}":
 """
 
 
-def test_a_users_error_is_one_line_and_the_same_job_goes_on_in_its_folder(
-    launch: Start, tmp_path: Path
-) -> None:
+@pytest.fixture(params=["harness", "torchrun"])
+def starter(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def start(launch: Start, starter: str) -> Start:
+    """Starts two ranks by the harness or by torchrun."""
+
+    def run(*overrides: str, **options: Any) -> Launch:
+        module = TORCHRUN if starter == "torchrun" else ("harness.train",)
+        return launch(*TWO_RANKS, *overrides, module=module, **options)
+
+    return run
+
+
+def check_end(job: Launch, starter: str, code: int) -> None:
+    """Wait for the end and check the exit code, of which torchrun keeps only whether it is 0."""
+    ended = job.finish()
+    assert (ended == code) if starter == "harness" else (bool(ended) == bool(code)), job.err
+    assert job.ranks() == {}
+
+
+def test_a_users_error_is_one_line_and_the_job_goes_on(start: Start, starter: str, tmp_path: Path) -> None:
     text = tmp_path / "corpus.txt"
-    overrides = [
-        *TWO_RANKS,
-        "data=local_text",
-        f"data.paths=[{text}]",
-        f"data.cache_dir={tmp_path}/cache",
-        "training.steps=2",
-    ]
-    first = launch(*overrides)
-    assert first.finish() == EXIT_USER
-    [line] = [each for each in first.err.splitlines() if each]
-    assert line.startswith("error: ") and str(text) in line
+    overrides = ("data=local_text", f"data.paths=[{text}]", f"data.cache_dir={tmp_path}/cache")
+    first = start(*overrides, "training.steps=2")
+    check_end(first, starter, EXIT_USER)
+    [line] = [each for each in first.err.splitlines() if each.startswith("error: ")]
+    assert str(text) in line and (starter == "torchrun" or first.err.strip() == line)
     row = first.read("result.json")
     assert (row["exit_reason"], row["exit_code"], row["error.kind"]) == ("failed", EXIT_USER, "user")
     assert first.read("status.json")["state"] == "failed"
     assert all(not isinstance(value, dict) for value in row.values())
 
     text.write_text("To be or not to be, that is the question.\n" * 200)
-    second = launch(*overrides)
-    assert second.finish() == EXIT_OK, second.err
+    second = start(*overrides, "training.steps=2")
+    check_end(second, starter, EXIT_OK)
     assert second.run_dir == first.run_dir
     row = second.read("result.json")
     assert (row["exit_reason"], row["exit_code"], row["step"]) == ("completed", EXIT_OK, 2)
     assert second.read("status.json")["state"] == "completed"
     assert [each["step"] for each in second.rows] == [1, 2]
-    earlier = second.run_dir / "attempts" / "1"
+    [earlier] = (second.run_dir / "attempts").iterdir()
     assert json.loads((earlier / "result.json").read_text())["exit_code"] == EXIT_USER
     assert (earlier / "errors").is_dir() and (earlier / "overrides.txt").is_file()
 
 
-def test_a_bug_in_one_rank_ends_the_others_at_once(launch: Start) -> None:
-    # Rank 0 is nowhere near a collective: it cannot notice by itself that rank 1 is gone.
-    body = 'time.sleep(600) if os.environ["RANK"] == "0" else exec("raise LookupError(\'broken here\')")'
-    job = launch(*TWO_RANKS, *LONG, patch=patch_rank(0, body) + patch_rank(1, body))
-    until(lambda: "broken here" in job.err or job.process.poll() is not None, 90)
-    assert job.finish() == EXIT_BUG
-    assert "Traceback" in job.err and "LookupError: broken here" in job.err
-    assert "rank 1 of 2 after step 2" in job.err
-    row, error = job.read("result.json"), job.read("errors/rank1.json")
+def test_a_wrong_number_of_ranks_is_reported_once(launch: Start) -> None:
+    job = launch("parallelism=single", "training.steps=3", module=TORCHRUN)
+    assert job.finish() != 0
+    assert job.err.count("error: ") == 1, job.err
+    assert not (job.folder / "runs").exists()
+
+
+def test_a_bug_in_one_rank_ends_the_others_at_once(start: Start, starter: str) -> None:
+    patch = patch_rank(1, 'raise LookupError("broken here")')
+    if starter == "harness":  # torchrun gives ranks half a minute to end
+        # Rank 0 is nowhere near a collective: it cannot notice by itself that rank 1 is gone.
+        patch += patch_rank(0, "time.sleep(600)")
+    job = start(*LONG, patch=patch)
+    check_end(job, starter, EXIT_BUG)
+    assert "Traceback" in job.err and job.err.count("LookupError: broken here") == 1
+    row = job.read("result.json")
     assert (row["exit_code"], row["error.rank"], row["error.type"]) == (EXIT_BUG, 1, "LookupError")
-    status = job.read("status.json")
-    assert status["state"] == "failed" and status["time"] - error["time"] < GONE_SECONDS
-    assert job.ranks() == {}
+    if starter == "harness":
+        assert "rank 1 of 2 after step 2" in job.err
+        status, error = job.read("status.json"), job.read("errors/rank1.json")
+        assert status["state"] == "failed" and status["time"] - error["time"] < GONE_SECONDS
 
 
-@pytest.mark.parametrize("rank", rest_is_thorough([0, 1], 1))
-def test_a_killed_rank_is_the_cause_and_not_its_peers(launch: Start, rank: int) -> None:
+def test_a_killed_rank_is_the_cause_and_not_its_peers(launch: Start) -> None:
     job = launch(*TWO_RANKS, *LONG)
     job.wait_for_step()
-    os.kill(job.ranks()[rank], signal.SIGKILL)
+    os.kill(job.ranks()[1], signal.SIGKILL)
     killed = time.monotonic()
-    assert job.finish() == EXIT_MACHINE
+    check_end(job, "harness", EXIT_MACHINE)
     assert time.monotonic() - killed < GONE_SECONDS
-    assert f"rank {rank} ended with signal 9 (SIGKILL)" in job.err and "Traceback" not in job.err
+    assert "rank 1 ended with signal 9 (SIGKILL)" in job.err and "Traceback" not in job.err
     row = job.read("result.json")
-    assert (row["exit_reason"], row["exit_code"], row["error.rank"]) == ("failed", EXIT_MACHINE, rank)
+    assert (row["exit_reason"], row["exit_code"], row["error.rank"]) == ("failed", EXIT_MACHINE, 1)
     assert row["step"] >= 5 and row["loss"] > 0
     assert job.read("status.json")["state"] == "failed"
-    assert job.ranks() == {}
 
 
-@pytest.mark.parametrize(("ranks", "named"), [([1], 1), ([0, 1], 0)])
-def test_a_rank_that_leaves_with_exit_code_0_has_not_completed(
-    launch: Start, ranks: list[int], named: int
-) -> None:
-    patch = "".join(patch_rank(rank, "os._exit(0)") for rank in ranks)
+def test_ranks_that_leave_with_exit_code_0_have_not_completed(launch: Start) -> None:
+    patch = patch_rank(0, "os._exit(0)") + patch_rank(1, "os._exit(0)")
     job = launch(*TWO_RANKS, *LONG, patch=patch)
-    assert job.finish() == EXIT_MACHINE
-    assert f"rank {named} ended with exit code 0 in the middle of the run" in job.err
+    check_end(job, "harness", EXIT_MACHINE)
+    assert "rank 0 ended with exit code 0 in the middle of the run" in job.err
     row = job.read("result.json")
-    assert (row["exit_reason"], row["error.rank"], row["error.type"]) == ("failed", named, "RankDied")
+    assert (row["exit_reason"], row["error.rank"], row["error.type"]) == ("failed", 0, "RankDied")
 
 
-@pytest.mark.parametrize("number", rest_is_thorough([signal.SIGINT, signal.SIGTERM], signal.SIGTERM))
-def test_a_stop_request_ends_all_ranks_at_one_step(launch: Start, number: signal.Signals) -> None:
-    job = launch(*TWO_RANKS, *LONG, "metrics.log_interval=1")
+@pytest.mark.parametrize(
+    ("starter", "number", "layout"),
+    [
+        ("harness", signal.SIGINT, TWO_RANKS),
+        ("torchrun", signal.SIGTERM, TWO_RANKS),
+        ("harness", signal.SIGTERM, []),
+    ],
+    ids=["harness", "torchrun", "one rank"],
+)
+def test_a_stop_request_ends_all_ranks_at_one_step(
+    launch: Start, starter: str, number: signal.Signals, layout: list[str]
+) -> None:
+    module = TORCHRUN if starter == "torchrun" else ("harness.train",)
+    job = launch(*layout, *LONG, "metrics.log_interval=1", module=module)
     job.wait_for_step()
     if number == signal.SIGINT:
         again = launch(*TWO_RANKS, *LONG)
@@ -139,8 +178,8 @@ def test_a_stop_request_ends_all_ranks_at_one_step(launch: Start, number: signal
         os.killpg(job.process.pid, number)
     else:
         job.process.send_signal(number)
-    assert job.finish() == EXIT_RESUMABLE
-    assert job.ranks() == {} and "Traceback" not in job.err
+    check_end(job, starter, EXIT_RESUMABLE)
+    assert starter == "torchrun" or "Traceback" not in job.err
     row, rows = job.read("result.json"), job.rows
     assert (row["exit_reason"], row["exit_code"]) == ("interrupted", EXIT_RESUMABLE)
     assert row["step"] == rows[-1]["step"] and row["loss"] == rows[-1]["loss"]
@@ -164,27 +203,61 @@ def test_a_second_interrupt_ends_at_once(launch: Start) -> None:
     assert job.read("result.json")["exit_reason"] == "interrupted"
 
 
-def test_a_stuck_rank_is_found_by_the_timeout_of_a_step(launch: Start) -> None:
-    job = launch(*TWO_RANKS, *LONG, "cluster.step_timeout_seconds=4")
-    job.wait_for_step()
-    os.kill(job.ranks()[1], signal.SIGSTOP)
-    assert job.finish() == EXIT_MACHINE
-    row = job.read("result.json")
-    assert (row["error.kind"], row["error.rank"]) == ("collective_timeout", 0)
-    assert row["error.absent_ranks"] == [1], "the stopped rank is absent, not the waiting one"
+ELSEWHERE = """
+def somewhere_else():
+    import time
+    time.sleep(600)
+"""
+
+
+def test_a_rank_that_does_not_reach_a_collective_is_located_after_a_resume(launch: Start) -> None:
+    """The short timeout holds from the second step of this process on, whichever step that is."""
+    job = [*TWO_RANKS, *LONG, "metrics.log_interval=1", "cluster.step_timeout_seconds=4"]
+    first = launch(*job)
+    first.wait_for_step()
+    first.process.send_signal(signal.SIGTERM)
+    assert first.finish() == EXIT_RESUMABLE
+    assert not (first.run_dir / "flight_recorder").exists()
+    reached = first.read("result.json")["step"]
+
+    second = launch(*job, patch=patch_rank(1, "somewhere_else()") + ELSEWHERE)
+    check_end(second, "harness", EXIT_MACHINE)
+    row, folder = second.read("result.json"), second.run_dir / "flight_recorder"
+    assert (row["error.kind"], row["error.rank"], row["step"]) == ("collective_timeout", 0, reached + 2)
+    assert row["error.absent_ranks"] == [1]
     # Rank, position and operation.
-    assert f"rank 0 of 2 after step {row['step']}" in job.err and "Timed out waiting 4000ms" in job.err
-    assert "in harness/" in job.err and "Traceback" not in job.err
-    assert job.ranks() == {}
+    assert f"rank 0 of 2 after step {row['step']}" in second.err and "Timed out waiting 4000ms" in second.err
+    assert "in harness/" in second.err and "Traceback" not in second.err
+    assert "rank 1 did not reach the collective that rank 0 waited in: " in second.err
+    assert f"the collective and each rank's position: {folder.relative_to(second.folder)}" in second.err
+    waiting, absent = ((folder / f"stacks-rank{rank}.txt").read_text() for rank in (0, 1))
+    for rank, text in enumerate((waiting, absent)):
+        assert text.startswith(f"rank {rank}, step {reached + 3}: ")
+        assert "last collective begun: gloo:" in text and "default_pg" in text
+        assert text.count("hread 0x") >= 2, "not all threads"
+    assert "gloo:all_reduce" in waiting and "in world_total" in waiting
+    assert "in somewhere_else" in absent and "in world_total" not in absent
+    # Read the files as torch's own analysis does.
+    dumps = [read_dump("gloo_", str(folder / f"gloo_{rank}")) for rank in (0, 1)]
+    ends = [dump["entries"][-1]["collective_seq_id"] for dump in dumps]  # type: ignore[index]
+    assert ends[0] == ends[1] + 1
+    analysis = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", "--prefix", "gloo_"]
+    done = subprocess.run([*analysis, str(folder)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout + done.stderr
+    assert f"Not all ranks joining collective, sequence number: {ends[0]}" in said
+    assert "missing_ranks" in said or "{1}" in said
 
 
-def test_a_killed_controller_leaves_no_orphans_and_a_folder_that_can_be_used(launch: Start) -> None:
-    job = launch(*TWO_RANKS, *LONG)
+def test_a_killed_controller_leaves_no_orphans_and_no_lock(start: Start, starter: str) -> None:
+    job = start(*LONG)
     job.wait_for_step()
     job.process.send_signal(signal.SIGKILL)
-    assert until(lambda: job.ranks() == {}, GONE_SECONDS) < GONE_SECONDS
+    until(lambda: job.ranks() == {}, GONE_SECONDS)
     row = job.read("result.json")
     assert (row["exit_reason"], row["error.type"]) == ("failed", "LauncherGone")
+    if starter == "torchrun":
+        return
     # The status of a dead controller, whose process id now belongs to another process.
     status = job.read("status.json")
     (job.run_dir / "status.json").write_text(json.dumps({**status, "state": "running", "pid": os.getpid()}))
@@ -203,15 +276,6 @@ def test_numbers_gone_wrong_are_one_line_that_says_where_the_evidence_is(launch:
     assert list((job.run_dir / "evidence").glob("*.pt"))
 
 
-@pytest.mark.thorough
-def test_a_lone_rank_stops_as_several_do(launch: Start) -> None:
-    job = launch(*LONG)
-    job.wait_for_step()
-    job.process.send_signal(signal.SIGINT)
-    assert job.finish() == EXIT_RESUMABLE
-    assert job.read("result.json")["exit_reason"] == "interrupted" and "Traceback" not in job.err
-
-
 def test_ranks_share_the_cores_unless_the_user_says_otherwise(launch: Start) -> None:
     job = launch(*TWO_RANKS, *LONG, environment={"OMP_NUM_THREADS": "3"})
     until(lambda: len(job.ranks()) == 2, 60)
@@ -221,3 +285,100 @@ def test_ranks_share_the_cores_unless_the_user_says_otherwise(launch: Start) -> 
     job.process.send_signal(signal.SIGTERM)
     assert job.finish() == EXIT_INTERRUPTED
     assert job.read("result.json")["exit_reason"] == "interrupted"
+
+
+@pytest.mark.parametrize("peer_failed", [False, True])
+def test_the_row_of_a_stopped_rank_names_the_failed_peer(tmp_path: Path, peer_failed: bool) -> None:
+    """A rank 0 that is stopped before training begins sees only the interruption."""
+    job = tiny(f"runs_dir={tmp_path}")
+    folder = RunFolder(job.run_dir)
+    begin(folder, job, [])
+    if peer_failed:
+        folder.record_error(1, LookupError("broken here"))
+    assert Rank(job, folder).fail(KeyboardInterrupt()) == EXIT_INTERRUPTED
+    row = json.loads((folder.path / "result.json").read_text())
+    expected = ("failed", EXIT_BUG) if peer_failed else ("interrupted", EXIT_INTERRUPTED)
+    assert (row["exit_reason"], row["exit_code"]) == expected
+
+
+def test_a_store_that_cannot_be_reached_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = with_value(tiny(*TWO_RANKS, "training.global_batch_size=4"), "cluster.start_timeout_seconds", 1)
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(MachineError, match=r"^rank 1 cannot connect to the store at 127.0.0.1:1 ") as failed:
+        _rendezvous(job)
+    assert "\n" not in str(failed.value)
+
+
+def sweep(folder: Path, *arguments: str, code: int = EXIT_OK) -> str:
+    """Return the output of ``harness sweep``, stderr first."""
+    done = subprocess.run(
+        [sys.executable, "-m", "harness", "sweep", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=2 * PATIENCE,
+    )
+    assert done.returncode == code, done.stderr
+    return done.stderr + done.stdout
+
+
+def test_a_sweep_goes_on_after_failures_and_names_them(launch: Start, tmp_path: Path) -> None:
+    """Two points that are not valid jobs, one without data, and one that completes."""
+    (tmp_path / "there.txt").write_text("All the world is text. " * 200)
+    typed = ("-m", "parallelism.dp_shard=1,3", "data=local_text", "data.paths=[there.txt],[gone.txt]")
+    typed = (*typed, "data.cache_dir=cache", "name=swept", "training.steps=4", "metrics.wandb=true")
+    job = launch(*typed, environment={"WANDB_MODE": "offline"})
+    assert job.finish() == 1
+    assert job.err.startswith("runs/swept: 4 points, 2 to run\n")
+    rule = "parallelism.dp_shard=3 data.paths=[there.txt]: training.global_batch_size=4: must be a multiple"
+    assert rule in job.err
+    assert "[2/2] data.paths=[gone.txt]\n" in job.err
+    assert "1 of 2 points did not complete:\n  data.paths=[gone.txt]: user: " in job.err
+    shown = dict(line.split()[:2] for line in job.out.splitlines() if line.startswith("data.paths="))
+    assert shown == {"data.paths=[there.txt]": "completed", "data.paths=[gone.txt]": "failed"}
+    assert list((tmp_path / "runs" / "swept" / "wandb").glob("offline-run-*")), "the table"
+
+    again = launch(*typed, environment={"WANDB_MODE": "disabled"})
+    assert again.finish() == 1
+    assert "4 points, 1 to run" in again.err and "1 completed already" in again.err
+
+    printed = sweep(tmp_path, "status", "runs/swept")
+    assert printed.splitlines()[-1] == "1 completed, 1 failed, 2 skipped"
+    sweep(tmp_path, "collect", "runs/swept")
+    table = (tmp_path / "runs" / "swept" / "table.csv").read_text().splitlines()
+    assert len(table) == 3 and table[0].startswith("point,state,kind,")
+    refused = sweep(tmp_path, "status", "nothing", code=EXIT_USER)
+    assert refused == "error: nothing: neither a sweep folder nor a run folder\n"
+
+
+GRID = ("training.seed=1,2",)
+STUDY = ("sweep=optuna", "sweep.n_trials=2", "sweep.n_jobs=1", "optimizer.lr=interval(1e-4,1e-2)")
+
+
+@pytest.mark.parametrize("axes", [GRID, STUDY], ids=["grid", "study"])
+def test_a_killed_sweep_is_resumed(launch: Start, tmp_path: Path, axes: tuple[str, ...]) -> None:
+    typed = ("-m", *axes, "name=cut", "training.steps=200", "checkpoint.interval=10")
+    typed = (*typed, "metrics.log_interval=10")
+    first = launch(*typed)
+    until(lambda: bool(list(tmp_path.glob("runs/cut/[0-9a-f]*/checkpoints/step-*/manifest.json"))), PATIENCE)
+
+    if axes == GRID:
+        second = launch(*typed)
+        assert second.finish() == EXIT_USER
+        assert "another process is starting the jobs of this sweep" in second.err
+    first.process.kill()
+    until(lambda: not first.ranks(), PATIENCE)
+    if axes == GRID:
+        printed = sweep(tmp_path, "status", "runs/cut")
+        assert printed.splitlines()[-1] in ("1 failed, 1 planned", "1 stopped, 1 planned")
+        assert "2 points, 2 to run" in sweep(tmp_path, "resume", "runs/cut")
+    else:
+        third = launch(*typed)
+        assert third.finish() == EXIT_OK, third.err
+        assert third.out.splitlines()[-2].startswith("best (minimize loss): optimizer.lr=")
+    rows = [json.loads(path.read_text()) for path in tmp_path.glob("runs/cut/[0-9a-f]*/result.json")]
+    assert [row["exit_reason"] for row in rows] == ["completed"] * 2
+    assert max(row["start_step"] for row in rows) > 0, "it resumed from a checkpoint"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from launching import until
+from processes import until
 
 from harness.compose.composer import compose_job
 from harness.config.job import Job
@@ -32,27 +32,21 @@ def own_rank() -> int:
     return dist.get_rank()
 
 
-def raise_on(rank: int) -> None:
-    if dist.get_rank() == rank:
-        raise LookupError("broken here")
-    dist.barrier()
-
-
 def refuse_on_last(job: Job, device: torch.device) -> None:
     if dist.get_rank() == job.world_size - 1:
         raise UserError("x=1: is refused")
     dist.barrier()
 
 
-def die_on(rank: int) -> None:
+def fail_on(rank: int, how: str) -> None:
     if dist.get_rank() == rank:
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.barrier()
-
-
-def sleep_on(rank: int) -> None:
-    if dist.get_rank() == rank:
+        if how == "raises":
+            raise LookupError("broken here")
+        if how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(600)
+    if how != "hangs":
+        dist.barrier()
 
 
 def not_picklable() -> object:
@@ -65,36 +59,28 @@ def pair() -> Iterator[RankPool]:
         yield ranks
 
 
-def test_values_come_back_by_rank_and_jobs_follow_each_other(pair: RankPool) -> None:
+def test_values_come_back_by_rank_and_failures_name_theirs(pair: RankPool) -> None:
     assert pair.run(2, own_rank) == [0, 1]
     assert pair.run(1, own_rank) == [0]
     assert pair.run(2, sum_of_ranks, 1.0) == [3.0, 3.0]
-
-
-def test_the_rank_that_raised_is_reported_and_the_next_job_runs(pair: RankPool) -> None:
-    with pytest.raises(
-        RankFailed, match=r"rank 1 of 2: Traceback(.|\n)*raise_on(.|\n)*LookupError: broken here"
+    for works, says in (
+        ((fail_on, 1, "raises"), r"rank 1 of 2: Traceback(.|\n)*fail_on(.|\n)*LookupError: broken here"),
+        ((fail_on, 1, "dies"), r"rank 1 of 2: the process died \(exit code -9\)"),
+        ((not_picklable,), "pickle"),
     ):
-        pair.run(2, raise_on, 1)
-    with pytest.raises(RankFailed, match=r"rank 1 of 2: the process died \(exit code -9\)"):
-        pair.run(2, die_on, 1)
-    assert pair.run(2, own_rank) == [0, 1]
-
-
-def test_a_value_that_cannot_travel_and_a_hang_are_reported_too(pair: RankPool) -> None:
-    with pytest.raises(RankFailed, match="pickle"):
-        pair.run(1, not_picklable)
-    pair.run(2, own_rank)
+        with pytest.raises(RankFailed, match=says):
+            pair.run(2, *works)
+        assert pair.run(2, own_rank) == [0, 1], "the next job runs"
     pair.timeout_seconds = 5
     with pytest.raises(RankFailed, match=r"no answer from rank 1 of 2 in 5 s"):
-        pair.run(2, sleep_on, 1)
+        pair.run(2, fail_on, 1, "hangs")
 
 
 def own_a_pool(connection: Connection) -> None:
     pool = RankPool(2)
     pool.run(2, own_rank)
     connection.send([process.pid for process, _ in pool._ranks])
-    pool.run(2, sleep_on, 1)
+    pool.run(2, fail_on, 1, "hangs")
 
 
 def test_a_killed_owner_leaves_no_ranks() -> None:

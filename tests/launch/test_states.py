@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
-import os
 import re
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -22,7 +24,6 @@ from harness.util.errors import EXIT_MACHINE, EXIT_OK, EXIT_USER
 
 POINTS = 12
 COLUMNS = r"^(.{12})(.{10})(.{10})(\w+)(.*)$"
-Verb = Callable[..., tuple[str, str]]
 
 
 SENT = SlurmJobRecord("a", None, "7")
@@ -65,56 +66,51 @@ RECORDS = {
 def test_the_state_of_a_run_is_that_of_the_first_row_that_holds(row: str) -> None:
     status, record, listed, state, reason = (each.strip() for each in re.split(COLUMNS, row)[1:-1])
     queue = Jobs([Queued("7", "a", *QUEUED[listed].split("|"))]) if listed in QUEUED else Jobs([])
-    found = state_of(
-        None if status == "-" else status,
-        RECORDS[record],
-        None if listed == "None" else queue,
-        is_alive=lambda: listed == "alive",
-        silent="silent",
-    )
+    folder = mock.Mock(RunFolder, may_be_running=listed == "alive", stop_reason=None)
+    folder.state = None if status == "-" else status
+    found = state_of(folder, RECORDS[record], None if listed == "None" else queue, "silent")
     assert found[0] == state and found[1].startswith(reason), found
     assert found[2] == {"blocked": "user", "lost": "unknown"}.get(state)
 
 
-class FakeSlurm:
-    """Mocked SLURM commands that print given output and record their calls."""
+class Slurm:
+    """Mocked SLURM commands that print given output and record their calls; a sweep submitted as array 7."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, put: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, sweep: Registry) -> None:
         for name in ("squeue", "scontrol", "sacct", "scancel"):
-            script = folder / name
-            script.write_text(
-                f'#!/bin/sh\necho "{name} $*" >> {folder}/calls\n'
-                f"[ -f {folder}/{name}.fails ] && cat {folder}/{name}.fails >&2 && exit 1\n"
-                f'case "$*" in *--jobs=*) cat {folder}/{name}.by_id;; *) cat {folder}/{name}.out;; esac\n'
+            script = (
+                f'cd "$(dirname "$0")"; echo "{name} $*" >> calls\n'
+                f"[ -f {name}.fails ] && cat {name}.fails >&2 && exit 1\n"
+                f'case "$*" in *--jobs=*) cat {name}.by_id;; *) cat {name}.out;; esac'
             )
-            script.chmod(0o755)
+            self.folder = put(**{name: script})
             self.prints(name)
             self.prints(name, file="by_id")
+        self.sweep, self.monkeypatch = sweep, monkeypatch
 
     def prints(self, command: str, *lines: str, file: str = "out") -> None:
         (self.folder / f"{command}.{file}").write_text("".join(f"{line}\n" for line in lines))
 
     def calls(self) -> list[str]:
-        """Return the calls since the last call of this method."""
+        """The calls since the last call of this method."""
         path = self.folder / "calls"
         lines = path.read_text().splitlines() if path.exists() else []
         path.unlink(missing_ok=True)
         return lines
 
+    def verb(self, name: str, *arguments: str, run: str = ".", code: int = EXIT_OK) -> tuple[str, str]:
+        """Run a verb of ``harness sweep``; return stdout and stderr."""
+        said, warned = io.StringIO(), io.StringIO()
+        self.monkeypatch.setattr("sys.argv", ["sweep", name, str(self.sweep.path / run), *arguments])
+        with redirect_stdout(said), redirect_stderr(warned), pytest.raises(SystemExit) as ended:
+            VERB.main()
+        assert ended.value.code == code, warned.getvalue()
+        return said.getvalue(), warned.getvalue()
+
 
 @pytest.fixture
-def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+def mocked(put: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Slurm:
     monkeypatch.setattr("harness.launch.state.LAST_WRITES_SECONDS", 0.0)
-    return FakeSlurm(folder)
-
-
-@pytest.fixture
-def sweep(tmp_path: Path) -> Registry:
-    """A sweep that was submitted as job array 7."""
     registry = Registry(tmp_path / "sweep")
     job = compose_job(["cluster=slurm_cpu", "cluster.time=30", f"runs_dir={tmp_path}", "name=sweep"])
     points = [Point(f"p{n}", registry.path / f"p{n}", [f"training.seed={n}"]) for n in range(POINTS)]
@@ -123,183 +119,137 @@ def sweep(tmp_path: Path) -> Registry:
         RunFolder(point.run_dir).set_status("submitted")
         SlurmJobRecord("sweep.1", n, f"7_{n}").write(point.run_dir)
     registry.add(points, [])
-    return registry
+    return Slurm(put, monkeypatch, registry)
 
 
-@pytest.fixture
-def verb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Verb:
-    """Run a verb of ``harness sweep``; return stdout and stderr."""
-
-    def run(*arguments: object, code: int = EXIT_OK) -> tuple[str, str]:
-        monkeypatch.setattr("sys.argv", ["sweep", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            VERB.main()
-        shown = capsys.readouterr()
-        assert ended.value.code == code, shown.err
-        return shown.out, shown.err
-
-    return run
-
-
-def test_slurm_is_queried_once_for_any_number_of_points(
-    fake_slurm: FakeSlurm, sweep: Registry, verb: Verb
-) -> None:
+def test_slurm_is_queried_once(mocked: Slurm) -> None:
     # One waits, one failed recently, one is another user's, three are in accounting, the others unknown.
-    fake_slurm.prints("squeue", "7_0|sweep.1|PENDING|Resources", "7_1|sweep.1|OUT_OF_MEMORY|None")
-    fake_slurm.prints("squeue", "7_2|sweep.1|RUNNING|None", file="by_id")
-    fake_slurm.prints(
-        "sacct", "7_3|NODE_FAIL|sweep.1", "7_4|CANCELLED by 1000|sweep.1", "7_5|TIMEOUT|sweep.1"
-    )
+    mocked.prints("squeue", "7_0|sweep.1|PENDING|Resources", "7_1|sweep.1|OUT_OF_MEMORY|None")
+    mocked.prints("squeue", "7_2|sweep.1|RUNNING|None", file="by_id")
+    mocked.prints("sacct", "7_3|NODE_FAIL|sweep.1", "7_4|CANCELLED by 1000|sweep.1", "7_5|TIMEOUT|sweep.1")
     for number in (1, 3):
-        RunFolder(sweep.points()[number].run_dir).set_status("running")
+        RunFolder(mocked.sweep.points()[number].run_dir).set_status("running")
     # Rank 0 has written that it was stopped, and the batch process has not written its end.
-    killed = sweep.points()[6].run_dir
+    killed = mocked.sweep.points()[6].run_dir
     RunFolder(killed).set_status("interrupted", exit_code=75)
     SlurmJobRecord("sweep.1", 6, "7_6", begun=True).write(killed)
-    out, err = verb("status", sweep.path)
-    called = fake_slurm.calls()
+    out, err = mocked.verb("status")
+    called = mocked.calls()
     assert [call.split()[0] for call in called] == ["squeue", "squeue", "sacct"]
     assert "7_0," not in called[1] and "7_2," not in called[2] and "7_11" in called[2]
     assert out.splitlines()[-1] == "1 pending, 9 failed, 1 running, 1 cancelled"
     kinds = "1 out_of_memory, 1 node, 1 cancelled, 1 preempted, 1 machine, 5 unknown"
     left = "11 jobs are not in SLURM's queue and without a result; in 0 s missing rows are written"
     assert err == f"{left}\n10 points ended without a result: {kinds}\n"
-    row = json.loads((sweep.points()[3].run_dir / "result.json").read_text())
+    row = json.loads((mocked.sweep.points()[3].run_dir / "result.json").read_text())
     assert (row["error.kind"], row["exit_reason"]) == ("node", "failed")
     assert "SLURM says NODE_FAIL" in row["error.message"]
     row = json.loads((killed / "result.json").read_text())
     assert (row["error.kind"], row["exit_code"]) == ("machine", EXIT_MACHINE)
     assert row["error.message"].startswith("the batch process of SLURM job 7_6 was killed; SLURM does not")
     # The others' rows are written; only the other user's job is queried again.
-    out, err = verb("status", sweep.path)
-    assert [call.split()[0] for call in fake_slurm.calls()] == ["squeue", "squeue"]
+    out, err = mocked.verb("status")
+    assert [call.split()[0] for call in mocked.calls()] == ["squeue", "squeue"]
     assert err == "1 job is not in SLURM's queue and without a result; in 0 s missing rows are written\n"
 
 
-def test_a_sweep_is_cancelled_by_one_command_and_its_points_have_not_failed(
-    fake_slurm: FakeSlurm, sweep: Registry, verb: Verb, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake_slurm.prints(
+def test_a_sweep_is_cancelled_by_one_command(mocked: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    mocked.prints(
         "squeue", *(f"7_{n}|sweep.1|PENDING|Resources" for n in range(POINTS - 1)), "9|single|RUNNING|None"
     )
-    SlurmJobRecord("single", None, "9").write(sweep.points()[-1].run_dir)
-    out, _ = verb("cancel", sweep.path)
+    SlurmJobRecord("single", None, "9").write(mocked.sweep.points()[-1].run_dir)
+    out, _ = mocked.verb("cancel")
     assert out == f"cancelled {POINTS} of {POINTS} points\n"
     tasks = ",".join(str(n) for n in range(POINTS - 1))
-    assert fake_slurm.calls()[1:] == [f"scancel 7_[{tasks}] 9"]
-    fake_slurm.prints("squeue")
+    assert mocked.calls()[1:] == [f"scancel 7_[{tasks}] 9"]
+    mocked.prints("squeue")
     reads, read_job = [], RunFolder.read_job
     monkeypatch.setattr(RunFolder, "read_job", lambda self: reads.append(self.path) or read_job(self))
-    out, err = verb("status", sweep.path)
+    out, err = mocked.verb("status")
     assert out.splitlines()[-1] == f"{POINTS} cancelled"
     assert len(reads) == POINTS, "reading a job is most of the work"
     assert err.splitlines()[1] == f"{POINTS} points ended without a result: {POINTS} cancelled"
-    assert not list(sweep.path.glob("*/errors/*"))
-    row = json.loads((sweep.points()[0].run_dir / "result.json").read_text())
+    assert not list(mocked.sweep.path.glob("*/errors/*"))
+    row = json.loads((mocked.sweep.points()[0].run_dir / "result.json").read_text())
     assert (row["exit_reason"], row["exit_code"]) == ("interrupted", 130)
-    out, err = verb("status", sweep.path)
+    out, err = mocked.verb("status")
     assert out.splitlines()[-1] == f"{POINTS} cancelled" and not err
 
 
-def test_cancel_fails_unless_the_job_has_ended(
-    fake_slurm: FakeSlurm, sweep: Registry, verb: Verb, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake_slurm.prints("squeue", "7_0|sweep.1|PENDING|Resources", "7_1|sweep.1|PENDING|Resources")
+def test_cancel_fails_unless_the_job_has_ended(mocked: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    mocked.prints("squeue", "7_0|sweep.1|PENDING|Resources", "7_1|sweep.1|PENDING|Resources")
     over = "scancel: error: Kill job error on job id 7_0: Invalid job id specified"
-    fake_slurm.prints("scancel", over, file="fails")
-    verb("cancel", sweep.path)
-    fake_slurm.prints("scancel", over, "scancel: error: 7_1: Access/permission denied", file="fails")
-    _, err = verb("cancel", sweep.path, code=EXIT_MACHINE)
+    mocked.prints("scancel", over, file="fails")
+    mocked.verb("cancel")
+    mocked.prints("scancel", over, "scancel: error: 7_1: Access/permission denied", file="fails")
+    _, err = mocked.verb("cancel", code=EXIT_MACHINE)
     assert "7_1: Access/permission denied" in err
-    (fake_slurm.folder / "scancel").write_text("#!/bin/sh\nexec sleep 60\n")
+    (mocked.folder / "scancel").write_text("#!/bin/sh\nexec sleep 60\n")
     monkeypatch.setattr("harness.launch.queue.COMMAND_SECONDS", 1)
     silent = ("", "error: scancel: no answer within 1 s\n")
-    assert verb("cancel", sweep.path, code=EXIT_MACHINE) == silent
+    assert mocked.verb("cancel", code=EXIT_MACHINE) == silent
 
 
-def test_without_slurm_nothing_is_said_of_jobs_that_may_run(
-    sweep: Registry, monkeypatch: pytest.MonkeyPatch, verb: Verb
-) -> None:
+def test_without_slurm_jobs_may_run(mocked: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    mocked.prints("squeue", "squeue: fatal: Could not establish a configuration source", file="fails")
+    _, err = mocked.verb("cancel", code=EXIT_USER)
+    assert err.startswith("error: this machine has no SLURM: squeue finds no configuration; would work: ")
     monkeypatch.setenv("PATH", "/nowhere")
-    out, err = verb("status", sweep.path)
-    assert (
-        out.splitlines()[-1] == f"{POINTS} pending"
-        and "no SLURM here to read its state from" in out
-        and not err
-    )
-    out, err = verb("cancel", sweep.path, code=EXIT_USER)
+    out, err = mocked.verb("status")
+    assert out.splitlines()[-1] == f"{POINTS} pending" and not err
+    assert "no SLURM here to read its state from" in out
+    out, err = mocked.verb("cancel", code=EXIT_USER)
     assert out == f"cancelled 0 of {POINTS} points\n"
     assert f"{POINTS} points were submitted to SLURM, and there is no squeue here" in err
 
 
-@pytest.mark.parametrize("flag", ["", "--json"])
-def test_while_slurm_does_not_answer_the_folders_are_shown(
-    fake_slurm: FakeSlurm, sweep: Registry, verb: Verb, flag: str
-) -> None:
-    fake_slurm.prints("squeue", "slurm_load_jobs error: Unable to contact slurm controller", file="fails")
-    RunFolder(sweep.points()[0].run_dir).set_status("running")
-    RunFolder(sweep.points()[1].run_dir).set_status("failed")
-    out, err = verb("status", sweep.path, *filter(None, [flag]), code=EXIT_MACHINE)
+def test_folders_are_shown_without_an_answer(mocked: Slurm) -> None:
+    mocked.prints("squeue", "slurm_load_jobs error: Unable to contact slurm controller", file="fails")
+    RunFolder(mocked.sweep.points()[0].run_dir).set_status("running")
+    RunFolder(mocked.sweep.points()[1].run_dir).set_status("failed")
+    out, err = mocked.verb("status", code=EXIT_MACHINE)
     assert "Unable to contact slurm controller" in err and err.count("\n") == 1
-    if flag:
-        states = [point["state"] for point in json.loads(out)["points"]]
-        assert states == ["running", "failed", *["pending"] * (POINTS - 2)]
-    else:
-        assert out.splitlines()[-1] == f"1 running, 1 failed, {POINTS - 2} pending"
-        assert "SLURM does not answer" in out.splitlines()[1]
+    assert out.splitlines()[-1] == f"1 running, 1 failed, {POINTS - 2} pending"
+    assert "SLURM does not answer" in out.splitlines()[1]
+    out, _ = mocked.verb("status", "--json", code=EXIT_MACHINE)
+    states = [point["state"] for point in json.loads(out)["points"]]
+    assert states == ["running", "failed", *["pending"] * (POINTS - 2)]
 
 
-def test_installed_commands_without_a_configuration_are_no_slurm(
-    fake_slurm: FakeSlurm, sweep: Registry, verb: Verb
-) -> None:
-    fake_slurm.prints("squeue", "squeue: fatal: Could not establish a configuration source", file="fails")
-    _, err = verb("cancel", sweep.path, code=EXIT_USER)
-    assert err.startswith("error: this machine has no SLURM: squeue finds no configuration; would work: ")
-
-
-def test_points_that_were_never_submitted_are_suspended_or_never_start(
-    fake_slurm: FakeSlurm, sweep: Registry, verb: Verb
-) -> None:
-    points = sweep.points()
+def test_suspended_and_blocked_points(mocked: Slurm) -> None:
+    points = mocked.sweep.points()
     for n, point in enumerate(points[4:], start=4):
         SlurmJobRecord("sweep.2", n).write(point.run_dir)  # the controller was killed before it called sbatch
-    fake_slurm.prints(
+    mocked.prints(
         "squeue",
         "7_0|sweep.1|SUSPENDED|None",
         *("7_1|sweep.1|PENDING|DependencyNeverSatisfied", "7_2|sweep.1|PENDING|PartitionConfig"),
         "7_3|sweep.1|PENDING|QOSMaxCpuPerJobLimit",
     )
-    out, err = verb("status", sweep.path)
+    out, err = mocked.verb("status")
     assert out.splitlines()[-1] == f"1 suspended, 3 blocked, {POINTS - 4} planned" and not err
     assert "user: job 7_2 can never start: PartitionConfig; would work: cancel it" in out
     assert "never submitted" in out.splitlines()[5]
     # Neither is submitted a second time.
-    tasks = [(point, point.job) for point in points]
-    wanted = Selection.of(sweep, tasks, states_of(points)).wanted
-    assert [point.id for point, _ in wanted] == [point.id for point in points[4:]]
-    out, _ = verb("cancel", sweep.path)
+    wanted = Selection.of(mocked.sweep, points, states_of(points)).wanted
+    assert [point.id for point in wanted] == [point.id for point in points[4:]]
+    out, _ = mocked.verb("cancel")
     assert out == f"cancelled 4 of {POINTS} points\n"
 
 
-def test_a_point_that_another_process_submits_again_is_left_alone(
-    fake_slurm: FakeSlurm, sweep: Registry, verb: Verb
-) -> None:
-    folder = RunFolder(sweep.points()[0].run_dir)
-    folder.hold()
-    out, _ = verb("status", sweep.path)
-    assert out.splitlines()[-1] == f"1 lost, {POINTS - 1} failed"
+@pytest.mark.parametrize("trouble", ["held", "job.json", "slurm/job.json"])
+def test_a_damaged_point(trouble: str, mocked: Slurm) -> None:
+    """Another process that submits a point again holds its folder."""
+    folder = RunFolder(mocked.sweep.points()[0].run_dir)
+    if trouble == "held":
+        folder.hold()
+    else:
+        (folder.path / trouble).write_text("{")
+    out, err = mocked.verb("status")
     folder.release()
-
-
-@pytest.mark.parametrize("name", ["job.json", "slurm/job.json"])
-def test_a_damaged_point_is_reported_and_hides_no_other(
-    name: str, fake_slurm: FakeSlurm, sweep: Registry, verb: Verb
-) -> None:
-    damaged = sweep.points()[0].run_dir / name
-    damaged.write_text("{")
-    out, err = verb("status", sweep.path)
-    # The table shortens long reasons, and the folder of a test has a long name.
-    assert f"user: {damaged}: damag" in out.splitlines()[1]
+    if trouble != "held":
+        [first, *_] = json.loads(mocked.verb("status", "--json")[0])["points"]
+        assert first["reason"].startswith(f"{folder.path / trouble}: damag")
     assert out.splitlines()[-1] == f"1 lost, {POINTS - 1} failed"
     assert err.splitlines()[1:] == [f"{POINTS - 1} points ended without a result: {POINTS - 1} unknown"]
 
@@ -311,26 +261,24 @@ def test_a_damaged_point_is_reported_and_hides_no_other(
         ("env", {"HF_TOKEN": "hf_x"}, "cluster.env.HF_TOKEN=***: holds a value of HF_TOKEN"),
     ],
 )
-def test_what_is_resumed_keeps_the_rules_for_texts(
-    fake_slurm: FakeSlurm, sweep: Registry, verb: Verb, field: str, text: object, words: str
-) -> None:
-    path = sweep.points()[0].run_dir / "job.json"
+def test_resumed_jobs_keep_the_rules_for_texts(mocked: Slurm, field: str, text: object, words: str) -> None:
+    path = mocked.sweep.points()[0].run_dir / "job.json"
     job = json.loads(path.read_text())
     job["cluster"][field] = text
     path.write_text(json.dumps(job))
-    _, err = verb("resume", sweep.path, code=EXIT_USER)
+    _, err = mocked.verb("resume", code=EXIT_USER)
     [line] = [line for line in err.splitlines() if line.startswith("error: ")]
     assert words in line and "hf_x" not in line
 
 
-def test_single_runs_have_the_same_verbs(fake_slurm: FakeSlurm, sweep: Registry, verb: Verb) -> None:
-    (sweep.path / "sweep.jsonl").unlink()
-    (sweep.path / "p2" / "overrides.txt").unlink()  # a controller was killed before it wrote it
-    fake_slurm.prints("squeue", "7_0|sweep.1|PENDING|Resources", "7_1|sweep.1|RUNNING|None")
-    out, _ = verb("status", sweep.path / "p0")
+def test_single_runs_have_the_same_verbs(mocked: Slurm) -> None:
+    (mocked.sweep.path / "sweep.jsonl").unlink()
+    (mocked.sweep.path / "p2" / "overrides.txt").unlink()  # a controller was killed before it wrote it
+    mocked.prints("squeue", "7_0|sweep.1|PENDING|Resources", "7_1|sweep.1|RUNNING|None")
+    out, _ = mocked.verb("status", run="p0")
     assert "job 7_0 waits: Resources" in out and out.endswith("1 pending\n")
-    out, _ = verb("cancel", sweep.path / "p0")
-    assert out == "cancelled 1 of 1 points\n" and fake_slurm.calls()[-1] == "scancel 7_[0]"
+    out, _ = mocked.verb("cancel", run="p0")
+    assert out == "cancelled 1 of 1 points\n" and mocked.calls()[-1] == "scancel 7_[0]"
     # A folder of all runs of one name.
-    out, _ = verb("status", sweep.path)
+    out, _ = mocked.verb("status")
     assert out.splitlines()[-1].startswith("1 pending, 1 running")

@@ -57,9 +57,8 @@ def test_a_full_disk_is_one_line_and_nothing_is_submitted(job: Job, monkeypatch:
     full = OSError(errno.ENOSPC, "No space left on device")
     monkeypatch.setattr(slurm, "take_snapshot", fail(full))
     folder = RunFolder(job.run_dir)
-    with pytest.raises(
-        UserError, match=r"cannot write the job's files, so it was not submitted: .*No space left"
-    ):
+    message = r"cannot write the job's files, so it was not submitted: .*No space left"
+    with pytest.raises(UserError, match=message):
         submit.submit_one(job, folder, [])
     assert folder.state == "planned"
     # Nor can the status be written.
@@ -76,14 +75,23 @@ def test_a_full_disk_is_one_line_and_nothing_is_submitted(job: Job, monkeypatch:
 
 
 @pytest.mark.parametrize(("place", "state"), [("take_snapshot", "planned"), ("submit_script", "submitted")])
-def test_an_interrupt_leaves_a_correct_status(
-    place: str, state: str, job: Job, monkeypatch: pytest.MonkeyPatch
+def test_an_interrupt_leaves_a_correct_status_and_a_job_that_is_found(
+    place: str,
+    state: str,
+    job: Job,
+    scheduler: list[Queued],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(slurm, place, fail(KeyboardInterrupt()))
     folder = RunFolder(job.run_dir)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(slurm, place, fail(KeyboardInterrupt()))
         submit.submit_one(job, folder, [])
     assert folder.state == state
+    if state == "submitted":  # and the id was not written
+        scheduler.append(Queued("12", f"one.{job.id}", "PENDING", "Resources"))
+        submit.submit_one(job, folder, [])
+        assert "one: already submitted (PENDING) as job 12, " in capsys.readouterr().out
 
 
 def test_all_that_a_job_reads_is_there_before_sbatch(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,24 +125,7 @@ def test_a_run_folder_that_was_removed_while_the_job_waits(
     submit.submit_one(job, RunFolder(job.run_dir), [])
 
 
-def test_a_job_whose_controller_died_before_it_wrote_the_id_is_shown_by_its_id(
-    job: Job,
-    scheduler: list[Queued],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    folder = RunFolder(job.run_dir)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(slurm, "submit_script", fail(KeyboardInterrupt()))
-        submit.submit_one(job, folder, [])
-    scheduler.append(Queued("12", f"one.{job.id}", "PENDING", "Resources"))
-    submit.submit_one(job, folder, [])
-    assert "one: already submitted (PENDING) as job 12, " in capsys.readouterr().out
-
-
-def test_the_end_of_a_job_without_a_row_is_shown_before_the_next(
-    job: Job, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_end_of_a_lost_job_is_shown_before_the_next(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     folder = RunFolder(job.run_dir)
     submit.submit_one(job, folder, [])
     (job.run_dir / "slurm" / "12_0_log.out").write_text("/bin/bash: no such interpreter\n")
@@ -157,9 +148,7 @@ def followed(job: Job, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     return folder
 
 
-def test_a_row_that_comes_late_is_not_taken_for_a_lost_job(
-    job: Job, followed: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_late_row_is_no_lost_job(job: Job, followed: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     def end_meanwhile(wanted: list[tuple[str, str]]) -> dict[tuple[str, str], str]:
         followed.write_result(job, "completed", EXIT_OK, {})
         return dict.fromkeys(wanted, "COMPLETED")
@@ -169,17 +158,14 @@ def test_a_row_that_comes_late_is_not_taken_for_a_lost_job(
     assert (followed.state, followed.row["exit_code"]) == ("completed", EXIT_OK)
 
 
-def test_a_lost_job_gets_its_row_when_its_folder_is_free(
-    job: Job, followed: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_job_gets_its_row(job: Job, followed: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     other = RunFolder(job.run_dir)
     other.hold()
 
-    def release_when_asked_twice(
-        wanted: list[tuple[str, str]],
-        asked: list[int] = [],  # noqa: B006
-    ) -> dict[tuple[str, str], str]:
-        asked.append(1)
+    asked = []
+
+    def release_when_asked_twice(wanted: list[tuple[str, str]]) -> dict[tuple[str, str], str]:
+        asked.append(wanted)
         if len(asked) == 2:
             assert followed.state == "submitted"
             other.release()
@@ -191,9 +177,7 @@ def test_a_lost_job_gets_its_row_when_its_folder_is_free(
 
 
 @pytest.mark.parametrize(("state", "code"), [("completed", EXIT_OK), ("failed", EXIT_MACHINE)])
-def test_an_end_without_a_readable_row_has_the_exit_code_of_its_state(
-    job: Job, followed: RunFolder, state: str, code: int
-) -> None:
+def test_an_unreadable_row(job: Job, followed: RunFolder, state: str, code: int) -> None:
     followed.set_status(state)
     (job.run_dir / "result.json").write_text("{")
     assert submit.follow(job, followed) == code

@@ -69,6 +69,7 @@ def measure(overrides: list[str], steps: int) -> dict[str, Any]:
 
     from harness.compose.composer import compose_job
     from harness.metrics.recorder import Recorder
+    from harness.metrics.views import ShownRun
     from harness.run.folder import RunFolder
     from harness.train import engine as engine_module
     from harness.train.engine import Engine
@@ -93,9 +94,7 @@ def measure(overrides: list[str], steps: int) -> dict[str, Any]:
             engine.executor.forward_backward = clocked(engine.executor.forward_backward, work)  # type: ignore[method-assign]
             for name in ("step", "zero_grad"):
                 setattr(engine.optimizer, name, clocked(getattr(engine.optimizer, name), work))
-            recorder = Recorder(
-                job.metrics, run_folder.path, run_id=job.id, name=job.name, job={}, total_steps=steps
-            )
+            recorder = Recorder(ShownRun(job.metrics, run_folder.path, job.id, job.name, {}), steps)
             trainer = Trainer(job, run_folder, engine, recorder, time.monotonic())
             add = trainer.window.add
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import sentencepiece
 
-from harness.data.sources import find_files
+from harness.data.documents import find_files
 
 INPUT = ["{stdlib}/**/*.py"]
 _LEFT_OUT = ("site-packages", "**/test", "**/tests", "idlelib", "lib2to3", "encodings", "pydoc_data")

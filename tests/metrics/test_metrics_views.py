@@ -1,7 +1,8 @@
-"""W&B and TensorBoard write files into the run folder, offline."""
+"""W&B, TensorBoard and MLflow, read back from the files they write; a failing view does not stop a run."""
 
 from __future__ import annotations
 
+import math
 import struct
 import time
 from collections.abc import Iterator
@@ -11,8 +12,17 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from harness.compose.composer import compose_job
 from harness.config.metrics import MetricsConfig
-from harness.metrics.views import ShownRun, TensorBoardView, WandbView, has_wandb_key, wandb_mode
+from harness.metrics.jsonl import read_metrics
+from harness.metrics.recorder import Recorder
+from harness.metrics.views import ShownRun, wandb_mode
+
+JOB: dict[str, Any] = {
+    "model": {"name": "tiny", "dims": [1, 2]},
+    "cluster": {"env": {"A*B": "x" * 7000}},
+    "training": {f"field{number}": number for number in range(150)},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -22,34 +32,41 @@ def no_wandb_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
 
 
-def shown(
-    run_dir: Path, job: dict[str, Any], *, config: MetricsConfig | None = None, start_step: int = 0
-) -> ShownRun:
-    return ShownRun(config or MetricsConfig(), None, run_dir, "abc123", "my run", job, start_step)
+def record(run_dir: Path, start_step: int = 0, **fields: Any) -> Recorder:
+    config = MetricsConfig(console="plain", **fields)
+    recorder = Recorder(ShownRun(config, run_dir, "abc123", "my run", JOB), total_steps=9)
+    recorder.begin(start_step)
+    return recorder
 
 
-def test_offline_without_a_key() -> None:
-    assert wandb_mode(None) == "offline"
-    assert wandb_mode("online") == "offline"
-    assert wandb_mode("disabled") == "disabled"
-
-
-def test_key_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_API_KEY", "k")
-    assert wandb_mode(None) == "online"
-    assert wandb_mode("offline") == "offline"
-
-
-def test_key_in_netrc_is_that_of_the_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password secret\n")
-    assert has_wandb_key()
-    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
-    assert not has_wandb_key()
-
-
-def test_environment_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    assert wandb_mode("online") is None
+@pytest.mark.parametrize(
+    ("environment", "netrc", "wanted", "mode"),
+    [
+        ({}, False, None, "offline"),
+        ({}, False, "online", "offline"),
+        ({}, False, "disabled", "disabled"),
+        ({"WANDB_API_KEY": "k"}, False, None, "online"),
+        ({"WANDB_IDENTITY_TOKEN_FILE": "f"}, False, None, "online"),
+        ({"WANDB_API_KEY": "k"}, False, "offline", "offline"),
+        ({}, True, None, "online"),
+        # A key of another server.
+        ({"WANDB_BASE_URL": "https://wandb.example.org"}, True, None, "offline"),
+        ({"WANDB_MODE": "offline"}, False, "online", None),
+    ],
+)
+def test_wandb_is_online_with_a_key(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    environment: dict[str, str],
+    netrc: bool,
+    wanted: str | None,
+    mode: str | None,
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if netrc:
+        (tmp_path / "netrc").write_text("machine api.wandb.ai login user password secret\n")
+    assert wandb_mode(wanted) == mode
 
 
 # A .wandb file is a LevelDB log (github.com/google/leveldb, doc/log_format.md) after a header of its own.
@@ -79,11 +96,10 @@ def wandb_records(folder: Path) -> Iterator[Any]:
 
 
 def test_wandb_writes_an_offline_run(tmp_path: Path) -> None:
-    config = MetricsConfig(wandb=True, wandb_group="sweep", wandb_tags=["tp2"])
-    view = WandbView(shown(tmp_path, {"training": {"steps": 2}}, config=config))
-    view.log({"step": 7, "loss": 3.5, "mfu": None})
-    view.log({"step": 5, "loss": 3.25})  # after a resume from an older checkpoint
-    view.close({"exit_code": 0, "window": {"steps": 2}})
+    recorder = record(tmp_path, wandb=True, wandb_group="sweep", wandb_tags=["tp2"])
+    recorder.log({"step": 7, "loss": 3.5, "mfu": None})
+    recorder.log({"step": 5, "loss": 3.25})  # after a resume from an older checkpoint
+    recorder.close({"exit_code": 0, "window": {"steps": 2}})
 
     deadline = time.monotonic() + 30
     records: list[Any] = []
@@ -91,44 +107,157 @@ def test_wandb_writes_an_offline_run(tmp_path: Path) -> None:
     while not any(record.HasField("run") for record in records):
         assert time.monotonic() < deadline, "the file never holds the run"
         records = list(wandb_records(tmp_path))
-    (run,) = [r.run for r in records if r.HasField("run")]
+    [run] = [each.run for each in records if each.HasField("run")]
     assert (run.run_id, run.display_name, run.run_group) == ("abc123", "my run", "sweep")
     assert (list(run.tags), run.project) == (["tp2"], "harness")
     assert any(update.key == "training" for update in run.config.update)
     rows = [
-        {(item.key or "/".join(item.nested_key)): item.value_json for item in r.history.item}
-        for r in records
-        if r.HasField("history")
+        {(item.key or "/".join(item.nested_key)): item.value_json for item in each.history.item}
+        for each in records
+        if each.HasField("history")
     ]
-    assert [(row["step"], row["loss"], "mfu" in row) for row in rows] == [
-        ("7", "3.5", False),
-        ("5", "3.25", False),
-    ]
+    found = [(row["step"], row["loss"], "mfu" in row) for row in rows]
+    assert found == [("7", "3.5", False), ("5", "3.25", False)]
 
 
-def events(folder: Path) -> EventAccumulator:
-    accumulator = EventAccumulator(str(folder / "tensorboard"))
-    accumulator.Reload()
-    return accumulator
-
-
-def test_tensorboard_writes_what_can_be_read_back(tmp_path: Path) -> None:
-    view = TensorBoardView(shown(tmp_path, {"training": {"steps": 2}}))
-    view.log({"step": 1, "loss": 3.5, "mfu": None, "note": "text"})
-    view.log({"step": 2, "loss": 3.0, "tokens": 128})
-    view.close({"exit": "done"})
-    found = events(tmp_path)
-    assert [(e.step, e.value) for e in found.Scalars("loss")] == [(1, 3.5), (2, 3.0)]
-    assert set(found.Tags()["scalars"]) == {"loss", "tokens"}
-    assert b"steps" in found.Tensors("job/text_summary")[0].tensor_proto.string_val[0]
-
-
-def test_tensorboard_purges_what_a_resume_repeats(tmp_path: Path) -> None:
-    first = TensorBoardView(shown(tmp_path, {}))
+def test_tensorboard_has_the_rows_and_purges_what_a_resume_repeats(tmp_path: Path) -> None:
+    first = record(tmp_path, tensorboard=True)
     for step in range(1, 6):
-        first.log({"step": step, "loss": 1.0})
-    first.close({})
-    again = TensorBoardView(shown(tmp_path, {}, start_step=3))
+        first.log({"step": step, "loss": 1.0, "mfu": None, "note": "text", "tokens": 128})
+    first.close({"exit": "done"})
+    again = record(tmp_path, start_step=3, tensorboard=True)
     again.log({"step": 4, "loss": 2.0})
     again.close({})
-    assert [(e.step, e.value) for e in events(tmp_path).Scalars("loss")] == [(1, 1), (2, 1), (3, 1), (4, 2)]
+    found = EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    assert [(e.step, e.value) for e in found.Scalars("loss")] == [(1, 1), (2, 1), (3, 1), (4, 2)]
+    assert set(found.Tags()["scalars"]) == {"loss", "tokens"}
+    assert b"field149" in found.Tensors("job/text_summary")[0].tensor_proto.string_val[0]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> str:
+    # Creating the tables takes seconds.
+    return f"sqlite:///{tmp_path_factory.mktemp('mlflow')}/mlflow.db"
+
+
+def options(store: str) -> dict[str, Any]:
+    return {"views": {"mlflow": {"tracking_uri": store, "experiment": "here", "tags": {"team": "a"}}}}
+
+
+def runs(store: str, run_dir: Path) -> tuple[list[Any], Any]:
+    """The runs of a folder, and MLflow's own client."""
+    mlflow = pytest.importorskip("mlflow")
+    client = mlflow.MlflowClient(tracking_uri=store)
+    experiment = client.get_experiment_by_name("here").experiment_id
+    return list(client.search_runs([experiment], f"tags.`harness.run_dir` = '{run_dir}'")), client
+
+
+def history(store: str, run_dir: Path, key: str) -> list[tuple[int, float]]:
+    [run], client = runs(store, run_dir)
+    return [(metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, key)]
+
+
+def test_mlflow_has_a_run_its_failure_and_its_resumption(
+    store: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    recorder = record(tmp_path, **options(store))
+    recorder.log({"step": 1, "loss": 3.5, "mfu": None, "note": "text"})
+    recorder.log({"step": 2, "loss": math.nan, "moe.load[0]": 7})
+    recorder.close({"exit_code": 3})
+    [run], _ = runs(store, tmp_path)
+    assert (run.info.status, run.info.run_name) == ("FAILED", "my run")
+    assert run.data.tags["harness.job_id"] == "abc123" and run.data.tags["team"] == "a"
+    assert run.data.params["model.name"] == "tiny" and run.data.params["model.dims"] == "[1, 2]"
+    assert run.data.params["training.field149"] == "149"
+    assert run.data.params["cluster.env.A_B"] == "x" * 6000
+    first, (step, value) = history(store, tmp_path, "loss")
+    assert first == (1, 3.5) and step == 2 and math.isnan(value)
+    assert history(store, tmp_path, "moe.load_0_") == [(2, 7.0)]
+    assert "mfu" not in run.data.metrics and "note" not in run.data.metrics
+
+    resumed = record(tmp_path, start_step=1, **options(store))
+    [run], _ = runs(store, tmp_path)
+    assert run.info.status == "RUNNING"
+    resumed.log({"step": 2, "loss": 3.0})
+    resumed.close({"loss": 3.0, "window": {"steps": 1}})
+    [run], _ = runs(store, tmp_path)
+    assert run.info.status == "FINISHED"
+    assert history(store, tmp_path, "loss")[-1] == (2, 3.0)
+    assert run.data.metrics["summary/window.steps"] == 1
+    assert "is off" not in capfd.readouterr().out
+
+
+def test_mlflow_has_another_run_for_one_from_the_beginning(store: str, tmp_path: Path) -> None:
+    for summary in ({"exit_reason": "SIGTERM"}, {}):
+        record(tmp_path, **options(store)).close(summary)
+    assert sorted(run.info.status for run in runs(store, tmp_path)[0]) == ["FINISHED", "KILLED"]
+
+
+@pytest.mark.parametrize(
+    ("option", "shown"),
+    [
+        ("default", {}),
+        ("wandb", {"wandb": {}}),
+        ("tensorboard", {"tensorboard": {}}),
+        ("all", {"wandb": {}, "tensorboard": {}}),
+        ("mlflow", {"mlflow": {"tracking_uri": None, "experiment": None, "tags": {}}}),
+    ],
+)
+def test_shipped_views(option: str, shown: dict[str, Any]) -> None:
+    assert compose_job(["model=llama3_tiny", f"metrics={option}"]).metrics.shown == shown
+
+
+class BrokenView:
+    """A view that fails from step 2 on."""
+
+    name = "wandb"
+
+    def __init__(self, *args: object) -> None: ...
+
+    def log(self, row: dict[str, Any]) -> None:
+        if row["step"] >= 2:
+            raise ConnectionError("the server\nis gone")
+
+    def close(self, summary: dict[str, Any]) -> None:
+        raise ConnectionError("still gone")
+
+
+def fail(*_: object, **__: object) -> None:
+    raise RuntimeError("no server")
+
+
+@pytest.mark.parametrize(
+    ("view", "broken", "replacement", "rows", "reason"),
+    [
+        ("wandb", "wandb.init", fail, 3, "RuntimeError: no server"),
+        ("wandb", "harness.metrics.views.WandbView", BrokenView, 3, "ConnectionError: the server is gone"),
+        ("wandb", "harness.metrics.views.WandbView", BrokenView, 1, "ConnectionError: still gone"),
+        ("mlflow", "mlflow.MlflowClient.log_batch", fail, 3, "RuntimeError: no server"),
+    ],
+)
+def test_a_view_that_fails_is_switched_off_once(
+    store: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    view: str,
+    broken: str,
+    replacement: object,
+    rows: int,
+    reason: str,
+) -> None:
+    """When it starts, logs or closes; the file and the other view continue."""
+    pytest.importorskip(view)
+    monkeypatch.setattr(broken, replacement)
+    fields = {"wandb": True} if view == "wandb" else options(store)
+    recorder = record(tmp_path, tensorboard=True, **fields)
+    for step in range(1, rows + 1):
+        recorder.log({"step": step, "loss": 2.0})
+    recorder.close({})
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
+    assert warnings == [f"warning: {view} is off, metrics.jsonl continues: {reason}"]
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == rows
+    found = EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    assert len(found.Scalars("loss")) == rows

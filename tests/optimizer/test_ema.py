@@ -6,49 +6,37 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs import TINY, train
+from jobs import tiny, train, train_engine
+from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from harness.compose.composer import compose_job
 from harness.config.job import Job
 from harness.data.tokenizer import build_tokenizer
 from harness.launch.pool import RankPool
 from harness.optimizer.build import keep_average
 from harness.optimizer.elementwise import Lion
-from harness.run.folder import RunFolder
 from harness.tools.convert import ConvertConfig, ConvertJob, convert
 from harness.train.engine import Engine
 from harness.train.objective import loader_of
 from harness.util.errors import ConfigError
 from harness.weights.detect import find_source, open_source
 
-SMALL = (*TINY, "model.n_layers=1", "training.seq_len=16", "training.global_batch_size=4")
-DECAY = 0.7
-STEPS = 3
+DECAY, STEPS = 0.7, 3
 RUN = (
-    "optimizer.lr=0.01",
-    f"optimizer.ema_decay={DECAY}",
-    f"training.steps={STEPS}",
-    "schedule.warmup_steps=0",
+    *("model.n_layers=1", "training.seq_len=16", "training.global_batch_size=4", f"training.steps={STEPS}"),
+    *("optimizer.lr=0.01", f"optimizer.ema_decay={DECAY}", "schedule.warmup_steps=0"),
 )
 
 
-def averages(job_json: str) -> dict[str, torch.Tensor]:
-    """Train; return the full averages of this rank's parameters."""
-    job = Job.from_json(job_json)
-    engine = Engine(job, torch.device("cpu"))
-    loader = loader_of(job, build_tokenizer(job.tokenizer), engine.rows)
-    for _ in range(job.steps):
-        engine.update(engine.gradients(loader.next()).norm)
-    found = {name: engine.optimizer.state[parameter]["ema"] for name, parameter in engine.named_parameters()}
-    return {
-        name: getattr(each, "full_tensor", lambda each=each: each)().clone() for name, each in found.items()
-    }
+def averages(pool: RankPool, *overrides: str) -> list[dict[str, Tensor]]:
+    """Train; return the full averages of each rank's parameters."""
+    job = tiny(*RUN, *overrides)
+    ranks = pool.run(job.world_size, train_engine, job, STEPS)
+    return [{name: state["ema"] for name, state in rank.state.items()} for rank in ranks]
 
 
-def judged(job_json: str) -> dict[str, torch.Tensor]:
+def judged(job: Job) -> dict[str, Tensor]:
     """Train; return torch's own average of the weights, which starts with those after the first step."""
-    job = Job.from_json(job_json)
     engine = Engine(job, torch.device("cpu"))
     loader = loader_of(job, build_tokenizer(job.tokenizer), engine.rows)
     judge = AveragedModel(engine.parts[0], multi_avg_fn=get_ema_multi_avg_fn(DECAY))
@@ -59,31 +47,19 @@ def judged(job_json: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def expected(pool: RankPool) -> dict[str, torch.Tensor]:
-    job = compose_job([*SMALL, *RUN, "optimizer.ema_decay=0"])
-    [found] = pool.run(1, judged, job.to_json())
+def expected(pool: RankPool) -> dict[str, Tensor]:
+    [found] = pool.run(1, judged, tiny(*RUN, "optimizer.ema_decay=0"))
     return found
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunFolder, Job]:
-    run = train(tmp_path_factory.mktemp("ema"), *SMALL[len(TINY) :], *RUN)
-    assert run.code == 0
-    return run.folder, run.job
-
-
-def test_average_is_torchs(pool: RankPool, expected: dict[str, torch.Tensor]) -> None:
-    [found] = pool.run(1, averages, compose_job([*SMALL, *RUN]).to_json())
-    assert found.keys() == expected.keys()
-    for name, average in found.items():
-        torch.testing.assert_close(average, expected[name], rtol=1e-6, atol=1e-7)
-
-
-def test_average_on_a_layout(pool: RankPool, expected: dict[str, torch.Tensor]) -> None:
-    job = compose_job([*SMALL, *RUN, "parallelism=fsdp_tp"])
-    for found in pool.run(job.world_size, averages, job.to_json()):
+@pytest.mark.parametrize(("layout", "rtol", "atol"), [("single", 1e-6, 1e-7), ("fsdp_tp", 1e-4, 1e-4)])
+def test_average_is_torchs(
+    pool: RankPool, expected: dict[str, Tensor], layout: str, rtol: float, atol: float
+) -> None:
+    for found in averages(pool, f"parallelism={layout}"):
+        assert found.keys() == expected.keys()
         for name, average in found.items():
-            torch.testing.assert_close(average, expected[name], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(average, expected[name], rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize(
@@ -91,8 +67,7 @@ def test_average_on_a_layout(pool: RankPool, expected: dict[str, torch.Tensor]) 
 )
 def test_average_of_every_kind_of_update(pool: RankPool, options: list[str]) -> None:
     """Every parameter has one, also if several optimizers, or hooks in backward, update them."""
-    jobs = [compose_job([*SMALL, *RUN, *options, *decay]) for decay in ([], ["optimizer.ema_decay=0.0001"])]
-    [[found], [alone]] = (pool.run(1, averages, job.to_json()) for job in jobs)
+    [found], [alone] = averages(pool, *options), averages(pool, *options, "optimizer.ema_decay=0.0001")
     # With a decay of nearly 0 the average is the weights: the sum of both differs only if both were updated.
     assert found.keys() == alone.keys() and all(not found[name].equal(alone[name]) for name in found)
 
@@ -105,12 +80,10 @@ def test_a_dropped_update_leaves_the_average() -> None:
     optimizer.step()
     average = optimizer.state[parameter]["ema"].clone()
     parameter.data += 5
-    optimizer.found_inf = torch.ones(())
-    optimizer.step()
-    assert optimizer.state[parameter]["ema"].equal(average)
-    optimizer.found_inf = torch.zeros(())
-    optimizer.step()
-    assert not optimizer.state[parameter]["ema"].equal(average)
+    for dropped in (True, False):
+        optimizer.found_inf = torch.tensor(float(dropped))
+        optimizer.step()
+        assert optimizer.state[parameter]["ema"].equal(average) == dropped
 
 
 def test_the_average_of_bfloat16_weights_is_float32() -> None:
@@ -124,12 +97,10 @@ def test_the_average_of_bfloat16_weights_is_float32() -> None:
     torch.testing.assert_close(optimizer.state[parameter]["ema"], torch.full((3,), 0.001))
 
 
-def test_average_is_saved_and_converted(
-    tmp_path: Path, expected: dict[str, torch.Tensor], trained: tuple[RunFolder, Job]
-) -> None:
-    folder, job = trained
-    weights = find_source(str(folder.path))
-    source = open_source(weights.averaged("ema"), job.model)
+def test_average_is_saved_and_converted(tmp_path: Path, expected: dict[str, Tensor]) -> None:
+    code, folder, job = train(tmp_path, *RUN)
+    assert code == 0
+    source = open_source(find_source(str(folder.path)).averaged("ema"), job.model)
     for name, average in expected.items():
         torch.testing.assert_close(source.read(name), average, rtol=1e-6, atol=1e-7)
     target = tmp_path / "converted"

@@ -1,4 +1,4 @@
-"""Muon: its orthogonalization, the ranks that own matrices, and the same update on every layout."""
+"""Muon: its orthogonalization, the ranks that own matrices, and what they send."""
 
 from __future__ import annotations
 
@@ -8,38 +8,19 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import layout, verdict_of
-from tiers import rest_is_thorough
+from layouts import layout
 from torch.utils.flop_counter import FlopCounterMode
 
 from harness.config.job import Job
 from harness.launch.pool import RankPool
-from harness.optimizer import assignment, muon
+from harness.optimizer import assignment
 from harness.optimizer.assignment import Matrices
 from harness.optimizer.muon import orthogonalize
-from harness.tools.parity.parity import Trace, trace
+from harness.tools.parity.parity import trace
 from harness.tools.plan.parameters import parameters_of, planned_update
 
-# A learning rate at which updates matter, from the first step on.
-MUON = ("optimizer=muon", "schedule.warmup_steps=1", "optimizer.lr=0.01")
+MUON = ("optimizer=muon",)
 MOE = (*MUON, "model=qwen3_moe_debug")
-
-
-def own_shards(job_json: str, steps: int) -> Trace:
-    """Every rank orthogonalizes its own shards."""
-
-    def alone(self: Any, parameter: torch.Tensor) -> Any:
-        shape = getattr(parameter, "_local_tensor", parameter).shape
-        count = 1 if len(shape) == 2 else shape[0]
-        holder = muon._Holder(self.group.rank(), (), range(shape[-2]), range(shape[-1]))
-        return range(count), [holder]
-
-    with mock.patch.object(muon._Holders, "of", alone):
-        return trace(job_json, steps)
-
-
-def test_sabotage_is_noticed(pool: RankPool) -> None:
-    assert not verdict_of(pool, "fsdp", layout("fsdp", *MUON), run=own_shards, steps=3).passed
 
 
 def sent_in_a_step(job_json: str) -> float:
@@ -57,13 +38,10 @@ def sent_in_a_step(job_json: str) -> float:
     return sent
 
 
-BYTES = [("fsdp", MUON), ("hsdp_tp", MUON), ("ddp", MUON), ("fsdp_tp_pp", MUON), ("ep_hsdp", MOE)]
-BYTES += [("fsdp_tp_ep_experts", MOE), ("tp_experts", MOE), ("fsdp_experts_uneven", MOE)]
-
-
-@pytest.mark.parametrize("case", rest_is_thorough(BYTES, *BYTES[4::3]), ids=lambda case: case[0])
-def test_ranks_send_what_the_plan_says(pool: RankPool, case: tuple[str, tuple[str, ...]]) -> None:
-    name, overrides = case
+@pytest.mark.parametrize(
+    ("name", "overrides"), [("fsdp_tp_pp", MUON), ("ep_hsdp", MOE), ("fsdp_experts_uneven", MOE)]
+)
+def test_ranks_send_what_the_plan_says(pool: RankPool, name: str, overrides: tuple[str, ...]) -> None:
     job: Job = layout(name, *overrides)
     sent = pool.run(job.world_size, sent_in_a_step, job.to_json())
     each = job.world_size // job.parallelism.pp

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jobs
 import pytest
@@ -127,43 +128,58 @@ def test_a_run_prints_what_it_compiled(tmp_path: Any, capsys: pytest.CaptureFixt
 # -- asynchronous tensor parallel: the compiler pass, tested on CPUs with torch's own fallbacks ----
 
 
-def fused_calls(job_json: str) -> tuple[int, int, float]:
+def fused_calls(job_json: str, cache: str) -> tuple[int, int, float]:
     """Number of calls of the two fused operations in one step, and the gradient norm."""
     import torch.distributed as dist
     from torch.distributed import _symmetric_memory as symmetric
 
     from harness.parallelism import parallelize
 
-    calls = {"gather": 0, "scatter": 0}
+    calls = {"fused_all_gather_matmul": 0, "fused_matmul_reduce_scatter": 0}
+    library = torch.library.Library("symm_mem", "IMPL")
 
-    def counted(name: str, fallback: Any) -> Any:
+    def count(name: str) -> None:
+        fallback = getattr(symmetric, f"_{name}_fallback")
+
         def call(*args: Any, **kwargs: Any) -> Any:
             calls[name] += 1
             return fallback(*args, **kwargs)
 
-        return call
+        library.impl(name, call, "CPU")
 
-    library = torch.library.Library("symm_mem", "IMPL")
-    library.impl(
-        "fused_all_gather_matmul", counted("gather", symmetric._fused_all_gather_matmul_fallback), "CPU"
-    )
-    library.impl(
-        "fused_matmul_reduce_scatter",
-        counted("scatter", symmetric._fused_matmul_reduce_scatter_fallback),
-        "CPU",
-    )
-    available, enable = dist.is_nccl_available, parallelize.enable_async
-    dist.is_nccl_available = lambda: True
-    parallelize.enable_async = lambda mesh, device: symmetric.enable_symm_mem_for_group(
-        mesh.get_group().group_name
-    )
+    for name in calls:
+        count(name)
+
+    def enable(mesh: Any, device: torch.device) -> None:
+        symmetric.enable_symm_mem_for_group(mesh.get_group().group_name)
+
     try:
-        norm = Engine(Job.from_json(job_json), CPU).gradients(batch_of(4)).grad_norm
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            mock.patch.object(dist, "is_nccl_available", lambda: True),
+            mock.patch.object(parallelize, "enable_async", enable),
+        ):
+            patch.setenv("TORCHINDUCTOR_CACHE_DIR", cache)
+            norm = Engine(Job.from_json(job_json), CPU).gradients(batch_of(4)).grad_norm
     finally:
-        dist.is_nccl_available, parallelize.enable_async = available, enable
         torch._inductor.config._micro_pipeline_tp = False
         library._destroy()
-    return calls["gather"], calls["scatter"], norm
+    return *calls.values(), norm  # type: ignore[return-value]
+
+
+@pytest.mark.thorough  # the compiler takes twenty seconds
+def test_async_tensor_parallel_is_in_the_graph(pool: RankPool, tmp_path: Path) -> None:
+    layout = ("parallelism=tp", "compile.backend=inductor", "training.local_batch_size=4")
+    job = jobs.tiny(*COMPILED, *layout, "model.n_layers=1", "compile.components=[blocks]")
+    # Set here, because it is refused on a CPU.
+    for_fallback = with_value(job, "parallelism.async_tp", True)
+    fused = pool.run(2, fused_calls, for_fallback.to_json(), str(tmp_path))
+    plain = pool.run(2, fused_calls, job.to_json(), str(tmp_path))
+    for gathers, scatters, norm in fused:
+        # At least these in forward: gathers before wq wk wv and w1 w3, scatters after wo and w2.
+        assert gathers >= 2 and scatters >= 2
+        assert norm == pytest.approx(plain[0][2], rel=1e-5)
+    assert [calls[:2] for calls in plain] == [(0, 0)] * 2
 
 
 def test_what_is_not_fused_is_reported() -> None:
@@ -173,21 +189,3 @@ def test_what_is_not_fused_is_reported() -> None:
     assert describe_fused({"reduce-scatters": 12}) == (
         "WARNING parallelism.async_tp=true: the compiler has fused no all-gathers with products"
     )
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("rows", [1, 4])
-def test_async_tensor_parallel_is_in_the_graph(pool: RankPool, rows: int) -> None:
-    layout = ("parallelism=tp", "compile.backend=inductor", f"training.local_batch_size={rows}")
-    job = jobs.tiny(*COMPILED, *layout, "model.n_layers=2", "compile.components=[blocks]")
-    # Set here, because it is refused on a CPU.
-    for_fallback = with_value(job, "parallelism.async_tp", True)
-    fused = pool.run(2, fused_calls, for_fallback.to_json())
-    plain = pool.run(2, fused_calls, job.to_json())
-    for gathers, scatters, norm in fused:
-        # At least these in forward of the two blocks: gathers before wq wk wv and w1 w3, scatters after wo
-        # and w2.
-        assert gathers >= 4
-        assert scatters >= 4
-        assert norm == pytest.approx(plain[0][2], rel=1e-5)
-    assert [calls[:2] for calls in plain] == [(0, 0)] * 2

@@ -38,10 +38,12 @@ def test_every_position_has_one_rank(cp: int, layout: ParallelismConfig) -> None
 
 
 def test_balanced_ranks_attend_to_the_same_number_of_keys() -> None:
-    balanced = [int((local_positions(LAYOUTS["allgather"], 24, rank) + 1).sum()) for rank in range(2)]
-    in_order = [int((local_positions(LAYOUTS["ulysses"], 24, rank) + 1).sum()) for rank in range(2)]
-    assert balanced[0] == balanced[1]
-    assert in_order[0] < in_order[1]
+    keys = {
+        name: [int((local_positions(each, 24, r) + 1).sum()) for r in (0, 1)]
+        for name, each in LAYOUTS.items()
+    }
+    assert keys["allgather"] == [150, 150]
+    assert keys["ulysses"] == keys["unbalanced"] == [78, 222]
 
 
 def test_groups_are_neighbours_on_the_shard_axis() -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
-from layouts import layout, verdict_of
 from torch import Tensor
 
 from harness.compose.composer import compose_job
@@ -21,7 +19,6 @@ from harness.model.decoder import Decoder
 from harness.model.spec import parameter_shapes
 from harness.parallelism.execute import shift_by_one
 from harness.precision.linears import sort_linears
-from harness.tools.parity.parity import Trace, trace
 from harness.train.engine import Engine
 
 CPU = torch.device("cpu")
@@ -156,72 +153,32 @@ def test_labels_at_the_ends_of_sequences_and_documents() -> None:
     assert labels.tolist() == [[11, 12, 13, 14, 15, 16, 17, 18]]
 
 
-DEEPSEEK = ("model=deepseek_v3_debug", "model.mtp.depth=1")
+def step_of(job_json: str, spoiled: bool = False) -> tuple[float, float | None, float, bool, bool]:
+    """Both losses of a step, the validation loss of its batch, and what host and device find finite.
 
-
-def with_shift_after_the_split(job_json: str, steps: int) -> Trace:
-    """Sabotage: the next token is taken from this rank's part of the sequence."""
-    from harness.parallelism import execute
-
-    def share(batch: Batch, positions: Tensor | None) -> Batch:
-        return batch if positions is None else batch.each(lambda x: x.index_select(1, positions))
-
-    def shift_by_one_of_share(batch: Batch) -> Batch:
-        return shift_by_one(share(batch, shared[0]))
-
-    shared: list[Tensor | None] = [None]
-    original = execute.DirectExecutor.__init__
-
-    def init(self, job, part, loss, positions) -> None:  # type: ignore[no-untyped-def]
-        original(self, job, part, loss, positions)
-        shared[0] = positions
-
-    def take(batch: Batch, positions: Tensor | None) -> Batch:
-        return batch if batch.inputs_BT.shape[1] < 64 else share(batch, positions)
-
-    with (
-        mock.patch.object(execute.DirectExecutor, "__init__", init),
-        mock.patch.object(execute, "shift_by_one", shift_by_one_of_share),
-        mock.patch.object(execute, "local_positions_of", take),
-    ):
-        return trace(job_json, steps)
-
-
-def test_a_shift_after_the_split_is_detected(pool: RankPool) -> None:
-    job = layout("cp_ulysses", *DEEPSEEK)
-    assert not verdict_of(pool, "cp_ulysses", job, run=with_shift_after_the_split).passed
-
-
-def losses_of_a_step(job_json: str) -> tuple[float, float | None, float]:
-    """Both losses of a step, and the validation loss of the same batch."""
+    If it is spoiled, multi-token prediction is NaN, and nothing else.
+    """
     engine = Engine(Job.from_json(job_json), CPU)
     tokens = torch.randint(256, (4, 33), generator=torch.Generator().manual_seed(0))
     batch = Batch(tokens[:, :-1], tokens[:, 1:].clone())
-    outcome = engine.gradients(batch)
+    if spoiled:
+        dict(engine.named_parameters())["mtp.norm.weight"].data[0] = float("nan")
+    found = engine.gradients(batch)
     ((total, valid),) = engine.evaluate(batch)
-    return outcome.loss, outcome.mtp_loss, total / valid
+    return found.loss, found.mtp_loss, total / valid, found.is_finite, bool(found.norm.isfinite())
 
 
 def test_validation_sees_the_next_token_only(pool: RankPool) -> None:
-    [(loss, further, validation)] = pool.run(1, losses_of_a_step, job_of().to_json())
+    [(loss, further, validation, *_)] = pool.run(1, step_of, job_of().to_json())
     assert validation == pytest.approx(loss, rel=1e-5)
     assert further is not None and further != pytest.approx(loss, rel=1e-3)
-    [without] = pool.run(1, losses_of_a_step, job_of("model.mtp.depth=0").to_json())
-    assert without == (loss, None, validation)
+    [without] = pool.run(1, step_of, job_of("model.mtp.depth=0").to_json())
+    assert without == (loss, None, validation, True, True)
 
 
-def looks_finite(job_json: str) -> tuple[bool, bool]:
-    """Whether host and device find the loss finite when that of multi-token prediction is NaN."""
-    engine = Engine(Job.from_json(job_json), CPU)
-    tokens = torch.randint(256, (4, 33), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        dict(engine.named_parameters())["mtp.norm.weight"][0] = float("nan")
-    outcome = engine.gradients(Batch(tokens[:, :-1], tokens[:, 1:].clone()))
-    return outcome.is_finite, bool(outcome.norm.isfinite())
-
-
-def test_a_nan_loss_is_detected(pool: RankPool) -> None:
-    assert pool.run(1, looks_finite, job_of().to_json()) == [(False, False)]
+def test_a_nan_loss_is_detected_by_host_and_device(pool: RankPool) -> None:
+    [(*_, is_finite, norm_is_finite)] = pool.run(1, step_of, job_of().to_json(), True)
+    assert not is_finite and not norm_is_finite
 
 
 def with_depth(model: ModelConfig, depth: int) -> ModelConfig:

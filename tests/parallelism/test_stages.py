@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,10 +26,6 @@ from harness.config.pipeline import (
 from harness.util.errors import ConfigError
 
 
-def model(n_layers: int) -> list[str]:
-    return ["tok_embeddings", *(f"layers.{i}" for i in range(n_layers)), "norm", "output"]
-
-
 def layers(stage: list[str]) -> int:
     return sum(name.startswith("layers.") for name in stage)
 
@@ -42,89 +38,68 @@ def legal(layout: ParallelismConfig, n_layers: int) -> bool:
         return False
 
 
-COMBINATIONS = [
-    (n_layers, ParallelismConfig(pp=pp, pp_schedule=schedule))
-    for n_layers, pp, schedule in product(
-        (1, 2, 3, 4, 6, 7, 8, 13, 16, 32, 61, 126), (2, 3, 4, 8, 16), SCHEDULES
-    )
-]
+def combined(sizes: list[int], ranks: list[int], **choices: Any) -> list[tuple[int, ParallelismConfig]]:
+    rows = product(sizes, ranks, *choices.values())
+    made = [(n, ParallelismConfig(pp=pp, **dict(zip(choices, rest, strict=True)))) for n, pp, *rest in rows]
+    return [(n, layout) for n, layout in made if legal(layout, n)]
 
 
-def test_enough_combinations_are_legal() -> None:
-    assert sum(legal(layout, n) for n, layout in COMBINATIONS) > 200
+BY_SCHEDULE = combined(
+    [1, 2, 3, 4, 6, 7, 8, 13, 16, 32, 61, 126], [2, 3, 4, 8, 16], pp_schedule=list(SCHEDULES)
+)
+BY_WEIGHT = combined(
+    [1, 2, 5, 8, 12],
+    [2, 3, 4, 6],
+    pp_first_stage_less_layers=range(0, 12, 2),
+    pp_last_stage_less_layers=range(0, 12, 3),
+)
 
 
-def test_every_module_once_in_order_and_no_stage_empty() -> None:
-    for n_layers, layout in COMBINATIONS:
-        if legal(layout, n_layers):
-            stages = split_modules(layout, n_layers)
-            assert [name for stage in stages for name in stage] == model(n_layers), layout
-            assert all(stages), (layout, stages)
-            assert len(stages) == num_stages(layout, n_layers)
-            assert stages[0][0] == "tok_embeddings" and stages[-1][-2:] == ["norm", "output"]
+def test_every_module_and_every_stage_once() -> None:
+    assert len(BY_SCHEDULE) > 200 and len(BY_WEIGHT) > 100
+    for n_layers, layout in BY_SCHEDULE + BY_WEIGHT:
+        stages = split_modules(layout, n_layers)
+        layers_in_order = [f"layers.{i}" for i in range(n_layers)]
+        assert [*chain(*stages)] == ["tok_embeddings", *layers_in_order, "norm", "output"], layout
+        assert all(stages), (layout, stages)
+        assert stages[-1][-2:] == ["norm", "output"]
+        held = [stages_of_rank(layout, n_layers, rank) for rank in range(layout.pp)]
+        assert all(own == sorted(own) for own in held)
+        assert sorted(chain(*held)) == list(range(num_stages(layout, n_layers))) == list(range(len(stages)))
 
 
 def test_balance() -> None:
     """With embedding and head counted as a layer each, weights of stages differ by at most one."""
-    for n_layers, layout in COMBINATIONS:
-        if legal(layout, n_layers):
-            stages = split_modules(layout, n_layers)
-            weights = [layers(stage) for stage in stages]
-            weights[0] += 1
-            weights[-1] += 1
-            assert max(weights) - min(weights) <= 1, (n_layers, layout, weights)
+    for n_layers, layout in BY_SCHEDULE:
+        weights = [layers(stage) for stage in split_modules(layout, n_layers)]
+        weights[0] += 1
+        weights[-1] += 1
+        assert max(weights) - min(weights) <= 1, (n_layers, layout, weights)
 
 
 @pytest.mark.parametrize(
-    ("n_layers", "pp", "schedule", "expected"),
+    ("n_layers", "pp", "fields", "expected"),
     [
-        (6, 2, "1F1B", [3, 3]),
-        (8, 2, "1F1B", [4, 4]),
-        (8, 4, "GPipe", [2, 3, 2, 1]),
-        (32, 4, "1F1B", [8, 9, 8, 7]),
-        (126, 8, "1F1B", [15, 16, 16, 16, 16, 16, 16, 15]),
-        (6, 2, "Interleaved1F1B", [1, 2, 2, 1]),
-        (6, 2, "ZBVZeroBubble", [1, 2, 2, 1]),
-        (1, 2, "GPipe", [1, 0]),
-        (2, 4, "GPipe", [0, 1, 1, 0]),
+        (6, 2, {"schedule": "1F1B"}, [3, 3]),
+        (8, 4, {"schedule": "GPipe"}, [2, 3, 2, 1]),
+        (32, 4, {"schedule": "1F1B"}, [8, 9, 8, 7]),
+        (126, 8, {"schedule": "1F1B"}, [15, 16, 16, 16, 16, 16, 16, 15]),
+        (6, 2, {"schedule": "ZBVZeroBubble"}, [1, 2, 2, 1]),
+        (1, 2, {"schedule": "GPipe"}, [1, 0]),
+        (2, 4, {"schedule": "GPipe"}, [0, 1, 1, 0]),
+        # Of embedding and head, the weights in layers.
+        (8, 4, {"first_stage_less_layers": 0, "last_stage_less_layers": 0}, [2, 2, 2, 2]),
+        (8, 4, {"first_stage_less_layers": 2, "last_stage_less_layers": 2}, [1, 3, 3, 1]),
+        (8, 4, {"first_stage_less_layers": 0, "last_stage_less_layers": 2}, [3, 3, 2, 0]),
+        (8, 4, {"first_stage_less_layers": 9, "last_stage_less_layers": 9}, [0, 4, 4, 0]),
+        # 14 layers, and a weight of one each for embedding and head, make eight stages of two.
+        (14, 2, {"schedule": "Interleaved1F1B", "layers_per_stage": 2}, [1, 2, 2, 2, 2, 2, 2, 1]),
     ],
 )
-def test_layers_by_hand(n_layers: int, pp: int, schedule: str, expected: list[int]) -> None:
-    layout = ParallelismConfig(pp=pp, pp_schedule=schedule)
+def test_layers_by_hand(n_layers: int, pp: int, fields: dict[str, Any], expected: list[int]) -> None:
+    layout = ParallelismConfig(pp=pp, **{f"pp_{name}": value for name, value in fields.items()})
     assert [layers(stage) for stage in split_modules(layout, n_layers)] == expected
-
-
-@pytest.mark.parametrize(
-    ("first", "last", "expected"),
-    [
-        (0, 0, [2, 2, 2, 2]),
-        (2, 2, [1, 3, 3, 1]),
-        (0, 2, [3, 3, 2, 0]),
-        (2, 1, [1, 3, 3, 1]),
-        (9, 9, [0, 4, 4, 0]),
-    ],
-)
-def test_weight_of_embedding_and_head(first: int, last: int, expected: list[int]) -> None:
-    layout = ParallelismConfig(pp=4, pp_first_stage_less_layers=first, pp_last_stage_less_layers=last)
-    assert [layers(stage) for stage in split_modules(layout, 8)] == expected
-
-
-def test_no_weights_leave_a_stage_empty_or_a_layer_out() -> None:
-    for n_layers, pp, first, last in product(
-        (1, 2, 5, 8, 12), (2, 3, 4, 6), range(0, 12, 2), range(0, 12, 3)
-    ):
-        layout = ParallelismConfig(pp=pp, pp_first_stage_less_layers=first, pp_last_stage_less_layers=last)
-        if legal(layout, n_layers):
-            stages = split_modules(layout, n_layers)
-            assert [name for stage in stages for name in stage] == model(n_layers), (n_layers, layout)
-            assert all(stages), (n_layers, layout, stages)
-
-
-def test_layers_per_stage() -> None:
-    layout = ParallelismConfig(pp=2, pp_schedule="Interleaved1F1B", pp_layers_per_stage=2)
-    # 14 layers, and a weight of one each for embedding and head, make eight stages of two.
-    assert num_stages(layout, 14) == 8 and stages_per_rank(layout, 14) == 4
-    assert [layers(stage) for stage in split_modules(layout, 14)] == [1, 2, 2, 2, 2, 2, 2, 1]
+    assert stages_per_rank(layout, n_layers) == len(expected) // pp
 
 
 def test_fitting_layers_per_stage_are_exactly_the_legal_ones() -> None:
@@ -132,8 +107,7 @@ def test_fitting_layers_per_stage_are_exactly_the_legal_ones() -> None:
         base = ParallelismConfig(pp=pp, pp_schedule=schedule)
         fitting = fitting_layers_per_stage(base, n_layers)
         for per_stage in range(1, n_layers + 3):
-            layout = ParallelismConfig(pp=pp, pp_schedule=schedule, pp_layers_per_stage=per_stage)
-            assert legal(layout, n_layers) == (per_stage in fitting), (n_layers, layout)
+            assert legal(replace(base, pp_layers_per_stage=per_stage), n_layers) == (per_stage in fitting)
 
 
 def test_by_names() -> None:
@@ -144,20 +118,10 @@ def test_by_names() -> None:
     assert (num_stages(layout, 2), stages_per_rank(layout, 2)) == (2, 1)
 
 
-def test_every_stage_is_on_one_rank() -> None:
-    for n_layers, layout in COMBINATIONS:
-        if legal(layout, n_layers):
-            held = [stages_of_rank(layout, n_layers, rank) for rank in range(layout.pp)]
-            flat = sorted(stage for stages in held for stage in stages)
-            assert flat == list(range(num_stages(layout, n_layers)))
-            assert all(stages == sorted(stages) for stages in held)
-
-
 @pytest.mark.parametrize(
     ("schedule", "per_stage", "expected"),
     [
         ("1F1B", None, [[0], [1], [2], [3]]),
-        ("Interleaved1F1B", None, [[0, 4], [1, 5], [2, 6], [3, 7]]),
         ("LoopedBFS", 1, [[0, 4, 8, 12], [1, 5, 9, 13], [2, 6, 10, 14], [3, 7, 11, 15]]),
         ("ZBVZeroBubble", None, [[0, 7], [1, 6], [2, 5], [3, 4]]),
         ("DualPipeV", 2, [[0, 7], [1, 6], [2, 5], [3, 4]]),
@@ -168,30 +132,29 @@ def test_placement(schedule: str, per_stage: int | None, expected: list[list[int
     assert [stages_of_rank(layout, 14, rank) for rank in range(4)] == expected
 
 
-def write(folder: Path, rows: list[str]) -> str:
-    path = folder / "schedule.csv"
+@pytest.mark.parametrize(
+    ("rows", "placed", "microbatches", "per_rank"),
+    [
+        (["0F0,0F1, 0B0,,0B1", "1F0,1I0,1W0,1F1,1I1,1W1"], [[0], [1]], 2, 1),
+        (["0F0,3F0,3B0,0B0", "1F0,2F0,2B0,1B0"], [[0, 3], [1, 2]], 1, 2),
+        (["0F0,2F0,2B0,0B0", "1F0,1B0"], [[0, 2], [1]], 1, 2),
+    ],
+    ids=["split", "v", "unequal"],
+)
+def test_csv_places_stages(
+    tmp_path: Path, rows: list[str], placed: list[list[int]], microbatches: int, per_rank: int
+) -> None:
+    """The file takes precedence over pp_schedule."""
+    path = tmp_path / "schedule.csv"
     path.write_text("\n".join(rows) + "\n")
-    return str(path)
-
-
-def test_csv(tmp_path: Path) -> None:
-    path = write(tmp_path, ["0F0,0F1, 0B0,,0B1", "1F0,1I0,1W0,1F1,1I1,1W1"])
-    read = read_csv_schedule(path, pp=2)
-    assert (read.stages_of_rank, read.num_stages, read.num_microbatches) == ([[0], [1]], 2, 2)
-
-
-def test_csv_places_stages(tmp_path: Path) -> None:
-    """A V, and ranks with unequal numbers of stages: the file takes precedence over pp_schedule."""
-    path = write(tmp_path, ["0F0,3F0,3B0,0B0", "1F0,2F0,2B0,1B0"])
-    layout = ParallelismConfig(pp=2, pp_schedule="1F1B", pp_schedule_csv=path)
+    read = read_csv_schedule(str(path), pp=2)
+    total = len([*chain(*placed)])
+    assert (read.stages_of_rank, read.num_stages, read.num_microbatches) == (placed, total, microbatches)
+    layout = ParallelismConfig(pp=2, pp_schedule="1F1B", pp_schedule_csv=str(path))
     check_stages(layout, 6)
-    assert [stages_of_rank(layout, 6, rank) for rank in range(2)] == [[0, 3], [1, 2]]
-    assert (num_stages(layout, 6), stages_per_rank(layout, 6)) == (4, 2)
-    assert [layers(stage) for stage in split_modules(layout, 6)] == [1, 2, 2, 1]
-    path = write(tmp_path, ["0F0,2F0,2B0,0B0", "1F0,1B0"])
-    layout = ParallelismConfig(pp=2, pp_schedule_csv=path)
-    assert [stages_of_rank(layout, 6, rank) for rank in range(2)] == [[0, 2], [1]]
-    assert stages_per_rank(layout, 6) == 2
+    assert [stages_of_rank(layout, 6, rank) for rank in range(2)] == placed
+    assert (num_stages(layout, 6), stages_per_rank(layout, 6)) == (total, per_rank)
+    assert len(split_modules(layout, 6)) == total
 
 
 def stages(layout: ParallelismConfig, per_rank: int, rank: int = 0) -> list[Any]:
@@ -222,8 +185,6 @@ def torch_takes(name: str, pp: int, per_rank: int, microbatches: int) -> bool:
     made = stages(ParallelismConfig(pp=pp, pp_schedule=name), per_rank)
     schedule_class = get_schedule_class(name)
     single = issubclass(schedule_class, PipelineScheduleSingle)
-    if single and per_rank > 1:
-        return False
     try:
         schedule_class(made[0] if single else made, microbatches, loss_fn=lambda output, target: output)
     except ValueError:
@@ -233,25 +194,15 @@ def torch_takes(name: str, pp: int, per_rank: int, microbatches: int) -> bool:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_torch_agrees(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Except that torch accepts a looping schedule with one stage, which is another schedule."""
     monkeypatch.setattr(torch_schedules, "_check_torch_compile_compatibility", lambda *_: None)
     rule = SCHEDULES[name]
-    for pp, per_rank, microbatches in product((2, 3, 4), (1, 2, 3), (1, 2, 3, 4, 5, 6, 8, 9, 12)):
-        if rule.placement == "v" and per_rank != 2:
-            # stages_of_rank supports a V of two stages only; torch refuses others.
-            assert not rule.takes_stages(per_rank)
-            continue
-        ours = rule.takes_stages(per_rank) and rule.takes_microbatches(microbatches, pp, per_rank)
-        theirs = torch_takes(name, pp, per_rank, microbatches)
-        if not rule.takes_stages(per_rank):
-            # torch accepts a looping schedule with one stage, we do not: that is another schedule.
-            assert not ours
-            continue
-        assert ours == theirs, (name, pp, per_rank, microbatches)
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_the_names_are_torchs(name: str) -> None:
-    assert get_schedule_class(name).__name__ == f"Schedule{name}"
+    taken = [per_rank for per_rank in (1, 2, 3) if rule.takes_stages(per_rank)]
+    single = issubclass(get_schedule_class(name), PipelineScheduleSingle)
+    assert taken == ([1] if single else [2] if rule.placement == "v" else [2, 3])
+    for pp, per_rank, microbatches in product((2, 3, 4), taken, (1, 2, 3, 4, 5, 6, 8, 9, 12)):
+        ours = rule.takes_microbatches(microbatches, pp, per_rank)
+        assert ours == torch_takes(name, pp, per_rank, microbatches), (pp, per_rank, microbatches)
 
 
 @pytest.mark.parametrize("name", ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble"])

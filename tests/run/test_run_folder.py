@@ -1,16 +1,19 @@
-"""The run folder: one attempt at a time, no files lost, the cause of a failure recorded."""
+"""The run folder: one attempt at a time, no files lost, the cause of a failure and absent ranks recorded."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import json
+import math
 import os
 import socket
 import subprocess
-import sys
+import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from jobs import tiny
@@ -19,18 +22,19 @@ from harness.config.job import Job
 from harness.launch.begin import begin
 from harness.metrics.jsonl import MetricsFile
 from harness.run.folder import RESERVE, RunFolder
-from harness.train.finish import finish_run
+from harness.run.result import git_commit, read_result, versions, write_json_atomically, write_result
+from harness.train.finish import absent_ranks, finish_run
+from harness.util import __version__, files
+from harness.util.encoding import flatten
 from harness.util.errors import (
     EXIT_BUG,
     EXIT_INTERRUPTED,
     EXIT_MACHINE,
-    EXIT_NON_FINITE,
-    EXIT_USER,
-    DataError,
     MachineError,
-    NonFiniteError,
     UserError,
 )
+
+ERROR = {"rank": 0, "time": 100.0}
 
 
 @pytest.fixture(scope="module")
@@ -43,51 +47,28 @@ def folder(tmp_path: Path) -> RunFolder:
     return RunFolder(tmp_path / "run")
 
 
-def test_a_begun_folder_is_enough_to_run_the_job(folder: RunFolder, job: Job) -> None:
+def test_a_begun_folder_describes_the_job_and_an_earlier_attempt_is_put_away_whole(
+    folder: RunFolder, job: Job
+) -> None:
     begin(folder, job, ["a=1", "b=2"])
-    assert Job.from_json((folder.path / "job.json").read_text()) == job
+    assert (folder.read_job(), folder.state) == (job, "starting")
     assert (folder.path / "overrides.txt").read_text() == "a=1\nb=2\n"
     assert json.loads((folder.path / "code.json").read_text())["versions"]["python"]
-    assert json.loads((folder.path / "status.json").read_text())["state"] == "starting"
-
-
-def test_an_earlier_attempt_is_put_away_whole(folder: RunFolder, job: Job) -> None:
-    begin(folder, job, ["first=1"])
     folder.record_error(0, ValueError("of the first"))
     folder.write_result(job, "failed", EXIT_BUG, {"step": 3})
     before = {p.relative_to(folder.path): p.read_bytes() for p in folder.path.rglob("*") if p.is_file()}
-    folder.release()
-    begin(folder, job, ["second=2"])
-    assert folder.first_error() is None and not folder.has_result
-    for name, content in before.items():
-        if name.name != ".lock":
-            assert (folder.path / "attempts" / "1" / name).read_bytes() == content
-    folder.release()
-    begin(folder, job, [])
-    assert (folder.path / "attempts" / "2" / "overrides.txt").read_text() == "second=2\n"
-
-
-def test_only_one_attempt_at_a_time(folder: RunFolder, job: Job) -> None:
-    begin(folder, job, [])
     other = RunFolder(folder.path)
     with pytest.raises(UserError, match="already running"):
         begin(other, job, [])
     folder.release()
-    begin(other, job, [])
-
-
-def test_the_lock_ends_with_its_holder_however_that_ends(folder: RunFolder, job: Job) -> None:
-    folder.path.mkdir()
-    (folder.path / "job.json").write_text(job.to_json())
-    code = (
-        "import os, sys; from pathlib import Path; from harness.config.job import Job;"
-        "from harness.launch.begin import begin; from harness.run.folder import RunFolder;"
-        "path = Path(sys.argv[1]); job = Job.from_json((path / 'job.json').read_text());"
-        "folder = RunFolder(path); begin(folder, job, []); os.kill(os.getpid(), 9)"
-    )
-    assert subprocess.run([sys.executable, "-c", code, str(folder.path)]).returncode == -9
-    assert json.loads((folder.path / "status.json").read_text())["state"] == "starting"
+    begin(other, job, ["second=2"])
+    assert other.first_error() is None and not other.has_result
+    for name, content in before.items():
+        if name.name != ".lock":
+            assert (folder.path / "attempts" / "1" / name).read_bytes() == content
+    other.release()
     begin(folder, job, [])
+    assert (folder.path / "attempts" / "2" / "overrides.txt").read_text() == "second=2\n"
 
 
 @pytest.mark.parametrize("pid_started", [1, None])
@@ -96,13 +77,8 @@ def test_a_status_counts_only_while_its_process_lives(
 ) -> None:
     monkeypatch.setattr("harness.run.folder.LEAVING_SECONDS", 0.2)
     folder.path.mkdir()
-    status = {
-        "state": "running",
-        "host": socket.gethostname(),
-        "pid": os.getppid(),
-        "pid_started": pid_started,
-    }
-    (folder.path / "status.json").write_text(json.dumps(status))
+    status = {"state": "running", "host": socket.gethostname(), "pid": os.getppid()}
+    (folder.path / "status.json").write_text(json.dumps({**status, "pid_started": pid_started}))
     if pid_started is None:  # start time unknown: assume that the living process wrote it
         with pytest.raises(UserError, match=f"already running .pid {os.getppid()}"):
             begin(folder, job, [])
@@ -127,49 +103,29 @@ def test_the_cause_wins_over_its_consequences_whoever_writes_first(folder: RunFo
     assert folder.first_error()["rank"] == 1  # type: ignore[index]
 
 
-@pytest.mark.parametrize(
-    ("error", "kind", "exit_code"),
-    [
-        (DataError("no file"), "user", EXIT_USER),
-        (NonFiniteError("nan"), "non_finite", EXIT_NON_FINITE),
-        (MachineError("gone"), "machine", EXIT_MACHINE),
-        (MemoryError(), "out_of_memory", EXIT_MACHINE),
-        (
-            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"),
-            "out_of_memory",
-            EXIT_MACHINE,
-        ),
-        (RuntimeError("Timed out waiting 2000ms for recv operation"), "collective_timeout", EXIT_MACHINE),
-        (RuntimeError("Connection reset by peer"), "peer", EXIT_MACHINE),
-        (KeyboardInterrupt(), "interrupted", EXIT_INTERRUPTED),
-        (ValueError("x"), "bug", EXIT_BUG),
-    ],
-)
-def test_every_error_has_a_kind_and_an_exit_code(
-    folder: RunFolder, error: BaseException, kind: str, exit_code: int
-) -> None:
-    folder.record_error(0, error, step=7)
-    row = folder.first_error()
-    assert row is not None
-    assert (row["kind"], row["exit_code"], row["step"]) == (kind, exit_code, 7)
-    assert row["message"]
-
-
-def test_an_error_that_cannot_be_recorded_is_shown(
-    folder: RunFolder, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unrecorded_error_is_shown(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     folder.path.mkdir()
     (folder.path / "errors").write_text("in the way")
     folder.record_error(0, LookupError("the original"))
     assert "LookupError: the original" in capsys.readouterr().err
 
 
+def test_a_result_is_waited_for_until_it_is_there(folder: RunFolder, job: Job) -> None:
+    begin(folder, job, [])
+    start = time.monotonic()
+    folder.wait_for_result(0.2)
+    assert time.monotonic() - start >= 0.2
+    folder.write_result(job, "completed", 0, {})
+    folder.wait_for_result(600)
+    assert time.monotonic() - start < 60
+
+
 def test_settling_writes_the_row_that_rank_0_could_not(folder: RunFolder, job: Job) -> None:
     begin(folder, job, [])
-    with MetricsFile(folder.path / "metrics.jsonl") as metrics:
+    with closing(MetricsFile(folder.path / "metrics.jsonl")) as metrics:
         metrics.write({"step": 4, "loss": 2.5, "tokens": 64})
         metrics.write({"step": 4, "validation_loss": 3.0})
-    folder.record_error(0, MachineError("killed"))
+    assert folder.record_error(0, MachineError("killed"), step=4)["step"] == 4
     folder.ensure_result(job, "failed", EXIT_MACHINE)
     row = json.loads((folder.path / "result.json").read_text())
     assert (row["step"], row["loss"], row["tokens"]) == (4, 2.5, 64)
@@ -183,12 +139,8 @@ def test_settling_corrects_a_row_that_took_a_consequence_for_the_cause(folder: R
     folder.record_error(1, LookupError("the cause"))
     folder.ensure_result(job, "failed", EXIT_BUG)
     row = json.loads((folder.path / "result.json").read_text())
-    assert (row["step"], row["exit_code"], row["error.rank"], row["error.type"]) == (
-        9,
-        EXIT_BUG,
-        1,
-        "LookupError",
-    )
+    assert (row["step"], row["exit_code"]) == (9, EXIT_BUG)
+    assert (row["error.rank"], row["error.type"]) == (1, "LookupError")
     folder.ensure_result(job, "interrupted", EXIT_INTERRUPTED)
     row = json.loads((folder.path / "result.json").read_text())
     assert row["exit_reason"] == "interrupted" and not [key for key in row if key.startswith("error.")]
@@ -215,13 +167,11 @@ def fill(path: Path) -> None:
             file.write(b"0" * 4096)
 
 
-def test_a_disk_that_gets_full_is_told_in_one_account(
-    small_disk: Path, job: Job, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_disk_that_gets_full(small_disk: Path, job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     folder = RunFolder(small_disk / "run")
     begin(folder, job, [])
     folder.set_status("running")
-    with MetricsFile(folder.path / "metrics.jsonl") as file:
+    with closing(MetricsFile(folder.path / "metrics.jsonl")) as file:
         file.write({"step": 1, "loss": 2.5})
     fill(small_disk / "others")
     folder.record_error(0, OSError(errno.ENOSPC, "No space left on device"), step=1)
@@ -234,20 +184,137 @@ def test_a_disk_that_gets_full_is_told_in_one_account(
     assert not (folder.path / RESERVE).exists()
 
 
-def test_a_disk_that_has_no_room_at_all(
-    small_disk: Path, job: Job, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk(small_disk: Path, job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     folder = RunFolder(small_disk / "run")
     begin(folder, job, [])
     (folder.path / RESERVE).unlink()
     fill(small_disk / "others")
+    with pytest.raises(UserError, match=r"cannot write the run folder: .*No space left"):
+        begin(RunFolder(small_disk / "another"), job, [])
     folder.record_error(0, OSError(errno.ENOSPC, "No space left on device"), step=1)
     assert finish_run(job, folder, EXIT_BUG) == EXIT_MACHINE
     said = capsys.readouterr().err
     assert "Traceback" not in said and "how the run ended (failed, exit code 3) cannot be written" in said
 
 
-def test_a_run_folder_on_a_full_disk_is_refused(small_disk: Path, job: Job) -> None:
-    fill(small_disk / "others")
-    with pytest.raises(UserError, match=r"cannot write the run folder: .*No space left"):
-        begin(RunFolder(small_disk / "run"), job, [])
+def git(folder: Path, *arguments: str) -> None:
+    who = ("-c", "user.name=A", "-c", "user.email=a@b.c")
+    subprocess.run(["git", "-C", str(folder), *who, *arguments], check=True, capture_output=True)
+
+
+def test_result_is_one_flat_row(tmp_path: Path) -> None:
+    row = {"exit": "done", "job": {"training": {"steps": 3}, "empty": {}}, "tags": ["a"], "loss": math.nan}
+    path = write_result(tmp_path, {**row, "run_dir": tmp_path})
+    assert json.loads(path.read_text()) == {
+        "exit": "done",
+        "job.training.steps": 3,
+        "tags": ["a"],
+        "loss": "nan",
+        "run_dir": str(tmp_path),
+    }
+
+
+@pytest.mark.parametrize(
+    ("row", "wrong"),
+    [
+        ({"loss": 1.0, "step": 3, "error.kind": None, "of the user": []}, ""),
+        ({"loss": None}, ""),
+        ({"loss": [2.0]}, "loss is of type list"),
+        ({"step": True}, "step is of type bool"),
+        ({"exit_reason": None}, "exit_reason is of type NoneType"),
+        ({"window.anything": "x"}, "window.anything is of type str"),
+    ],
+)
+def test_a_row_with_values_of_wrong_types_is_refused(row: dict[str, Any], wrong: str, tmp_path: Path) -> None:
+    write_result(tmp_path, row)
+    with pytest.raises(ValueError, match=wrong) if wrong else contextlib.nullcontext():
+        assert read_result(tmp_path) == row
+
+
+def test_flatten_refuses_two_values_of_one_name() -> None:
+    with pytest.raises(ValueError, match=r"a\.b"):
+        flatten({"a.b": 1, "a": {"b": 2}})
+
+
+def test_a_crash_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "status.json"
+    write_json_atomically(path, {"state": "old"})
+
+    def fail(handle: int) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(files.os, "fsync", fail)
+    with pytest.raises(OSError, match="disk full"):
+        write_json_atomically(path, {"state": "new"})
+    assert json.loads(path.read_text()) == {"state": "old"}
+    assert os.listdir(tmp_path) == ["status.json"]
+
+
+def test_result_is_as_readable_as_umask_allows(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        mode = write_result(tmp_path, {}).stat().st_mode
+    finally:
+        os.umask(before)
+    assert mode & 0o777 == 0o640
+
+
+def test_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = versions()
+    assert found["harness"] == __version__
+    assert found["python"] and found["torch"]
+    monkeypatch.setattr("harness.run.result._PACKAGES", ("no-such-package-at-all",))
+    assert versions()["no-such-package-at-all"] is None
+
+
+def test_git_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing = {"commit": None, "dirty": None}
+    assert git_commit(tmp_path) == git_commit(tmp_path / "missing") == nothing
+    git(tmp_path, "init")
+    assert git_commit(tmp_path) == nothing
+    (tmp_path / "code.py").write_text("x = 1\n")
+    (tmp_path / ".gitignore").write_text("ignored/\n")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-m", "first")
+    clean = git_commit(tmp_path)
+    assert clean["dirty"] is False
+    assert isinstance(clean["commit"], str) and len(clean["commit"]) == 40
+    (tmp_path / "new.py").write_text("y = 2\n")
+    assert git_commit(tmp_path) == {"commit": clean["commit"], "dirty": True}
+    (tmp_path / "ignored").mkdir()
+    assert git_commit(tmp_path / "ignored") == nothing
+    monkeypatch.setenv("PATH", "")
+    assert git_commit(tmp_path) == nothing
+
+
+def position(group: str, members: list[int], time: float = 90.0, **begun: int) -> dict[str, Any]:
+    return {"group": group, "number": begun[group], "members": members, "begun": begun, "time": time}
+
+
+PAIR = [0, 1]
+CASES = {
+    "one is behind": ({0: position("a", PAIR, a=7), 1: position("a", PAIR, a=6)}, [1]),
+    "one is stopped and wrote nothing": ({0: position("a", PAIR, a=7)}, [1]),
+    "one was continued when the other had failed": (
+        {0: position("a", PAIR, a=7), 1: position("a", PAIR, time=101.0, a=7)},
+        [1],
+    ),
+    "one waits for the other, which waits for a third": (
+        {0: position("a", PAIR, a=7), 1: position("b", [1, 2], a=6, b=3), 2: position("b", [1, 2], b=2)},
+        [2],
+    ),
+    "none is missing": ({0: position("a", PAIR, a=7), 1: position("a", PAIR, a=7)}, []),
+    "two are missing": ({0: position("a", [0, 1, 2, 3], a=7), 2: position("a", [0, 1, 2, 3], a=7)}, [1, 3]),
+    "no positions": ({}, []),
+    "the position was written after the error": ({0: position("a", PAIR, time=100.1, a=7)}, []),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_absent_ranks(case: str, tmp_path: Path) -> None:
+    positions, absent = CASES[case]
+    folder = tmp_path / "flight_recorder"
+    folder.mkdir()
+    for rank, content in positions.items():
+        (folder / f"place-rank{rank}.json").write_text(json.dumps({"rank": rank, **content}))
+    assert absent_ranks(tmp_path, ERROR) == absent

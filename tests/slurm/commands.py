@@ -6,12 +6,11 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import processes
 from scheduler import Scheduler
 
 TINY = (
@@ -24,18 +23,16 @@ ON_SLURM = (
     *("cluster=slurm_cpu", "cluster.time=30", "cluster.cpus_per_rank=1", "cluster.mem=4000M"),
     f"cluster.env={{{ENVIRONMENT}}}",
 )
-_PATCH = f"PYTHONPATH:'{Path(__file__).parent / 'patch'}',TEST_PATCH"
-# Steps take a quarter of a second longer, so that the test has time to act on the job.
-SLOW = f"cluster.env={{{ENVIRONMENT},{_PATCH}:slow}}"
 
 
 def misbehaving(how: str) -> str:
-    """Return the environment in which rank 1 has a misbehaviour of patch/sitecustomize.py."""
-    return f"cluster.env={{{ENVIRONMENT},{_PATCH}:{how}}}"
+    """Return the environment of ranks that misbehave as patch/sitecustomize.py says."""
+    patch = f"PYTHONPATH:'{Path(__file__).parent / 'patch'}',TEST_PATCH:{how}"
+    return f"cluster.env={{{ENVIRONMENT},{patch},WANDB_MODE:disabled}}"
 
 
-# Some points of a sweep fail.
-FAULTS = f"cluster.env={{{ENVIRONMENT},{_PATCH}:faults,WANDB_MODE:disabled}}"
+# So slow that the test has time to act on the job.
+SLOW = misbehaving("slow")
 COMMAND_SECONDS = 240
 
 
@@ -64,11 +61,7 @@ class Commands:
         )
 
     def run(self, verb: str, *arguments: str, code: int = 0, **environment: str) -> str:
-        """Run a command to its end; return its output, stderr first.
-
-        Raises:
-            AssertionError: it ended with another exit code.
-        """
+        """Run a command to its end; return its output, stderr first."""
         process = self.start(verb, *arguments, **environment)
         out, err = process.communicate(timeout=COMMAND_SECONDS)
         assert process.returncode == code, f"exit code {process.returncode}, wanted {code}\n{err}\n{out}"
@@ -78,9 +71,15 @@ class Commands:
         """Train a tiny model."""
         return self.run("train", *TINY, f"runs_dir={self.home}", *overrides, code=code, **environment)
 
+    def job(self, name: str, *overrides: str, patch: str = "") -> Path:
+        """Submit a job; return its run folder."""
+        own = (*ON_SLURM[:-1], misbehaving(patch)) if patch else ON_SLURM
+        self.train(f"name={name}", *own, *overrides)
+        return self.only_run(name)
+
     def only_run(self, name: str) -> Path:
         """The run folder of the only job of a name."""
-        found = [path.parent for path in (self.home / name).glob("*/job.json")]
+        found = [path.parent for path in (self.home / name).glob("[0-9a-f]*/job.json")]
         assert len(found) == 1, found
         return found[0]
 
@@ -100,18 +99,13 @@ def losses(run: Path) -> list[tuple[int, float]]:
 
 
 def logs_of(run: Path) -> str:
-    """Return all output of a run, for the message of a failing test."""
+    """All output of a run, for the message of a failing test."""
     files = [*run.glob("slurm/*.out"), *run.glob("logs/*"), *run.glob("attempts/*/logs/*")]
     return "\n".join(f"== {file}\n{file.read_text(errors='replace')[-3000:]}" for file in files)
 
 
 def until(condition: Callable[[], Any], what: str, seconds: float = COMMAND_SECONDS) -> Any:
-    """Wait until a function returns a true value; return the value."""
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"waited {seconds:.0f} s for {what}"
-        time.sleep(0.1)
-    return found
+    return processes.until(condition, seconds, what)
 
 
 def job_of(run: Path) -> str:
@@ -121,6 +115,17 @@ def job_of(run: Path) -> str:
 
 def restarts_of(run: Path) -> int:
     return int(read(run / "slurm" / "job.json").get("restarts", 0))
+
+
+def facts_of(slurm: Scheduler, run: Path) -> dict[str, str]:
+    """What scontrol shows of the job."""
+    said = slurm.run("scontrol", "show", "job", "--oneliner", job_of(run)).split()
+    return dict(part.split("=", 1) for part in said if "=" in part)
+
+
+def nodes_in(slurm: Scheduler, listed: str) -> list[str]:
+    """Names of a list of nodes."""
+    return [each for each in slurm.run("scontrol", "show", "hostnames", listed).split() if each != "(null)"]
 
 
 def step_of(run: Path) -> int:
@@ -133,13 +138,3 @@ def step_of(run: Path) -> int:
 def until_done(run: Path, seconds: float = 240) -> None:
     until(lambda: read(run / "status.json").get("state") in ("completed", "failed"), f"{run} to end", seconds)
     assert read(run / "status.json")["state"] == "completed", logs_of(run)
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """One start of the job: its nodes, those excluded from it, and what is said about its slow rank."""
-
-    nodes: set[str]
-    excluded: set[str]
-    slow: str
-    status: str

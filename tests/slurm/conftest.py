@@ -1,15 +1,13 @@
-"""One scheduler for all tests that need one, and a job that runs beside them."""
+"""One scheduler for all tests that need one."""
 
 from __future__ import annotations
 
 import shutil
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from commands import ON_SLURM, Attempt, Commands, job_of, misbehaving, read, restarts_of, until
 from scheduler import Scheduler, missing_programs
 
 
@@ -23,45 +21,3 @@ def slurm() -> Iterator[Scheduler]:
     with Scheduler(folder) as scheduler:
         yield scheduler
     shutil.rmtree(folder, ignore_errors=True)
-
-
-@pytest.fixture(scope="session")
-def dragged(slurm: Scheduler, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Future[list[Attempt]]]:
-    """Run a job with a slow rank in the background of the other tests: it mostly waits."""
-    slurm.wait_for_up()
-    commands = Commands(slurm, tmp_path_factory.mktemp("dragged"))
-    with ThreadPoolExecutor(1) as pool:
-        yield pool.submit(drag_a_job, commands)
-
-
-def drag_a_job(commands: Commands) -> list[Attempt]:
-    """Requeue the job when its second rank was found slow: first it does so itself, as before its time limit,
-    then SLURM does."""
-    commands.train(
-        *("name=dragged", "training.steps=100000", "metrics.log_interval=100", "metrics.warmup_steps=0"),
-        *(
-            "parallelism=fsdp",
-            "parallelism.dp_shard=2",
-            "cluster.ranks_per_node=1",
-            "checkpoint.interval=10000",
-        ),
-        *(*ON_SLURM[:-1], misbehaving("drags"), "profiling.phases=true", "cluster.exclude_slow=true"),
-    )
-    run = commands.only_run("dragged")
-    job = job_of(run)
-
-    def nodes_in(field: str) -> set[str]:
-        said = commands.slurm.run("scontrol", "show", "job", "--oneliner", job).split()
-        listed = dict(part.split("=", 1) for part in said if "=" in part)[field]
-        return set(commands.slurm.run("scontrol", "show", "hostnames", listed).split()) - {"(null)"}
-
-    attempts = []
-    for number, end in enumerate(
-        (("scancel", "--batch", "--signal=USR2"), ("scontrol", "requeue"), ("scancel",))
-    ):
-        until(lambda number=number: restarts_of(run) == number, f"start {number + 1}")  # type: ignore[misc]
-        [slow] = until(lambda: read(run / "slow_ranks.json").get("slow"), "a slow rank")
-        status = commands.run("sweep", "status", str(run))
-        attempts.append(Attempt(nodes_in("NodeList"), nodes_in("ExcNodeList"), slow["host"], status))
-        commands.slurm.run(*end, job)
-    return attempts

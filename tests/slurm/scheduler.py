@@ -9,15 +9,53 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
 from pathlib import Path
-from typing import Any
+
+from processes import until
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "squeue", "scontrol", "scancel")
 NODES = 4
 CPUS = 8
 MEGABYTES = 20000
 START_SECONDS = 60
+CONFIGURATION = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+# A requeued job waits for the lifetime of a credential before it is started again.
+AuthInfo=socket={folder}/munge.sock,cred_expire=5
+CredType=cred/munge
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core_Memory
+# Without cgroups, this setting kills jobs that exceed their memory.
+JobAcctGatherType=jobacct_gather/linux
+JobAcctGatherFrequency=1
+JobAcctGatherParams=OverMemoryKill
+AccountingStorageType=accounting_storage/none
+ReturnToService=1
+JobRequeue=1
+SlurmdParameters=config_overrides
+SlurmdTimeout=10
+KillWait=20
+MinJobAge=300
+InactiveLimit=0
+SchedulerParameters=sched_interval=1,sched_min_interval=0,batch_sched_delay=0,bf_interval=1
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/log/slurmctld.log
+SlurmdLogFile={folder}/log/%n.log
+{nodes}
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
 
 
 def missing_programs() -> list[str]:
@@ -99,16 +137,9 @@ class Scheduler:
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout
 
-    def wait_for(self, condition: Any, what: str, seconds: float = START_SECONDS) -> None:
-        """Wait until a condition holds; fail with its name after a timeout."""
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline, f"waited {seconds:.0f} s for {what}; logs in {self.folder}"
-            time.sleep(0.2)
-
     def wait_for_up(self) -> None:
         """Wait until all nodes accept jobs."""
-        self.wait_for(lambda: self._up() == NODES, "four nodes that are up")
+        until(lambda: self._up() == NODES, START_SECONDS, f"four nodes that are up; logs in {self.folder}")
 
     def _up(self) -> int:
         with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
@@ -122,49 +153,13 @@ class Scheduler:
         for name in ("state", "spool", "log"):
             (self.folder / name).mkdir(parents=True)
         ports = [free_port() for _ in self.nodes]
-        lines = [
-            "ClusterName=test",
-            f"SlurmctldHost={host}(127.0.0.1)",
-            f"SlurmctldPort={free_port()}",
-            f"SlurmUser={getpass.getuser()}",
-            f"SlurmdUser={getpass.getuser()}",
-            "AuthType=auth/munge",
-            # A requeued job waits for the lifetime of a credential before it is started again.
-            f"AuthInfo=socket={self.folder}/munge.sock,cred_expire=5",
-            "CredType=cred/munge",
-            "ProctrackType=proctrack/linuxproc",
-            "TaskPlugin=task/none",
-            "SwitchType=switch/none",
-            "MpiDefault=none",
-            "SelectType=select/cons_tres",
-            "SelectTypeParameters=CR_Core_Memory",
-            # Without cgroups, this setting kills jobs that exceed their memory.
-            "JobAcctGatherType=jobacct_gather/linux",
-            "JobAcctGatherFrequency=1",
-            "JobAcctGatherParams=OverMemoryKill",
-            "AccountingStorageType=accounting_storage/none",
-            "ReturnToService=1",
-            "JobRequeue=1",
-            "SlurmdParameters=config_overrides",
-            "SlurmdTimeout=10",
-            "KillWait=20",
-            "MinJobAge=300",
-            "InactiveLimit=0",
-            "SchedulerParameters=sched_interval=1,sched_min_interval=0,batch_sched_delay=0,bf_interval=1",
-            f"StateSaveLocation={self.folder}/state",
-            f"SlurmdSpoolDir={self.folder}/spool/%n",
-            f"SlurmctldPidFile={self.folder}/slurmctld.pid",
-            f"SlurmdPidFile={self.folder}/slurmd-%n.pid",
-            f"SlurmctldLogFile={self.folder}/log/slurmctld.log",
-            f"SlurmdLogFile={self.folder}/log/%n.log",
-        ]
-        lines += [
+        names = {"folder": self.folder, "host": host, "user": getpass.getuser(), "port": free_port()}
+        nodes = "\n".join(
             f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} "
             f"CPUs={CPUS} RealMemory={MEGABYTES}"
             for node, port in zip(self.nodes, ports, strict=True)
-        ]
-        lines.append("PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP")
-        self.configuration.write_text("\n".join(lines) + "\n")
+        )
+        self.configuration.write_text(CONFIGURATION.format(nodes=nodes, **names))
 
     def _start_munge(self) -> None:
         key = self.folder / "munge.key"
@@ -176,7 +171,7 @@ class Scheduler:
             *(f"--pid-file={self.folder}/munge.pid", f"--log-file={self.folder}/log/munge.log"),
             f"--seed-file={self.folder}/munge.seed",
         )
-        self.wait_for((self.folder / "munge.sock").exists, "munged")
+        until((self.folder / "munge.sock").exists, START_SECONDS, "munged")
 
     def _start(self, name: str, *command: str) -> None:
         path = shutil.which(command[0], path=self.environment["PATH"])

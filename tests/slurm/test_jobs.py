@@ -1,8 +1,8 @@
-"""Single jobs on a real SLURM: equal numerics, no effect of edits, no loss by requeues."""
+"""Single jobs and arrays on a real SLURM: equal numerics, no effect of edits, no loss by requeues."""
 
 from __future__ import annotations
 
-import os
+import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -13,9 +13,7 @@ import pytest
 from commands import (
     COMMAND_SECONDS,
     ON_SLURM,
-    SLOW,
     TINY,
-    Attempt,
     Commands,
     job_of,
     logs_of,
@@ -29,6 +27,7 @@ from commands import (
 from plugins import install
 from scheduler import Scheduler
 
+from harness.data.corpus import open_shards
 from harness.metrics.jsonl import read_rows
 from harness.util.errors import EXIT_INTERRUPTED, EXIT_RESUMABLE
 
@@ -36,9 +35,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def commands(
-    slurm: Scheduler, tmp_path: Path, moved: Future[Path], dragged: Future[list[Attempt]]
-) -> Commands:
+def commands(slurm: Scheduler, tmp_path: Path, moved: Future[Path]) -> Commands:
     return Commands(slurm, tmp_path)
 
 
@@ -62,12 +59,21 @@ def test_two_nodes_of_two_ranks_compute_what_one_process_does(commands: Commands
     assert commands.train(*layout).startswith("pair: all 6 steps are done")
 
 
-def test_what_is_edited_while_a_job_waits_does_not_change_it(slurm: Scheduler, tmp_path: Path) -> None:
-    checkout = tmp_path / "checkout"
+DECAY = """
+from harness.config.optimizer import Decay
+HALF = Decay(lambda progress: float(progress < 0.5))
+"""
+
+
+def test_edits_do_not_change_a_waiting_job_and_ranks_find_packages(slurm: Scheduler, tmp_path: Path) -> None:
+    checkout, packages = tmp_path / "checkout", tmp_path / "packages"
     for name in ("harness", "conf", "experiments", "sweeps"):
         shutil.copytree(ROOT / name, checkout / name, symlinks=True)
+    install(packages, "half_decay", {"harness.schedule": {"half": "half_decay:HALF"}}, DECAY)
     commands = Commands(slurm, tmp_path / "runs", checkout)
-    commands.train("name=held", *ON_SLURM, "cluster.sbatch={hold: true}")
+    schedule = ("schedule.decay_type=half", "schedule.warmup_steps=0", "schedule.decay_ratio=1")
+    hold = "cluster.sbatch={hold: true}"
+    commands.train("name=held", *ON_SLURM, *schedule, hold, PYTHONPATH=str(packages))
     run = commands.only_run("held")
     dim = read(run / "job.json")["model"]["dim"]
     model = checkout / "conf" / "model" / "llama3_tiny.yaml"
@@ -77,26 +83,29 @@ def test_what_is_edited_while_a_job_waits_does_not_change_it(slurm: Scheduler, t
     )
     slurm.run("scontrol", "release", job_of(run))
     until_done(run)
-    assert read(run / "result.json")["job.model.dim"] == dim
-    assert read(run / "result.json")["step"] == 6
-
-
-DECAY = """
-from harness.config.optimizer import Decay
-HALF = Decay(lambda progress: float(progress < 0.5))
-"""
-
-
-@pytest.mark.thorough
-def test_ranks_on_nodes_find_a_package_that_extends_the_harness(commands: Commands) -> None:
-    packages = commands.home / "packages"
-    install(packages, "half_decay", {"harness.schedule": {"half": "half_decay:HALF"}}, DECAY)
-    path = os.pathsep.join([str(packages), os.environ.get("PYTHONPATH", str(ROOT))])
-    schedule = ("schedule.decay_type=half", "schedule.warmup_steps=0", "schedule.decay_ratio=1")
-    layout = ("name=half", "parallelism=fsdp", "cluster.wait=true", *ON_SLURM, *schedule)
-    commands.train(*layout, PYTHONPATH=path)
-    rates = [row["lr"] for row in read_rows(commands.only_run("half") / "metrics.jsonl")[0]]
+    row = read(run / "result.json")
+    assert (row["job.model.dim"], row["step"]) == (dim, 6)
+    rates = [row["lr"] for row in read_rows(run / "metrics.jsonl")[0]]
     assert rates == [rates[0]] * 3 + [0.0] * 3 and rates[0] > 0
+
+
+def test_an_array_writes_the_corpus_of_one_process(slurm: Scheduler, tmp_path: Path) -> None:
+    lines = (json.dumps({"text": f"document {number} " * (number % 7)}) for number in range(400))
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    typed = ("data=local_jsonl", f"data.paths=[{tmp_path / 'a.jsonl'}]", "data.validation_fraction=0.1")
+    typed = (*typed, "tokenizer=bytes", "tokenize.unit_mib=0.002", "tokenize.workers=1")
+    array = (*typed, "tokenize.shards=3", f"tokenize.target={tmp_path / 'array'}", *ON_SLURM)
+    commands = Commands(slurm, tmp_path)
+    assert "submitted as job" in commands.run("tokenize", *array)
+    until((tmp_path / "array" / "manifest.json").exists, "a manifest", 120)
+    commands.run("tokenize", *typed, f"tokenize.target={tmp_path / 'one'}", "cluster.device=cpu")
+    assert "is complete" in commands.run("tokenize", *array)
+    for split in ("train", "validation"):
+        parts = open_shards(tmp_path / "array", split)
+        assert len(parts) == 3
+        tokens = [token for part in parts for token in part.tokens.tolist()]
+        (whole,) = open_shards(tmp_path / "one", split)
+        assert tokens == whole.tokens.tolist()
 
 
 LONG = (
@@ -114,9 +123,8 @@ def move_a_job(commands: Commands) -> Path:
     here = (*TINY, f"runs_dir={commands.home}", "name=left_alone", *LONG, "cluster.threads_per_rank=1")
     alone = commands.start("train", *here)
     # Use a separate node, because other tests take nodes down meanwhile.
-    alone_here = ("cluster.signal_seconds=25", "cluster.exclude='node[2-4]'")
-    commands.train("name=moved", *LONG, *ON_SLURM[:-1], SLOW, *alone_here)
-    run = commands.only_run("moved")
+    own_node = ("cluster.signal_seconds=25", "cluster.exclude='node[2-4]'")
+    run = commands.job("moved", *LONG, *own_node, patch="slow")
     job = job_of(run)
 
     def after_some_steps(act: Callable[[], object]) -> None:
@@ -170,9 +178,7 @@ def test_a_job_that_is_cancelled_and_submitted_again(commands: Commands) -> None
 
 
 @pytest.mark.last
-def test_a_job_that_is_requeued_and_out_of_time_ends_as_if_left_alone(
-    commands: Commands, moved: Future[Path]
-) -> None:
+def test_a_requeued_job_ends_as_if_left_alone(commands: Commands, moved: Future[Path]) -> None:
     run = moved.result()
     alone = Commands(commands.slurm, run.parents[1]).only_run("left_alone")
     assert restarts_of(run) >= 3

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from jobs import tiny
 
 from harness.checkpoint import verify as module
 from harness.checkpoint.catalog import CheckpointFolder
 from harness.checkpoint.storage import Reader, Writer
 from harness.checkpoint.verify import verify
-from harness.compose.composer import compose_job
+from harness.compose.verb import guarded
 from harness.launch.sweep.registry import Point, Registry
 from harness.run.folder import RunFolder
 from harness.tools.report.sweep import VERB as SWEEP
 from harness.tools.verify import VERB
 from harness.util.errors import EXIT_MACHINE, EXIT_OK, EXIT_USER
 
+Capture = pytest.CaptureFixture[str]
 MANIFEST = {"step": 4, "holds": "model", "state": {}, "options": {}}
 
 
@@ -37,40 +38,30 @@ def flip(path: Path, offset: int) -> None:
     path.write_bytes(content)
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["harness.tools.verify", *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
-        VERB.main()
-    return int(ended.value.code or 0)
+def run(*arguments: object) -> int:
+    return guarded(lambda: VERB.run_line([*map(str, arguments)]))
 
 
-def test_a_flipped_bit_is_found_and_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_flipped_bit_is_found_and_named(tmp_path: Path, capsys: Capture) -> None:
     run_dir = tmp_path / "run"
     write(run_dir / "checkpoints", 2)
     path = write(run_dir / "checkpoints", 4)
-    assert run(monkeypatch, run_dir) == EXIT_OK
+    assert run(run_dir) == EXIT_OK
     output = capsys.readouterr().out.splitlines()
     assert [line.split(": ")[1] for line in output] == ["ok", "ok"]
     assert "2 files, 0.000 GB" in output[0]
-    [place] = [
-        place
-        for index, place in Reader(str(path), {}).read_metadata().storage_data.items()
-        if index.fqn == "b"
-    ]
+    places = Reader(str(path), {}).read_metadata().storage_data
+    [place] = [place for index, place in places.items() if index.fqn == "b"]
     flip(path / "__0_0.distcp", place.offset + place.length - 1)
-    assert run(monkeypatch, run_dir, "--json") == EXIT_MACHINE
+    assert run(run_dir, "--json") == EXIT_MACHINE
     verdicts = json.loads(capsys.readouterr().out)["checkpoints"]
     assert [each["state"] for each in verdicts] == ["ok", "damaged"] and verdicts[1]["path"] == str(path)
+    says = f"{path}: damaged: __0_0.distcp does not have the checksum it was written with: b (bytes "
     for folder in (run_dir, run_dir / "checkpoints", path):
-        assert run(monkeypatch, folder) == EXIT_MACHINE
+        assert run(folder) == EXIT_MACHINE
         said = capsys.readouterr().out.splitlines()[-1]
-        assert (
-            f"{path}: damaged: __0_0.distcp does not have the checksum it was written with: b (bytes " in said
-        )
-        assert "a (bytes" not in said
-    assert run(monkeypatch, "--newest", run_dir) == EXIT_MACHINE
+        assert says in said and "a (bytes" not in said
+    assert run("--newest", run_dir) == EXIT_MACHINE
     assert len(capsys.readouterr().out.splitlines()) == 1
 
 
@@ -88,107 +79,75 @@ def test_what_else_can_be_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert verify(str(path)).state == "damaged"
     (path / "manifest.json").unlink()
     assert verify(str(path)).state == "unfinished"
-
-
-def test_a_half_written_checkpoint_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path, 2)
-    (tmp_path / "step-4").mkdir()
-    assert run(monkeypatch, tmp_path) == EXIT_OK
-    assert run(monkeypatch, "--newest", tmp_path) == EXIT_MACHINE
-
-
-def test_what_no_killed_writer_leaves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "run" / "checkpoints"
-    write(folder, 2)
-    newest = folder / "step-4"
-    for make, undo in (
-        (newest.touch, newest.unlink),
-        (lambda: newest.symlink_to("nowhere"), newest.unlink),
-    ):
-        make()
-        assert run(monkeypatch, tmp_path / "run") == EXIT_MACHINE
-        assert capsys.readouterr().out.endswith(f"{newest}: damaged: is no folder\n")
-        undo()
-    newest.mkdir()
-    for state, code in (("interrupted", EXIT_OK), ("completed", EXIT_MACHINE)):
-        RunFolder(tmp_path / "run").set_status(state)
-        assert run(monkeypatch, tmp_path / "run") == code
-    assert "no manifest.json, and status.json says that the run has completed" in capsys.readouterr().out
-
-
-def test_a_manifest_of_another_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MANIFEST, "state", {"train_state": {"step": 4}})
-    write(tmp_path, 4).rename(tmp_path / "step-24")
+    write(tmp_path / "other", 4).rename(tmp_path / "step-24")
     assert verify(str(tmp_path / "step-24")).reason == "manifest.json is of step 4"
     assert CheckpointFolder(str(tmp_path)).complete()[0] == []
 
 
-def test_a_checkpoint_folder_outside_of_the_run_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    job = compose_job(["model=llama3_tiny", "data=synthetic", f"checkpoint.folder={tmp_path}/elsewhere"])
+def test_what_a_killed_writer_leaves_and_what_not(tmp_path: Path, capsys: Capture) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    write(folder, 2)
+    newest = folder / "step-4"
+    for make in (newest.touch, lambda: newest.symlink_to("nowhere")):
+        make()
+        assert run(tmp_path / "run") == EXIT_MACHINE
+        assert capsys.readouterr().out.endswith(f"{newest}: damaged: is no folder\n")
+        newest.unlink()
+    newest.mkdir()
+    assert (run(folder), run("--newest", folder)) == (EXIT_OK, EXIT_MACHINE)
+    for state, code in (("interrupted", EXIT_OK), ("completed", EXIT_MACHINE)):
+        RunFolder(tmp_path / "run").set_status(state)
+        assert run(tmp_path / "run") == code
+    assert "no manifest.json, and status.json says that the run has completed" in capsys.readouterr().out
+
+
+def test_a_checkpoint_folder_outside_of_the_run_folder(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "job.json").write_text(job.to_json())
+    (tmp_path / "run" / "job.json").write_text(tiny(f"checkpoint.folder={tmp_path}/elsewhere").to_json())
     write(tmp_path / "elsewhere", 4)
-    assert run(monkeypatch, tmp_path / "run") == EXIT_OK
+    assert run(tmp_path / "run") == EXIT_OK
     assert "elsewhere/step-4: ok" in capsys.readouterr().out
 
 
-def test_no_checkpoint_is_the_users_mistake(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(monkeypatch, tmp_path) == EXIT_USER
-    assert "there is no checkpoint; would work: " in capsys.readouterr().err
-    for typed, says in (([], "FOLDER; would work: "), (["--nwest", tmp_path], "did you mean --newest?")):
-        assert run(monkeypatch, *typed) == EXIT_USER
+def test_mistakes(tmp_path: Path, capsys: Capture) -> None:
+    dcp.save({"a": torch.ones(2)}, checkpoint_id=str(tmp_path / "a" / "foreign"), no_dist=True)
+    for typed, says in (
+        ([tmp_path], "there is no checkpoint; would work: "),
+        ([], "FOLDER; would work: "),
+        (["--nwest", tmp_path], "error: --nwest: no such flag; did you mean --newest?\n"),
+        ([tmp_path / "a" / "foreign"], "there are no checksums to compare with"),
+    ):
+        assert run(*typed) == EXIT_USER
         said = capsys.readouterr().err
         assert says in said and said.count("\n") == 1
-    dcp.save({"a": torch.ones(2)}, checkpoint_id=str(tmp_path / "foreign"), no_dist=True)
-    assert run(monkeypatch, tmp_path / "foreign") == EXIT_USER
-    assert "there are no checksums to compare with" in capsys.readouterr().err
 
 
-def test_a_flag_that_does_not_exist_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(monkeypatch, "--newst", "folder") == EXIT_USER
-    assert capsys.readouterr().err == "error: --newst: no such flag; did you mean --newest?\n"
-
-
-def test_a_sweep_asks_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    registry = Registry(tmp_path / "sweep")
+def test_a_sweep_asks_for_it(tmp_path: Path, capsys: Capture) -> None:
+    registry, points = Registry(tmp_path / "sweep"), []
     registry.path.mkdir()
-    points = []
     for seed, enable in ((1, "true"), (2, "true"), (3, "false")):
         typed = [f"training.seed={seed}", f"checkpoint.enable={enable}"]
-        job = compose_job(
-            ["model=llama3_tiny", "data=synthetic", f"runs_dir={tmp_path}", "name=sweep", *typed]
-        )
+        job = tiny(f"runs_dir={tmp_path}", "name=sweep", *typed)
         folder = RunFolder(job.run_dir)
         folder.plan(job, typed)
         folder.set_status("completed")
         points.append(Point(job.id, job.run_dir, typed))
     registry.add(points, [])
     paths = [write(point.run_dir / "checkpoints", 4) for point in points[:2]]
-    command = ["harness", "status", str(registry.path), "--verify"]
-    monkeypatch.setattr(sys, "argv", command)
-    for code in (EXIT_OK, EXIT_MACHINE):
-        with pytest.raises(SystemExit) as ended:
-            SWEEP.main()
-        assert ended.value.code == code
-        said = capsys.readouterr().out
-        assert f"{paths[0]}: ok" in said and f"{points[2].run_dir}: there is no checkpoint" in said
-        flip(paths[1] / "__0_0.distcp", 600)
-    assert f"{paths[1]}: damaged: __0_0.distcp" in said
-    flip(paths[1] / "__0_0.distcp", 600)  # damaged again
-    monkeypatch.setattr(sys, "argv", [*command, "--json"])
-    with pytest.raises(SystemExit) as ended:
-        SWEEP.main()
-    assert ended.value.code == EXIT_MACHINE
-    found = json.loads(capsys.readouterr().out)
-    assert [each["state"] for each in found["points"]] == ["completed"] * 3 and found["skipped"] == []
+
+    def status(*flags: str) -> tuple[int, str]:
+        code = guarded(lambda: SWEEP.run_line(["status", str(registry.path), "--verify", *flags]))
+        return code, capsys.readouterr().out
+
+    code, said = status()
+    assert code == EXIT_OK
+    assert f"{paths[0]}: ok" in said and f"{points[2].run_dir}: there is no checkpoint" in said
+    flip(paths[1] / "__0_0.distcp", 600)
+    code, said = status()
+    assert code == EXIT_MACHINE and f"{paths[1]}: damaged: __0_0.distcp" in said
+    code, said = status("--json")
+    found = json.loads(said)
+    assert code == EXIT_MACHINE and found["skipped"] == []
+    assert [each["state"] for each in found["points"]] == ["completed"] * 3
     assert [each["state"] for each in found["checkpoints"]] == ["ok", "damaged"]

@@ -7,8 +7,8 @@ import platform
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,6 @@ import pytest
 import torch
 from jobs import tiny
 
-from harness.compose.composer import compose_job
-from harness.config.job import Job
 from harness.launch.begin import begin
 from harness.launch.local import launch
 from harness.run.folder import RunFolder
@@ -51,48 +49,37 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return kept
 
 
-def job(*overrides: str) -> Job:
-    return tiny(*overrides)
-
-
-def test_what_is_set(environment: dict[str, str]) -> None:
+@pytest.mark.parametrize("theirs", ["", *OURS])
+def test_what_is_set_unless_the_user_has(environment: dict[str, str], theirs: str) -> None:
     before = dict(environment)
-    process.set_environment(job(), Path("/runs/x"))
-    assert {name: value for name, value in environment.items() if name not in before} == OURS
-
-
-@pytest.mark.parametrize("name", OURS)
-def test_the_users_value_wins(environment: dict[str, str], name: str) -> None:
-    environment[name] = "theirs"
-    process.set_environment(job(), Path("/runs/x"))
-    assert {each: environment[each] for each in OURS} == {**OURS, name: "theirs"}
+    if theirs:
+        environment[theirs] = "theirs"
+    process.set_environment(tiny(), Path("/runs/x"))
+    changed = {name: value for name, value in environment.items() if name not in before}
+    assert changed == OURS | ({theirs: "theirs"} if theirs else {})
 
 
 @pytest.mark.parametrize("name", OLDER)
 def test_the_users_value_wins_under_an_older_name(environment: dict[str, str], name: str) -> None:
     environment[OLDER[name]] = "theirs"
-    process.set_environment(job(), Path("/runs/x"))
+    process.set_environment(tiny(), Path("/runs/x"))
     assert name not in environment
     if name in process.SHOWN:
-        assert f"{OLDER[name]}=theirs" in process.describe(job(), "cuda")
+        assert f"{OLDER[name]}=theirs" in process.describe(tiny(), "cuda")
 
 
 def test_the_recorder_can_be_switched_off(environment: dict[str, str]) -> None:
-    process.set_environment(job("debug.flight_recorder=0"), Path("/runs/x"))
+    process.set_environment(tiny("debug.flight_recorder=0"), Path("/runs/x"))
     assert (environment["TORCH_FR_BUFFER_SIZE"], environment["TORCH_NCCL_DUMP_ON_TIMEOUT"]) == ("0", "0")
 
 
-def test_one_line_describes_the_settings_in_force(environment: dict[str, str]) -> None:
-    process.set_environment(job(), Path("/runs/x"))
-    assert process.describe(job(), "cpu") == "process: float32 products in highest precision"
-    assert "all products are; several times as fast on most GPUs: precision=bf16" in process.describe(
-        job(), "cuda"
-    )
-    assert process.describe(job("training.matmul_precision=high", "precision=bf16"), "cuda") == (
-        "process: float32 products in high precision, PYTORCH_ALLOC_CONF=expandable_segments:True, "
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING=3"
-    )
-    assert process.describe(job(), "cpu", keeps_memory=True).endswith("precision, freed memory is kept")
+def test_changed_settings_are_shown_in_one_line(environment: dict[str, str]) -> None:
+    process.set_environment(tiny(), Path("/runs/x"))
+    assert process.describe(tiny(), "cpu") == process.describe(tiny("precision=bf16"), "cuda") == ""
+    assert process.describe(tiny(), "cuda").startswith("process: all products in float32, highest preci")
+    environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"
+    shown = process.describe(tiny("precision=bf16"), "cuda")
+    assert shown == "process: TORCH_NCCL_ASYNC_ERROR_HANDLING=1"
 
 
 BLOCKS_TWICE = """
@@ -123,19 +110,18 @@ def test_freed_memory_is_kept(environment: dict[str, str], theirs: dict[str, str
 
 def test_matmul_precision_is_the_jobs(environment: dict[str, str]) -> None:
     try:
-        set_up_process(job("training.matmul_precision=high"))
+        set_up_process(tiny("training.matmul_precision=high"))
         assert torch.get_float32_matmul_precision() == "high" and torch.backends.cuda.matmul.allow_tf32
     finally:
-        set_up_process(job())
+        set_up_process(tiny())
     assert torch.get_float32_matmul_precision() == "highest" and not torch.backends.cuda.matmul.allow_tf32
-    assert job().numerics_id != job("training.matmul_precision=high").numerics_id
+    assert tiny().numerics_id != tiny("training.matmul_precision=high").numerics_id
 
 
 def test_a_missing_interface_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nope0")
-    job = tiny()
     message = r"^GLOO_SOCKET_IFNAME=lo,nope0: .* has no network interface nope0; would work: .*lo"
-    with pytest.raises(UserError, match=message), process_group(job, torch.device("cpu")):
+    with pytest.raises(UserError, match=message), process_group(tiny(), torch.device("cpu")):
         pass
 
 
@@ -143,8 +129,7 @@ def test_launcher_variables_are_ignored_without_a_rank(monkeypatch: pytest.Monke
     monkeypatch.delenv("RANK", raising=False)
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE"):
         monkeypatch.setenv(name, "x")
-    job = tiny()
-    with process_group(job, torch.device("cpu")):
+    with process_group(tiny(), torch.device("cpu")):
         assert local_rank() == 0
 
 
@@ -159,41 +144,60 @@ def test_communicators_of_gpus_are_made_with_the_mesh(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.distributed, "init_process_group", record)
     monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: None)
     device = torch.device("cuda", 1)
-    with process_group(job("parallelism=pp", "cluster.device=cpu"), device):
+    with process_group(tiny("parallelism=pp", "cluster.device=cpu"), device):
         pass
     assert [each["device_id"] for each in calls] == [device]
 
 
-TINY = (
-    *("model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "cluster.device=cpu", "metrics.console=none"),
-    *("training.seq_len=16", "training.global_batch_size=2", "training.steps=4", "checkpoint.enable=false"),
-)
+INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
 
 @pytest.fixture(autouse=True)
-def _python_answers_to_interrupts() -> object:
-    """Handle SIGINT as a foreground process does, also if the tests run in the background."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+def handlers() -> Iterator[None]:
+    """Handle signals as a foreground process does: a shell may have started the tests with some ignored."""
+    before = {number: signal.signal(number, signal.default_int_handler) for number in process.STOP_SIGNALS}
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
-def send(number: int) -> None:
-    os.kill(os.getpid(), number)
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No two signals are of one key press."""
+    monkeypatch.setattr(process, "SAME_KEY_PRESS_SECONDS", 0.0)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_the_first_signal_is_noted_and_handlers_come_back(number: int) -> None:
-    # A shell may have started the tests with SIGHUP ignored (nohup), and ignored signals stay ignored.
-    outer = signal.signal(number, signal.default_int_handler)
-    try:
-        with StopRequest() as request:
-            assert request.signal is None
-            send(number)
-            assert request.signal == number and not request.insists
-        assert signal.getsignal(number) == signal.default_int_handler
-    finally:
-        signal.signal(number, outer)
+def send(*numbers: int) -> None:
+    for number in numbers:
+        os.kill(os.getpid(), number)
+
+
+@pytest.mark.usefixtures("apart")
+@pytest.mark.parametrize(
+    ("sent", "insists"),
+    # Schedulers send SIGTERM to a process and to its group, and a lost terminal several SIGHUPs.
+    [([INT], False), ([HUP], False), ([TERM, TERM, HUP], False), ([TERM, INT], True), ([INT, INT], True)],
+)
+def test_a_request_notes_the_first_signal(sent: list[int], insists: bool) -> None:
+    with StopRequest(raises=False) as request:
+        assert request.signal is None
+        send(*sent)
+        assert (request.signal, request.insists) == (sent[0], insists)
+    assert {signal.getsignal(number) for number in process.STOP_SIGNALS} == {signal.default_int_handler}
+
+
+def test_one_key_press_that_arrives_twice_is_one() -> None:
+    with StopRequest(raises=False) as request:
+        send(INT, INT)
+        assert not request.insists
+
+
+@pytest.mark.usefixtures("apart")
+def test_what_raises() -> None:
+    with StopRequest(), pytest.raises(KeyboardInterrupt):
+        send(INT, INT)
+    with stop_signals_interrupt(), pytest.raises(KeyboardInterrupt):
+        send(TERM)  # before the loop begins
 
 
 def test_a_pipe_of_stderr_may_be_closed() -> None:
@@ -203,114 +207,65 @@ def test_a_pipe_of_stderr_may_be_closed() -> None:
     os.dup2(writer, 2)
     try:
         with StopRequest() as request:
-            send(signal.SIGTERM)
-            assert request.signal == signal.SIGTERM
+            send(TERM)
+            assert request.signal == TERM
     finally:
         os.dup2(stderr, 2)
         os.close(stderr)
         os.close(writer)
 
 
-def test_a_second_interrupt_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "SAME_KEY_PRESS_SECONDS", 0.0)
-    with StopRequest(), pytest.raises(KeyboardInterrupt):
-        send(signal.SIGINT)
-        send(signal.SIGINT)
-
-
-def test_one_key_press_that_arrives_twice_is_one() -> None:
-    with StopRequest(raises=False) as request:
-        send(signal.SIGINT)
-        send(signal.SIGINT)
-        assert not request.insists
-
-
-def test_a_second_termination_does_not_insist(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Schedulers send SIGTERM to a process and to its group, and a lost terminal several SIGHUPs.
-    monkeypatch.setattr(process, "SAME_KEY_PRESS_SECONDS", 0.0)
-    with StopRequest(raises=False) as request:
-        send(signal.SIGTERM)
-        send(signal.SIGTERM)
-        send(signal.SIGHUP)
-        assert not request.insists
-        send(signal.SIGINT)
-        assert request.insists and request.signal == signal.SIGTERM
-
-
-def test_an_ignored_signal_stays_ignored() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with StopRequest() as request:
-            send(signal.SIGHUP)
-            assert request.signal is None
-    finally:
-        signal.signal(signal.SIGHUP, before)
+def test_ignored_signals_stay_ignored() -> None:
+    signal.signal(HUP, signal.SIG_IGN)
+    with StopRequest() as request:
+        send(HUP)
+        assert request.signal is None
+        process.ignore_stop_signals()
+    send(TERM)
+    assert signal.getsignal(TERM) == signal.SIG_IGN
 
 
 def test_outside_of_the_main_thread_nothing_is_touched() -> None:
-    seen = []
-
-    def enter() -> None:
+    def enter() -> int | None:
         with StopRequest() as request:
-            seen.append(request.signal)
+            return request.signal
 
-    thread = threading.Thread(target=enter)
-    thread.start()
-    thread.join()
-    assert seen == [None]
-
-
-def test_termination_interrupts_before_the_loop_begins() -> None:
-    with stop_signals_interrupt(), pytest.raises(KeyboardInterrupt):
-        send(signal.SIGTERM)
-
-
-def test_signals_that_are_ignored_meanwhile_stay_so_when_a_request_ends() -> None:
-    before = {number: signal.getsignal(number) for number in process.STOP_SIGNALS}
-    try:
-        with StopRequest():
-            process.ignore_stop_signals()
-        send(signal.SIGTERM)
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with ThreadPoolExecutor() as threads:
+        assert threads.submit(enter).result() is None
 
 
 def test_a_row_that_is_being_written_is_not_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For completed and failed runs, whether a rank or its controller writes."""
-    job = compose_job([*TINY, f"runs_dir={tmp_path}"])
-    write_result, ensure_result, seen = RunFolder.write_result, RunFolder.ensure_result, []
+    seen = []
 
-    def interrupt(name: str, call: Callable[..., None]) -> Callable[..., None]:
+    def interrupt(name: str) -> None:
+        call = getattr(RunFolder, name)
+
         def interrupted(*arguments: Any) -> None:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                send(number)
+            send(INT, TERM)
             seen.append(name)
             call(*arguments)
 
-        return interrupted
+        monkeypatch.setattr(RunFolder, name, interrupted)
 
-    monkeypatch.setattr(RunFolder, "write_result", interrupt("write_result", write_result))
-    monkeypatch.setattr(RunFolder, "ensure_result", interrupt("ensure_result", ensure_result))
-    folder = RunFolder(tmp_path / "done")
-    begin(folder, job, [])
-    assert launch(job, folder) == 0 and folder.row["exit_code"] == 0
+    def run(name: str, **options: bool) -> tuple[int, dict[str, Any]]:
+        folder = RunFolder(tmp_path / name)
+        begin(folder, job, [])
+        return launch(job, folder, **options), folder.row
 
     def fail(*_: object) -> None:
-        send(signal.SIGINT)  # requests a stop; a second one would end the run at once
+        send(INT)  # requests a stop; a second one would end the run at once
         raise LookupError("a bug")
 
+    job = tiny("training.seq_len=16", "training.steps=2", "checkpoint=disabled")
+    interrupt("write_result")
+    interrupt("ensure_result")
+    code, row = run("done")
+    assert code == row["exit_code"] == 0
     monkeypatch.setattr(Engine, "update", fail)
-    folder = RunFolder(tmp_path / "failed")
-    begin(folder, job, [])
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        assert launch(job, folder, ends_process=True) == 1 and folder.row["error.type"] == "LookupError"
-        send(signal.SIGTERM)  # the interpreter takes a while to end
-    finally:
-        for number in process.STOP_SIGNALS:
-            signal.signal(number, before if number != signal.SIGINT else signal.default_int_handler)
+    code, row = run("failed", ends_process=True)
+    assert code == 1 and row["error.type"] == "LookupError"
+    send(TERM)  # the interpreter takes a while to end
     assert seen == ["write_result", "ensure_result"] * 2

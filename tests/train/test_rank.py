@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
+import threading
 import time
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from jobs import tiny
 
 from harness.config.job import Job
+from harness.data.cache import cache_folder
+from harness.data.documents import LocalFiles
+from harness.data.tokenizer import build_tokenizer
 from harness.launch.begin import begin
+from harness.launch.pool import RankPool
 from harness.run.folder import RunFolder
 from harness.train import rank
 from harness.train.finish import finish_run
+from harness.train.objective import _wait_for_all, loader_of
 from harness.util.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_USER, DataError
+from harness.util.store import only_builder
 
 
 @pytest.fixture(scope="module")
@@ -34,26 +42,6 @@ def folder(tmp_path: Path, job: Job) -> RunFolder:
     return made
 
 
-class BrokenTrainer:
-    """A trainer whose results cannot be read."""
-
-    class progress:
-        step = 5
-
-    def result(self) -> dict[str, Any]:
-        raise ArithmeticError("no result either")
-
-
-class BrokenRecorder:
-    """A recorder whose service is gone."""
-
-    closed_with: object = None
-
-    def close(self, summary: object) -> None:
-        self.closed_with = summary
-        raise ConnectionError("no service")
-
-
 @pytest.mark.parametrize(
     ("error", "code", "reason"),
     [
@@ -64,27 +52,22 @@ class BrokenRecorder:
     ],
 )
 def test_errors_while_ending_do_not_hide_the_cause(
-    folder: RunFolder,
-    job: Job,
-    monkeypatch: pytest.MonkeyPatch,
-    error: BaseException,
-    code: int,
-    reason: str,
+    folder: RunFolder, job: Job, error: BaseException, code: int, reason: str
 ) -> None:
-    recorder = BrokenRecorder()
-
-    def fail(*_: object) -> None:
-        raise error
-
-    monkeypatch.setattr(rank.Rank, "trainer", BrokenTrainer())
-    monkeypatch.setattr(rank.Rank, "recorder", recorder)
-    monkeypatch.setattr(rank.process, "set_environment", fail)
-    assert rank.run_rank(job, folder, started=time.monotonic()) == code
-    row = json.loads((folder.path / "result.json").read_text())
-    assert (row["exit_reason"], row["exit_code"]) == (reason, code)
-    assert recorder.closed_with == {"exit_code": code}  # W&B shows the run as failed
+    """The results of the trainer cannot be read, and the service of the recorder is gone."""
+    trainer, recorder = Mock(progress=Mock(step=5)), Mock()
+    trainer.result.side_effect = ArithmeticError("no result either")
+    recorder.close.side_effect = ConnectionError("no service")
+    failing = Mock(side_effect=error)
+    with (
+        patch.multiple(rank.Rank, trainer=trainer, recorder=recorder),
+        patch.object(rank.process, "set_environment", failing),
+    ):
+        assert rank.run_rank(job, folder, started=time.monotonic()) == code
+    assert (folder.row["exit_reason"], folder.row["exit_code"]) == (reason, code)
+    recorder.close.assert_called_with({"exit_code": code})  # W&B shows the run as failed
     if reason == "failed":
-        assert (row["error.message"], row["error.step"]) == (str(error), 5)
+        assert (folder.row["error.message"], folder.row["error.step"]) == (str(error), 5)
 
 
 def test_a_process_ends_with_its_parent_and_takes_its_own_children_along(tmp_path: Path) -> None:
@@ -107,26 +90,24 @@ def test_a_process_ends_with_its_parent_and_takes_its_own_children_along(tmp_pat
     process.kill()
     process.communicate()
     deadline = time.monotonic() + 10
-    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
+    while any(is_running(pid) for pid in pids):
+        assert time.monotonic() < deadline
         time.sleep(0.05)
-    left = [pid for pid in pids if os.path.exists(f"/proc/{pid}") and not is_zombie(pid)]
-    assert not left
     assert said.read_text() == "said"
 
 
-def is_zombie(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 @pytest.mark.parametrize("arguments", [(), ("somewhere",)])
 def test_starting_a_rank_by_hand_is_a_one_line_error(arguments: tuple[str, ...]) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HARNESS_")}
-    done = subprocess.run(
-        [sys.executable, "-m", "harness.train.rank", *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-m", "harness.train.rank", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == EXIT_USER
     assert done.stderr == "error: the harness starts its ranks itself; would work: python -m harness.train\n"
 
@@ -138,15 +119,68 @@ def test_a_rank_with_a_damaged_job_is_one_line_of_the_controller(
     (folder.path / "job.json").write_text('{"name": 1}')
     place = {"HARNESS_CONTROLLER": str(os.getpid()), "RANK": "1"}
     variables = place if started_by == "controller" else {"SLURM_PROCID": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "harness.train.rank", str(folder.path)],
-        env={**os.environ, **variables, "HARNESS_STARTED": "1.0"},
-        capture_output=True,
-        text=True,
-    )
+    environment = {**os.environ, **variables, "HARNESS_STARTED": "1.0"}
+    command = [sys.executable, "-m", "harness.train.rank", str(folder.path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (EXIT_USER, "")
     assert finish_run(job, folder, done.returncode) == EXIT_USER
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {folder.path}/job.json: damaged, or another version wrote it: name=1: ")
-    row = json.loads((folder.path / "result.json").read_text())
+    row = folder.row
     assert (row["error.kind"], row["error.rank"], row["exit_code"]) == ("user", 1, EXIT_USER)
+
+
+# -- ranks wait for the rank that tokenizes, without a collective, whose timeout would end the job --
+
+TIMEOUT_SECONDS, BUILDING_SECONDS = 0.5, 1.0
+
+
+def wait_twice() -> list[tuple[float, float]]:
+    """Return when this rank entered and left each of two waits; rank 0 enters both late."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT_SECONDS))
+    times = []
+    for _ in range(2):
+        if dist.get_rank() == 0:
+            time.sleep(BUILDING_SECONDS)  # longer than a collective allows
+        entered = time.monotonic()
+        _wait_for_all()
+        times.append((entered, time.monotonic()))
+    return times
+
+
+def test_ranks_wait_for_a_builder_longer_than_for_a_collective(pool: RankPool) -> None:
+    """The second wait is not mistaken for the first."""
+    ranks = pool.run(3, wait_twice)
+    for wait in range(2):
+        entered, _ = ranks[0][wait]
+        assert all(left > entered for _, left in (rank[wait] for rank in ranks))
+
+
+def load_while_another_builds(job: Job) -> float:
+    """Build the loader of a job whose token cache another process builds; return when it is there."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT_SECONDS))
+    loader_of(job, build_tokenizer(job.tokenizer), range(2))
+    return time.monotonic()
+
+
+def test_ranks_wait_for_the_builder_of_another_node(pool: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text " * 1000)
+    files = (f"data.paths=[{tmp_path}/*.txt]", f"data.cache_dir={tmp_path}/cache")
+    job = tiny("model.vocab_size=512", "data=local_text", *files, "data.validation_fraction=0")
+    tokenizer = build_tokenizer(job.tokenizer)
+    folder = cache_folder(LocalFiles(job.data, "paths"), tokenizer, 0.0, job.data.cache_dir)
+    work = folder / ".unfinished"
+    holds, ended = threading.Event(), []
+
+    def build() -> None:
+        with only_builder(work, lambda: False):
+            holds.set()
+            time.sleep(TIMEOUT_SECONDS + BUILDING_SECONDS)
+            ended.append(time.monotonic())
+
+    builder = threading.Thread(target=build)
+    builder.start()
+    holds.wait()
+    ranks = pool.run(3, load_while_another_builds, job)
+    builder.join()
+    assert all(loaded > ended[0] for loaded in ranks) and not work.exists()

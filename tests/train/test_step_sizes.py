@@ -11,7 +11,6 @@ from equal import assert_equal
 from jobs import tiny
 
 from harness.data.loader import Batch
-from harness.metrics.jsonl import read_metrics
 from harness.metrics.mfu import Efficiency, Peak
 from harness.model.accounting import account
 from harness.train.engine import Engine
@@ -61,7 +60,7 @@ def test_a_step_is_that_of_a_job_of_its_sizes(model: str) -> None:
 def test_rows_count_the_tokens_of_their_steps(tmp_path: Path) -> None:
     options = (*FULL, *SCHEDULE, "metrics.warmup_steps=0", "validation.interval=1", "validation.steps=1")
     run = jobs.train(tmp_path, "training.tokens=1000", *options)
-    rows = [row for row in read_metrics(run.folder.path / "metrics.jsonl") if "loss" in row]
+    rows = [row for row in run.rows if "loss" in row]
     # 2 x 16, 2 x 16, 4 x 16, then 4 x 64 until 1000 tokens are trained.
     assert [row["tokens"] for row in rows] == [32, 64, 128, 384, 640, 896, 1152]
     assert [row["valid_tokens"] for row in rows] == [32, 32, 64, *[256] * 4]

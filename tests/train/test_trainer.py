@@ -5,22 +5,31 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jobs
 import pytest
 import torch
 
+from harness.compose.composer import compose_points
 from harness.config.job import Job
+from harness.data.loader import IGNORE_INDEX
+from harness.data.tokenizer import build_tokenizer
 from harness.launch.begin import begin
 from harness.launch.local import launch
-from harness.metrics.jsonl import read_metrics
+from harness.launch.pool import RankFailed, RankPool
 from harness.metrics.recorder import Recorder
+from harness.model.decoder import Decoder
+from harness.parallelism.loss import TokenLoss
 from harness.run.folder import RunFolder
 from harness.train.engine import Engine
+from harness.train.objective import Objective, loader_of
 from harness.train.step import LATE_STEPS
-from harness.util.errors import EXIT_NON_FINITE, DataError
+from harness.train.trainer import Trainer
+from harness.util.errors import EXIT_NON_FINITE, DataError, NonFiniteError
 
 SMALL = ("training.steps=6", "training.seq_len=32", "training.global_batch_size=4")
 
@@ -29,22 +38,21 @@ def run(tmp_path: Path, *overrides: str) -> jobs.Run:
     return jobs.train(tmp_path, *SMALL, *overrides)
 
 
-def rows_of(folder: RunFolder) -> list[dict]:
-    return read_metrics(folder.path / "metrics.jsonl")
-
-
-def test_rows_have_their_metrics(tmp_path: Path) -> None:
-    code, folder, job = run(tmp_path, "training.steps=8")
-    rows = rows_of(folder)
-    assert code == 0
+def test_rows_have_their_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Objective, "rates", lambda _, samples: {"samples_per_second": samples})
+    done = run(tmp_path, "training.steps=8")
+    rows, job = done.rows, done.job
+    assert done.code == 0
     assert [row["step"] for row in rows] == list(range(1, 9))
     assert all(row["loss_max"] >= row["loss"] - 1e-9 for row in rows)
     assert [row["tokens"] for row in rows] == [4 * 32 * step for step in range(1, 9)]
+    assert "mtp_loss" not in rows[0]
     assert rows[2]["tokens_per_second"] is None  # warm-up
+    assert rows[7]["tokens_per_second"] == pytest.approx(32 * rows[7]["samples_per_second"])
     assert rows[7]["tokens_per_second"] > 0
     assert rows[7]["mfu"] is None  # an unknown peak gives no MFU
     assert rows[0]["lr"] == pytest.approx(job.optimizer.lr / 2)
-    result = folder.row
+    result = done.folder.row
     assert (result["exit_reason"], result["step"], result["tokens"]) == ("completed", 8, 8 * 128)
     assert result["loss"] == rows[-1]["loss"]
     assert result["window.window_steps"] == 5
@@ -66,114 +74,92 @@ def test_a_clock_that_is_set_back_changes_no_duration(
 
 
 def test_rows_have_the_loss_of_multi_token_prediction(tmp_path: Path) -> None:
-    options = ("training.steps=4", "optimizer.lr=0.01", "schedule.warmup_steps=1", "validation.interval=2")
-    _, folder, _ = run(tmp_path, "model.mtp.depth=1", *options)
-    rows = [row for row in rows_of(folder) if "loss" in row]
-    assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    assert all(0 < row["mtp_loss"] < 20 and row["mtp_loss"] != row["loss"] for row in rows)
-    _, plain, _ = run(tmp_path, *options)
-    assert all("mtp_loss" not in row for row in rows_of(plain))
-
-
-def test_log_interval_keeps_first_and_last(tmp_path: Path) -> None:
-    _, folder, _ = run(tmp_path, "metrics.log_interval=4")
-    assert [row["step"] for row in rows_of(folder)] == [1, 4, 6]
+    done = run(tmp_path, "model.mtp.depth=1", "training.steps=2")
+    assert all(0 < row["mtp_loss"] < 20 and row["mtp_loss"] != row["loss"] for row in done.rows)
 
 
 def test_validation_is_the_weighted_mean_of_fixed_samples(tmp_path: Path) -> None:
-    """Trap 11: weighted by tokens, the same samples every time, no effect on training."""
-    _, plain, _ = run(tmp_path / "a", "optimizer.lr=0")
-    _, folder, job = run(tmp_path / "b", "optimizer.lr=0", "validation.interval=2", "validation.steps=3")
-    validations = {row["step"]: row["validation_loss"] for row in rows_of(folder) if "validation_loss" in row}
+    """Weighted by tokens, the same samples every time, no effect on training."""
+    plain = run(tmp_path / "a", "optimizer.lr=0")
+    done = run(tmp_path / "b", "optimizer.lr=0", "validation.interval=2", "validation.steps=3")
+    validations = {row["step"]: row["validation_loss"] for row in done.rows if "validation_loss" in row}
     assert list(validations) == [2, 4, 6]
     # Nothing is learned at rate 0, so the same samples give the same loss.
     assert len(set(validations.values())) == 1
-    trained = [row["loss"] for row in rows_of(folder) if "loss" in row]
-    assert trained == [row["loss"] for row in rows_of(plain)]
-    assert validations[2] == pytest.approx(plain_validation_loss(job), rel=1e-6)
-
-
-def plain_validation_loss(job: Job) -> float:
-    """Sum of all token losses over all valid tokens, in one plain forward pass."""
-    from harness.data.tokenizer import build_tokenizer
-    from harness.model.decoder import Decoder
-    from harness.parallelism.materialize import materialize
-    from harness.train.objective import loader_of
-
-    loader = loader_of(job, build_tokenizer(job.tokenizer), range(4), "validation")
+    trained = [row["loss"] for row in done.rows if "loss" in row]
+    assert trained == [row["loss"] for row in plain.rows]
+    loader = loader_of(done.job, build_tokenizer(done.job.tokenizer), range(4), "validation")
     batches = [loader.next() for _ in range(3)]
-    model = Decoder(job.model, 32)
-    materialize(model, job.training.seed, torch.device("cpu"), torch.device("cpu"))
-    with torch.no_grad():
-        logits = model(torch.cat([b.inputs_BT for b in batches])).flatten(0, 1)
-    return float(
-        torch.nn.functional.cross_entropy(logits, torch.cat([b.labels_BT for b in batches]).flatten())
-    )
+    valid = torch.cat([batch.labels_BT for batch in batches]) != IGNORE_INDEX
+    losses = torch.cat([jobs.plain_losses(done.job, batch) for batch in batches])
+    assert validations[2] == pytest.approx(float(losses[valid].mean()), rel=1e-6)
 
 
 @pytest.fixture
-def infinite_at(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
-    """Make the losses of the given steps infinite."""
+def infinite_at(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Make the losses of the given steps infinite; the count continues in later runs."""
 
     def spoil(*steps: int) -> None:
-        original, count = Engine.gradients, [0]
-
-        def gradients(self, batch, **options):  # type: ignore[no-untyped-def]
-            count[0] += 1
-            if count[0] not in steps:
-                return original(self, batch, **options)
-            call = self.loss.__class__.__call__
-            self.loss.__class__.__call__ = lambda loss, logits, labels: (
-                call(loss, logits, labels) * float("inf")
-            )
-            try:
-                return original(self, batch, **options)
-            finally:
-                self.loss.__class__.__call__ = call
-
-        monkeypatch.setattr(Engine, "gradients", gradients)
+        original, count = TokenLoss.__call__, itertools.count(1)
+        monkeypatch.setattr(
+            TokenLoss,
+            "__call__",
+            lambda *args: original(*args) * (float("inf") if next(count) in steps else 1),
+        )
 
     return spoil
-
-
-def test_non_finite_stops_and_keeps_the_evidence(tmp_path: Path, infinite_at) -> None:  # type: ignore[no-untyped-def]
-    """Trap 25."""
-    infinite_at(3)
-    code, folder, _ = run(tmp_path)
-    assert code == EXIT_NON_FINITE
-    evidence = json.loads((folder.path / "evidence" / "step3-rank0.json").read_text())
-    assert evidence["gradients"]
-    assert evidence["loss"] == "inf"
-    batch = torch.load(folder.path / "evidence" / "step3-rank0.pt")
-    assert batch["inputs"].shape == (4, 32)
-    result = folder.row
-    assert (result["exit_code"], result["step"], result["error.kind"]) == (EXIT_NON_FINITE, 2, "non_finite")
-    assert [row["step"] for row in rows_of(folder)] == [1, 2]
-
-
-def test_non_finite_can_be_skipped(tmp_path: Path, infinite_at) -> None:  # type: ignore[no-untyped-def]
-    infinite_at(1, 3)
-    code, folder, job = run(tmp_path, "debug.non_finite=skip")
-    rows = rows_of(folder)
-    assert code == 0
-    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
-    assert [row["skipped_steps"] for row in rows] == [1, 1, 2, 2, 2, 2]
-    assert all(abs(row["loss"]) < 100 for row in rows if row["step"] not in (1, 3))
-    # The schedule advanced although two updates were skipped.
-    assert rows[1]["lr"] == pytest.approx(job.optimizer.lr)
-
-
-def test_skipping_in_a_row_ends(tmp_path: Path, infinite_at) -> None:  # type: ignore[no-untyped-def]
-    infinite_at(2, 3, 4)
-    code, folder, _ = run(tmp_path, "debug.non_finite=skip", "debug.max_skipped_steps=2")
-    assert code == EXIT_NON_FINITE
-    assert folder.row["step"] == 3
 
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values are read one step late."""
     monkeypatch.setitem(LATE_STEPS, "cpu", LATE_STEPS["cuda"])
+
+
+@pytest.mark.parametrize(("late", "interval", "rows"), [(0, 1, [1, 2]), (1, 1, [1, 2]), (1, 10, [1])])
+def test_non_finite_stops_and_keeps_the_evidence(
+    tmp_path: Path,
+    infinite_at: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    late: int,
+    interval: int,
+    rows: list[int],
+) -> None:
+    """Also where values are read when another step has started."""
+    monkeypatch.setitem(LATE_STEPS, "cpu", late)
+    infinite_at(3)
+    done = run(tmp_path, f"metrics.log_interval={interval}", "checkpoint.interval=2")
+    folder = done.folder
+    assert done.code == EXIT_NON_FINITE
+    found = sorted(path.name for path in (folder.path / "evidence").iterdir())
+    assert found == ["step3-rank0.json", "step3-rank0.pt"]
+    evidence = json.loads((folder.path / "evidence" / "step3-rank0.json").read_text())
+    assert evidence["gradients"] and evidence["loss"] == "inf"
+    assert torch.load(folder.path / "evidence" / "step3-rank0.pt")["inputs"].shape == (4, 32)
+    result = folder.row
+    assert (result["exit_code"], result["step"], result["error.kind"]) == (EXIT_NON_FINITE, 2, "non_finite")
+    assert "step 3: loss inf" in result["error.message"]
+    assert [row["step"] for row in done.rows] == rows
+    assert [each.name for each in (folder.path / "checkpoints").glob("step-*")] == ["step-2"]
+
+
+def test_non_finite_can_be_skipped(tmp_path: Path, infinite_at: Callable[..., None]) -> None:
+    infinite_at(1, 3)
+    done = run(tmp_path, "debug.non_finite=skip")
+    rows = done.rows
+    assert done.code == 0
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [row["skipped_steps"] for row in rows] == [1, 1, 2, 2, 2, 2]
+    assert all(abs(row["loss"]) < 100 for row in rows if row["step"] not in (1, 3))
+    # The schedule advanced although two updates were skipped.
+    assert rows[1]["lr"] == pytest.approx(done.job.optimizer.lr)
+
+
+def test_skipping_in_a_row_ends(tmp_path: Path, infinite_at: Callable[..., None]) -> None:
+    infinite_at(2, 3, 4)
+    code, folder, _ = run(tmp_path, "debug.non_finite=skip", "debug.max_skipped_steps=2")
+    assert code == EXIT_NON_FINITE
+    assert folder.row["step"] == 3
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
@@ -221,12 +207,12 @@ def test_rows_are_the_same_when_they_are_written_late(
     found = []
     for late in (0, 1):
         monkeypatch.setitem(LATE_STEPS, "cpu", late)
-        code, folder, _ = run(tmp_path / str(late), "training.matmul_precision=highest", *overrides.split())
-        assert code == 0
-        rows = rows_of(folder)
+        done = run(tmp_path / str(late), "training.matmul_precision=highest", *overrides.split())
+        assert done.code == 0
+        rows = done.rows
         assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6]
         found.append([{name: row[name] for name in row.keys() - TIMES} for row in rows])
-        assert folder.row["step"] == 6
+        assert done.folder.row["step"] == 6
         assert ("moe.load_max" in rows[0]) == ("deepseek" in overrides)
     assert found[0] == found[1]
 
@@ -241,72 +227,30 @@ def test_a_row_is_not_lost_when_the_next_step_fails(tmp_path: Path, monkeypatch:
         return gradients(engine, batch, **options)
 
     monkeypatch.setattr(Engine, "gradients", fail_in_step_4)
-    code, folder, _ = run(tmp_path)
-    assert code == DataError.exit_code
-    assert [row["step"] for row in rows_of(folder)] == [1, 2, 3]
-    assert folder.row["step"] == 3
-
-
-@pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize("interval", [1, 10])
-def test_values_are_read_a_step_late(tmp_path: Path, infinite_at, interval: int) -> None:  # type: ignore[no-untyped-def]
-    """By then another step has started; the run ends as it does when no step is late."""
-    infinite_at(3)
-    code, folder, _ = run(tmp_path, f"metrics.log_interval={interval}", "checkpoint.interval=2")
-    assert code == EXIT_NON_FINITE
-    assert [path.name for path in sorted((folder.path / "evidence").iterdir())] == [
-        "step3-rank0.json",
-        "step3-rank0.pt",
-    ]
-    result = folder.row
-    assert (result["step"], result["error.kind"]) == (2, "non_finite")
-    assert "step 3: loss inf" in result["error.message"]
-    assert [row["step"] for row in rows_of(folder)] == ([1, 2] if interval == 1 else [1])
-    assert [each.name for each in (folder.path / "checkpoints").glob("step-*")] == ["step-2"]
+    done = run(tmp_path)
+    assert done.code == DataError.exit_code
+    assert [row["step"] for row in done.rows] == [1, 2, 3]
+    assert done.folder.row["step"] == 3
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("implementation", ["fused", "foreach"])
 def test_skipping_is_the_same_on_device_and_host(
-    tmp_path: Path,
-    infinite_at,  # type: ignore[no-untyped-def]
-    implementation: str,
+    tmp_path: Path, infinite_at: Callable[..., None], implementation: str
 ) -> None:
     """A fused optimizer skips on the device, a step before the host notices; the others on the host."""
-    infinite_at(1, 3, 7, 9)  # the count continues in the second run
-    ends = []
+    infinite_at(1, 3, 7, 9)
+    ends = set()
     for interval in (1, 10):
-        _, folder, _ = run(
-            tmp_path / str(interval),
-            *("debug.non_finite=skip", f"metrics.log_interval={interval}"),
-            f"optimizer.implementation={implementation}",
-        )
-        result = folder.row
-        assert (result["step"], result["skipped_steps"]) == (6, 2)
+        own = ("debug.non_finite=skip", f"optimizer.implementation={implementation}")
+        _, folder, _ = run(tmp_path / str(interval), f"metrics.log_interval={interval}", *own)
+        assert (folder.row["step"], folder.row["skipped_steps"]) == (6, 2)
         assert len(list((folder.path / "evidence").glob("*.json"))) == 2
-        ends.append(result["loss"])
-    assert ends[0] == ends[1]
+        ends.add(folder.row["loss"])
+    assert len(ends) == 1
 
 
-def test_a_slow_source_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from harness.data.samples import SyntheticSamples
-
-    sample, gradients = SyntheticSamples.sample, Engine.gradients
-    monkeypatch.setattr(SyntheticSamples, "sample", lambda *args: (time.sleep(0.005), sample(*args))[1])
-    monkeypatch.setattr(
-        Engine, "gradients", lambda *args, **options: (time.sleep(0.05), gradients(*args, **options))[1]
-    )
-    shares = {}
-    for ahead in (0, 2):
-        _, folder, _ = run(tmp_path / str(ahead), f"data.prefetch={ahead}", "training.steps=10")
-        shares[ahead] = folder.row["window.data_share"]
-    # Four samples per batch, 20 ms, and steps of at least 50 ms.
-    assert shares[0] > 0.1
-    assert shares[2] < shares[0] / 3
-
-
-def test_collections_happen_at_fixed_steps_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trap 21."""
+def test_rows_and_collections_are_at_fixed_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     generations: list[int] = []
     enabled: list[bool] = []
     original = Engine.gradients
@@ -317,7 +261,8 @@ def test_collections_happen_at_fixed_steps_only(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(Engine, "gradients", gradients)
     monkeypatch.setattr(gc, "collect", lambda generation=2: generations.append(generation))
-    run(tmp_path, "training.gc_interval=2")
+    done = run(tmp_path, "training.gc_interval=2", "metrics.log_interval=4")
+    assert [row["step"] for row in done.rows] == [1, 4, 6]  # the first and the last, too
     assert generations == [2, 1, 1, 1]  # once before the first step, then at steps 2, 4 and 6
     assert enabled == [False] * 6
     assert gc.isenabled()
@@ -327,8 +272,8 @@ def test_deterministic_runs_are_bitwise_equal(tmp_path: Path) -> None:
     values = []
     try:
         for name in ("a", "b"):
-            _, folder, _ = run(tmp_path / name, "debug=deterministic")
-            values.append([(row["loss"], row["grad_norm"]) for row in rows_of(folder)])
+            done = run(tmp_path / name, "debug=deterministic")
+            values.append([(row["loss"], row["grad_norm"]) for row in done.rows])
         assert torch.are_deterministic_algorithms_enabled()
         run(tmp_path / "c", "debug=default")
         assert not torch.are_deterministic_algorithms_enabled()
@@ -341,11 +286,121 @@ def test_training_learns(tmp_path: Path) -> None:
     """A repetitive text is learned: the loss falls far below the entropy of its letters."""
     text = tmp_path / "text.txt"
     text.write_text("abcdefgh " * 4000)
-    _, folder, _ = run(
-        tmp_path,
-        *("data=local_text", f"data.paths=[{text}]", f"data.cache_dir={tmp_path}", "tokenizer=bytes"),
-        *("model.vocab_size=258", "training.steps=30", "optimizer.lr=5e-3"),
-    )
-    rows = rows_of(folder)
-    assert rows[0]["loss"] > 4
-    assert rows[-1]["loss"] < 0.5
+    data = ("data=local_text", f"data.paths=[{text}]", f"data.cache_dir={tmp_path}", "model.vocab_size=258")
+    rows = run(tmp_path, *data, "training.steps=30", "optimizer.lr=5e-3").rows
+    assert rows[0]["loss"] > 4 and rows[-1]["loss"] < 0.5
+
+
+# -- debug=nan and debug=anomaly: the error names where the first number that is not finite was computed --
+
+NAN = ("training.steps=4", "training.seq_len=16", "training.global_batch_size=4", "checkpoint=disabled")
+
+
+@pytest.fixture(autouse=True)
+def no_anomaly_mode_is_left():  # type: ignore[no-untyped-def]
+    yield
+    torch.autograd.set_detect_anomaly(False)
+
+
+def poisoned(job: Job, run_dir: str, name: str) -> None:
+    """Train with one element of one weight set to NaN on the ranks that hold its first row."""
+    engine = Engine(job, torch.device("cpu"))
+    with torch.no_grad():
+        for own, parameter in engine.named_parameters():
+            if own == name:
+                getattr(parameter, "_local_tensor", parameter).view(-1)[0] = float("nan")
+    Trainer(job, RunFolder(Path(run_dir)), engine, None, time.monotonic()).train()
+
+
+def error_of(job: Job, run_dir: str, name: str) -> str:
+    try:
+        poisoned(job, run_dir, name)
+    except NonFiniteError as error:
+        return str(error)
+    return "nothing"
+
+
+WEIGHT = "layers.1.feed_forward.w2.weight"
+MESSAGE = "step 1: the output of layers.1.feed_forward.w2 is not finite"
+
+
+@pytest.mark.parametrize("layout", ["single", "fsdp", "tp"])
+def test_a_poisoned_weight_is_named(pool: RankPool, tmp_path: Path, layout: str) -> None:
+    job = jobs.tiny(*NAN, f"parallelism={layout}", "debug=nan")
+    errors = pool.run(job.world_size, error_of, job, str(tmp_path), WEIGHT)
+    assert all(each.startswith(MESSAGE) for each in errors), errors
+    if layout == "single":
+        assert errors[0].endswith(f"; neither are the parameters {WEIGHT}")
+
+
+def test_a_poisoned_weight_is_named_inside_of_a_pipeline(pool: RankPool, tmp_path: Path) -> None:
+    """The rank that holds the weight reports it; the launcher ends the other one, which waits for it."""
+    job = jobs.tiny(*NAN, "parallelism=pp", "parallelism.pp_schedule=ZBVZeroBubble", "debug=nan")
+    with pytest.raises(RankFailed) as failed:
+        pool.run(2, poisoned, job, str(tmp_path), WEIGHT)
+    assert f"\nharness.util.errors.NonFiniteError: {MESSAGE}" in str(failed.value)
+
+
+class SpoilsGradient(torch.autograd.Function):
+    """Identity forward, NaN backward."""
+
+    @staticmethod
+    def forward(ctx, x):  # type: ignore[no-untyped-def]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        return gradient * float("nan")
+
+
+@pytest.fixture
+def gradient_spoilt_in_step_three(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient is NaN between the head and the last block."""
+    original, calls = Decoder.__init__, [0]
+
+    def spoil(module, inputs):  # type: ignore[no-untyped-def]
+        calls[0] += 1
+        return (SpoilsGradient.apply(inputs[0]),) if calls[0] == 3 else None
+
+    def init(self, *args, **options):  # type: ignore[no-untyped-def]
+        original(self, *args, **options)
+        self.norm.register_forward_pre_hook(spoil)
+
+    monkeypatch.setattr(Decoder, "__init__", init)
+
+
+@pytest.mark.usefixtures("gradient_spoilt_in_step_three")
+@pytest.mark.filterwarnings("ignore:Error detected in")
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [
+        (
+            "nan",
+            r"the gradient of the output of layers\.1 is not finite \(.*"
+            r"; it was computed from the gradient of the output of norm, which is finite$",
+        ),
+        ("anomaly", "Function 'SpoilsGradientBackward' returned nan values in its"),
+    ],
+)
+def test_the_error_names_the_function_or_the_last_finite_gradient(
+    tmp_path: Path, mode: str, message: str
+) -> None:
+    code, folder, _ = jobs.train(tmp_path, *NAN, f"debug={mode}", "model.n_layers=2")
+    error = folder.first_error()
+    assert code == EXIT_NON_FINITE and error is not None and error["step"] == 2
+    assert re.match(f"step 3: {message}", error["message"])
+
+
+def test_a_sound_run_is_the_same_with_and_without(tmp_path: Path) -> None:
+    losses = set()
+    for mode in ("nan", "anomaly", "default"):
+        code, folder, _ = jobs.train(tmp_path / mode, *NAN, f"debug={mode}")
+        assert (code, torch.is_anomaly_enabled()) == (0, mode == "anomaly")
+        losses.add(folder.row["loss"])
+    assert len(losses) == 1
+
+
+def test_nan_is_a_name_also_as_one_of_several() -> None:
+    """Hydra by itself would read a number."""
+    points = compose_points([*jobs.TINY, *NAN, "debug=nan,default"])
+    assert [point.job.debug.nan for point in points] == [True, False]

@@ -15,7 +15,7 @@ from conversions import refused, require_same, run
 from families_table import CASES, SEQ_LEN, batch, close, random_model, set_fields, tensors_of
 from held import Held
 from quantized_files import from_mxfp4, quantize_fp8, quantize_mxfp4, rewrite, stored_in
-from test_families import from_theirs
+from test_families import from_theirs, require_parts
 from torch import Tensor
 
 from harness.checkpoint.catalog import open_checkpoint
@@ -29,6 +29,7 @@ from harness.weights.quantization import quantization_of
 
 DEEPSEEK, GPT_OSS, LLAMA = CASES["deepseek_v3"], CASES["gpt_oss"], CASES["llama"]
 WITH_MTP = set_fields(DEEPSEEK, mtp__depth=1)
+E4M3 = torch.float8_e4m3fn
 FULL = 10**9  # a block that is longer than any dimension
 PARTIAL = (24, 48)  # divides almost no dimension
 
@@ -44,13 +45,7 @@ def require_read(folder: Path, model: ModelConfig, expected: dict[str, Tensor]) 
     source = HuggingFaceSource(folder, model, torch.float32)
     ours = dict(from_theirs(model, expected))
     require_same(source, ours)
-    for name, tensor in ours.items():
-        for cut in (range(1), range(1, 3), range(2, 2)):
-            ranges = [range(size)[cut.start * size // 4 : cut.stop * size // 4] for size in tensor.shape]
-            part = tensor[tuple(slice(each.start, each.stop) for each in ranges)]
-            out = torch.full(part.shape, torch.nan)
-            source.fill(name, out, ranges)
-            assert torch.equal(out, part), name
+    require_parts(source, ours)
 
 
 @pytest.mark.parametrize("case", ["deepseek_v3", "gpt_oss"])
@@ -86,12 +81,8 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize("model", [DEEPSEEK, WITH_MTP], ids=["v3", "mtp"])
 def test_blocks_of_fp8(model: ModelConfig, tmp_path: Path) -> None:
-    """Also partial blocks, and the block of multi-token prediction; routers and biases are not quantized."""
-    expected = quantize_fp8(written(tmp_path, WITH_MTP), PARTIAL)
-    stored = stored_in(tmp_path)
-    assert stored["model.layers.1.mlp.gate.weight"].dtype == torch.float32
-    assert stored["model.layers.4.mlp.experts.0.up_proj.weight"].dtype == torch.float8_e4m3fn
-    require_read(tmp_path, model, expected)
+    """Also partial blocks, and the block of multi-token prediction; routers are not quantized."""
+    require_read(tmp_path, model, quantize_fp8(written(tmp_path, WITH_MTP), PARTIAL))
 
 
 def compressed(strategy: str, **fields: Any) -> dict[str, Any]:
@@ -149,13 +140,9 @@ def test_mxfp4(tmp_path: Path) -> None:
 def test_conversions_round_once(tmp_path: Path) -> None:
     """To bfloat16 by default, and from float32 to another dtype."""
     expected = dict(from_theirs(DEEPSEEK, quantize_fp8(written(tmp_path / "hf", DEEPSEEK), PARTIAL)))
-    for dtype, options in {
-        torch.bfloat16: ["convert.dtype=bfloat16"],
-        torch.float16: ["convert.dtype=float16"],
-        torch.float32: ["convert.dtype=float32"],
-    }.items():
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
         target = tmp_path / str(dtype)
-        run(tmp_path / "hf", target, "model=from_config", *options)
+        run(tmp_path / "hf", target, "model=from_config", f"convert.dtype={str(dtype).split('.')[1]}")
         checkpoint = open_checkpoint(str(target))
         rounded = {name: each if is_buffer(name) else each.to(dtype) for name, each in expected.items()}
         require_same(DistributedSource(checkpoint.path, checkpoint.manifest, DEEPSEEK), rounded)
@@ -171,60 +158,47 @@ def test_conversions_round_once(tmp_path: Path) -> None:
 
 A = "model.layers.1.self_attn.o_proj.weight"
 S = f"{A}_scale_inv"
+N = "model.norm.weight"
 E = "model.layers.0.mlp.experts.down_proj"
-DAMAGED: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
-    "missing": (lambda t: t.pop(S), f"{A} has F8_E4M3 values, and its scales {S} are missing"),
-    "no_weight": (lambda t: t.pop(A), f"{S} has scales of {A}, which is missing"),
-    "not_quantized": (
-        lambda t: t.update({A: t[A].bfloat16()}),
-        f"{S} has scales of {A}, which is BF16",
-    ),
-    "extra": (
-        lambda t: t.update({"model.norm.weight_scale_inv": torch.ones(1)}),
-        "model.norm.weight_scale_inv has scales of model.norm.weight, which is F32",
-    ),
-    "shape": (
+B, C = f"{E}_blocks", f"{E}_scales"
+Damages = list[tuple[Callable[[dict[str, Tensor]], Any], str]]
+DAMAGED: Damages = [
+    (lambda t: t.pop(S), f"{A} has F8_E4M3 values, and its scales {S} are missing"),
+    (lambda t: t.pop(A), f"{S} has scales of {A}, which is missing"),
+    (lambda t: t.update({A: t[A].bfloat16()}), f"{S} has scales of {A}, which is BF16"),
+    (lambda t: t.update({f"{N}_scale_inv": torch.ones(1)}), f"{N}_scale_inv has scales of {N}, which is F32"),
+    (
         lambda t: t.update({S: t[S][:, :-1]}),
-        f"{S} is [3, 1] and not [3, 2], one for each 24 x 48 of the 64 x 64 values",
+        f"{S} is [3, 1] and not [3, 2], one for each 24 x 48 of the 64 x 64",
     ),
-    "dtype": (lambda t: t.update({S: t[S].int()}), f"{S} is I32; would work: F32, F16, BF16, F8_E8M0"),
-    "vector": (
-        lambda t: t.update({"model.norm.weight": torch.ones(64).to(torch.float8_e4m3fn)}),
-        "model.norm.weight has F8_E4M3 values and is [64], only matrices are read",
+    (lambda t: t.update({S: t[S].int()}), f"{S} is I32; would work: F32, F16, BF16, F8_E8M0"),
+    (
+        lambda t: t.update({N: torch.ones(64).to(E4M3)}),
+        f"{N} has F8_E4M3 values and is [64], only matrices are",
     ),
-    "other_fp8": (
-        lambda t: t.update({A: t[A].to(torch.float8_e5m2), S: t.pop(S)}),
-        f"{S} has scales of {A}, which is F8_E5M2",
+    (lambda t: t.update({A: t[A].to(torch.float8_e5m2)}), f"{S} has scales of {A}, which is F8_E5M2"),
+    (lambda t: t[S].__setitem__((1, 1), torch.nan), f"{S} has a scale that is NaN or infinite"),
+    (lambda t: t[S].__setitem__((0, 0), -torch.inf), f"{S} has a scale that is NaN or infinite"),
+]
+DAMAGED_MXFP4: Damages = [
+    (lambda t: t.pop(C), f"{C} is missing, and {B} needs it"),
+    (lambda t: t.pop(B), f"{B} is missing, and {C} needs it"),
+    (lambda t: t.update({E: torch.ones(1)}), f"{E} is stored twice, also as {E}_"),
+    (lambda t: t.update({C: t[C].float()}), f"{C} is F32; would work: U8"),
+    (
+        lambda t: t.update({C: t[C][:, 1:]}),
+        f"{B} is [8, 64, 1, 16] and {C} is [8, 63, 1], must be [experts, ",
     ),
-    "nan": (lambda t: t[S].__setitem__((1, 1), torch.nan), f"{S} has a scale that is NaN or infinite"),
-    "infinite": (lambda t: t[S].__setitem__((0, 0), -torch.inf), f"{S} has a scale that is NaN or infinite"),
-}
-PARTS = ("blocks", "scales")
-DAMAGED_MXFP4: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
-    "no_scales": (lambda t: t.pop(f"{E}_scales"), f"{E}_scales is missing, and {E}_blocks needs it"),
-    "no_blocks": (lambda t: t.pop(f"{E}_blocks"), f"{E}_blocks is missing, and {E}_scales needs it"),
-    "twice": (lambda t: t.update({E: torch.ones(1)}), f"{E} is stored twice, also as {E}_"),
-    "dtype": (
-        lambda t: t.update({f"{E}_scales": t[f"{E}_scales"].float()}),
-        f"{E}_scales is F32; would work: U8",
-    ),
-    "shape": (
-        lambda t: t.update({f"{E}_scales": t[f"{E}_scales"][:, 1:]}),
-        f"{E}_blocks is [8, 64, 1, 16] and {E}_scales is [8, 63, 1], must be [experts, outputs, ",
-    ),
-    "nan": (
-        lambda t: t[f"{E}_scales"].__setitem__((3, 2, 0), 255),
-        f"{E}_scales has a scale that is NaN or infinite",
-    ),
-    "other_width": (
-        lambda t: t.update({f"{E}_{each}": t[f"{E}_{each}"].repeat_interleave(2, 1) for each in PARTS}),
+    (lambda t: t[C].__setitem__((3, 2, 0), 255), f"{C} has a scale that is NaN or infinite"),
+    (
+        lambda t: t.update({each: t[each].repeat_interleave(2, 1) for each in (B, C)}),
         f"1 of another shape ({E} is [8, 32, 128] and not [8, 32, 64])",
     ),
-}
+]
 
 
 @pytest.mark.parametrize("rows", [DAMAGED, DAMAGED_MXFP4], ids=["fp8", "mxfp4"])
-def test_damaged_folders(rows: dict[str, Any], tmp_path: Path) -> None:
+def test_damaged_folders(rows: Damages, tmp_path: Path) -> None:
     """Scales are missing, too many, of another shape or no numbers."""
     folder = written(tmp_path / "hf", LLAMA if rows is DAMAGED else GPT_OSS)
     if rows is DAMAGED:
@@ -233,7 +207,7 @@ def test_damaged_folders(rows: dict[str, Any], tmp_path: Path) -> None:
         quantize_mxfp4(folder)
     quantization = json.loads((folder / "config.json").read_text())["quantization_config"]
     before = stored_in(folder)
-    for damage, says in rows.values():
+    for damage, says in rows:
         stored = {name: tensor.clone() for name, tensor in before.items()}
         damage(stored)
         rewrite(folder, stored, quantization)
@@ -241,29 +215,29 @@ def test_damaged_folders(rows: dict[str, Any], tmp_path: Path) -> None:
         assert message.startswith(str(folder)) and says in message
 
 
-NOT_READ = [
-    (
-        {"quant_method": "gptq", "bits": 4},
-        "quant_method gptq is not read; would work: fp8, fbgemm_fp8, compr",
-    ),
-    ({"bits": 4}, "quant_method null is not read"),
-    ("x", "quant_method null is not read"),
-    ({"quant_method": ["fp8"]}, 'quant_method ["fp8"] is not read'),
-    ({**FP8, "weight_block_size": [128]}, "weight_block_size [128] is not read; would work: [128, 128]"),
-    ({**FP8, "weight_block_size": [0, 128]}, "weight_block_size [0, 128] is not read"),
-    ({**compressed("channel"), "format": "pack-quantized"}, "format pack-quantized is not read"),
-    (
-        {**compressed("channel"), "config_groups": {}},
-        "config_groups (0 groups) is not read; would work: one group",
-    ),
-    (compressed("channel", num_bits=4), "weights.num_bits 4 is not read; would work: 8"),
-    (compressed("channel", type="int"), 'weights.type int is not read; would work: "float"'),
-    (compressed("token"), "weights.strategy token is not read; would work: tensor, channel, group, block"),
-    (compressed("group"), "weights.group_size null is not read; would work: 128"),
-]
+CHANNEL = compressed("channel")
 
 
-@pytest.mark.parametrize(("quantization", "says"), NOT_READ, ids=str)
+@pytest.mark.parametrize(
+    ("quantization", "says"),
+    [
+        ({"quant_method": "gptq"}, "quant_method gptq is not read; would work: fp8, fbgemm_fp8, compressed-"),
+        ("x", "quant_method null is not read"),
+        ({"quant_method": ["fp8"]}, 'quant_method ["fp8"] is not read'),
+        ({**FP8, "weight_block_size": [128]}, "weight_block_size [128] is not read; would work: [128, 128]"),
+        ({**FP8, "weight_block_size": [0, 128]}, "weight_block_size [0, 128] is not read"),
+        ({**CHANNEL, "format": "pack-quantized"}, "format pack-quantized is not read"),
+        ({**CHANNEL, "config_groups": {}}, "config_groups (0 groups) is not read; would work: one group"),
+        (compressed("channel", num_bits=4), "weights.num_bits 4 is not read; would work: 8"),
+        (compressed("channel", type="int"), 'weights.type int is not read; would work: "float"'),
+        (
+            compressed("token"),
+            "weights.strategy token is not read; would work: tensor, channel, group, block",
+        ),
+        (compressed("group"), "weights.group_size null is not read; would work: 128"),
+    ],
+    ids=str,
+)
 def test_methods_that_are_not_read(quantization: Any, says: str) -> None:
     with pytest.raises(UserError) as caught:
         quantization_of({"quantization_config": quantization})

@@ -181,16 +181,12 @@ def permute_rope(weight_OI: Tensor, n_heads: int) -> Tensor:
     In a head of width D, Meta rotates rows (2i, 2i + 1) together, and we rotate (i, i + D/2). It is
     ``permute`` in transformers' models/llama/convert_llama_weights_to_hf.py.
     """
-    rows, columns = weight_OI.shape
-    pairs = weight_OI.reshape(n_heads, rows // n_heads // 2, 2, columns)
-    return pairs.transpose(1, 2).reshape(rows, columns)
+    return weight_OI.unflatten(0, (n_heads, -1, 2)).transpose(1, 2).flatten(0, 2)
 
 
 def interleave_rope(weight_OI: Tensor, n_heads: int) -> Tensor:
     """Reorder rows of wq or wk from our order to Meta's, [O, I]: the inverse of ``permute_rope``."""
-    rows, columns = weight_OI.shape
-    halves = weight_OI.reshape(n_heads, 2, rows // n_heads // 2, columns)
-    return halves.transpose(1, 2).reshape(rows, columns)
+    return weight_OI.unflatten(0, (n_heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
 def rotated_heads(name: str, config: ModelConfig) -> int | None:

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import numpy as np
 
@@ -53,15 +53,6 @@ def _map(name: str, dtype: str, skip: int, count: int, modified: int) -> np.ndar
     return map_file(name, dtype, skip, count)
 
 
-class Starts(Protocol):
-    """Offsets at which the documents of a file start."""
-
-    def __len__(self) -> int: ...
-
-    def between(self, begin: int, end: int) -> np.ndarray:
-        """Return the offsets in [begin, end), int64, ascending."""
-
-
 class TokenFile:
     """Tokens in one file, after a header of ``skip`` bytes; as many as fit without ``num_tokens``."""
 
@@ -72,7 +63,7 @@ class TokenFile:
         *,
         skip: int = 0,
         num_tokens: int | None = None,
-        starts: Starts | None = None,
+        starts: DocumentEnds | MegatronIndex | None = None,
     ) -> None:
         self.name, self._starts = str(file), starts
         size, itemsize = size_of(file) - skip, np.dtype(dtype).itemsize
@@ -212,6 +203,7 @@ class DocumentEnds:
         return self._count
 
     def between(self, begin: int, end: int) -> np.ndarray:
+        """Return the offsets in [begin, end) at which documents start, int64, ascending."""
         ends = self._ends()
         first, last = np.searchsorted(ends, [begin, end])
         starts = ends[first:last].astype(np.int64)
@@ -263,6 +255,7 @@ class MegatronIndex:
         return self._boundaries - 1
 
     def between(self, begin: int, end: int) -> np.ndarray:
+        """As ``DocumentEnds.between``."""
         pointers, firsts = self._pointers(), self._firsts()
 
         def start(document: int) -> int:

@@ -16,9 +16,8 @@ from harness.config.data import DataConfig
 from harness.contrib.formats.token_formats import smallest_dtype
 from harness.data.cache import open_cache
 from harness.data.corpus import TokenizedSplit
-from harness.data.documents import Span, list_names, read_columns
-from harness.data.sources import LocalFiles, file_stats
-from harness.data.tokenizer_base import Tokenizer
+from harness.data.documents import LocalFiles, Span, file_stats, list_names, read_columns
+from harness.data.tokenizer import Tokenizer
 from harness.data.tokens import Concatenation, Limit, Opening, TokenFormat, Tokens
 from harness.util.encoding import read_object
 from harness.util.errors import DataError

@@ -8,7 +8,7 @@ even if they are tied.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from torch import Tensor
@@ -18,7 +18,7 @@ from harness.contrib.formats.meta import interleave_rope, permute_rope, rotated_
 from harness.util.errors import ConfigError
 from harness.weights.config_json import family_of
 from harness.weights.dcp import DistributedSource, write_plain
-from harness.weights.source import EMBEDDING, HEAD, Source, TensorFacts
+from harness.weights.source import EMBEDDING, HEAD, Changed, Source, TensorFacts
 
 INTERLEAVES = {"llama": True, "qwen3": False}
 """Families with our parameter names in torchtitan, and whether torchtitan rotates interleaved pairs."""
@@ -26,19 +26,9 @@ INTERLEAVES = {"llama": True, "qwen3": False}
 _SCALINGS = {"llama": ("none", "llama3"), "qwen3": ("none",)}
 
 
-class TorchtitanSource:
-    """The weights in a checkpoint of torchtitan, in our row order.
-
-    Arguments and errors as for ``DistributedSource``.
-    """
-
-    def __init__(self, path: str, model: ModelConfig) -> None:
-        self._source, self._model = DistributedSource(path, {}, model), model
-        self.tensors: Mapping[str, TensorFacts] = self._source.tensors
-
-    def read(self, name: str) -> Tensor:
-        tensor, heads = self._source.read(name), _interleaved_heads(name, self._model)
-        return tensor if heads is None else permute_rope(tensor, heads)
+def read_torchtitan(path: str, model: ModelConfig) -> Source:
+    """The weights in a checkpoint of torchtitan, in our row order; errors as of ``DistributedSource``."""
+    return _reordered(DistributedSource(path, {}, model), model, permute_rope)
 
 
 def write_torchtitan(source: Source, model: ModelConfig, folder: Path) -> str:
@@ -47,11 +37,14 @@ def write_torchtitan(source: Source, model: ModelConfig, folder: Path) -> str:
     return f"torchtitan's model needs {torchtitan_arguments(model)}"
 
 
-def _interleaved_heads(name: str, model: ModelConfig) -> int | None:
-    """Number of heads of a parameter whose rows torchtitan interleaves; None if it has our row order."""
-    if not INTERLEAVES.get(model.family) or model.rope.interleaved:
-        return None
-    return rotated_heads(name, model)
+def _reordered(source: Source, model: ModelConfig, reorder: Callable[[Tensor, int], Tensor]) -> Source:
+    """The source with the rows reordered that torchtitan has in another order."""
+
+    def change(name: str, tensor: Tensor) -> Tensor:
+        heads = rotated_heads(name, model)
+        return tensor if heads is None else reorder(tensor, heads)
+
+    return Changed(source, change) if INTERLEAVES.get(model.family) and not model.rope.interleaved else source
 
 
 def check_torchtitan(model: ModelConfig) -> None:
@@ -97,14 +90,11 @@ class Torchtitan:
 
     def __init__(self, source: Source, model: ModelConfig) -> None:
         check_torchtitan(model)
-        self._source, self._model = source, model
+        self._source, self._model = _reordered(source, model, interleave_rope), model
         self.tensors: Mapping[str, TensorFacts] = {
             **source.tensors,
             HEAD: source.tensors[EMBEDDING if model.tied_embeddings else HEAD],
         }
 
     def read(self, name: str) -> Tensor:
-        if name == HEAD and self._model.tied_embeddings:
-            name = EMBEDDING
-        tensor, heads = self._source.read(name), _interleaved_heads(name, self._model)
-        return tensor if heads is None else interleave_rope(tensor, heads)
+        return self._source.read(EMBEDDING if name == HEAD and self._model.tied_embeddings else name)

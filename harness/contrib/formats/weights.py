@@ -15,7 +15,7 @@ META = WeightFormat(
 TORCHTITAN = WeightFormat(
     files="a DCP checkpoint",
     recognizes=is_foreign,
-    read="harness.contrib.formats.torchtitan:TorchtitanSource",
+    read="harness.contrib.formats.torchtitan:read_torchtitan",
     note="has no manifest, so its content cannot be verified; it is read as torchtitan's",
     write="harness.contrib.formats.torchtitan:write_torchtitan",
 )

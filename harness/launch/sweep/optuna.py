@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.compose.composer import SETTINGS, Composed, Composer, Space, read_space
-from harness.compose.hydra import sets_search_path
+from harness.compose.hydra import UNSET, sets_search_path
 from harness.config.fields import check_rules, from_dict, label
 from harness.config.job import Job
 from harness.launch.state import BUSY
@@ -28,7 +28,7 @@ from harness.launch.sweep.registry import (
     sets_label,
     unique_points,
 )
-from harness.launch.sweep.run import Selection, Task, follow_points, run_point, states_of, with_group
+from harness.launch.sweep.run import Selection, follow_points, in_group, run_point, states_of
 from harness.launch.sweep.study import (
     PointFailedError,
     StudyRecord,
@@ -128,6 +128,7 @@ def run_study(
 def _folder(composer: Composer, fixed: list[str]) -> Path:
     # Its name is composed without the axes.
     config = composer.config(fixed, resolve=True)
+    from_dict(composer.schema, config, unset=UNSET)  # raises for a value that has a wrong type in every point
     job = Job(name=config["name"], runs_dir=config["runs_dir"])
     check_rules(job)
     job.validate_folder()
@@ -153,6 +154,7 @@ def _start_record(registry: Registry, record: StudyRecord) -> None:
 Value = list[float] | PointFailedError
 
 
+@dataclass
 class Study:
     """Asks Optuna for points, runs them as points of a sweep, and tells it their values.
 
@@ -160,22 +162,20 @@ class Study:
     process, but when the study continues.
     """
 
-    def __init__(
-        self,
-        registry: Registry,
-        record: StudyRecord,
-        settings: StudySettings,
-        space: Space,
-        compose: Callable[[list[str]], Composed],
-    ) -> None:
-        self.registry, self.record, self.settings = registry, record, settings
-        self.space, self.compose = space, compose
-        names = [override_key(name) for name in space.axes]
+    registry: Registry
+    record: StudyRecord
+    settings: StudySettings
+    space: Space
+    compose: Callable[[list[str]], Composed]
+    _done: int = 0
+    _is_confirmed: bool = False
+    _tried: set[Path] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        names = [override_key(name) for name in self.space.axes]
         # Each value of a label that is an axis has a run of its own.
         self._axes, self._swept = set(names), check_swept([name for name in names if sets_label(name)])
-        self._storage = settings.storage or f"sqlite:///{(registry.path / STORE).absolute()}"
-        self._done, self._is_confirmed = 0, False
-        self._tried: set[Path] = set()
+        self._storage = self.settings.storage or f"sqlite:///{(self.registry.path / STORE).absolute()}"
 
     def run(self) -> None:
         """Run the trials that are left."""
@@ -265,21 +265,21 @@ class Study:
 
     def _run_batch(self, batch: Sequence[Composed]) -> list[Value]:
         legal = [each for each in batch if each.job is not None]
-        tasks = [(point, with_group(job, self.registry)) for point, job in unique_points(legal, self._swept)]
-        for point, job in tasks:
-            if job.cluster.dry_run:
+        points = [in_group(point, self.registry) for point in unique_points(legal, self._swept)]
+        for point in points:
+            if point.job.cluster.dry_run:
                 rule = "shows a sweep whose points are known before it starts"
                 raise ConfigError("cluster.dry_run", True, rule, "the overrides of one point, without -m")
-            RunFolder(point.run_dir).plan(job, point.overrides)
+            RunFolder(point.run_dir).plan(point.job, point.overrides)
         skipped = [Skipped(each.overrides, each.reason) for each in batch if each.job is None]
-        self.registry.add([point for point, _ in tasks], skipped)
-        here = self._submit(tasks, len(batch))
+        self.registry.add(points, skipped)
+        here = self._submit(points, len(batch))
         values: list[Value | None] = []
         for index, each in enumerate(batch):
             chosen = [o for o in each.overrides if override_key(o) in self._axes]
             sys.stderr.write(f"{self._number(index)} {' '.join(chosen)}\n")
-            task = None if each.job is None else here.pop(run_dir_of(each.job, self._swept), None)
-            if task is not None and run_point(task[1], task[0]) in STOPPED:
+            point = None if each.job is None else here.pop(run_dir_of(each.job, self._swept), None)
+            if point is not None and run_point(point) in STOPPED:
                 raise KeyboardInterrupt
             values.append(self._value(index, each))
         busy = [index for index, value in enumerate(values) if value is None]
@@ -294,18 +294,18 @@ class Study:
         instead = [self.settings.failed] * len(self.record.objective)
         return [instead if isinstance(value, PointFailedError) else value for value in known]
 
-    def _submit(self, tasks: Sequence[Task], batch: int) -> dict[Path, Task]:
+    def _submit(self, points: Sequence[Point], batch: int) -> dict[Path, Point]:
         """Submit the points that need it to SLURM; return those to run here, by run folder."""
-        fresh = [task for task in tasks if task[0].run_dir not in self._tried]
-        selection = Selection.of(self.registry, fresh, states_of([point for point, _ in fresh]))
-        self._tried |= {point.run_dir for point, _ in selection.wanted}
+        fresh = [point for point in points if point.run_dir not in self._tried]
+        selection = Selection.of(self.registry, fresh, states_of(fresh))
+        self._tried |= {point.run_dir for point in selection.wanted}
         if selection.remote:
             if not self._is_confirmed:  # once, for the cost of all points, estimated by the first batch
                 batches = math.ceil((self.settings.n_trials - self._done) / batch)
-                confirm([job for _, job in selection.remote] * batches)
+                confirm([point.job for point in selection.remote] * batches)
                 self._is_confirmed = True
             selection.submit()
-        return {task[0].run_dir: task for task in selection.wanted if task not in selection.remote}
+        return {point.run_dir: point for point in selection.wanted if point not in selection.remote}
 
     def _point(self, composed: Composed) -> Point:
         return Point(composed.job.id, run_dir_of(composed.job, self._swept), composed.overrides)

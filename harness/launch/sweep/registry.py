@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from harness.compose.composer import Composed
 from harness.config.fields import LABEL, leaves
 from harness.config.job import Job
 from harness.metrics.jsonl import repair_tail
+from harness.run.folder import run_folders
 from harness.util.encoding import parse_object
 from harness.util.errors import UserError
 from harness.util.files import LockedError, lock, sync_file
@@ -31,15 +32,18 @@ LONGEST_NAME = 120
 
 @dataclass(frozen=True)
 class Point:
-    """One job of a sweep."""
+    """One job of a sweep; ``composed`` is the job if this process has composed it."""
 
     id: str
     run_dir: Path
     overrides: list[str]
+    composed: Job | None = field(default=None, repr=False, compare=False)
 
-    @property
+    @functools.cached_property
     def job(self) -> Job:
-        """The resolved job, read from its run folder."""
+        """The resolved job, composed or read from its run folder."""
+        if self.composed is not None:
+            return self.composed
         try:
             return Job.read(self.run_dir / "job.json")
         except FileNotFoundError:
@@ -187,10 +191,10 @@ def points_in(folder: Path) -> list[Point]:
     registry = Registry(folder)
     if registry.exists:
         return registry.points()
-    files = [folder / "job.json"] if (folder / "job.json").is_file() else sorted(folder.glob("*/job.json"))
-    if not files:
+    found = run_folders(folder, levels=1)
+    if not found:
         raise UserError(f"{folder}: neither a sweep folder nor a run folder{registry.neighbours()}")
-    return [Point(file.parent.name, file.parent, typed_overrides(file.parent)) for file in files]
+    return [Point(path.name, path, typed_overrides(path)) for path in found]
 
 
 def typed_overrides(run_dir: Path) -> list[str]:
@@ -252,19 +256,16 @@ OF_THE_COMMAND = tuple(
 """Labels that configure the command that starts a sweep, not its runs."""
 
 
-def unique_points(
-    composed: Sequence[Composed], swept: Sequence[str] | None = None
-) -> list[tuple[Point, Job]]:
-    """Return the points that have a job, one per run folder.
+def unique_points(composed: Sequence[Composed], swept: Sequence[str] | None = None) -> list[Point]:
+    """Return the points, which have a job, one per run folder.
 
     ``swept`` are labels of which each value has a run of its own; None: those by which alone points differ.
     """
     swept = swept_labels([each.job for each in composed]) if swept is None else swept
-    found: dict[Path, tuple[Point, Job]] = {}
+    found: dict[Path, Point] = {}
     for each in composed:
-        job: Job = each.job
-        path = run_dir_of(job, swept)
-        found.setdefault(path, (Point(job.id, path, each.overrides), job))
+        path = run_dir_of(each.job, swept)
+        found.setdefault(path, Point(each.job.id, path, each.overrides, each.job))
     return list(found.values())
 
 

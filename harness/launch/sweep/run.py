@@ -8,7 +8,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness.compose.composer import Composed
@@ -43,8 +43,6 @@ SKIPPED_SHOWN = 10
 # Interval between queries of the queue: short after a change, then increasing.
 FOLLOW_SECONDS, LONGEST_FOLLOW_SECONDS = 2.0, 30.0
 
-Task = tuple[Point, Job]
-
 
 @dataclass(frozen=True)
 class Array:
@@ -53,20 +51,20 @@ class Array:
     At most ``at_once`` of them run at once. ``after`` is the index of the array that must end first, if any.
     """
 
-    points: list[Task]
+    points: list[Point]
     at_once: int
     after: int | None
 
 
-def arrays_of(points: Sequence[Task], limit: int) -> list[Array]:
+def arrays_of(points: Sequence[Point], limit: int) -> list[Array]:
     """Group points into arrays of which at most ``limit`` points run at once, over all arrays.
 
     SLURM limits each array separately, so the limit is divided among the arrays. If there are more arrays
     than the limit, some wait until another one has ended.
     """
-    groups: dict[Shape, list[Task]] = {}
-    for point, job in points:
-        groups.setdefault(shape_of(job), []).append((point, job))
+    groups: dict[Shape, list[Point]] = {}
+    for point in points:
+        groups.setdefault(shape_of(point.job), []).append(point)
     pieces = [
         group[start : start + LARGEST_ARRAY]
         for group in groups.values()
@@ -96,22 +94,22 @@ class Selection:
     """The points of a command, and those of them to start.
 
     Attributes:
-        tasks: all points and their jobs; ``seen`` are their states.
+        points: all points; ``seen`` are their states.
         wanted: those to start.
         oom: those left out because they ran out of memory.
     """
 
     registry: Registry
-    tasks: Sequence[Task]
+    points: Sequence[Point]
     seen: Sequence[RunState]
-    wanted: Sequence[Task]
-    oom: Sequence[Task] = ()
+    wanted: Sequence[Point]
+    oom: Sequence[Point] = ()
 
     @classmethod
     def of(
         cls,
         registry: Registry,
-        tasks: Sequence[Task],
+        points: Sequence[Point],
         seen: Sequence[RunState],
         *,
         out_of_memory: bool = False,
@@ -124,29 +122,29 @@ class Selection:
             rerun: also completed points whose job has ``checkpoint.resume=false``.
         """
         wanted, oom = [], []
-        for task, each in zip(tasks, seen, strict=True):
-            again = rerun and each.state == "completed" and not task[1].checkpoint.resume
+        for point, each in zip(points, seen, strict=True):
+            again = rerun and each.state == "completed" and not point.job.checkpoint.resume
             if each.kind == "out_of_memory" and not out_of_memory:
-                oom.append(task)
+                oom.append(point)
             elif again or each.state not in ("completed", *HELD):
-                wanted.append(task)
-        return cls(registry, tasks, seen, wanted, oom)
+                wanted.append(point)
+        return cls(registry, points, seen, wanted, oom)
 
     @property
-    def remote(self) -> list[Task]:
+    def remote(self) -> list[Point]:
         """The points to submit to SLURM."""
-        return [task for task in self.wanted if task[1].cluster.kind == "slurm"]
+        return [point for point in self.wanted if point.job.cluster.kind == "slurm"]
 
     def in_words(self, skipped: Sequence[Skipped]) -> str:
         """Say how many points run, where, and what is skipped."""
         lines = [f"{self.registry.path}: {len(self.seen) + len(skipped)} points, {len(self.wanted)} to run"]
-        shapes = Counter(_resources(job) for _, job in self.wanted)
+        shapes = Counter(_resources(point.job) for point in self.wanted)
         lines += [f"  {count} x {resources}" for resources, count in shapes.items()]
         if self.remote:
-            lines.append(f"  {cost_in_words([job for _, job in self.remote])}")
+            lines.append(f"  {cost_in_words([point.job for point in self.remote])}")
         started = [*self.wanted, *self.oom]
         states = Counter(
-            each.state for task, each in zip(self.tasks, self.seen, strict=True) if task not in started
+            each.state for point, each in zip(self.points, self.seen, strict=True) if point not in started
         )
         lines += [f"  {count} {state} already" for state, count in states.items()]
         if self.oom:
@@ -154,7 +152,7 @@ class Selection:
             lines.append(f"  {len(self.oom)} {left}")
         if skipped:
             lines.append(f"  {len(skipped)} skipped, which are not valid jobs")
-            others = [point.overrides for point, _ in self.tasks]
+            others = [point.overrides for point in self.points]
             lines += [f"    {line}" for line in _reasons(skipped, others)]
         return "\n".join(lines) + "\n"
 
@@ -164,11 +162,11 @@ class Selection:
         Points that are pending or running count towards ``cluster.max_running``, also those that other
         commands have added to the sweep.
         """
-        typed = {os.path.normpath(point.run_dir) for point, _ in self.tasks}
-        points = self.registry.points()
-        others = [each.run_dir for each in points if os.path.normpath(each.run_dir) not in typed]
+        typed = {os.path.normpath(point.run_dir) for point in self.points}
+        listed = self.registry.points()
+        others = [each.run_dir for each in listed if os.path.normpath(each.run_dir) not in typed]
         busy = [each for each in (*self.seen, *read_states(others)) if each.state in BUSY and each.job_record]
-        limit = min((job.cluster.max_running for _, job in self.remote), default=1)
+        limit = min((point.job.cluster.max_running for point in self.remote), default=1)
         if limit > len(busy):
             return arrays_of(self.remote, limit - len(busy)), []
         ids = {each.job_id.partition("_")[0] for each in busy if each.job_id is not None}
@@ -176,7 +174,7 @@ class Selection:
 
     def submission(self, array: Array, name: str, after: Sequence[str]) -> Submission:
         """Return an array as it is submitted under a name, after other jobs."""
-        run_dirs, jobs = [point.run_dir for point, _ in array.points], [job for _, job in array.points]
+        run_dirs, jobs = [each.run_dir for each in array.points], [each.job for each in array.points]
         return Submission(jobs, run_dirs, self.registry.path, name, at_once=array.at_once, after=after)
 
     def submit(self) -> None:
@@ -188,7 +186,7 @@ class Selection:
             # A unique name, which identifies the jobs if this process dies while it submits.
             submission = self.submission(array, f"{self.registry.name}.{uuid.uuid4().hex[:8]}", after)
             folders = [RunFolder(path) for path in submission.run_dirs]
-            ids = submit(submission, folders, [point.overrides for point, _ in array.points])
+            ids = submit(submission, folders, [point.overrides for point in array.points])
             submitted.append(ids[0].partition("_")[0])
             tasks = f" to {submitted[-1]}_{len(ids) - 1}" if len(ids) > 1 else ""
             waits = f", after job {', '.join(after)}" if after else ""
@@ -211,16 +209,16 @@ def sweep(composed: Sequence[Composed]) -> int:
         reasons = "".join(f"  {line}\n" for line in _reasons(skipped))
         raise UserError(f"none of the {len(composed)} points is a valid job:\n{reasons}".rstrip())
     registry = Registry(folder_of([each.job for each in legal]))
-    tasks = [(point, with_group(job, registry)) for point, job in unique_points(legal)]
+    points = [in_group(point, registry) for point in unique_points(legal)]
     if legal[0].job.cluster.dry_run:
-        return _show_dry(registry, tasks, skipped)
+        return _show_dry(registry, points, skipped)
     with registry.controlled():
-        for point, job in tasks:
-            RunFolder(point.run_dir).plan(job, point.overrides)
-        registry.add([point for point, _ in tasks], skipped)
+        for point in points:
+            RunFolder(point.run_dir).plan(point.job, point.overrides)
+        registry.add(points, skipped)
         # Start the jobs as composed now: labels such as the partition or the time limit may have changed.
-        stopped, submitted_only = _start(registry, tasks, skipped, rerun=True)
-    return _finish(registry, tasks, stopped, submitted_only)
+        stopped, submitted_only = _start(registry, points, skipped, rerun=True)
+    return _finish(registry, points, stopped, submitted_only)
 
 
 def resume(registry: Registry, *, out_of_memory: bool = False) -> int:
@@ -229,14 +227,15 @@ def resume(registry: Registry, *, out_of_memory: bool = False) -> int:
     With ``out_of_memory`` also points that ran out of memory, which fail again unless something has changed.
     """
     with registry.controlled():
-        tasks = [(point, point.job) for point in registry.points()]
-        stopped, submitted_only = _start(registry, tasks, [], out_of_memory=out_of_memory)
-    return _finish(registry, tasks, stopped, submitted_only)
+        points = registry.points()
+        stopped, submitted_only = _start(registry, points, [], out_of_memory=out_of_memory)
+    return _finish(registry, points, stopped, submitted_only)
 
 
-def with_group(job: Job, registry: Registry) -> Job:
-    """Return the job with a group of W&B: the sweep's, if it has none."""
-    return with_value(job, "metrics.wandb_group", job.metrics.wandb_group or registry.name)
+def in_group(point: Point, registry: Registry) -> Point:
+    """Return the point, its job with a group of W&B: the sweep's, if it has none."""
+    group = point.job.metrics.wandb_group or registry.name
+    return replace(point, composed=with_value(point.job, "metrics.wandb_group", group))
 
 
 def states_of(points: Sequence[Point]) -> list[RunState]:
@@ -252,7 +251,7 @@ def states_of(points: Sequence[Point]) -> list[RunState]:
 
 def _start(
     registry: Registry,
-    tasks: Sequence[Task],
+    points: Sequence[Point],
     skipped: Sequence[Skipped],
     *,
     out_of_memory: bool = False,
@@ -262,13 +261,12 @@ def _start(
 
     Return whether the user interrupted the sweep, and whether all started points were only submitted.
     """
-    for point, _ in tasks:
+    for point in points:
         SlurmJobRecord.read(point.run_dir)  # without a readable record a point could be submitted twice
-    seen = states_of([point for point, _ in tasks])
-    selection = Selection.of(registry, tasks, seen, out_of_memory=out_of_memory, rerun=rerun)
+    selection = Selection.of(registry, points, states_of(points), out_of_memory=out_of_memory, rerun=rerun)
     sys.stderr.write(selection.in_words(skipped))
     if selection.remote:
-        confirm([job for _, job in selection.remote])
+        confirm([point.job for point in selection.remote])
         selection.submit()
     others = [each for each in selection.wanted if each not in selection.remote]
     return _run_here(others), not others and not selection.oom
@@ -289,9 +287,9 @@ def _reasons(skipped: Sequence[Skipped], others: Sequence[list[str]] = ()) -> li
     return lines if left <= 1 else [*lines[:SKIPPED_SHOWN], f"and {left} more"]
 
 
-def _show_dry(registry: Registry, tasks: Sequence[Task], skipped: Sequence[Skipped]) -> int:
-    seen = read_states([point.run_dir for point, _ in tasks])
-    selection = Selection.of(registry, tasks, seen, rerun=True)
+def _show_dry(registry: Registry, points: Sequence[Point], skipped: Sequence[Skipped]) -> int:
+    seen = read_states([point.run_dir for point in points])
+    selection = Selection.of(registry, points, seen, rerun=True)
     sys.stderr.write(selection.in_words(skipped))
     arrays, first = selection.arrays()
     for array in arrays:
@@ -300,22 +298,22 @@ def _show_dry(registry: Registry, tasks: Sequence[Task], skipped: Sequence[Skipp
     return EXIT_OK
 
 
-def _run_here(tasks: Sequence[Task]) -> bool:
+def _run_here(points: Sequence[Point]) -> bool:
     """Run points one after another; return whether the user interrupted them."""
-    names = labels([point.overrides for point, _ in tasks])
-    for number, (name, (point, job)) in enumerate(zip(names, tasks, strict=True), start=1):
-        sys.stderr.write(f"[{number}/{len(tasks)}] {name}\n")
-        if run_point(job, point) in STOPPED:
+    names = labels([point.overrides for point in points])
+    for number, (name, point) in enumerate(zip(names, points, strict=True), start=1):
+        sys.stderr.write(f"[{number}/{len(points)}] {name}\n")
+        if run_point(point) in STOPPED:
             return True
     return False
 
 
-def run_point(job: Job, point: Point) -> int:
+def run_point(point: Point) -> int:
     """Run one point in separate processes; return its exit code."""
     from harness.launch.local import launch
 
     def run() -> int:
-        folder = RunFolder(point.run_dir)
+        folder, job = RunFolder(point.run_dir), point.job
         if job.cluster.kind != "local":
             return CLUSTERS[job.cluster.kind].load()(job, folder, point.overrides)
         # Points of a sweep are compared, so no point resumes from another's checkpoint.
@@ -352,17 +350,16 @@ def follow_points(points: Sequence[Point], names: Sequence[str]) -> bool:
         return True
 
 
-def _finish(registry: Registry, tasks: Sequence[Task], stopped: bool, submitted_only: bool) -> int:
-    points, waits = [point for point, _ in tasks], any(job.cluster.wait for _, job in tasks)
+def _finish(registry: Registry, points: Sequence[Point], stopped: bool, submitted_only: bool) -> int:
+    names, waits = labels([each.overrides for each in points]), any(each.job.cluster.wait for each in points)
     if submitted_only and not waits:
         sys.stderr.write(f"harness sweep status {registry.path}\n")
         return EXIT_OK
     if waits and not stopped:
-        stopped = follow_points(points, labels([point.overrides for point in points]))
+        stopped = follow_points(points, names)
     seen = read_states([point.run_dir for point in points])
     sys.stdout.write(to_text(table_of_states(points, seen)))
     sys.stdout.flush()
-    names = labels([point.overrides for point in points])
     left = [
         f"  {name}: {each.about if each.kind else each.state}\n"
         for name, each in zip(names, seen, strict=True)
@@ -375,17 +372,17 @@ def _finish(registry: Registry, tasks: Sequence[Task], stopped: bool, submitted_
         )
     if stopped:
         return EXIT_INTERRUPTED
-    log_table(registry, tasks, seen)
+    log_table(registry, points, seen)
     return 1 if left else EXIT_OK
 
 
-def log_table(registry: Registry, tasks: Sequence[Task], seen: Sequence[RunState]) -> None:
+def log_table(registry: Registry, points: Sequence[Point], seen: Sequence[RunState]) -> None:
     """Log the table of a sweep to W&B if its runs use W&B."""
-    logged = [job for _, job in tasks if job.metrics.wandb]
+    logged = [point.job for point in points if point.job.metrics.wandb]
     if not logged:
         return
     try:
-        table = table_of_states([point for point, _ in tasks], seen, full_reasons=True)
+        table = table_of_states(points, seen, full_reasons=True)
         log_sweep(logged[0].metrics, registry.path, registry.name, table)
     except Exception as error:
         # W&B's client raises errors of many kinds. The table is in the sweep's folder in any case.

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.config.job import Job
-from harness.data.tokenizer import build_tokenizer
-from harness.data.tokenizer_base import Tokenizer
+from harness.data.tokenizer import Tokenizer, build_tokenizer
 from harness.model.cache import CachedPass
 from harness.tools.inference.generate import GenerateConfig, GenerateJob, Prompt
 from harness.tools.inference.model import InferenceModel

@@ -20,7 +20,7 @@ import numpy as np
 
 from harness.config.data import DataConfig
 from harness.config.training import DATA
-from harness.data.sources import Source, source_of
+from harness.data.documents import Source, source_of
 from harness.data.tokenizer import Tokenizer, check_vocab_size, with_bos, with_bos_eos
 from harness.data.tokenizing import is_held_out
 from harness.util.encoding import parse

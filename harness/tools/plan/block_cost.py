@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from harness.config.job import Job
 from harness.model.spec import Split, TensorSpec
@@ -117,18 +117,13 @@ class Block:
     """Gradients of the weights, and their accumulation."""
 
 
-@dataclass
 class Worker:
-    """Predicts the time and collectives of a job's passes on a machine."""
+    """Predicts the time and collectives of a job's passes on a machine; ``converted`` are linears' names."""
 
-    job: Job
-    machine: Machine
-    converted: frozenset[str] = field(default_factory=frozenset)
-
-    def __post_init__(self) -> None:
-        job, layout = self.job, self.job.parallelism
+    def __init__(self, job: Job, machine: Machine, converted: frozenset[str] = frozenset()) -> None:
+        self.job, self.machine, self.converted, layout = job, machine, converted, job.parallelism
         self.model_costs = costs_of(job.model)
-        if job.precision.linear != "none" and not self.converted:
+        if job.precision.linear != "none" and not converted:
             self.converted = frozenset(sort_linears(job.model, job.precision).converted)
         self.rows = job.microbatch_size * job.training.seq_len // layout.cp
         self.stream_rows = self.rows // layout.tp if layout.uses_sequence_parallel else self.rows
@@ -148,39 +143,44 @@ class Worker:
         self.casts_stream = job.precision.linear == "float8_tensorwise" and layout.uses_sequence_parallel
 
     def block(self, layer: int) -> Block:
-        operations = self.model_costs.block_operations(self.job.model, layer, self.job.training.seq_len)
-        forward = self._forward(operations)
-        collectives = self._tensor(operations, recompute=False)
-        context = self._context(operations)
-        experts = self._experts(operations)
-        products = [self._product(product) for product in operations.products]
-        weights = [self._product(product, of_weights=True) for product in operations.products]
+        job = self.job
+        operations = self.model_costs.block_operations(job.model, layer, job.training.seq_len)
         passes, attention = self._passes(operations), self._attention_seconds(operations)
-        host = self._host_seconds(operations)
+        context = ContextParallel(job, self.machine, operations.attention, self.rows, attention)
+        products = sum(self._product(product) for product in operations.products)
+        casts = self._cast(operations, self.casts.forward, of_inputs=True)
+        casts_of_weights = self._cast_weights(operations)
+        others = passes + casts + casts_of_weights
+        computing = products + attention + context.merging_seconds() + others
+        # The host starts every kernel; the device waits for it if it is faster.
+        host = self.machine.constants.host * (self._kernels(operations) + len(operations.products) + 1)
+        tensor = self._tensor(operations, recompute=False)
+        experts = self._to_experts(operations, counts=True)
+        forward = Pass(max(computing, host), (*tensor, *context.forward(), *experts))
         # FSDP casts a microbatch's gradients to the dtype in which they are reduced (read 2 bytes, write 4).
         # If several passes share one reduction, it adds them to the sum instead (read 2 and 4, write 4;
         # FSDPParam's ``accumulate_unsharded_grad_if_needed``).
-        times = 2 if self.job.parallelism.pp > 1 else 1
-        per_value = self.value_bytes + times * BYTES[self.job.precision.reduce_dtype]
+        times = 2 if job.parallelism.pp > 1 else 1
+        per_value = self.value_bytes + times * BYTES[job.precision.reduce_dtype]
         adding = self.machine.pass_seconds(self._held(operations, lambda product: True) * per_value)
+        weights = sum(self._product(product, of_weights=True) for product in operations.products) + adding
         # Casts of gradients, and of inputs and weights along the other dimension.
-        gradients = self._cast(operations, self.casts.gradient, of_inputs=False)
-        inputs = self._cast(operations, self.casts.input_backward, of_inputs=True)
-        casts = gradients + inputs + self._cast_weights(operations, backward=True)
+        again = self._cast(operations, self.casts.gradient, of_inputs=False)
+        again += self._cast(operations, self.casts.input_backward, of_inputs=True)
+        again += self._cast_weights(operations, backward=True)
         biases = 0.0
-        if self.job.model.moe.expert_bias:
+        if job.model.moe.expert_bias:
             values = self._expert_rows(1) * self._biased_width(operations)
             biases = self.machine.pass_seconds(values * self.costs.bias_gradient * self.value_bytes / 2)
-        for_weights = sum(weights) + adding
-        for_inputs = sum(products) + casts + 2 * passes + 2.5 * attention + biases + context.adding_seconds()
+        inputs = products + again + 2 * passes + 2.5 * attention + biases + context.adding_seconds()
+        back = *tensor, *context.backward(), *self._to_experts(operations, counts=False)
         return Block(
-            forward=Pass(max(forward, host), (*collectives, *context.forward(), *experts)),
-            recompute=self.recompute(layer),
-            inputs=Pass(
-                max(for_inputs, 2 * host - for_weights),
-                (*collectives, *context.backward(), *self._rows_to_experts(operations)),
+            forward=forward,
+            recompute=self._recomputed(
+                layer, operations, forward, products + casts_of_weights, passes + casts
             ),
-            weights=Pass(for_weights),
+            inputs=Pass(max(inputs, 2 * host - weights), back),
+            weights=Pass(weights),
         )
 
     def table(self) -> tuple[Pass, Pass]:
@@ -204,34 +204,22 @@ class Worker:
 
     # -- computing ----
 
-    def _forward(self, operations: Operations) -> float:
-        products = sum(self._product(product) for product in operations.products)
-        attention = self._attention_seconds(operations)
-        others = self._passes(operations) + self._cast(operations, self.casts.forward, of_inputs=True)
-        others += self._cast_weights(operations)
-        return products + attention + self._context(operations).merging_seconds() + others
-
-    def recompute(self, layer: int) -> Pass:
-        """What backward of a block recomputes, by the mode of activation checkpointing."""
+    def _recomputed(
+        self, layer: int, operations: Operations, forward: Pass, products: float, others: float
+    ) -> Pass:
+        """What backward of a block recomputes of its forward, by the mode of activation checkpointing."""
         ac = self.job.activation_checkpoint
-        if ac.mode == "none":
+        if ac.mode == "none" or (ac.mode == "selective_layer" and layer % ac.every_nth_layer):
             return Pass()
-        operations = self.model_costs.block_operations(self.job.model, layer, self.job.training.seq_len)
-        whole = max(self._forward(operations), self._host_seconds(operations))
-        collectives = self._tensor(operations, recompute=True)
-        others = (*self._context(operations).forward(), *self._experts(operations))
-        if ac.mode == "full":
-            return Pass(whole, (*collectives, *others))
-        if ac.mode == "selective_layer":
-            return Pass(whole, (*collectives, *others)) if layer % ac.every_nth_layer == 0 else Pass()
         if ac.mode == "memory_budget":
-            return Pass(whole * (1 - ac.memory_budget), ())
-        kept = 1 / ac.save_every_nth_matmul if ac.save_every_nth_matmul else 0.0
-        products = sum(self._product(product) for product in operations.products)
-        products += self._cast_weights(operations)
-        again = self._passes(operations) + self._cast(operations, self.casts.forward, of_inputs=True)
-        gathers = tuple(each for each in collectives if each.collective == "all_gather")
-        return Pass(products * (1 - kept) + again, gathers)
+            return Pass(forward.compute * (1 - ac.memory_budget))
+        collectives = self._tensor(operations, recompute=True)
+        if ac.mode == "selective_op":
+            kept = 1 / ac.save_every_nth_matmul if ac.save_every_nth_matmul else 0.0
+            gathers = tuple(each for each in collectives if each.collective == "all_gather")
+            return Pass(products * (1 - kept) + others, gathers)
+        besides = (each for each in forward.collectives if each.axis != "tp")
+        return Pass(forward.compute, (*collectives, *besides))
 
     def _product(self, product: TensorSpec, *, of_weights: bool = False) -> float:
         """Seconds of one product in forward, which are those of the inputs' gradient, or of the weights'."""
@@ -304,10 +292,6 @@ class Worker:
     def _kernels(self, operations: Operations) -> int:
         return self.costs.kernels + (self.costs.expert_kernels if operations.expert_width else 0)
 
-    def _host_seconds(self, operations: Operations) -> float:
-        """Seconds in which the host starts a block's forward; the device waits for it if it is faster."""
-        return self.machine.constants.host * (self._kernels(operations) + len(operations.products) + 1)
-
     # -- float8 ----
 
     def _is_float8(self, product: TensorSpec) -> bool:
@@ -372,32 +356,15 @@ class Worker:
             collectives += [one] * count
         return tuple(collectives)
 
-    def _context(self, operations: Operations) -> ContextParallel:
-        return ContextParallel(
-            self.job.parallelism,
-            self.machine,
-            group_of(self.job, self.machine.ranks_per_node, "cp"),
-            operations.attention,
-            self.rows,
-            self.value_bytes,
-            self._attention_seconds(operations),
-        )
-
-    def _experts(self, operations: Operations) -> tuple[Collective, ...]:
-        """In forward: counts of rows, then rows to the experts and back."""
-        counts = self.job.model.moe.num_experts * COUNT_BYTES
-        return (*self._over_experts(operations, counts, times=1), *self._rows_to_experts(operations))
-
-    def _rows_to_experts(self, operations: Operations) -> tuple[Collective, ...]:
-        size = self._expert_rows(1) * operations.expert_width * self.value_bytes
-        return self._over_experts(operations, size, times=2)
-
-    def _over_experts(self, operations: Operations, size: float, *, times: int) -> tuple[Collective, ...]:
-        job, layout = self.job, self.job.parallelism
-        if layout.ep == 1 or not operations.expert_width:
+    def _to_experts(self, operations: Operations, *, counts: bool) -> tuple[Collective, ...]:
+        """Rows to the experts and back; in forward their ``counts`` before."""
+        job = self.job
+        if job.parallelism.ep == 1 or not operations.expert_width:
             return ()
+        size = self._expert_rows(1) * operations.expert_width * self.value_bytes
+        sizes = [*([job.model.moe.num_experts * COUNT_BYTES] if counts else []), size, size]
         group = expert_groups(job, self.machine.ranks_per_node)[0]
-        return (Collective.on(self.machine, "ep", "all_to_all", group, size),) * times
+        return tuple(Collective.on(self.machine, "ep", "all_to_all", group, each) for each in sizes)
 
     def _held(self, operations: Operations, counts: Callable[[TensorSpec], bool]) -> float:
         """Values of a rank's gathered matrices that are counted."""

@@ -66,26 +66,28 @@ class Pass:
 class ContextParallel:
     """Collectives of a block's attention over the context axis, and a ring's partial results."""
 
-    layout: ParallelismConfig
+    job: Job
     machine: Machine
-    group: Group
     of: Attention
     rows: int
     """Tokens of a rank."""
-    value_bytes: int
     attention_seconds: float
     """Of attention's forward on a rank."""
 
+    @property
+    def layout(self) -> ParallelismConfig:
+        return self.job.parallelism
+
     def forward(self) -> tuple[Collective, ...]:
         """Collectives of context parallel in forward: Ulysses' two exchanges, or a ring's keys and values."""
-        layout, of = self.layout, self.of
+        layout, of, value_bytes = self.layout, self.of, BYTES[self.job.precision.param_dtype]
         if layout.cp == 1:
             return ()
         if layout.cp_method == "ulysses":
-            per_head = self.rows * self.value_bytes / layout.tp
+            per_head = self.rows * value_bytes / layout.tp
             inputs = per_head * (of.heads * of.score_width + of.kv_heads * (of.score_width + of.value_width))
             return self._over("all_to_all", [inputs, per_head * of.heads * of.value_width])
-        keys = self._keys * self.value_bytes
+        keys = self._keys * value_bytes
         behind = self.attention_seconds * (layout.cp - 1) / layout.cp
         if layout.cp_rotate_method == "allgather":
             return self._over("all_gather", [keys * layout.cp], behind)
@@ -98,12 +100,10 @@ class ContextParallel:
         _templated_ring_attention_backward.
         """
         layout = self.layout
-        forward = self.forward()
         if layout.cp == 1 or layout.cp_method == "ulysses":
-            return forward
-        gradients = self._one_hop(self._keys * BYTES["float32"])
-        behind = self.attention_seconds * 1.5
-        return (*forward, *self._over("all_to_all", [gradients] * layout.cp, behind))
+            return self.forward()
+        gradients = [self._one_hop(self._keys * BYTES["float32"])] * layout.cp
+        return (*self.forward(), *self._over("all_to_all", gradients, self.attention_seconds * 1.5))
 
     @property
     def _keys(self) -> float:
@@ -118,33 +118,32 @@ class ContextParallel:
 
     def _over(self, collective: str, sizes: list[float], behind: float = 0.0) -> tuple[Collective, ...]:
         """Collectives over the context axis; computation hides ``behind`` seconds of their sum."""
-        every = [Collective.on(self.machine, "cp", collective, self.group, size) for size in sizes]
+        group = group_of(self.job, self.machine.ranks_per_node, "cp")
+        every = [Collective.on(self.machine, "cp", collective, group, size) for size in sizes]
         exposed = max(0.0, 1 - behind / sum(each.seconds for each in every)) if behind else 1.0
         return tuple(replace(each, exposed=each.seconds * exposed) for each in every)
 
     def merging_seconds(self) -> float:
         """Seconds of merging a ring's partial outputs in forward, and of copying keys and values."""
-        of, tp = self.of, self.layout.tp
-        outputs = self.rows * of.heads * of.value_width / tp
-        merging = self._ring_steps(outputs, RING_CAST, RING_CAST + RING_MERGE)
-        return merging + self._ring_steps(self._keys, 0.0, RING_KEYS)
+        outputs = self.rows * self.of.heads * self.of.value_width / self.layout.tp
+        return self._ring_steps((outputs, RING_CAST, RING_CAST + RING_MERGE), (self._keys, 0.0, RING_KEYS))
 
     def adding_seconds(self) -> float:
         """Seconds of adding up a ring's gradients."""
-        of, tp = self.of, self.layout.tp
-        queries = self.rows * of.heads * of.score_width / tp
-        adding = self._ring_steps(queries, RING_QUERY, RING_QUERY)
-        later = RING_KEY_GRADIENTS + RING_KEYS
-        return adding + self._ring_steps(self._keys, RING_KEY_GRADIENTS, later)
+        queries = self.rows * self.of.heads * self.of.score_width / self.layout.tp
+        keys = self._keys, RING_KEY_GRADIENTS, RING_KEY_GRADIENTS + RING_KEYS
+        return self._ring_steps((queries, RING_QUERY, RING_QUERY), keys)
 
-    def _ring_steps(self, values: float, first: float, later: float) -> float:
-        """Seconds of a ring's passes over ``values``; bytes per value in the first step, and later."""
+    def _ring_steps(self, *passes: tuple[float, float, float]) -> float:
+        """Seconds of a ring's passes: each of so many values, with bytes per value at first and later."""
         layout = self.layout
         if layout.cp == 1 or layout.cp_method != "ring":
             return 0.0
-        if layout.cp_load_balance:
-            later = 0.75 * later + RING_COPY / 2
-        return self.machine.pass_seconds(values * (first + (layout.cp - 1) * later))
+        share, copying = (0.75, RING_COPY / 2) if layout.cp_load_balance else (1.0, 0.0)
+        return sum(
+            self.machine.pass_seconds(values * (first + (layout.cp - 1) * (share * later + copying)))
+            for values, first, later in passes
+        )
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ class Constants:
     typical products on an MI325X (rocm.blogs.amd.com/artificial-intelligence/taf-blog)."""
     float8: float = label(0.778, above=0)
     """The same for 8-bit products. Fitted, as ``matmul``, to 113 published rows by
-    experiments/published/held_out.py."""
+    tests/measure/held_out.py."""
     rowwise: float = label(0.8, above=0)
     """Speed of float8 products with a scale for each row, as a fraction of those with one for each tensor:
     CUTLASS in place of cuBLAS; assumed, 0.75 to 0.9 (torchao/float8/README.md has tokens/s of both)."""

@@ -56,59 +56,95 @@ class Operations:
 T = TypeVar("T")
 
 
-class Costs:
-    """Costs of an architecture: as they are here, those of decoders. Instances have no state."""
+class Costs(ABC):
+    """Costs of an architecture; without one of the methods, memory and time are unknown. No state."""
 
     sample = ""
     """What a sample is called if its cost and rate are shown beside those of a token, such as "image"."""
 
+    @abstractmethod
     def kind(self, model: ModelConfig) -> str:
         """What such models are called where published figures are compared with the plan."""
+
+    @abstractmethod
+    def block_activations(
+        self, model: ModelConfig, layer: int, seq_len: int, *, on_cpu: bool
+    ) -> PartActivations:
+        """What a block saves for backward, per token, its input included."""
+
+    @abstractmethod
+    def entry_activations(self, model: ModelConfig, seq_len: int) -> PartActivations:
+        """What the modules before the blocks save; an embedding nothing but the batch."""
+
+    @abstractmethod
+    def head_activations(self, model: ModelConfig, seq_len: int) -> PartActivations:
+        """What the modules after the blocks save, without the outputs."""
+
+    @abstractmethod
+    def block_operations(self, model: ModelConfig, layer: int, seq_len: int) -> Operations:
+        """The operations of a block for one token."""
+
+    @abstractmethod
+    def row_share(self, model: ModelConfig, tensor: TensorSpec, seq_len: int) -> float:
+        """Rows that a matrix multiplies, as a fraction of a sequence's tokens."""
+
+    @abstractmethod
+    def outputs(self, model: ModelConfig) -> int:
+        """Outputs of the model for a token."""
+
+    @abstractmethod
+    def stage_module(self, module: str) -> str:
+        """The name in ``config/stages.py`` of a module outside of the blocks."""
+
+    @abstractmethod
+    def sample_bytes(self, model: ModelConfig, seq_len: int) -> float:
+        """Bytes of one sample of a batch."""
+
+    @abstractmethod
+    def fake_batch(self, job: Job, rows: int) -> AnyBatch:
+        """A batch of zeros with ``rows`` rows, for rehearsals."""
+
+
+class DecoderCosts(Costs):
+    """Costs of decoders; those of their blocks are ``BlockCosts``."""
+
+    def kind(self, model: ModelConfig) -> str:
         return "mixtures of experts" if model.moe.enabled else "dense models"
 
     def block_activations(
         self, model: ModelConfig, layer: int, seq_len: int, *, on_cpu: bool
     ) -> PartActivations:
-        """What a block saves for backward, per token, its input included."""
         return block_costs_of(model).activations(model, layer, on_cpu=on_cpu)
 
     def entry_activations(self, model: ModelConfig, seq_len: int) -> PartActivations:
-        """What the modules before the blocks save; an embedding nothing but the batch."""
         return PartActivations(())
 
     def head_activations(self, model: ModelConfig, seq_len: int) -> PartActivations:
-        """What the modules after the blocks save, without the outputs."""
         return head_activations(model)
 
     def block_operations(self, model: ModelConfig, layer: int, seq_len: int) -> Operations:
-        """The operations of a block for one token."""
         return block_costs_of(model).operations(model, layer, seq_len)
 
     def row_share(self, model: ModelConfig, tensor: TensorSpec, seq_len: int) -> float:
-        """Rows that a matrix multiplies, as a fraction of a sequence's tokens."""
         return 1.0
 
     def outputs(self, model: ModelConfig) -> int:
-        """Outputs of the model for a token."""
         return model.vocab_size
 
     def stage_module(self, module: str) -> str:
-        """The name in ``config/stages.py`` of a module outside of the blocks."""
         return module
 
     def sample_bytes(self, model: ModelConfig, seq_len: int) -> float:
-        """Bytes of one sample of a batch: inputs and labels, int64."""
-        return 2.0 * 8 * seq_len
+        return 2.0 * 8 * seq_len  # inputs and labels, int64
 
     def fake_batch(self, job: Job, rows: int) -> AnyBatch:
-        """A batch of zeros with ``rows`` rows, for rehearsals."""
         import torch
 
         from harness.data.prefetch import DeviceBatch
 
         shape = rows, job.training.seq_len
         batch = DeviceBatch(torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64))
-        batch.num_valid = rows * job.training.seq_len
+        batch.valid_by_source = {0: rows * job.training.seq_len}
         return batch
 
 
@@ -151,7 +187,7 @@ class PreNormCosts(BlockCosts):
 
 COSTS: Registry[type[Costs]] = Registry(
     "costs",
-    {"decoder": Costs},
+    {"decoder": DecoderCosts},
     field="model.architecture",
     expects="harness.tools.plan.costs:Costs",
 )
@@ -167,18 +203,22 @@ BLOCK_COSTS: Registry[type[BlockCosts]] = Registry(
 
 def costs_of(model: ModelConfig) -> Costs:
     """Return the costs of a model; UserError if they are unknown."""
-    return _entry(COSTS, model.architecture)()
+    return _entry(COSTS, model.architecture)
 
 
 def block_costs_of(model: ModelConfig) -> BlockCosts:
     """Return the costs of a model's blocks; UserError if they are unknown."""
-    return _entry(BLOCK_COSTS, model.block)()
+    return _entry(BLOCK_COSTS, model.block)
 
 
-def _entry(table: Registry[T], name: str) -> T:
+def _entry(table: Registry[type[T]], name: str) -> T:
+    works = "training without a plan, or a package that declares them (docs/howto/extend.md)"
     try:
-        return table[name]
+        found = table[name]
     except MissingPackageError as error:
         rule = "memory and time are unknown: its costs are not declared"
-        works = "training without a plan, or a package that declares them (docs/howto/extend.md)"
         raise UserError(f"{error.field}={error.value}: {rule}; would work: {works}") from None
+    if left_out := sorted(getattr(found, "__abstractmethods__", ())):
+        rule = f"memory and time are unknown: {found.__name__} leaves out {', '.join(left_out)}"
+        raise UserError(f"{table.field}={name}: {rule}; would work: {works}")
+    return found()

@@ -216,45 +216,32 @@ def simulate(
     Between ranks, inputs arrive ``send_seconds`` later.
     """
     rank_of = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
-    last = max(rank_of)
-    # Seconds from the end of a pass to its output's arrival at the next stage, by the first of both stages.
-    hop = {at: 0.0 if rank_of[at] == rank_of[at + 1] else send_seconds for at in range(last)}
-    # When inputs, own forwards, gradients and backwards for inputs are there, by stage and microbatch.
-    inputs: dict[tuple[int, int], float] = {}
-    own: dict[tuple[int, int], float] = {}
-    gradients: dict[tuple[int, int], float] = {}
-    halves: dict[tuple[int, int], float] = {}
+    # What a pass needs: the stage and kind of another one, and the seconds until its output arrives.
+    needs: dict[tuple[int, str], list[tuple[int, str, float]]] = {}
+    for stage, rank in rank_of.items():
+        hops = {at: 0.0 if of == rank else send_seconds for at, of in rank_of.items()}
+        needs[stage, "F"] = [(stage - 1, "F", hops[stage - 1])] if stage else []
+        needs[stage, "I"] = [
+            (at, kind, hops[at]) for at, kind in ((stage, "F"), (stage + 1, "I")) if at in hops
+        ]
+        needs[stage, "W"] = [(stage, "I", 0.0)]
+    ended: dict[tuple[int, str, int], float] = {}
     timed: list[list[Action]] = [[] for _ in order]
     remaining = sum(map(len, order))
     while remaining:
         before = remaining
         for actions, done in zip(order, timed, strict=True):
-            clock = done[-1].end if done else 0.0
             for action in islice(actions, len(done), None):
-                stage, kind, microbatch = action.stage, action.kind, action.microbatch
-                at = (stage, microbatch)
-                if kind == "F":
-                    ready = inputs.get(at) if stage else 0.0
-                elif kind == "W":
-                    ready = halves.get(at)
-                elif at not in own:
-                    ready = None
-                else:
-                    ready = gradients.get(at) if stage < last else own[at]
-                if ready is None:
+                stage, microbatch = action.stage, action.microbatch
+                kind = "I" if action.kind == "B" else action.kind
+                needed = [(ended.get((at, of, microbatch)), hop) for at, of, hop in needs[stage, kind]]
+                arrivals = [end + hop for end, hop in needed if end is not None]
+                if len(arrivals) < len(needed):
                     break
-                start = max(clock, ready)
-                clock = start + seconds(action)
-                done.append(Action(stage, kind, microbatch, start, clock))
+                start = max([done[-1].end if done else 0.0, *arrivals])
+                end = ended[stage, kind, microbatch] = start + seconds(action)
+                done.append(Action(stage, action.kind, microbatch, start, end))
                 remaining -= 1
-                if kind == "F":
-                    own[at] = clock
-                    if stage < last:
-                        inputs[stage + 1, microbatch] = clock + hop[stage]
-                elif kind != "W":
-                    halves[at] = clock
-                    if stage:
-                        gradients[stage - 1, microbatch] = clock + hop[stage - 1]
         if remaining == before:
             raise ValueError("the schedule deadlocks")
     return timed

@@ -1,15 +1,13 @@
 """``harness plan``: predict memory, traffic and speed of a job in seconds, without a GPU.
 
-An illegal job is refused with the error of ``harness train``.
-
-    harness plan model=llama3_8b parallelism=fsdp_tp cluster=slurm_h100
-    harness plan ... --json                        the plan as JSON
-    harness plan -m parallelism.tp=1,2,4 ...       one table of several jobs
-    harness plan ... against="parallelism.tp=8"    line by line beside the job with these
-    harness plan ... picture=plan.png              memory by stage, and the pipeline's timeline
-    harness plan ... search=true cluster.nodes=32  the fastest layouts on 32 nodes
-    harness plan ... rehearse=true                 compared with a run on virtual GPUs
-    harness plan calibrate=runs/NAME               fit the plan's constants to measured runs
+harness plan model=llama3_8b parallelism=fsdp_tp cluster=slurm_h100
+harness plan ... --json                        the plan as JSON
+harness plan -m parallelism.tp=1,2,4 ...       one table of several jobs
+harness plan ... against="parallelism.tp=8"    line by line beside the job with these
+harness plan ... picture=plan.png              memory by stage, and the pipeline's timeline
+harness plan ... search=true cluster.nodes=32  the fastest layouts on 32 nodes
+harness plan ... rehearse=true                 compared with a run on virtual GPUs
+harness plan calibrate=runs/NAME               fit the plan's constants to measured runs
 """
 
 from __future__ import annotations

@@ -11,10 +11,9 @@ from typing import Any
 
 from harness.compose.arguments import Argument
 from harness.compose.verb import Result, Verb
-from harness.launch.queue import SlurmError
 from harness.launch.queue import cancel as cancel_jobs
 from harness.launch.rows import fastest_first, of_sweep
-from harness.launch.state import HELD, RunState, read_states, states_in_folders
+from harness.launch.state import HELD, RunState, read_or_warn, read_states
 from harness.launch.sweep.registry import Point, Registry, labels, points_in
 from harness.launch.sweep.run import log_table, states_of
 from harness.launch.sweep.run import resume as resume_points
@@ -29,11 +28,7 @@ from harness.util.tables import to_csv, to_markdown, to_text
 def status(folder: Path, *, verify: bool = False) -> Result:
     """Show every point: state, step, speed, memory, reason of failure."""
     points = points_in(folder)
-    code = EXIT_OK
-    try:
-        seen = states_of(points)
-    except SlurmError as error:
-        seen, code = states_in_folders([point.run_dir for point in points], error), error.exit_code
+    seen, code = read_or_warn([point.run_dir for point in points], lambda _: states_of(points))
     skipped = Registry(folder).skipped()
     study = StudyRecord.read(folder)
     table = to_text(table_of_states(points, seen, study.objective if study else ())) + counted(seen, skipped)
@@ -108,7 +103,7 @@ def collect(folder: Path) -> int:
     write_atomically(registry.path / "table.md", text.encode())
     ordered = fastest_first(measured)
     drawn = bars(registry.path / "plot.png", registry.name, [row["point"] for row in ordered], ordered)
-    log_table(registry, [(point, point.job) for point in points], states_of(points))
+    log_table(registry, points, states_of(points))
     for name in ["table.csv", "table.md", *(["plot.png"] if drawn else [])]:
         sys.stdout.write(f"{registry.path / name}\n")
     return EXIT_OK

@@ -72,33 +72,28 @@ class FlightRecorder(Observer):
             self._written = self._step
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
-                place = {"rank": self._rank, "step": self._step, "time": time.time(), **_place()}
+                trace = pickle.loads(c10d._dump_fr_trace())  # type: ignore[attr-defined]
+                place = {"rank": self._rank, "step": self._step, "time": time.time(), **_place(trace)}
                 place["timed_out"] = timed_out
                 (self._folder / f"place-rank{self._rank}.json").write_text(json.dumps(place) + "\n")
                 with (self._folder / f"stacks-rank{self._rank}.txt").open("w") as file:
-                    file.write(f"rank {self._rank}, step {self._step}: {why}\n{last_collective()}\n\n")
+                    file.write(f"rank {self._rank}, step {self._step}: {why}\n{last_collective(trace)}\n\n")
                     file.flush()
                     faulthandler.dump_traceback(file, all_threads=True)
-                (self._folder / f"gloo_{self._rank}").write_bytes(pickle.dumps(readable_trace(self._rank)))
+                (self._folder / f"gloo_{self._rank}").write_bytes(pickle.dumps(readable(trace, self._rank)))
             except OSError as error:
                 sys.stderr.write(f"WARNING {self._folder}: cannot write: {error}\n")
 
 
-def _gloo_trace() -> dict[str, Any]:
-    return pickle.loads(c10d._dump_fr_trace())  # type: ignore[attr-defined,no-any-return]
-
-
-def readable_trace(rank: int) -> dict[str, Any]:
-    """Return the trace in a form that torch's analysis (``torchfrtrace``) can read.
+def readable(trace: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Return gloo's trace in a form that torch's analysis (``torchfrtrace``) can read.
 
     torch does not record gloo's groups, which its analysis looks up for every entry, so they are added here.
     Sends and receives are removed: gloo does not record the peer, without which the analysis fails.
     """
-    trace = _gloo_trace()
-    entries = [entry for entry in trace.get("entries", []) if _is_collective(entry)]
-    groups = {
-        name: (group.group_desc, dist.get_process_group_ranks(group)) for group, name in _named_groups()
-    }
+    messages = ("gloo:send", "gloo:recv")
+    entries = [each for each in trace.get("entries", []) if not each["profiling_name"].startswith(messages)]
+    groups = _groups()
     for name, description in (entry["process_group"] for entry in entries):
         groups.setdefault(name, (description, [rank]))  # a destroyed group
     return {
@@ -111,41 +106,29 @@ def readable_trace(rank: int) -> dict[str, Any]:
     }
 
 
-def _named_groups() -> list[tuple[Any, str]]:
-    return list(dist.distributed_c10d._world.pg_names.items())
+def _groups() -> dict[str, tuple[str, list[int]]]:
+    """Return the description and the ranks of each process group by its name."""
+    named = list(dist.distributed_c10d._world.pg_names.items())
+    return {name: (group.group_desc, dist.get_process_group_ranks(group)) for group, name in named}
 
 
-def _is_collective(entry: dict[str, Any]) -> bool:
-    return not entry["profiling_name"].startswith(("gloo:send", "gloo:recv"))
-
-
-def _entries() -> list[dict[str, Any]]:
-    entries: list[dict[str, Any]] = _gloo_trace().get("entries", [])
-    return entries
-
-
-def _place() -> dict[str, Any]:
+def _place(trace: dict[str, Any]) -> dict[str, Any]:
     """Return the last collective that this rank began, and how many it began in each group.
 
     Point-to-point messages (pipeline, ring) do not count: their sender does not wait.
     """
     begun: dict[str, int] = {}
     last = None
-    for last in (entry for entry in _entries() if not entry["is_p2p"]):
+    for last in (entry for entry in trace.get("entries", []) if not entry["is_p2p"]):
         begun[last["process_group"][0]] = last["collective_seq_id"]
     group = None if last is None else last["process_group"][0]
-    members = [
-        rank
-        for each in dist.distributed_c10d._world.pg_map
-        if each.group_name == group
-        for rank in dist.get_process_group_ranks(each)
-    ]
+    _, members = _groups().get(group or "", ("", []))
     return {"group": group, "number": begun.get(group or "", 0), "members": members, "begun": begun}
 
 
-def last_collective() -> str:
+def last_collective(trace: dict[str, Any]) -> str:
     """Describe the last collective that this rank began, from gloo's recorder."""
-    entries = _entries()
+    entries = trace.get("entries")
     if not entries:
         return "no collective of gloo recorded"
     last = entries[-1]

@@ -15,7 +15,7 @@ import os
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from statistics import median
@@ -128,6 +128,8 @@ class PhaseLog(Observer):
         steps, self._row = self._row, []
         self._last = phases = _mean(step.seconds for step in steps)
         last = steps[-1]
+        # Mean seconds of a step in which a core was missing to compute.
+        queued = sum(own_seconds(phases)) - sum(own_seconds(_mean(step.on_core for step in steps)))
         self._rows += 1
         spans = [[s.start, s.end, s.phase, s.stage] for s in last.spans if s.phase not in EXCLUDED]
         shown = {"aligned_at": last.aligned_at, "spans": spans} if self._rows <= WITH_SPANS else {}
@@ -137,27 +139,26 @@ class PhaseLog(Observer):
                 "steps": len(steps),
                 **self._where,
                 "seconds": sum(phases[phase] for phase in phases if phase not in EXCLUDED),
-                **({"queued": self._queued(steps, phases)} if self._phases.sees_queue else {}),
+                **({"queued": queued} if self._phases.sees_queue else {}),
                 "phases": phases,
                 **({"stages": _mean_passes(steps)} if len(self.run.engine.parts) > 1 else {}),
                 **shown,
             }
         )
 
-    def _queued(self, steps: Sequence[StepPhases], phases: dict[str, float]) -> float:
-        """Return the mean seconds of a step in which a core was missing to compute."""
-        return sum(own_seconds(phases)) - sum(own_seconds(_mean(step.on_core for step in steps)))
-
 
 def _mean(steps: Iterable[dict[str, float]]) -> dict[str, float]:
     """Return the mean of each phase over steps; a step without it counts as zero."""
+    steps = list(steps)
+    total = _total(pair for phases in steps for pair in phases.items())
+    return {phase: seconds / len(steps) for phase, seconds in total.items()}
+
+
+def _total(times: Iterable[tuple[str, float]]) -> dict[str, float]:
     total: dict[str, float] = defaultdict(float)
-    count = 0
-    for phases in steps:
-        count += 1
-        for phase, seconds in phases.items():
-            total[phase] += seconds
-    return {phase: seconds / count for phase, seconds in total.items()}
+    for phase, seconds in times:
+        total[phase] += seconds
+    return dict(total)
 
 
 def _mean_passes(steps: Sequence[StepPhases]) -> dict[int, dict[str, float]]:
@@ -194,28 +195,22 @@ class StepPhases:
     @property
     def seconds(self) -> dict[str, float]:
         """Seconds of each phase."""
-        total: dict[str, float] = defaultdict(float)
-        for start, end, phase, _, _ in self.spans:
-            total[phase] += end - start
-        return dict(total)
+        return _total((span.phase, span.end - span.start) for span in self.spans)
 
     @property
     def passes(self) -> dict[int, dict[str, float]]:
         """Seconds of the forward and backward phases of each pipeline stage."""
-        total: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-        for start, end, phase, stage, _ in self.spans:
-            if phase.startswith(("forward.", "backward.")):
-                total[stage][phase] += end - start
-        return {stage: dict(total[stage]) for stage in sorted(total)}
+        of_stage: dict[int, list[Span]] = defaultdict(list)
+        for span in self.spans:
+            if span.phase.startswith(("forward.", "backward.")):
+                of_stage[span.stage].append(span)
+        return {stage: StepPhases(self.step, of_stage[stage]).seconds for stage in sorted(of_stage)}
 
     @property
     def on_core(self) -> dict[str, float]:
         """Seconds of each phase, without those in which the thread waited for a core."""
-        total: dict[str, float] = defaultdict(float)
-        for start, end, phase, _, queued in self.spans:
-            # A thread that loses its core between both readings of a mark has waited in the next span.
-            total[phase] += max(0.0, end - start - queued)
-        return dict(total)
+        # A thread that loses its core between both readings of a mark has waited in the next span.
+        return _total((span.phase, max(0.0, span.end - span.start - span.queued)) for span in self.spans)
 
     @property
     def aligned_at(self) -> float:
@@ -257,8 +252,8 @@ class Phases:
         self._open[-1] = (phase, self._open[-1][1])
         self._mark()
 
-    def inside(self, phase: str, stage: int | None = None) -> AbstractContextManager[None]:
-        """Count the ``with`` block as a phase."""
+    def inside(self, phase: str, stage: int | None = None) -> _Inside:
+        """Count the ``with`` block, or each call of a decorated function, as a phase."""
         return _Inside(self, phase, stage)
 
     @property
@@ -307,7 +302,7 @@ class Phases:
         return spans
 
 
-class _Inside(AbstractContextManager[None]):
+class _Inside(AbstractContextManager[None], contextlib.ContextDecorator):
     """The ``with`` block of a phase; a generator would take longer than the mark."""
 
     def __init__(self, phases: Phases, phase: str, stage: int | None) -> None:
@@ -405,12 +400,6 @@ class Marks:
 
     Marks are outside of compiled regions. Collectives inside of them are found too, because their operators
     are called by name. Recomputation is a part of backward.
-
-    Args:
-        phases: gets the marks.
-        parts: this rank's model parts.
-        mesh: names the groups of collectives.
-        device: where the parts compute.
     """
 
     def __init__(self, phases: Phases, parts: Sequence[ModelPart], mesh: Mesh, device: torch.device) -> None:
@@ -455,15 +444,8 @@ class Marks:
 
     def _mark_sharding(self, group: Any) -> None:
         for name, phase in _SHARDING.items():
-            setattr(group, name, self._marked(getattr(group, name), phase))
+            setattr(group, name, self._phases.inside(phase)(getattr(group, name)))
             self._undo.append(lambda name=name: delattr(group, name))  # type: ignore[misc]
-
-    def _marked(self, function: Callable[..., Any], phase: str) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            with self._phases.inside(phase):
-                return function(*arguments, **options)
-
-        return call
 
     def _mark_collectives(self, axes: dict[str, str], key: str) -> None:
         library = torch.library.Library(_FUNCTIONAL, "IMPL")
@@ -484,10 +466,8 @@ class Marks:
             return call
 
         def wait(tensor: Tensor) -> Any:
-            phase = pending.pop(tensor.data_ptr(), None)
-            if phase is None:  # waited for before
-                return wait_tensor.redispatch(_ORIGINAL, tensor)
-            with self._phases.inside(phase):
+            phase = pending.pop(tensor.data_ptr(), None)  # None: waited for before
+            with nullcontext() if phase is None else self._phases.inside(phase):
                 return wait_tensor.redispatch(_ORIGINAL, tensor)
 
         operators = getattr(torch.ops, _FUNCTIONAL)

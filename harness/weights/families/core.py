@@ -142,6 +142,10 @@ class ConfigField:
             raise ValueError(f"{self.theirs} {theirs!r}") from error
 
 
+def undetermined(_theirs: object, _found: object) -> None:
+    """``to_ours`` of a field that does not determine ours."""
+
+
 @dataclass(frozen=True)
 class Family:
     """The format of one family's checkpoints at Hugging Face.

@@ -17,6 +17,7 @@ from harness.weights.families.core import (
     common,
     dividing_heads,
     per_expert,
+    undetermined,
 )
 
 _NAMES = (
@@ -75,7 +76,12 @@ def _v2(model: ModelConfig) -> list[ConfigField]:
         *_config_fields(model),
         ConfigField("first_k_dense_replace", of.first_dense_layers, "moe.first_dense_layers", default=0),
         ConfigField(
-            "topk_method", method, "moe.num_groups", shown=of.num_groups, default="greedy", to_ours=_nothing
+            "topk_method",
+            method,
+            "moe.num_groups",
+            shown=of.num_groups,
+            default="greedy",
+            to_ours=undetermined,
         ),
         ConfigField("scoring_func", "softmax", default="softmax"),
         # If true, DeepSeek's code normalizes instead of scaling; transformers' never does.
@@ -99,14 +105,10 @@ def _v3(model: ModelConfig) -> list[ConfigField]:
             "mtp.depth",
             default=0,
             read=lambda found: min(found, model.mtp.depth),
-            to_ours=_nothing,
+            to_ours=undetermined,
         ),
         ConfigField("rope_interleave", model.rope.interleaved, "rope.interleaved", default=True),
     ]
-
-
-def _nothing(_theirs: object, _found: object) -> None:
-    """This field does not determine ours."""
 
 
 def _refuse_v2(model: ModelConfig) -> None:

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 
 sys.path.append(str(Path(__file__).parent))
-from tiny_encoders import LENGTH, POOLED, WIDTH, save_encoders
+from tiny_flux import LENGTH, POOLED, WIDTH, save_encoders
 
 from harness.contrib.flux.pictures.config import EncodersConfig
 from harness.contrib.flux.pictures.encoders import (
@@ -28,7 +29,7 @@ from harness.contrib.flux.pictures.encoders import (
 from harness.launch.pool import RankPool
 from harness.util.errors import ConfigError
 
-pytest.importorskip("diffusers")
+diffusers = pytest.importorskip("diffusers")
 CAPTIONS = ["a red circle", "", "a blue square above a green circle a a a a a a a"]
 
 
@@ -38,22 +39,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(folder: Path, **changed: Any) -> EncodersConfig:
-    config = EncodersConfig(
-        autoencoder=str(folder / "vae"),
-        text="t5_clip",
-        t5=str(folder / "text_encoder_2"),
-        clip=str(folder / "text_encoder"),
-        text_length=LENGTH,
-        dtype="float32",
-    )
+    vae, t5, clip = (str(folder / name) for name in ("vae", "text_encoder_2", "text_encoder"))
+    config = EncodersConfig(vae, text="t5_clip", t5=t5, clip=clip, text_length=LENGTH, dtype="float32")
     return replace(config, **changed)
 
 
 def pipeline_of(folder: Path) -> Any:
     """FluxPipeline with the encoders, and without a model."""
-    import diffusers
-    import transformers
-
     return diffusers.FluxPipeline(
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
         vae=diffusers.AutoencoderKL.from_pretrained(folder / "vae"),
@@ -77,9 +69,8 @@ def test_encoders_are_those_of_the_pipeline(folder: Path) -> None:
     pictures = np.random.default_rng(0).integers(0, 256, (2, 16, 16, 3), dtype=np.uint8)
     moments, vae = encoders.autoencoder.encode(as_floats(pictures)), pipeline.vae
     with torch.no_grad():
-        posterior = vae.encode(
-            pipeline.image_processor.preprocess(pictures.astype(np.float32) / 255)
-        ).latent_dist
+        pixels = pipeline.image_processor.preprocess(pictures.astype(np.float32) / 255)
+        posterior = vae.encode(pixels).latent_dist
         scaled = [(each - 0.12) * 0.36 for each in (posterior.mean, posterior.mean + posterior.std)]
         decoded = vae.decode(moments.mean_BCHW / 0.36 + 0.12).sample
     assert moments.std_BCHW is not None and encoders.autoencoder.pixels == 2

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from equal import assert_equal
+from held import Held
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -22,7 +24,6 @@ from harness.util.errors import UserError
 from harness.weights.config_json import model_from_config
 from harness.weights.detect import find_source, open_source
 from harness.weights.huggingface import HuggingFaceSource, write_huggingface
-from harness.weights.source import TensorFacts
 
 diffusers = pytest.importorskip("diffusers")
 SMALL = (
@@ -67,8 +68,8 @@ def ours(folder: Path, model: ModelConfig) -> Flux:
     return part
 
 
-def inputs(model: ModelConfig, grid: tuple[int, int]) -> dict[str, Tensor]:
-    flux, generator = flux_of(model), torch.Generator().manual_seed(1)
+def inputs(model: ModelConfig, grid: tuple[int, int], seed: int = 1) -> dict[str, Tensor]:
+    flux, generator = flux_of(model), torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
@@ -81,24 +82,6 @@ def inputs(model: ModelConfig, grid: tuple[int, int]) -> dict[str, Tensor]:
         "guidance": torch.tensor([3.5, 1.0]),
         "target": draw(2, grid[0] * grid[1], flux.token_width),
     }
-
-
-def image_ids(rows: int, columns: int) -> Tensor:
-    """diffusers' own position ids of a picture of latents twice as large (FluxPipeline)."""
-    return diffusers.FluxPipeline._prepare_latent_image_ids(
-        1, rows, columns, torch.device("cpu"), torch.float32
-    )
-
-
-class Gradients:
-    """The source of a model's gradients."""
-
-    def __init__(self, part: Flux) -> None:
-        self.found = {name: parameter.grad for name, parameter in part.named_parameters()}
-        self.tensors = {name: TensorFacts(tuple(g.shape), g.dtype) for name, g in self.found.items()}
-
-    def read(self, name: str) -> Tensor:
-        return self.found[name].clone()
 
 
 @pytest.mark.parametrize("guidance", [False, True])
@@ -116,7 +99,9 @@ def test_output_and_gradients_equal_diffusers(guidance: bool, tmp_path: Path) ->
         pooled_projections=x["pooled"],
         timestep=x["times"],
         guidance=guided,
-        img_ids=image_ids(*grid),
+        img_ids=diffusers.FluxPipeline._prepare_latent_image_ids(
+            1, *grid, torch.device("cpu"), torch.float32
+        ),
         txt_ids=torch.zeros(flux_of(model).text_length, 3),
         return_dict=False,
     )[0]
@@ -126,7 +111,8 @@ def test_output_and_gradients_equal_diffusers(guidance: bool, tmp_path: Path) ->
         (output - x["target"]).square().mean().backward()
 
     # Gradients have the names of their weights.
-    write_huggingface(Gradients(part), model, None, tmp_path / "gradients")
+    gradients = {name: parameter.grad.clone() for name, parameter in part.named_parameters()}
+    write_huggingface(Held(gradients), model, None, tmp_path / "gradients")
     converted = load_file(tmp_path / "gradients" / "diffusion_pytorch_model.safetensors")
     assert converted.keys() == dict(reference.named_parameters()).keys()
     for name, parameter in reference.named_parameters():
@@ -151,10 +137,7 @@ def test_files_of_diffusers_both_ways(tmp_path: Path) -> None:
     write_huggingface(source, model, None, tmp_path / "ours", max_shard_gb=1e-4)
     assert len(list((tmp_path / "ours").glob("*.safetensors"))) > 1
     again = diffusers.FluxTransformer2DModel.from_pretrained(tmp_path / "ours")
-    for (name, value), (other, expected) in zip(
-        again.state_dict().items(), reference.state_dict().items(), strict=True
-    ):
-        assert name == other and value.equal(expected)
+    assert_equal(again.state_dict(), reference.state_dict())
     reread = HuggingFaceSource(tmp_path / "ours", model)
     assert all(reread.read(name).equal(source.read(name)) for name in source.tensors)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ from PIL import Image
 
 sys.path.append(str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parents[3] / "experiments" / "flux_shapes"))
-from read_shapes import judge, read
-from tiny_encoders import overrides, save_encoders
+from read_back import judge, read
+from tiny_flux import overrides, save_encoders
 
 from harness.compose.composer import compose_job
 from harness.contrib.flux.pictures.encoders import Patches
@@ -75,6 +74,13 @@ def test_a_run_its_sheets_and_its_pictures(tmp_path: Path, capfd: Any) -> None:
         assert np.any(pictures(run.path, tmp_path / "c", prompts, other)[1] != first[1]), other
     large = pictures(run.path, tmp_path / "d", prompts, "generate.options.size=16")
     assert large[0].shape == (16, 16, 3)
+    for typed, says in {
+        "generate.temperature=1": "generate.temperature=1.0: has no effect: model=flux_debug makes",
+        "generate.options.size=10": "generate.options.size=10: must be a multiple of 4",
+        "data.options.text_length=9": "data.options.text_length=9: makes 9 values where",
+    }.items():
+        with pytest.raises(ConfigError, match=f"^{says}"):
+            pictures(run.path, tmp_path / "e", prompts, typed)
 
 
 def test_online_encoders_of_folders(tmp_path: Path) -> None:
@@ -101,48 +107,6 @@ def test_pictures_have_the_size_of_training() -> None:
     rule = "must be given, because x records no job that trained it"
     with pytest.raises(ConfigError, match=f"^generate.options.size=null: {rule}; would work: 1024$"):
         trained_size(job, WeightFolder("hf", "x", {}), Patches(2))
-
-
-def last_loss(run: RunFolder) -> float:
-    rows = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
-    return next(row["loss"] for row in reversed(rows) if "loss" in row)  # type: ignore[no-any-return]
-
-
-def test_stopped_and_resumed_is_bitwise_the_run_that_was_not(tmp_path: Path) -> None:
-    typed = ("training.steps=3", "validation.interval=0", "schedule.total_steps=9")
-    straight = train(tmp_path / "a", *typed)
-    train(tmp_path / "b", "training.steps=1", *typed[1:])
-    start = f"checkpoint.initial_load_path={next((tmp_path / 'b').rglob('step-1'))}"
-    more = ("checkpoint.allow_changed=[training.steps]", "checkpoint.initial_load_model_only=false")
-    resumed = train(tmp_path / "c", *typed, start, *more)
-    assert last_loss(resumed) == last_loss(straight)
-
-
-@pytest.mark.parametrize(
-    ("typed", "message"),
-    [
-        (("generate.temperature=1",), "generate.temperature=1.0: has no effect: model=flux_debug makes"),
-        (("generate.options.size=10",), "generate.options.size=10: must be a multiple of 4"),
-        (("data.options.text_length=9",), "data.options.text_length=9: makes 9 values where"),
-    ],
-)
-def test_mistakes_get_one_line(typed: tuple[str, ...], message: str, tmp_path: Path) -> None:
-    run = train(tmp_path, "training.steps=1", "validation.interval=0")
-    with pytest.raises(ConfigError) as raised:
-        pictures(run.path, tmp_path / "a", "generate.prompts=[a red circle]", *typed)
-    assert str(raised.value).startswith(message) and "\n" not in str(raised.value)
-
-
-def test_decoders_make_no_pictures() -> None:
-    tiny = ("model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "cluster.device=cpu")
-    with pytest.raises(
-        ConfigError, match=r"^validation.options.pictures=4: model.architecture=decoder has no options"
-    ):
-        compose_job([*tiny, "validation.options.pictures=4"])
-    with pytest.raises(
-        ConfigError, match=r"^generate.options.steps=4: model.architecture=decoder has no options"
-    ):
-        compose_job([*tiny, "generate.options.steps=4"], config_name="generate", schema=GenerateJob)
 
 
 def test_a_sheet_has_the_pictures_and_the_reader_reads_the_rule(tmp_path: Path) -> None:

@@ -4,32 +4,27 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 sys.path.append(str(Path(__file__).parent))
-from test_flux_exchange import ours, small, theirs
+from test_flux_exchange import inputs, ours, small, theirs
+from tiny_flux import SMALL
 
 from harness.compose.composer import compose_job
-from harness.contrib.flux.config import FlowConfig, flow_of, flux_of
+from harness.config.job import Job
+from harness.contrib.flux.config import FlowConfig, flow_of
 from harness.contrib.flux.pictures.encoders import Embeddings
-from harness.contrib.flux.sampling import Sampler, Sampling, noise_of, sampling_times, without_shift
+from harness.contrib.flux.sampling import Sampler, Sampling, noise_of, without_shift
 from harness.launch.pool import RankPool
 from harness.train.engine import Engine
 
 diffusers = pytest.importorskip("diffusers")
 NOISE = (2, 4, 4, 16)  # not square
 STEPS = 5
-
-
-class OneRank:
-    """The mesh of one process."""
-
-    def size(self, axis: str) -> int:
-        return 1
 
 
 def scheduler(shifted: bool) -> Any:
@@ -44,33 +39,16 @@ def scheduler(shifted: bool) -> Any:
     )
 
 
-def inputs(model: Any) -> tuple[Tensor, Embeddings, Embeddings]:
-    generator = torch.Generator().manual_seed(2)
-    flux = flux_of(model)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
-
-    captions = Embeddings(draw(2, flux.text_length, flux.context_dim), draw(2, flux.pooled_dim))
-    empty = Embeddings(draw(1, flux.text_length, flux.context_dim), draw(1, flux.pooled_dim))
-    return draw(*NOISE), captions, empty
-
-
 @pytest.mark.parametrize(("guidance", "shifted", "cfg"), [(True, True, 1.0), (False, False, 2.5)])
 def test_latents_are_those_of_the_pipeline(guidance: bool, shifted: bool, cfg: float, tmp_path: Path) -> None:
     model = small(guidance)
     reference = theirs(model).eval()
     reference.save_pretrained(tmp_path)
-    noise, captions, empty = inputs(model)
-    pipeline = diffusers.FluxPipeline(
-        scheduler=scheduler(shifted),
-        vae=None,
-        text_encoder=None,
-        tokenizer=None,
-        text_encoder_2=None,
-        tokenizer_2=None,
-        transformer=reference,
-    )
+    noise, drawn, other = torch.randn(NOISE), inputs(model, (2, 2)), inputs(model, (2, 2), seed=2)
+    captions = Embeddings(drawn["text"], drawn["pooled"])
+    empty = Embeddings(other["text"][:1], other["pooled"][:1])
+    absent = dict.fromkeys(("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
+    pipeline = diffusers.FluxPipeline(scheduler=scheduler(shifted), transformer=reference, **absent)
     pipeline.set_progress_bar_config(disable=True)
     expected = pipeline(
         prompt_embeds=captions.text_BLD,
@@ -87,34 +65,14 @@ def test_latents_are_those_of_the_pipeline(guidance: bool, shifted: bool, cfg: f
     ).images
     expected = pipeline._unpack_latents(expected, NOISE[2] * 8, NOISE[3] * 8, 8)
     flow = FlowConfig() if shifted else without_shift(FlowConfig())
-    part = ours(tmp_path, model)
-    sampler = Sampler(part, OneRank(), flow)  # type: ignore[arg-type]
+    one_rank = SimpleNamespace(size=lambda axis: 1)
+    sampler = Sampler(ours(tmp_path, model), one_rank, flow)  # type: ignore[arg-type]
     found = sampler.sample(noise, captions, empty, Sampling(STEPS, 3.5, cfg))
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("shifted", [True, False])
-def test_times_are_those_of_the_scheduler(shifted: bool) -> None:
-    import numpy as np
-
-    theirs = scheduler(shifted)
-    shift = 0.5 + (1.15 - 0.5) / (4096 - 256) * (1024 - 256) if shifted else 0.0
-    theirs.set_timesteps(sigmas=np.linspace(1, 1 / 7, 7), mu=shift)
-    torch.testing.assert_close(torch.tensor(sampling_times(7, shift)), theirs.sigmas)
-
-
-SMALL = (
-    *("model=flux_debug", "model.dim=32", "model.n_layers=3", "model.ffn_hidden_dim=64"),
-    *("model.options.axes_dims=[4,2,2]", "model.options.text_length=8", "model.options.context_dim=16"),
-    *("model.options.pooled_dim=16", "model.options.time_dim=16", "model.options.zero_init=false"),
-    *("data=latents_synthetic", "training.seq_len=24", "training.global_batch_size=8"),
-)
-
-
 def sampled(job_json: str) -> list[list[float]]:
     """Sample on this rank with initial weights."""
-    from harness.config.job import Job
-
     job = Job.from_json(job_json)
     engine = Engine(job, torch.device("cpu"))
     generator = torch.Generator().manual_seed(3)
@@ -137,8 +95,8 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts_sample_the_same(pool: RankPool, name: str) -> None:
-    job = compose_job([*SMALL, "cluster.device=cpu", *LAYOUTS[name]])
-    [alone] = pool.run(1, sampled, compose_job([*SMALL, "cluster.device=cpu"]).to_json())
+    job = compose_job([*SMALL, *LAYOUTS[name]])
+    [alone] = pool.run(1, sampled, compose_job([*SMALL]).to_json())
     for found in pool.run(job.world_size, sampled, job.to_json()):
         torch.testing.assert_close(torch.tensor(found), torch.tensor(alone), rtol=1e-4, atol=1e-4)
 

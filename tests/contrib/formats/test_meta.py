@@ -11,11 +11,10 @@ import torch
 import torch.nn.functional as F
 from conversions import consolidated, save_meta
 from families_table import CASES, LLAMAS, PLAIN, STRETCHED, close, set_fields
-from tiers import rest_is_thorough
 from torch import Tensor
 
 from harness.config.model import ModelConfig
-from harness.contrib.formats.meta import LlamaSource, is_vocabulary_parallel, merge, permute_rope, shard_dim
+from harness.contrib.formats.meta import LlamaSource, merge
 from harness.model.decoder import Decoder
 from harness.model.spec import parameter_shapes
 from harness.util.errors import UserError
@@ -90,16 +89,11 @@ def meta_logits(weights: dict[str, Tensor], tokens: Tensor, config: ModelConfig)
     return norm(x, "norm") @ weights["output.weight"].T
 
 
-SHARDED = [(name, parallel, files) for name in CONFIGS for parallel in (False, True) for files in (1, 2)]
-CORE = [("grouped_query", False, 1), ("grouped_query", False, 2), *((name, True, 2) for name in CONFIGS)]
-
-
-@pytest.mark.parametrize("row", rest_is_thorough(SHARDED, *CORE), ids=lambda row: "-".join(map(str, row)))
-def test_logits_are_metas(row: tuple[str, bool, int], tmp_path: Path) -> None:
-    name, vocabulary_parallel, files = row
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_are_metas(name: str, tmp_path: Path) -> None:
     config = CONFIGS[name]
     weights = meta_weights(config)
-    save_meta(tmp_path / "meta", consolidated(weights, files, vocabulary_parallel))
+    save_meta(tmp_path / "meta", consolidated(weights, 2))
     source = LlamaSource(tmp_path / "meta", config)
     model = Decoder(config, seq_len=48)
     model.load_state_dict({name: source.read(name) for name in source.tensors})
@@ -111,23 +105,13 @@ def test_logits_are_metas(row: tuple[str, bool, int], tmp_path: Path) -> None:
         assert (model(tokens) - expected).abs().max() > 0.1 * expected.abs().max()
 
 
-@pytest.mark.parametrize("vocabulary_parallel", [False, True])
-def test_shards_are_cut_where_fairscale_cuts(vocabulary_parallel: bool) -> None:
-    config = CONFIGS["grouped_query"]
-    weights = meta_weights(config)
-    first = consolidated(weights, 2, vocabulary_parallel)[0]
-    for name, weight in weights.items():
-        dim = shard_dim(name, vocabulary_parallel=vocabulary_parallel)
-        cut = [d for d in range(weight.ndim) if first[name].shape[d] != weight.shape[d]]
-        assert cut == ([] if dim is None else [dim]), name
-    shape = first["tok_embeddings.weight"].shape
-    assert is_vocabulary_parallel(shape, 2, config) is vocabulary_parallel
-
-
-def test_permutation_by_hand() -> None:
-    """Two heads of width 6: rows (0, 1), (2, 3), (4, 5) of each become (0, 3), (1, 4), (2, 5)."""
-    weight = torch.arange(12.0).unsqueeze(1).expand(12, 3)
-    assert permute_rope(weight, n_heads=2)[:, 0].tolist() == [0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11]
+@pytest.mark.parametrize(("files", "by_rows"), [(1, True), (2, False)])
+def test_tables_are_one_or_split_by_columns(files: int, by_rows: bool, tmp_path: Path) -> None:
+    weights = meta_weights(CONFIGS["grouped_query"])
+    save_meta(tmp_path / "meta", consolidated(weights, files, by_rows))
+    source = LlamaSource(tmp_path / "meta", CONFIGS["grouped_query"])
+    for name in ("tok_embeddings.weight", "output.weight", "layers.0.attention.wo.weight", "norm.weight"):
+        assert source.read(name).equal(weights[name]), name
 
 
 def test_the_head_of_a_tied_model_can_be_merged() -> None:
@@ -154,14 +138,14 @@ def test_shards_that_do_not_make_up_the_model(name: str, shapes: list[list[int]]
     assert str(caught.value) == f"{name}: shapes {of_files} of {len(shapes)} file(s) {says}"
 
 
-@pytest.mark.parametrize("name", ["layers.3.attention.wq.weight", "layers.0.attention.wz.weight"])
-def test_names_that_are_none(name: str, tmp_path: Path) -> None:
-    weights = {**meta_weights(CONFIGS["llama2"]), name: torch.zeros(4)}
-    torch.save(weights, tmp_path / "consolidated.00.pth")
-    with pytest.raises(UserError, match=rf"consolidated\.00\.pth: .*: 1 unexpected \({re.escape(name)}\)"):
-        LlamaSource(tmp_path, CONFIGS["llama2"])
-
-
-def test_metas_files_are_llamas(tmp_path: Path) -> None:
+def test_files_of_other_models(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"Meta's files are read for model\.family=llama, not qwen3"):
         LlamaSource(tmp_path, CASES["qwen3"])
+    for name in ("layers.3.attention.wq.weight", "layers.0.attention.wz.weight"):
+        torch.save(
+            {**meta_weights(CONFIGS["llama2"]), name: torch.zeros(4)}, tmp_path / "consolidated.00.pth"
+        )
+        with pytest.raises(
+            UserError, match=rf"consolidated\.00\.pth: .*: 1 unexpected \({re.escape(name)}\)"
+        ):
+            LlamaSource(tmp_path, CONFIGS["llama2"])

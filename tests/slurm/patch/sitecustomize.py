@@ -1,10 +1,9 @@
 """Read by Python at its start: changes the training steps of a rank, by the variable ``TEST_PATCH``.
 
-``slow``: every step takes a quarter of a second longer. ``drags``: the forward pass of rank 1 takes a tenth
-of a second longer. ``killed``, ``segfault``, ``lags``, ``hangs``: the fault of rank 1 in the third step; rank
-0 then takes seconds to close its loader. ``faults``: ranks of some points of a sweep fail, once, in the third
-step; the job's seed decides whether the point fails, and its layout how. ``starved``: the first node of a
-job's first attempt has no free memory when it is checked.
+``slow``: every step takes a quarter of a second longer. ``segfault``, ``lags``: the fault of rank 1 in the
+third step; rank 0 then takes seconds to close its loader. ``faults``: ranks of some points of a sweep fail,
+once, in the third step; the job's seed decides whether the point fails, and its layout how. ``starved``: the
+first node of a job's first attempt has no free memory when it is checked.
 """
 
 import importlib.abc
@@ -16,39 +15,58 @@ import sys
 import time
 from pathlib import Path
 
-SECONDS = 0.25
-DRAG_SECONDS = 0.1
 STEP = 3
 CLOSING_SECONDS = 3.0
 
 
-def raise_on_rank_1(rank):
-    if rank == 1:
+def slow(step):
+    time.sleep(0.25)
+
+
+def on_rank_1(act):
+    def fault(step):
+        from harness.data.prefetch import Prefetcher
+
+        if step == 1:
+            close = Prefetcher.close
+            Prefetcher.close = lambda self: time.sleep(CLOSING_SECONDS) or close(self)
+        if step == STEP and os.environ["RANK"] == "1":
+            act()
+
+    return fault
+
+
+def sabotage(step):
+    run, rank = Path(sys.argv[-1]), int(os.environ["RANK"])
+    if step != STEP or (run / "attempts").exists():
+        return
+    job = json.loads((run / "job.json").read_text())
+    layout = (job["parallelism"]["dp_shard"], job["parallelism"]["tp"])
+    if job["training"]["seed"] != 2:
+        return
+    if layout == (2, 1) and rank == 1:
         raise RuntimeError("injected into rank 1")
-
-
-def eat_memory_on_rank_0(rank):
-    if rank == 0:
+    if layout == (1, 2) and rank == 0:
         import torch
 
-        eaten = [torch.ones(2**26)]  # 256 MiB of float32
+        eaten = []
         while True:
-            eaten.append(torch.ones(2**26))
-
-
-def kill_rank_3(rank):
-    if rank == 3:
+            eaten.append(torch.ones(2**26))  # 256 MiB of float32
+    if layout == (4, 1) and rank == 3:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-FAULTS = {
-    (2, 1): raise_on_rank_1,
-    (1, 2): eat_memory_on_rank_0,
-    (4, 1): kill_rank_3,
+ACTS = {
+    "slow": slow,
+    "faults": sabotage,
+    "segfault": on_rank_1(lambda: os.kill(os.getpid(), signal.SIGSEGV)),
+    "lags": on_rank_1(lambda: time.sleep(12)),
 }
 
 
 class Finder(importlib.abc.MetaPathFinder):
+    """Patches the engine when it is imported: an act precedes the gradients of each step."""
+
     def find_spec(self, name, path, target=None):
         if name != "harness.train.engine":
             return None
@@ -58,51 +76,17 @@ class Finder(importlib.abc.MetaPathFinder):
 
         def exec_module(module):
             execute(module)
-            PATCHES[os.environ["TEST_PATCH"]](module.Engine)
+            original, calls = module.Engine.gradients, []
+
+            def gradients(self, *args, **kwargs):
+                calls.append(1)
+                ACTS[os.environ["TEST_PATCH"]](len(calls))
+                return original(self, *args, **kwargs)
+
+            module.Engine.gradients = gradients
 
         spec.loader.exec_module = exec_module
         return spec
-
-
-def slow_down(engine):
-    original = engine.gradients
-
-    def gradients(self, *args, **kwargs):
-        time.sleep(SECONDS)
-        return original(self, *args, **kwargs)
-
-    engine.gradients = gradients
-
-
-def drag(engine):
-    from harness.util.annotation import annotated
-
-    original = engine.gradients
-
-    def gradients(self, *args, **kwargs):
-        if os.environ["RANK"] == "1":
-            with annotated("forward.blocks"):
-                time.sleep(DRAG_SECONDS)
-        return original(self, *args, **kwargs)
-
-    engine.gradients = gradients
-
-
-def sabotage(engine):
-    run, rank = Path(sys.argv[-1]), int(os.environ["RANK"])
-    job = json.loads((run / "job.json").read_text())
-    fault = FAULTS.get((job["parallelism"]["dp_shard"], job["parallelism"]["tp"]))
-    if job["training"]["seed"] != 2 or fault is None or (run / "attempts").exists():
-        return
-    original, calls = engine.gradients, []
-
-    def gradients(self, *args, **kwargs):
-        calls.append(1)
-        if len(calls) == STEP:
-            fault(rank)
-        return original(self, *args, **kwargs)
-
-    engine.gradients = gradients
 
 
 def starve(read_text):
@@ -113,43 +97,8 @@ def starve(read_text):
     return read
 
 
-def on_rank_1(act):
-    def patch(engine):
-        from harness.data.prefetch import Prefetcher
-
-        original, close, calls = engine.gradients, Prefetcher.close, []
-
-        def gradients(self, *args, **kwargs):
-            calls.append(1)
-            if len(calls) == STEP and os.environ["RANK"] == "1":
-                act()
-            return original(self, *args, **kwargs)
-
-        def close_late(self):
-            time.sleep(CLOSING_SECONDS)
-            close(self)
-
-        engine.gradients, Prefetcher.close = gradients, close_late
-
-    return patch
-
-
-PATCHES = {
-    "slow": slow_down,
-    "drags": drag,
-    "faults": sabotage,
-    "killed": on_rank_1(lambda: os.kill(os.getpid(), signal.SIGKILL)),
-    "segfault": on_rank_1(lambda: os.kill(os.getpid(), signal.SIGSEGV)),
-    "lags": on_rank_1(lambda: time.sleep(12)),
-    "hangs": on_rank_1(lambda: time.sleep(600)),
-}
-
-if os.environ.get("TEST_PATCH") in PATCHES and "harness.train.rank" in Path("/proc/self/cmdline").read_text():
+chosen = os.environ.get("TEST_PATCH")
+if chosen in ACTS and "harness.train.rank" in Path("/proc/self/cmdline").read_text():
     sys.meta_path.insert(0, Finder())
-
-if (
-    os.environ.get("TEST_PATCH") == "starved"
-    and os.environ.get("SLURM_NODEID") == "0"
-    and "SLURM_RESTART_COUNT" not in os.environ
-):
+if chosen == "starved" and os.environ.get("SLURM_NODEID") == "0" and "SLURM_RESTART_COUNT" not in os.environ:
     Path.read_text = starve(Path.read_text)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import pytest
 import torch
-from tiers import rest_is_thorough
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[2] / "measure"))
@@ -21,19 +18,17 @@ from published_rows import all_rows
 
 from harness.compose.composer import compose_job
 from harness.config.job import Job
-from harness.model.accounting import account
 from harness.model.decoder import Decoder
-from harness.model.spec import tensors
 from harness.tools.plan.constants import Software
 from harness.tools.plan.machine import device_of
 from harness.tools.plan.memory import memory_limit, rank_memory
 from harness.tools.plan.memory_parts import ActivationBytes
-from harness.tools.plan.parameters import parameters_of, parameters_of_ranks, tensors_by_module
-from harness.tools.plan.plan import KINDS
+from harness.tools.plan.parameters import tensors_by_module
 from harness.tools.rehearse.config import RehearseJob
 from harness.util.tables import GIB
 
 MIB = 2**20
+ROOT = Path(__file__).parents[3]
 TINY = ("model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "checkpoint=disabled", "cluster.device=cpu")
 LARGE = ("model=llama3_8b", "data=synthetic", "tokenizer=bytes", "precision=bf16", "cluster=slurm_h100")
 
@@ -47,20 +42,16 @@ def peak(job: Job, software: Software | None = None) -> float:
 
 
 def test_published_runs_are_met() -> None:
-    """Runs without a pipeline are within 12 %, the median within 2 %; ``pytest -s`` shows the table.
+    """Runs without a pipeline are within 12 %, the median within 2 %.
 
     torchtitan's pipelines took 7 to 27 % more than the plan predicts. A rehearsal of the first row of table
     5, without async_tp, reserves 64.0 GiB; the plan predicts 64.9, torchtitan took 82.5.
     """
-    errors, lines, pipelined = {}, [], {}
+    errors, pipelined = {}, {}
     for row in all_rows():
-        planned, published = peak(row.job, row.published.software) / GIB, row.published.memory_gib
         of = pipelined if row.job.parallelism.pp > 1 else errors
-        of[row.name] = planned / published - 1
-        lines.append(f"{row.name:75} {planned:5.1f} {published:5.1f} {of[row.name]:+6.1%}")
+        of[row.name] = peak(row.job, row.published.software) / GIB / row.published.memory_gib - 1
     sizes = [abs(error) for error in errors.values()]
-    lines.append(f"without a pipeline: median {median(sizes):.1%}, worst {max(sizes):.1%}")
-    sys.stdout.write("\n".join(["", "planned GiB, published GiB, error", *lines, ""]))
     assert len(all_rows()) == 18
     assert max(sizes) <= 0.12, errors
     assert median(sizes) <= 0.02
@@ -109,36 +100,20 @@ def test_a_ring_that_gathers_has_the_keys_and_values_of_all_ranks() -> None:
     assert repeated - gathers == 3 * tokens * both * (2 * (8 + 2 + 2) + 4 * 3)
 
 
-REHEARSED = Path(__file__).parents[3] / "tests/measure/rehearsal/results.jsonl"
-FEW = ("8b_fsdp8_sel_op", "8b_fsdp8_full_c", "8b_tp8", "8b_pp2_fsdp4", "70b_fsdp64", "qwen3_30b_fsdp_ep8")
-
-
-def rehearsed_ranks() -> dict[str, list[dict[str, Any]]]:
-    """Rows of full-size jobs that completed, by the job's name."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for row in map(json.loads, REHEARSED.read_text().splitlines()):
+def test_reserved_memory_of_rehearsals_is_predicted() -> None:
+    """Of full-size jobs, against torch's allocator."""
+    errors = {}
+    for row in map(json.loads, (ROOT / "tests/measure/rehearsal/results.jsonl").read_text().splitlines()):
         if row["set"] == "full" and row["failure"] is None:
-            found.setdefault(row["job"], []).append(row)
-    return found
-
-
-def errors_of(rows: list[dict[str, Any]]) -> list[float]:
-    """Relative errors of the plan against the memory that torch's allocator reserved."""
-    job = compose_job(rows[0]["overrides"], config_name="rehearse", schema=RehearseJob).plain
-    memory = rank_memory(job)
-    return [memory[row["pp_rank"]].peak / row["memory"]["reserved"] - 1 for row in rows]
-
-
-@pytest.mark.parametrize("name", rest_is_thorough(rehearsed_ranks(), *FEW))
-def test_reserved_memory_of_rehearsals_is_predicted(name: str) -> None:
-    assert max(map(abs, errors_of(rehearsed_ranks()[name]))) <= 0.08
-
-
-@pytest.mark.thorough
-def test_median_error_against_rehearsals() -> None:
-    errors = [error for rows in rehearsed_ranks().values() for error in errors_of(rows)]
-    assert len(rehearsed_ranks()) >= 40
-    assert median(map(abs, errors)) <= 0.02
+            job = compose_job(row["overrides"], config_name="rehearse", schema=RehearseJob).plain
+            planned, measured = rank_memory(job)[row["pp_rank"]], row["memory"]
+            errors[row["job"], row["pp_rank"]] = planned.peak / measured["reserved"] - 1
+            if row["job"] == "8b_8_layers_fp32":  # torch's allocator wastes a fifth of it
+                assert planned.allocated == pytest.approx(measured["allocated"], rel=1e-3)
+                del errors[row["job"], row["pp_rank"]]
+    sizes = list(map(abs, errors.values()))
+    assert len({name for name, _ in errors}) >= 40 and max(sizes) <= 0.08, errors
+    assert median(sizes) <= 0.02
 
 
 def saved_by_autograd(job: Job, layer: int) -> int:
@@ -168,7 +143,7 @@ def saved_by_autograd(job: Job, layer: int) -> int:
 # Only files of other models than decoders name their architecture; those of Flux are rehearsed.
 DEBUG = sorted(
     file.stem
-    for file in (Path(__file__).parents[3] / "conf" / "model").glob("*_debug.yaml")
+    for file in (ROOT / "conf" / "model").glob("*_debug.yaml")
     if "\narchitecture:" not in file.read_text()
 )
 
@@ -217,115 +192,8 @@ def test_a_pass_takes_what_torch_allocates(typed: list[str]) -> None:
     assert planned / MIB == pytest.approx(measure.measure_pass(job)["peak"], rel=0.03)
 
 
-def test_ranks_hold_shares_of_the_model_and_its_optimizer() -> None:
-    job = job_of(
-        *LARGE, "parallelism=fsdp_tp_pp", *(f"parallelism.{axis}=2" for axis in ("dp_shard", "tp", "pp"))
-    )
-    ranks = [parameters_of(job, rank) for rank in range(2)]
-    norms = (2 * job.model.n_layers + 1) * job.model.dim  # replicated by tensor parallel
-    parameters = account(job.model, 8192).parameters
-    assert 4 * sum(rank.held for rank in ranks) == parameters + norms
-    for rank in ranks:
-        assert rank.parameter_bytes == rank.gradient_bytes == 4 * rank.held
-        assert rank.optimizer_bytes == 8 * rank.held + 4 * len(rank.tensors)
-
-
-def test_uneven_shards_are_the_first_ranks() -> None:
-    """257 rows over three ranks are 86, 86 and 85."""
-    shards = ("parallelism.dp_shard=3", "training.global_batch_size=6")
-    job = job_of(*TINY, "parallelism=fsdp", *shards, "model.vocab_size=257")
-    tensors = {tensor.name: tensor for tensor in parameters_of(job, 0).tensors}
-    assert tensors["tok_embeddings.weight"].sharded == (86, job.model.dim)
-
-
-def test_experts_are_sharded_by_their_mesh() -> None:
-    typed = ("model=deepseek_v3_debug", "data=synthetic", "tokenizer=bytes", "cluster.device=cpu")
-    job = job_of(*typed, "parallelism=fsdp_ep", "parallelism.dp_shard=4", "parallelism.ep=2")
-    tensors = {tensor.name: tensor for tensor in parameters_of(job, 0).tensors}
-    experts, hidden, dim = job.model.moe.num_experts, job.model.moe.hidden_dim, job.model.dim
-    layer = job.model.expert_layers[0]
-    assert tensors[f"layers.{layer}.moe.experts.w1"].gathered == (experts // 2, hidden, dim)
-    assert tensors[f"layers.{layer}.moe.experts.w1"].sharded == (experts // 4, hidden, dim)
-    assert tensors[f"layers.{layer}.moe.experts.w1"].group == f"layers.{layer}.experts"
-    assert tensors[f"layers.{layer}.moe.router.weight"].sharded == (experts // 4, dim)
-
-
-def test_options_that_save_memory_do() -> None:
-    batch = ("training.local_batch_size=2", "training.global_batch_size=16", "parallelism.dp_shard=8")
-    base = (*LARGE, *batch, "training.seq_len=8192")
-    modes = ("full", "selective_op", "selective_layer", "none")
-    peaks = [peak(job_of(*base, f"activation_checkpoint={mode}")) for mode in modes]
-    assert peaks == sorted(peaks)
-    compiled = peak(job_of(*base, "compile=on", "compile.components=[blocks]"))
-    assert compiled < peaks[-1]
-    budget = [
-        peak(
-            job_of(
-                *base,
-                "compile=on",
-                "activation_checkpoint=memory_budget",
-                f"activation_checkpoint.memory_budget={b}",
-            )
-        )
-        for b in (0.0, 0.5, 1.0)
-    ]
-    assert budget == sorted(budget)
-    full = (*base, "activation_checkpoint=full")
-    assert peak(job_of(*full, "training.loss_chunks=8")) < peaks[0]
-    assert peak(job_of(*full, "compile=on")) < peaks[0]
-    in_backward = ("training.max_norm=0", "optimizer.in_backward=true")
-    assert peak(job_of(*full, *in_backward)) <= peaks[0]
-    replicas = ("parallelism.dp_replicate=4", "parallelism.dp_shard=2")
-    assert peak(job_of(*full, *replicas)) > peaks[0]
-
-
-def test_microbatches_in_flight_follow_the_schedule() -> None:
-    pipeline = ("parallelism=pp", "parallelism.pp=4", "parallelism.pp_microbatch_size=2")
-    batch = ("training.local_batch_size=32", "training.global_batch_size=32", "training.seq_len=8192")
-    base = (*LARGE, *pipeline, *batch, "activation_checkpoint=full")
-    first, *_, last = rank_memory(job_of(*base, "training.loss_chunks=8"))
-    # 1F1B: the first rank has four microbatches in flight, the last rank one.
-    assert first.kinds["activations"] > 2 * last.kinds["activations"]
-    assert (first.stages, last.stages) == ((0,), (3,))
-    # GPipe has all sixteen.
-    assert peak(job_of(*base, "parallelism.pp_schedule=GPipe")) > 1.1 * peak(job_of(*base))
-
-
-def test_the_kinds_are_those_of_one_moment() -> None:
-    job = job_of(
-        *LARGE, "parallelism.dp_shard=8", "training.global_batch_size=8", "activation_checkpoint=full"
-    )
-    [rank] = rank_memory(job)
-    assert set(rank.kinds) == set(KINDS) and all(size >= 0 for size in rank.kinds.values())
-    assert rank.peak == pytest.approx(sum(rank.kinds.values()))
-
-
 def test_a_device_has_less_memory_than_its_name_says() -> None:
     job = job_of(*LARGE, "parallelism.dp_shard=8", "training.global_batch_size=8")
     limit = memory_limit(job, device_of(job))
     assert limit is not None and 77 < limit / GIB < 79
     assert memory_limit(job_of(*TINY), None) is None
-
-
-LAYOUT = [
-    *("parallelism.pp=2", "parallelism.dp_shard=2", "parallelism.tp=2", "cluster.accelerator=H100 SXM"),
-    *("training.local_batch_size=4", "cluster.device=cuda", "cluster.kind=slurm", "cluster.ranks_per_node=8"),
-]
-
-
-@pytest.mark.parametrize(
-    "model", ["llama3_debug", "deepseek_v3_debug", "gpt_oss_debug", "llama4_debug", "mistral_debug"]
-)
-def test_equal_blocks_share_their_shards(model: str) -> None:
-    """Groups of the optimizer that change nothing make every block one of its own."""
-    job = compose_job([f"model={model}", *LAYOUT])
-    groups = [{"match": rf"layers\.{layer}\.", "lr_factor": 1.0} for layer in range(job.model.n_layers)]
-    apart = replace(job, optimizer=replace(job.optimizer, groups=groups))
-    shared, own = parameters_of_ranks(job), parameters_of_ranks(apart)
-    modules = [[module for rank in ranks for module in rank.held_modules] for ranks in (shared, own)]
-    distinct = [len(set(map(id, each))) for each in modules]
-    assert distinct[0] < distinct[1] == len(modules[1])
-    assert [rank.tensors for rank in shared] == [rank.tensors for rank in own]
-    assert [each.spec for rank in shared for each in rank.tensors] == list(tensors(job.model).values())
-    assert [rank.optimizer_bytes for rank in shared] == [rank.optimizer_bytes for rank in own]
-    assert rank_memory(job) == rank_memory(apart)

@@ -6,6 +6,7 @@ Whether they are right is the question of the other tests, of published rows and
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,20 @@ CASES = [
     f"{LLAMA} pp=2 dp_shard=4 pp_schedule=InterleavedZeroBubble reshard_after_forward=always "
     "training.local_batch_size=8",
     f"{LLAMA} dp_shard=8 cpu_offload=true",
+    f"{LLAMA} dp_shard=8 precision=float8_tensorwise precision.enable_fsdp_float8_all_gather=true",
+    f"{LLAMA} dp_shard=8 precision=fp32 cluster.accelerator='H100 96GB' training.matmul_precision=high",
+    f"{LLAMA} dp_shard=8 cluster.accelerator='A100 SXM 80GB' training.attention=flex",
+    f"{H100} model=llama3_debug training.seq_len=256 training.local_batch_size=1",
+    f"{LLAMA} dp_shard=8 compile=on activation_checkpoint=memory_budget "
+    "activation_checkpoint.memory_budget=0.3",
+    f"{LLAMA} dp_shard=8 activation_checkpoint=full training.max_norm=0 optimizer.in_backward=true",
+    f"{LLAMA} pp=4 dp_shard=2 pp_schedule=GPipe training.local_batch_size=32",
+    f"{LLAMA} dp_shard=16 tp=8 compile=on async_tp=true cluster.leaf_nodes=4 cluster.oversubscription=4",
+    f"{LLAMA} dp_shard=4 tp=2 cluster.accelerator=MI300X cluster.network_adapters=4 "
+    "training.matmul_precision=high",
     f"{LLAMA} dp_replicate=8 optimizer.implementation=for-loop model.n_layers=2",
     f"{H100} model=gpt_oss_20b dp_shard=8 ep=8",
+    f"{H100} model=qwen3_30b_a3b dp_shard=8 ep=4 optimizer=muon",
     f"{H100} model=qwen3_30b_a3b dp_shard=8 ep=4 tp=2 cluster.nodes=2 activation_checkpoint=selective_op",
     f"{H100} model=qwen3_30b_a3b dp_shard=8 ep=8 compile=on precision=mxfp8 cluster.accelerator=B200",
     f"{H100} model=deepseek_v3_671b dp_shard=256 ep=64 cluster.nodes=32 training.global_batch_size=512 "
@@ -56,7 +69,7 @@ DEGREES = {field.name for field in fields(ParallelismConfig)}
 
 def numbers(case: str) -> dict[str, Any]:
     """Memory of every pipeline rank (MiB), parts of a step (ms), and what a rank sends (MiB)."""
-    typed = [f"parallelism.{word}" if word.split("=")[0] in DEGREES else word for word in case.split()]
+    typed = [f"parallelism.{word}" if word.split("=")[0] in DEGREES else word for word in shlex.split(case)]
     plan = make_plan(compose_job(typed))
     return {
         "memory": [

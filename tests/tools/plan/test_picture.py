@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import matplotlib.figure
 import pytest
 from matplotlib.collections import PolyCollection
+from matplotlib.figure import Figure
 
 from harness.compose.composer import compose_job
 from harness.model.accounting import account
@@ -33,25 +33,14 @@ def plan_of(*, timeline: bool, limit: float | None = 10 * GIB) -> Plan:
     return Plan(job, account(job.model, 256), [1.0, 1.0], memory, limit, [], speed, None)
 
 
-@pytest.fixture
-def figures(monkeypatch: pytest.MonkeyPatch) -> list[matplotlib.figure.Figure]:
-    """The figures that are saved."""
-    saved: list[matplotlib.figure.Figure] = []
-    savefig = matplotlib.figure.Figure.savefig
-
-    def keep(figure: matplotlib.figure.Figure, *arguments: object, **more: object) -> None:
-        saved.append(figure)
-        savefig(figure, *arguments, **more)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", keep)
-    return saved
-
-
-def test_memory_and_timeline(tmp_path: Path, figures: list[matplotlib.figure.Figure]) -> None:
+def test_memory_and_timeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Figure] = []
+    savefig = Figure.savefig
+    keep = lambda figure, *typed, **more: figures.append(figure) or savefig(figure, *typed, **more)  # noqa: E731
+    monkeypatch.setattr(Figure, "savefig", keep)
     draw(tmp_path / "plan.png", plan_of(timeline=True))
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
-    [figure] = figures
-    memory, passes = figure.axes
+    memory, passes = figures[0].axes
     bars = [(bar.get_y(), bar.get_height()) for bar in memory.patches]
     assert bars == [(0.0, 2.0), (0.0, 1.0), (2.0, 3.0), (1.0, 1.5)]
     [limit] = memory.lines
@@ -67,10 +56,7 @@ def test_memory_and_timeline(tmp_path: Path, figures: list[matplotlib.figure.Fig
     labels = [text.get_text() for text in passes.get_legend().get_texts()]
     assert labels == ["forward", "backward", "backward, inputs", "backward, weights"]
     assert "idle 41.7%" in passes.get_title(loc="left")
-
-
-def test_memory_alone(tmp_path: Path, figures: list[matplotlib.figure.Figure]) -> None:
-    """Unknown hardware has no limit and no time."""
+    # Unknown hardware has no limit and no time.
     draw(tmp_path / "plan.png", plan_of(timeline=False, limit=None))
-    [memory] = figures[0].axes
+    [memory] = figures[1].axes
     assert not memory.lines and len(memory.patches) == 4

@@ -57,21 +57,51 @@ def typed(found: Sequence[Remedy]) -> list[str]:
     return [each.typed for each in found if each.plan.fits]
 
 
-def test_changes_that_fit(limit: Limit) -> None:
+def test_changes_that_fit(limit: Limit, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the same ranks first, by speed; then on more ranks, then with other numbers."""
+    made: list[object] = []
+    monkeypatch.setattr(module, "make_plan", lambda *job: made.append(job) or make_plan(*job))
     changes = found(limit, 3.5)
-    assert typed(changes) == [
-        "training.local_batch_size=8",
-        "activation_checkpoint.mode=selective_op",
-        "parallelism.dp_shard=2 parallelism.tp=2 training.local_batch_size=16",
-        "parallelism.dp_shard=8",
-        "precision.param_dtype=bfloat16 precision.master_dtype=bfloat16",
-        "precision.param_dtype=bfloat16",
-    ]
     fit = [each for each in changes if each.plan.fits]
-    assert [each.takes_more for each in fit] == [False] * 3 + [True] + [False] * 2
-    assert [each.changes_numbers for each in fit] == [False] * 4 + [True] * 2
+    assert [(each.typed, each.takes_more, each.changes_numbers) for each in fit] == [
+        ("training.local_batch_size=8", False, False),
+        ("activation_checkpoint.mode=selective_op", False, False),
+        ("parallelism.dp_shard=2 parallelism.tp=2 training.local_batch_size=16", False, False),
+        ("parallelism.dp_shard=8", True, False),
+        ("precision.param_dtype=bfloat16 precision.master_dtype=bfloat16", False, True),
+        ("precision.param_dtype=bfloat16", False, True),
+    ]
     assert not any(len(each.changes) > 1 for each in changes)
+    # No larger change than is needed, in few plans.
+    del made[:]
+    changes = found(limit, 1.5)
+    assert 8 < len(made) <= 20
+    assert set(typed(changes)[:2]) == {"activation_checkpoint.mode=full", "training.local_batch_size=4"}
+    for smaller in ("training.local_batch_size=8", "activation_checkpoint.mode=selective_op"):
+        assert planned(*UNPIPELINED, smaller).fits is False
+    # Context is split for long sequences only.
+    assert not any("cp=" in each.typed for each in changes)
+    long = ["model.max_seq_len=16384", "training.seq_len=16384", "training.global_batch_size=4"]
+    changes = found(limit, 1.6, *UNPIPELINED, *long)
+    assert "parallelism.dp_shard=2 parallelism.cp=2 training.local_batch_size=1" in typed(changes)
+    # A smaller pipeline is found if a larger one does not fit.
+    assert "parallelism.pp=2 parallelism.dp_shard=2" in typed(found(limit, 0.5, *JOB))
+    assert planned(*JOB, "parallelism.pp=4", "parallelism.dp_shard=1").fits is False
+
+
+def test_pairs_of_changes_and_the_closest(limit: Limit) -> None:
+    changes = found(limit, 0.35)
+    pairs = [each for each in changes if each.plan.fits]
+    assert pairs and all(len(each.changes) == 2 for each in pairs)
+    assert {each.overrides[0] for each in pairs} == {"training.local_batch_size=1"}
+    text = render_remedies(planned(*UNPIPELINED), changes)
+    assert text.startswith("no single change makes it fit, but each of these pairs; cheapest first\n")
+    changes = found(limit, 0.01)
+    peaks = [each.plan.peak for each in changes]
+    assert peaks == sorted(peaks) and not typed(changes)
+    first, *rows, last = render_remedies(planned(*UNPIPELINED), changes).splitlines()
+    assert first == "no change makes it fit; the closest are" and len(rows) == 4
+    assert last == "search=true tries every layout of these ranks"
 
 
 @pytest.mark.parametrize("gib", [3.5, 0.35])
@@ -86,73 +116,19 @@ def test_what_is_typed_gives_what_is_planned(limit: Limit, gib: float) -> None:
                 assert planned(*UNPIPELINED, *fewer).memory != made.memory
 
 
-def test_no_change_is_larger_than_needed(limit: Limit) -> None:
-    changes = typed(found(limit, 1.5))
-    assert set(changes[:2]) == {"activation_checkpoint.mode=full", "training.local_batch_size=4"}
-    for smaller in ("training.local_batch_size=8", "activation_checkpoint.mode=selective_op"):
-        assert planned(*UNPIPELINED, smaller).fits is False
-
-
-def test_a_smaller_pipeline_is_found_if_a_larger_one_does_not_fit(limit: Limit) -> None:
-    assert "parallelism.pp=2 parallelism.dp_shard=2" in typed(found(limit, 0.5, *JOB))
-    assert planned(*JOB, "parallelism.pp=4", "parallelism.dp_shard=1").fits is False
-
-
-def test_two_changes_if_none_is_enough(limit: Limit) -> None:
-    changes = found(limit, 0.35)
-    pairs = [each for each in changes if each.plan.fits]
-    assert pairs and all(len(each.changes) == 2 for each in pairs)
-    assert {each.overrides[0] for each in pairs} == {"training.local_batch_size=1"}
-    text = render_remedies(planned(*UNPIPELINED), changes)
-    assert text.startswith("no single change makes it fit, but each of these pairs; cheapest first\n")
-
-
-def test_if_nothing_fits_the_closest_are_shown(limit: Limit) -> None:
-    changes = found(limit, 0.01)
-    peaks = [each.plan.peak for each in changes]
-    assert peaks == sorted(peaks) and not typed(changes)
-    first, *rows, last = render_remedies(planned(*UNPIPELINED), changes).splitlines()
-    assert first == "no change makes it fit; the closest are" and len(rows) == 4
-    assert last == "search=true tries every layout of these ranks"
-
-
 def test_offloading_has_no_known_speed(limit: Limit) -> None:
-    """The plan does not know the time of copies to the host; it says so where it plans the job itself."""
-    small = [
-        *UNPIPELINED,
-        "training.seq_len=64",
-        "training.global_batch_size=4",
-        "activation_checkpoint=full",
-    ]
-    [offloaded] = [each for each in found(limit, 0.1, *small) if each.offloads]
+    small = ["training.seq_len=64", "training.global_batch_size=4", "activation_checkpoint=full"]
+    [offloaded] = [each for each in found(limit, 0.1, *UNPIPELINED, *small) if each.offloads]
     assert offloaded.plan.fits and offloaded.rate is None
     assert any("host" in note for note in offloaded.plan.notes)
 
 
-def test_few_jobs_are_planned(limit: Limit, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-    monkeypatch.setattr(module, "make_plan", lambda *job: made.append(job) or make_plan(*job))
-    found(limit, 1.5)
-    assert 8 < len(made) <= 20
-
-
-def test_context_is_split_for_long_sequences_only(limit: Limit) -> None:
-    long = ["model.max_seq_len=16384", "training.seq_len=16384", "training.global_batch_size=4"]
-    changes = found(limit, 1.6, *UNPIPELINED, *long)
-    assert "parallelism.dp_shard=2 parallelism.cp=2 training.local_batch_size=1" in typed(changes)
-    assert not any("cp=" in each.typed for each in found(limit, 1.5))
-
-
-def of_command(*overrides: str) -> Any:
-    return plan(compose_job(overrides, config_name="plan", schema=PlanJob), list(overrides))
-
-
 def test_from_the_command_line(limit: Limit) -> None:
-    """A job that fits is planned only."""
-    fits = of_command(*UNPIPELINED)
+    composed = compose_job(UNPIPELINED, config_name="plan", schema=PlanJob)
+    fits = plan(composed, UNPIPELINED)
     assert fits.data["remedies"] == [] and "fit; cheapest" not in fits.text
     limit(3.5)
-    result = of_command(*UNPIPELINED)
+    result = plan(composed, UNPIPELINED)
     plain = loads(dumps(result.data))["remedies"]
     assert plain[0]["overrides"] == ["training.local_batch_size=8"] and plain[0]["fits"]
     assert plain[0]["tokens_per_second_per_rank"] > 0 and not plain[0]["changes_numbers"]
@@ -163,27 +139,24 @@ def test_from_the_command_line(limit: Limit) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cluster", "world", "change"),
+    ("fields", "world", "change"),
     [
-        (ClusterConfig("slurm", ranks_per_node=8), 16, ("cluster.nodes=4",)),
-        (ClusterConfig("slurm", ranks_per_node=8, nodes=2), 16, ("cluster.nodes=4",)),
-        (ClusterConfig("slurm", ranks_per_node=8), 4, ("cluster.ranks=8",)),
-        (
-            ClusterConfig("slurm", ranks_per_node=8, ranks=8, nodes=2),
-            8,
-            ("cluster.ranks=16", "cluster.nodes=4"),
-        ),
-        (ClusterConfig("local"), 4, ("cluster.ranks=8",)),
-        (ClusterConfig("local"), 8, None),
+        ({"kind": "slurm"}, 16, ["cluster.nodes=4"]),
+        ({"kind": "slurm", "nodes": 2}, 16, ["cluster.nodes=4"]),
+        ({"kind": "slurm"}, 4, ["cluster.ranks=8"]),
+        ({"kind": "slurm", "ranks": 8, "nodes": 2}, 8, ["cluster.ranks=16", "cluster.nodes=4"]),
+        ({"kind": "local"}, 4, ["cluster.ranks=8"]),
+        ({"kind": "local"}, 8, None),
     ],
 )
-def test_more_ranks_of_a_cluster(cluster: ClusterConfig, world: int, change: tuple[str, ...] | None) -> None:
-    assert multiply_ranks(cluster, world, 2) == change
-    if change is not None:
-        typed = {
-            each.partition("=")[0].removeprefix("cluster."): int(each.partition("=")[2]) for each in change
-        }
-        assert replace(cluster, **typed).nodes_for(2 * world)
+def test_more_ranks_of_a_cluster(fields: dict[str, Any], world: int, change: list[str] | None) -> None:
+    cluster = ClusterConfig(**fields, ranks_per_node=8 if fields["kind"] == "slurm" else None)
+    found = multiply_ranks(cluster, world, 2)
+    assert (found and list(found)) == change
+    for each in change or ():
+        field, _, value = each.removeprefix("cluster.").partition("=")
+        cluster = replace(cluster, **{field: int(value)})
+    assert change is None or cluster.nodes_for(2 * world)
 
 
 SEARCH = [
@@ -222,20 +195,20 @@ def test_a_failed_search_tries_what_a_search_does_not() -> None:
     assert ", or parallelism.cpu_offload=true (the closest layout then takes " in str(result.error)
 
 
-def test_the_number_of_ranks_that_are_too_few(limit: Limit) -> None:
-    limit(0.001)
-    error = str(what_would_fit(*failed()).error)
-    assert error.endswith(", full); up to 512 ranks are too few") and "would work" not in error
-
-
-def test_an_unknown_network_limits_the_ranks(limit: Limit) -> None:
-    limit(0.01)
-    result = what_would_fit(*failed("cluster.network_gbps=null"))
-    assert result.data["more_ranks"]["tried"] == 8 and "too few" not in str(result.error)
-
-
-def test_headroom_counts(limit: Limit) -> None:
-    limit(0.14)
-    result = what_would_fit(*failed("headroom=0.5"))
-    assert result.data["closest"]["memory_limit"] == pytest.approx(0.07 * GIB)
-    assert result.data["more_ranks"]["tried"] == 32
+@pytest.mark.parametrize(
+    ("gib", "override", "tried", "ends"),
+    [
+        (0.001, "top=10", 512, ", full); up to 512 ranks are too few"),
+        (0.01, "cluster.network_gbps=null", 8, ""),
+        (0.14, "headroom=0.5", 32, ""),
+    ],
+)
+def test_limits_of_more_ranks(limit: Limit, gib: float, override: str, tried: int, ends: str) -> None:
+    """Those of an unknown network end at a node; headroom counts."""
+    limit(gib)
+    result = what_would_fit(*failed(override))
+    error, more = str(result.error), result.data["more_ranks"]
+    assert error.endswith(ends) and ("too few" in error) == bool(ends)
+    assert more["tried"] == tried
+    free = 0.5 if "headroom" in override else 1.0
+    assert result.data["closest"]["memory_limit"] == pytest.approx(free * gib * GIB)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -54,9 +53,6 @@ def worker_of(*overrides: str, software: Software | None = None) -> Worker:
 
 def links(job: Job) -> dict[str, str]:
     return {each.axis: each.link for each in make_plan(job).traffic}
-
-
-# Groups, and their links.
 
 
 def test_groups_know_their_nodes() -> None:
@@ -134,16 +130,26 @@ def test_collectives_by_hand(collective: str, size: float, group: Group, seconds
     assert machine.collective_seconds(collective, size, group) == pytest.approx(seconds)
 
 
-def test_four_devices_without_a_switch_have_a_third_of_their_links_each() -> None:
-    for name, shares in {"H200 SXM": [1 / 3, 1.0], "GB200": [1.0, 1.0]}.items():
-        job = job_of("parallelism.dp_shard=2", f"cluster.accelerator={name}")
-        machine = machine_for(with_value(job, "cluster.ranks_per_node", 4), latency=0.0)
-        whole = machine.device.link_bandwidth * 0.75
-        found = [
-            machine.collective_seconds("all_gather", 8e9, Group(ranks, ranks)) / (8e9 * (ranks - 1) / ranks)
-            for ranks in (2, 4)
-        ]
-        assert [1 / (each * whole) for each in found] == pytest.approx(shares)
+@pytest.mark.parametrize(
+    ("name", "link", "shares"),
+    [
+        # Four devices without a switch have a third of their links each.
+        ("H200 SXM", "NVLink", [1 / 3, 1.0]),
+        ("GB200", "NVLink", [1.0, 1.0]),
+        ("MI300X", "Infinity Fabric", [1.0, 1.0]),
+        ("L40S", "PCIe", [1.0, 1.0]),
+    ],
+)
+def test_links_of_devices(name: str, link: str, shares: list[float]) -> None:
+    job = job_of("cluster=slurm", "parallelism.dp_shard=2", f"cluster.accelerator={name}")
+    machine = machine_for(with_value(job, "cluster.ranks_per_node", 4), latency=0.0)
+    whole = machine.device.link_bandwidth * 0.75
+    found = [
+        machine.collective_seconds("all_gather", 8e9, Group(ranks, ranks)) / (8e9 * (ranks - 1) / ranks)
+        for ranks in (2, 4)
+    ]
+    assert [1 / (each * whole) for each in found] == pytest.approx(shares)
+    assert links(job) == {"dp": link}
 
 
 def test_a_domain_of_nodes_is_one_node_to_the_links() -> None:
@@ -174,15 +180,14 @@ def test_a_search_keeps_tensor_parallel_within_the_domain() -> None:
         assert max(of[-1] for of, _ in Space.of(base, [*typed, "cluster.nodes=16"]).layouts()) == most
 
 
-def test_adapters_are_shared_by_the_ranks_of_a_node() -> None:
-    """The last row is p5.48xlarge: 32 adapters of 100 Gbit/s for 8 GPUs."""
-    for adapters, gbps, bandwidth in ((None, 400, 50e9), (4, 400, 25e9), (32, 100, 50e9)):
-        job = job_of(
-            "parallelism.dp_shard=16", "training.global_batch_size=16", f"cluster.network_gbps={gbps}"
-        )
-        assert (
-            machine_for(with_value(job, "cluster.network_adapters", adapters)).network_bandwidth == bandwidth
-        )
+@pytest.mark.parametrize(
+    ("adapters", "gbps", "bandwidth"),
+    # The last is p5.48xlarge: 32 adapters of 100 Gbit/s for 8 GPUs.
+    [(None, 400, 50e9), (4, 400, 25e9), (32, 100, 50e9)],
+)
+def test_adapters_are_shared_by_the_ranks_of_a_node(adapters: Any, gbps: int, bandwidth: float) -> None:
+    job = job_of("parallelism.dp_shard=16", "training.global_batch_size=16", f"cluster.network_gbps={gbps}")
+    assert machine_for(with_value(job, "cluster.network_adapters", adapters)).network_bandwidth == bandwidth
 
 
 LEAVES = ("cluster.leaf_nodes=4", "cluster.oversubscription=4")
@@ -210,20 +215,6 @@ def test_leaf_switches_by_hand() -> None:
     assert (machine.link_of(whole), machine.link_of(near)) == ("spine", "network")
 
 
-def test_oversubscription_slows_what_crosses_leaves() -> None:
-    base = ["training.seq_len=2048", "training.global_batch_size=64", "parallelism.dp_shard=32"]
-    assert rate(*LEAVES, *base, "parallelism.dp_replicate=2") < rate(*base, "parallelism.dp_replicate=2")
-    assert rate(*LEAVES, *base) == rate(*base)
-
-
-@pytest.mark.parametrize(
-    ("accelerator", "link"), [("MI300X", "Infinity Fabric"), ("L40S", "PCIe"), ("H200 SXM", "NVLink")]
-)
-def test_links_of_a_node_have_their_name(accelerator: str, link: str) -> None:
-    job = job_of("cluster=slurm", f"cluster.accelerator={accelerator}", "parallelism.dp_shard=8")
-    assert links(job) == {"dp": link}
-
-
 def test_no_constants_of_a_cluster_change_a_job() -> None:
     values: dict[str, Any] = {"link_nodes": 2, "leaf_nodes": 4, "oversubscription": 2, "network_adapters": 4}
     base = ["parallelism.dp_shard=16", "training.global_batch_size=16"]
@@ -240,18 +231,12 @@ def test_without_a_network_there_is_no_speed_between_nodes() -> None:
     assert "unknown network between nodes; set cluster.network_gbps" in render(far)
 
 
-# Devices.
-
-
 def test_collectives_beside_computing_slow_it_down() -> None:
     """Gathers and reductions of 32 blocks are hidden but for the first ones, and take computing with them."""
     (alone, traffic), (slowed, _) = (step(*LONG, contention=share, second_wave=0.0) for share in (0.0, 0.15))
     exposed, taken = alone.parts["dp"], sum(each.seconds or 0.0 for each in traffic)
     assert slowed.parts["dp"] - exposed == pytest.approx(0.15 * (taken - exposed))
-
-
-def test_collectives_slow_persistent_products_more() -> None:
-    """Products of an A100 have many blocks for each multiprocessor, those of newer devices one."""
+    # Products of an A100 have many blocks for each multiprocessor, those of newer devices one.
     constants = Constants()
     for name, lost in (("A100 SXM 80GB", 0.0), ("H100 SXM", constants.second_wave)):
         assert machine_for(job_of(f"cluster.accelerator={name}")).contention == constants.contention + lost
@@ -290,9 +275,6 @@ def test_other_software_has_other_kernels() -> None:
     assert 1.15 * here < with_software(speed=1.2) < 1.2 * here
 
 
-# Blocks.
-
-
 def test_experts_wait_for_the_busiest_rank() -> None:
     """64 experts of a load with a deviation of 0.25 on 8 ranks: the sum of 8 has 0.25 / sqrt(8), and the
     largest of 8 sums is 1.42 of that above the mean."""
@@ -317,125 +299,6 @@ def test_flex_pads_heads_to_a_power_of_two() -> None:
             assert worker._attention_seconds(operations) == expected
 
 
-def test_weights_are_cast_once_a_microbatch_unless_they_are_gathered_in_8_bits() -> None:
-    """5 bytes a weight in forward: the maximum reads 2, the cast reads 2 and writes 1."""
-    base = [*LONG, "precision=float8_tensorwise"]
-    cast, gathered = worker_of(*base), worker_of(*base, "precision.enable_fsdp_float8_all_gather=true")
-    products = cast.model_costs.block_operations(cast.job.model, 0, 8192).products
-    more = cast.block(0).forward.compute - gathered.block(0).forward.compute
-    assert more == pytest.approx(cast.machine.pass_seconds(5 * sum(each.size for each in products)))
-
-
-def test_biases_of_experts_add_up_their_gradients_slowly() -> None:
-    """As much as what 1,571 ms of GPT-OSS 20b lost by another kernel (torchtitan pull request 2686)."""
-    for model, seconds in (("gpt_oss_20b", 0.15), ("qwen3_30b_a3b", 0.0)):
-        worker = worker_of(f"model={model}", *LONG)
-        slow = worker.block(0).inputs.compute
-        worker.costs = replace(worker.costs, bias_gradient=0.0)
-        assert 24 * (slow - worker.block(0).inputs.compute) == pytest.approx(seconds, abs=0.03)
-
-
-def test_a_pipeline_adds_gradients_up_in_the_dtype_of_their_reduction() -> None:
-    """Cast: 2 bytes are read and 4 written; added to a sum of 4 bytes, it is read, too."""
-    one, piped = worker_of("parallelism.dp_shard=8"), worker_of("parallelism.pp=2", "parallelism.dp_shard=4")
-    products = one.model_costs.block_operations(one.job.model, 0, 8192).products
-    assert one.rows == piped.rows
-    more = piped.block(0).weights.compute - one.block(0).weights.compute
-    assert more == pytest.approx(one.machine.pass_seconds(4 * sum(product.size for product in products)))
-
-
-def test_a_step_takes_as_long_as_the_host_needs_to_start_it() -> None:
-    debug = ("model=llama3_debug", "parallelism=single", "training.global_batch_size=8")
-    job, kernels = job_of(*debug), 7 + 15 + 1  # products, others, attention
-    compute = step(*debug)[0].parts["compute"]
-    assert compute >= 3 * job.model.n_layers * kernels * 20e-6 * job.accumulation_steps
-    assert step(*debug, host=0.0)[0].parts["compute"] < compute / 2
-
-
-def test_routers_multiply_in_float32() -> None:
-    """The highest precision does without tensor cores."""
-    base = ["model=deepseek_v3_671b", "parallelism=fsdp_ep", "parallelism.dp_shard=64", "parallelism.ep=64"]
-    base += ["training.seq_len=4096", "training.local_batch_size=8", "training.global_batch_size=512"]
-    exact, quick = (
-        step(*base, f"training.matmul_precision={name}")[0].parts["compute"] for name in ("highest", "high")
-    )
-    tokens, blocks = 8 * 4096, 59  # one of them predicts the token after the next
-    flops = 3 * 2 * tokens * 7168 * 256 * blocks
-    saved = flops * (1 / 66.9e12 - 1 / 494.7e12) / (0.825 * 0.803)
-    assert exact - quick == pytest.approx(saved, rel=0.25)
-
-
-# Steps.
-
-
-def test_parts_add_up_and_traffic_fits_the_layout() -> None:
-    speed, traffic = step(*LONG)
-    assert sum(speed.parts.values()) == pytest.approx(speed.step_seconds)
-    moved = {(t.axis, t.collective): t for t in traffic}
-    assert set(moved) == {("dp", "all_gather"), ("dp", "reduce_scatter")}
-    parameters = 8.03e9
-    # Blocks are gathered twice in bfloat16, tables once; every gradient is reduced once in float32.
-    tables = 2 * 128256 * 4096
-    gathered = (2 * (parameters - tables) + tables) * 2 * 7 / 8
-    assert moved["dp", "all_gather"].bytes == pytest.approx(gathered, rel=0.08)
-    assert moved["dp", "reduce_scatter"].bytes == pytest.approx(parameters * 4 * 7 / 8, rel=0.01)
-
-
-def test_faster_options_are_faster() -> None:
-    modes = [rate(*LONG, f"activation_checkpoint={mode}") for mode in ("full", "selective_op", "none")]
-    compiled = [rate(*LONG, "compile=on", *more) for more in ([], ["precision=float8_tensorwise"])]
-    assert modes[0] < modes[1] < modes[2] == rate(*LONG) < compiled[0] < compiled[1]
-    wide = ["model=llama3_70b", "parallelism=fsdp_tp", "parallelism.tp=8", *LONG, "compile=on"]
-    slow, quick = step(*wide)[0], step(*wide, "parallelism.async_tp=true")[0]
-    assert quick.parts["tp"] == pytest.approx(slow.parts["tp"] * 0.7)
-    assert quick.step_seconds < slow.step_seconds
-
-
-def test_scales_for_rows_gain_less_than_one_for_a_tensor() -> None:
-    """Published for the H100 (torchao/float8/README.md): 25 % with one scale, whose weights are gathered in
-    8 bits (benchmarks/float8/training/torchtitan_benchmark.sh), 10 % with one for each row."""
-    base = [*LONG, "compile=on", "activation_checkpoint=selective_op"]
-    tensorwise = ["precision=float8_tensorwise", "precision.enable_fsdp_float8_all_gather=true"]
-    assert 1.2 < rate(*base, *tensorwise) / rate(*base) < 1.35
-    assert 1.0 < rate(*base, "precision=float8_rowwise") / rate(*base) < 1.2
-
-
-def test_a_bubble_shrinks_with_microbatches() -> None:
-    pipeline = ["model=llama3_70b", "parallelism=fsdp_pp", "parallelism.pp=8", "parallelism.dp_shard=8"]
-    pipeline += ["training.seq_len=4096", "training.global_batch_size=null"]
-    for batch, share in ((8, 7 / 15), (32, 7 / 39)):
-        speed, traffic = step(*pipeline, f"training.local_batch_size={batch}")
-        assert speed.parts["bubble"] / speed.step_seconds == pytest.approx(share, abs=0.05)
-        assert len(speed.timeline) == 8 and {t.axis for t in traffic} == {"dp", "pp"}
-
-
-def test_experts_travel() -> None:
-    speed, traffic = step(
-        *("model=qwen3_30b_a3b", "parallelism=fsdp_ep", "parallelism.ep=8", "parallelism.dp_shard=16"),
-        *("training.seq_len=4096", "training.global_batch_size=16"),
-    )
-    [travel] = [t for t in traffic if t.axis == "ep"]
-    # Rows there and back, forward and backward, and their counts, in each of 48 blocks.
-    assert travel.count == 5 * 48 and travel.ranks == 8 and speed.parts["ep"] > 0
-
-
-def test_a_ring_without_balance_is_as_slow_as_its_last_rank() -> None:
-    ring = ["parallelism=fsdp_cp", "parallelism.cp=8", "parallelism.dp_shard=1", "activation_checkpoint=full"]
-    ring += ["training.seq_len=131072", "training.local_batch_size=1", "training.global_batch_size=null"]
-    assert 1.3 < rate(*ring) / rate(*ring, "parallelism.cp_load_balance=false") < 15 / 8
-
-
-def test_a_ring_pays_for_its_partial_results() -> None:
-    """At 4,096 tokens attention is cheap, and each of eight steps merges outputs and adds gradients up."""
-    base = ["training.seq_len=4096", "training.global_batch_size=8", "compile=on"]
-    base += ["activation_checkpoint=none"]
-    ring = rate(*base, "parallelism=fsdp_cp", "parallelism.dp_shard=1", "parallelism.cp=8")
-    assert ring < 0.9 * rate(*base, "parallelism.dp_shard=8")
-
-
-# The update.
-
-
 def test_muon_of_two_ranks_by_hand() -> None:
     """Each rank sends its half of the other's matrices, and gets it back orthogonalized."""
     job = tiny("optimizer=muon", "parallelism=fsdp", "parallelism.dp_shard=2", "training.global_batch_size=8")
@@ -451,21 +314,3 @@ def test_muon_of_two_ranks_by_hand() -> None:
         flops += 5 * (2 * short * long * short + 2 * short**3 + 2 * short * short * long)
     assert planned.flops == pytest.approx(flops / 2, rel=0.1)
     assert sum(planned.shapes.values()) == pytest.approx(len(matrices) / 2, abs=len(matrices) / 4)
-
-
-def test_the_plan_prices_an_update() -> None:
-    """Against AdamW: one running mean less, a longer update, and an all-to-all there and back each round."""
-    base = ["precision=fp32", "parallelism=fsdp", "parallelism.dp_shard=8", "training.global_batch_size=8"]
-    (adamw, traffic), (muon, exchanged) = (step(*base, f"optimizer={kind}") for kind in ("adamw", "muon"))
-    state = {
-        kind: parameters_of(job_of(*base, f"optimizer={kind}"), 0).optimizer_bytes
-        for kind in ("adamw", "muon")
-    }
-    specs = tensors(job_of(*base).model).values()
-    hidden = sum(each.size for each in specs if each.is_hidden_matrix) / sum(each.size for each in specs)
-    assert state["muon"] == pytest.approx(state["adamw"] * (1 - hidden / 2), rel=1e-3)
-    [exchange] = [each for each in exchanged if each.axis == "optimizer"]
-    assert (exchange.collective, exchange.ranks, exchange.count % 2) == ("all_to_all", 8, 0)
-    assert [each for each in traffic if each.axis == "optimizer"] == []
-    assert muon.parts["optimizer"] > adamw.parts["optimizer"]
-    assert muon.parts["compute"] == pytest.approx(adamw.parts["compute"])

@@ -37,7 +37,7 @@ def train(folder: Path, *overrides: str, gpus: str | None = None) -> subprocess.
 
 
 def run_folder(folder: Path) -> Path:
-    [found] = (path.parent for path in folder.glob("*/*/job.json"))
+    [found] = (path.parent for path in folder.glob("*/[0-9a-f]*/job.json"))
     return found
 
 
@@ -77,7 +77,6 @@ def test_a_run_saves_asynchronously_traces_and_resumes(tmp_path: Path) -> None:
 
 
 def test_formats_of_products(tmp_path: Path) -> None:
-    """TF32 counts against its own peak, and eager float8 warns."""
     alone = ["parallelism.dp_shard=1", "training.steps=2"]
     done = train(tmp_path / "tf32", *alone, "training.matmul_precision=high")
     assert done.returncode == 0 and "dense tf32" in done.stdout + done.stderr, done.stderr
@@ -118,19 +117,18 @@ def test_a_run_out_of_memory_says_so_and_leaves_a_snapshot(tmp_path: Path) -> No
 def test_mixtures_of_scheduled_sizes(tmp_path: Path, overrides: str) -> None:
     """Losses of sources are added up on the device; each length has its own executor, kernels and stages."""
     source = "{kind: local, paths: ['{stdlib}/json/*.py'], validation_fraction: 0.5}"
-    done = train(
-        tmp_path,
-        *(
-            "data=mixture",
-            f"data.sources={{web: {source}, code: {source}}}",
-            "data.weights={web: 3, code: 1}",
-        ),
-        *(f"data.cache_dir={tmp_path}", "tokenizer=python_2k", "model.vocab_size=2048"),
-        *("training.seq_len=64", "training.global_batch_size=8", "schedule.warmup_steps=1"),
-        *("schedule.batch_size=[{until_step:1,sequences:4}]", "schedule.seq_len=[{until_step:2,tokens:32}]"),
-        *overrides.split(),
-        gpus="0,1,2,3",
-    )
+    sources = [
+        "data=mixture",
+        f"data.sources={{web: {source}, code: {source}}}",
+        "data.weights={web: 3, code: 1}",
+    ]
+    sizes = ["training.seq_len=64", "training.global_batch_size=8", "schedule.warmup_steps=1"]
+    sizes += [
+        "schedule.batch_size=[{until_step:1,sequences:4}]",
+        "schedule.seq_len=[{until_step:2,tokens:32}]",
+    ]
+    words = [f"data.cache_dir={tmp_path}", "tokenizer=python_2k", "model.vocab_size=2048"]
+    done = train(tmp_path, "data=mixture", *sources, *sizes, *words, *overrides.split(), gpus="0,1,2,3")
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (run_folder(tmp_path) / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "loss.web" in row]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu_table import report_rows
+from gpu_cases import report_rows
 from made import DEVICE, leave, make_sweep, rate_of, result
 
 from harness.compose.composer import compose_job

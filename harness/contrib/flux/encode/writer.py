@@ -19,16 +19,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import xxhash
 from safetensors.torch import save
 
 from harness.contrib.flux.pictures.config import encoders_of, images_of, pictures_of
 from harness.contrib.flux.pictures.encoders import as_floats, build_encoders, fingerprint_of
-from harness.contrib.flux.pictures.loader import EMPTY, MOST_THREADS, LatentFile, LatentManifest, checksum
+from harness.contrib.flux.pictures.loader import EMPTY, MOST_THREADS, LatentFile, LatentManifest
 from harness.contrib.flux.pictures.sources import PictureSource, RawSamples, open_pictures
 from harness.data.shards import FORMAT_VERSION, ShardWriter, cut_units, write_manifest
 from harness.data.workers import Workers, can_start_processes, cpus
 from harness.train.setup import pick_device
 from harness.util.files import write_atomically
+from harness.util.store import file_digest
 
 if TYPE_CHECKING:
     from harness.contrib.flux.encode.verb import EncodeConfig, EncodeJob
@@ -164,7 +166,8 @@ class LatentWriter(ShardWriter):
             empty = encoders.text.encode([""])
             stored = self._stored(text=empty.text_BLD[0], pooled=empty.pooled_BP[0])
             write_atomically(self.target / EMPTY, save(stored))
-        entry = LatentFile(unit.name, unit.split, unit.nbytes, path.stat().st_size, checksum(path))
+        digest = file_digest(path, xxhash.xxh3_64)
+        entry = LatentFile(unit.name, unit.split, unit.nbytes, path.stat().st_size, digest)
         write_atomically(self._described(unit), json.dumps(dataclasses.asdict(entry)).encode())
 
     def _stored(self, **tensors: torch.Tensor | None) -> dict[str, torch.Tensor]:

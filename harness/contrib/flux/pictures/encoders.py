@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -44,38 +44,9 @@ class Embeddings(NamedTuple):
     pooled_BP: Tensor
 
 
-class Autoencoder(Protocol):
-    """Makes latents of pictures, and pictures of latents."""
-
-    pixels: int
-    """Pixels of a picture per latent, in each direction."""
-    channels: int
-    """Channels of the latents."""
-
-    def encode(self, pixels_B3HW: Tensor) -> Moments:
-        """Encode pictures with values from -1 to 1."""
-
-    def decode(self, latents_BCHW: Tensor) -> Tensor:
-        """Decode latents to pictures, whose values are clamped to -1 to 1."""
-
-
-class TextEncoder(Protocol):
-    """Makes embeddings of captions."""
-
-    def encode(self, captions: Sequence[str]) -> Embeddings:
-        """Encode captions, cut or padded to ``data.options.text_length`` tokens."""
-
-
 def hash_of(content: object) -> str:
     """Short hash of something JSON-serializable."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
-
-
-class Encoders(NamedTuple):
-    """Both encoders of a job."""
-
-    autoencoder: Autoencoder
-    text: TextEncoder
 
 
 def fingerprint_of(config: EncodersConfig) -> str:
@@ -103,27 +74,32 @@ def build_encoders(config: EncodersConfig, device: torch.device, *, shard: bool 
 
 
 def build_autoencoder(config: EncodersConfig, device: torch.device) -> Autoencoder:
-    if config.autoencoder == PATCHES:
-        return Patches(config.patch)
-    return PretrainedAutoencoder(config, device)
+    is_exact = config.autoencoder == PATCHES
+    return Patches(config.patch) if is_exact else PretrainedAutoencoder(config, device)
 
 
 def build_text_encoder(config: EncodersConfig, device: torch.device, *, shard: bool = False) -> TextEncoder:
-    if config.text == WORDS:
-        return Words(config.text_length, config.width)
-    return T5AndClip(config, device, shard=shard)
+    is_fixed = config.text == WORDS
+    return Words(config.text_length, config.width) if is_fixed else T5AndClip(config, device, shard=shard)
 
 
 class Patches:
-    """The pixels of each square are the channels of one latent: exact, without weights, for debugging."""
+    """The pixels of each square are the channels of one latent: exact, without weights, for debugging.
+
+    Attributes:
+        pixels: pixels of a picture per latent, in each direction.
+        channels: channels of the latents.
+    """
 
     def __init__(self, pixels: int) -> None:
         self.pixels, self.channels = pixels, 3 * pixels**2
 
     def encode(self, pixels_B3HW: Tensor) -> Moments:
+        """Encode pictures with values from -1 to 1."""
         return Moments(torch.nn.functional.pixel_unshuffle(pixels_B3HW, self.pixels), None)
 
     def decode(self, latents_BCHW: Tensor) -> Tensor:
+        """Decode latents to pictures, whose values are clamped to -1 to 1."""
         return torch.nn.functional.pixel_shuffle(latents_BCHW, self.pixels).clamp(-1, 1)
 
 
@@ -137,6 +113,7 @@ class Words:
         self._length, self._width = length, width
 
     def encode(self, captions: Sequence[str]) -> Embeddings:
+        """Encode captions, cut or padded to ``data.options.text_length`` tokens."""
         padding = [""] * self._length
         texts = [(caption.lower().split() + padding)[: self._length] for caption in captions]
         positions_LD = self._stacked([f"position {i}" for i in range(self._length)])
@@ -249,6 +226,17 @@ class T5AndClip:
         )
         ids: Tensor = encoded.input_ids.to(self._device)
         return ids
+
+
+Autoencoder = Patches | PretrainedAutoencoder
+TextEncoder = Words | T5AndClip
+
+
+class Encoders(NamedTuple):
+    """Both encoders of a job."""
+
+    autoencoder: Autoencoder
+    text: TextEncoder
 
 
 def _frozen(model: nn.Module) -> Any:

@@ -16,14 +16,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-from abc import abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -46,6 +45,7 @@ from harness.train.setup import pick_device
 from harness.util.encoding import parse
 from harness.util.errors import ConfigError, DataError
 from harness.util.files import is_file_name
+from harness.util.store import file_digest
 
 EMPTY = "empty.safetensors"
 MOST_THREADS, SAMPLE_FILES = 8, 32
@@ -76,52 +76,20 @@ class Picture(NamedTuple):
     std_CHW: np.ndarray | None
 
 
-class EncodedSamples(Protocol):
-    """An endless sequence of pictures with captions, in the order in which they are trained."""
-
-    num_per_epoch: int | None
-    """Samples per epoch; None if there are no epochs."""
-
-    @property
-    def empty(self) -> Caption:
-        """The embeddings of the empty caption."""
-
-    def sample(self, number: int) -> tuple[Picture, Caption]:
-        """Return a sample by its number."""
-
-    def caption(self, number: int) -> str:
-        """Return the caption of a sample as text."""
-
-
 class PictureLoader(Loader):
-    """A loader of pictures with captions."""
+    """A loader of pictures with captions, with random access."""
 
-    @abstractmethod
-    def caption(self, number: int) -> str:
-        """Return the caption of a sample, without dropout."""
-
-
-class EncodedLoader(PictureLoader):
-    """Loader of pictures that are encoded, with random access."""
-
-    def __init__(self, samples: EncodedSamples, rows: range, sizes: Sizes, dropout: CaptionDropout) -> None:
-        self._samples, self._cursor, self._dropout = samples, Cursor(rows, sizes), dropout
+    def __init__(
+        self,
+        samples: LatentSamples | SyntheticPictures | RawSamples,
+        rows: range,
+        sizes: Sizes,
+        dropout: CaptionDropout,
+    ) -> None:
+        self._cursor, self._dropout = Cursor(rows, sizes), dropout
+        self.caption: Callable[[int], str] = samples.caption
+        """Returns the caption of a sample by its number, without dropout."""
         self.samples_per_epoch = samples.num_per_epoch
-
-    def next(self) -> ImageBatch:
-        numbers = [piece.number for piece in self._cursor.advance()]
-        pictures, captions = zip(*map(self._sample, numbers), strict=True)
-        means, stds = zip(*pictures, strict=True)
-        texts, pooled = zip(*captions, strict=True)
-        std_BCHW = None if stds[0] is None else _stack(stds)
-        return ImageBatch(_stack(means), std_BCHW, _stack(texts), _stack(pooled), torch.tensor(numbers))
-
-    def caption(self, number: int) -> str:
-        return self._samples.caption(number)
-
-    def _sample(self, number: int) -> tuple[Picture, Caption]:
-        picture, caption = self._samples.sample(number)
-        return picture, self._samples.empty if self._dropout.drops(number) else caption
 
     def state_dict(self) -> dict[str, Any]:
         return self._cursor.state_dict()
@@ -133,17 +101,30 @@ class EncodedLoader(PictureLoader):
         self._cursor.reset()
 
 
+class EncodedLoader(PictureLoader):
+    """Loader of pictures that are encoded."""
+
+    def __init__(
+        self, samples: LatentSamples | SyntheticPictures, rows: range, sizes: Sizes, dropout: CaptionDropout
+    ) -> None:
+        super().__init__(samples, rows, sizes, dropout)
+        self._samples = samples
+
+    def next(self) -> ImageBatch:
+        numbers = [piece.number for piece in self._cursor.advance()]
+        pictures, captions = zip(*map(self._sample, numbers), strict=True)
+        means, stds = zip(*pictures, strict=True)
+        texts, pooled = zip(*captions, strict=True)
+        std_BCHW = None if stds[0] is None else _stack(stds)
+        return ImageBatch(_stack(means), std_BCHW, _stack(texts), _stack(pooled), torch.tensor(numbers))
+
+    def _sample(self, number: int) -> tuple[Picture, Caption]:
+        picture, caption = self._samples.sample(number)
+        return picture, self._samples.empty if self._dropout.drops(number) else caption
+
+
 def _stack(arrays: Any) -> torch.Tensor:
     return torch.from_numpy(np.stack(arrays))
-
-
-class _Read(NamedTuple):
-    """The pictures and captions of a step that threads are reading."""
-
-    numbers: list[int]
-    pictures: list[Future[tuple[np.ndarray, str]]]
-    state: dict[str, Any]
-    """Position after this step."""
 
 
 class EncodingLoader(PictureLoader):
@@ -163,58 +144,47 @@ class EncodingLoader(PictureLoader):
         *,
         runs_in_loop: bool,
     ) -> None:
-        self._samples, self._encoders, self._dropout = samples, encoders, dropout
-        self._cursor, self._state = Cursor(rows, sizes), {"step": 0, "samples": 0}
+        super().__init__(samples, rows, sizes, dropout)
+        self._samples, self._encoders = samples, encoders
         self._threads = ThreadPoolExecutor(min(MOST_THREADS, cpus()), thread_name_prefix="pictures")
-        self._ahead: _Read | None = None
-        self.samples_per_epoch = samples.num_per_epoch
+        self._ahead: dict[int, Future[tuple[np.ndarray, str]]] = {}
+        self._state = self._cursor.state_dict()  # after the step that was returned
         self.runs_in_loop = runs_in_loop
 
     def next(self) -> ImageBatch:
-        found = self._ahead or self._start()
+        reading = self._ahead or self._start()
+        state = self._cursor.state_dict()
         self._ahead = self._start()
-        pictures, captions = zip(*(each.result() for each in found.pictures), strict=True)
-        self._state = found.state
-        return self._encoded(found.numbers, pictures, captions)
-
-    def caption(self, number: int) -> str:
-        return self._samples.sample(number)[1]
-
-    def _start(self) -> _Read:
-        numbers = [piece.number for piece in self._cursor.advance()]
-        pictures = [self._threads.submit(self._samples.sample, number) for number in numbers]
-        return _Read(numbers, pictures, self._cursor.state_dict())
-
-    def _encoded(
-        self, numbers: list[int], pictures: Sequence[np.ndarray], captions: Sequence[str]
-    ) -> ImageBatch:
+        pictures, captions = zip(*(each.result() for each in reading.values()), strict=True)
+        self._state = state
         moments = self._encoders.autoencoder.encode(as_floats(pictures))
         texts = [
             "" if self._dropout.drops(number) else caption
-            for number, caption in zip(numbers, captions, strict=True)
+            for number, caption in zip(reading, captions, strict=True)
         ]
-        return ImageBatch(*moments, *self._encoders.text.encode(texts), torch.tensor(numbers))
+        return ImageBatch(*moments, *self._encoders.text.encode(texts), torch.tensor(list(reading)))
+
+    def _start(self) -> dict[int, Future[tuple[np.ndarray, str]]]:
+        numbers = [piece.number for piece in self._cursor.advance()]
+        return {number: self._threads.submit(self._samples.sample, number) for number in numbers}
 
     def state_dict(self) -> dict[str, Any]:
         return self._state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._drop()
-        self._cursor.load_state_dict(state)
+        self.close()
+        super().load_state_dict(state)
         self._state = self._cursor.state_dict()
 
     def reset(self) -> None:
-        self._drop()
-        self._cursor.reset()
+        self.close()
+        super().reset()
         self._state = self._cursor.state_dict()
 
     def close(self) -> None:
-        self._drop()
-
-    def _drop(self) -> None:
-        for each in self._ahead.pictures if self._ahead else ():
+        for each in self._ahead.values():
             each.cancel()
-        self._ahead = None
+        self._ahead = {}
 
 
 @dataclass(frozen=True)
@@ -270,15 +240,6 @@ def read_manifest(folder: Path) -> LatentManifest:
     return dataclasses.replace(manifest, files=files)
 
 
-def checksum(path: Path) -> str:
-    """Checksum of a file, read in blocks."""
-    digest = xxhash.xxh3_64()
-    with path.open("rb") as file:
-        while block := file.read(1 << 24):
-            digest.update(block)
-    return digest.hexdigest()
-
-
 def check_files(folder: Path, manifest: LatentManifest) -> None:
     """Compare the checksums of at most SAMPLE_FILES files, chosen at random each time.
 
@@ -288,7 +249,7 @@ def check_files(folder: Path, manifest: LatentManifest) -> None:
     for file in random.sample(manifest.files, min(SAMPLE_FILES, len(manifest.files))):
         path = folder / f"{file.name}.safetensors"
         try:
-            if checksum(path) == file.xxh3_64:
+            if file_digest(path, xxhash.xxh3_64) == file.xxh3_64:
                 continue
             problem = f"does not have the checksum in {MANIFEST}"
         except OSError as error:
@@ -320,6 +281,7 @@ class LatentSamples:
         self.empty = Caption(*(read.get_tensor(name).float().numpy() for name in ("text", "pooled")))
 
     def sample(self, number: int) -> tuple[Picture, Caption]:
+        """Return a sample by its number."""
         file, row = self._place(number)
         read = self._open(file.name)
 

@@ -22,9 +22,8 @@ import numpy as np
 from harness.config.data import DataConfig
 from harness.contrib.flux.pictures.config import ImagesConfig, pictures_of
 from harness.contrib.flux.pictures.shapes import DrawnShapes
-from harness.data.documents import describe, list_names
+from harness.data.documents import describe, file_stats, find_files, folder_hint, list_names, open_dataset
 from harness.data.samples import EpochOrder, random_stream
-from harness.data.sources import file_stats, find_files, folder_hint, open_dataset
 from harness.data.tokenizing import is_held_out
 from harness.util.encoding import parse_object
 from harness.util.errors import DataError
@@ -230,6 +229,10 @@ class RawSamples:
         works = "" if self._skips else "; would work: data.options.on_error=skip"
         raise DataError(f"{unreadable}{works}")
 
+    def caption(self, number: int) -> str:
+        """Return the caption of a sample."""
+        return self.sample(number)[1]
+
 
 def open_pictures(
     data: DataConfig,
@@ -246,7 +249,7 @@ def open_pictures(
         return DrawnShapes(split, pictures_of(data).size, seed)
     separate = data.validation_split or data.validation_paths
     held_out = 0.0 if separate else data.validation_fraction
-    stored: _Stored
+    stored: _FilePictures | _HubPictures
     if data.kind == "hub_pictures":
         own = data.validation_split if split == "validation" else None
         stored = _HubPictures(data, own or data.split)
@@ -256,23 +259,17 @@ def open_pictures(
     return Part(stored, pictures_of(data), split, held_out, seed)
 
 
-class _Stored(Protocol):
-    """Encoded pictures and their captions."""
-
-    name: str
-
-    def __len__(self) -> int: ...
-
-    def content(self, index: int) -> tuple[bytes, str, str]:
-        """Return the file of a picture, its caption, and its place for error messages."""
-
-    def identity(self) -> Any: ...
-
-
 class Part:
     """The pictures of a split, decoded and cropped."""
 
-    def __init__(self, stored: _Stored, images: ImagesConfig, split: str, held_out: float, seed: int) -> None:
+    def __init__(
+        self,
+        stored: _FilePictures | _HubPictures,
+        images: ImagesConfig,
+        split: str,
+        held_out: float,
+        seed: int,
+    ) -> None:
         self._stored, self._images, self._seed = stored, images, seed
         self._crops = images.crop == "random" and split == "train"
         self.name, count = stored.name, len(stored)

@@ -1,9 +1,8 @@
-"""Bands around the plan's figures, from the errors of held_out.csv.
+"""Bands around the plan's figures, from the errors of experiments/published/held_out.csv.
 
-Rows of one source share a cluster, a trainer and what is wrong in both, so every source counts once. A band
-of a class comes from the rows of that class if they have at least ``FEWEST`` sources, else from the rows of
-all classes. It is a prediction interval for a row of one more source (``predicted``), which has nothing to
-choose. ``coverage`` judges it: it counts rows inside of bands that were made without the row's own source.
+Rows of one source share a cluster, a trainer and what is wrong in both, so every source counts once. A class
+with fewer than ``FEWEST`` sources has the band of all rows. ``coverage`` counts the rows inside of bands that
+were made without the row's own source.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import csv
 import math
 import statistics
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,11 +17,10 @@ from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from harness.tools.plan.plan import Evidence, Resolution
 
-FILE = Path(__file__).with_name("held_out.csv")
+FOLDER = Path(__file__).parents[2] / "experiments" / "published"
+FILE = FOLDER / "held_out.csv"
 FEWEST = 4
 LOW, HIGH = 0.1, 0.9
 

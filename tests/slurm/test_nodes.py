@@ -1,0 +1,98 @@
+"""A job that loses its nodes, to the administrator and to a crash, and one that leaves an unfit node."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from commands import (
+    ON_SLURM,
+    Commands,
+    facts_of,
+    job_of,
+    misbehaving,
+    nodes_in,
+    read,
+    step_of,
+    until,
+    until_done,
+)
+from scheduler import Scheduler
+
+STEPS = 200
+
+
+@pytest.fixture(scope="session")
+def run(slurm: Scheduler, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A job of two nodes, after its first checkpoint."""
+    slurm.wait_for_up()
+    run = Commands(slurm, tmp_path_factory.mktemp("nodes")).job(
+        "nodes",
+        *(f"training.steps={STEPS}", "checkpoint.interval=10", "metrics.log_interval=2"),
+        *("parallelism=fsdp", "parallelism.dp_shard=2", "cluster.ranks_per_node=1"),
+        "cluster.exclude=node1",  # where another test's job is
+        patch="slow",
+    )
+    assert "#SBATCH --nodes=2" in (run / "slurm" / "job.sh").read_text()
+    until(lambda: any(run.glob("checkpoints/step-*/manifest.json")), "a checkpoint")
+    return run
+
+
+@pytest.fixture(scope="session")
+def survivor(slurm: Scheduler, run: Path) -> Iterator[Future[None]]:
+    """Take the job's nodes away in the background of other tests, as this mostly waits."""
+    with ThreadPoolExecutor(1) as pool:
+        yield pool.submit(take_nodes_away, slurm, run)
+
+
+def take_nodes_away(slurm: Scheduler, run: Path) -> None:
+    def until_requeued(times: int) -> None:
+        until(lambda: facts_of(slurm, run)["Restarts"] == str(times), "the job to be requeued")
+
+    def last_node() -> str:
+        return nodes_in(slurm, facts_of(slurm, run)["NodeList"])[-1]
+
+    down = last_node()
+    slurm.run("scontrol", "update", f"nodename={down}", "state=down", "reason=test")
+    until_requeued(1)
+    until(lambda: read(run / "slurm" / "job.json").get("restarts") == 1, "its second start")
+    began = until(lambda: step_of(run), "steps")
+    until(lambda: step_of(run) > began, "more steps")
+    dead = last_node()
+    assert dead != down
+    slurm.kill_node(dead)
+    until_requeued(2)
+    slurm.start_node(dead)
+    slurm.run("scontrol", "update", f"nodename={down}", "state=resume")
+    until_done(run)
+
+
+def test_a_requeue_leaves_out_an_unfit_node(slurm: Scheduler, survivor: Future[None], tmp_path: Path) -> None:
+    commands = Commands(slurm, tmp_path / "100%j")  # which is no pattern of SLURM's
+    commands.home.mkdir()
+    printed = commands.train(
+        *("name=unfit", "parallelism=fsdp", "parallelism.dp_shard=2", "training.steps=2"),
+        *("cluster.node_check=exclude", "cluster.time=null", "cluster.confirm_gpu_hours=1e5"),
+        *("cluster.parsable=true", ON_SLURM[0], *ON_SLURM[2:-1], misbehaving("starved")),
+    )
+    run = commands.only_run("unfit")
+    assert printed.endswith(f"\n{job_of(run)}\n")
+    until_done(run)
+    log = (run / "slurm" / f"{job_of(run)}_0_log.out").read_text()
+    [node] = re.findall(r"requeueing without (node\d): \1: 0.0 GiB of", log)
+    facts = facts_of(slurm, run)
+    assert facts["ExcNodeList"] == node
+    assert facts["TimeLimit"] in ("UNLIMITED", "365-00:00:00"), "the second is what it is once it has started"
+    assert f"output of rank 0 {run}/logs/rank0.out" in log
+
+
+@pytest.mark.last
+def test_a_job_outlives_two_nodes(run: Path, survivor: Future[None]) -> None:
+    survivor.result()
+    row = read(run / "result.json")
+    assert row["step"] == STEPS and row["exit_code"] == 0
+    assert row["start_step"] > 0, "it went on from a checkpoint"
+    assert len(list((run / "attempts").iterdir())) == 2

@@ -1,0 +1,40 @@
+"""``harness runs``: all runs of a folder, the last written first."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from jobs import TINY
+
+from harness.compose.composer import compose_job
+from harness.launch.begin import begin
+from harness.run.folder import RunFolder
+from harness.tools.report.listing import list_runs
+from harness.util.errors import UserError
+
+
+def test_runs_are_listed_newest_first_and_once(tmp_path: Path) -> None:
+    folders = []
+    for seed, age in ((1, 7200), (2, 90)):
+        typed = [*TINY, f"runs_dir={tmp_path}", f"training.seed={seed}", "tags=[a,b]", "notes=why"]
+        job = compose_job([*typed, "+user.ticket=12"])
+        folder = RunFolder(job.run_dir)
+        begin(folder, job, typed)
+        folder.set_status("completed")
+        folder.release()
+        for path in folder.path.glob("*.*"):
+            os.utime(path, (path.stat().st_mtime - age,) * 2)
+        folders.append(folder.path)
+    link = tmp_path / folders[0].parent.name / "latest"
+    assert link.is_symlink() and link.resolve() == folders[1]
+    result = list_runs(tmp_path)
+    assert [Path(row["run"]) for row in result.data["runs"]] == folders[::-1]
+    newest = result.data["runs"][0]
+    shown = {name: newest[name] for name in ("age", "state", "tags", "notes")}
+    assert shown == {"age": "2 min", "state": "completed", "tags": "a, b", "notes": "why"}
+    assert RunFolder(folders[0]).plain_job["user"] == {"ticket": 12}
+    assert len(result.text.splitlines()) == 3
+    with pytest.raises(UserError, match="no runs; would work: harness train"):
+        list_runs(tmp_path / "nowhere")
