@@ -14,7 +14,7 @@ import json
 import re
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -273,7 +273,10 @@ class CheckpointFolder:
         for each in complete[keep:] if keep else []:
             # If the newest one holds the weights alone, a run can still resume from this one.
             if each is not full:
-                _remove_unless_read(each.path)
+                manifest = _local(each.path, MANIFEST)
+                # One that is being read is locked.
+                with suppress(LockedError), (lock(manifest) if manifest else None) or nullcontext():
+                    remove(each.path)
         for step in self.steps():
             # Partly written, or partly removed, by a process that was killed.
             if step < complete[0].step:
@@ -288,7 +291,7 @@ def open_checkpoint(path: str) -> Checkpoint:
     named = _STEP.fullmatch(_name(root))
     if named and "train_state" in manifest["state"] and manifest["step"] != int(named[1]):
         raise DamagedCheckpoint(f"{MANIFEST} is of step {manifest['step']}")
-    _check_sizes(fs, root, manifest["files"])
+    check_files(path, manifest["files"])
     return Checkpoint(path, manifest)
 
 
@@ -296,10 +299,6 @@ def check_files(path: str, files: dict[str, Any]) -> None:
     """Raise DamagedCheckpoint unless this process sees a checkpoint's files with their recorded sizes."""
     fs, root = _open_url(path)
     fs.invalidate_cache()
-    _check_sizes(fs, root, files)
-
-
-def _check_sizes(fs: Any, root: str, files: dict[str, Any]) -> None:
     entries = fs.ls(root, detail=True)
     sizes = {_name(entry["name"]): entry["size"] for entry in entries if entry["type"] == "file"}
     for name, facts in files.items():
@@ -391,15 +390,6 @@ def reading(path: str) -> Iterator[None]:
         raise DamagedCheckpoint("it is being removed") from None
     with held or nullcontext():
         yield
-
-
-def _remove_unless_read(path: str) -> None:
-    manifest = _local(path, MANIFEST)
-    try:
-        with (None if manifest is None else lock(manifest)) or nullcontext():
-            remove(path)
-    except LockedError:
-        return
 
 
 def is_url(path: str) -> bool:

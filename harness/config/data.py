@@ -9,9 +9,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from harness.config.data_kinds import DATA_KINDS, FORMATS, check_effects, check_inputs
+from harness.config.data_kinds import (
+    DATA_KINDS,
+    FORMATS,
+    check_effects,
+    check_inputs,
+    errors_of_source,
+    source_config,
+)
 from harness.config.fields import execution, label, numerics
-from harness.config.mixture import errors_of_source, source_config
 from harness.config.registry import Registry, load_attribute, resolve_options
 from harness.util import PACKAGE
 from harness.util.errors import ConfigError

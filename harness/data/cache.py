@@ -35,7 +35,6 @@ def open_cache(
     *,
     split: str,
     held_out: float,
-    cache_dir: str,
     wait_for_all: Callable[[], None] | None,
     is_builder: bool,
 ) -> TokenizedSplit:
@@ -54,7 +53,7 @@ def open_cache(
     """
     name, stored_split = f"{source.name}, {split} documents", split if held_out > 0 else "train"
     if is_builder:
-        folder = cache_folder(source, tokenizer, held_out, cache_dir)
+        folder = cache_folder(source, tokenizer, held_out)
         for other in folder.parent.glob(f"corpus-*/{UNFINISHED}"):
             if not (other.parent / MANIFEST).exists():
                 remove_abandoned(other.parent, other, _KEPT_SECONDS)
@@ -72,7 +71,7 @@ def open_cache(
             _build(folder, source, tokenizer, held_out)
     if wait_for_all is not None:
         wait_for_all()
-    folder = cache_folder(source, tokenizer, held_out, cache_dir)
+    folder = cache_folder(source, tokenizer, held_out)
     if not (folder / MANIFEST).exists():
         raise DataError(
             f"token cache {folder} is not visible to this rank; "
@@ -92,15 +91,16 @@ def open_documents(reading: Reading) -> TokenizedSplit:
         tokenizer_of(reading.data, reading.tokenizer),
         split=reading.split,
         held_out=held_out,
-        cache_dir=reading.data.cache_dir,
         wait_for_all=reading.wait_for_all,
         is_builder=reading.is_builder,
     )
 
 
-def cache_folder(source: Source, tokenizer: Tokenizer, held_out: float, cache_dir: str) -> Path:
+def cache_folder(source: Source, tokenizer: Tokenizer, held_out: float) -> Path:
     """Folder of a source's token cache, which is complete if it has a manifest."""
-    return Path(cache_dir).expanduser() / f"corpus-{content_key(source, tokenizer, held_out)[:24]}"
+    return (
+        Path(source.config.cache_dir).expanduser() / f"corpus-{content_key(source, tokenizer, held_out)[:24]}"
+    )
 
 
 def _open(folder: Path, split: str, name: str, *, check: bool) -> TokenizedSplit:

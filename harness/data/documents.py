@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Protocol, Self
+from typing import IO, Any, NamedTuple, Protocol
 
 from harness.config.data import DataConfig
 from harness.config.data_kinds import DATA_KINDS
@@ -275,16 +275,12 @@ class LocalFiles(Source):
 
     without_tokens = EMPTY
 
-    def __init__(self, config: DataConfig, field: str) -> None:
-        self.config = config
-        self._patterns: list[str] = getattr(config, field)
-        self.damaged = 0
-        self.name = f"data.{field}=[{', '.join(self._patterns)}]"
-
-    @classmethod
-    def of_split(cls, config: DataConfig, split: str) -> Self:
+    def __init__(self, config: DataConfig, split: str) -> None:
         is_separate = split == "validation" and config.validation_paths
-        return cls(config, "validation_paths" if is_separate else "paths")
+        field = "validation_paths" if is_separate else "paths"
+        self.config, self.damaged = config, 0
+        self._patterns: list[str] = getattr(config, field)
+        self.name = f"data.{field}=[{', '.join(self._patterns)}]"
 
     @cached_property
     def files(self) -> list[Path]:
@@ -464,15 +460,10 @@ class HubTable(Source):
     without_tokens = EMPTY
 
     def __init__(self, config: DataConfig, split: str) -> None:
-        self.config = config
-        self._split = split
-        self.name = f"data.dataset={config.dataset}, split {split}"
-        self.damaged = 0
-
-    @classmethod
-    def of_split(cls, config: DataConfig, split: str) -> Self:
         own = config.validation_split if split == "validation" else None
-        return cls(config, own or config.split)
+        self.config, self.damaged = config, 0
+        self._split = own or config.split
+        self.name = f"data.dataset={config.dataset}, split {self._split}"
 
     @cached_property
     def _table(self) -> Any:

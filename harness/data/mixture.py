@@ -18,7 +18,7 @@ from math import lcm
 from typing import Any
 
 from harness.config.data import DataConfig
-from harness.config.mixture import errors_of_source, source_config, weights_by_step
+from harness.config.data_kinds import errors_of_source, source_config, weights_by_step
 from harness.config.training import Sizes
 from harness.data.loader import Loader, Reading, SampleLoader, build_loader
 from harness.data.samples import random_stream

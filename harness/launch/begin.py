@@ -14,9 +14,8 @@ from harness.checkpoint.catalog import CheckpointFolder, is_url
 from harness.checkpoint.resume import CONTINUES, can_resume
 from harness.compose.composer import note
 from harness.config.data import ASSET_PREFIX, DataConfig, TokenizerConfig
-from harness.config.data_kinds import DATA_KINDS
+from harness.config.data_kinds import DATA_KINDS, sources_of
 from harness.config.job import Job
-from harness.config.mixture import sources_of
 from harness.config.registry import load_attribute
 from harness.run.folder import METRICS, RunFolder, run_folders
 from harness.run.result import EVALUATIONS, write_json_atomically
@@ -229,7 +228,7 @@ def _require_tokenized(data: DataConfig, job: Job) -> None:
             if is_small(source):
                 continue
             tokenizer = tokenizer_of(data, build_tokenizer(job.tokenizer))
-            folder = cache_folder(source, tokenizer, held_out, data.cache_dir)
+            folder = cache_folder(source, tokenizer, held_out)
         except DataError:  # the ranks may see other files
             continue
         if not (folder / MANIFEST).exists():

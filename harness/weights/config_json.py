@@ -137,10 +137,12 @@ def hf_config(model: ModelConfig, *, dtype: str, bos_id: int | None, eos_id: int
         return {family.type_key: family.model_type, **fields}
     theta = float(model.rope.theta)
     scaling = rope_scaling_of(model)
+    values = {name: value for name, _, value in leaves(model)}
     return {
         "architectures": [family.architecture],
         "model_type": family.model_type,
         **fields,
+        **{theirs: values[ours] for theirs, ours in family.trained.items()},
         **(family.written(model) if family.written else {}),
         "rope_theta": theta,
         "rope_scaling": scaling,

@@ -26,8 +26,7 @@ from tokenizer_files import (
 
 from harness.compose.composer import compose_job
 from harness.config.data import DataConfig
-from harness.data.chat import Conversations, ConversationTokenizer
-from harness.data.chat_template import TEMPLATES, template_of
+from harness.data.chat import TEMPLATES, Conversations, ConversationTokenizer, template_of
 from harness.data.tokenizer import Tokenizer, build_tokenizer
 from harness.launch.begin import require_vocabulary
 from harness.util.errors import DataError
@@ -305,7 +304,7 @@ def test_a_generation_prompt_that_begins_to_think(ours: Tokenizer, tmp_path: Pat
 
 
 def documents(**fields: Any) -> list[Any]:
-    return [json.loads(text)[1:] for text in Conversations(chat(**fields), "paths").documents()]
+    return [json.loads(text)[1:] for text in Conversations(chat(**fields), "train").documents()]
 
 
 def test_all_formats_have_the_same_conversations() -> None:

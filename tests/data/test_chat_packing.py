@@ -14,8 +14,7 @@ from equal import assert_equal
 from loaders import BYTES, EOS, B, Sample, loader, permutation, ranks_of, resumed, steps
 
 from harness.config.data import DataConfig
-from harness.data.chat import ConversationTokenizer, first_fit
-from harness.data.chat_template import template_of
+from harness.data.chat import ConversationTokenizer, first_fit, template_of
 from harness.data.loader import IGNORE_INDEX
 from harness.data.tokenizing import is_held_out
 from harness.util.errors import ConfigError, DataError

@@ -306,9 +306,9 @@ def write_documents(*texts):
 
 
 def opened(split="train", held_out=0.0, tokenizer=BYTES, wait_for_all=None, is_builder=True):
-    source = LocalFiles(DataConfig(paths=["*.txt"]), "paths")
-    settings = {"cache_dir": "cache", "wait_for_all": wait_for_all, "is_builder": is_builder}
-    return open_cache(source, tokenizer, split=split, held_out=held_out, **settings)
+    source = LocalFiles(DataConfig(paths=["*.txt"], cache_dir="cache"), "train")
+    ranks = {"wait_for_all": wait_for_all, "is_builder": is_builder}
+    return open_cache(source, tokenizer, split=split, held_out=held_out, **ranks)
 
 
 def test_a_large_vocabulary_gets_wider_tokens():

@@ -30,7 +30,7 @@ def parquet(**columns):
 def documents(*paths, **settings):
     config = DataConfig(paths=list(paths), **settings)
     config.validate()
-    return list(LocalFiles(config, "paths").documents())
+    return list(LocalFiles(config, "train").documents())
 
 
 def names(patterns, exclude=()):
@@ -167,7 +167,7 @@ def test_text_that_is_not_utf8_is_replaced_or_left_out_and_counted():
         ("replace", ["one", "t\ufffdwo", "three", "f\ufffdour"]),
         ("skip", ["one", "", "three", ""]),
     ):
-        files = LocalFiles(DataConfig(paths=["*"], encoding_errors=errors), "paths")
+        files = LocalFiles(DataConfig(paths=["*"], encoding_errors=errors), "train")
         assert (list(files.documents()), files.damaged) == (texts, 2)
 
 
@@ -193,7 +193,7 @@ def test_a_dataset_saved_to_disk(streaming):
 
 def test_identity_follows_the_files():
     def identity(**settings):
-        return LocalFiles(DataConfig(paths=["*"], **settings), "paths").identity
+        return LocalFiles(DataConfig(paths=["*"], **settings), "train").identity
 
     write("a.txt", "x")
     found = [identity(), identity(format="jsonl"), identity(text_field="body")]

@@ -31,7 +31,7 @@ from loaders import (
 
 from harness.compose.composer import compose_job
 from harness.config.data import DataConfig
-from harness.config.mixture import errors_of_source
+from harness.config.data_kinds import errors_of_source
 from harness.config.training import Sizes
 from harness.data.mixture import SourceOrder
 from harness.launch.begin import require_vocabulary

@@ -66,8 +66,9 @@ def expected(documents: list[str], config: TokenizerConfig) -> dict[str, tuple[l
 
 
 def tokenized(config: TokenizerConfig = PLAIN, **settings: Any) -> dict[str, tuple[list[int], list[int]]]:
-    source = LocalFiles(DataConfig(paths=["*.*"], encoding_errors="replace", **settings), "paths")
-    common = {"held_out": HELD_OUT, "cache_dir": "cache", "wait_for_all": None, "is_builder": True}
+    read = {"paths": ["*.*"], "encoding_errors": "replace", "cache_dir": "cache", **settings}
+    source = LocalFiles(DataConfig(**read), "train")
+    common = {"held_out": HELD_OUT, "wait_for_all": None, "is_builder": True}
     found = {}
     for split in ("train", "validation"):
         opened = open_cache(source, build_tokenizer(config), split=split, **common)
@@ -112,7 +113,7 @@ def test_lines_and_bytes_are_counted_from_the_beginning_of_the_file(wrong: int, 
         (b'{"text": "\xff"}', rf"not UTF-8 at byte {sum(map(len, lines[:wrong])) + wrong + 10}"),
     ):
         Path("a.jsonl").write_bytes(b"\n".join([*lines[:wrong], content, *lines[wrong + 1 :]]))
-        source = LocalFiles(DataConfig(paths=["a.jsonl"]), "paths")
+        source = LocalFiles(DataConfig(paths=["a.jsonl"]), "train")
         with pytest.raises(DataError, match=rf"a\.jsonl, line {wrong + 1}: {says}"):
             for span in source.spans(unit_bytes):
                 list(source.read(span))
@@ -134,7 +135,7 @@ def test_a_long_file_is_decoded_in_parts(
     monkeypatch.setattr("harness.data.documents._BLOCK_BYTES", 7)
     span = Span("a.txt", 0, None, 1)
     strict, replacing, skipping = (
-        LocalFiles(DataConfig(paths=["a.txt"], encoding_errors=errors), "paths")
+        LocalFiles(DataConfig(paths=["a.txt"], encoding_errors=errors), "train")
         for errors in ("strict", "replace", "skip")
     )
     (text,) = replacing.read(span)
@@ -179,7 +180,7 @@ def test_units_do_not_depend_on_files_that_they_do_not_contain() -> None:
     write_corpus()
 
     def keys(*paths: str) -> set[str]:
-        source = LocalFiles(DataConfig(paths=list(paths)), "paths")
+        source = LocalFiles(DataConfig(paths=list(paths)), "train")
         return {unit.key for unit in units_of(source, build_tokenizer(PLAIN), 500)}
 
     before = keys("*.*")

@@ -137,6 +137,5 @@ def test_sources_that_must_be_tokenized(tmp_path: Path, typed: tuple[str, ...], 
 
 def open_train(job: Job) -> None:
     source, held_out = source_of(job.data, "train")
-    tokenizer, cache_dir = build_tokenizer(job.tokenizer), job.data.cache_dir
-    options = {"held_out": held_out, "cache_dir": cache_dir, "wait_for_all": None, "is_builder": True}
-    open_cache(source, tokenizer, split="train", **options)
+    options = {"held_out": held_out, "wait_for_all": None, "is_builder": True}
+    open_cache(source, build_tokenizer(job.tokenizer), split="train", **options)

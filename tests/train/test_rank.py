@@ -168,7 +168,7 @@ def test_ranks_wait_for_the_builder_of_another_node(pool: RankPool, tmp_path: Pa
     files = (f"data.paths=[{tmp_path}/*.txt]", f"data.cache_dir={tmp_path}/cache")
     job = tiny("model.vocab_size=512", "data=local_text", *files, "data.validation_fraction=0")
     tokenizer = build_tokenizer(job.tokenizer)
-    folder = cache_folder(LocalFiles(job.data, "paths"), tokenizer, 0.0, job.data.cache_dir)
+    folder = cache_folder(LocalFiles(job.data, "train"), tokenizer, 0.0)
     work = folder / ".unfinished"
     holds, ended = threading.Event(), []
 

@@ -208,18 +208,32 @@ _ORIGINAL_OUTSIDE = {
     "final_mod": "final_layer.adaLN_modulation.1",
     "output": "final_layer.linear",
 }
-_ORIGINAL_JOINED = {"wq": 0, "wk": 1, "wv": 2}
-_IN_STREAM = {"mod": "mod.lin", "attn.wo": "attn.proj", "mlp.w1": "mlp.0", "mlp.w2": "mlp.2"}
-_NORMS = {"q_norm": "query_norm", "k_norm": "key_norm"}
+# In a block's stream, and in a block with one stream. Ours of one name are joined in our order: by rows, in
+# linear2 by columns.
+_ORIGINAL_DOUBLE = {
+    "mod": "mod.lin",
+    **dict.fromkeys(("attn.wq", "attn.wk", "attn.wv"), "attn.qkv"),
+    "attn.wo": "attn.proj",
+    "attn.q_norm": "attn.norm.query_norm",
+    "attn.k_norm": "attn.norm.key_norm",
+    "mlp.w1": "mlp.0",
+    "mlp.w2": "mlp.2",
+}
+_ORIGINAL_SINGLE = {
+    "mod": "modulation.lin",
+    **dict.fromkeys(("attn.wq", "attn.wk", "attn.wv", "mlp.w1"), "linear1"),
+    **dict.fromkeys(("attn.wo", "mlp.w2"), "linear2"),
+    "attn.q_norm": "norm.query_norm",
+    "attn.k_norm": "norm.key_norm",
+}
 
 
 class Place(NamedTuple):
-    """Where our values are in one of their tensors."""
+    """Where our values are in one of their tensors: their first index along a dimension."""
 
     name: str
-    rows: tuple[slice, ...] = (slice(None),)
-    """Rows of theirs that are ours, in our order."""
-    columns: slice = slice(None)
+    dim: int
+    first: int
 
 
 def find_original(folder: Path, model: ModelConfig) -> OriginalSource | None:
@@ -240,14 +254,20 @@ class OriginalSource:
 
     def __init__(self, file: Path, model: ModelConfig) -> None:
         self._file, shapes = file, tensor_shapes(model)
-        self._places = {name: place_of(name, model) for name in shapes}
+        self._places: dict[str, Place] = {}
+        expected: dict[str, tuple[int, ...]] = {}
+        for name, shape in shapes.items():
+            theirs = original_name(name, model)
+            dim = 1 if theirs.endswith("linear2.weight") else 0
+            first = expected[theirs][dim] if theirs in expected else 0
+            self._places[name] = Place(theirs, dim, first)
+            expected[theirs] = (*shape[:dim], first + shape[dim], *shape[dim + 1 :])
         with _opened(file) as opened:
             facts = {
                 name: (tuple(part.get_shape()), part.get_dtype())
                 for name in opened.keys()  # noqa: SIM118 - not a mapping
                 for part in (opened.get_slice(name),)
             }
-        expected = _their_shapes(self._places, shapes, model)
         check_tensors(str(file), model, {name: shape for name, (shape, _) in facts.items()}, expected)
         wrong = sorted({dtype for _, dtype in facts.values()} - DTYPES.keys())
         if wrong:
@@ -260,61 +280,27 @@ class OriginalSource:
     def read(self, name: str) -> Tensor:
         """Return one tensor, contiguous."""
         place = self._places[name]
+        length = self.tensors[name].shape[place.dim]
         with _opened(self._file) as opened:
-            part = opened.get_slice(place.name)
-            if len(self.tensors[name].shape) == 1:
-                return torch.cat([part[rows] for rows in place.rows])
-            return torch.cat([part[rows, place.columns] for rows in place.rows])
-
-
-def place_of(name: str, model: ModelConfig) -> Place:
-    """Where one of our tensors is in theirs."""
-    module, _, kind = name.rpartition(".")
-    dim, hidden = model.dim, model.ffn_hidden_dim
-    if not name.startswith("layers."):
+            part, own = opened.get_slice(place.name), slice(place.first, place.first + length)
+            values: Tensor = part[:, own] if place.dim else part[own]
         # Their last modulation has the shift first, and ours, as diffusers', the scale.
-        swapped = (slice(dim, 2 * dim), slice(0, dim)) if module == "final_mod" else (slice(None),)
-        return Place(f"{_ORIGINAL_OUTSIDE[module]}.{kind}", swapped)
+        parts = reversed(values.chunk(2)) if name.startswith("final_mod.") else [values]
+        return torch.cat(list(parts))
 
-    def rows_of(leaf: str) -> tuple[slice, ...]:
-        return (slice(_ORIGINAL_JOINED[leaf] * dim, (_ORIGINAL_JOINED[leaf] + 1) * dim),)
 
+def original_name(name: str, model: ModelConfig) -> str:
+    """Their name of the tensor that holds one of ours."""
+    module, _, kind = name.rpartition(".")
+    if not name.startswith("layers."):
+        return f"{_ORIGINAL_OUTSIDE[module]}.{kind}"
     _, number, inner = module.split(".", 2)
-    leaf = inner.rpartition(".")[2]
     single = int(number) - flux_of(model).double_layers
-    prefix = f"double_blocks.{number}." if single < 0 else f"single_blocks.{single}."
-    stream = f"{inner[:3]}_" if single < 0 else ""
-    if leaf in _NORMS:
-        return Place(f"{prefix}{f'{stream}attn.' if stream else ''}norm.{_NORMS[leaf]}.scale")
-    if single < 0:
-        if leaf in _ORIGINAL_JOINED:
-            return Place(f"{prefix}{stream}attn.qkv.{kind}", rows_of(leaf))
-        return Place(f"{prefix}{stream}{_IN_STREAM[inner.removeprefix(stream)]}.{kind}")
-    if leaf == "mod":
-        return Place(f"{prefix}modulation.lin.{kind}")
-    if leaf in _ORIGINAL_JOINED:
-        return Place(f"{prefix}linear1.{kind}", rows_of(leaf))
-    if leaf == "w1":
-        return Place(f"{prefix}linear1.{kind}", (slice(3 * dim, 3 * dim + hidden),))
-    columns = slice(0, dim) if leaf == "wo" else slice(dim, dim + hidden)
-    return Place(f"{prefix}linear2.{kind}", columns=columns)
-
-
-def _their_shapes(
-    places: Mapping[str, Place], shapes: Mapping[str, tuple[int, ...]], model: ModelConfig
-) -> dict[str, tuple[int, ...]]:
-    """Shapes of their tensors: fused weights are concatenated by rows, except linear2 (columns)."""
-    found: dict[str, tuple[int, ...]] = {}
-    for name, shape in shapes.items():
-        place = places[name]
-        before = found.get(place.name)
-        if before is None:
-            found[place.name] = shape
-        elif place.columns == slice(None):
-            found[place.name] = (before[0] + shape[0], *shape[1:])
-        else:
-            found[place.name] = (*shape[:-1], before[-1] + shape[-1])
-    return found
+    kind = "scale" if inner.endswith("_norm") else kind
+    if single >= 0:
+        return f"single_blocks.{single}.{_ORIGINAL_SINGLE[inner]}.{kind}"
+    stream, _, inner = inner.partition("_")
+    return f"double_blocks.{number}.{stream}_{_ORIGINAL_DOUBLE[inner]}.{kind}"
 
 
 def _opened(file: Path) -> Any:

@@ -238,37 +238,25 @@ class Flux(ModelPart):
         Returns:
             [B, I, P], in the format of the parameters.
         """
-        vec_BC = self.embed(pooled_BP, times_B, guidance_B)
-        return self.finish(self.run_blocks(self.enter(image_BIP, text_BLD), vec_BC), vec_BC)
-
-    def embed(self, pooled_BP: Tensor, times_B: Tensor, guidance_B: Tensor | None) -> Tensor:
-        """Embed what modulates all blocks: time, caption, and guidance."""
         assert self.time_in is not None and self.vector_in is not None
-        width = self.flux.time_dim
+        assert self.img_in is not None and self.txt_in is not None
+        assert self.final_mod is not None and self.output is not None
+        # What modulates all blocks: time, guidance and caption.
+        width, dtype = self.flux.time_dim, self.img_in.weight.dtype
         vec_BC: Tensor = self.time_in(sinusoids(times_B, width))
         if self.guidance_in is not None:
             assert guidance_B is not None, "model.options.guidance needs the strength of guidance"
             vec_BC = vec_BC + self.guidance_in(sinusoids(guidance_B, width))
         vec_BC = vec_BC + self.vector_in(pooled_BP)
-        return vec_BC
-
-    def enter(self, image_BIP: Tensor, text_BLD: Tensor) -> Tensor:
-        """Embed the tokens; return the residual stream."""
-        assert self.img_in is not None and self.txt_in is not None
-        dtype = self.img_in.weight.dtype
-        return torch.cat((self.txt_in(text_BLD.to(dtype)), self.img_in(image_BIP.to(dtype))), dim=1)
-
-    def run_blocks(self, x_BTC: Tensor, vec_BC: Tensor) -> Tensor:
-        """Run this part's blocks."""
-        text = self.num_text(x_BTC)
+        x_BTC = torch.cat((self.txt_in(text_BLD.to(dtype)), self.img_in(image_BIP.to(dtype))), dim=1)
+        # Tokens of the caption in the residual stream, which tensor parallel may have split.
+        text = x_BTC.shape[1] * self.flux.text_length // self.seq_len
         rope = self.rope, self._joined_rope(self.rope.shape[1] // x_BTC.shape[1])
         for layer, block in self.blocks.items():
             x_BTC = block(x_BTC, vec_BC, rope[layer >= self.flux.double_layers], text)
-        return x_BTC
-
-    def num_text(self, x_BTC: Tensor) -> int:
-        """Tokens of the caption in the residual stream, which tensor parallel may have split."""
-        return x_BTC.shape[1] * self.flux.text_length // self.seq_len
+        scale, shift = self.final_mod(vec_BC).chunk(2, -1)
+        out: Tensor = self.output(modulate(x_BTC[:, text:], (shift, scale), self.config.norm_eps))
+        return out
 
     def _joined_rope(self, pieces: int) -> Tensor:
         """The table in the order of a joined stream that ``pieces`` tensor-parallel ranks have gathered."""
@@ -277,15 +265,6 @@ class Flux(ModelPart):
         text = self.rope.shape[1] * self.flux.text_length // self.seq_len
         parts = [part.unflatten(1, (pieces, -1)) for part in (self.rope[:, :text], self.rope[:, text:])]
         return torch.cat(parts, dim=2).flatten(1, 2)
-
-    def finish(self, x_BTC: Tensor, vec_BC: Tensor) -> Tensor:
-        """Norm, modulate and project the picture's tokens."""
-        assert self.final_mod is not None and self.output is not None
-        scale, shift = self.final_mod(vec_BC).chunk(2, -1)
-        out: Tensor = self.output(
-            modulate(x_BTC[:, self.num_text(x_BTC) :], (shift, scale), self.config.norm_eps)
-        )
-        return out
 
 
 def modulate(x_BTC: Tensor, modulation: Sequence[Tensor], eps: float) -> Tensor:

@@ -38,10 +38,6 @@ _DEFAULTS: dict[str, Any] = {
 # rope_theta of Llama 2 (llama/model.py), whose files do not record it; those of Llama 3 do.
 _OLD_THETA = 10000.0
 
-# How the files are sharded: by fairscale's layers in the reference code of Llama 2 and 3 (llama/model.py in
-# meta-llama/llama and meta-llama/llama3). ColumnParallelLinear splits rows, RowParallelLinear columns.
-_COLUMN_PARALLEL = ("wq", "wk", "wv", "w1", "w3", "output")
-_ROW_PARALLEL = ("wo", "w2")
 _BUFFER = "rope.freqs"  # computed, so it is ignored
 
 # O: rows of a projection (heads x head width), I: its input width
@@ -151,30 +147,6 @@ def hidden_width(params: Mapping[str, Any]) -> int:
 # -- shards and rows ----
 
 
-def shard_dim(name: str, *, vocabulary_parallel: bool) -> int | None:
-    """The dimension along which the files split a parameter; None: each file has the full parameter.
-
-    ``vocabulary_parallel``: whether the embedding is split by rows (fairscale's VocabParallelEmbedding, in
-    Llama 3) or by columns (ParallelEmbedding, in Llama 2).
-    """
-    module = name.split(".")[-2]
-    if module == "tok_embeddings":
-        return 0 if vocabulary_parallel else 1
-    if module in _COLUMN_PARALLEL:
-        return 0
-    return 1 if module in _ROW_PARALLEL else None
-
-
-def is_vocabulary_parallel(shape: Sequence[int], files: int, config: ModelConfig) -> bool:
-    """Whether the embedding is split by rows, from its shape in one of ``files`` files."""
-    rows, columns = shape
-    if (rows * files, columns) == (config.vocab_size, config.dim):
-        return True
-    if (rows, columns * files) == (config.vocab_size, config.dim):
-        return False
-    raise _misfit("tok_embeddings.weight", [tuple(shape)] * files, config)
-
-
 def permute_rope(weight_OI: Tensor, n_heads: int) -> Tensor:
     """Reorder rows of wq or wk from Meta's order to ours, [O, I].
 
@@ -200,34 +172,20 @@ def merge(name: str, shards: Sequence[Tensor], config: ModelConfig) -> Tensor:
     Raises:
         UserError: the shards do not add up to the model's parameter.
     """
-    whole = _join(name, shards, config)
-    if tuple(whole.shape) != _shape_of(name, config):
-        raise _misfit(name, [tuple(shard.shape) for shard in shards], config)
+    shape, wanted = shards[0].shape, _shape_of(name, config)
+    whole = shards[0]
+    # fairscale's layers split a matrix by rows (ColumnParallelLinear, and the embedding of Llama 3) or by
+    # columns (RowParallelLinear, and the embedding of Llama 2), and repeat vectors.
+    if len(shards) > 1 and len(shape) > 1 and all(shard.shape == shape for shard in shards):
+        whole = torch.cat(list(shards), dim=1 if shape[0] == wanted[0] else 0)
+    if tuple(whole.shape) != wanted or any(shard.shape != shape for shard in shards):
+        have = ", ".join(str(list(shard.shape)) for shard in shards)
+        rule = f"do not make up {list(wanted)} of model={config.name}"
+        raise UserError(f"{name}: shapes {have} of {len(shards)} file(s) {rule}")
     heads = rotated_heads(name, config)
     return whole if heads is None else permute_rope(whole, heads)
-
-
-def _join(name: str, shards: Sequence[Tensor], config: ModelConfig) -> Tensor:
-    if len(shards) == 1:
-        return shards[0]
-    by_rows = name == "tok_embeddings.weight" and is_vocabulary_parallel(shards[0].shape, len(shards), config)
-    dim = shard_dim(name, vocabulary_parallel=by_rows)
-    if dim is None:
-        return shards[0]
-    widths = {shard.shape[:dim] + shard.shape[dim + 1 :] for shard in shards}
-    if len(widths) > 1:
-        raise _misfit(name, [tuple(shard.shape) for shard in shards], config)
-    return torch.cat(list(shards), dim=dim)
 
 
 def _shape_of(name: str, config: ModelConfig) -> tuple[int, ...]:
     # Files of a tied model may have the output projection.
     return (config.vocab_size, config.dim) if name == HEAD else parameter_shapes(config)[name]
-
-
-def _misfit(name: str, shapes: Sequence[tuple[int, ...]], config: ModelConfig) -> UserError:
-    have = ", ".join(str(list(shape)) for shape in shapes)
-    want = list(_shape_of(name, config))
-    return UserError(
-        f"{name}: shapes {have} of {len(shapes)} file(s) do not make up {want} of model={config.name}"
-    )

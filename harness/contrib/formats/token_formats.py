@@ -67,20 +67,13 @@ class TokenFile:
     ) -> None:
         self.name, self._starts = str(file), starts
         size, itemsize = size_of(file) - skip, np.dtype(dtype).itemsize
-        self._num_tokens = size // itemsize if num_tokens is None else num_tokens
-        if size != self._num_tokens * itemsize:
+        self.num_tokens = size // itemsize if num_tokens is None else num_tokens
+        self.num_documents = None if starts is None else len(starts)
+        if size != self.num_tokens * itemsize:
             after = f" after a header of {skip} bytes" if skip else ""
-            expected = f"{self._num_tokens} tokens of {dtype}{after}"
+            expected = f"{self.num_tokens} tokens of {dtype}{after}"
             _refuse(file, f"has {size + skip} bytes, which are not {expected}")
-        self._tokens = _Array(file, dtype, skip, self._num_tokens)
-
-    @property
-    def num_tokens(self) -> int:
-        return self._num_tokens
-
-    @property
-    def num_documents(self) -> int | None:
-        return None if self._starts is None else len(self._starts)
+        self._tokens = _Array(file, dtype, skip, self.num_tokens)
 
     def read(self, begin: int, end: int) -> np.ndarray:
         return self._tokens()[begin:end].astype(np.int64)

@@ -105,7 +105,7 @@ class TokenLists(LocalFiles):
 
     def __init__(self, config: DataConfig, files: list[Path], name: str, limit: Limit) -> None:
         # Without a limit of size: nothing is tokenized.
-        super().__init__(replace(config, format="parquet", tokenize_limit_gib=None), "paths")
+        super().__init__(replace(config, format="parquet", tokenize_limit_gib=None), "train")
         self.files, self.name, self._limit = files, name, limit
 
     @property
@@ -156,7 +156,6 @@ def open_parquet(files: list[Path], opening: Opening) -> list[Tokens]:
         Ids(opening.limit.vocab_size),
         split="train",
         held_out=0.0,
-        cache_dir=opening.data.cache_dir,
         wait_for_all=opening.wait_for_all,
         is_builder=opening.is_builder,
     )

@@ -25,7 +25,7 @@ from harness.config.fields import label, part, with_value
 from harness.config.job import Job
 from harness.config.parallelism import degrees_in_words
 from harness.config.registry import resolve_options
-from harness.data.chat_template import find_template, message_of, require_text
+from harness.data.chat import find_template, message_of, require_text
 from harness.data.tokenizer import Tokenizer, build_tokenizer, with_bos
 from harness.model.architecture import architecture_of
 from harness.tools.inference.inference import InferenceJob, is_first, run_on_ranks, use_checkpoint

@@ -162,45 +162,37 @@ class Sharing:
         return Sharing(*collectives, self.copying + other.copying, self.held + other.held)
 
 
-class Sharer:
-    """Computes the ``Sharing`` of a job's blocks and tables on a machine."""
+def sharing_of_block(job: Job, machine: Machine, layer: int) -> Sharing:
+    """FSDP's work for a block. Experts are a separate group, sharded over other ranks."""
+    layout = job.parallelism
+    experts, others = block_weights(job.model, layer)
+    matrices = [t for t in block_tensors(job.model, layer) if t.is_matrix and not t.is_expert]
+    split = sum(matrix.size for matrix in matrices if matrix.split_dim is not None)
+    shared = _sharing(job, machine, others - split + split / layout.tp)
+    if not experts:
+        return shared
+    own = experts / layout.ep / (layout.tp if layout.splits_experts else 1)
+    return shared + _sharing(job, machine, own, expert_groups(job, machine.ranks_per_node)[1])
 
-    def __init__(self, job: Job, machine: Machine) -> None:
-        self.job, self.machine, self.layout = job, machine, job.parallelism
 
-    def block(self, layer: int) -> Sharing:
-        """FSDP's work for a block. Experts are a separate group, sharded over other ranks."""
-        layout = self.layout
-        experts, others = block_weights(self.job.model, layer)
-        matrices = [t for t in block_tensors(self.job.model, layer) if t.is_matrix and not t.is_expert]
-        split = sum(matrix.size for matrix in matrices if matrix.split_dim is not None)
-        dense = others - split + split / layout.tp
-        shared = self._share_values(dense, self._shards)
-        if not experts:
-            return shared
-        own = experts / layout.ep / (layout.tp if layout.splits_experts else 1)
-        return shared + self._share_values(own, expert_groups(self.job, self.machine.ranks_per_node)[1])
+def sharing_of_table(job: Job, machine: Machine, name: str) -> Sharing:
+    """FSDP's work for the embedding or the output projection."""
+    values = sum(tensor.size for tensor in tensors_by_module(job.model).get(name, ()))
+    return _sharing(job, machine, values / job.parallelism.tp)
 
-    def table(self, name: str) -> Sharing:
-        values = sum(tensor.size for tensor in tensors_by_module(self.job.model).get(name, ()))
-        return self._share_values(values / self.layout.tp, self._shards)
 
-    @property
-    def _shards(self) -> Group:
-        """Ranks over which parameters other than experts are sharded."""
-        return group_of(self.job, self.machine.ranks_per_node, "dp_shard", "cp")
-
-    def _share_values(self, values: float, group: Group) -> Sharing:
-        precision, machine = self.job.precision, self.machine
-        param = 1 if precision.enable_fsdp_float8_all_gather else BYTES[precision.param_dtype]
-        reduced = BYTES[precision.reduce_dtype]
-        shards = group.ranks
-        gather, reduce = [], []
-        if shards > 1:
-            gather.append(Collective.on(machine, "dp", "all_gather", group, values * param))
-            reduce.append(Collective.on(machine, "dp", "reduce_scatter", group, values * reduced))
-        if self.layout.dp_replicate > 1:
-            replicas = group_of(self.job, machine.ranks_per_node, "dp_replicate")
-            reduce.append(Collective.on(machine, "dp", "all_reduce", replicas, values / shards * reduced))
-        copying = machine.pass_seconds(2 * values * param) if shards > 1 else 0.0
-        return Sharing(tuple(gather), tuple(reduce), copying, values / shards)
+def _sharing(job: Job, machine: Machine, values: float, group: Group | None = None) -> Sharing:
+    """The work for so many values; without a ``group`` of their own, dp_shard and cp shard them."""
+    precision, per_node = job.precision, machine.ranks_per_node
+    param = 1 if precision.enable_fsdp_float8_all_gather else BYTES[precision.param_dtype]
+    reduced, group = BYTES[precision.reduce_dtype], group or group_of(job, per_node, "dp_shard", "cp")
+    shards = group.ranks
+    gather, reduce = [], []
+    if shards > 1:
+        gather.append(Collective.on(machine, "dp", "all_gather", group, values * param))
+        reduce.append(Collective.on(machine, "dp", "reduce_scatter", group, values * reduced))
+    if job.parallelism.dp_replicate > 1:
+        replicas = group_of(job, per_node, "dp_replicate")
+        reduce.append(Collective.on(machine, "dp", "all_reduce", replicas, values / shards * reduced))
+    copying = machine.pass_seconds(2 * values * param) if shards > 1 else 0.0
+    return Sharing(tuple(gather), tuple(reduce), copying, values / shards)

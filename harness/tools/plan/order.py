@@ -60,8 +60,7 @@ def passes_of_rank(
 
 
 def _actions(line: str) -> Iterator[Action]:
-    cells = (_CELL.fullmatch(cell) for cell in line.split())
-    return (Action(int(cell[1]), cell[2], int(cell[3])) for cell in cells if cell is not None)
+    return (Action(int(cell[1]), cell[2], int(cell[3])) for cell in _CELL.finditer(line))
 
 
 @lru_cache(maxsize=16)  # the parts of a plan, and many layouts of a search, ask for the same one

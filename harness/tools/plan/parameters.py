@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -260,31 +260,34 @@ class PlannedUpdate:
     """Most bytes of buffers and of the iterations' temporary matrices."""
 
 
+_Sizes = tuple[tuple[str, int], ...]
+"""Axes with their sizes, in the order of ranks."""
+
+
 @dataclass(frozen=True)
 class _Cell:
-    """The ranks that hold pieces of the same matrices of a tensor, in the order of ``axes``."""
+    """The ranks that hold pieces of the same matrices of a tensor."""
 
-    axes: tuple[str, ...]
-    sizes: tuple[int, ...]
+    sizes: _Sizes
     replicated: tuple[str, ...]
 
     @property
     def replicas(self) -> int:
-        return prod(size for axis, size in zip(self.axes, self.sizes, strict=True) if axis in self.replicated)
+        return prod(size for axis, size in self.sizes if axis in self.replicated)
 
     @property
     def shards(self) -> int:
-        return prod(self.sizes) // self.replicas
+        return prod(size for axis, size in self.sizes if axis not in self.replicated)
 
     def replica(self, holder: int) -> tuple[int, ...]:
         """Coordinates of a holder on the replicated axes."""
-        at = _coordinates(self.axes, self.sizes, holder)
+        at = _coordinates(self.sizes, holder)
         return tuple(at[axis] for axis in self.replicated)
 
     def holder(self, at: Mapping[str, int]) -> int:
         """Index of the rank with these coordinates among the holders."""
         index = 0
-        for axis, size in zip(self.axes, self.sizes, strict=True):
+        for axis, size in self.sizes:
             index = index * size + at[axis]
         return index
 
@@ -350,22 +353,23 @@ def _holders(layout: ParallelismConfig, spec: TensorSpec) -> tuple[_Cell, Matric
         }
         replicated = ("dp_replicate",)
         count = spec.experts // layout.ep // (layout.expert_shards if by_expert else 1)
-    cell = _Cell(tuple(sizes), tuple(sizes.values()), replicated)
-    return cell, Matrices(count, spec.outputs, spec.inputs, prod(cell.sizes))
+    cell = _Cell(tuple(sizes.items()), replicated)
+    return cell, Matrices(count, spec.outputs, spec.inputs, prod(sizes.values()))
 
 
 def _ranks(layout: ParallelismConfig) -> list[dict[str, int]]:
     """Coordinates of the ranks of a pipeline stage, on the mesh and on that of experts."""
-    dense = ("dp_replicate", "shard", "tp"), (layout.dp_replicate, layout.parameter_shards, layout.tp)
-    expert_tp = layout.tp if layout.splits_experts else 1
-    sizes = layout.dp_replicate, layout.expert_shards, layout.ep, expert_tp
-    experts = ("dp_replicate", "expert_shard", "ep", "expert_tp"), sizes
-    return [_coordinates(*dense, rank) | _coordinates(*experts, rank) for rank in range(prod(dense[1]))]
+    replicas, shards, tp = layout.dp_replicate, layout.parameter_shards, layout.tp
+    dense = ("dp_replicate", replicas), ("shard", shards), ("tp", tp)
+    inner = ("ep", layout.ep), ("expert_tp", tp if layout.splits_experts else 1)
+    experts = ("dp_replicate", replicas), ("expert_shard", layout.expert_shards), *inner
+    ranks = range(replicas * shards * tp)
+    return [_coordinates(dense, rank) | _coordinates(experts, rank) for rank in ranks]
 
 
-def _coordinates(axes: Sequence[str], sizes: Sequence[int], index: int) -> dict[str, int]:
+def _coordinates(sizes: _Sizes, index: int) -> dict[str, int]:
     found = {}
-    for axis, size in zip(reversed(axes), reversed(sizes), strict=True):
+    for axis, size in reversed(sizes):
         index, found[axis] = divmod(index, size)
     return found
 

@@ -21,7 +21,7 @@ from harness.config.pipeline import num_stages, split_modules, stages_of_rank
 from harness.model.architecture import block_kinds
 from harness.precision.linears import sort_linears
 from harness.tools.plan.block_cost import Worker
-from harness.tools.plan.collectives import Pass, Sharer
+from harness.tools.plan.collectives import Pass, sharing_of_block
 from harness.tools.plan.constants import Calibration
 from harness.tools.plan.machine import Machine, device_of, machine_of
 from harness.tools.plan.make import plan_memory, with_speed
@@ -406,11 +406,11 @@ class TimeBounds(Memo):
 
     def _sharing(self, point: Point) -> dict[Any, float]:
         """Least seconds that FSDP takes for a block of each kind in one pass over a local batch."""
-        sharer = Sharer(point.job_unchecked(self._base), self._machine)
-        gathers, contention = 1 + sharer.layout.reshards_after_forward, min(1.0, self._machine.contention)
+        job, contention = point.job_unchecked(self._base), min(1.0, self._machine.contention)
+        gathers = 1 + job.parallelism.reshards_after_forward
         sharing = {}
         for kind, layer in self._first.items():
-            block = sharer.block(layer)
+            block = sharing_of_block(job, self._machine, layer)
             moving = gathers * sum(each.seconds for each in block.gather)
             moving += sum(each.seconds for each in block.reduce)
             sharing[kind] = contention * moving + gathers * block.copying

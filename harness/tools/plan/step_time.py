@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -18,7 +18,7 @@ from harness.model.architecture import block_kinds
 from harness.model.spec import tensors
 from harness.optimizer.settings import exchanges, kinds_of
 from harness.tools.plan.block_cost import Block, Worker
-from harness.tools.plan.collectives import Collective, Pass, Sharer, Sharing
+from harness.tools.plan.collectives import Collective, Pass, Sharing, sharing_of_block, sharing_of_table
 from harness.tools.plan.machine import Group, Machine, group_of
 from harness.tools.plan.order import gathering_passes, pipeline_order, sends_of_ranks, simulate
 from harness.tools.plan.parameters import BYTES, parameters_of, planned_update
@@ -57,14 +57,14 @@ class StepModel:
 
     def __init__(self, job: Job, machine: Machine) -> None:
         self.job, self.machine, self.layout = job, machine, job.parallelism
-        self.worker, self.sharer = Worker(job, machine), Sharer(job, machine)
+        self.worker = Worker(job, machine)
         self._exchanges = exchanges(job.optimizer, tensors(job.model).values())
         of = job.activation_checkpoint
         thinned = of.mode == "selective_layer"
         kinds = enumerate(block_kinds(job.model))
         self.keys = [(*kind, thinned and layer % of.every_nth_layer == 0) for layer, kind in kinds]
         self.blocks: list[Block] = self._of_each_block(self.worker.block)
-        self.sharing: list[Sharing] = self._of_each_block(self.sharer.block)
+        self.sharing: list[Sharing] = self._of_each_block(partial(sharing_of_block, job, machine))
         self.order = pipeline_order(self.layout, job.model.n_layers, job.microbatches)
         self.sends = sends_of_ranks(self.order)
         frees = self.layout.pp > 1 and self.layout.reshards_after_forward
@@ -90,7 +90,8 @@ class StepModel:
         weights = [block.weights for block in blocks]
         tables = {"tok_embeddings": self.worker.table, "output": self.worker.head}
         named = [name for name in tables if name in names]
-        sharing += [self.sharer.table(name) for name in named[: 1 if model.tied_embeddings else None]]
+        held = named[: 1 if model.tied_embeddings else None]
+        sharing += [sharing_of_table(self.job, self.machine, name) for name in held]
         for name in named:
             there, back = tables[name]()
             forward.append(there)
@@ -116,41 +117,30 @@ class StepModel:
         layout, groups = self.layout, len(sharing)
         again = layout.reshards_after_forward
         freed = groups - (has_head and not layout.frees("head"))
-        forward = self._behind(blocks, sharing, lambda b: b.forward.seconds, gathers=groups, reduces=False)
-        backward = self._behind(
-            blocks,
-            sharing,
-            lambda b: b.recompute.seconds + b.inputs.seconds + b.weights.seconds,
-            gathers=freed if again else 0,
-            reduces=True,
-        )
+        there = [block.forward.seconds for block in blocks]
+        back = [block.recompute.seconds + block.inputs.seconds for block in blocks]
+        whole = [inputs + block.weights.seconds for inputs, block in zip(back, blocks, strict=True)]
+        forward = self._behind(there, sharing, gathers=groups)
+        backward = self._behind(whole, sharing, gathers=freed if again else 0, reduces=True)
         if self.layout.pp == 1:
             return (forward, backward), {}, Pass()
         if not again:
             return (Pass(), Pass()), {}, forward + backward
-        reduction = self._behind(blocks, sharing, lambda b: 0.0, gathers=0, reduces=True)
-        in_backward = self._behind(
-            blocks, sharing, lambda b: b.recompute.seconds + b.inputs.seconds, gathers=groups, reduces=False
-        )
-        before = self._behind(blocks, sharing, lambda b: 0.0, gathers=groups, reduces=False)
+        in_backward = self._behind(back, sharing, gathers=groups)
+        before = self._behind([], sharing, gathers=groups)
+        reduction = self._behind([], sharing, gathers=0, reduces=True)
         return (Pass(), Pass()), {"F": forward, "B": in_backward, "I": before, "W": before}, reduction
 
     def _behind(
-        self,
-        blocks: list[Block],
-        sharing: list[Sharing],
-        computing: Callable[[Block], float],
-        *,
-        gathers: int,
-        reduces: bool,
+        self, computing: Sequence[float], sharing: list[Sharing], *, gathers: int, reduces: bool = False
     ) -> Pass:
-        """Collectives of one pass that gathers the first of ``sharing``; what computation does not hide."""
+        """Collectives of one pass that gathers the first of ``sharing``, behind the blocks' computing."""
         collectives, copying = list[Collective](), 0.0
         for i, shared in enumerate(sharing):
             mine = (*(shared.gather if i < gathers else ()), *(shared.reduce if reduces else ()))
             taken = sum(m.seconds for m in mine)
             # The first one, and tables, have nothing beside them.
-            room = computing(blocks[i - 1]) if 0 < i <= len(blocks) else 0.0
+            room = computing[i - 1] if 0 < i <= len(computing) else 0.0
             hidden = min(taken, room)
             exposed = 1 - hidden * (1 - self.machine.contention) / taken if taken else 0.0
             collectives += [replace(m, exposed=m.seconds * exposed) for m in mine]

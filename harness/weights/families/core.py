@@ -38,7 +38,14 @@ ATTENTION: Names = {
     "attention.wo": "self_attn.o_proj",
 }
 PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-DENSE: Names = {f"feed_forward.{ours}": f"mlp.{theirs}" for ours, theirs in PROJECTIONS.items()}
+
+
+def projections(ours: str, theirs: str) -> Names:
+    """Names of a feed-forward's projections, within its name and theirs."""
+    return {f"{ours}.{each}": f"{theirs}.{other}" for each, other in PROJECTIONS.items()}
+
+
+DENSE = projections("feed_forward", "mlp")
 
 _IN_BLOCK = re.compile(r"(?:layers\.(\d+)|mtp(?:\.block)?)\.(.+)")
 _SUFFIX = re.compile(r"(.+)(\.weight|\.bias)")
@@ -161,7 +168,7 @@ class Family:
         written: further fields to write to config.json, which are not read.
         theta: default of rope_theta.
         assumed: values of fields in ``kept`` for a model that is read from config.json alone.
-        trained: from fields of config.json that only affect training to ours.
+        trained: from fields of config.json that only affect training to ours, for reading and writing.
         nested: a larger model whose files can be read too.
         ignored: prefixes of names of tensors that are not the decoder's.
         mtp: like ``names``, of multi-token prediction's modules; theirs are in block n_layers.

@@ -10,13 +10,13 @@ from harness.util.errors import ConfigError
 from harness.weights.families.core import (
     DENSE,
     NORMS,
-    PROJECTIONS,
     ConfigField,
     Family,
     TensorSlot,
     common,
     dividing_heads,
     per_expert,
+    projections,
     undetermined,
 )
 
@@ -34,7 +34,7 @@ _NAMES = (
         "attention.wo": "self_attn.o_proj",
         "moe.router": "mlp.gate",
     }
-    | {f"moe.shared_experts.{ours}": f"mlp.shared_experts.{theirs}" for ours, theirs in PROJECTIONS.items()}
+    | projections("moe.shared_experts", "mlp.shared_experts")
     | per_expert("mlp.experts")
 )
 
@@ -129,10 +129,6 @@ def _refuse_v3(model: ModelConfig) -> None:
 _TRAINED = {"aux_loss_alpha": "moe.aux_loss_coeff"}
 
 
-def _written(model: ModelConfig) -> dict[str, object]:
-    return {"aux_loss_alpha": model.moe.aux_loss_coeff, "seq_aux": True}
-
-
 DEEPSEEK_V2 = Family(
     name="deepseek_v2",
     model_type="deepseek_v2",
@@ -143,7 +139,7 @@ DEEPSEEK_V2 = Family(
     is_mixture=True,
     refuse=_refuse_v2,
     unbuildable=dividing_heads,
-    written=_written,
+    written=lambda _: {"seq_aux": True},
     trained=_TRAINED,
 )
 DEEPSEEK_V3 = Family(
@@ -156,7 +152,7 @@ DEEPSEEK_V3 = Family(
     is_mixture=True,
     kept=("moe.balance_coeff",),
     refuse=_refuse_v3,
-    written=_written,
+    written=lambda _: {"seq_aux": True},
     trained=_TRAINED,
     assumed=lambda _: {"moe.balance_coeff": 0.001},
     ignored=lambda model: () if model.mtp.depth else (f"model.layers.{model.n_layers}.",),

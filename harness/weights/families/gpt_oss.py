@@ -73,6 +73,5 @@ GPT_OSS = Family(
     kept=("ffn_hidden_dim",),  # all blocks have experts
     assumed=lambda model: {"ffn_hidden_dim": model.moe.hidden_dim},
     trained={"router_aux_loss_coef": "moe.aux_loss_coeff"},
-    written=lambda model: {"router_aux_loss_coef": model.moe.aux_loss_coeff},
     theta=150000.0,
 )

@@ -13,7 +13,6 @@ from harness.util.errors import ConfigError
 from harness.weights.families.core import (
     ATTENTION,
     NORMS,
-    PROJECTIONS,
     ConfigField,
     Family,
     Nested,
@@ -24,6 +23,7 @@ from harness.weights.families.core import (
     every_nth,
     layer_types,
     layers_in,
+    projections,
 )
 
 _EXPERTS = {
@@ -131,11 +131,8 @@ LLAMA4 = Family(
     architecture="Llama4ForCausalLM",
     names=NORMS
     | ATTENTION
-    | {f"feed_forward.{ours}": f"feed_forward.{theirs}" for ours, theirs in PROJECTIONS.items()}
-    | {
-        f"moe.shared_experts.{ours}": f"feed_forward.shared_expert.{theirs}"
-        for ours, theirs in PROJECTIONS.items()
-    }
+    | projections("feed_forward", "feed_forward")
+    | projections("moe.shared_experts", "feed_forward.shared_expert")
     | {"moe.router": "feed_forward.router"}
     | {f"moe.experts.{name}": slot for name, slot in _EXPERTS.items()},
     config_fields=_config_fields,
@@ -143,10 +140,7 @@ LLAMA4 = Family(
     is_mixture=True,
     kept=("moe.shared_hidden_dim", "moe.first_dense_layers"),
     refuse=_refuse,
-    written=lambda model: {
-        "interleave_moe_layer_step": model.moe.every_nth_layer,
-        "router_aux_loss_coef": model.moe.aux_loss_coeff,
-    },
+    written=lambda model: {"interleave_moe_layer_step": model.moe.every_nth_layer},
     theta=500000.0,
     assumed=lambda model: {"moe.shared_hidden_dim": model.moe.hidden_dim},
     trained={"router_aux_loss_coef": "moe.aux_loss_coeff"},

@@ -23,13 +23,8 @@ from harness.weights.families.core import (
     per_expert,
 )
 
-# Of mixtures whose config.json has the coefficient of their auxiliary loss.
-_AUX_LOSS = "router_aux_loss_coef"
+_TRAINED = {"router_aux_loss_coef": "moe.aux_loss_coeff"}  # of mixtures
 _NAMES = NORMS | ATTENTION | DENSE
-
-
-def _written(model: ModelConfig) -> dict[str, object]:
-    return {_AUX_LOSS: model.moe.aux_loss_coeff}
 
 
 # LlamaConfig's defaults.
@@ -105,8 +100,7 @@ MIXTRAL = Family(
     is_mixture=True,
     kept=("ffn_hidden_dim",),  # all blocks have experts
     assumed=lambda model: {"ffn_hidden_dim": model.moe.hidden_dim},
-    trained={_AUX_LOSS: "moe.aux_loss_coeff"},
-    written=_written,
+    trained=_TRAINED,
     theta=1000000.0,
 )
 
@@ -183,6 +177,5 @@ QWEN3_MOE = Family(
     requires={"attention.qk_norm": "learned"},
     refuse=both_biases,
     is_mixture=True,
-    trained={_AUX_LOSS: "moe.aux_loss_coeff"},
-    written=_written,
+    trained=_TRAINED,
 )

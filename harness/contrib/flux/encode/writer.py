@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from harness.contrib.flux.encode.verb import EncodeConfig, EncodeJob
 
 SPLITS = ("train", "validation")
+_TENSORS = ("mean", "std", "text", "pooled")
 _SECONDS_BETWEEN_LINES = 10.0
 
 
@@ -147,15 +148,8 @@ class LatentWriter(ShardWriter):
                 numbers = range(begin, min(begin + self._config.batch_size, unit.end))
                 pictures, texts = zip(*threads.map(samples.sample, numbers), strict=True)
                 moments = encoders.autoencoder.encode(as_floats(pictures))
-                embeddings = encoders.text.encode(texts)
-                parts.append(
-                    self._stored(
-                        mean=moments.mean_BCHW,
-                        std=moments.std_BCHW,
-                        text=embeddings.text_BLD,
-                        pooled=embeddings.pooled_BP,
-                    )
-                )
+                values = (*moments, *encoders.text.encode(texts))
+                parts.append(self._stored(**dict(zip(_TENSORS, values, strict=True))))
                 captions += texts
                 advance(len(numbers))
         rows = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

@@ -44,11 +44,6 @@ class Embeddings(NamedTuple):
     pooled_BP: Tensor
 
 
-def hash_of(content: object) -> str:
-    """Short hash of something JSON-serializable."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
-
-
 def fingerprint_of(config: EncodersConfig) -> str:
     """Text that changes with the latents and embeddings; loads no weights.
 
@@ -289,4 +284,5 @@ def fingerprint(field: str, path: str, *settings: object) -> str:
     files = sorted(file for pattern in WEIGHTS for file in folder.glob(pattern))
     sizes = [[file.name, file.stat().st_size] for file in files]
     kept = {name: value for name, value in config.items() if not name.startswith("_")}
-    return hash_of([kept, sizes, *settings])
+    content = json.dumps([kept, sizes, *settings], sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()[:16]

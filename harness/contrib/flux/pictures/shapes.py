@@ -68,7 +68,7 @@ class DrawnShapes:
         self._split, self._size, self._seed = split, size, seed
 
     def read(self, index: int, number: int) -> tuple[np.ndarray, str]:
-        """Draw picture ``index``; see ``PictureSource``."""
+        """Draw picture ``index``; see ``sources.Part``."""
         random = random_stream(f"drawn_shapes {self._split}", self._seed, index)
         singles, pairs = captions(self._split)
         listed = singles if singles and random.uniform() < SINGLE else pairs

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -181,30 +181,6 @@ class UnreadablePicture(DataError):
     """A picture cannot be decoded."""
 
 
-class PictureSource(Protocol):
-    """Pictures of one split, in a fixed order."""
-
-    name: str
-    """Name for error messages: the field and its value."""
-    num: int | None
-    """Number of pictures; None: endless."""
-
-    def read(self, index: int, number: int) -> tuple[np.ndarray, str]:
-        """Return a picture, uint8 of shape (size, size, 3), and its caption.
-
-        Args:
-            index: of the picture in the source.
-            number: of the sample, on which a random crop depends.
-
-        Raises:
-            UnreadablePicture: it cannot be decoded.
-            DataError: it has no caption, or the file cannot be read.
-        """
-
-    def identity(self) -> Any:
-        """JSON-serializable; changes whenever the pictures may have changed."""
-
-
 class RawSamples:
     """An endless sequence of pictures with captions; in another order in every epoch."""
 
@@ -260,7 +236,12 @@ def open_pictures(
 
 
 class Part:
-    """The pictures of a split, decoded and cropped."""
+    """The pictures of a split, decoded and cropped, in a fixed order.
+
+    Attributes:
+        name: the field and its value, for error messages.
+        num: number of pictures; None: endless.
+    """
 
     def __init__(
         self,
@@ -283,13 +264,27 @@ class Part:
             raise DataError(f"{self.name}: has no pictures of the split {split}")
 
     def read(self, index: int, number: int) -> tuple[np.ndarray, str]:
+        """Return a picture, uint8 of shape (size, size, 3), and its caption.
+
+        Args:
+            index: of the picture in the source.
+            number: of the sample, on which a random crop depends.
+
+        Raises:
+            UnreadablePicture: it cannot be decoded.
+            DataError: it has no caption, or the file cannot be read.
+        """
         stored = index if self._kept is None else int(self._kept[index])
         content, caption, where = self._stored.content(stored)
         place = random_stream("crop", self._seed, number).uniform() if self._crops else 0.5
         return decode(content, self._images.size, place, where), caption
 
     def identity(self) -> Any:
+        """JSON-serializable; changes whenever the pictures may have changed."""
         return [self._stored.identity(), self._images.size, self._images.crop]
+
+
+PictureSource = Part | DrawnShapes
 
 
 def decode(content: bytes, size: int, place: float, where: str) -> np.ndarray:
