@@ -229,7 +229,7 @@ def test_readme_shows_the_report_of_published_rows() -> None:
 
 
 def test_readme_is_a_page_with_what_a_newcomer_types() -> None:
-    assert len(README.splitlines()) <= 160
+    assert len(README.splitlines()) <= 150
     assert "install" in {command.line.split()[1] for command in commands_of(ROOT / "README.md")}
     assert len(COMMANDS) > 100
 

@@ -12,8 +12,9 @@ from typing import Any
 from harness.config.data_kinds import (
     DATA_KINDS,
     FORMATS,
+    check_dataset,
     check_effects,
-    check_inputs,
+    check_files,
     errors_of_source,
     source_config,
 )
@@ -168,7 +169,10 @@ class DataConfig:
         check_effects(self)
         if kind.check:
             load_attribute(kind.check)(self)
-        check_inputs(self)
+        if self.reads_files:
+            check_files(self)
+        if "dataset" in kind.fields:
+            check_dataset(self)
 
     def require_validation(self) -> None:
         """Check that there are documents for validation."""

@@ -138,8 +138,8 @@ DATA_KINDS: Registry[DataKind] = Registry(
 )
 OWNED = {name for kind in _BUILTINS.values() for name in kind.fields}
 """Fields that not all kinds read. For another kind a value would have no effect, so it is refused."""
-OF_STREAMS = ("workers", "shuffle_buffer")
-"""Fields that only streams read."""
+NEEDED = (("workers", "streaming"), ("shuffle_buffer", "streaming"), ("shuffle_buffer", "shuffle"))
+"""Fields, and the switch without which each has no effect."""
 
 
 def check_effects(data: DataConfig) -> None:
@@ -151,26 +151,16 @@ def check_effects(data: DataConfig) -> None:
             readers = [other for other in DATA_KINDS if name in DATA_KINDS[other].fields]
             rule = f"has no effect with data.kind={data.kind}; only data.kind={' or '.join(readers)} uses it"
             raise ConfigError(f"data.{name}", value, rule, f"data.kind={readers[0]}, or leave it out")
-    for name in OF_STREAMS:
+    for name, needed in NEEDED:
         value = getattr(data, name)
-        if not data.streaming and value != getattr(default, name):
-            rule, works = "has no effect without data.streaming=true", "data.streaming=true, or leave it out"
+        if not getattr(data, needed) and value != getattr(default, name):
+            rule, works = f"has no effect without data.{needed}=true", f"data.{needed}=true, or leave it out"
             raise ConfigError(f"data.{name}", value, rule, works)
-    if not data.shuffle and data.shuffle_buffer != default.shuffle_buffer:
-        rule, works = "has no effect without data.shuffle=true", "data.shuffle=true, or leave it out"
-        raise ConfigError("data.shuffle_buffer", data.shuffle_buffer, rule, works)
 
 
-def check_inputs(data: DataConfig) -> None:
-    """Raise ConfigError for files or a dataset that are missing or contradict each other."""
+def check_files(data: DataConfig) -> None:
+    """Raise ConfigError for files that are missing or contradict each other."""
     kind = DATA_KINDS[data.kind]
-    if "paths" in kind.fields:
-        _check_files(data, kind)
-    if "dataset" in kind.fields:
-        _check_hub(data)
-
-
-def _check_files(data: DataConfig, kind: DataKind) -> None:
     if not data.paths:
         rule = f"data.kind={data.kind} needs at least one file"
         raise ConfigError("data.paths", "[]", rule, f"'data.paths=[{kind.example}]'")
@@ -185,7 +175,8 @@ def _check_files(data: DataConfig, kind: DataKind) -> None:
         raise ConfigError("data.validation_fraction", data.validation_fraction, rule, "0")
 
 
-def _check_hub(data: DataConfig) -> None:
+def check_dataset(data: DataConfig) -> None:
+    """Raise ConfigError for a dataset that is missing or not allowed, or two ways to validate on it."""
     if not data.dataset:
         rule = f"data.kind={data.kind} needs a dataset"
         raise ConfigError("data.dataset", data.dataset, rule, "allenai/c4")

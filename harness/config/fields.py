@@ -73,32 +73,25 @@ class Rule(TypedDict, total=False):
     """For fields added since jobs were published: the default is not part of a job's id, which so stays."""
 
 
-def _field(role: str, default: Any, factory: Callable[[], Any] | None, rule: Rule) -> Any:
+def _field(
+    role: str,
+    default: Any = dataclasses.MISSING,
+    *,
+    factory: Callable[[], Any] | None = None,
+    **rule: Unpack[Rule],
+) -> Any:
     metadata = {"role": role, **rule}
     if factory is not None:
         return dataclasses.field(default_factory=factory, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def numerics(
-    default: Any = dataclasses.MISSING, *, factory: Callable[[], Any] | None = None, **rule: Unpack[Rule]
-) -> Any:
-    """A field that changes the results."""
-    return _field(NUMERICS, default, factory, rule)
-
-
-def execution(
-    default: Any = dataclasses.MISSING, *, factory: Callable[[], Any] | None = None, **rule: Unpack[Rule]
-) -> Any:
-    """A field that changes only how the results are computed."""
-    return _field(EXECUTION, default, factory, rule)
-
-
-def label(
-    default: Any = dataclasses.MISSING, *, factory: Callable[[], Any] | None = None, **rule: Unpack[Rule]
-) -> Any:
-    """A field that changes neither: names, paths, verbosity."""
-    return _field(LABEL, default, factory, rule)
+numerics = functools.partial(_field, NUMERICS)
+"""A field that changes the results."""
+execution = functools.partial(_field, EXECUTION)
+"""A field that changes only how the results are computed."""
+label = functools.partial(_field, LABEL)
+"""A field that changes neither: names, paths, verbosity."""
 
 
 def part(kind: type) -> Any:
@@ -302,20 +295,25 @@ def _check_number(name: str, value: Any, number: int | float) -> None:
         raise ConfigError(name, value, rule)
 
 
-def from_dict(cls: type, plain: dict[str, Any], prefix: str = "", *, unset: str | None = None) -> Any:
+def from_dict(
+    cls: type, plain: dict[str, Any], prefix: str = "", *, unset: str | None = None, known_only: bool = False
+) -> Any:
     """Build a (nested) config dataclass from plain containers.
 
     Args:
         plain: its fields; missing ones get their defaults.
         prefix: prefix of the fields' dotted names, for errors.
         unset: what stands for a value of any type that the caller will ask for.
+        known_only: leave out unknown keys: fields that an earlier version had.
 
     Raises:
         ConfigError: an unknown key, a value of the wrong type, or a missing field without a default.
     """
     hints, inner_classes = type_hints(cls), _inner_classes(cls)
-    unknown = set(plain) - {field.name for field in dataclasses.fields(cls)}
-    if unknown:
+    known = {field.name for field in dataclasses.fields(cls)}
+    if known_only:
+        plain = {name: value for name, value in plain.items() if name in known}
+    if unknown := set(plain) - known:
         name = sorted(unknown, key=str)[0]
         rule = no_such_field(str(name), hints, prefix, whole=cls.__name__)
         raise ConfigError(f"{prefix}{name}", plain[name], rule)
@@ -326,7 +324,7 @@ def from_dict(cls: type, plain: dict[str, Any], prefix: str = "", *, unset: str 
     def built(kind: Any, value: Any, name: str) -> Any:
         if not isinstance(value, dict):
             return value
-        return from_dict(kind, value, f"{prefix}{name}.", unset=unset)
+        return from_dict(kind, value, f"{prefix}{name}.", unset=unset, known_only=known_only)
 
     values = {}
     for name, value in plain.items():
@@ -341,23 +339,6 @@ def from_dict(cls: type, plain: dict[str, Any], prefix: str = "", *, unset: str 
             value = built(inner, value, name)
         values[name] = value
     return cls(**values)
-
-
-def known_fields(cls: type, plain: dict[str, Any]) -> dict[str, Any]:
-    """Return the stored fields that a (nested) config dataclass still has; an earlier version had more."""
-    known = {name: value for name, value in plain.items() if name in type_hints(cls)}
-    for name, value in known.items():
-        inner = _inner_classes(cls)[name]
-        if inner is None or not isinstance(value, dict):
-            continue
-        if get_origin(type_hints(cls)[name]) is dict:
-            known[name] = {
-                key: known_fields(inner, each) if isinstance(each, dict) else each
-                for key, each in value.items()
-            }
-        else:
-            known[name] = known_fields(inner, value)
-    return known
 
 
 def no_such_field(

@@ -13,17 +13,7 @@ from typing import Any, ClassVar, Self
 from harness.config.checkpoint import CheckpointConfig
 from harness.config.cluster import ClusterConfig
 from harness.config.data import DataConfig, TokenizerConfig
-from harness.config.fields import (
-    EXECUTION,
-    LONGEST_NAME,
-    NUMERICS,
-    from_dict,
-    identity,
-    known_fields,
-    label,
-    leaves,
-    part,
-)
+from harness.config.fields import EXECUTION, LONGEST_NAME, NUMERICS, from_dict, identity, label, leaves, part
 from harness.config.metrics import MetricsConfig, ProfilingConfig
 from harness.config.model import ModelConfig
 from harness.config.optimizer import OptimizerConfig, ScheduleConfig
@@ -214,7 +204,7 @@ class Job:
         try:
             job: Job = from_dict(cls, plain)
         except ConfigError:
-            job = from_dict(cls, known_fields(cls, plain))
+            job = from_dict(cls, plain, known_only=True)
             if job.id != ident:
                 raise
         return job

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, TypeVar, cast
 
-from harness.config.fields import NUMERICS, from_dict, known_fields, label, leaves, numerics, part, with_value
+from harness.config.fields import NUMERICS, from_dict, label, leaves, numerics, part, with_value
 from harness.config.registry import Registry
 from harness.util.errors import ConfigError, divisors
 
@@ -473,7 +473,7 @@ class ModelConfig:
         own = plain.get(plain.get("architecture", ""))
         if isinstance(own, dict):
             plain = {**plain, "options": own}
-        model: ModelConfig = from_dict(cls, known_fields(cls, plain))
+        model: ModelConfig = from_dict(cls, plain, known_only=True)
         return model
 
     @property

@@ -9,6 +9,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -98,41 +99,36 @@ def read_csv_schedule(path: str, pp: int) -> CsvSchedule:
     """Read torch's compute-only CSV and check that it runs every stage and microbatch exactly once, in an
     order that ends.
     """
-    field = "parallelism.pp_schedule_csv"
+    refusal = partial(ConfigError, "parallelism.pp_schedule_csv", path)
     if not Path(path).is_file():
-        raise ConfigError(field, path, "no such file")
+        raise refusal("no such file")
     with open(path, newline="") as file:
         rows = [[cell.strip() for cell in row if cell.strip()] for row in csv.reader(file) if row]
     if len(rows) != pp:
-        raise ConfigError(
-            field, path, f"has {len(rows)} rows; needs one per pipeline rank, parallelism.pp={pp}"
-        )
+        raise refusal(f"has {len(rows)} rows; needs one per pipeline rank, parallelism.pp={pp}")
     passes: list[list[Pass]] = [[] for _ in rows]
     for row, own in zip(rows, passes, strict=True):
         for cell in row:
             match = _ACTION.match(cell)
             if match is None or match[2] not in ("F", "B", "I", "W"):
-                raise ConfigError(field, path, f"cell {cell!r} is not <stage><F|B|I|W><microbatch>, like 0F0")
+                raise refusal(f"cell {cell!r} is not <stage><F|B|I|W><microbatch>, like 0F0")
             own.append((int(match[1]), match[2], int(match[3])))
     stages_of_rank = [sorted({stage for stage, _, _ in row}) for row in passes]
     stages = sorted(stage for row in stages_of_rank for stage in row)
     if stages != list(range(len(stages))):
-        raise ConfigError(field, path, f"stages {stages} are not 0, 1, 2, ... each on one rank")
+        raise refusal(f"stages {stages} are not 0, 1, 2, ... each on one rank")
     kinds: dict[tuple[int, int], str] = defaultdict(str)
     for stage, kind, number in chain.from_iterable(passes):
         kinds[stage, number] += kind
     microbatches = len({number for _, number in kinds})
     wanted = {(stage, number) for stage in stages for number in range(microbatches)}
     if kinds.keys() != wanted or any(found.count("F") != 1 for found in kinds.values()):
-        raise ConfigError(
-            field, path, f"every stage needs one F of each of the microbatches 0 to {microbatches - 1}"
-        )
+        raise refusal(f"every stage needs one F of each of the microbatches 0 to {microbatches - 1}")
     if any(found.replace("F", "") not in ("B", "IW") for found in kinds.values()):
-        rule = "every stage and microbatch needs one B, or one I and one W after it"
-        raise ConfigError(field, path, rule)
+        raise refusal("every stage and microbatch needs one B, or one I and one W after it")
     if waiting := _waiting(passes, stages[-1]):
         rule = f"the ranks wait for each other, or for themselves, for ever: {', '.join(waiting)}"
-        raise ConfigError(field, path, rule, "an order in which each pass comes after those that it needs")
+        raise refusal(rule, "an order in which each pass comes after those that it needs")
     digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]
     return CsvSchedule(stages_of_rank, microbatches, digest, passes)
 

@@ -44,12 +44,7 @@ class Registry(Generic[Value]):
     """
 
     def __init__(
-        self,
-        kind: str,
-        builtins: Mapping[str, Value | str],
-        *,
-        field: str,
-        expects: str | None = None,
+        self, kind: str, builtins: Mapping[str, Value | str], *, field: str, expects: str | None = None
     ) -> None:
         self.kind, self.field = kind, field
         self._builtins, self._expects = dict(builtins), expects

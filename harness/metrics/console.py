@@ -87,10 +87,7 @@ class RichConsole(PlainConsole):
     """A progress bar with the newest metrics at the bottom of the terminal, and lines above it."""
 
     def __init__(
-        self,
-        total_steps: int,
-        terminal: Terminal | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, total_steps: int, terminal: Terminal | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         from rich import progress, table
         from rich.console import Console as Terminal

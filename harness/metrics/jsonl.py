@@ -48,7 +48,9 @@ class MetricsFile:
         rows, damaged = read_rows(self.path)
         kept = [row for row in rows if _step(row) <= step]
         if damaged:
-            copy = _free_name(self.path)
+            stem, end = self.path.stem, self.path.suffix
+            names = (self.path.with_name(f"{stem}.damaged-{n}{end}") for n in itertools.count(1))
+            copy = next(name for name in names if not name.exists())
             shutil.copy2(self.path, copy)
             self.notes.append(f"{_describe_damage(self.path, damaged)}; {copy.name} is the original file")
         if damaged or len(kept) < len(rows):
@@ -144,11 +146,6 @@ def _describe_damage(path: Path, damaged: list[tuple[int, int]]) -> str:
     steps = ", ".join(str(step) for step in list(dict.fromkeys(step for _, step in damaged))[:_SHOWN])
     what = "line is" if len(damaged) == 1 else "lines are"
     return f"WARNING {path}: {len(damaged)} {what} damaged ({lines}); the curve has a gap after step {steps}"
-
-
-def _free_name(path: Path) -> Path:
-    names = (path.with_name(f"{path.stem}.damaged-{number}{path.suffix}") for number in itertools.count(1))
-    return next(name for name in names if not name.exists())
 
 
 def _row(line: bytes) -> Row | None:

@@ -30,11 +30,7 @@ def peak_memory_gib(device_type: str) -> float:
 
 MEMORY = (
     Metric(
-        "memory_gib",
-        "GiB",
-        "Peak memory since the process started.",
-        line="mem {:.2f} GiB",
-        in_summary=True,
+        "memory_gib", "GiB", "Peak memory since the process started.", line="mem {:.2f} GiB", in_summary=True
     ),
     Metric("memory.active_gib", "GiB", "Peak memory in use by tensors.", "GPUs"),
     Metric("memory.reserved_gib", "GiB", "Peak memory reserved by the allocator.", "GPUs"),

@@ -221,6 +221,8 @@ class MlflowView:
         self._thread.start()
 
     def _begin(self, run: ShownRun) -> str:
+        from mlflow.entities import Param
+
         name = run.options.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "harness"
         found = self._client.get_experiment_by_name(name)
         experiment = self._client.create_experiment(name) if found is None else found.experiment_id
@@ -236,7 +238,8 @@ class MlflowView:
                 return str(earlier[0].info.run_id)
         created = self._client.create_run(experiment, tags={**tags, **others}, run_name=run.name)
         ident = str(created.info.run_id)
-        for some in _batches(_params(run.job), _PARAMS_PER_REQUEST):
+        params = [Param(_valid(key), str(each)[:_LONGEST_PARAM]) for key, each in flatten(run.job).items()]
+        for some in _batches(params, _PARAMS_PER_REQUEST):
             self._client.log_batch(ident, params=some)
         return ident
 
@@ -283,12 +286,6 @@ class MlflowView:
 
 def _batches(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
     return (items[begin : begin + size] for begin in range(0, len(items), size))
-
-
-def _params(job: dict[str, Any]) -> list[Any]:
-    from mlflow.entities import Param
-
-    return [Param(_valid(key), str(value)[:_LONGEST_PARAM]) for key, value in flatten(job).items()]
 
 
 def _metrics(step: int, milliseconds: int, row: Mapping[str, Any]) -> Iterator[Any]:

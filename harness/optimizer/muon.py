@@ -155,7 +155,9 @@ class Muon(OwnOptimizer):
             together[unit if on_cpu else updates[unit].shape[1:]].append(unit)
         done: dict[Unit, Tensor] = {}
         for units in together.values():
-            x_BOI = orthogonalize(_joined([updates.pop(unit) for unit in units]), self.steps)
+            # A single matrix is not copied.
+            parts = [updates.pop(unit) for unit in units]
+            x_BOI = orthogonalize(parts[0] if len(parts) == 1 else torch.cat(parts), self.steps)
             done |= dict(zip(units, x_BOI.split([unit.count for unit in units]), strict=True))
         return done
 
@@ -188,10 +190,6 @@ class Muon(OwnOptimizer):
             value.sub_(update * (rate * held.scale))
         if stored.dtype != torch.float32:
             stored.copy_(value)
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 @dataclass(frozen=True)

@@ -152,9 +152,6 @@ def ring_attention(
     """Causal attention of this rank's queries to the keys and values of all ranks of a group.
 
     Args:
-        q_BHTD: queries of this rank's positions.
-        k_BKTD: keys of this rank's positions.
-        v_BKTD: values of this rank's positions.
         group: name of the process group.
         balanced: whether each rank has one chunk of the sequence's head and one of its tail; else rank r has
             the r-th chunk.

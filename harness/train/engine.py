@@ -176,10 +176,7 @@ class Engine:
             # The executor for full length, which validation uses, stays; a pipeline's has buffers.
             longest = self.job.training.seq_len
             job = with_value(self.job, "training.seq_len", length)
-            self._executors = {
-                longest: self._executors[longest],
-                length: self._build_executor(job),
-            }
+            self._executors = {longest: self._executors[longest], length: self._build_executor(job)}
         self.executor = self._executors[length]
 
     @property

@@ -35,10 +35,7 @@ _ROW = (
         line="loss {:.4f}",
     ),
     Metric(
-        "loss_max",
-        "nats/token",
-        "Largest mean loss of one rank's share of the batch.",
-        line="max {:.4f}",
+        "loss_max", "nats/token", "Largest mean loss of one rank's share of the batch.", line="max {:.4f}"
     ),
     Metric(
         "mtp_loss",
@@ -183,15 +180,6 @@ def step_row(step: Step, trainer: Trainer, loss_max: float) -> Row:
         **noted.columns,
         "time": time.time(),
     }
-
-
-def rank_row(row: Row, loss: float | None, maxima: Row) -> Row:
-    """Return the row of a rank's own values.
-
-    Args:
-        row: the row of the step on this rank; its times are the rank's own.
-    """
-    return {"loss": loss, "step_seconds": row["step_seconds"], "data_share": row["data_share"], **maxima}
 
 
 def _scheduled_sizes(step: int, trainer: Trainer) -> Row:

@@ -31,7 +31,7 @@ from harness.train.objective import loader_of
 from harness.train.observer import Need, Observer, Run
 from harness.train.observers import observers_of
 from harness.train.process import StopRequest, garbage_collection, ignore_stop_signals
-from harness.train.rows import Progress, Row, metrics_of_rows, rank_row, result_row, source_progress, step_row
+from harness.train.rows import Progress, Row, metrics_of_rows, result_row, source_progress, step_row
 from harness.train.setup import device_name, device_peak, set_timeouts
 from harness.train.step import LATE_STEPS, HostCopy, Noted, Step
 from harness.util.annotation import annotated
@@ -342,7 +342,8 @@ class Trainer:
         loss_max, *most = self.engine.world_max([float("-inf") if loss is None else loss, *maxima.values()])
         self.progress.maxima = dict(zip(maxima, most, strict=True))
         row = step_row(step, self, loss_max)
-        own = rank_row(row, loss, maxima)
+        # Its times are this rank's own.
+        own = {"loss": loss, "step_seconds": row["step_seconds"], "data_share": row["data_share"], **maxima}
         for each in self.observers:
             each.log(row, own)
         if self.recorder is not None:

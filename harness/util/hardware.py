@@ -73,9 +73,13 @@ _MI300X_SHEET = "AMD Instinct MI300X datasheet, amd.com/en/products/accelerators
 _A100_PEAKS = _peaks(half=312, tf32=156, float32=19.5)
 _HOPPER_SXM_PEAKS = _peaks(half=989.4, tf32=494.7, float32=66.9, float8=1978.9)
 _HOPPER_NVL_PEAKS = _peaks(half=835.5, tf32=417.5, float32=60, float8=1670.5)
+_HOPPER_PCIE_PEAKS = _peaks(half=756, tf32=378, float32=51.2, float8=1513)
 _B200_PEAKS = _peaks(half=2250, tf32=1100, float32=75, float8=4500, mxfp8=4500)
 _GB200_PEAKS = _peaks(half=2500, tf32=1250, float32=80, float8=5000, mxfp8=5000)
 _MI300X_PEAKS = _peaks(half=1307.4, tf32=653.7, float32=163.4, float8=2614.9)
+_L40S_PEAKS = _peaks(half=362.05, tf32=183, float32=91.6, float8=733)
+_A10_PEAKS = _peaks(half=125, tf32=62.5, float32=31.2)
+_L4_PEAKS = _peaks(half=121, tf32=60, float32=30.3, float8=242.5)
 
 A100_SXM_40 = Accelerator("A100 SXM 40GB", _A100_PEAKS, 40, 1.555e12, _A100_SHEET, 300e9, 108, 400)
 A100_SXM_80 = Accelerator("A100 SXM 80GB", _A100_PEAKS, 80, 2.039e12, _A100_SHEET, 300e9, 108, 400)
@@ -86,17 +90,7 @@ H100_SXM = Accelerator("H100 SXM", _HOPPER_SXM_PEAKS, 80, 3.35e12, _H100_PAPER, 
 # limited to 500 W (benchmarks/llama3_h100_202412_torchtitan.md). The peak is the datasheet's, at 700 W; those
 # tables compute MFU against it too.
 H100_96GB = Accelerator("H100 96GB", _HOPPER_SXM_PEAKS, 96, 2.4e12, _H100_PAPER, 450e9, 132, 500)
-H100_PCIE = Accelerator(
-    "H100 PCIe",
-    _peaks(half=756, tf32=378, float32=51.2, float8=1513),
-    80,
-    2.0e12,
-    _H100_PAPER,
-    63e9,
-    114,
-    350,
-    "PCIe",
-)
+H100_PCIE = Accelerator("H100 PCIe", _HOPPER_PCIE_PEAKS, 80, 2.0e12, _H100_PAPER, 63e9, 114, 350, "PCIe")
 H100_NVL = Accelerator("H100 NVL", _HOPPER_NVL_PEAKS, 94, 3.9e12, _H100_SHEET, 63e9, 132, 400, "PCIe")
 # The H200 has the H100's peak FLOP/s (its sheet rounds to 1,979 and 3,958); only its memory differs.
 H200_SXM = Accelerator("H200 SXM", _HOPPER_SXM_PEAKS, 141, 4.8e12, _H200_SHEET, 450e9, 132, 700)
@@ -104,23 +98,9 @@ H200_NVL = Accelerator("H200 NVL", _HOPPER_NVL_PEAKS, 141, 4.8e12, _H200_SHEET, 
 B200 = Accelerator("B200", _B200_PEAKS, 180, 7.7e12, _BLACKWELL_SHEET + ", HGX B200", 900e9, 148, 1000)
 GB200 = Accelerator("GB200", _GB200_PEAKS, 186, 8.0e12, _BLACKWELL_SHEET + ", GB200", 900e9, 148, 1200)
 MI300X = Accelerator("MI300X", _MI300X_PEAKS, 192, 5.3e12, _MI300X_SHEET, 448e9, 304, 750, "Infinity Fabric")
-L40S = Accelerator(
-    "L40S",
-    _peaks(half=362.05, tf32=183, float32=91.6, float8=733),
-    48,
-    0.864e12,
-    _L40S_SHEET,
-    31.5e9,
-    142,
-    350,
-    "PCIe",
-)
-A10 = Accelerator(
-    "A10", _peaks(half=125, tf32=62.5, float32=31.2), 24, 0.6e12, _A10_SHEET, 31.5e9, 72, 150, "PCIe"
-)
-L4 = Accelerator(
-    "L4", _peaks(half=121, tf32=60, float32=30.3, float8=242.5), 24, 0.3e12, _L4_SHEET, 31.5e9, 58, 72, "PCIe"
-)
+L40S = Accelerator("L40S", _L40S_PEAKS, 48, 0.864e12, _L40S_SHEET, 31.5e9, 142, 350, "PCIe")
+A10 = Accelerator("A10", _A10_PEAKS, 24, 0.6e12, _A10_SHEET, 31.5e9, 72, 150, "PCIe")
+L4 = Accelerator("L4", _L4_PEAKS, 24, 0.3e12, _L4_SHEET, 31.5e9, 58, 72, "PCIe")
 
 # The driver's name, and the compute capability with CUDA (developer.nvidia.com/cuda-gpus).
 _DEVICES: tuple[tuple[Accelerator, str, tuple[int, int] | None], ...] = (

@@ -16,7 +16,7 @@ from harness.checkpoint.catalog import (
     open_checkpoint,
 )
 from harness.config.data import DataConfig, TokenizerConfig
-from harness.config.fields import LABEL, known_fields
+from harness.config.fields import LABEL
 from harness.config.job import Job, from_dict
 from harness.config.model import FAMILIES, ModelConfig, named_fields
 from harness.config.registry import WEIGHT_FORMATS, load_attribute
@@ -138,7 +138,7 @@ def _chosen(group: str, composed: Part, overrides: list[str], stored: dict[str, 
     if not stored:
         return composed if typed else None
     names = [field.name for field in dataclasses.fields(composed) if _covers(typed, field.name)]
-    chosen = from_dict(type(composed), known_fields(type(composed), stored))
+    chosen = from_dict(type(composed), stored, known_only=True)
     return dataclasses.replace(chosen, **{name: getattr(composed, name) for name in names})
 
 

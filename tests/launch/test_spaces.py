@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -64,22 +63,13 @@ def test_layouts_8_is_every_layout_of_8_ranks() -> None:
     assert degrees == every
 
 
-@pytest.mark.parametrize(
-    "typed",
-    [
-        "sweep=degrees parallelism.tp=2 parallelism.pp=1",
-        "experiment=ladder/stdlib scale.parameters=13k training.seed=1",
-    ],
-)
-def test_a_point_is_a_job_by_the_command_that_a_report_prints(
-    typed: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given = ["data=synthetic", "tokenizer=bytes", "cluster=slurm_cpu", *typed.split()]
-    monkeypatch.setattr(sys, "argv", ["train", *given])
+def test_a_point_is_a_job_by_the_command_that_a_report_prints() -> None:
     ran: list[Job] = []
-    with pytest.raises(SystemExit) as ended:
-        Verb("train", lambda job, _: ran.append(job) or 0, job=Job, sweep=lambda points: 0).main()
-    assert (ended.value.code, len(ran)) == (0, 1)
+    verb = Verb("train", lambda job, _: ran.append(job) or 0, job=Job, sweep=lambda points: 0)
+    own = ["data=synthetic", "tokenizer=bytes", "cluster=slurm_cpu"]
+    assert verb.run_line([*own, "sweep=degrees", "parallelism.tp=2", "parallelism.pp=1"]) == 0
+    listed = ["experiment=ladder/stdlib", "scale.parameters=13k", "training.seed=1"]
+    assert verb.run_line([*own, *listed]) == 0 and len(ran) == 2
 
 
 SPACE = """# @package _global_
@@ -99,9 +89,8 @@ hydra:
 
 
 @pytest.fixture
-def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def conf(tmp_path: Path) -> Iterator[Path]:
     """A folder of configurations with a sweep."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     (tmp_path / "sweep").mkdir()
     (tmp_path / "sweep" / "listed.yaml").write_text(SPACE)
     with using_folders([tmp_path]):
@@ -130,8 +119,7 @@ def test_points_are_listed_axes_multiply_them_and_the_command_line_wins(conf: Pa
     assert all("parallelism.tp=3" in point.reason for point in points)
 
 
-def test_options_are_neither_composed_nor_copied_for_each_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+def test_options_are_neither_composed_nor_copied_for_each_point() -> None:
     axes = ["model=llama3_tiny,qwen3_debug", "optimizer=adamw", "schedule=cosine,linear", "compile=on,off"]
     axes = [*axes, "training.seed=3,4", "data=synthetic", "tokenizer=bytes"]
     compose_points(axes)

@@ -12,13 +12,9 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import torch
 from torch import Tensor, nn
@@ -52,16 +48,10 @@ def ours(config: OptimizerConfig, specs: dict[str, TensorSpec], dtype: str) -> C
 def torchs(config: OptimizerConfig, specs: dict[str, TensorSpec]) -> Callable[[], None]:
     """Return the step of torch's optimizers, with the same settings."""
     parameters = parameters_of(specs)
-    optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.Muon(
-            [parameters[name] for name, spec in specs.items() if spec.is_hidden_matrix],
-            lr=config.lr,
-            weight_decay=config.weight_decay,
-            momentum=config.momentum,
-            adjust_lr_fn=config.lr_scale,
-        )
-    ]
+    hidden = [parameters[name] for name, spec in specs.items() if spec.is_hidden_matrix]
     others = [parameters[name] for name, spec in specs.items() if not spec.is_hidden_matrix]
+    same = {"lr": config.lr, "weight_decay": config.weight_decay, "momentum": config.momentum}
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.Muon(hidden, adjust_lr_fn=config.lr_scale, **same)]
     if others:
         betas = (config.beta1, config.beta2)
         optimizers.append(torch.optim.AdamW(others, lr=config.lr, betas=betas, fused=True))

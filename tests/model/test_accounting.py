@@ -42,19 +42,16 @@ def test_published_parameters_has_every_model_but_debug_sizes() -> None:
     assert len(DEBUG) >= 9
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", [*PUBLISHED, *DEBUG])
 def test_parameters_and_those_that_a_token_meets(name: str) -> None:
     config = shipped(name)
     counted = account(config, seq_len=128)
-    assert (counted.parameters, counted.active_parameters) == PUBLISHED[name]
+    if name in PUBLISHED:
+        assert (counted.parameters, counted.active_parameters) == PUBLISHED[name]
+    else:
+        assert counted.parameters < 2_000_000
     assert count(on_meta(config)) == counted.parameters
     assert sum(math.prod(shape) for shape in parameter_shapes(config).values()) == counted.parameters
-
-
-@pytest.mark.parametrize("name", DEBUG)
-def test_debug_models_are_small(name: str) -> None:
-    config = shipped(name)
-    assert account(config, seq_len=128).parameters == count(on_meta(config)) < 2_000_000
 
 
 def test_flops_of_a_mixture_by_hand() -> None:
@@ -76,16 +73,11 @@ def test_flops_of_latent_attention_by_hand() -> None:
     assert counted.flops_per_token_full == 6 * multiplied + 6 * 61 * 128 * (192 + 128) * 4096
 
 
-@pytest.mark.parametrize("name", ["llama3_8b", "llama32_1b", "llama2_70b"])
-def test_parts_add_up(name: str) -> None:
-    config = shipped(name)
+@pytest.mark.parametrize("name", ["llama3_8b", "llama32_1b", "mixtral_8x7b"])
+def test_parameters_of_a_block(name: str) -> None:
     with torch.device("meta"):
-        assert block_parameters(config) == count(Block(config, 0))
-        table = Decoder(config, 16, ["tok_embeddings"])
-    counted = account(config, seq_len=128)
-    tables = 1 if config.tied_embeddings else 2
-    rest = config.n_layers * block_parameters(config) + config.dim
-    assert counted.parameters == rest + tables * count(table)
+        block = Block(shipped(name), 0)
+    assert block_parameters(shipped(name)) == count(block)
 
 
 def test_flops_per_token_of_llama3_8b() -> None:
@@ -97,16 +89,8 @@ def test_flops_per_token_of_llama3_8b() -> None:
 
 def test_flops_by_hand() -> None:
     """6 per multiplied parameter; per layer, head and position 6 * (d_qk + d_v), or half of it."""
-    config = ModelConfig(
-        vocab_size=10,
-        dim=8,
-        n_layers=2,
-        n_heads=4,
-        n_kv_heads=2,
-        head_dim=6,
-        ffn_hidden_dim=16,
-        max_seq_len=64,
-    )
+    heads = {"n_heads": 4, "n_kv_heads": 2, "head_dim": 6}
+    config = ModelConfig(vocab_size=10, dim=8, n_layers=2, ffn_hidden_dim=16, max_seq_len=64, **heads)
     attention_weights = 8 * (4 * 6) + 2 * 8 * (2 * 6) + (4 * 6) * 8
     multiplied = 2 * (attention_weights + 3 * 8 * 16 + 2 * 8) + 8 + 10 * 8
     attention = 6 * 2 * 4 * (6 + 6) * 32
@@ -123,14 +107,6 @@ def test_a_tied_table_is_multiplied_by_once() -> None:
     untied = account(dataclasses.replace(tied, tied_embeddings=False), seq_len=4096)
     assert counted.flops_per_token_full == untied.flops_per_token_full
     assert untied.parameters - counted.parameters == 128256 * 2048
-
-
-def test_attention_grows_with_the_sequence_and_nothing_else_does() -> None:
-    config = shipped("llama3_8b")
-    short, long = account(config, 2048), account(config, 4096)
-    assert short.parameters == long.parameters
-    assert long.flops_per_token_full - short.flops_per_token_full == 12 * 32 * 4096 * 2048
-    assert long.flops_per_token_causal - short.flops_per_token_causal == 6 * 32 * 4096 * 2048
 
 
 def test_a_resolved_model_stays_the_same_object_and_its_results_are_kept() -> None:

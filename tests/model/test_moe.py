@@ -11,7 +11,7 @@ from harness.compose.composer import compose_job
 from harness.config.model import ModelConfig
 from harness.model.feed_forward import gated
 from harness.model.grouped import grouped_linear
-from harness.model.moe import MoE, Router, count_by_expert, inverse_of
+from harness.model.moe import MoE, Router
 
 B, T = 2, 10
 KINDS = {
@@ -96,19 +96,6 @@ def test_output_gradients_and_loads(name: str) -> None:
         assert float((a - b).norm() / b.norm()) < 1e-4, leaf
 
 
-def test_the_balancing_bias_chooses_and_does_not_weigh() -> None:
-    config = config_of("model.moe.balance_coeff=0.001", "model.moe.score=sigmoid")
-    router = Router(config)
-    torch.nn.init.normal_(router.weight)
-    x = torch.randn(1, 6, config.dim)
-    bias = torch.zeros(8)
-    bias[5] = 10.0
-    weights, experts = router(x, bias)
-    assert (experts == 5).any(1).all()
-    scores = F.linear(x.flatten(0, 1), router.weight).sigmoid()
-    torch.testing.assert_close(weights, scores.gather(1, experts))
-
-
 def test_forced_balance_gives_every_expert_its_turn() -> None:
     config = config_of("model.moe.force_balance=true")
     _, load = mixture_of(config)(torch.randn(B, 8, config.dim))
@@ -157,11 +144,3 @@ def test_groups_may_be_empty_and_rows_none() -> None:
     none = grouped_linear(x[:0], w, torch.zeros(3, dtype=torch.int32))
     assert none.shape == (0, 6)
     assert not torch.autograd.grad(none.sum(), w)[0].any()
-
-
-def test_counting_and_undoing_an_order() -> None:
-    experts = torch.tensor([[[0, 2], [2, 1]], [[2, 0], [0, 1]]])
-    assert count_by_expert(experts, 4).tolist() == [[1, 1, 2, 0], [2, 1, 1, 0]]
-    assert count_by_expert(experts.flatten(0, 1), 4).tolist() == [3, 2, 3, 0]
-    order = torch.randperm(9)
-    assert order[inverse_of(order)].tolist() == list(range(9))

@@ -17,7 +17,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -130,6 +130,8 @@ class PhaseLog(Observer):
         last = steps[-1]
         # Mean seconds of a step in which a core was missing to compute.
         queued = sum(own_seconds(phases)) - sum(own_seconds(_mean(step.on_core for step in steps)))
+        passes = [step.passes for step in steps]
+        stages = {stage: _mean(each.get(stage, {}) for each in passes) for stage in sorted({*chain(*passes)})}
         self._rows += 1
         spans = [[s.start, s.end, s.phase, s.stage] for s in last.spans if s.phase not in EXCLUDED]
         shown = {"aligned_at": last.aligned_at, "spans": spans} if self._rows <= WITH_SPANS else {}
@@ -141,7 +143,7 @@ class PhaseLog(Observer):
                 "seconds": sum(phases[phase] for phase in phases if phase not in EXCLUDED),
                 **({"queued": queued} if self._phases.sees_queue else {}),
                 "phases": phases,
-                **({"stages": _mean_passes(steps)} if len(self.run.engine.parts) > 1 else {}),
+                **({"stages": stages} if len(self.run.engine.parts) > 1 else {}),
                 **shown,
             }
         )
@@ -159,12 +161,6 @@ def _total(times: Iterable[tuple[str, float]]) -> dict[str, float]:
     for phase, seconds in times:
         total[phase] += seconds
     return dict(total)
-
-
-def _mean_passes(steps: Sequence[StepPhases]) -> dict[int, dict[str, float]]:
-    passes = [step.passes for step in steps]
-    stages = sorted({stage for each in passes for stage in each})
-    return {stage: _mean(each.get(stage, {}) for each in passes) for stage in stages}
 
 
 HOST = "host"

@@ -52,13 +52,9 @@ def jobs_of(name: str) -> dict[str, list[str]]:
 
 def main() -> None:
     arguments = sys.argv[1:]
-    if arguments != ["tables"]:
-        rehearse_all(arguments)
-    write_tables()
-
-
-def rehearse_all(arguments: list[str]) -> None:
-    """Rehearses and appends rows as they come."""
+    if arguments == ["tables"]:
+        write_tables()
+        return
     sets = [name for name in SETS if name in arguments] or SETS
     named = [each for each in arguments if each not in SETS]
     done = {row["job"] for row in rows()}
@@ -67,10 +63,11 @@ def rehearse_all(arguments: list[str]) -> None:
             for job, overrides in jobs_of(name).items():
                 if job in named or not (named or job in done):
                     rehearse_one(rehearsals, name, job, overrides)
+    write_tables()
 
 
 def rehearse_one(rehearsals: Rehearsals, of: str, name: str, overrides: list[str]) -> None:
-    """One job: all ranks that differ."""
+    """Rehearse the ranks of a job that differ; append a row for each."""
     began = time.perf_counter()
     try:
         job = compose_job(overrides, config_name="rehearse", schema=RehearseJob)
@@ -164,36 +161,21 @@ def small_table(found: list[dict[str, Any]]) -> str:
 
 
 def full_table(found: list[dict[str, Any]]) -> str:
-    header = [
-        "job",
-        "rank of",
-        "allocated",
-        "reserved",
-        "planned",
-        "difference",
-        "kernels",
-        "host s",
-        "step s, planned",
-    ]
+    header = ["job", "rank of", "allocated", "reserved", "planned", "difference"]
+    header += ["kernels", "host s", "step s, planned"]
     lines = []
     for row in found:
         memory, (peak, seconds) = row["memory"], planned(row)
         failed = row["failure"] is not None
         difference = "" if failed else f"{peak / memory['reserved'] - 1:+.1%}"
         reserved = f"**{row['failure']['kind']}**" if failed else f"{memory['reserved'] / GIB:.2f}"
-        lines.append(
-            [
-                row["job"],
-                f"{row['rank']} / {row['world_size']}",
-                f"{memory.get('allocated', 0) / GIB:.2f}",
-                reserved,
-                f"{peak / GIB:.2f}",
-                difference,
-                f"{row['launches']:,}",
-                f"{row['cpu_seconds']:.2f}",
-                f"{seconds:.2f}",
-            ]
-        )
+        cells = [
+            row["job"],
+            f"{row['rank']} / {row['world_size']}",
+            f"{memory.get('allocated', 0) / GIB:.2f}",
+        ]
+        cells += [reserved, f"{peak / GIB:.2f}", difference, f"{row['launches']:,}"]
+        lines.append([*cells, f"{row['cpu_seconds']:.2f}", f"{seconds:.2f}"])
     return table(header, lines)
 
 
@@ -211,14 +193,12 @@ def _plan_of(overrides: tuple[str, ...]) -> Plan:
 
 def memory_summary(found: list[dict[str, Any]]) -> list[str]:
     """How far the plan is off."""
-    errors = []
-    for row in found:
-        if row["failure"] is None:
-            errors.append(planned(row)[0] / row["memory"]["reserved"] - 1)
-    if not errors:
+    whole = [row for row in found if row["failure"] is None]
+    if not whole:
         return []
+    errors = [planned(row)[0] / row["memory"]["reserved"] - 1 for row in whole]
     sizes = [abs(error) for error in errors]
-    jobs = len({row["job"] for row in found if row["failure"] is None})
+    jobs = len({row["job"] for row in whole})
     return [
         f"The plan against {len(errors)} ranks of {jobs} jobs: median error {statistics.median(sizes):.1%} "
         f"(with its sign {statistics.median(errors):+.1%}), worst {max(sizes):.1%}.\n"
