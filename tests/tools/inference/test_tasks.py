@@ -123,42 +123,10 @@ def test_missing_file() -> None:
         open_task("none.jsonl", setting())
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ("evaluate.tasks=[hellaswag]", "hellaswag: no such task; would work: data, FILE.jsonl, lm_eval:NAME"),
-        ("evaluate.tasks=[]", r"evaluate.tasks=\[\]: names no task"),
-        ("evaluate.tasks=[a/q.jsonl,b/q.jsonl]", "two tasks are called q"),
-        ("evaluate.seq_len=5000", "evaluate.seq_len=5000: must not exceed model.max_seq_len="),
-        ("evaluate.seq_len=10 evaluate.stride=11", "evaluate.stride=11: exceeds the window of 10 tokens"),
-        ("evaluate.split=test", "evaluate.split=test: no such choice"),
-        ("precision.linear=float8", "float8 products need many rows"),
-        ("compile=on", "compile.blocks=true"),
-    ],
-)
-def test_wrong_options(overrides: str, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        compose(*overrides.split())
-
-
 def compose(*overrides: str) -> EvaluateJob:
     return compose_job(
         ["model=llama3_tiny", "cluster.device=cpu", *overrides], config_name="evaluate", schema=EvaluateJob
     )
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ("evaluation.tasks=[lm_eval:hellaswag]", "evaluation.tasks=lm_eval:hellaswag: no such task"),
-        ("data=synthetic", "evaluation.tasks=data: data.kind=synthetic has no text"),
-        ("data.validation_fraction=0", "no documents are held out"),
-        ("evaluation.stride=9 training.seq_len=8", "exceeds the window of 8"),
-    ],
-)
-def test_wrong_options_of_training(overrides: str, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        compose_job(["model=llama3_tiny", "cluster.device=cpu", "evaluation.interval=1", *overrides.split()])
 
 
 def test_an_incomplete_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

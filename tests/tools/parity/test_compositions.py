@@ -51,24 +51,17 @@ def test_a_random_job_computes_what_one_process_computes(judge: LayoutComparer, 
     require_agreement(verdict, " ".join(overrides))
 
 
-MUON = "optimizer=muon schedule.warmup_steps=0"
-TYPED = {
-    "muon_bfloat16_experts": (
-        300,
-        "model=qwen3_moe_debug optimizer=muon precision=bf16 schedule.warmup_steps=0",
-    ),
-    "mixture": (0, "data=python_mixture"),
-    "pictures": (0, "experiment=flux_debug"),
-    "random_pictures": (0, "model=flux_debug data=latents_synthetic training.seq_len=32"),
-}
-
-
-@pytest.mark.parametrize("name", rest_is_thorough(TYPED, "muon_bfloat16_experts", "pictures"))
-def test_random_jobs_of_a_typed_part(judge: LayoutComparer, name: str) -> None:
+@pytest.mark.parametrize(
+    ("seed", "typed"),
+    [
+        (300, "model=qwen3_moe_debug optimizer=muon precision=bf16 schedule.warmup_steps=0"),
+        (0, "experiment=flux_debug"),
+    ],
+)
+def test_random_jobs_of_a_typed_part(judge: LayoutComparer, seed: int, typed: str) -> None:
     """The fields that are sampled fit what is typed, and right layouts agree."""
-    seed, typed = TYPED[name]
     overrides, job = sampled(seed, *typed.split())
-    require_agreement(judge.verdict(name, job), " ".join(overrides))
+    require_agreement(judge.verdict(typed, job), " ".join(overrides))
 
 
 LOW = [

@@ -33,7 +33,7 @@ from harness.tools.report.power_laws import (
     fit_frontier,
 )
 from harness.tools.report.verb import VERB
-from harness.util.errors import EXIT_USER, UserError
+from harness.util.errors import UserError
 
 # The refit of Chinchilla's data, arXiv:2404.10102, table 1.
 TRUTH = {"E": 1.8172, "A": 482.01, "B": 2085.43, "alpha": 0.3478, "beta": 0.3658}
@@ -289,19 +289,3 @@ def test_the_ladder_that_ran_predicts_its_largest_size() -> None:
     assert held.run.loss is not None and held.run.loss in held.predicted
     text = (folder / "fits.md").read_text()
     assert f"measured {held.run.loss:.4f} ({held.error:+.2%}), inside the 95% interval" in text
-
-
-@pytest.mark.parametrize(
-    ("typed", "error"),
-    [
-        (["--hold-out", "1"], "--hold-out=1: is for fits; would work: --fits --hold-out 1"),
-        (["--fits", "--rehearse"], "--rehearse: predicts speed and memory"),
-        (["phases", "--hold-out", "1"], "--hold-out: cannot be combined with phases"),
-        (["--fits", "--hold-out", "-1"], "--hold-out=-1: must be at least 0"),
-    ],
-)
-def test_mistakes_are_one_line(
-    tmp_path: Path, typed: list[str], error: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(tmp_path / "made", [], *typed) == EXIT_USER
-    assert capsys.readouterr().err.startswith(f"error: {error}")

@@ -17,7 +17,7 @@ from harness.config.pipeline import num_stages, split_modules
 from harness.tools.rehearse import verb
 from harness.tools.rehearse.figures import Failure, RankFigures
 from harness.tools.report import experiment, published
-from harness.tools.report.experiment import REHEARSED, delta, read_rehearsed, rehearse_missing
+from harness.tools.report.experiment import REHEARSED, read_rehearsed, rehearse_missing
 from harness.tools.report.published import Recipe, find, recipe_of
 from harness.tools.report.runs import effects, errors_in_words, spearman
 from harness.util.errors import UserError
@@ -116,12 +116,6 @@ def test_names_say_what_differs() -> None:
 
 
 BASE = Recipe("llama3_8b", 8, 8, 1, 1, 1, 2, 8192, "full", False, "none", False, "")
-
-
-def test_delta() -> None:
-    assert delta(110.0, 100.0) == pytest.approx(0.1)
-    assert delta(None, 100.0) is None
-    assert delta(1.0, None) is None
 
 
 def test_errors_are_median_and_worst_by_amount() -> None:

@@ -168,28 +168,6 @@ def test_published_tables_with_measurements(
     assert (tmp_path / "again" / "table.csv").read_text() == (tmp_path / "table.csv").read_text()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["nowhere"], "error: nowhere: no such folder; would work: a folder of runs/, or of experiments/"),
-        (["."], "error: .: no rows of runs found; would work: a folder of runs/"),
-        ([".", "--runs", "x"], "error: --runs=x: is for experiments; would work: harness report x"),
-    ],
-)
-def test_a_wrong_folder_is_one_line(
-    arguments: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert run(monkeypatch, *arguments) == 2
-    shown = capsys.readouterr().err
-    assert shown.startswith(message) and shown.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_program_of_experiments_has_its_rows_in_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], plan_with: Put
 ) -> None:

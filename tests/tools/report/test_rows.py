@@ -175,13 +175,6 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_a_folder_without_runs_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no rows of runs found; would work: a folder of runs/"):
-        load(tmp_path)
-    with pytest.raises(UserError, match=r"nothing: no such folder; would work"):
-        load(tmp_path / "nothing")
-
-
 def test_gpu_single_is_rows_by_case(tmp_path: Path) -> None:
     """Medians over rounds; the smaller model counts if the larger one did not fit."""
     overrides = ["model=llama3_8b", "precision=bf16", "compile=on", "cluster.device=cuda", "data=synthetic"]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from processes import python
 
-from harness.config.fields import check_rules
+from harness.compose.composer import compose_job
 from harness.metrics.jsonl import read_metrics
 from harness.tools.study import bench
 from harness.tools.study.bench import (
@@ -130,50 +130,6 @@ def test_an_unknown_figure_stays_unknown() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("variants", "overrides", "message"),
-    [
-        (
-            {"b": "parallelism.tp=3"},
-            [],
-            r"^bench\.variants\.b: parallelism\.tp=3: must divide .*would work: 1, 2",
-        ),
-        ({"b": "precison=bf16"}, [], r"^bench\.variants\.b: precison=bf16: no such field; did you mean"),
-        ({"b": "precision=bf17"}, [], r"^bench\.variants\.b: precision=bf17: no such option"),
-        ({"b": "checkpoint.enable=true"}, [], r"^bench\.variants\.b: checkpoint\.enable=true: a round would"),
-        ({"b": "training.steps=3"}, [], r"^bench\.variants\.b: training\.steps=3: .*would work: at least 4"),
-        (
-            {},
-            ["cluster=slurm_cpu"],
-            r"^cluster\.kind=slurm: bench measures the machine.*would work: cluster=local",
-        ),
-        ({}, ["metrics.warmup_steps=13"], r"^training\.steps=13: .*would work: at least 14"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(
-    variants: dict[str, str], overrides: list[str], message: str
-) -> None:
-    with pytest.raises(UserError, match=message):
-        compose_variants(BenchConfig(variants=variants), [*TINY, *overrides])
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (BenchConfig(rounds=0), r"^bench\.rounds=0: must be at least 1"),
-        (
-            BenchConfig(variants={"base": "precision=bf16"}),
-            r"^bench\.variants\.base=precision=bf16: .*name of the job",
-        ),
-        (BenchConfig(out=""), r"^bench\.out=''"),
-    ],
-)
-def test_wrong_fields(config: BenchConfig, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        check_rules(config, "bench.")
-        config.validate()
-
-
 def test_a_variant_is_the_job_with_its_overrides() -> None:
     overrides = [*TINY, "bench.rounds=1", '++bench.variants.b="precision=bf16 training.global_batch_size=4"']
     variants = compose_variants(
@@ -218,15 +174,8 @@ def test_two_jobs_and_one_that_fails(tmp_path: Path) -> None:
     assert not list(run.glob("checkpoints/*"))
 
 
-@pytest.mark.parametrize(
-    ("typed", "environment", "error"),
-    [
-        ('bench.variants.b="parallelism.tp=3"', {}, "bench.variants.b: parallelism.tp=3: must divide"),
-        ("bench.rounds=1", {"RANK": "0", "WORLD_SIZE": "1"}, "harness bench starts the ranks itself"),
-    ],
-)
-def test_a_mistake_costs_nothing(tmp_path: Path, typed: str, environment: dict[str, str], error: str) -> None:
-    done = python("-m", "harness", "bench", *TINY, f"runs_dir={tmp_path}/runs", typed, **environment)
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"error: {error}") and len(done.stderr.splitlines()) == 1
-    assert not (tmp_path / "runs").exists()
+def test_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(UserError, match=r"^harness bench starts the ranks itself"):
+        bench.bench(compose_job(TINY, config_name="bench", schema=bench.BenchJob), TINY)

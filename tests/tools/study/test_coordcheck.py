@@ -26,7 +26,7 @@ from harness.tools.study.coordcheck import (
     judge,
     slope,
 )
-from harness.util.errors import EXIT_OK, ConfigError
+from harness.util.errors import EXIT_OK
 
 SMALL = (
     "model=llama3_tiny",
@@ -142,21 +142,3 @@ def test_recorded_values_are_those_of_the_modules() -> None:
     torch.testing.assert_close(record.values["layers.0.moe.router"][0], expected)
     torch.testing.assert_close(record.values["output"][0], logits)
     assert len(record.values) == 2 + 5 * decoder.config.n_layers
-
-
-@pytest.mark.parametrize(
-    ("override", "expected"),
-    [
-        ("coordcheck.widths=[64]", "must be at least two widths"),
-        (
-            "coordcheck.widths=[64,70]",
-            "model.n_heads=8 x 70 / 64 is no integer; would work: a multiple of 16",
-        ),
-        ("parallelism=tp", "the check runs in one process"),
-        ("coordcheck.bound=0", "must be above 0"),
-    ],
-)
-def test_mistakes_get_one_line(override: str, expected: str) -> None:
-    with pytest.raises(ConfigError) as raised:
-        coordcheck(composed(override), [])
-    assert expected in str(raised.value) and "\n" not in str(raised.value)
