@@ -327,19 +327,20 @@ def sweep(folder: Path, *arguments: str, code: int = EXIT_OK) -> str:
 
 
 def test_a_sweep_goes_on_after_failures_and_names_them(launch: Start, tmp_path: Path) -> None:
-    """Two points that are not valid jobs, one without data, and one that completes."""
+    """Two points that are not valid jobs, one whose text is not UTF-8, and one that completes."""
     (tmp_path / "there.txt").write_text("All the world is text. " * 200)
-    typed = ("-m", "parallelism.dp_shard=1,3", "data=local_text", "data.paths=[there.txt],[gone.txt]")
+    (tmp_path / "wrong.txt").write_bytes(b"\xff" * 99)
+    typed = ("-m", "parallelism.dp_shard=1,3", "data=local_text", "data.paths=[there.txt],[wrong.txt]")
     typed = (*typed, "data.cache_dir=cache", "name=swept", "training.steps=4", "metrics.wandb=true")
     job = launch(*typed, environment={"WANDB_MODE": "offline"})
     assert job.finish() == 1
     assert job.err.startswith("runs/swept: 4 points, 2 to run\n")
     rule = "parallelism.dp_shard=3 data.paths=[there.txt]: training.global_batch_size=4: must be a multiple"
     assert rule in job.err
-    assert "[2/2] data.paths=[gone.txt]\n" in job.err
-    assert "1 of 2 points did not complete:\n  data.paths=[gone.txt]: user: " in job.err
+    assert "[2/2] data.paths=[wrong.txt]\n" in job.err
+    assert "1 of 2 points did not complete:\n  data.paths=[wrong.txt]: user: " in job.err
     shown = dict(line.split()[:2] for line in job.out.splitlines() if line.startswith("data.paths="))
-    assert shown == {"data.paths=[there.txt]": "completed", "data.paths=[gone.txt]": "failed"}
+    assert shown == {"data.paths=[there.txt]": "completed", "data.paths=[wrong.txt]": "failed"}
     assert list((tmp_path / "runs" / "swept" / "wandb").glob("offline-run-*")), "the table"
 
     again = launch(*typed, environment={"WANDB_MODE": "disabled"})
