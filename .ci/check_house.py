@@ -21,25 +21,25 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 # From the ground up, with budgets of lines. They go down with every deletion.
 BUDGETS = {
-    "util": 1330,
-    "config": 4750,
-    "data": 5410,
-    "model": 2460,
-    "metrics": 1450,
-    "run": 570,
+    "util": 1320,
+    "config": 4680,
+    "data": 5190,
+    "model": 2440,
+    "metrics": 1390,
+    "run": 590,
     "precision": 600,
-    "parallelism": 2410,
-    "optimizer": 1150,
-    "checkpoint": 2300,
-    "weights": 3320,
-    "train": 3550,
-    "compose": 2650,
+    "parallelism": 2380,
+    "optimizer": 1140,
+    "checkpoint": 2280,
+    "weights": 3280,
+    "train": 3470,
+    "compose": 2780,
     "launch": 4540,
-    "tools": 14820,
-    "contrib": 4620,
+    "tools": 14850,
+    "contrib": 4450,
 }
 ROOMS = tuple(BUDGETS)
-DOORS, FILES_AT_MOST, LINES_AT_MOST, TESTS_AT_MOST = 4, 277, 55_910, 40_980
+DOORS, FILES_AT_MOST, LINES_AT_MOST, TESTS_AT_MOST = 4, 275, 55_370, 34_670
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted((ROOT / "harness").rglob("*.py"))

@@ -14,7 +14,7 @@ from harness.compose.composer import compose_job
 from harness.config.model import ModelConfig
 from harness.tools.convert import ConvertJob, convert
 from harness.util.errors import EXIT_OK, UserError
-from harness.weights.source import Source
+from harness.weights.source import WeightSource
 
 
 def run(source: Path | str, target: Path, *overrides: str) -> None:
@@ -38,7 +38,7 @@ def model_of(*overrides: str) -> ModelConfig:
     return compose_job(list(overrides), config_name="convert", schema=ConvertJob).model
 
 
-def require_same(found: Source | dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def require_same(found: WeightSource | dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     """Fail unless names, their order, dtypes and values agree."""
     read = found if isinstance(found, dict) else {name: found.read(name) for name in found.tensors}
     assert list(read) == list(expected)

@@ -19,9 +19,9 @@ from harness.checkpoint.resume import find_start, folder_of, no_usable_error, wr
 from harness.checkpoint.state import (
     OPTIMIZER,
     RNG,
-    Exchange,
     RankGroup,
     Trained,
+    WeightExchange,
     allocate_optimizer_state,
     is_finite,
     model_state,
@@ -53,7 +53,13 @@ class CheckpointLoader:
     """Finds and loads the checkpoint that a run starts from: parameters, optimizer, data position."""
 
     def __init__(
-        self, job: Job, run_dir: Path, engine: Trained, loader: Loader, ranks: RankGroup, weights: Exchange
+        self,
+        job: Job,
+        run_dir: Path,
+        engine: Trained,
+        loader: Loader,
+        ranks: RankGroup,
+        weights: WeightExchange,
     ) -> None:
         self.job, self.config, self.run_dir = job, job.checkpoint, run_dir
         self.engine, self.loader, self.ranks, self.weights = engine, loader, ranks, weights

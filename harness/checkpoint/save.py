@@ -26,9 +26,9 @@ from harness.checkpoint.catalog import (
 )
 from harness.checkpoint.resume import folder_of
 from harness.checkpoint.state import (
-    Exchange,
     RankGroup,
     Trained,
+    WeightExchange,
     model_state,
     optimizer_state,
     rng_key,
@@ -83,7 +83,7 @@ class Saver:
         engine: Trained,
         loader: Loader,
         ranks: RankGroup,
-        weights: Exchange,
+        weights: WeightExchange,
         say: Callable[[str], None],
     ) -> None:
         self.job, self.config = job, job.checkpoint

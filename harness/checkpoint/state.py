@@ -144,7 +144,7 @@ class Trained(HasWeights, Protocol):
         ...
 
 
-class Exchange(Protocol):
+class WeightExchange(Protocol):
     """Load and export weights in another project's format, on all ranks (``weights.huggingface``)."""
 
     def check(self, path: str, model: ModelConfig) -> None: ...

@@ -331,7 +331,7 @@ def chooses_points(overrides: Iterable[str], *, config_name: str = "train", sche
 
 
 @dataclass(frozen=True)
-class Space:
+class SweepSpace:
     """Axes of which points are chosen.
 
     Attributes:
@@ -345,7 +345,7 @@ class Space:
     fixed: list[str]
 
 
-def read_space(composer: Composer, overrides: Iterable[str]) -> Space:
+def read_space(composer: Composer, overrides: Iterable[str]) -> SweepSpace:
     """Read the axes and settings of a command line and of the files that it names.
 
     Raises:
@@ -360,7 +360,7 @@ def read_space(composer: Composer, overrides: Iterable[str]) -> Space:
         raise UserError(f"{AXES}.{POINTS}: {rule}; would work: a sweep without {SETTINGS}NAME")
     in_files = [f"{name}={'null' if value is None else value}" for name, value in params.items()]
     given = [each for each in overrides if each.startswith(SETTINGS)]
-    space = Space({}, {}, [])
+    space = SweepSpace({}, {}, [])
     settings: dict[str, Any] = {"sweep": {}}
     for each in composer.parsed([*in_files, *typed, *given]):
         name = each.get_key_element()

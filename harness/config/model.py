@@ -18,7 +18,7 @@ _LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
 @dataclass(frozen=True)
-class Span:
+class AttentionSpan:
     """The positions that a position attends to, besides the causal mask and documents.
 
     Attributes:
@@ -89,8 +89,12 @@ class AttentionConfig:
     def is_latent(self) -> bool:
         return self.kind == "mla"
 
-    def span(self, layer: int) -> Span:
-        return Span() if _is_nth(layer, self.global_every_nth_layer) else Span(self.window, self.chunk)
+    def span(self, layer: int) -> AttentionSpan:
+        return (
+            AttentionSpan()
+            if _is_nth(layer, self.global_every_nth_layer)
+            else AttentionSpan(self.window, self.chunk)
+        )
 
     def is_rotated(self, layer: int) -> bool:
         return not _is_nth(layer, self.nope_every_nth_layer)
@@ -526,7 +530,7 @@ class ModelConfig:
         """The blocks with experts, including multi-token prediction's."""
         return [layer for layer in range(self.num_blocks) if self.has_experts(layer)]
 
-    def span(self, layer: int) -> Span:
+    def span(self, layer: int) -> AttentionSpan:
         return self.attention.span(layer)
 
 

@@ -154,7 +154,7 @@ COMPRESSIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-class Line(NamedTuple):
+class FileLine(NamedTuple):
     """A line in an error message; its number in the file is counted when the message is made."""
 
     file: Path
@@ -367,7 +367,7 @@ class LocalFiles(Source):
             for number, line in enumerate(iter(partial(lines.readline, LONGEST_LINE + 1), b"")):
                 if span.end is not None and offset >= span.end:
                     return
-                where, start = Line(file, span.begin, number), offset
+                where, start = FileLine(file, span.begin, number), offset
                 offset += len(line)
                 if len(line) > LONGEST_LINE:
                     raise DataError(

@@ -27,7 +27,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from harness.data.documents import describe
-from harness.data.stream_reader import Document, Position, RowReader
+from harness.data.stream_reader import Position, RowReader, TokenizedDocument
 from harness.util.errors import DataError, MachineError
 from harness.util.lifeline import end_with_parent
 
@@ -50,7 +50,9 @@ class ReaderPool:
         self._processes: list[_Process] = []
         self._seeks: dict[int, Position] = {}
         self._asked = dict.fromkeys(readers, 0)  # how often a row was sought
-        self._chunks: dict[int, deque[deque[Document] | DataError]] = {row: deque() for row in readers}
+        self._chunks: dict[int, deque[deque[TokenizedDocument] | DataError]] = {
+            row: deque() for row in readers
+        }
         self.close()
 
     def reader(self, row: int) -> RowReader:
@@ -66,7 +68,7 @@ class ReaderPool:
         self._chunks[row].clear()
         self._asked[row] += 1
 
-    def take(self, row: int) -> Document:
+    def take(self, row: int) -> TokenizedDocument:
         """Return the next document of ``row``, which must have been sought since the pool was closed.
 
         Raises:
@@ -125,7 +127,7 @@ class ReaderPool:
 class _PoolReader(RowReader):
     pool: ReaderPool
 
-    def read(self, position: Position) -> Iterator[Document]:
+    def read(self, position: Position) -> Iterator[TokenizedDocument]:
         self.pool.seek(self.row, position)
         return iter(lambda: self.pool.take(self.row), None)  # without end
 
@@ -168,10 +170,10 @@ class _Process:
         except OSError as error:
             raise self._death() from error
 
-    def receive(self) -> tuple[int, int, list[Document], str | None]:
+    def receive(self) -> tuple[int, int, list[TokenizedDocument], str | None]:
         """Return a row, the number of its position, its next documents, and the error after them."""
         try:
-            answer: tuple[int, int, list[Document], str | None] = self._connection.recv()
+            answer: tuple[int, int, list[TokenizedDocument], str | None] = self._connection.recv()
             return answer
         except (EOFError, OSError) as error:
             raise self._death() from error
@@ -215,7 +217,7 @@ class _Pickler(pickle.Pickler):
 def _serve(connection: Connection) -> None:
     readers, chunk_tokens = pickle.loads(connection.recv_bytes())
     requests: SimpleQueue[tuple[int, int, Position | None]] = SimpleQueue()
-    documents: dict[int, Iterator[Document]] = {}
+    documents: dict[int, Iterator[TokenizedDocument]] = {}
 
     def receive() -> None:
         # In a thread, so that the rank never waits to send, and this process ends with it while it reads.
@@ -232,9 +234,11 @@ def _serve(connection: Connection) -> None:
         connection.send((row, asked, *_read(documents[row], chunk_tokens, readers[row].name)))
 
 
-def _read(documents: Iterator[Document], count: int, name: str) -> tuple[list[Document], str | None]:
+def _read(
+    documents: Iterator[TokenizedDocument], count: int, name: str
+) -> tuple[list[TokenizedDocument], str | None]:
     """Read at least ``count`` tokens; with an error, return it and what was read before."""
-    chunk: list[Document] = []
+    chunk: list[TokenizedDocument] = []
     try:
         while count > 0:
             chunk.append(next(documents))

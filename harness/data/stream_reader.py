@@ -39,7 +39,7 @@ from harness.util.errors import DataError
 Position = dict[str, Any]
 
 
-class Document(NamedTuple):
+class TokenizedDocument(NamedTuple):
     """A tokenized document that is not empty."""
 
     position: Position
@@ -102,12 +102,12 @@ class RowReader:
                 "use the same files"
             )
 
-    def read(self, position: Position) -> Iterator[Document]:
+    def read(self, position: Position) -> Iterator[TokenizedDocument]:
         """Yield the documents from ``position`` on, without end."""
         texts = self._texts(position) if self.shuffle_buffer is None else self._shuffled_texts(position)
         for start, text in texts:
             tokens = with_bos_eos(self.tokenizer.encode(text), self.tokenizer)
-            yield Document(start, np.asarray(tokens, dtype=np.int32))
+            yield TokenizedDocument(start, np.asarray(tokens, dtype=np.int32))
 
     def close(self) -> None:
         """Stop background work; call ``read`` to continue."""

@@ -24,7 +24,7 @@ from harness.data.loader import (
 )
 from harness.data.read_ahead import ReaderPool
 from harness.data.samples import sample_of
-from harness.data.stream_reader import Document, Position, RowReader
+from harness.data.stream_reader import Position, RowReader, TokenizedDocument
 
 
 def load_hub(reading: Reading) -> Loader:
@@ -106,8 +106,8 @@ class RowStream:
 
     def _seek(self, position: Position, offset: int) -> None:
         self._position, self._offset = position, offset
-        self._documents: deque[Document] = deque()
-        self._unread: Iterator[Document] = self._reader.read(position)
+        self._documents: deque[TokenizedDocument] = deque()
+        self._unread: Iterator[TokenizedDocument] = self._reader.read(position)
 
 
 class StreamedSource(SampleSource):

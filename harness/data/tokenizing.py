@@ -263,7 +263,7 @@ def tokenize(
     missing = [unit for unit in units if not is_intact(folder, unit, dtype)]
     config = tokenizer.config if can_start_processes() else None
     workers = 1 if config is None else min(workers or min(cpus(), MOST_WORKERS), len(missing))
-    progress = Progress(source.name, units, missing, workers)
+    progress = TokenizingProgress(source.name, units, missing, workers)
     if workers > 1 and config is not None:
         prepare = partial(_prepare, source, config, tokenizer.fingerprint, folder)
         fewer = "fewer processes (data.tokenize_workers, tokenize.workers)"
@@ -286,7 +286,7 @@ def _prepare(
     return lambda unit, advance: write_unit(folder, unit, source, tokenizer, advance)
 
 
-class Progress:
+class TokenizingProgress:
     """Prints how much is tokenized, every few seconds."""
 
     def __init__(

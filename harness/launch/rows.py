@@ -24,7 +24,7 @@ from harness.config.fields import LABEL, leaves
 from harness.config.job import Job
 from harness.launch.state import RunState, read_or_warn
 from harness.launch.sweep.registry import FILE as SWEEP
-from harness.launch.sweep.registry import Point, Registry, command_of, labels, sets_label, typed_overrides
+from harness.launch.sweep.registry import Point, SweepFolder, command_of, labels, sets_label, typed_overrides
 from harness.metrics.mfu import mfu
 from harness.run.folder import RunFolder, run_folders
 from harness.run.result import newest
@@ -110,7 +110,7 @@ def load(folder: Path) -> list[Row]:
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; would work: a folder of runs/, or of experiments/")
     if (folder / SWEEP).is_file():
-        return of_sweep(Registry(folder))
+        return of_sweep(SweepFolder(folder))
     if (folder / KEPT).is_file():
         return read_kept(folder)
     runs = run_folders(folder)
@@ -123,7 +123,7 @@ def load(folder: Path) -> list[Row]:
     return of_points(points, names_of(points))
 
 
-def of_sweep(registry: Registry) -> list[Row]:
+def of_sweep(registry: SweepFolder) -> list[Row]:
     """Return rows of all points of a sweep, including skipped ones."""
     points, skipped = registry.points(), registry.skipped()
     names = labels([each.overrides for each in skipped], [point.overrides for point in points])

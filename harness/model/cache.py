@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from harness.config.model import Span
+from harness.config.model import AttentionSpan
 from harness.model.kernels import AttentionSpec, SdpaKernel, sees
 
 # B: sequences, T: new tokens, S: slots, H: query heads, K: key and value heads, G: query heads of a key head,
@@ -135,7 +135,7 @@ class CachedPass:
             2, position_BS[:, None, :, None].expand(-1, x_BKTD.shape[1], -1, x_BKTD.shape[3])
         )
 
-    def visible(self, span: Span, slots: int) -> tuple[Tensor | None, int]:
+    def visible(self, span: AttentionSpan, slots: int) -> tuple[Tensor | None, int]:
         """Slots that the new tokens attend to.
 
         Returns:

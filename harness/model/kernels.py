@@ -2,8 +2,8 @@
 
 A backend maps queries [B, T, H, D], keys [B, T, K, D] and values [B, T, K, E] to [B, T, H, E]; K divides H,
 and each key head serves H / K query heads. Every position attends to itself and to earlier positions within
-its ``Span``, and only to its own document when documents are masked. The model does not know how a sequence
-is split over ranks: parallelism replaces these modules.
+its ``AttentionSpan``, and only to its own document when documents are masked. The model does not know how a
+sequence is split over ranks: parallelism replaces these modules.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
-from harness.config.model import Span
+from harness.config.model import AttentionSpan
 
 # B: batch, T: sequence, H: query heads, K: key and value heads, D: head width, E: head width of values
 
@@ -37,7 +37,7 @@ class AttentionSpec:
         causal: whether positions attend to earlier ones only; else ``SdpaKernel`` without a mask.
     """
 
-    span: Span
+    span: AttentionSpan
     scale: float
     has_sinks: bool = False
     causal: bool = True
@@ -252,7 +252,7 @@ class VarlenKernel(Kernel):
         return out.unflatten(0, (B, T))[..., :width]
 
 
-def sees(span: Span, q: Tensor, k: Tensor) -> Tensor:
+def sees(span: AttentionSpan, q: Tensor, k: Tensor) -> Tensor:
     """Whether positions q attend to positions k within ``span``, ignoring document boundaries."""
     visible = q >= k
     if span.window is not None:
@@ -263,7 +263,7 @@ def sees(span: Span, q: Tensor, k: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=8)
-def _block_mask(span: Span, length: int, device: torch.device) -> BlockMask:
+def _block_mask(span: AttentionSpan, length: int, device: torch.device) -> BlockMask:
     def past(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return sees(span, q, k)
 

@@ -28,7 +28,7 @@ class Matrices:
 
 
 @dataclass(frozen=True)
-class Unit:
+class MatrixGroup:
     """Consecutive matrices of one tensor, which one rank orthogonalizes."""
 
     tensor: int
@@ -44,7 +44,7 @@ class Unit:
         return self.stop - self.first
 
 
-def assign(tensors: Sequence[Matrices]) -> list[list[Unit]]:
+def assign(tensors: Sequence[Matrices]) -> list[list[MatrixGroup]]:
     """Give every matrix to one of its holders, so that all have about the same FLOPs.
 
     The largest units come first, each to the rank with the least work (Graham's rule, longest processing time
@@ -56,9 +56,9 @@ def assign(tensors: Sequence[Matrices]) -> list[list[Unit]]:
     if not tensors:
         return []
     capacity = max(ROUND_VALUES, *(tensor.values for tensor in tensors))
-    rounds: list[list[Unit]] = []
+    rounds: list[list[MatrixGroup]] = []
     for holders in sorted({tensor.holders for tensor in tensors}, reverse=True):
-        own: list[list[Unit]] = []
+        own: list[list[MatrixGroup]] = []
         work = [(0.0, owner) for owner in range(holders)]
         filled = [(0, 0)] * holders  # the rank's last round, and its values there
         for tensor, first, stop in _pieces(tensors, holders, capacity):
@@ -71,7 +71,7 @@ def assign(tensors: Sequence[Matrices]) -> list[list[Unit]]:
             number, values = (number, values + size) if values + size <= capacity else (number + 1, size)
             filled[owner] = number, values
             own += [[] for _ in range(len(own), number + 1)]
-            own[number].append(Unit(tensor, first, stop, owner))
+            own[number].append(MatrixGroup(tensor, first, stop, owner))
         rounds += own
     return rounds
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from harness.optimizer.assignment import Matrices, Unit, assign
+from harness.optimizer.assignment import Matrices, MatrixGroup, assign
 from harness.optimizer.base import OwnOptimizer, local
 from harness.parallelism.materialize import shard_ranges
 from harness.precision.swap import plain
@@ -110,7 +110,7 @@ class Muon(OwnOptimizer):
             for parameter in each["params"]
         ]
         self.rounds: list[_Round] = []
-        self.local_rounds: list[list[Unit]] = []
+        self.local_rounds: list[list[MatrixGroup]] = []
         for units in assign([held.matrices for held in self.tensors]):
             if self.tensors[units[0].tensor].matrices.holders == 1:
                 self.local_rounds.append(units)
@@ -139,7 +139,7 @@ class Muon(OwnOptimizer):
         if apply_before is not None:
             apply_before(applied)
 
-    def _update_local(self, units: list[Unit], applied: Tensor | None) -> None:
+    def _update_local(self, units: list[MatrixGroup], applied: Tensor | None) -> None:
         updates = {
             unit: self.nesterov(unit, applied).to(self.tensors[unit.tensor].device, self.dtype)
             for unit in units
@@ -147,13 +147,13 @@ class Muon(OwnOptimizer):
         for unit, update in self.orthogonalized(updates).items():
             self.add(unit, update, applied)
 
-    def orthogonalized(self, updates: dict[Unit, Tensor]) -> dict[Unit, Tensor]:
+    def orthogonalized(self, updates: dict[MatrixGroup, Tensor]) -> dict[MatrixGroup, Tensor]:
         """Orthogonalize complete matrices, on GPUs those of equal shapes at once; uses up ``updates``."""
-        together: dict[Any, list[Unit]] = defaultdict(list)
+        together: dict[Any, list[MatrixGroup]] = defaultdict(list)
         for unit in updates:
             on_cpu = updates[unit].device.type == "cpu"
             together[unit if on_cpu else updates[unit].shape[1:]].append(unit)
-        done: dict[Unit, Tensor] = {}
+        done: dict[MatrixGroup, Tensor] = {}
         for units in together.values():
             # A single matrix is not copied.
             parts = [updates.pop(unit) for unit in units]
@@ -161,7 +161,7 @@ class Muon(OwnOptimizer):
             done |= dict(zip(units, x_BOI.split([unit.count for unit in units]), strict=True))
         return done
 
-    def nesterov(self, unit: Unit, applied: Tensor | None) -> Tensor:
+    def nesterov(self, unit: MatrixGroup, applied: Tensor | None) -> Tensor:
         """Update the momentum of a unit's local shard, and return the shard's update, in float32."""
         held, at = self.tensors[unit.tensor], slice(unit.first, unit.stop)
         stored = held.stacked(self.state[held.parameter][MOMENTUM])[at]
@@ -175,7 +175,7 @@ class Muon(OwnOptimizer):
             stored.copy_(mean)
         return gradient.lerp(mean, self.momentum)
 
-    def add(self, unit: Unit, update: Tensor, applied: Tensor | None) -> None:
+    def add(self, unit: MatrixGroup, update: Tensor, applied: Tensor | None) -> None:
         """Apply an orthogonalized update to a unit's local shard."""
         held, at = self.tensors[unit.tensor], slice(unit.first, unit.stop)
         group = self.param_groups[held.group_index]
@@ -288,7 +288,7 @@ class _Exchange:
 class _Piece:
     """A piece of a unit's matrices."""
 
-    unit: Unit
+    unit: MatrixGroup
     holder: _Holder
 
     @property
@@ -308,14 +308,14 @@ class _Routes:
 class _Round:
     """Units that are exchanged together, each rank with its own."""
 
-    def __init__(self, units: list[Unit], muon: Muon) -> None:
+    def __init__(self, units: list[MatrixGroup], muon: Muon) -> None:
         self.muon, self.units = muon, units
         self.there, self.back = _Routes(), _Routes()
-        self.own: list[Unit] = []
+        self.own: list[MatrixGroup] = []
         for unit in units:
             self._route(unit)
 
-    def _route(self, unit: Unit) -> None:
+    def _route(self, unit: MatrixGroup) -> None:
         """Add the pieces of a unit: from one replica to the owner, from the owner to all holders."""
         holders, me = self.muon.tensors[unit.tensor].holders, self.muon.rank
         owner = holders[unit.owner]
@@ -351,7 +351,7 @@ class _Round:
                 argument can live until this returns: TorchDynamo's evaluator of frames keeps it.
         """
         received = arriving.pop(0).wait()
-        updates: dict[Unit, Tensor] = {}
+        updates: dict[MatrixGroup, Tensor] = {}
         for unit in self.own:
             matrices = self.muon.tensors[unit.tensor].matrices
             updates[unit] = received.new_empty(unit.count, matrices.rows, matrices.columns)

@@ -26,7 +26,7 @@ from harness.config.model import ModelConfig
 from harness.model.spec import is_buffer, tensor_shapes
 from harness.util.files import sync_file
 from harness.weights.hf_tensors import check_tensors
-from harness.weights.source import EMBEDDING, HEAD, Source, TensorFacts, refuse_untied
+from harness.weights.source import EMBEDDING, HEAD, TensorFacts, WeightSource, refuse_untied
 
 
 def average_of(name: str) -> str:
@@ -85,7 +85,7 @@ class DistributedSource:
         return tensor
 
 
-def write_distributed(source: Source, folder: Path, manifest: Mapping[str, Any]) -> None:
+def write_distributed(source: WeightSource, folder: Path, manifest: Mapping[str, Any]) -> None:
     """Write a checkpoint that training can start from on any layout; one tensor is in memory at a time.
 
     The folder must not hold a checkpoint; ``manifest`` has no ``files``.
@@ -93,12 +93,12 @@ def write_distributed(source: Source, folder: Path, manifest: Mapping[str, Any])
     _write(source, _StreamingWriter(str(folder), dict(manifest)))
 
 
-def write_plain(source: Source, folder: Path) -> None:
+def write_plain(source: WeightSource, folder: Path) -> None:
     """Write a checkpoint as torch's own writer does, without checksums and manifest."""
     _write(source, _OneByOne(str(folder)))
 
 
-def _write(source: Source, writer: _OneByOne) -> None:
+def _write(source: WeightSource, writer: _OneByOne) -> None:
     planner = _LazyPlanner(source)
     planner.set_up_planner(
         {name: torch.empty(f.shape, dtype=f.dtype, device="meta") for name, f in source.tensors.items()},
@@ -115,7 +115,7 @@ def _write(source: Source, writer: _OneByOne) -> None:
 class _LazyPlanner(DefaultSavePlanner):
     """Plan with meta tensors; read each tensor only when it is written."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: WeightSource) -> None:
         super().__init__()
         self._source = source
 

@@ -25,7 +25,7 @@ from harness.weights.config_json import model_node
 from harness.weights.format import weight_formats
 
 if TYPE_CHECKING:
-    from harness.weights.source import Source
+    from harness.weights.source import WeightSource
 
 Part = TypeVar("Part", DataConfig, TokenizerConfig)
 # Files of conf/experiment and conf/sweep may set any group.
@@ -153,11 +153,11 @@ def _covers(typed: list[str], name: str) -> bool:
     return any(field in ("", name) or name.startswith(f"{field}.") for field in typed)
 
 
-def open_source(found: WeightFolder, model: ModelConfig, dequantized: str = "bfloat16") -> Source:
+def open_source(found: WeightFolder, model: ModelConfig, dequantized: str = "bfloat16") -> WeightSource:
     """Open weights; quantized ones are read as ``dequantized``."""
     if found.kind == "hf":
         original = FAMILIES[model.family].original
-        source: Source | None = load_attribute(original)(Path(found.path), model) if original else None
+        source: WeightSource | None = load_attribute(original)(Path(found.path), model) if original else None
         if source is not None:
             return source
         import torch

@@ -24,7 +24,7 @@ from harness.util.files import is_file_name
 from harness.weights.config_json import family_of, read_object
 from harness.weights.families.core import Shape, TensorMapping
 from harness.weights.quantization import GROUP, Find, QuantizedTensor, part_names
-from harness.weights.source import Source, TensorFacts, folded
+from harness.weights.source import TensorFacts, WeightSource, folded
 
 HF_HEAD = "lm_head.weight"
 _BUFFER = ".rotary_emb.inv_freq"  # in older files; it can be computed
@@ -161,7 +161,7 @@ class HuggingFaceNames:
     Our tensors are cached while consecutive reads need them: at most two at a time, gate and up.
     """
 
-    def __init__(self, source: Source, model: ModelConfig) -> None:
+    def __init__(self, source: WeightSource, model: ModelConfig) -> None:
         self._pieces, shapes = hf_tensors(model), tensor_shapes(model)
         self._source = folded(source, model)
         self._cache: dict[str, Tensor] = {}

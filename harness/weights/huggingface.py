@@ -46,8 +46,8 @@ from harness.weights.hf_tensors import (
 from harness.weights.quantization import quantization_of
 from harness.weights.source import (
     EMBEDDING,
-    Source,
     TensorFacts,
+    WeightSource,
     bytes_view,
     multipliers,
     refuse_untied,
@@ -110,7 +110,7 @@ class HuggingFaceSource:
 
 
 def write_huggingface(
-    source: Source,
+    source: WeightSource,
     model: ModelConfig,
     tokenizer: TokenizerConfig | None,
     folder: Path,
@@ -137,7 +137,7 @@ def write_huggingface(
 
 
 def finish_huggingface(
-    source: Source,
+    source: WeightSource,
     model: ModelConfig,
     tokenizer: TokenizerConfig | None,
     folder: Path,
@@ -175,7 +175,7 @@ def _special_ids(model: ModelConfig, tokenizer: TokenizerConfig | None) -> tuple
     return built.bos_id, built.eos_id
 
 
-def plan_shards(source: Source, max_shard_gb: float, stem: str = "model") -> dict[str, list[str]]:
+def plan_shards(source: WeightSource, max_shard_gb: float, stem: str = "model") -> dict[str, list[str]]:
     """The tensors of each file, filling files of ``max_shard_gb`` one after another as transformers does."""
     shards: list[list[str]] = [[]]
     filled = 0
@@ -193,7 +193,7 @@ def plan_shards(source: Source, max_shard_gb: float, stem: str = "model") -> dic
     }
 
 
-def _write_safetensors(source: Source, names: list[str], file: Path) -> None:
+def _write_safetensors(source: WeightSource, names: list[str], file: Path) -> None:
     # transformers requires the framework in the metadata.
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

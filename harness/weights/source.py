@@ -48,7 +48,7 @@ class TensorFacts:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-class Source(Protocol):
+class WeightSource(Protocol):
     """The weights of one decoder."""
 
     tensors: Mapping[str, TensorFacts]
@@ -64,7 +64,7 @@ class Changed:
 
     def __init__(
         self,
-        source: Source,
+        source: WeightSource,
         change: Callable[[str, Tensor], Tensor],
         tensors: Mapping[str, TensorFacts] | None = None,
     ) -> None:
@@ -76,7 +76,7 @@ class Changed:
         return self._change(name, self._source.read(name))
 
 
-def cast(source: Source, dtype: torch.dtype | None) -> Source:
+def cast(source: WeightSource, dtype: torch.dtype | None) -> WeightSource:
     """The source with floating-point parameters cast to ``dtype``, if given; buffers keep theirs.
 
     Reading raises UserError if a finite value overflows float16.
@@ -98,7 +98,7 @@ def cast(source: Source, dtype: torch.dtype | None) -> Source:
     return Changed(source, change, tensors)
 
 
-def watched(source: Source, look: Callable[[str, Tensor], None]) -> Source:
+def watched(source: WeightSource, look: Callable[[str, Tensor], None]) -> WeightSource:
     """The source that calls ``look`` with every tensor it reads."""
 
     def change(name: str, tensor: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ def watched(source: Source, look: Callable[[str, Tensor], None]) -> Source:
     return Changed(source, change)
 
 
-def total_bytes(source: Source) -> int:
+def total_bytes(source: WeightSource) -> int:
     """Total size of a source's tensors in bytes."""
     return sum(facts.nbytes for facts in source.tensors.values())
 
@@ -150,17 +150,17 @@ def multipliers(model: ModelConfig) -> dict[str, float]:
     return found
 
 
-def folded(source: Source, model: ModelConfig) -> Source:
+def folded(source: WeightSource, model: ModelConfig) -> WeightSource:
     """The weights for software without muP's multipliers."""
     return _multiplied(source, multipliers(model))
 
 
-def unfolded(source: Source, model: ModelConfig) -> Source:
+def unfolded(source: WeightSource, model: ModelConfig) -> WeightSource:
     """The weights of software without muP's multipliers, for a model that has them."""
     return _multiplied(source, {name: 1 / factor for name, factor in multipliers(model).items()})
 
 
-def _multiplied(source: Source, factors: Mapping[str, float]) -> Source:
+def _multiplied(source: WeightSource, factors: Mapping[str, float]) -> WeightSource:
     # A Python number multiplies in float32, and the result is rounded once.
     return Changed(source, lambda name, tensor: tensor * factors[name] if name in factors else tensor)
 
@@ -220,7 +220,7 @@ def bytes_view(tensor: Tensor) -> memoryview:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
-def write_torch(source: Source, file: Path, *, tied: bool) -> None:
+def write_torch(source: WeightSource, file: Path, *, tied: bool) -> None:
     """Write a state dict for ``torch.load(file, weights_only=True)``, with and without ``mmap=True``.
 
     ``Decoder.load_state_dict`` accepts it: a ``tied`` embedding table is stored under both its names. The

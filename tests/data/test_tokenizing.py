@@ -22,7 +22,7 @@ from harness.config.data import DataConfig, TokenizerConfig
 from harness.data.cache import open_cache
 from harness.data.documents import LocalFiles, LongText, Span
 from harness.data.tokenizer import build_tokenizer
-from harness.data.tokenizing import Progress, Unit, is_held_out, units_of
+from harness.data.tokenizing import TokenizingProgress, Unit, is_held_out, units_of
 from harness.util.errors import DataError, MachineError
 
 HELD_OUT = 0.2
@@ -170,7 +170,7 @@ def test_a_killed_process_is_the_machines_error_and_its_work_is_continued(
 
     message = r"a process that tokenized .* was ended by signal 9 \(out of memory\?\)"
     with monkeypatch.context() as patched, pytest.raises(MachineError, match=message):
-        patched.setattr(Progress, "advance", kill_first)
+        patched.setattr(TokenizingProgress, "advance", kill_first)
         tokenized(tokenize_workers=2)
     assert list(Path("cache").glob("*/.unfinished")) and not workers()
     assert tokenized(tokenize_workers=1) == expected(documents, PLAIN)
@@ -192,7 +192,7 @@ def test_units_do_not_depend_on_files_that_they_do_not_contain() -> None:
 def test_progress_has_speed_and_time_left(capsys: pytest.CaptureFixture[str]) -> None:
     now = 0.0
     units = [Unit(i, str(i), (Span("a", 0, None, 100_000_000),)) for i in range(4)]
-    progress = Progress("data.paths=[a]", units, units[1:], 2, clock=lambda: now)
+    progress = TokenizingProgress("data.paths=[a]", units, units[1:], 2, clock=lambda: now)
     now = 10.0
     progress.advance(units[1], 150_000_000)
     now = 11.0

@@ -16,7 +16,7 @@ import pytest
 from harness.compose.composer import compose_job
 from harness.launch.queue import Jobs, Queued
 from harness.launch.state import SlurmJobRecord, state_of
-from harness.launch.sweep.registry import Point, Registry
+from harness.launch.sweep.registry import Point, SweepFolder
 from harness.launch.sweep.run import Selection, states_of
 from harness.run.folder import RunFolder
 from harness.tools.report.sweep import VERB
@@ -76,7 +76,7 @@ def test_the_state_of_a_run_is_that_of_the_first_row_that_holds(row: str) -> Non
 class Slurm:
     """Mocked SLURM commands that print given output and record their calls; a sweep submitted as array 7."""
 
-    def __init__(self, put: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, sweep: Registry) -> None:
+    def __init__(self, put: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, sweep: SweepFolder) -> None:
         for name in ("squeue", "scontrol", "sacct", "scancel"):
             script = (
                 f'cd "$(dirname "$0")"; echo "{name} $*" >> calls\n'
@@ -111,7 +111,7 @@ class Slurm:
 @pytest.fixture
 def mocked(put: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Slurm:
     monkeypatch.setattr("harness.launch.state.LAST_WRITES_SECONDS", 0.0)
-    registry = Registry(tmp_path / "sweep")
+    registry = SweepFolder(tmp_path / "sweep")
     job = compose_job(["cluster=slurm_cpu", "cluster.time=30", f"runs_dir={tmp_path}", "name=sweep"])
     points = [Point(f"p{n}", registry.path / f"p{n}", [f"training.seed={n}"]) for n in range(POINTS)]
     for n, point in enumerate(points):

@@ -19,8 +19,8 @@ from harness.launch.sweep import run
 from harness.launch.sweep.registry import (
     FILE,
     Point,
-    Registry,
     Skipped,
+    SweepFolder,
     folder_of,
     labels,
     run_dir_of,
@@ -51,7 +51,7 @@ def sweep(folder: Path, *typed: str, common: tuple[str, ...] = ON_SLURM) -> int:
 
 
 def test_points_are_added_once_in_order_and_a_torn_line_costs_no_other(tmp_path: Path) -> None:
-    registry = Registry(tmp_path)
+    registry = SweepFolder(tmp_path)
     for names in ("ba", "acd"):
         registry.add([point(tmp_path, name) for name in names], [Skipped(["x=1"], "cannot be")])
     assert [each.id for each in registry.points()] == ["b", "a", "c", "d"]
@@ -80,7 +80,7 @@ def test_points_are_added_once_in_order_and_a_torn_line_costs_no_other(tmp_path:
     ids=lambda line: line[:60],
 )
 def test_a_damaged_line_is_named(line: str, tmp_path: Path) -> None:
-    registry = Registry(tmp_path)
+    registry = SweepFolder(tmp_path)
     registry.add([point(tmp_path, "a")], [])
     with (tmp_path / FILE).open("a") as file:
         file.write(f"{line}\n")
@@ -93,9 +93,9 @@ def test_a_damaged_line_is_named(line: str, tmp_path: Path) -> None:
 def test_the_folder_can_be_moved(tmp_path: Path) -> None:
     old = tmp_path / "old" / "sweep"
     old.mkdir(parents=True)
-    Registry(old).add([point(tmp_path / "old" / "other", "a")], [])
+    SweepFolder(old).add([point(tmp_path / "old" / "other", "a")], [])
     (tmp_path / "old").rename(tmp_path / "new")
-    [moved] = Registry(tmp_path / "new" / "sweep").points()
+    [moved] = SweepFolder(tmp_path / "new" / "sweep").points()
     assert moved.run_dir.resolve() == tmp_path / "new" / "other" / "a"
 
 
@@ -145,7 +145,7 @@ def test_each_value_of_a_label_is_a_point(axis: str, field: str, tmp_path: Path)
     for point in found:
         assert point.run_dir.parent == tmp_path / "n"
         assert point.run_dir.name.partition("-")[0] == point.id == point.job.id
-    registry = Registry(tmp_path / "n")
+    registry = SweepFolder(tmp_path / "n")
     registry.path.mkdir()
     registry.add(found, [])
     names = labels([point.overrides for point in registry.points()])
@@ -193,7 +193,7 @@ def test_points_of_one_label_run_apart(
     typed = ("cluster.threads_per_rank=1,2", "parallelism.tp=1,3")
     assert sweep(tmp_path, *typed, common=COMMON) == 0
     assert ran == [1, 2]
-    registry = Registry.open(tmp_path / "n")
+    registry = SweepFolder.open(tmp_path / "n")
     names = ["cluster.threads_per_rank=1", "cluster.threads_per_rank=2"]
     assert [each.overrides[-2:] for each in registry.skipped()] == [
         [name, "parallelism.tp=3"] for name in names
@@ -215,7 +215,7 @@ def test_equal_jobs_are_one_point(tmp_path: Path) -> None:
 
 
 def test_labels_added_to_the_command_count_nothing_twice(tmp_path: Path) -> None:
-    registry = Registry(tmp_path)
+    registry = SweepFolder(tmp_path)
     for more in ([], ["cluster.wait=true"], ["++cluster.env.A=b"]):
         points = [Point(n, tmp_path / n, [f"training.seed={n}", *more]) for n in ("1", "2")]
         skipped = [Skipped([f"parallelism.tp={n}", *more], "cannot be") for n in (3, 5)]
@@ -318,7 +318,7 @@ def test_points_that_slurm_has_already_count(tmp_path: Path, monkeypatch: pytest
     planned = [RunState(point.run_dir, "planned") for point in own[4:]]
     for busy in (2, 4):
         tasks = [*own[:busy], *own[4:]]
-        run.Selection.of(Registry(tmp_path), tasks, [*waiting[:busy], *planned]).submit()
+        run.Selection.of(SweepFolder(tmp_path), tasks, [*waiting[:busy], *planned]).submit()
     assert asked == [(2, [], 4), (4, ["77"], 4)]
 
 
@@ -326,8 +326,8 @@ def test_points_of_another_command_for_the_same_sweep_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = points(tmp_path, "training.seed=1,2")
-    Registry(tmp_path / "n").path.mkdir()
-    Registry(tmp_path / "n").add(before, [])
+    SweepFolder(tmp_path / "n").path.mkdir()
+    SweepFolder(tmp_path / "n").add(before, [])
     taken = {str(point.run_dir): f"77_{index}" for index, point in enumerate(before)}
 
     def read_state(run_dir: Path) -> RunState:

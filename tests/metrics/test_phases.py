@@ -29,7 +29,7 @@ from harness.tools.plan.make import make_plan
 from harness.tools.report import phases as of_phases
 from harness.tools.report.verb import report
 from harness.train.engine import Engine
-from harness.train.observers.phases import PhaseLog, Phases, Span
+from harness.train.observers.phases import PhaseLog, Phases, PhaseSpan
 from harness.train.trainer import Trainer
 from harness.util.annotation import annotated
 from harness.util.errors import UserError
@@ -76,14 +76,14 @@ def test_times_are_exclusive_and_add_up() -> None:
     [step] = phases.take()
     assert step.step == 7
     assert step.spans == [
-        Span(0, 1, "host", 0, 0.25),
-        Span(1, 3, "forward.blocks", 1, 0.5),
-        Span(3, 6, "tp.all_reduce", 1, 0.75),
-        Span(6, 10, "forward.blocks", 1, 1),
-        Span(10, 15, "backward.blocks", 1, 1.25),
-        Span(15, 21, "host", 0, 1.5),
-        Span(21, 55, "validation", 0, 8.5),
-        Span(55, 66, "host", 0, 2.75),
+        PhaseSpan(0, 1, "host", 0, 0.25),
+        PhaseSpan(1, 3, "forward.blocks", 1, 0.5),
+        PhaseSpan(3, 6, "tp.all_reduce", 1, 0.75),
+        PhaseSpan(6, 10, "forward.blocks", 1, 1),
+        PhaseSpan(10, 15, "backward.blocks", 1, 1.25),
+        PhaseSpan(15, 21, "host", 0, 1.5),
+        PhaseSpan(21, 55, "validation", 0, 8.5),
+        PhaseSpan(55, 66, "host", 0, 2.75),
     ]
     assert sum(step.seconds.values()) == 66 and step.seconds["forward.blocks"] == 6
     assert step.on_core["forward.blocks"] == 4.5

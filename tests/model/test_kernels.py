@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.config.model import Span
+from harness.config.model import AttentionSpan
 from harness.model import kernels
 from harness.model.kernels import AttentionSpec, FlexKernel, Kernel, SdpaKernel, VarlenKernel
 
@@ -15,11 +15,11 @@ B, T, H, K, D, E = 2, 12, 6, 2, 8, 6
 DOCUMENTS = torch.tensor([[0, 0, 0, 0, 0, 1, 2, 2, 2, 2, 2, 2], [0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 2]])
 SCALE = 0.3
 REACHES = {
-    "causal": AttentionSpec(Span(), SCALE),
-    "window": AttentionSpec(Span(window=4), SCALE),
-    "chunk": AttentionSpec(Span(chunk=5), SCALE),
-    "sinks": AttentionSpec(Span(), SCALE, has_sinks=True),
-    "window_sinks": AttentionSpec(Span(window=3), SCALE, has_sinks=True),
+    "causal": AttentionSpec(AttentionSpan(), SCALE),
+    "window": AttentionSpec(AttentionSpan(window=4), SCALE),
+    "chunk": AttentionSpec(AttentionSpan(chunk=5), SCALE),
+    "sinks": AttentionSpec(AttentionSpan(), SCALE, has_sinks=True),
+    "window_sinks": AttentionSpec(AttentionSpan(window=3), SCALE, has_sinks=True),
 }
 
 
@@ -81,7 +81,10 @@ def test_only_what_is_not_causal_needs_a_mask() -> None:
         name: SdpaKernel(reach).mask(None, B, T, torch.device("cpu")) for name, reach in REACHES.items()
     }
     assert [name for name, mask in needed.items() if mask is None] == ["causal"]
-    assert SdpaKernel(AttentionSpec(Span(window=T), SCALE)).mask(None, B, T, torch.device("cpu")) is None
+    assert (
+        SdpaKernel(AttentionSpec(AttentionSpan(window=T), SCALE)).mask(None, B, T, torch.device("cpu"))
+        is None
+    )
 
 
 def test_varlen_knows_where_documents_begin() -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.config.model import Span
+from harness.config.model import AttentionSpan
 from harness.config.parallelism import ParallelismConfig
 from harness.launch.pool import RankPool
 from harness.model.kernels import AttentionSpec, Kernel, SdpaKernel
@@ -25,7 +25,7 @@ LAYOUTS = {
 }
 
 # Not the default scale of kernels.
-REACH = AttentionSpec(Span(), 0.3)
+REACH = AttentionSpec(AttentionSpan(), 0.3)
 
 
 @pytest.mark.parametrize("cp", [2, 3, 4])

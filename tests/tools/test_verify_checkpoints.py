@@ -15,7 +15,7 @@ from harness.checkpoint.catalog import CheckpointFolder
 from harness.checkpoint.storage import Reader, Writer
 from harness.checkpoint.verify import verify
 from harness.compose.verb import guarded
-from harness.launch.sweep.registry import Point, Registry
+from harness.launch.sweep.registry import Point, SweepFolder
 from harness.run.folder import RunFolder
 from harness.tools.report.sweep import VERB as SWEEP
 from harness.tools.verify import VERB
@@ -124,7 +124,7 @@ def test_mistakes(tmp_path: Path, capsys: Capture) -> None:
 
 
 def test_a_sweep_asks_for_it(tmp_path: Path, capsys: Capture) -> None:
-    registry, points = Registry(tmp_path / "sweep"), []
+    registry, points = SweepFolder(tmp_path / "sweep"), []
     registry.path.mkdir()
     for seed, enable in ((1, "true"), (2, "true"), (3, "false")):
         typed = [f"training.seed={seed}", f"checkpoint.enable={enable}"]

@@ -27,7 +27,7 @@ from harness.tools.plan.activations import (
     SavedTensor,
     norm_activations,
 )
-from harness.tools.plan.costs import Attention, Operations
+from harness.tools.plan.costs import AttentionCost, Operations
 
 _CUTS = {Split.COLUMN: ActivationSplit.INNER, Split.ROW: ActivationSplit.PARTIAL}
 
@@ -94,7 +94,7 @@ class FluxCosts(Costs):
         """The operations of one block for one token."""
         return Operations(
             tuple(t for module in block_modules(model, layer) for t in module.tensors if t.is_matrix),
-            Attention(
+            AttentionCost(
                 model.n_heads, model.n_heads, model.head_width, model.head_width, 4.0 * model.dim * seq_len
             ),
             norm_width=(2 if is_double(model, layer) else 1) * 2 * model.dim,

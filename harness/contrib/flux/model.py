@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from harness.config.model import ModelConfig, Span
+from harness.config.model import AttentionSpan, ModelConfig
 from harness.contrib.flux.config import PATCH, flux_of
 from harness.model.kernels import AttentionSpec, SdpaKernel
 from harness.model.part import ModelPart
@@ -47,7 +47,7 @@ class StreamAttention(nn.Module):
         return self.q_norm(q), self.k_norm(k), v
 
 
-class FeedForward(nn.Module):
+class FluxFeedForward(nn.Module):
     """Two linears around GELU."""
 
     def __init__(self, dim: int, hidden: int, *, output_bias: bool = True) -> None:
@@ -59,14 +59,14 @@ class FeedForward(nn.Module):
         return out
 
 
-class Block(nn.Module):
+class FluxBlock(nn.Module):
     """A block of either kind; ``inner`` is the kernel of its attention."""
 
     moe = None
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.inner = SdpaKernel(AttentionSpec(Span(), config.head_width**-0.5, causal=False))
+        self.inner = SdpaKernel(AttentionSpec(AttentionSpan(), config.head_width**-0.5, causal=False))
         self.norm_eps = config.norm_eps
 
     def attend(self, qkv: Sequence[Tensor], rope_2TD: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ class Block(nn.Module):
         return self.inner(q_BTHD, k_BTHD, v_BTHD, None).flatten(2)  # type: ignore[no-any-return]
 
 
-class DoubleBlock(Block):
+class DoubleBlock(FluxBlock):
     """Caption and picture have weights of their own, and attend to each other."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -84,7 +84,7 @@ class DoubleBlock(Block):
         dim, hidden = config.dim, config.ffn_hidden_dim
         self.img_mod, self.txt_mod = Modulation(dim, 6 * dim), Modulation(dim, 6 * dim)
         self.img_attn, self.txt_attn = StreamAttention(config), StreamAttention(config)
-        self.img_mlp, self.txt_mlp = FeedForward(dim, hidden), FeedForward(dim, hidden)
+        self.img_mlp, self.txt_mlp = FluxFeedForward(dim, hidden), FluxFeedForward(dim, hidden)
 
     def forward(self, x_BTC: Tensor, vec_BC: Tensor, rope_2TD: Tensor, text: int) -> Tensor:
         """Map the residual stream [B, T, C], first ``text`` tokens of the caption, to the next block's."""
@@ -104,14 +104,14 @@ class DoubleBlock(Block):
         return torch.cat((txt_BLC, img_BIC), dim=1)
 
 
-class SingleBlock(Block):
+class SingleBlock(FluxBlock):
     """Attention and feed-forward of the joined stream, in parallel."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.mod = Modulation(config.dim, 3 * config.dim)
         self.attn = StreamAttention(config)
-        self.mlp = FeedForward(config.dim, config.ffn_hidden_dim, output_bias=False)
+        self.mlp = FluxFeedForward(config.dim, config.ffn_hidden_dim, output_bias=False)
 
     def forward(self, x_BTC: Tensor, vec_BC: Tensor, rope_2TD: Tensor, text: int) -> Tensor:
         """Map the residual stream to the next block's, as ``DoubleBlock.forward``."""

@@ -115,7 +115,7 @@ def noise_of(seed: int, numbers: Sequence[int], shape: Sequence[int], device: to
     return torch.stack(rows)
 
 
-class Sampler:
+class LatentSampler:
     """Samples latents with a model part, on any layout without a pipeline.
 
     Args:
@@ -179,7 +179,7 @@ def without_shift(flow: FlowConfig) -> FlowConfig:
 
 
 @dataclass
-class Outcome:
+class PictureFiles:
     """Files of the pictures, in the order of the prompts; size in pixels; durations in seconds."""
 
     files: list[str] = field(default_factory=list)
@@ -194,7 +194,7 @@ def generate(
     load: Callable[[Job], Any],
     found: WeightFolder,
     prompts: Sequence[str],
-) -> Outcome:
+) -> PictureFiles:
     """Generate on this rank of a process group; rank 0 writes the files. Durations: of the slowest rank.
 
     Args:
@@ -213,7 +213,7 @@ def generate(
     model = load(job)
     loaded = time.perf_counter()
     flow = flow_of(job) if config.shift else without_shift(flow_of(job))
-    sampler = Sampler(model.part, model.mesh, flow)
+    sampler = LatentSampler(model.part, model.mesh, flow)
     shape = autoencoder.channels, side, side
     how = Sampling(config.steps, config.guidance, config.cfg)
     replicas, own = job.parallelism.data_parallel, dict[int, np.ndarray]()
@@ -231,7 +231,7 @@ def generate(
         if mine and model.mesh.rank("tp") == 0 and model.mesh.rank("cp") == 0:
             own |= zip(mine, as_bytes(autoencoder.decode(latents)), strict=True)
     pictures = {number: picture for each in model.ranks.gather(own) for number, picture in each.items()}
-    outcome = Outcome(size=size)
+    outcome = PictureFiles(size=size)
     outcome.files = [str(Path(config.output) / f"{number:03}.png") for number in range(len(prompts))]
     if model.ranks.rank == 0:
         for number, file in enumerate(outcome.files):

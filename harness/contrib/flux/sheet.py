@@ -10,7 +10,7 @@ from harness.contrib.flux.objective import ImageBatch
 from harness.contrib.flux.pictures.config import encoders_of
 from harness.contrib.flux.pictures.encoders import Embeddings, as_bytes, build_autoencoder
 from harness.contrib.flux.pictures.loader import PictureLoader
-from harness.contrib.flux.sampling import Sampler, Sampling, noise_of, write_sheet
+from harness.contrib.flux.sampling import LatentSampler, Sampling, noise_of, write_sheet
 from harness.train.observer import Periodic, Row, Run
 from harness.util.errors import ConfigError
 
@@ -50,7 +50,7 @@ class SampleSheet(Periodic):
         how = Sampling(sheet.picture_steps, flow.guidance)
         part = engine.parts[0]
         assert isinstance(part, Flux)
-        sampler = Sampler(part, mesh, flow)
+        sampler = LatentSampler(part, mesh, flow)
         latents = sampler.sample(noise, captions, None, how)
         own: list[tuple[int, str, np.ndarray]] = []
         if mesh.rank("tp") == 0 and mesh.rank("cp") == 0:

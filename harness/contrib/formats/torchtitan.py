@@ -18,7 +18,7 @@ from harness.contrib.formats.meta import interleave_rope, permute_rope, rotated_
 from harness.util.errors import ConfigError
 from harness.weights.config_json import family_of
 from harness.weights.dcp import DistributedSource, write_plain
-from harness.weights.source import EMBEDDING, HEAD, Changed, Source, TensorFacts
+from harness.weights.source import EMBEDDING, HEAD, Changed, TensorFacts, WeightSource
 
 INTERLEAVES = {"llama": True, "qwen3": False}
 """Families with our parameter names in torchtitan, and whether torchtitan rotates interleaved pairs."""
@@ -26,18 +26,20 @@ INTERLEAVES = {"llama": True, "qwen3": False}
 _SCALINGS = {"llama": ("none", "llama3"), "qwen3": ("none",)}
 
 
-def read_torchtitan(path: str, model: ModelConfig) -> Source:
+def read_torchtitan(path: str, model: ModelConfig) -> WeightSource:
     """The weights in a checkpoint of torchtitan, in our row order; errors as of ``DistributedSource``."""
     return _reordered(DistributedSource(path, {}, model), model, permute_rope)
 
 
-def write_torchtitan(source: Source, model: ModelConfig, folder: Path) -> str:
+def write_torchtitan(source: WeightSource, model: ModelConfig, folder: Path) -> str:
     """Write a checkpoint for torchtitan; return what its user has to know."""
     write_plain(Torchtitan(source, model), folder)
     return f"torchtitan's model needs {torchtitan_arguments(model)}"
 
 
-def _reordered(source: Source, model: ModelConfig, reorder: Callable[[Tensor, int], Tensor]) -> Source:
+def _reordered(
+    source: WeightSource, model: ModelConfig, reorder: Callable[[Tensor, int], Tensor]
+) -> WeightSource:
     """The source with the rows reordered that torchtitan has in another order."""
 
     def change(name: str, tensor: Tensor) -> Tensor:
@@ -88,7 +90,7 @@ def torchtitan_arguments(model: ModelConfig) -> str:
 class Torchtitan:
     """A source under torchtitan's names and in its row order; UserError if torchtitan has no such model."""
 
-    def __init__(self, source: Source, model: ModelConfig) -> None:
+    def __init__(self, source: WeightSource, model: ModelConfig) -> None:
         check_torchtitan(model)
         self._source, self._model = _reordered(source, model, interleave_rope), model
         self.tensors: Mapping[str, TensorFacts] = {

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.compose.composer import SETTINGS, Composed, Composer, Space, read_space
+from harness.compose.composer import SETTINGS, Composed, Composer, SweepSpace, read_space
 from harness.compose.hydra import UNSET, sets_search_path
 from harness.config.fields import check_rules, from_dict, label
 from harness.config.job import Job
@@ -20,8 +20,8 @@ from harness.launch.submit import confirm
 from harness.launch.sweep.registry import (
     FILE,
     Point,
-    Registry,
     Skipped,
+    SweepFolder,
     check_swept,
     override_key,
     run_dir_of,
@@ -111,7 +111,7 @@ def run_study(
         composer.point_of_sweep(space.fixed)  # raises SecretError before a storage has the overrides
         shared = [each for each in space.fixed if not sets_label(each) and not sets_search_path(each)]
         record = StudyRecord("optuna", objective, directions, shared, list(overrides))
-        registry = Registry(_folder(composer, space.fixed))
+        registry = SweepFolder(_folder(composer, space.fixed))
         with registry.controlled():
             _start_record(registry, record)
             study = Study(
@@ -135,7 +135,7 @@ def _folder(composer: Composer, fixed: list[str]) -> Path:
     return Path(job.runs_dir) / job.name
 
 
-def _start_record(registry: Registry, record: StudyRecord) -> None:
+def _start_record(registry: SweepFolder, record: StudyRecord) -> None:
     """Write the record; a study continues only with the same objective and shared overrides."""
     earlier = StudyRecord.read(registry.path)
     if earlier is not None and not earlier.is_same(record):
@@ -162,10 +162,10 @@ class Study:
     process, but when the study continues.
     """
 
-    registry: Registry
+    registry: SweepFolder
     record: StudyRecord
     settings: StudySettings
-    space: Space
+    space: SweepSpace
     compose: Callable[[list[str]], Composed]
     _done: int = 0
     _is_confirmed: bool = False

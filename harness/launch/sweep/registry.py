@@ -65,14 +65,14 @@ class Skipped:
     swept: tuple[str, ...] = ()
 
 
-class Registry:
+class SweepFolder:
     """The folder of a sweep, ``runs_dir/<name>``, with the points' run folders of this name."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.name = path, path.name
 
     @classmethod
-    def open(cls, path: Path) -> Registry:
+    def open(cls, path: Path) -> SweepFolder:
         """Return the registry of an existing sweep."""
         registry = cls(path)
         if not registry.exists:
@@ -188,7 +188,7 @@ def folder_of(jobs: Sequence[Job]) -> Path:
 
 def points_in(folder: Path) -> list[Point]:
     """Return the points of a sweep folder, the run of a run folder, or all runs of one name."""
-    registry = Registry(folder)
+    registry = SweepFolder(folder)
     if registry.exists:
         return registry.points()
     found = run_folders(folder, levels=1)

@@ -23,8 +23,8 @@ from harness.launch.state import BUSY, HELD, RunState, SlurmJobRecord, read_stat
 from harness.launch.submit import confirm, cost_in_words, submit
 from harness.launch.sweep.registry import (
     Point,
-    Registry,
     Skipped,
+    SweepFolder,
     constant_labels,
     folder_of,
     labels,
@@ -99,7 +99,7 @@ class Selection:
         oom: those left out because they ran out of memory.
     """
 
-    registry: Registry
+    registry: SweepFolder
     points: Sequence[Point]
     seen: Sequence[RunState]
     wanted: Sequence[Point]
@@ -108,7 +108,7 @@ class Selection:
     @classmethod
     def of(
         cls,
-        registry: Registry,
+        registry: SweepFolder,
         points: Sequence[Point],
         seen: Sequence[RunState],
         *,
@@ -208,7 +208,7 @@ def sweep(composed: Sequence[Composed]) -> int:
     if not legal:
         reasons = "".join(f"  {line}\n" for line in _reasons(skipped))
         raise UserError(f"none of the {len(composed)} points is a valid job:\n{reasons}".rstrip())
-    registry = Registry(folder_of([each.job for each in legal]))
+    registry = SweepFolder(folder_of([each.job for each in legal]))
     points = [in_group(point, registry) for point in unique_points(legal)]
     if legal[0].job.cluster.dry_run:
         return _show_dry(registry, points, skipped)
@@ -221,7 +221,7 @@ def sweep(composed: Sequence[Composed]) -> int:
     return _finish(registry, points, stopped, submitted_only)
 
 
-def resume(registry: Registry, *, out_of_memory: bool = False) -> int:
+def resume(registry: SweepFolder, *, out_of_memory: bool = False) -> int:
     """Start the points of an existing sweep that are not complete; return the exit code.
 
     With ``out_of_memory`` also points that ran out of memory, which fail again unless something has changed.
@@ -232,7 +232,7 @@ def resume(registry: Registry, *, out_of_memory: bool = False) -> int:
     return _finish(registry, points, stopped, submitted_only)
 
 
-def in_group(point: Point, registry: Registry) -> Point:
+def in_group(point: Point, registry: SweepFolder) -> Point:
     """Return the point, its job with a group of W&B: the sweep's, if it has none."""
     group = point.job.metrics.wandb_group or registry.name
     return replace(point, composed=with_value(point.job, "metrics.wandb_group", group))
@@ -250,7 +250,7 @@ def states_of(points: Sequence[Point]) -> list[RunState]:
 
 
 def _start(
-    registry: Registry,
+    registry: SweepFolder,
     points: Sequence[Point],
     skipped: Sequence[Skipped],
     *,
@@ -287,7 +287,7 @@ def _reasons(skipped: Sequence[Skipped], others: Sequence[list[str]] = ()) -> li
     return lines if left <= 1 else [*lines[:SKIPPED_SHOWN], f"and {left} more"]
 
 
-def _show_dry(registry: Registry, points: Sequence[Point], skipped: Sequence[Skipped]) -> int:
+def _show_dry(registry: SweepFolder, points: Sequence[Point], skipped: Sequence[Skipped]) -> int:
     seen = read_states([point.run_dir for point in points])
     selection = Selection.of(registry, points, seen, rerun=True)
     sys.stderr.write(selection.in_words(skipped))
@@ -350,7 +350,7 @@ def follow_points(points: Sequence[Point], names: Sequence[str]) -> bool:
         return True
 
 
-def _finish(registry: Registry, points: Sequence[Point], stopped: bool, submitted_only: bool) -> int:
+def _finish(registry: SweepFolder, points: Sequence[Point], stopped: bool, submitted_only: bool) -> int:
     names, waits = labels([each.overrides for each in points]), any(each.job.cluster.wait for each in points)
     if submitted_only and not waits:
         sys.stderr.write(f"harness sweep status {registry.path}\n")
@@ -376,7 +376,7 @@ def _finish(registry: Registry, points: Sequence[Point], stopped: bool, submitte
     return 1 if left else EXIT_OK
 
 
-def log_table(registry: Registry, points: Sequence[Point], seen: Sequence[RunState]) -> None:
+def log_table(registry: SweepFolder, points: Sequence[Point], seen: Sequence[RunState]) -> None:
     """Log the table of a sweep to W&B if its runs use W&B."""
     logged = [point.job for point in points if point.job.metrics.wandb]
     if not logged:

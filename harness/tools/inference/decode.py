@@ -216,7 +216,7 @@ class Generated:
 
 
 @dataclass
-class Outcome:
+class GeneratedTexts:
     """Generated texts, durations in seconds, and numbers of tokens."""
 
     texts: list[Generated] = field(default_factory=list)
@@ -233,7 +233,7 @@ def generate(
     load: Callable[[Job], InferenceModel],
     prompts: Sequence[Prompt],
     show: bool,
-) -> Outcome:
+) -> GeneratedTexts:
     """Generate on this rank of a process group; return all texts in order, and the slowest rank's durations.
 
     Args:
@@ -257,9 +257,9 @@ def generate_texts(
     tokenizer: Tokenizer,
     *,
     show: bool = False,
-) -> Outcome:
+) -> GeneratedTexts:
     """Generate the texts of all prompts on all ranks together; see ``generate``."""
-    outcome, replicas = Outcome(), model.job.parallelism.data_parallel
+    outcome, replicas = GeneratedTexts(), model.job.parallelism.data_parallel
     is_first = model.mesh.rank("tp") == 0
     shows = show and is_first and model.mesh.data_rank == 0 and len(prompts) == 1
     numbered = list(enumerate(prompts))
@@ -293,7 +293,7 @@ class _Batch:
         self.streams = [TextStream(tokenizer, prompt, self.config.stop) for prompt in self.prompts]
         self.texts = [Generated(number, prompt.text, len(prompt.ids)) for number, prompt in numbered]
 
-    def run(self, model: InferenceModel, outcome: Outcome) -> None:
+    def run(self, model: InferenceModel, outcome: GeneratedTexts) -> None:
         """Generate, and add to the outcome's durations."""
         of = self.config
         self._print(self.texts[0].prompt)
@@ -325,10 +325,10 @@ class _Batch:
             sys.stdout.flush()
 
 
-def _joined(outcomes: Sequence[Outcome]) -> Outcome:
+def _joined(outcomes: Sequence[GeneratedTexts]) -> GeneratedTexts:
     """One outcome of all ranks: all texts, the longest durations, and the tokens of each text once."""
     texts = sorted((text for each in outcomes for text in each.texts), key=lambda text: text.number)
-    return Outcome(
+    return GeneratedTexts(
         texts,
         **{name: max(getattr(each, name) for each in outcomes) for name in SECONDS},
         prefill_tokens=sum(text.prompt_tokens for text in texts),

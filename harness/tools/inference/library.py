@@ -21,7 +21,7 @@ from harness.tools.inference.decode import generate_texts
 from harness.tools.inference.evaluate import EvaluateJob
 from harness.tools.inference.generate import GenerateConfig, Prompt
 from harness.tools.inference.model import InferenceModel
-from harness.tools.inference.tasks import Row, Setting, encode_pair, windows
+from harness.tools.inference.tasks import ScoredRow, Setting, encode_pair, windows
 from harness.util.errors import ConfigError, HarnessError, UserError, one_line
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ class HarnessLM(LM):  # type: ignore[misc]
                 texts[number] = text.text
         return texts
 
-    def _row(self, context: str, continuation: str) -> Row:
+    def _row(self, context: str, continuation: str) -> ScoredRow:
         tokens, start = encode_pair(context, continuation, self.setting, f"{LM_EVAL} request")
         left_out = max(0, len(tokens) - 1 - self.setting.window)
         if left_out >= start:
@@ -181,7 +181,7 @@ class HarnessLM(LM):  # type: ignore[misc]
                 f"{LM_EVAL} a continuation of {len(tokens) - start} tokens does not fit into "
                 f"{self.setting.window_field}={self.setting.window}"
             )
-        return Row(tokens[left_out:], start - left_out)
+        return ScoredRow(tokens[left_out:], start - left_out)
 
     def _prompt(self, context: str, new: int) -> Prompt:
         setting, room = self.setting, self.setting.window - new

@@ -21,7 +21,7 @@ from harness.parallelism.mesh import Mesh
 from harness.run.result import columns
 from harness.tools.inference.evaluate import EvaluateJob
 from harness.tools.inference.model import InferenceModel
-from harness.tools.inference.tasks import Row, Setting, Task, open_task
+from harness.tools.inference.tasks import ScoredRow, Setting, Task, open_task
 from harness.train import observer
 from harness.util.errors import ConfigError, one_line
 from harness.weights.detect import WeightFolder
@@ -57,7 +57,7 @@ class Scorer:
         self.model, self.job = model, model.job
         self.has_scores = computes_loss(model.mesh, model.parts)
 
-    def score(self, rows: Sequence[Row]) -> np.ndarray:
+    def score(self, rows: Sequence[ScoredRow]) -> np.ndarray:
         """Return the scores of all rows on every rank, as ``Task.metrics`` takes them."""
         scores = torch.zeros(len(rows), 2, dtype=torch.float64, device=self.model.device)
         order = sorted(range(len(rows)), key=lambda number: -len(rows[number].tokens))
@@ -83,7 +83,7 @@ class Scorer:
         return min(-(-longest // unit) * unit, job.training.seq_len)
 
 
-def _batch(rows: Sequence[Row], size: int, length: int) -> Batch:
+def _batch(rows: Sequence[ScoredRow], size: int, length: int) -> Batch:
     """Inputs and labels of the rows, padded to ``size`` rows of ``length`` tokens."""
     inputs_BT = torch.full((size, length), PADDING)
     labels_BT = torch.full((size, length), IGNORE_INDEX)

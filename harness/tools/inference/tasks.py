@@ -74,7 +74,7 @@ def parse_json(line: str, where: str) -> Any:
 EXAMPLE = '{"context": "...", "continuation": "..."}'
 
 
-class Row(NamedTuple):
+class ScoredRow(NamedTuple):
     """Tokens of one pass. Those from ``start`` on are scored; ``start`` is at least 1."""
 
     tokens: np.ndarray
@@ -86,7 +86,7 @@ class Task(Protocol):
 
     name: str
     """As typed in the list of tasks."""
-    rows: list[Row]
+    rows: list[ScoredRow]
 
     def metrics(self, scores: np.ndarray) -> dict[str, Any]:
         """Metrics by name.
@@ -146,7 +146,7 @@ class Documents:
 
     def __init__(self, setting: Setting) -> None:
         self.name = DATA
-        self.rows: list[Row] = []
+        self.rows: list[ScoredRow] = []
         self.documents = self.tokens = self.bytes = 0
         source, kept = _source(setting)
         self.source, self.split = source.name, setting.split
@@ -179,7 +179,7 @@ class Documents:
         }
 
 
-def windows(tokens: Sequence[int], window: int, stride: int | None = None) -> Iterator[Row]:
+def windows(tokens: Sequence[int], window: int, stride: int | None = None) -> Iterator[ScoredRow]:
     """Cut a document into rows of at most ``window`` inputs that score each token but the first once.
 
     The first row scores up to ``window`` tokens. Each later row ends ``stride`` tokens further and has
@@ -188,11 +188,11 @@ def windows(tokens: Sequence[int], window: int, stride: int | None = None) -> It
     end = min(window, len(tokens) - 1)
     if end < 1:
         return
-    yield Row(np.asarray(tokens[: end + 1]), 1)
+    yield ScoredRow(np.asarray(tokens[: end + 1]), 1)
     while end < len(tokens) - 1:
         before, end = end, min(end + (stride or window), len(tokens) - 1)
         first = end - window
-        yield Row(np.asarray(tokens[first : end + 1]), before + 1 - first)
+        yield ScoredRow(np.asarray(tokens[first : end + 1]), before + 1 - first)
 
 
 class Continuations:
@@ -203,7 +203,7 @@ class Continuations:
         self.name, self.rows = name, [self._row(line, where, setting) for where, line in lines]
 
     @staticmethod
-    def _row(line: str, where: str, setting: Setting) -> Row:
+    def _row(line: str, where: str, setting: Setting) -> ScoredRow:
         row = parse_json(line, where)
         if isinstance(row, dict) and "choices" in row:
             raise UserError(
@@ -224,7 +224,7 @@ class Continuations:
         }
 
 
-def pair_row(context: str, continuation: str, setting: Setting, where: str) -> Row:
+def pair_row(context: str, continuation: str, setting: Setting, where: str) -> ScoredRow:
     """Tokens of a context and its continuation, which is scored."""
     row = encode_pair(context, continuation, setting, where)
     inputs = len(row.tokens) - 1
@@ -236,7 +236,7 @@ def pair_row(context: str, continuation: str, setting: Setting, where: str) -> R
     return row
 
 
-def encode_pair(context: str, continuation: str, setting: Setting, where: str) -> Row:
+def encode_pair(context: str, continuation: str, setting: Setting, where: str) -> ScoredRow:
     """Like ``pair_row``, of any length.
 
     Both are encoded together, and spaces at the end of the context belong to the continuation, as in
@@ -246,7 +246,7 @@ def encode_pair(context: str, continuation: str, setting: Setting, where: str) -
     if not before:
         before = setting.prefix
         ids = ids if ids[:1] == before else [*before, *ids]
-    row = Row(np.asarray(ids), len(before))
+    row = ScoredRow(np.asarray(ids), len(before))
     if row.start == 0:
         raise UserError(f"{where}: the context is empty, and the tokenizer has no token to begin with")
     if row.start >= len(ids):

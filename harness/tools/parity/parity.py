@@ -318,7 +318,7 @@ def _summary(config: ParityConfig, job: ParityJob, agree: int, compared: int) ->
 
 
 @dataclass(frozen=True)
-class Row:
+class ParityRow:
     """One row of the table: a job to compare."""
 
     name: str
@@ -327,20 +327,20 @@ class Row:
     """Overrides that compose the job, if the name does not identify them."""
 
 
-def matrix_rows(job: ParityJob, overrides: list[str]) -> list[Row]:
+def matrix_rows(job: ParityJob, overrides: list[str]) -> list[ParityRow]:
     """Compose the chosen layouts of the matrix."""
     require_vocabulary(job)
     layouts = compose_layouts(job.parity, overrides, has_experts=job.model.moe.enabled)
-    return [Row(name, each) for name, (_, each) in layouts.items()]
+    return [ParityRow(name, each) for name, (_, each) in layouts.items()]
 
 
-def random_rows(config: ParityConfig, overrides: list[str]) -> Iterator[Row]:
+def random_rows(config: ParityConfig, overrides: list[str]) -> Iterator[ParityRow]:
     """Compose random jobs one after another; overrides on the command line apply to all of them."""
     fixed = [override for override in overrides if not override.startswith("parity.")]
     composer = Composer("parity", ParityJob)
     for seed in range(config.seed, config.seed + config.random):
         composed, job = random_job(composer, seed, config.world_size, fixed)
-        yield Row(f"parity.seed={seed}", job.plain, " ".join(composed))
+        yield ParityRow(f"parity.seed={seed}", job.plain, " ".join(composed))
 
 
 HEADER = f"{'layout':<28} {'ranks':>5} {'loss':>9} {'gradient':>9} {'norm':>9}  verdict  worst parameter\n"

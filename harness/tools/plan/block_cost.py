@@ -105,7 +105,7 @@ ROWWISE = ("float8_rowwise", HIGH_PRECISION)
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockPasses:
     """The passes of one block."""
 
     forward: Pass
@@ -142,7 +142,7 @@ class Worker:
         # With one scale a tensor, inputs are cast before they are gathered (harness/precision/swap.py).
         self.casts_stream = job.precision.linear == "float8_tensorwise" and layout.uses_sequence_parallel
 
-    def block(self, layer: int) -> Block:
+    def block(self, layer: int) -> BlockPasses:
         job = self.job
         operations = self.model_costs.block_operations(job.model, layer, job.training.seq_len)
         passes, attention = self._passes(operations), self._attention_seconds(operations)
@@ -174,7 +174,7 @@ class Worker:
             biases = self.machine.pass_seconds(values * self.costs.bias_gradient * self.value_bytes / 2)
         inputs = products + again + 2 * passes + 2.5 * attention + biases + context.adding_seconds()
         back = *tensor, *context.backward(), *self._to_experts(operations, counts=False)
-        return Block(
+        return BlockPasses(
             forward=forward,
             recompute=self._recomputed(
                 layer, operations, forward, products + casts_of_weights, passes + casts

@@ -8,7 +8,7 @@ from harness.config.job import Job
 from harness.config.parallelism import ParallelismConfig
 from harness.model.accounting import block_weights
 from harness.model.spec import block_tensors
-from harness.tools.plan.costs import Attention
+from harness.tools.plan.costs import AttentionCost
 from harness.tools.plan.machine import Group, Machine, expert_groups, group_of
 from harness.tools.plan.parameters import BYTES, tensors_by_module
 
@@ -68,7 +68,7 @@ class ContextParallel:
 
     job: Job
     machine: Machine
-    of: Attention
+    of: AttentionCost
     rows: int
     """Tokens of a rank."""
     attention_seconds: float

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionCost:
     """The attention operation of one block."""
 
     heads: int
@@ -40,7 +40,7 @@ class Operations:
 
     products: tuple[TensorSpec, ...]
     """Matrices that tokens are multiplied by."""
-    attention: Attention
+    attention: AttentionCost
     norm_width: int
     """Inputs of both norms; the two residual sums have as many."""
     rotated_width: int
@@ -170,7 +170,7 @@ class PreNormCosts(BlockCosts):
         has_experts, of = model.has_experts(layer), model.moe
         return Operations(
             tuple(tensor for tensor in block_tensors(model, layer) if tensor.is_matrix),
-            Attention(
+            AttentionCost(
                 model.n_heads,
                 model.n_kv_heads,
                 model.head_width,

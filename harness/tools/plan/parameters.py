@@ -26,7 +26,7 @@ from harness.config.pipeline import split_modules, stages_of_rank
 from harness.config.precision import PrecisionConfig
 from harness.model.architecture import block_kinds
 from harness.model.spec import TensorSpec, fsdp_groups, tensors
-from harness.optimizer.assignment import Matrices, Unit, assign, orthogonalization_flops
+from harness.optimizer.assignment import Matrices, MatrixGroup, assign, orthogonalization_flops
 from harness.optimizer.settings import TensorSettings, exchanges, kind_of, tensor_settings
 from harness.tools.plan.costs import costs_of
 
@@ -292,7 +292,7 @@ class _Cell:
         return index
 
 
-_Round = list[tuple[Unit, _Cell, Matrices]]
+_Round = list[tuple[MatrixGroup, _Cell, Matrices]]
 
 
 def planned_update(job: Job, parameters: RankParameters) -> PlannedUpdate | None:

@@ -31,7 +31,7 @@ from harness.tools.plan.order import fullest, passes_of_rank
 from harness.tools.plan.parameters import Memo, RankParameters, parameters_of
 from harness.tools.plan.plan import PARTS, Action, Plan
 from harness.tools.plan.render import mesh_of
-from harness.tools.plan.space import MODES, Key, Legality, Point, Space
+from harness.tools.plan.space import MODES, Key, LayoutPoint, Legality, Space
 from harness.util.errors import ConfigError, UserError
 from harness.util.hardware import ACCELERATORS, Accelerator
 from harness.util.tables import gib
@@ -44,7 +44,7 @@ MOST_LAYOUTS, MOST_POINTS = 20_000, 1_000_000
 class Candidate:
     """A point that is legal and fits, with its plan."""
 
-    point: Point
+    point: LayoutPoint
     plan: Plan
 
     @property
@@ -121,7 +121,7 @@ class Search:
     """One broken rule of each field."""
     too_large: int = 0
     """Number of points that do not fit."""
-    closest: tuple[float, Point] | None = None
+    closest: tuple[float, LayoutPoint] | None = None
     """The point closest to fitting, and a lower bound on its shortfall in bytes."""
     tied: int = 0
     """Number of points as fast as one of the best, with more axes or more memory."""
@@ -132,9 +132,9 @@ class Search:
     seconds: float = 0.0
     """Duration of the search."""
 
-    def legal_points(self) -> list[Point]:
+    def legal_points(self) -> list[LayoutPoint]:
         """Return the legal points of the space; count the others."""
-        space, legality, legal = self.space, Legality(self.space.base), list[Point]()
+        space, legality, legal = self.space, Legality(self.space.base), list[LayoutPoint]()
         layouts = list(islice(space.layouts(), MOST_LAYOUTS + 1))
         if len(layouts) > MOST_LAYOUTS:
             raise _too_many(space, f"{MOST_LAYOUTS:,} layouts")
@@ -157,7 +157,7 @@ class Search:
             )
         return legal
 
-    def rank(self, points: Sequence[Point]) -> None:
+    def rank(self, points: Sequence[LayoutPoint]) -> None:
         """Plan the legal points that may be among the best."""
         base = self.space.base
         device, machine = device_of(base), machine_of(points[0].job(base), self.calibration)
@@ -168,7 +168,7 @@ class Search:
             rule = "a search ranks by speed, and the network between these nodes is unknown"
             raise ConfigError("cluster.network_gbps", None, rule, "400, Gbit/s for each device")
         memory, times = MemoryBounds(base, device, self.headroom), TimeBounds(base, machine)
-        bounded: list[tuple[float, Point]] = []
+        bounded: list[tuple[float, LayoutPoint]] = []
         for point in points:
             if shortfall := memory.persistent_shortfall(point):
                 self._count_too_large(shortfall, point)
@@ -176,7 +176,7 @@ class Search:
                 bounded.append((rounded(times.seconds(point)), point))
         # Points that did not fit, by placement: rows, saved activations, shortfall.
         known: dict[Key, list[tuple[int, int, float]]] = defaultdict(list)
-        dropped: list[Point | Candidate] = []
+        dropped: list[LayoutPoint | Candidate] = []
         for least, point in sorted(bounded, key=lambda pair: pair[0]):
             if len(self.best) == self.top and (least, point.axes) > self.best[-1].order[:2]:
                 dropped.append(point)
@@ -203,12 +203,12 @@ class Search:
         self.illegal[error.field] += 1
         self.rules.setdefault(error.field, error)
 
-    def _count_too_large(self, shortfall: float, point: Point) -> None:
+    def _count_too_large(self, shortfall: float, point: LayoutPoint) -> None:
         self.too_large += 1
         if self.closest is None or shortfall < self.closest[0]:
             self.closest = shortfall, point
 
-    def _plan(self, point: Point, memory: MemoryBounds) -> tuple[float, Candidate | None]:
+    def _plan(self, point: LayoutPoint, memory: MemoryBounds) -> tuple[float, Candidate | None]:
         """Plan a point that may fit; return the bytes by which it does not, or the candidate."""
         if shortfall := memory.shortfall(point):
             return shortfall, None
@@ -247,7 +247,7 @@ class MemoryBounds(Memo):
         super().__init__()
         self._base, self._device, self._headroom = base, device, headroom
 
-    def persistent_shortfall(self, point: Point) -> float:
+    def persistent_shortfall(self, point: LayoutPoint) -> float:
         """Least bytes by which a legal point exceeds the limit without activations; 0 if it may fit."""
 
         def peak() -> float:
@@ -265,7 +265,7 @@ class MemoryBounds(Memo):
 
         return self.once(point.placement, shortfall)
 
-    def shortfall(self, point: Point) -> float:
+    def shortfall(self, point: LayoutPoint) -> float:
         """Least bytes by which a legal point exceeds the limit with its own microbatches; 0 if it may fit."""
         job = point.job_unchecked(self._base)
         layout, order = job.parallelism, (job.microbatches, point.schedule)
@@ -290,7 +290,7 @@ class MemoryBounds(Memo):
                 break
         yield from islice(order, 2 * len(stages))
 
-    def _over_limit(self, point: Point, peak: float) -> float:
+    def _over_limit(self, point: LayoutPoint, peak: float) -> float:
         limit = self.once(
             ("limit", *(degree > 1 for degree in (*point.degrees, point.ep))),
             lambda: memory_limit(point.job_unchecked(self._base), self._device),
@@ -386,11 +386,11 @@ class TimeBounds(Memo):
         formatted = base.precision.linear != "none"
         self._converted = frozenset(sort_linears(base.model, base.precision).converted if formatted else ())
 
-    def seconds(self, point: Point) -> float:
+    def seconds(self, point: LayoutPoint) -> float:
         """Lower bound on the step time of a legal point."""
         return sum(self.parts(point).values())
 
-    def parts(self, point: Point) -> dict[str, float]:
+    def parts(self, point: LayoutPoint) -> dict[str, float]:
         """The bound, split by ``KNOWN``, ``dp`` for FSDP, and the bubble."""
         times = self._base.global_batch_size // point.data_parallel // point.rows
         passes = times if point.pp == 1 else times * point.rows // point.local_batch_size
@@ -404,7 +404,7 @@ class TimeBounds(Memo):
         parts = {name: times * part for name, part in zip(KNOWN, ranks[at].parts, strict=True)}
         return parts | {"dp": of_ranks[at], "bubble": ranks[at].idle}
 
-    def _sharing(self, point: Point) -> dict[Any, float]:
+    def _sharing(self, point: LayoutPoint) -> dict[Any, float]:
         """Least seconds that FSDP takes for a block of each kind in one pass over a local batch."""
         job, contention = point.job_unchecked(self._base), min(1.0, self._machine.contention)
         gathers = 1 + job.parallelism.reshards_after_forward
@@ -416,7 +416,7 @@ class TimeBounds(Memo):
             sharing[kind] = contention * moving + gathers * block.copying
         return sharing
 
-    def _slowest(self, point: Point) -> list[_Rank]:
+    def _slowest(self, point: LayoutPoint) -> list[_Rank]:
         """The ranks that can be the slowest for some number of microbatches."""
         shared = (point.tp, point.cp, point.ep, point.rows, point.mode, point.schedule is not None)
         loads = self.once(("loads", *shared), lambda: self._loads(point))
@@ -438,7 +438,7 @@ class TimeBounds(Memo):
                 ranks.append(_Rank(forward + backward, idle, parts, [each for of in held for each in of]))
         return ranks
 
-    def _loads(self, point: Point) -> dict[Any, Load]:
+    def _loads(self, point: LayoutPoint) -> dict[Any, Load]:
         worker = Worker(point.job_unchecked(self._base), self._machine, self._converted)
         loads: dict[Any, Load] = {"tok_embeddings": _load(*worker.table()), "output": _load(*worker.head())}
         for kind, layer in self._first.items():

@@ -28,7 +28,7 @@ Key = tuple[Any, ...]
 _KEY = re.compile(r"^(?:\+\+|\+)?(?P<key>[\w.]+)=(?P<value>.*)$", re.DOTALL)
 
 
-class Point(NamedTuple):
+class LayoutPoint(NamedTuple):
     """One candidate of a search; a tuple, because a search makes a million. First the degrees of ``AXES``."""
 
     pp: int
@@ -160,14 +160,14 @@ class Space:
             if "parallelism.tp" in self.typed or linked % of["tp"] == 0:
                 yield from ((degrees, ep) for ep in self._expert_degrees(of))
 
-    def points(self, degrees: tuple[int, ...], ep: int) -> Iterator[Point]:
+    def points(self, degrees: tuple[int, ...], ep: int) -> Iterator[LayoutPoint]:
         """Yield all points of a mesh, those with the least memory first."""
         pp, replicas, shards, cp, tp = degrees
         share, rest = divmod(self.base.global_batch_size, replicas * shards)
         if rest:
             # One point of this mesh, so that the error is reported once.
             schedule = None if pp == 1 else "1F1B"
-            yield Point(pp, replicas, shards, cp, tp, ep, 1, 1, "full", schedule, None)
+            yield LayoutPoint(pp, replicas, shards, cp, tp, ep, 1, 1, "full", schedule, None)
             return
         for local in self._choices("training.local_batch_size", [share] if pp > 1 else divisors(share)):
             sizes = divisors(local) if pp > 1 and local else [1]
@@ -175,7 +175,7 @@ class Space:
                 for schedule, layers in self._schedules(pp) if pp > 1 else [(None, None)]:
                     for mode in self._choices("activation_checkpoint.mode", reversed(MODES)):
                         mesh = pp, replicas, shards, cp, tp, ep
-                        yield Point(*mesh, local, size, mode, schedule, layers)
+                        yield LayoutPoint(*mesh, local, size, mode, schedule, layers)
 
     def _choices(self, field: str, free: Iterable[Any]) -> list[Any]:
         part, name = field.split(".")
@@ -264,7 +264,7 @@ class Legality(Memo):
         self._batch = base.global_batch_size
         self._batches = [size for _, size in base.schedule.batch_sizes]
 
-    def broken(self, point: Point) -> ConfigError | None:
+    def broken(self, point: LayoutPoint) -> ConfigError | None:
         """The rule that a point breaks; None if it is legal."""
         pp, replicas, shards, cp, tp, ep, local, size, mode, schedule, layers = point
         share, rest = divmod(self._batch, replicas * shards)
@@ -272,7 +272,7 @@ class Legality(Memo):
         uneven = rest or not rows or share % local
         if uneven or any(size % rows for size in self._batches):
             return self._error_of(self._check_all, point)
-        rules: tuple[tuple[Callable[[Point], None], Key], ...] = (
+        rules: tuple[tuple[Callable[[LayoutPoint], None], Key], ...] = (
             (self._check_axes, (*point.degrees, ep)),
             (self._check_pipeline, (pp, schedule, layers, share, local, size)),
             (self._check_mode, (mode, schedule, tp)),
@@ -286,18 +286,18 @@ class Legality(Memo):
         return None
 
     @staticmethod
-    def _error_of(rule: Callable[[Point], None], point: Point) -> ConfigError | None:
+    def _error_of(rule: Callable[[LayoutPoint], None], point: LayoutPoint) -> ConfigError | None:
         try:
             rule(point)
         except ConfigError as error:
             return error
         return None
 
-    def _check_axes(self, point: Point) -> None:
+    def _check_axes(self, point: LayoutPoint) -> None:
         layout = replace(point.layout(self.base.parallelism), pp=1)
         layout.validate(self.base.model, self.base.training.seq_len, 1, 1)
 
-    def _check_pipeline(self, point: Point) -> None:
+    def _check_pipeline(self, point: LayoutPoint) -> None:
         alone = {axis: 1 for axis in (*AXES, "ep") if axis != "pp"}
         # The error's suggestion for the global batch depends on the data-parallel degree.
         alone["dp_replicate"] = point.data_parallel
@@ -305,20 +305,20 @@ class Legality(Memo):
         share = self.base.global_batch_size // point.data_parallel
         layout.validate(self.base.model, self.base.training.seq_len, point.local_batch_size, share)
 
-    def _check_mode(self, point: Point) -> None:
+    def _check_mode(self, point: LayoutPoint) -> None:
         recompute = replace(self.base.activation_checkpoint, mode=point.mode)
         layout = point.layout(self.base.parallelism)
         recompute.validate(self.base.compile, splits_backward=layout.splits_backward)
         check_torch(replace(self.base, parallelism=layout))
 
-    def _check_all(self, point: Point) -> None:
+    def _check_all(self, point: LayoutPoint) -> None:
         """Check all rules except those of formats; once those that no layout has an effect on."""
         if not self._passed:
             point.job(self._plain)
             self._passed = True
         resolve_layout(point.job_unchecked(self._plain), gpus=gpus_of(self.base))
 
-    def _check_format(self, point: Point) -> None:
+    def _check_format(self, point: LayoutPoint) -> None:
         if self._linears is None:
             return
         base, layout = self.base, point.layout(self.base.parallelism)

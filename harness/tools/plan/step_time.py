@@ -17,7 +17,7 @@ from harness.model.accounting import account
 from harness.model.architecture import block_kinds
 from harness.model.spec import tensors
 from harness.optimizer.settings import exchanges, kinds_of
-from harness.tools.plan.block_cost import Block, Worker
+from harness.tools.plan.block_cost import BlockPasses, Worker
 from harness.tools.plan.collectives import Collective, Pass, Sharing, sharing_of_block, sharing_of_table
 from harness.tools.plan.machine import Group, Machine, group_of
 from harness.tools.plan.order import gathering_passes, pipeline_order, sends_of_ranks, simulate
@@ -40,7 +40,7 @@ def moved_by_update(model: ModelConfig, optimizer: OptimizerConfig) -> float:
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageTimes:
     """One pipeline stage, or the full model: its passes of a microbatch, and FSDP's work around them."""
 
     passes: dict[str, Pass]
@@ -63,7 +63,7 @@ class StepModel:
         thinned = of.mode == "selective_layer"
         kinds = enumerate(block_kinds(job.model))
         self.keys = [(*kind, thinned and layer % of.every_nth_layer == 0) for layer, kind in kinds]
-        self.blocks: list[Block] = self._of_each_block(self.worker.block)
+        self.blocks: list[BlockPasses] = self._of_each_block(self.worker.block)
         self.sharing: list[Sharing] = self._of_each_block(partial(sharing_of_block, job, machine))
         self.order = pipeline_order(self.layout, job.model.n_layers, job.microbatches)
         self.sends = sends_of_ranks(self.order)
@@ -79,7 +79,7 @@ class StepModel:
                 made[key] = make(layer)
         return [made[key] for key in self.keys]
 
-    def _stage(self, names: list[str]) -> Stage:
+    def _stage(self, names: list[str]) -> StageTimes:
         model = self.job.model
         layers = [int(name.removeprefix("layers.")) for name in names if name.startswith("layers.")]
         if "output" in names:
@@ -100,12 +100,12 @@ class StepModel:
         forward.append(always[0])
         inputs.append(always[1])
         passes = {"F": sum(forward, Pass()), "I": sum(inputs, Pass()), "W": sum(weights, Pass())}
-        return Stage(passes | {"B": passes["I"] + passes["W"]}, gathers, tuple(sharing), once)
+        return StageTimes(passes | {"B": passes["I"] + passes["W"]}, gathers, tuple(sharing), once)
 
     # -- FSDP ----
 
     def _around(
-        self, blocks: list[Block], sharing: list[Sharing], *, has_head: bool
+        self, blocks: list[BlockPasses], sharing: list[Sharing], *, has_head: bool
     ) -> tuple[tuple[Pass, Pass], dict[str, Pass], Pass]:
         """What FSDP adds to forward and backward, to passes that find freed parameters, and once a step.
 
@@ -149,7 +149,7 @@ class StepModel:
 
     # -- a step ----
 
-    def update_seconds(self, stages: Iterable[Stage]) -> float:
+    def update_seconds(self, stages: Iterable[StageTimes]) -> float:
         """Seconds of the norm, clipping and the optimizer on a rank with these stages."""
         held = sum(shared.held for stage in stages for shared in stage.sharing)
         width = BYTES[self.job.precision.master_dtype] / 4

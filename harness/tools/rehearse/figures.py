@@ -24,7 +24,7 @@ class Product:
 
 
 @dataclass
-class Collective:
+class CollectiveCount:
     """Collectives of one kind in one group of ranks in a step."""
 
     axis: str
@@ -57,7 +57,7 @@ class Copy:
 
 
 @dataclass
-class Failure:
+class RehearsalFailure:
     """Why a rehearsal failed."""
 
     kind: str
@@ -78,7 +78,7 @@ class RankFigures:
     device: str
     steps: int = 0
     """Steps that finished."""
-    failure: Failure | None = None
+    failure: RehearsalFailure | None = None
     memory: dict[str, float] = field(default_factory=dict)
     """Bytes: ``parameters`` (with buffers), ``gradients``, ``optimizer``; at the peak ``allocated`` and
     ``reserved``; ``pinned`` of the host."""
@@ -86,7 +86,7 @@ class RankFigures:
     """How often the allocator had to release all of its cache."""
     kernels: dict[str, int] = field(default_factory=dict)
     products: list[Product] = field(default_factory=list)
-    collectives: list[Collective] = field(default_factory=list)
+    collectives: list[CollectiveCount] = field(default_factory=list)
     communicators: list[str] = field(default_factory=list)
     """Communicators made in the last step; all of them should exist before it."""
     waits: list[Wait] = field(default_factory=list)
@@ -121,7 +121,7 @@ class RankFigures:
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> RankFigures:
         """Build from the output of ``dataclasses.asdict``."""
-        parts = {"products": Product, "collectives": Collective, "waits": Wait, "copies": Copy}
+        parts = {"products": Product, "collectives": CollectiveCount, "waits": Wait, "copies": Copy}
         made = {name: [kind(**each) for each in plain[name]] for name, kind in parts.items()}
-        failure = None if plain["failure"] is None else Failure(**plain["failure"])
+        failure = None if plain["failure"] is None else RehearsalFailure(**plain["failure"])
         return cls(**(plain | made | {"failure": failure}))

@@ -25,11 +25,11 @@ from harness.config.job import Job
 from harness.run.folder import RunFolder
 from harness.tools.rehearse.figures import (
     OUT_OF_MEMORY,
-    Collective,
+    CollectiveCount,
     Copy,
-    Failure,
     Product,
     RankFigures,
+    RehearsalFailure,
     Wait,
 )
 from harness.tools.rehearse.gpu import virtual_device
@@ -42,7 +42,7 @@ CONTROLLER = "HARNESS_REHEARSAL"
 
 
 @dataclass(frozen=True)
-class Request:
+class RankRequest:
     """One rank to rehearse."""
 
     job: str
@@ -59,7 +59,7 @@ class Request:
 def main() -> None:
     """Serve requests until standard input ends; answer each with the process id and the exit code."""
     end_with_parent(int(os.environ[CONTROLLER]))
-    requests = (Request(**json.loads(line)) for line in sys.stdin)
+    requests = (RankRequest(**json.loads(line)) for line in sys.stdin)
     first = next(requests, None)
     if first is None:
         return
@@ -72,7 +72,7 @@ def main() -> None:
         serve(request)
 
 
-def serve(request: Request) -> None:
+def serve(request: RankRequest) -> None:
     """Fork a process for a rank and wait for it."""
     process = os.fork()
     if process == 0:
@@ -84,7 +84,7 @@ def serve(request: Request) -> None:
     sys.stdout.flush()
 
 
-def _be_rank(request: Request) -> None:
+def _be_rank(request: RankRequest) -> None:
     code = 1
     try:
         log = os.open(request.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -226,7 +226,7 @@ class Rehearsal:
             if kind in ("exchange", "all_to_all") and axis not in ("pp", "tp", "cp", "ep"):
                 # Experts' group may be FSDP's, and the optimizer's that of FSDP or of the world.
                 axis = "ep" if axis == "dp" and engine.job.parallelism.ep > 1 else "optimizer"
-            figures.collectives.append(Collective(axis, kind, ranks, count, size * sent_by(kind, ranks)))
+            figures.collectives.append(CollectiveCount(axis, kind, ranks, count, size * sent_by(kind, ranks)))
         figures.collectives.sort(key=lambda each: (each.axis, each.kind))
         figures.communicators = [" of ".join(map(str, groups.of(name))) for name in calls.communicators]
         figures.waits = [Wait(where, what, count) for (what, where), count in calls.waits.most_common()]
@@ -335,7 +335,7 @@ def _bytes_on_device(tensors: Any) -> float:
     return float(sum(storages.values()))
 
 
-def _failure(error: BaseException, step: int | None) -> Failure:
+def _failure(error: BaseException, step: int | None) -> RehearsalFailure:
     import torch
 
     # torch's pipelines raise their own error from the original one.
@@ -350,7 +350,7 @@ def _failure(error: BaseException, step: int | None) -> Failure:
         if frame.filename.startswith(package) and not frame.filename.startswith(own)
     ]
     kind = OUT_OF_MEMORY if isinstance(error, torch.OutOfMemoryError) else type(error).__name__
-    return Failure(kind, str(error), lines[-1] if lines else "torch", step)
+    return RehearsalFailure(kind, str(error), lines[-1] if lines else "torch", step)
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ def as_dict(plan: Plan, ranks: Sequence[RankFigures]) -> dict[str, Any]:
     }
 
 
-def _lines(plan: Plan, figures: RankFigures) -> list[Line]:
+def _lines(plan: Plan, figures: RankFigures) -> list[Quantity]:
     lines = memory_lines(figures, plan)
     if figures.failure is None:
         lines += [*work_lines(figures, plan), *traffic_lines(figures, plan)]
@@ -86,7 +86,7 @@ def _failure(figures: RankFigures) -> str:
     return f"  {name} {when} at {failure.where}: {message}\n"
 
 
-def _table(title: str, lines: Sequence[Line]) -> str:
+def _table(title: str, lines: Sequence[Quantity]) -> str:
     if not lines:
         return ""
     # If all lines are in bytes, the title names the unit.
@@ -181,7 +181,7 @@ HOST_KINDS = {"exchange": "all_to_all"}
 
 
 @dataclass(frozen=True)
-class Line:
+class Quantity:
     """One quantity, rehearsed and planned."""
 
     name: str
@@ -197,7 +197,7 @@ class Line:
         return self.rehearsed / self.planned - 1 if self.planned else None
 
 
-def memory_lines(figures: RankFigures, plan: Plan) -> list[Line]:
+def memory_lines(figures: RankFigures, plan: Plan) -> list[Quantity]:
     """Compare the device memory: parameters, gradients, optimizer state and the peaks."""
     memory = plan.memory[figures.pp_rank]
     planned = {
@@ -208,23 +208,25 @@ def memory_lines(figures: RankFigures, plan: Plan) -> list[Line]:
         "reserved": memory.peak,
     }
     return [
-        Line(name, "bytes", figures.memory[name], planned[name]) for name in planned if name in figures.memory
+        Quantity(name, "bytes", figures.memory[name], planned[name])
+        for name in planned
+        if name in figures.memory
     ]
 
 
-def work_lines(figures: RankFigures, plan: Plan) -> list[Line]:
+def work_lines(figures: RankFigures, plan: Plan) -> list[Quantity]:
     """Compare launches and FLOPs of a step, and the host's time with the planned time of the GPU."""
     step = None if plan.speed is None else plan.speed.step_seconds
     return [
-        Line("kernels", "count", figures.launches, None),
-        Line("products", "count", figures.product_count, None),
-        Line("products", "FLOPs", figures.product_flops, product_flops(plan.job, figures.pp_rank)),
-        Line("host (planned: GPU)", "seconds", figures.host_seconds, step),
-        Line("host CPU (planned: GPU)", "seconds", figures.cpu_seconds, step),
+        Quantity("kernels", "count", figures.launches, None),
+        Quantity("products", "count", figures.product_count, None),
+        Quantity("products", "FLOPs", figures.product_flops, product_flops(plan.job, figures.pp_rank)),
+        Quantity("host (planned: GPU)", "seconds", figures.host_seconds, step),
+        Quantity("host CPU (planned: GPU)", "seconds", figures.cpu_seconds, step),
     ]
 
 
-def traffic_lines(figures: RankFigures, plan: Plan) -> list[Line]:
+def traffic_lines(figures: RankFigures, plan: Plan) -> list[Quantity]:
     """Compare a rank's collectives and their bytes, by axis and kind, with those planned for its stages."""
     here: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for each in figures.collectives:
@@ -240,7 +242,7 @@ def traffic_lines(figures: RankFigures, plan: Plan) -> list[Line]:
     for key in sorted({*here, *planned}):
         for place, unit in enumerate(("count", "bytes")):
             value = planned[key][place] if key in planned else None
-            lines.append(Line(" ".join(key), unit, here[key][place], value))
+            lines.append(Quantity(" ".join(key), unit, here[key][place], value))
     return lines
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from harness.config.job import Job
 from harness.tools.rehearse.build import GPU_LIBRARY, library
 from harness.tools.rehearse.config import RehearseConfig
-from harness.tools.rehearse.figures import Failure, RankFigures
+from harness.tools.rehearse.figures import RankFigures, RehearsalFailure
 from harness.tools.rehearse.rank import CONTROLLER
 from harness.util import PACKAGE
 from harness.util.errors import MachineError, UserError
@@ -129,7 +129,7 @@ def environment(folder: Path) -> dict[str, str]:
 def _ended(job: Job, rank: int, how: str, log: Path) -> RankFigures:
     pp_rank = rank // (job.world_size // job.parallelism.pp)
     figures = RankFigures(rank, pp_rank, str(job.cluster.accelerator))
-    figures.failure = Failure("process", f"{how}: {_end_of_log(log)}", "unknown", None)
+    figures.failure = RehearsalFailure("process", f"{how}: {_end_of_log(log)}", "unknown", None)
     return figures
 
 

@@ -18,7 +18,7 @@ from harness.config.job import Job
 from harness.config.registry import MissingPackageError
 from harness.launch.rows import as_planned, job_of, load, of_sweep, read_kept, shortened
 from harness.launch.sweep.registry import FILE as SWEEP
-from harness.launch.sweep.registry import Registry, labels
+from harness.launch.sweep.registry import SweepFolder, labels
 from harness.run.folder import run_folders
 from harness.tools.plan.config import PlanJob
 from harness.tools.plan.constants import Calibration, Constants
@@ -216,7 +216,7 @@ def _table(
 def _runs_of(job: Job, runs_dir: Path | None) -> list[Row]:
     folder = (runs_dir or Path(job.runs_dir)) / job.name
     if (folder / SWEEP).is_file():
-        return of_sweep(Registry(folder))
+        return of_sweep(SweepFolder(folder))
     return load(folder) if run_folders(folder, levels=1) else []
 
 

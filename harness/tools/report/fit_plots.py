@@ -14,7 +14,7 @@ from harness.util.tables import counted
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from harness.tools.report.fits import Fits, Run
+    from harness.tools.report.fits import Fits, FittedRun
 
 _POINTS = 60
 _HELD_OUT = "#009e73"
@@ -84,7 +84,7 @@ def _draw_forecasts(axis: Axes, made: Fits, positions: Sequence[float]) -> None:
         positions, values, yerr=sides, fmt="_", color=_HELD_OUT, capsize=4, markersize=10,
         label=f"predicted, {LEVEL:.0%} interval of a run",
     )  # fmt: skip
-    held: list[tuple[float, Run]] = [
+    held: list[tuple[float, FittedRun]] = [
         (position, each.run)
         for position, each in zip(positions, made.forecasts, strict=True)
         if each.run.loss is not None

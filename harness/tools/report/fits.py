@@ -77,7 +77,7 @@ _PARABOLAS = (
 
 
 @dataclass(frozen=True)
-class Run:
+class FittedRun:
     """A run as a point of a scaling law."""
 
     name: str
@@ -98,7 +98,7 @@ class Run:
 class Forecast:
     """A run that is not part of the fit: its predicted loss, and the measured one if it has completed."""
 
-    run: Run
+    run: FittedRun
     predicted: Interval
 
     @property
@@ -120,7 +120,7 @@ class Fits:
         words: findings, one sentence each.
     """
 
-    runs: list[Run]
+    runs: list[FittedRun]
     loss: str
     law: Fit | None = None
     by_parameters: Frontier | None = None
@@ -161,7 +161,7 @@ def fits_of(rows: Sequence[Row], *, counted: str = "non_embedding", hold_out: in
     return Fits(fitted, loss, law, by_parameters, by_tokens, forecasts, words)
 
 
-def _without_largest(runs: Sequence[Run], hold_out: int) -> list[Run]:
+def _without_largest(runs: Sequence[FittedRun], hold_out: int) -> list[FittedRun]:
     computes = sorted({run.flops for run in runs})
     if hold_out >= len(computes):
         most = f"--hold-out {len(computes) - 1}" if len(computes) > 1 else "runs of several sizes"
@@ -176,14 +176,14 @@ def _is_positive(value: Any) -> bool:
     return isinstance(value, int | float) and value > 0
 
 
-def _run(row: Row, loss: str, counted: str) -> Run:
+def _run(row: Row, loss: str, counted: str) -> FittedRun:
     job = job_of(row)
     assert job is not None, "only skipped points have no job"
     is_done = row["state"] == "completed"
     tokens = row["tokens"] if is_done else job.sizes.tokens(job.steps)
     each = account(job.model, job.training.seq_len).flops_per_token_full
     measured = float(row[loss]) if is_done and _is_positive(row.get(loss)) else None
-    return Run(row["point"], count(job.model, counted), tokens, each * tokens, measured)
+    return FittedRun(row["point"], count(job.model, counted), tokens, each * tokens, measured)
 
 
 def _require_comparable(rows: Sequence[Row]) -> None:
@@ -202,7 +202,7 @@ def _require_comparable(rows: Sequence[Row]) -> None:
                 )
 
 
-def _law(runs: Sequence[Run]) -> tuple[Fit | None, list[str]]:
+def _law(runs: Sequence[FittedRun]) -> tuple[Fit | None, list[str]]:
     ratios = [run.tokens / run.parameters for run in runs]
     words, law = [], CHINCHILLA
     if max(ratios) < COLLINEAR * min(ratios):
@@ -267,7 +267,7 @@ def _frontiers_in_words(by_parameters: Frontier | None, by_tokens: Frontier | No
     return words
 
 
-def _forecast_in_words(each: Forecast, fitted: Sequence[Run]) -> str:
+def _forecast_in_words(each: Forecast, fitted: Sequence[FittedRun]) -> str:
     times = each.run.flops / max(run.flops for run in fitted)
     words = (
         f"`{each.run.name}` ({in_units(each.run.parameters)} parameters, {times:.2g} times the largest "
@@ -307,7 +307,7 @@ def report_fits(title: str, made: Fits, counted: str, folder: Path) -> Document:
     return Document(title, made.words, blocks, [*runs, *predictions])
 
 
-def _of_run(run: Run) -> Row:
+def _of_run(run: FittedRun) -> Row:
     sizes = {"N": run.parameters, "D": run.tokens, "ratio": run.tokens / run.parameters, "C": run.flops}
     return {"point": run.name, **sizes, "loss": run.loss}
 

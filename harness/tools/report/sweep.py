@@ -14,7 +14,7 @@ from harness.compose.verb import Result, Verb
 from harness.launch.queue import cancel as cancel_jobs
 from harness.launch.rows import fastest_first, of_sweep
 from harness.launch.state import HELD, RunState, read_or_warn, read_states
-from harness.launch.sweep.registry import Point, Registry, labels, points_in
+from harness.launch.sweep.registry import Point, SweepFolder, labels, points_in
 from harness.launch.sweep.run import log_table, states_of
 from harness.launch.sweep.run import resume as resume_points
 from harness.launch.sweep.study import StudyRecord, best_in_words, counted, table_of_states
@@ -29,7 +29,7 @@ def status(folder: Path, *, verify: bool = False) -> Result:
     """Show every point: state, step, speed, memory, reason of failure."""
     points = points_in(folder)
     seen, code = read_or_warn([point.run_dir for point in points], lambda _: states_of(points))
-    skipped = Registry(folder).skipped()
+    skipped = SweepFolder(folder).skipped()
     study = StudyRecord.read(folder)
     table = to_text(table_of_states(points, seen, study.objective if study else ())) + counted(seen, skipped)
     table += best_in_words(study, points) if study else ""
@@ -85,12 +85,12 @@ def resume(folder: Path, *, out_of_memory: bool) -> int:
     if study is not None:
         works = shlex.join(["python", "-m", "harness.train", "-m", *study.command])
         raise UserError(f"{folder}: {study.sweeper} chooses its points; would work: {works}")
-    return resume_points(Registry.open(folder), out_of_memory=out_of_memory)
+    return resume_points(SweepFolder.open(folder), out_of_memory=out_of_memory)
 
 
 def collect(folder: Path) -> int:
     """Write table.csv, table.md and plot.png into the folder."""
-    registry = Registry.open(folder)
+    registry = SweepFolder.open(folder)
     points, study = registry.points(), StudyRecord.read(folder)
     rows = with_layouts(of_sweep(registry))
     measured = rows[: len(points)]  # the others were skipped

@@ -24,7 +24,7 @@ from harness.compose.verb import Result, Verb
 from harness.launch.sweep.run import sweep
 from harness.metrics.jsonl import read_metrics
 from harness.run.folder import RunFolder
-from harness.tools.study.judge import EQUAL, Curves, Losses, Verdict, final_losses, judge
+from harness.tools.study.judge import EQUAL, Curves, Losses, TechniqueVerdict, final_losses, judge
 from harness.tools.study.techniques import (
     CONTROL,
     TWIN,
@@ -168,7 +168,7 @@ class Compared:
 
     technique: Technique
     found: Found | None = None
-    verdict: Verdict | None = None
+    verdict: TechniqueVerdict | None = None
 
     @property
     def word(self) -> str:
@@ -212,7 +212,7 @@ def rows_of(compared: Sequence[Compared], config: ConvergeConfig) -> list[Row]:
     return rows
 
 
-def _statistics(verdict: Verdict, spread: float) -> Row:
+def _statistics(verdict: TechniqueVerdict, spread: float) -> Row:
     def power_of_ten(exponent: float) -> float:
         return 10.0**exponent if exponent < sys.float_info.max_10_exp else math.inf
 

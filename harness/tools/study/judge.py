@@ -120,7 +120,7 @@ class Curves:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class TechniqueVerdict:
     """Result of comparing one technique with the control.
 
     Attributes:
@@ -142,7 +142,7 @@ class Verdict:
 
 def judge(
     control: Curves, twin: Curves | None, techniques: Mapping[str, Curves], config: ConvergeConfig
-) -> dict[str, Verdict]:
+) -> dict[str, TechniqueVerdict]:
     """Compare every technique with the control.
 
     The null hypothesis of each test is that the technique's mean statistic over all seeds is 0 (two-sided;
@@ -213,13 +213,13 @@ def _measure(
     return _Measured(final, speed, departure, p_values, needs_twin=needs_twin)
 
 
-def _decide(measured: _Measured, p_values: list[float], config: ConvergeConfig) -> Verdict:
+def _decide(measured: _Measured, p_values: list[float], config: ConvergeConfig) -> TechniqueVerdict:
     final, speed, departure = measured.final, measured.speed, measured.departure
     most = math.log10(config.rounding_factor)
     is_significant = [p < config.level for p in p_values]
 
-    def verdict(word: str, reason: str) -> Verdict:
-        return Verdict(word, final, speed, departure, min(p_values), reason)
+    def verdict(word: str, reason: str) -> TechniqueVerdict:
+        return TechniqueVerdict(word, final, speed, departure, min(p_values), reason)
 
     if is_significant[0] and abs(final.mean) > config.final_bound:
         return verdict(WORSE if final.mean > 0 else BETTER, "final loss")

@@ -170,7 +170,7 @@ _SCHEDSTAT = "/proc/thread-self/schedstat"
 Documentation/scheduler/sched-stats.rst)."""
 
 
-class Span(NamedTuple):
+class PhaseSpan(NamedTuple):
     """A time in one phase without interruption, in seconds from the start of the step."""
 
     start: float
@@ -186,7 +186,7 @@ class StepPhases:
     """Phases of one step on one rank."""
 
     step: int
-    spans: list[Span]
+    spans: list[PhaseSpan]
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -196,7 +196,7 @@ class StepPhases:
     @property
     def passes(self) -> dict[int, dict[str, float]]:
         """Seconds of the forward and backward phases of each pipeline stage."""
-        of_stage: dict[int, list[Span]] = defaultdict(list)
+        of_stage: dict[int, list[PhaseSpan]] = defaultdict(list)
         for span in self.spans:
             if span.phase.startswith(("forward.", "backward.")):
                 of_stage[span.stage].append(span)
@@ -283,17 +283,17 @@ class Phases:
     def _mark(self) -> None:
         self._marks.append((self._stamps.now(), *self._open[-1]))
 
-    def _spans(self, marks: list[tuple[Any, str, int]], end: Any) -> list[Span]:
-        spans: list[Span] = []
+    def _spans(self, marks: list[tuple[Any, str, int]], end: Any) -> list[PhaseSpan]:
+        spans: list[PhaseSpan] = []
         since = 0.0
         lengths = self._stamps.lengths([stamp for stamp, _, _ in marks] + [end])
         for (_, phase, stage), (seconds, queued) in zip(marks, lengths, strict=True):
             until = since + seconds
             if spans and spans[-1].phase == phase and spans[-1].stage == stage:
                 last = spans[-1]
-                spans[-1] = Span(last.start, until, phase, stage, last.queued + queued)
+                spans[-1] = PhaseSpan(last.start, until, phase, stage, last.queued + queued)
             elif until > since:
-                spans.append(Span(since, until, phase, stage, queued))
+                spans.append(PhaseSpan(since, until, phase, stage, queued))
             since = until
         return spans
 

@@ -18,7 +18,7 @@ from harness.compose.composer import compose_job
 from harness.config.job import Job
 from harness.contrib.flux.config import FlowConfig, flow_of
 from harness.contrib.flux.pictures.encoders import Embeddings
-from harness.contrib.flux.sampling import Sampler, Sampling, noise_of, without_shift
+from harness.contrib.flux.sampling import LatentSampler, Sampling, noise_of, without_shift
 from harness.launch.pool import RankPool
 from harness.train.engine import Engine
 
@@ -66,7 +66,7 @@ def test_latents_are_those_of_the_pipeline(guidance: bool, shifted: bool, cfg: f
     expected = pipeline._unpack_latents(expected, NOISE[2] * 8, NOISE[3] * 8, 8)
     flow = FlowConfig() if shifted else without_shift(FlowConfig())
     one_rank = SimpleNamespace(size=lambda axis: 1)
-    sampler = Sampler(ours(tmp_path, model), one_rank, flow)  # type: ignore[arg-type]
+    sampler = LatentSampler(ours(tmp_path, model), one_rank, flow)  # type: ignore[arg-type]
     found = sampler.sample(noise, captions, empty, Sampling(STEPS, 3.5, cfg))
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
@@ -78,7 +78,7 @@ def sampled(job_json: str) -> list[list[float]]:
     generator = torch.Generator().manual_seed(3)
     noise = noise_of(7, [4, 9], (16, 8, 8), torch.device("cpu"))
     captions = Embeddings(torch.randn(2, 8, 16, generator=generator), torch.randn(2, 16, generator=generator))
-    sampler = Sampler(engine.parts[0], engine.mesh, flow_of(job))  # type: ignore[arg-type]
+    sampler = LatentSampler(engine.parts[0], engine.mesh, flow_of(job))  # type: ignore[arg-type]
     latents = sampler.sample(noise, captions, None, Sampling(3))
     assert not any(p.isnan().any() for p in engine.parameters)
     return latents.flatten(1).tolist()  # type: ignore[no-any-return]

@@ -27,7 +27,7 @@ from harness.tools.convert import ConvertConfig
 from harness.util.errors import ConfigError
 from harness.weights.detect import WeightFolder, find_source, open_source
 from harness.weights.format import WeightFormat
-from harness.weights.source import Source
+from harness.weights.source import WeightSource
 
 ROOT = Path(__file__).parents[3]
 
@@ -43,7 +43,7 @@ def open_lines(files: list[Path], opening: Opening) -> list[Tokens]:
 LINES = TokenFormat(endings=(".ids",), open=open_lines, companions={".ids.txt": ".ids"}, reads=("dtype",))
 
 
-def read_twos(path: str, model: ModelConfig) -> Source:
+def read_twos(path: str, model: ModelConfig) -> WeightSource:
     return Held({name: torch.full(shape, 2.0) for name, shape in tensor_shapes(model).items()})
 
 

@@ -21,7 +21,7 @@ from harness.tools.inference.evaluate import EvaluateJob
 from harness.tools.inference.generate import GenerateJob, Prompt
 from harness.tools.inference.model import InferenceModel, with_model
 from harness.tools.inference.scoring import Scorer
-from harness.tools.inference.tasks import Row
+from harness.tools.inference.tasks import ScoredRow
 from harness.train.setup import process_group
 from harness.weights.detect import find_source
 
@@ -61,12 +61,12 @@ def prompts(case: str) -> list[Prompt]:
     return [Prompt("", torch.randint(vocab_size, (n,), generator=generator).tolist()) for n in LENGTHS]
 
 
-def rows(case: str) -> list[Row]:
+def rows(case: str) -> list[ScoredRow]:
     """Rows of different lengths, more than one batch; some are scored from the middle."""
     generator = np.random.default_rng(3)
     lengths = (49, 12, 30, 2, 33, 40, 7, 20, 25, 49, 5)
     vocab_size = CASES[case].vocab_size
-    return [Row(generator.integers(0, vocab_size, n), max(1, n // 2 * (n % 2))) for n in lengths]
+    return [ScoredRow(generator.integers(0, vocab_size, n), max(1, n // 2 * (n % 2))) for n in lengths]
 
 
 def greedy_job(folder: Path, *overrides: str) -> GenerateJob:
@@ -85,7 +85,7 @@ def generated(job: GenerateJob, folder: Path, given: list[Prompt]) -> list[list[
     return [text.tokens for text in outcome.texts]
 
 
-def scored(job: EvaluateJob, folder: Path, given: list[Row]) -> np.ndarray:
+def scored(job: EvaluateJob, folder: Path, given: list[ScoredRow]) -> np.ndarray:
     model = InferenceModel(job, CPU)
     model.load(find_source(str(folder)))
     return Scorer(model).score(given)
@@ -103,7 +103,7 @@ def require_greedy(made: list[list[int]], theirs: Any, given: list[Prompt]) -> N
         assert tokens == logits[0, len(prompt.ids) - 1 :].argmax(-1).tolist(), f"{len(prompt.ids)} tokens"
 
 
-def require_scores(made: np.ndarray, theirs: Any, given: list[Row]) -> None:
+def require_scores(made: np.ndarray, theirs: Any, given: list[ScoredRow]) -> None:
     for number, (row, scores) in enumerate(zip(given, made, strict=True)):
         tokens = torch.from_numpy(row.tokens)
         with torch.no_grad():

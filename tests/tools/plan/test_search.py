@@ -29,7 +29,7 @@ from harness.tools.plan.make import make_plan
 from harness.tools.plan.plan import Plan, Resolution
 from harness.tools.plan.search import MemoryBounds, NothingFits, TimeBounds, search
 from harness.tools.plan.search_result import sweep_path
-from harness.tools.plan.space import SCHEDULES_TRIED, Legality, Point, Space
+from harness.tools.plan.space import SCHEDULES_TRIED, LayoutPoint, Legality, Space
 from harness.tools.plan.verb import plan
 from harness.util.encoding import dumps, loads
 from harness.util.errors import ConfigError, UserError
@@ -56,11 +56,11 @@ def space_of(*overrides: str) -> Space:
     return Space.of(job.plain, ["search=true", *overrides])
 
 
-def points_of(space: Space) -> list[Point]:
+def points_of(space: Space) -> list[LayoutPoint]:
     return [point for degrees, ep in space.layouts() for point in space.points(degrees, ep)]
 
 
-def legal_points(space: Space) -> list[Point]:
+def legal_points(space: Space) -> list[LayoutPoint]:
     legality = Legality(space.base)
     return [point for point in points_of(space) if legality.broken(point) is None]
 
@@ -191,7 +191,7 @@ def test_bounds_and_floors_are_below_the_plan(
     assert statistics.mean(starved) > 0.5
 
 
-def shortfall(point: Point, space: Space, limit: float, monkeypatch: pytest.MonkeyPatch) -> bool:
+def shortfall(point: LayoutPoint, space: Space, limit: float, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether the floors exclude a point for a device with this memory limit."""
     monkeypatch.setattr("harness.tools.plan.search.memory_limit", lambda job, device: limit)
     floors = MemoryBounds(space.base, device_of(space.base))

@@ -15,7 +15,14 @@ from harness.tools.plan.config import PlanJob
 from harness.tools.plan.make import make_plan
 from harness.tools.rehearse import build, server
 from harness.tools.rehearse.config import RehearseConfig, RehearseJob, ranks_to_rehearse
-from harness.tools.rehearse.figures import OUT_OF_MEMORY, Collective, Failure, Product, RankFigures, Wait
+from harness.tools.rehearse.figures import (
+    OUT_OF_MEMORY,
+    CollectiveCount,
+    Product,
+    RankFigures,
+    RehearsalFailure,
+    Wait,
+)
 from harness.tools.rehearse.gpu import read_calls, virtual_device
 from harness.tools.rehearse.render import (
     as_dict,
@@ -130,7 +137,10 @@ def figures_of(**changes: object) -> RankFigures:
         memory={"parameters": 2.0**30, "allocated": 3.0 * 2**30, "reserved": 4.0 * 2**30},
         kernels={"triton_poi_fused_0": 7},
         products=[Product(2, 1, 8, 4, 16, "bfloat16", 2048.0)],
-        collectives=[Collective("dp", "all_gather", 8, 15, 1e6), Collective("ep", "exchange", 8, 4, 1e6)],
+        collectives=[
+            CollectiveCount("dp", "all_gather", 8, 15, 1e6),
+            CollectiveCount("ep", "exchange", 8, 4, 1e6),
+        ],
         waits=[Wait("parallelism/expert.py:145", "stream", 4)],
         host_seconds=100.0,
         cpu_seconds=100.0,
@@ -167,7 +177,9 @@ def test_what_is_shown() -> None:
     assert "THE HOST WOULD KEEP THE GPU WAITING: a step takes 100 s of CPU time here, and" in text
     assert "host waits for the device: parallelism/expert.py:145 4 x (stream)" in text
     assert "2 x [8, 4] [4, 16] bfloat16" in text
-    failure = Failure(OUT_OF_MEMORY, "CUDA out of memory.\nTried to allocate 448.00 MiB.", "model/a.py:1", 0)
+    failure = RehearsalFailure(
+        OUT_OF_MEMORY, "CUDA out of memory.\nTried to allocate 448.00 MiB.", "model/a.py:1", 0
+    )
     figures = figures_of(failure=failure)
     assert RankFigures.from_plain(dataclasses.asdict(figures)) == figures
     failed = render(plan, [figures])

@@ -18,7 +18,7 @@ from harness.tools.plan.make import make_plan
 from harness.tools.plan.plan import Plan
 from harness.tools.rehearse.config import RehearseJob, ranks_to_rehearse
 from harness.tools.rehearse.figures import OUT_OF_MEMORY, RankFigures
-from harness.tools.rehearse.render import Line, memory_lines, product_flops, traffic_lines
+from harness.tools.rehearse.render import Quantity, memory_lines, product_flops, traffic_lines
 from harness.tools.rehearse.server import Rehearsals
 
 pytestmark = pytest.mark.rehearsal
@@ -90,7 +90,7 @@ def check(found: Rehearsed, *, waits: set[str] = frozenset()) -> None:  # type: 
         assert figures.allocation_retries == 0
 
 
-def check_close(line: Line, tolerance: float) -> None:
+def check_close(line: Quantity, tolerance: float) -> None:
     assert line.planned is not None
     assert line.rehearsed == pytest.approx(line.planned, rel=tolerance, abs=2**20), line
 

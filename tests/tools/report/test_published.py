@@ -15,7 +15,7 @@ import pytest
 from harness.compose.composer import Composed, compose_points
 from harness.config.pipeline import num_stages, split_modules
 from harness.tools.rehearse import verb
-from harness.tools.rehearse.figures import Failure, RankFigures
+from harness.tools.rehearse.figures import RankFigures, RehearsalFailure
 from harness.tools.report import experiment, published
 from harness.tools.report.experiment import REHEARSED, read_rehearsed, rehearse_missing
 from harness.tools.report.published import Recipe, find, recipe_of
@@ -177,7 +177,7 @@ class FakeRehearsals:
     """Ranks with more memory the higher they are; counts them."""
 
     ran: list[int]
-    failure: Failure | None = None
+    failure: RehearsalFailure | None = None
 
     def __enter__(self) -> FakeRehearsals:
         return self
@@ -210,7 +210,7 @@ def test_the_fullest_rank_is_kept_and_not_rehearsed_again(tmp_path: Path, fake: 
 
 
 def test_a_failed_rehearsal_is_not_kept(tmp_path: Path, fake: type[FakeRehearsals]) -> None:
-    fake.failure = Failure("out of memory", "Tried to allocate 6.00 GiB", "model/decoder.py:1", 0)
+    fake.failure = RehearsalFailure("out of memory", "Tried to allocate 6.00 GiB", "model/decoder.py:1", 0)
     with pytest.raises(UserError, match="rank 0 could not be rehearsed: out of memory: Tried to allocate"):
         rehearse_missing(tmp_path, [("id", JOB, "H100 SXM")])
     assert read_rehearsed(tmp_path) == {}

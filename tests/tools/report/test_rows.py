@@ -18,7 +18,7 @@ from made import DEVICE, leave, make_sweep, rate_of, result
 from harness.compose.composer import compose_job
 from harness.launch.rows import KEPT, completed, in_short, job_of, keep, load, of_points, read_kept, shortened
 from harness.launch.state import SlurmJobRecord, read_states
-from harness.launch.sweep.registry import Registry, command_of
+from harness.launch.sweep.registry import SweepFolder, command_of
 from harness.launch.sweep.study import table_of_states
 from harness.metrics.slow_ranks import SlowRank
 from harness.metrics.window import THROUGHPUT, Window
@@ -117,7 +117,7 @@ def test_every_table_ranks_points_by_the_same_rate(tmp_path: Path) -> None:
     window = Window(warmup_steps=0)
     for seconds in (2.0, 2.1, 2.2, 2.4, 30.0):
         window.add(seconds, 4096)
-    [first, *_] = Registry(folder).points()
+    [first, *_] = SweepFolder(folder).points()
     world = first.job.world_size
     row = {**result(first.job, 1.0), "window": window.summary()}
     write_result(first.run_dir, row)
@@ -127,7 +127,7 @@ def test_every_table_ranks_points_by_the_same_rate(tmp_path: Path) -> None:
     assert own["measured.tokens_per_second_per_rank"] == pytest.approx(5 * 4096 / 38.7 / world)
     assert own["measured.low"] == pytest.approx(deciles[0] / world) and own["measured.low"] > 0
     assert own["measured.high"] == pytest.approx(deciles[-1] / world)
-    points = Registry(folder).points()
+    points = SweepFolder(folder).points()
     seen = read_states([point.run_dir for point in points])
     of_sweep = {each.run_dir.name: (each.facts or {})[RATE] for each in seen}
     assert {each["id"]: each[f"measured.{RATE}"] for each in of_points(points)} == of_sweep

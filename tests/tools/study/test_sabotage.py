@@ -15,7 +15,7 @@ from harness.config.fields import with_value
 from harness.config.job import Job
 from harness.launch.pool import RankPool
 from harness.tools.parity.parity import Trace, trace
-from harness.tools.study.judge import BETTER, DIFFERENT, EQUAL, Curves, Verdict, judge
+from harness.tools.study.judge import BETTER, DIFFERENT, EQUAL, Curves, TechniqueVerdict, judge
 from harness.tools.study.techniques import ConvergeConfig
 
 SEEDS, STEPS = (1, 2, 3), 40
@@ -67,7 +67,7 @@ def curves(pool: RankPool, job: Job, train=trace, *, same: bool = True) -> Curve
 
 
 @pytest.fixture(scope="module")
-def verdicts(pool: RankPool) -> dict[str, Verdict]:
+def verdicts(pool: RankPool) -> dict[str, TechniqueVerdict]:
     control = curves(pool, tiny(*JOB))
     twin = curves(pool, tiny(*JOB, "training.local_batch_size=2"))
     techniques = {
@@ -82,7 +82,7 @@ def verdicts(pool: RankPool) -> dict[str, Verdict]:
     return judge(control, twin, techniques, ConvergeConfig())
 
 
-def test_errors_are_found_and_correct_techniques_are_equal(verdicts: dict[str, Verdict]) -> None:
+def test_errors_are_found_and_correct_techniques_are_equal(verdicts: dict[str, TechniqueVerdict]) -> None:
     correct = verdicts.keys() - {"lr", "scale", "norms"}
     assert correct and {verdicts[name].word for name in correct} == {EQUAL}
     # A larger rate learns faster at the start; the verdict says so.

@@ -62,7 +62,7 @@ class CaptionDropout(NamedTuple):
         return bool(self.fraction) and random_stream("caption", self.seed, number).uniform() < self.fraction
 
 
-class Caption(NamedTuple):
+class CaptionEmbeddings(NamedTuple):
     """The embeddings of a caption, float32."""
 
     text_LD: np.ndarray
@@ -118,7 +118,7 @@ class EncodedLoader(PictureLoader):
         std_BCHW = None if stds[0] is None else _stack(stds)
         return ImageBatch(_stack(means), std_BCHW, _stack(texts), _stack(pooled), torch.tensor(numbers))
 
-    def _sample(self, number: int) -> tuple[Picture, Caption]:
+    def _sample(self, number: int) -> tuple[Picture, CaptionEmbeddings]:
         picture, caption = self._samples.sample(number)
         return picture, self._samples.empty if self._dropout.drops(number) else caption
 
@@ -278,9 +278,11 @@ class LatentSamples:
         self._order = EpochOrder(self._ends[-1], seed, shuffle=shuffle)
         self._opened: dict[str, Any] = {}
         read = self._open("empty")
-        self.empty = Caption(*(read.get_tensor(name).float().numpy() for name in ("text", "pooled")))
+        self.empty = CaptionEmbeddings(
+            *(read.get_tensor(name).float().numpy() for name in ("text", "pooled"))
+        )
 
-    def sample(self, number: int) -> tuple[Picture, Caption]:
+    def sample(self, number: int) -> tuple[Picture, CaptionEmbeddings]:
         """Return a sample by its number."""
         file, row = self._place(number)
         read = self._open(file.name)
@@ -290,7 +292,7 @@ class LatentSamples:
             return values
 
         std = row_of("std") if "std" in read.keys() else None  # noqa: SIM118
-        return Picture(row_of("mean"), std), Caption(row_of("text"), row_of("pooled"))
+        return Picture(row_of("mean"), std), CaptionEmbeddings(row_of("text"), row_of("pooled"))
 
     def caption(self, number: int) -> str:
         file, row = self._place(number)
@@ -333,10 +335,10 @@ class SyntheticPictures:
         self._shape = self._flux.latent_channels, side, side
 
     @property
-    def empty(self) -> Caption:
+    def empty(self) -> CaptionEmbeddings:
         return self._caption(random_stream("synthetic empty caption", self._seed, 0))
 
-    def sample(self, number: int) -> tuple[Picture, Caption]:
+    def sample(self, number: int) -> tuple[Picture, CaptionEmbeddings]:
         stream = random_stream(f"synthetic pictures {self._split}", self._seed, number)
         mean = stream.standard_normal(self._shape).astype(np.float32)
         return Picture(mean, np.full_like(mean, 0.1)), self._caption(stream)
@@ -344,10 +346,10 @@ class SyntheticPictures:
     def caption(self, number: int) -> str:
         return f"random {number}"
 
-    def _caption(self, stream: np.random.RandomState) -> Caption:
+    def _caption(self, stream: np.random.RandomState) -> CaptionEmbeddings:
         text = stream.standard_normal((self._flux.text_length, self._flux.context_dim))
         pooled = stream.standard_normal(self._flux.pooled_dim)
-        return Caption(text.astype(np.float32), pooled.astype(np.float32))
+        return CaptionEmbeddings(text.astype(np.float32), pooled.astype(np.float32))
 
 
 def build_loader(
