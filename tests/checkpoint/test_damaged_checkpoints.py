@@ -237,7 +237,7 @@ def stored_at(*place: Any) -> theirs.Metadata:
         (stored_at("../../other", 0, 1), "'../../other' is not a file in the"),
         (stored_at("a\0", 0, 1), "'a\\x00' is not a file in the"),
         (stored_at("a", -1, 1), "a position is negative"),
-        (metadata(state_dict_metadata={"w": INT8}), "an object is Properties"),
+        (metadata(state_dict_metadata={"w": INT8}), "an object is TensorProperties"),
         (
             metadata(state_dict_metadata={"w": theirs.TensorStorageMetadata(INT8, torch.Size([8]), [WHOLE])}),
             "the chunks of w do not add up to the tensor",
