@@ -10,7 +10,7 @@ import pytest
 from declared import JOBS
 
 from harness.config.fields import check_rules, execution, label, numerics, rules_of
-from harness.util.errors import ConfigError
+from harness.util.errors import ConfigError, divisors
 
 
 @dataclass
@@ -82,3 +82,11 @@ def test_broken_rules(field: str, value: object, message: str) -> None:
 @pytest.mark.parametrize("schema", [Fields, *JOBS.values()])
 def test_defaults_obey_the_rules(schema: type) -> None:
     check_rules(schema())
+
+
+@pytest.mark.parametrize(
+    ("numbers", "common"),
+    [((1,), [1]), ((12, 18), [1, 2, 3, 6]), ((7, 0), []), ((2 * 100_003,), [1, 2, 100_003, 200_006])],
+)
+def test_divisors(numbers: tuple[int, ...], common: list[int]) -> None:
+    assert divisors(*numbers) == common
