@@ -243,7 +243,7 @@ class Composer:
 
 
 def _with_fitting_warmup(job: Job) -> Job:
-    """Shorten the warm-up of a file where the run is shorter, and say so."""
+    """Shorten a warm-up that no override sets to the length of the run, with a note."""
     steps, schedule = job.training.steps, job.schedule
     if steps is None or job.scale.warmup_ratio is not None:
         return job
@@ -251,13 +251,13 @@ def _with_fitting_warmup(job: Job) -> Job:
     most = max(0, curve - round((schedule.decay_ratio or 0) * curve))
     if schedule.warmup_steps <= most:
         return job
-    note(f"{WARMUP}={most}, not {schedule.warmup_steps}: the run is that short")
+    note(f"{WARMUP}={most} instead of {schedule.warmup_steps}, to fit into training.steps={steps}")
     return replace(job, schedule=replace(schedule, warmup_steps=most))
 
 
 @functools.cache
 def note(text: str) -> None:
-    """Print a line for the user, once in a process and by one rank."""
+    """Print a note for the user: once in a process, and on rank 0 only."""
     if os.environ.get("RANK", "0") == "0":
         sys.stderr.write(f"NOTE {text}\n")
 

@@ -37,12 +37,12 @@ _REGISTRIES: dict[str, tuple[Any, str]] = {
     "data.options": (DATA_KINDS, "data.kind"),
     "cluster.options": (CLUSTERS, "cluster.kind"),
 }
-"""Mappings whose keys are the fields of a choice, which another field names."""
+"""Mappings of options, each with the registry and the field of the choice that they belong to."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FieldHelp:
-    """What ``--help`` and the reference say about a field."""
+    """A field as ``--help`` and the generated reference show it."""
 
     name: str
     type: str
@@ -91,7 +91,7 @@ def help_text(
 
     Args:
         what: a field, a group or part of the job, ``all``, or empty for the screen.
-        overrides: the composed values are shown.
+        overrides: as typed; fields are shown with the values that they compose to.
     """
     if not what:
         return _screen(parser, schema)

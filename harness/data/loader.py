@@ -185,7 +185,7 @@ def stack(samples: list[tuple[np.ndarray, ...]]) -> Batch:
 
 
 class SampleSource(Protocol):
-    """What one source of a job's samples is read from."""
+    """Reads the samples of one source."""
 
     num_per_epoch: int | None
     """Samples per epoch; None if there are no epochs, or their length is unknown."""
@@ -216,7 +216,7 @@ class NumberedSource(SampleSource):
 
 
 class SampleLoader(Loader):
-    """Loader of the samples of one source or, with ``order``, of several: each row of a step is one of them.
+    """Loader of samples. Each row of a step comes from the only source, or from the one that ``order`` draws.
 
     A source with random access is read by its own sample numbers, as if it were alone. A streamed source has
     a stream for each row of the largest batch, which advances when its row draws the source. Row j of a

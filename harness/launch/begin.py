@@ -119,12 +119,12 @@ _NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/local", "/scratch/local")
 def require_inputs(job: Job) -> None:
     """Check that a job's data, tokenizer and initial weights exist, as far as this machine can tell.
 
-    What only nodes of a cluster can see is named instead.
+    Paths that only the nodes of a cluster can see are listed in a note.
     """
     unseen: list[str] = []
 
     def is_seen(field: str, path: str) -> bool:
-        """Whether the path is the same for the ranks."""
+        """Whether the ranks see the same files here; note the path if not."""
         seen = job.cluster.is_here or _is_visible(path)
         unseen.extend([] if seen else [f"{field}={path}"])
         return seen

@@ -224,7 +224,7 @@ class Search:
         return 0.0, Candidate(point, with_speed(plan, self.calibration))
 
     def _insert(self, new: Candidate) -> list[Candidate]:
-        """Keep a candidate if it is one of the best, of equal ones the simplest; return the dropped."""
+        """Keep a candidate among the best, and of equal ones the simplest; return those that are dropped."""
         tied = next((each for each in self.best if each.order[0] == new.order[0]), None)
         if tied is not None:
             self.tied += 1

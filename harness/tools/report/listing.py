@@ -22,13 +22,14 @@ def list_runs(folder: Path) -> Result:
         raise UserError(f"{folder}: no runs; would work: harness train, or the folder that runs_dir= names")
     found = sorted(written, key=lambda path: -written[path])
     rows: list[dict[str, Any]] = []
-    for path, each in zip(found, read_or_warn(found)[0], strict=True):
+    seen, code = read_or_warn(found)
+    for path, each in zip(found, seen, strict=True):
         job, facts = RunFolder(path).plain_job, each.facts or {}
         row = {"run": str(path), "age": _age(time.time() - written[path]), "state": each.state}
         row |= {"step": f"{each.step}/{each.steps}", "tags": ", ".join(job.get("tags", ()))}
         rows.append({**facts, **row, "notes": job.get("notes") or "", "reason": each.about})
     shown = [{**row, "about": shortened(row["notes"] or row["reason"], LONGEST_REASON)} for row in rows]
-    return Result({"runs": rows}, to_text(Table(_OF_RUNS, shown, missing="")))
+    return Result({"runs": rows}, to_text(Table(_OF_RUNS, shown, missing="")), code)
 
 
 _OF_RUNS = (
