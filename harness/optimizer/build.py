@@ -135,8 +135,8 @@ def lr_factor(config: ScheduleConfig, steps: int) -> Callable[[int], float]:
 
 
 EMA = "ema"
-# An average moves by a step of SGD with the gradient (average - weight). Of torch's functions for many tensors
-# only fused optimizers can be dropped by the device.
+# An average moves by a step of SGD with the gradient (average - weight). Of functions for many tensors, the
+# device can drop only fused optimizers.
 _SGD: dict[str, Any] = {"weight_decay": 1, "momentum": 0, "dampening": 0, "nesterov": False, "maximize": True}
 
 
