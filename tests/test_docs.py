@@ -145,7 +145,7 @@ def _check_harness(command: Command, name: str, words: list[str]) -> None:
     line, schema = VERBS[name].parse(words), VERBS[name].job
     if schema is None:
         for folder in getattr(line, "folders", None) or [line.folder]:
-            assert str(folder).startswith("runs/") or (name == "report" and (ROOT / folder).is_dir())
+            assert str(folder).startswith("runs") or (name == "report" and (ROOT / folder).is_dir())
         return
     name = line.config_name or name
     with search_path(line.overrides, name, folders=line.config_dir or ()) as line.overrides:
