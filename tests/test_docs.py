@@ -309,7 +309,8 @@ def test_the_reference_is_up_to_date(reference: Path) -> None:
     committed = ROOT / "docs" / "reference"
     assert {path.name for path in committed.iterdir()} == {path.name for path in reference.iterdir()}
     for page in reference.iterdir():
-        assert (committed / page.name).read_text() == page.read_text(), f"{page.name}: make reference writes it"
+        there = (committed / page.name).read_text()
+        assert there == page.read_text(), f"{page.name}: make reference writes it"
 
 
 def test_the_reference_has_every_field_flag_and_class(reference: Path) -> None:
