@@ -63,7 +63,7 @@ def render_search(found: Search) -> str:
                 "layout": mesh_of(own.parallelism),
                 "batch": batch,
                 "mode": point.mode,
-                "schedule": schedule_of(own) if point.schedule else "",
+                "schedule": schedule_of(own).partition(" (")[0] if point.schedule else "",
                 "peak": each.plan.peak,
                 "step": each.seconds,
                 "rate": speed.tokens_per_second_per_rank,
