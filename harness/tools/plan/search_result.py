@@ -112,11 +112,7 @@ def _losers(found: Search) -> str:
         lines.append((others, f"illegal by {len(found.illegal) - len(shown)} other rules"))
     if found.closest is not None:
         lacks, point = found.closest
-        batch = f"{point.local_batch_size} at once"
-        if point.schedule:
-            microbatches = point.local_batch_size // point.microbatch_size
-            batch = f"{point.schedule}, {microbatches} x {point.microbatch_size}"
-        closest = f"{mesh_of(point.layout(found.space.base.parallelism))}, {batch}, {point.mode}"
+        closest = f"{mesh_of(point.layout(found.space.base.parallelism))}, {point.mode}"
         reason = f"do not fit; the closest is at least {gib(lacks)} GiB too large: {closest}"
         lines.append((found.too_large, reason))
     if found.tied:
