@@ -239,6 +239,7 @@ th {{ cursor: pointer; }}
 .number {{ text-align: right; white-space: nowrap; }}
 .marked {{ font-weight: 600; background: #ffaa0022; }}
 img {{ max-width: 100%; min-width: 40rem; margin: 1rem 0; border-radius: 4px; background: #fff; }}
+@media (prefers-color-scheme: dark) {{ img {{ filter: invert(0.93) hue-rotate(180deg); }} }}
 </style>
 </head>
 <body>
