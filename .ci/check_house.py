@@ -35,11 +35,11 @@ BUDGETS = {
     "train": 3470,
     "compose": 2780,
     "launch": 4540,
-    "tools": 14900,
+    "tools": 15220,
     "contrib": 4450,
 }
 ROOMS = tuple(BUDGETS)
-DOORS, FILES_AT_MOST, LINES_AT_MOST, TESTS_AT_MOST = 4, 275, 55_430, 34_690
+DOORS, FILES_AT_MOST, LINES_AT_MOST, TESTS_AT_MOST = 4, 276, 55_750, 34_790
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted((ROOT / "harness").rglob("*.py"))
