@@ -286,7 +286,7 @@ class Composed:
 def require_one_point(overrides: list[str], config_name: str, schema: type, *, can_sweep: bool) -> None:
     """Refuse ``sweep=optuna``, and a sweep in the job's files without a choice of one of its points."""
     if "sweep=optuna" in overrides:
-        works = "-m" if can_sweep else "python -m harness.train -m"
+        works = "-m" if can_sweep else "harness train -m"
         raise UserError(f"sweep=optuna: is for several jobs; would work: {works}")
     chosen = [each for each in overrides if each.startswith(("sweep=", "experiment=", AXES))]
     if not chosen:

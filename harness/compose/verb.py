@@ -273,11 +273,11 @@ class Verb:
             return partial(show, line, self.parser(), config_name=name, schema=schema), False
         if line.multirun:
             if self.sweep is None:
-                raise UserError("-m: this verb takes one job; would work: python -m harness.train -m")
+                raise UserError("-m: this verb takes one job; would work: harness train -m")
             if chooses_points(line.overrides, config_name=name, schema=schema):
                 if self.study is None:
                     rule = "this verb takes all points of a grid at once"
-                    raise UserError(f"sweep=optuna: {rule}; would work: python -m harness.train -m")
+                    raise UserError(f"sweep=optuna: {rule}; would work: harness train -m")
                 return partial(self.study, line.overrides, name), False
             points = compose_points(line.overrides, config_name=name, schema=schema, show=_show_composing)
             return partial(self.sweep, points), self.has_json and line.json

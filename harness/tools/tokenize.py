@@ -132,7 +132,7 @@ def _result(writer: CorpusWriter, manifest: Manifest, title: str, seconds: float
         "shards": len(manifest.shards),
         "seconds": seconds,
     }
-    command = f"next: python -m harness.train data=tokens 'data.paths=[{writer.target}]'"
+    command = f"next: harness train data=tokens 'data.paths=[{writer.target}]'"
     return Result(data, f"{title}\n{text}\n{command}\n")
 
 

@@ -205,7 +205,7 @@ def typed_overrides(run_dir: Path) -> list[str]:
 
 def command_of(overrides: Iterable[str]) -> str:
     """Return the command that repeats a run."""
-    return shlex.join(["python", "-m", "harness.train", *overrides])
+    return shlex.join(["harness", "train", *overrides])
 
 
 def labels(overrides: Sequence[Sequence[str]], others: Sequence[Sequence[str]] = ()) -> list[str]:

@@ -193,7 +193,7 @@ hydra:
 
 
 def _command(path: Path, job: Sequence[str]) -> str:
-    start = ["python", "-m", "harness.train", "-m"]
+    start = ["harness", "train", "-m"]
     flags = {home: ["--config-dir", str(home.parent)] for home in path.parents if home.name == "sweep"}
     flags |= {(folder / "sweep").resolve(): [] for folder in config_folders().paths}
     for home, more in flags.items():

@@ -209,7 +209,7 @@ def _table(
             lines.append(_joined(line, point.job, row, rehearsed.get(point.job.id, {}), calibration))
             recipes.append(recipe_of(point.job))
     title = path.read_text().splitlines()[1].removeprefix("# ")
-    command = f"python -m harness.train -m {option}"
+    command = f"harness train -m {option}"
     return Experiment(path.stem, title, command, lines, recipes, own[0].source if own else "")
 
 

@@ -80,7 +80,7 @@ def resume(folder: Path, *, out_of_memory: bool) -> int:
     """Start the points that are not complete."""
     study = StudyRecord.read(folder)
     if study is not None:
-        works = shlex.join(["python", "-m", "harness.train", "-m", *study.command])
+        works = shlex.join(["harness", "train", "-m", *study.command])
         raise UserError(f"{folder}: {study.sweeper} chooses its points; would work: {works}")
     return resume_points(SweepFolder.open(folder), out_of_memory=out_of_memory)
 

@@ -86,7 +86,7 @@ def encode(job: EncodeJob, overrides: list[str]) -> int | Result:
         counts = {split: manifest.count(split) for split in ("train", "validation")}
         data = {"target": str(writer.target), **counts, "files": len(manifest.files), "seconds": seconds}
         shown = "; ".join(f"{split} {count:,} pictures" for split, count in counts.items() if count)
-        command = f"next: python -m harness.train ... data=latents 'data.paths=[{writer.target}]'"
+        command = f"next: harness train ... data=latents 'data.paths=[{writer.target}]'"
         return Result(data, f"{title}\n{shown}; files: {len(manifest.files)}\n{command}\n")
 
     if writer.is_complete:
