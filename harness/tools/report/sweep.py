@@ -14,7 +14,7 @@ from harness.compose.verb import Result, Verb
 from harness.launch.queue import cancel as cancel_jobs
 from harness.launch.rows import fastest_first, of_sweep
 from harness.launch.state import HELD, RunState, read_or_warn, read_states
-from harness.launch.sweep.registry import Point, SweepFolder, labels, points_in
+from harness.launch.sweep.folder import Point, SweepFolder, labels, points_in
 from harness.launch.sweep.run import log_table, states_of
 from harness.launch.sweep.run import resume as resume_points
 from harness.launch.sweep.study import StudyRecord, best_in_words, counted, table_of_states
@@ -90,22 +90,22 @@ def resume(folder: Path, *, out_of_memory: bool) -> int:
 
 def collect(folder: Path) -> int:
     """Write table.csv, table.md and plot.png into the folder."""
-    registry = SweepFolder.open(folder)
-    points, study = registry.points(), StudyRecord.read(folder)
-    rows = with_layouts(of_sweep(registry))
+    sweep = SweepFolder.open(folder)
+    points, study = sweep.points(), StudyRecord.read(folder)
+    rows = with_layouts(of_sweep(sweep))
     measured = rows[: len(points)]  # the others were skipped
     names = labels([point.overrides for point in points])
     csv = to_csv([{**row, "point": name} for row, name in zip(measured, names, strict=True)])
-    write_atomically(registry.path / "table.csv", csv.encode())
+    write_atomically(sweep.path / "table.csv", csv.encode())
     best = f"```text\n{best_in_words(study, points)}```" if study else ""
     tables = [*table_of_study(study, rows), table_of_runs(rows), *tables_beside(rows)]
-    text = to_markdown(f"# {registry.name}", best, *tables)
-    write_atomically(registry.path / "table.md", text.encode())
+    text = to_markdown(f"# {sweep.name}", best, *tables)
+    write_atomically(sweep.path / "table.md", text.encode())
     ordered = fastest_first(measured)
-    drawn = bars(registry.path / "plot.png", registry.name, [row["point"] for row in ordered], ordered)
-    log_table(registry, points, states_of(points))
+    drawn = bars(sweep.path / "plot.png", sweep.name, [row["point"] for row in ordered], ordered)
+    log_table(sweep, points, states_of(points))
     for name in ["table.csv", "table.md", *(["plot.png"] if drawn else [])]:
-        sys.stdout.write(f"{registry.path / name}\n")
+        sys.stdout.write(f"{sweep.path / name}\n")
     return EXIT_OK
 
 
