@@ -117,8 +117,6 @@ def _use_utf8() -> None:
     os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
 
 
-BAR_WIDTH = 40
-
 # How long the other ranks wait, so that rank 0 reports an error that all ranks have.
 RANK_ZERO_SECONDS = 10.0
 
@@ -279,7 +277,7 @@ class Verb:
                     rule = "this verb takes all points of a grid at once"
                     raise UserError(f"sweep=optuna: {rule}; would work: python -m harness.train -m")
                 return partial(self.study, line.overrides, name), False
-            points = compose_points(line.overrides, config_name=name, schema=schema, show=_show_composing)
+            points = compose_points(line.overrides, config_name=name, schema=schema)
             return partial(self.sweep, points), self.has_json and line.json
         job = compose_job(line.overrides, config_name=name, schema=schema)
         require_one_point(line.overrides, name, schema, can_sweep=self.sweep is not None)
@@ -304,15 +302,6 @@ def _stdout_to_stderr() -> Iterator[None]:
     finally:
         os.dup2(kept, 1)
         os.close(kept)
-
-
-def _show_composing(done: int, points: int) -> None:
-    if not sys.stderr.isatty():
-        return
-    filled = BAR_WIDTH * done // points
-    end = "\r\x1b[K" if done == points else ""
-    sys.stderr.write(f"\rcomposing [{'#' * filled:<{BAR_WIDTH}}] {done} of {points} points{end}")
-    sys.stderr.flush()
 
 
 def guarded(call: Callable[[], int]) -> int:

@@ -32,6 +32,7 @@ from harness.launch.sweep.folder import (
     unique_points,
 )
 from harness.launch.sweep.study import table_of_states
+from harness.metrics.console import progress
 from harness.metrics.views import log_sweep
 from harness.run.folder import RunFolder
 from harness.util.errors import EXIT_INTERRUPTED, EXIT_OK, STOPPED, UserError
@@ -301,10 +302,11 @@ def _show_dry(folder: SweepFolder, points: Sequence[Point], skipped: Sequence[Sk
 def _run_here(points: Sequence[Point]) -> bool:
     """Run points one after another; return whether the user interrupted them."""
     names = labels([point.overrides for point in points])
-    for number, (name, point) in enumerate(zip(names, points, strict=True), start=1):
-        sys.stderr.write(f"[{number}/{len(points)}] {name}\n")
-        if run_point(point) in STOPPED:
-            return True
+    with progress(len(points), bar=False) as show:
+        for name, point in zip(names, points, strict=True):
+            show(name)
+            if run_point(point) in STOPPED:
+                return True
     return False
 
 

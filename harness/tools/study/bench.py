@@ -20,6 +20,7 @@ from harness.compose.verb import Result, Verb
 from harness.config.fields import label, part
 from harness.config.job import Job
 from harness.launch.begin import begin
+from harness.metrics.console import progress
 from harness.metrics.jsonl import MetricsFile
 from harness.run.folder import RunFolder
 from harness.train.process import launched_ranks
@@ -172,8 +173,10 @@ def measure(variants: Mapping[str, Variant], rounds: int) -> dict[str, dict[int,
         The rows of the runs by name and round; None if the user interrupted.
     """
     rows: dict[str, dict[int, Row]] = {name: {} for name in variants}
-    for number in range(rounds):
-        for name in order_of(list(variants), number):
+    turns = [(number, name) for number in range(rounds) for name in order_of(list(variants), number)]
+    with progress(len(turns), bar=False) as show:
+        for number, name in turns:
+            show(f"round {number + 1} of {rounds}: {name}")
             if failure_of(rows[name]):
                 continue
             code, row = run_once(variants[name])
@@ -181,8 +184,7 @@ def measure(variants: Mapping[str, Variant], rounds: int) -> dict[str, dict[int,
                 return None
             rows[name][number] = row
             failure = failure_of(rows[name])
-            result = failure or f"{row[RATE_OF_RUN]:,.1f} tokens/s"
-            sys.stderr.write(f"round {number + 1} of {rounds}: {name}: {result}\n")
+            sys.stderr.write(f"{name}: {failure or f'{row[RATE_OF_RUN]:,.1f} tokens/s'}\n")
     return rows
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from harness.compose.resolve import resolve
 from harness.compose.verb import Result, Verb
 from harness.config.fields import label, part
 from harness.config.job import Job
+from harness.metrics.console import progress
 from harness.model.architecture import require_decoder
 from harness.train.process import launched_ranks
 from harness.util.encoding import dumps
@@ -104,9 +104,10 @@ def coordcheck(job: CoordCheckJob, overrides: list[str]) -> Result:
     from harness.tools.study.activations import measure
 
     activations = []
-    for width, of_width in jobs.items():
-        sys.stderr.write(f"width {width}: {job.steps} steps\n")
-        activations += measure(of_width)
+    with progress(len(jobs)) as show:
+        for width, of_width in jobs.items():
+            show(f"width {width}: {job.steps} steps")
+            activations += measure(of_width)
     found = judge(activations, config.bound)
     out = Path(config.out or Path(job.runs_dir) / job.name / "coordcheck")
     base = job.model.mup.base_dim
