@@ -25,7 +25,7 @@ BUDGETS = {
     "config": 4680,
     "data": 5190,
     "model": 2440,
-    "metrics": 1445,
+    "metrics": 1440,
     "run": 590,
     "precision": 600,
     "parallelism": 2380,

@@ -121,12 +121,6 @@ class RichConsole(PlainConsole):
     def warn(self, text: str) -> None:
         self.message(f"warning: {text}", style="yellow")
 
-    def summary(self, title: str, values: Mapping[str, Any]) -> None:
-        heading, *lines = _summary_lines(title, values)
-        self.message(heading, style="bold")
-        for line in lines:
-            self.message(line)
-
     def close(self) -> None:
         self._progress.stop()
 

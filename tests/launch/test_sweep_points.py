@@ -132,7 +132,7 @@ def test_names_of_points_are_what_differs(typed: list[str], others: list[str], n
     [
         ("cluster.env.NCCL_ALGO=Ring,Tree", "cluster.env.NCCL_ALGO"),
         ("cluster.threads_per_rank=1,2", "cluster.threads_per_rank"),
-        ("metrics.wandb_tags=[x],[y]", "metrics.wandb_tags"),
+        ("tags=[x],[y]", "tags"),
         ("metrics.wandb_group=x,y", "metrics.wandb_group"),
         ("data.cache_dir=x,y", "data.cache_dir"),
     ],
