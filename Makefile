@@ -3,36 +3,44 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DEV := $(VENV)/.dev
 REHEARSAL := .venv-rehearsal
 DOCS := .venv-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock train unit test thorough lint format parity bench rehearsal rehearse docs reference pictures clean
+.PHONY: help install dev lock train unit test thorough lint format parity bench rehearsal rehearse docs reference pictures clean
 
 help:  ## show this help
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
-install: $(READY)  ## make the virtual environment and install everything
+install: $(READY)  ## make the virtual environment and install what training needs
+dev: $(DEV)  ## install the rest too: all extras, tests and linters
 
 # TORCH is the build of PyTorch; set it where pip's default is not the one for the machine, e.g.
-# make install TORCH='torch==2.12.0'. All other packages have the versions and hashes of requirements.lock.
+# make install TORCH='torch==2.12.0'. All other packages have the versions and hashes of the two locks.
 TORCH ?= torch==2.13.0
+LOCKED := install --quiet --no-deps --require-hashes
 $(READY): pyproject.toml requirements.lock
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-deps --require-hashes -r requirements.lock
+	$(BIN)/python -m pip $(LOCKED) -r requirements.lock
 	$(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	$(BIN)/python -m pip check
 	@touch $@
 
-lock:  ## write requirements.lock anew: the versions of the environment, with their hashes
+$(DEV): $(READY) requirements-dev.lock
+	$(BIN)/python -m pip $(LOCKED) -r requirements-dev.lock
+	$(BIN)/python -m pip check
+	@touch $@
+
+lock: $(DEV)  ## write the locks anew: the versions of the environment, with their hashes
 	.ci/lock $(BIN)/python
 
 train: $(READY)  ## train a small Llama on the Python standard library's sources, on this machine
 	$(BIN)/python -m harness.train experiment=quickstart
 
 # tests/uses.py says what the marks mean.
-unit: $(READY)  ## run the tests that start no processes
+unit: $(DEV)  ## run the tests that start no processes
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not pool and not process and not slurm and not rehearsal"
 
 # Three processes on two cores: one group of tests waits for SLURM most of its time, one keeps eight ranks busy.
@@ -44,14 +52,14 @@ test: lint  ## lint, then run the tests
 thorough: export THOROUGH = 1
 thorough: test  ## the same with all rows of all tables
 
-lint: $(READY)  ## check style, words, the floor plan and types
+lint: $(DEV)  ## check style, words, the floor plan and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python .ci/check_words.py
 	$(BIN)/python .ci/check_house.py
 	$(BIN)/mypy
 
-format: $(READY)  ## bring the code into the house style
+format: $(DEV)  ## bring the code into the house style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -64,9 +72,9 @@ bench: $(READY)  ## measure training speed on this CPU (experiments/README.md sa
 # Builds of torch for CUDA and for a CPU do not share an environment. === takes the one that is called so, which
 # is the one for CUDA; a build for a CPU has a name behind its version. CUDA's headers have to be of its version.
 TORCH_CUDA ?= torch===2.13.0
-$(REHEARSAL)/.ready: pyproject.toml requirements.lock
+$(REHEARSAL)/.ready: pyproject.toml requirements.lock requirements-dev.lock
 	$(PYTHON) -m venv $(REHEARSAL)
-	$(REHEARSAL)/bin/python -m pip install --quiet --no-deps --require-hashes -r requirements.lock
+	$(REHEARSAL)/bin/python -m pip $(LOCKED) -r requirements.lock -r requirements-dev.lock
 	$(REHEARSAL)/bin/python -m pip install --quiet --only-binary :all: $(TORCH_CUDA)
 	$(REHEARSAL)/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	cuda=$$($(REHEARSAL)/bin/python -c 'from harness.tools.rehearse.build import cuda_version; print(cuda_version())') && \
@@ -82,17 +90,17 @@ rehearse: $(REHEARSAL)/.ready  ## run the tests that rehearse: every layout, for
 # MkDocs has an environment of its own, so that its packages and the harness's need not agree.
 $(DOCS)/.ready: docs/requirements.txt
 	$(PYTHON) -m venv $(DOCS)
-	$(DOCS)/bin/python -m pip install --quiet --no-deps --require-hashes -r docs/requirements.txt
+	$(DOCS)/bin/python -m pip $(LOCKED) -r docs/requirements.txt
 	$(DOCS)/bin/python -m pip check
 	@touch $@
 
-docs: $(DOCS)/.ready reference  ## build the documentation into site/; warnings are errors
+docs: $(DOCS)/.ready  ## build the documentation into site/; warnings are errors (needs no torch)
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build
 
 reference: $(READY)  ## write docs/reference from the code
 	$(BIN)/python docs/reference.py
 
-pictures: $(READY)  ## draw docs/pictures
+pictures: $(DEV)  ## draw docs/pictures
 	$(BIN)/python docs/pictures.py
 
 clean:  ## remove the environment and caches, keep runs

@@ -100,6 +100,12 @@ def test_console_script_composes_from_anywhere(unpacked: Path, tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_install_is_small() -> None:
+    """Beside torch. A package that has a marker may not be installed here."""
+    lines = (ROOT / "requirements.lock").read_text().splitlines()
+    assert len([line for line in lines if "==" in line and ";" not in line]) <= 60
+
+
 @pytest.mark.parametrize("package", EXTRAS)
 def test_an_optional_package_that_is_missing_names_its_extra(
     monkeypatch: pytest.MonkeyPatch, package: str, capsys: pytest.CaptureFixture[str]

@@ -28,6 +28,7 @@ from harness.compose.hydra import search_path, shadowed
 from harness.compose.paths import config_folders
 from harness.config.registry import Registry
 from harness.config.texts import masked
+from harness.train.process import launched_ranks
 from harness.util.errors import (
     EXIT_BUG,
     EXIT_INTERRUPTED,
@@ -167,6 +168,7 @@ class Verb:
             and the name of the primary config.
         parts: the verbs that it consists of, such as ``status`` of ``harness sweep``.
         prepare: called first in a process of its own, such as to handle signals.
+        is_alone: whether it starts its processes itself, so that torchrun cannot start it.
     """
 
     name: str
@@ -178,6 +180,7 @@ class Verb:
     study: Callable[[list[str], str], int] | None = None
     parts: Sequence[Verb] = ()
     prepare: Callable[[], None] | None = None
+    is_alone: bool = False
 
     def parser(self) -> Parser:
         """Return its parser, without overrides, which are the remaining arguments."""
@@ -259,6 +262,8 @@ class Verb:
         if verb.job is None:
             yield run, line.json
             return
+        if verb.is_alone and launched_ranks() is not None:
+            raise UserError(f"{self.command} starts its processes itself; start it without torchrun")
         name = (self.name if line.config_name is None else line.config_name).removesuffix(".yaml")
         typed = spelled_out(line.overrides, verb.job)
         with search_path(typed, name, folders=line.config_dir or (), primaries={self.name: name}) as found:

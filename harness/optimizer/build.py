@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.sgd import sgd
 
 from harness.config.optimizer import DECAYS, KINDS, OptimizerConfig, ScheduleConfig, lr_scale
 from harness.config.registry import load_attribute
@@ -134,6 +135,9 @@ def lr_factor(config: ScheduleConfig, steps: int) -> Callable[[int], float]:
 
 
 EMA = "ema"
+# An average moves by a step of SGD with the gradient (average - weight). Of functions for many tensors, the
+# device can drop only fused optimizers.
+_SGD: dict[str, Any] = {"weight_decay": 1, "momentum": 0, "dampening": 0, "nesterov": False, "maximize": True}
 
 
 def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
@@ -158,15 +162,13 @@ def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
                     continue
                 averages.append(local(state[EMA]))
                 weights.append(local(value))
-        if not averages:
-            return
         dropped = getattr(parts_of(optimizer)[0], "found_inf", None)
-        if dropped is None and all(weight.dtype == torch.float32 for weight in weights):
-            torch._foreach_lerp_(averages, weights, 1 - decay)
-            return
-        for average, weight in zip(averages, weights, strict=True):
-            share = 1 - decay if dropped is None else ((1 - decay) * (1 - dropped)).to(average)
-            average.lerp_(weight.float(), share)  # only one copy of bfloat16 weights in float32 at a time
+        calls = [(averages, weights)]
+        if any(weight.dtype != torch.float32 for weight in weights):
+            calls = [([average], [weight]) for average, weight in zip(averages, weights, strict=True)]
+        for some, towards in calls:
+            values = [weight.float() for weight in towards]  # only one copy in float32 at a time
+            sgd(some, values, [None] * len(some), fused=True, found_inf=dropped, lr=1 - decay, **_SGD)
 
     optimizer.register_step_post_hook(update)
 

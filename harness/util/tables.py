@@ -239,6 +239,7 @@ th {{ cursor: pointer; }}
 .number {{ text-align: right; white-space: nowrap; }}
 .marked {{ font-weight: 600; background: #ffaa0022; }}
 img {{ max-width: 100%; background: #fff; }}
+@media (prefers-color-scheme: dark) {{ img {{ filter: invert(0.93) hue-rotate(180deg); }} }}
 </style>
 </head>
 <body>

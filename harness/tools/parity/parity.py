@@ -397,4 +397,4 @@ def _largest(expected: list[float], found: list[list[float]]) -> float:
     return math.nan if any(math.isnan(d) for d in differences) else max(differences)
 
 
-VERB = Verb("parity", parity, job=ParityJob, has_json=True)
+VERB = Verb("parity", parity, job=ParityJob, has_json=True, is_alone=True)

@@ -23,7 +23,6 @@ from harness.launch.begin import begin
 from harness.metrics.console import progress
 from harness.metrics.jsonl import MetricsFile
 from harness.run.folder import RunFolder
-from harness.train.process import launched_ranks
 from harness.util.encoding import flatten
 from harness.util.errors import EXIT_INTERRUPTED, EXIT_OK, STOPPED, ConfigError, UserError
 from harness.util.tables import Table, to_text
@@ -108,8 +107,6 @@ class Spread:
 
 def bench(job: BenchJob, overrides: list[str]) -> int | Result:
     """Measure a job and its variants; append a row for each to ``bench.out``."""
-    if launched_ranks() is not None:
-        raise UserError("harness bench starts the ranks itself; start it without torchrun")
     config = job.bench
     config.validate()
     variants = compose_variants(config, overrides)
@@ -267,4 +264,4 @@ def _block(title: str, lines: Sequence[tuple[str, ...]]) -> str:
     return to_text(Table.of_cells((title, "median", "range"), lines, right=(1,)))
 
 
-VERB = Verb("bench", bench, job=BenchJob, has_json=True)
+VERB = Verb("bench", bench, job=BenchJob, has_json=True, is_alone=True)

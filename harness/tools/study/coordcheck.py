@@ -23,9 +23,8 @@ from harness.config.fields import label, part
 from harness.config.job import Job
 from harness.metrics.console import progress
 from harness.model.architecture import require_decoder
-from harness.train.process import launched_ranks
 from harness.util.encoding import dumps
-from harness.util.errors import EXIT_OK, ConfigError, UserError
+from harness.util.errors import EXIT_OK, ConfigError
 from harness.util.files import write_atomically
 from harness.util.plots import COLORS, new_figure, save
 from harness.util.tables import Column, Table, to_text
@@ -96,8 +95,6 @@ class CoordCheckJob(Job):
 
 def coordcheck(job: CoordCheckJob, overrides: list[str]) -> Result:
     """Train every width, judge the activations, and write the picture."""
-    if launched_ranks() is not None:
-        raise UserError("harness coordcheck runs in one process; start it without torchrun")
     config = job.coordcheck
     config.validate(job)
     jobs = config.jobs(job.plain)
@@ -244,4 +241,4 @@ def _draw_kind(axis: Any, activations: Sequence[Activation], name: str, last: in
     axis.spines[["top", "right"]].set_visible(False)
 
 
-VERB = Verb("coordcheck", coordcheck, job=CoordCheckJob, has_json=True)
+VERB = Verb("coordcheck", coordcheck, job=CoordCheckJob, has_json=True, is_alone=True)

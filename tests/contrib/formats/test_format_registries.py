@@ -67,7 +67,7 @@ def test_pyproject_has_the_formats_of_this_package(registry: Registry[object]) -
     groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
     expected = load_attribute(registry._expects)
     for name, place in groups[f"harness.{registry.kind}"].items():
-        assert registry[name] is load_attribute(place), "not installed: make install"
+        assert registry[name] is load_attribute(place), "not installed: make dev"
         assert isinstance(registry[name], expected)
 
 
