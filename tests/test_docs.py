@@ -234,17 +234,6 @@ def test_readme_is_a_page_with_what_a_newcomer_types() -> None:
     assert len(COMMANDS) > 100
 
 
-def test_listed_options_exist_and_all_are_listed() -> None:
-    page = (ROOT / "docs" / "get_started.md").read_text()
-    table = page.split("| group | options |")[1].split("\n\n")[0]
-    for row in table.splitlines()[2:]:
-        groups, options = (re.findall(r"`([\w.]+)`", cell) for cell in row.strip("|").split("|", 1))
-        if groups == ["experiment", "sweep"]:
-            continue
-        shipped = {p.stem for group in groups for p in (ROOT / "conf" / group).glob("*.yaml")}
-        assert set(options) == shipped, groups
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_linked_and_named_files_exist(page: Path) -> None:
     for name, function in re.findall(
