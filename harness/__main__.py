@@ -12,26 +12,32 @@ import difflib
 import sys
 from typing import NoReturn
 
-from harness.compose.verb import VERBS, Verb, guarded, prepare_process, typed_arguments
+from harness.compose.verb import VERBS, Verb, prepare_process, reported, typed_arguments
 from harness.util.errors import EXIT_OK, UserError
 
 
 def main() -> NoReturn:
     """Run the verb that the first argument names, and exit."""
     prepare_process()
-    sys.exit(guarded(_run))
+    try:
+        name, *arguments = typed_arguments() or ["--help"]
+        if name in ("-h", "--help"):
+            sys.stdout.write(f"{(__doc__ or '').strip().replace('``', '`')}\n\n{_table()}")
+            code = EXIT_OK
+        else:
+            code = _verb(name).run_line(arguments, own_process=True)
+        sys.stdout.flush()
+    except (Exception, KeyboardInterrupt) as error:
+        code = reported(error)
+    sys.exit(code)
 
 
-def _run() -> int:
-    name, *arguments = typed_arguments() or ["--help"]
-    if name in ("-h", "--help"):
-        sys.stdout.write(f"{(__doc__ or '').strip().replace('``', '`')}\n\n{_table()}")
-        return EXIT_OK
+def _verb(name: str) -> Verb:
     if name not in VERBS:
         close = difflib.get_close_matches(name, list(VERBS), n=1)
         works = f"did you mean {close[0]}?" if close else f"would work: {', '.join(VERBS)}"
         raise UserError(f"{name}: no such verb; {works}")
-    return VERBS[name].run_line(arguments, own_process=True)
+    return VERBS[name]
 
 
 def _table() -> str:
