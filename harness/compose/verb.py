@@ -364,6 +364,7 @@ VERBS: Registry[Verb] = Registry(
         "convert": "harness.tools.convert:VERB",
         "download": "harness.tools.download:VERB",
         "tokenize": "harness.tools.tokenize:VERB",
+        "doctor": "harness.tools.doctor:VERB",
     },
     field="verb",
     expects="harness.compose.verb:Verb",
