@@ -18,8 +18,8 @@ from optuna.trial import TrialState
 from harness.compose.composer import chooses_points, compose_job
 from harness.launch.begin import begin
 from harness.launch.sweep import optuna as study_module
+from harness.launch.sweep.folder import Point
 from harness.launch.sweep.optuna import run_study
-from harness.launch.sweep.registry import Point
 from harness.launch.sweep.study import StudyRecord, check_directions, check_objective
 from harness.launch.train import VERB
 from harness.run.folder import RunFolder

@@ -17,8 +17,8 @@ from harness.config.fields import LABEL, leaves
 from harness.config.job import Job
 from harness.config.registry import MissingPackageError
 from harness.launch.rows import as_planned, job_of, load, of_sweep, read_kept, shortened
-from harness.launch.sweep.registry import FILE as SWEEP
-from harness.launch.sweep.registry import SweepFolder, labels
+from harness.launch.sweep.folder import FILE as SWEEP
+from harness.launch.sweep.folder import SweepFolder, labels
 from harness.run.folder import run_folders
 from harness.tools.plan.config import PlanJob
 from harness.tools.plan.constants import Calibration, Constants

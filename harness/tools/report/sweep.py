@@ -13,7 +13,7 @@ from harness.compose.arguments import Argument
 from harness.compose.verb import Result, Verb
 from harness.launch.queue import cancel as cancel_jobs
 from harness.launch.state import HELD, RunState, read_or_warn, read_states
-from harness.launch.sweep.registry import Point, SweepFolder, points_in
+from harness.launch.sweep.folder import Point, SweepFolder, points_in
 from harness.launch.sweep.run import log_table, states_of
 from harness.launch.sweep.run import resume as resume_points
 from harness.launch.sweep.study import StudyRecord, best_in_words, counted, table_of_states
@@ -87,8 +87,8 @@ def resume(folder: Path, *, out_of_memory: bool) -> int:
 
 def collect(folder: Path) -> Result:
     """Write what ``harness report`` writes, and log the table to W&B if the runs are there."""
-    registry = SweepFolder.open(folder)
-    log_table(registry, points := registry.points(), states_of(points))
+    sweep = SweepFolder.open(folder)
+    log_table(sweep, points := sweep.points(), states_of(points))
     return report(folder)
 
 

@@ -19,7 +19,7 @@ from made import DEVICE, leave, make_sweep, rate_of, result
 from harness.compose.composer import compose_job
 from harness.launch.rows import KEPT, completed, in_short, job_of, keep, load, of_points, read_kept, shortened
 from harness.launch.state import SlurmJobRecord, read_states
-from harness.launch.sweep.registry import SweepFolder, command_of
+from harness.launch.sweep.folder import SweepFolder, command_of
 from harness.launch.sweep.study import table_of_states
 from harness.metrics.slow_ranks import SlowRank
 from harness.metrics.window import THROUGHPUT, Window
