@@ -22,14 +22,11 @@ from harness.compose.verb import Result, Verb
 from harness.config.cluster import ClusterConfig
 from harness.config.registry import load_attribute
 from harness.tools.plan.config import REHEARSE, PlanJob
-from harness.train.process import launched_ranks
-from harness.util.errors import HarnessError, UserError
+from harness.util.errors import HarnessError
 
 
 def plan(job: PlanJob, overrides: list[str]) -> Result:
     """Plan a job, or search for the best layouts for it."""
-    if launched_ranks() is not None:
-        raise UserError("harness plan is one process; start it without torchrun")
     if job.calibrate is not None:
         return _calibrate(Path(job.calibrate), job.calibration, job.cluster)
     if job.search:
@@ -65,7 +62,7 @@ def plan(job: PlanJob, overrides: list[str]) -> Result:
 def _search(job: PlanJob, overrides: list[str]) -> Result:
     from harness.tools.plan.make import calibration_of
     from harness.tools.plan.search import NothingFits, search
-    from harness.tools.plan.search_result import render_search, search_as_dict, sweep_path, write_sweep
+    from harness.tools.plan.search_result import commands, render_search, search_as_dict, sweep_path
     from harness.tools.plan.space import Space
 
     try:
@@ -81,10 +78,9 @@ def _search(job: PlanJob, overrides: list[str]) -> Result:
         draw(Path(job.picture), found.best[0].plan)
     data, text = search_as_dict(found) | {"sweep_file": path}, f"{render_search(found)}\n"
     try:
-        command = write_sweep(found, path, overrides)
+        return Result(data, text + commands(found, path, overrides))
     except (HarnessError, OSError) as error:
         return Result(data, text, error=error)
-    return Result(data, f"{text}to measure the {len(found.best)}: {path}\n  {command}\n")
 
 
 def compare_points(points: list[Composed]) -> Result:
@@ -113,4 +109,4 @@ def _calibrate(folder: Path, target: str | None, cluster: ClusterConfig) -> Resu
 
 # Garbage collection takes a quarter of the time of importing torch, and a third of a search, and finds
 # little.
-VERB = Verb("plan", plan, job=PlanJob, has_json=True, sweep=compare_points, prepare=gc.disable)
+VERB = Verb("plan", plan, job=PlanJob, has_json=True, sweep=compare_points, prepare=gc.disable, is_alone=True)

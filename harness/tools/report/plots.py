@@ -85,9 +85,9 @@ def read_losses(path: Path) -> list[Row]:
     step that is there twice, of an attempt and of the one that resumed it, the later row counts.
     """
     written: dict[int, Row] = {}
-    for row in read_rows(path)[0] if path.is_file() else []:
-        if any(row.get(key) is not None for key in LOSSES):
-            written[row["step"]] = {**written.get(row["step"], {}), **row}
+    for each in read_rows(path)[0] if path.is_file() else []:
+        if any(each.get(key) is not None for key in LOSSES):
+            written[each["step"]] = {**written.get(each["step"], {}), **each}
     rows: list[Row] = []
     before, so_far = 0, {"tokens": 0, "seconds": 0.0}
     for step, row in sorted(written.items()):
@@ -112,9 +112,8 @@ def curves_of(rows: Sequence[Row]) -> list[Curve]:
         names = [each.name for each in found.values()]
     curves = []
     for each, name in zip(found.values(), names, strict=True):
-        several = len(each.runs) > 1
-        named = f"{name} ({len(each.runs)} seeds)".strip() if several else name or each.name
-        curves.append(replace(each, name=named))
+        seeds = f"({len(each.runs)} seeds)" if len(each.runs) > 1 else ""
+        curves.append(replace(each, name=f"{name} {seeds}".strip() or each.name))
     return sorted(curves, key=lambda each: each.last)
 
 
@@ -141,6 +140,7 @@ def losses(path: Path, title: str, rows: Sequence[Row], smooth: int = 1) -> bool
         over = smooth if loss == "loss" else 1
         for axis, by in zip(line, sides, strict=True):
             _draw_losses(axis, curves, by, sides[by][1], loss, over)
+            axis.locator_params(axis="x", nbins=6)
             axis.xaxis.set_major_formatter(lambda value, _: counted(value) if value >= 1e6 else f"{value:,g}")
         # The first steep steps, and runs that diverge, leave the picture at the top.
         known = [[row[loss] for row in run if isfinite(row.get(loss, nan))] for c in curves for run in c.runs]
