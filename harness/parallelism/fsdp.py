@@ -73,9 +73,9 @@ def apply_fsdp(
     if layout.ep > 1:
         # Experts make the host wait, so what comes after them is gathered before. Backward has no waits.
         order = (*part.entries, *part.blocks.values(), part.output)
-        for module, following in pairwise(each for each in order if isinstance(each, FSDPModule)):
-            inside = [each for each in following.modules() if isinstance(each, FSDPModule)]
-            module.set_modules_to_forward_prefetch(inside)
+        for earlier, later in pairwise(each for each in order if isinstance(each, FSDPModule)):
+            inside = [each for each in later.modules() if isinstance(each, FSDPModule)]  # type: ignore[attr-defined]
+            earlier.set_modules_to_forward_prefetch(inside)
 
 
 def reshard(part: nn.Module) -> None:
