@@ -145,15 +145,17 @@ def losses(path: Path, title: str, rows: Sequence[Row], smooth: int = 1) -> bool
         # The first steep steps, and runs that diverge, leave the picture at the top.
         known = [[row[loss] for row in run if isfinite(row.get(loss, nan))] for c in curves for run in c.runs]
         early = [value for each in known for value in each[len(each) // 50 : len(each) // 10 + 1]]
-        line[0].set_ylim(top=min(line[0].get_ylim()[1], 1.1 * max(early, default=inf)))
+        lowest = min((value for each in known for value in each), default=nan)
+        height = 1.1 * (max(early, default=nan) - lowest)
+        if height > 0:
+            line[0].set_ylim(lowest - 0.05 * height, min(lowest + height, line[0].get_ylim()[1]))
         line[0].set_ylabel(LOSSES[loss] + (f", mean of {over} rows" if over > 1 else ""))
     for axis, (words, _) in zip(panels[-1], sides.values(), strict=True):
         axis.set_xlabel(words)
     handles, names = panels[0][0].get_legend_handles_labels()
-    columns = int(12 / (0.8 + 0.09 * max(map(len, names))))
-    figure.legend(
-        handles, names, loc="outside lower center", ncols=max(1, columns), frameon=False, fontsize=9
-    )
+    if len(curves) > 1:
+        columns = max(1, int(12 / (0.8 + 0.09 * max(map(len, names)))))
+        figure.legend(handles, names, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
     figure.suptitle(title, fontsize=11)
     save(figure, path)
     return True
@@ -166,7 +168,7 @@ def _draw_losses(axis: Axes, curves: Sequence[Curve], by: str, size: float, loss
         place = [each / size for each in places]
         name, color, order = shortened(curve.name, _LONGEST_NAME), _GREY, 1.0
         if number < len(_OF_RUNS):
-            color, order = _OF_RUNS[number], 3 - 0.01 * number
+            color, order = _OF_RUNS[number], 2.0
         else:
             name = f"{len(curves) - number} more" if number == len(_OF_RUNS) else ""
         # Runs of equal numerics coincide: dashes show them all.
