@@ -103,7 +103,7 @@ def read_losses(path: Path) -> list[Row]:
 
 
 def curves_of(rows: Sequence[Row]) -> list[Curve]:
-    """Return the losses of rows whose run folders are here, the lowest last loss first."""
+    """Return the losses of rows whose run folders are here, the lowest loss at the end first."""
     found: dict[str, Curve] = {}
     for row in rows:
         job = job_of(dict(row))
@@ -124,8 +124,8 @@ def curves_of(rows: Sequence[Row]) -> list[Curve]:
 def losses(path: Path, title: str, rows: Sequence[Row], smooth: int = 1) -> bool:
     """Plot the losses of runs by step, tokens and time; return whether there were any.
 
-    Runs of other seeds are a band with their mean. Of many runs, only those with the lowest losses at the end have
-    colours.
+    Runs of other seeds are a band with their mean. Of many runs, only those with the lowest losses at the end
+    have colours.
 
     Args:
         smooth: rows over which training losses are averaged.
