@@ -350,8 +350,8 @@ def test_a_sweep_goes_on_after_failures_and_names_them(launch: Start, tmp_path: 
     printed = sweep(tmp_path, "status", "runs/swept")
     assert printed.splitlines()[-1] == "1 completed, 1 failed, 2 skipped"
     sweep(tmp_path, "collect", "runs/swept")
-    table = (tmp_path / "runs" / "swept" / "table.csv").read_text().splitlines()
-    assert len(table) == 3 and table[0].startswith("point,state,kind,")
+    table = (tmp_path / "runs" / "swept" / "report" / "table.csv").read_text().splitlines()
+    assert len(table) == 5 and table[0].startswith("point,state,kind,")
     refused = sweep(tmp_path, "status", "nothing", code=EXIT_USER)
     assert refused == "error: nothing: neither a sweep folder nor a run folder\n"
 
