@@ -51,9 +51,13 @@ class Curve:
 
     @property
     def last(self) -> float:
-        """Mean of the runs' last validation losses, or else training losses; infinite if one diverged."""
-        keys = tuple(LOSSES)[::-1]
-        mean = fmean(next(row[key] for key in keys for row in run[::-1] if key in row) for run in self.runs)
+        """Mean of the last tenth of the validation or else training losses; infinite if one diverged."""
+        means = []
+        for run in self.runs:
+            of_kinds = ([row[key] for row in run if key in row] for key in tuple(LOSSES)[::-1])
+            values = next(filter(None, of_kinds))
+            means.append(fmean(values[-max(1, len(values) // 10) :]))
+        mean = fmean(means)
         return mean if isfinite(mean) else inf
 
     def points(self, by: str, loss: str, smooth: int) -> tuple[list[float], ...]:
@@ -99,7 +103,7 @@ def read_losses(path: Path) -> list[Row]:
 
 
 def curves_of(rows: Sequence[Row]) -> list[Curve]:
-    """Return the losses of rows whose run folders are here, the lowest last loss first."""
+    """Return the losses of rows whose run folders are here, the lowest loss at the end first."""
     found: dict[str, Curve] = {}
     for row in rows:
         job = job_of(dict(row))
@@ -120,8 +124,8 @@ def curves_of(rows: Sequence[Row]) -> list[Curve]:
 def losses(path: Path, title: str, rows: Sequence[Row], smooth: int = 1) -> bool:
     """Plot the losses of runs by step, tokens and time; return whether there were any.
 
-    Runs of other seeds are a band with their mean. Of many runs, only those with the lowest last losses have
-    colours.
+    Runs of other seeds are a band with their mean. Of many runs, only those with the lowest losses at the end
+    have colours.
 
     Args:
         smooth: rows over which training losses are averaged.
@@ -178,6 +182,7 @@ def _draw_losses(axis: Axes, curves: Sequence[Curve], by: str, size: float, loss
         if len(curve.runs) > 1:
             axis.fill_between(place, low, high, color=color, alpha=0.25, linewidth=0)
     axis.grid(color="#e8e8e8")
+    axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)
 
 
