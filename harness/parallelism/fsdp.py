@@ -10,6 +10,7 @@ only the gradients of its positions.
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -69,6 +70,12 @@ def apply_fsdp(
             module.set_gradient_divide_factor(1.0)
             # Otherwise a divide factor uses NCCL's pre-multiplied sum, which gloo does not have.
             module.set_force_sum_reduction_for_comms(True)
+    if layout.ep > 1:
+        # Experts make the host wait, so what comes after them is gathered before. Backward has no waits.
+        order = (*part.entries, *part.blocks.values(), part.output)
+        for earlier, later in pairwise(each for each in order if isinstance(each, FSDPModule)):
+            inside = [each for each in later.modules() if isinstance(each, FSDPModule)]  # type: ignore[attr-defined]
+            earlier.set_modules_to_forward_prefetch(inside)
 
 
 def reshard(part: nn.Module) -> None:
