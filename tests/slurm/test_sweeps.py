@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import signal
+from ast import literal_eval
 from pathlib import Path
 
 import optuna
@@ -27,9 +28,10 @@ def commands(slurm: Scheduler, tmp_path_factory: pytest.TempPathFactory) -> Comm
 
 
 def table(home: Path) -> dict[str, dict[str, str]]:
-    """The rows of table.csv by point."""
-    with (home / "table.csv").open() as file:
-        return {row["point"]: row for row in csv.DictReader(file)}
+    """The rows of the report's table by overrides of the axes, without skipped points."""
+    table = csv.DictReader((home / "report" / "table.csv").open())
+    typed = {row["overrides"]: row for row in table if row["state"] != "skipped"}
+    return {" ".join(o for o in literal_eval(own) if o.startswith(AXIS_STARTS)): typed[own] for own in typed}
 
 
 def results(home: Path) -> dict[str, tuple[Path, dict[str, object]]]:
