@@ -10,9 +10,12 @@ only the gradients of its positions.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -20,6 +23,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import Shard
 
 from harness.config.parallelism import ParallelismConfig
@@ -50,25 +54,69 @@ def apply_fsdp(
     for name, group in fsdp_groups(part.config, experts_apart=mesh.experts is not None).items():
         if name in built:
             groups[group].append(built[name])
+    in_place = InPlace()
     for group, modules in groups.items():
         on, names = mesh.axis(*axes), (*axes[:-1], EXPERT_SHARD)
         if isinstance(modules[0], Experts):
             assert mesh.experts is not None
             on = mesh.experts[names if len(names) > 1 else EXPERT_SHARD]
-        fully_shard(
+        gathers = on.size(-1) > 1 or precision.enable_fsdp_float8_all_gather
+        wrapped: Any = fully_shard(
             modules,
             mesh=on,
             # Backward starts with the head: freeing it after forward would only gather it again.
             reshard_after_forward=layout.frees(group),
             shard_placement_fn=placements.get,
-            mp_policy=policy,
+            mp_policy=policy if gathers else replace(policy, param_dtype=None),
             offload_policy=offload,
         )
-    for module in part.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
+        for module in wrapped:
             # Otherwise a divide factor uses NCCL's pre-multiplied sum, which gloo does not have.
             module.set_force_sum_reduction_for_comms(True)
+            if on.size() > 1:
+                module.set_gradient_divide_factor(1.0)
+            else:
+                module.set_custom_reduce_scatter(in_place)
+        if not gathers:
+            _cast_in_one_copy(modules[0], policy.param_dtype, device)
+
+
+def _cast_in_one_copy(module: nn.Module, dtype: torch.dtype | None, device: torch.device) -> None:
+    """Make an FSDP group on one rank cast its parameters as it copies them, not before.
+
+    torch copies shards to gathered parameters, whose dtype is that of the shards if nothing else made them.
+    """
+    group = module._get_fsdp_state()._fsdp_param_group  # type: ignore[attr-defined]
+    for each in group.fsdp_params if group else ():
+        each.init_all_gather_outputs([each.sharded_size.numel()], [dtype], 1, device)
+        each.free_unsharded_param()
+
+
+class InPlace(ReduceScatter):
+    """The reduction over one rank: gradients in reduce_dtype are the reduced ones, so nothing is copied.
+
+    torch asks for two buffers, on the stream that writes the first one and on its own stream. Here they are
+    one, which stays until the next group's: so that one waits for what hooks still do on torch's stream.
+    """
+
+    def __init__(self) -> None:
+        self.buffer: Tensor | None = None
+        self.stream: Any = None
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        stream = torch.get_device_module(device).current_stream()
+        if self.buffer is not None:
+            buffer, self.buffer, self.stream = self.buffer, None, stream
+            return buffer
+        if self.stream is not None:
+            stream.wait_stream(self.stream)
+        self.buffer = torch.empty(*size, dtype=dtype, device=device)
+        return self.buffer
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        raise AssertionError("torch reduces nothing over one rank")
 
 
 def reshard(part: nn.Module) -> None:
