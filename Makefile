@@ -94,7 +94,7 @@ $(DOCS)/.ready: docs/requirements.txt
 	$(DOCS)/bin/python -m pip check
 	@touch $@
 
-docs: $(DOCS)/.ready reference  ## build the documentation into site/; warnings are errors
+docs: $(DOCS)/.ready  ## build the documentation into site/; warnings are errors (needs no torch)
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build
 
 reference: $(READY)  ## write docs/reference from the code

@@ -35,11 +35,11 @@ BUDGETS = {
     "train": 3470,
     "compose": 2780,
     "launch": 4540,
-    "tools": 14850,
+    "tools": 14970,
     "contrib": 4450,
 }
 ROOMS = tuple(BUDGETS)
-DOORS, FILES_AT_MOST, LINES_AT_MOST, TESTS_AT_MOST = 4, 275, 55_370, 34_680
+DOORS, FILES_AT_MOST, LINES_AT_MOST, TESTS_AT_MOST = 4, 275, 55_490, 34_700
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted((ROOT / "harness").rglob("*.py"))

@@ -14,15 +14,22 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+
+from harness.compose.composer import compose_job
+from harness.tools.plan.config import PlanJob
+from harness.tools.plan.make import make_plan
+from harness.tools.plan.picture import figure_of
 
 FOLDER = Path(__file__).parent / "pictures"
 
 
 @dataclass(frozen=True)
 class Palette:
-    """Colours of one scheme: text, lines, and (fill, edge) of each kind of box."""
+    """Colours of one scheme: page, text, lines, and (fill, edge) of each kind of box."""
 
+    paper: str
     text: str
     soft: str
     line: str
@@ -30,6 +37,7 @@ class Palette:
 
 
 LIGHT = Palette(
+    paper="#ffffff",
     text="#1f2430",
     soft="#59606e",
     line="#6b7280",
@@ -42,6 +50,7 @@ LIGHT = Palette(
     },
 )
 DARK = Palette(
+    paper="#1e2129",
     text="#e6e9ef",
     soft="#a8b0bd",
     line="#98a1b0",
@@ -105,7 +114,7 @@ class Canvas:
         )
 
 
-def flow(palette: Palette) -> Canvas:
+def flow(palette: Palette) -> Figure:
     """From the command line to tables: README and architecture."""
     c = Canvas(100, 43, palette)
     c.box(1, 25, 15, 12, "plain", "overrides", "model=llama3_8b\nparallelism=fsdp_tp_pp\nprecision=bf16")
@@ -140,10 +149,10 @@ def flow(palette: Palette) -> Canvas:
     c.arrow((28.5, 25), (28.5, 13.8), dashed=True)
     c.arrow((32, 25), (44, 13.8), dashed=True)
     c.text(57, 8.7, "the same job, checked before it costs anything", size=9, ha="left", color=palette.soft)
-    return c
+    return c.figure
 
 
-def mesh(palette: Palette) -> Canvas:
+def mesh(palette: Palette) -> Figure:
     """What each rank of fsdp_tp_pp holds: how-to on parallelism."""
     c = Canvas(100, 50, palette)
     c.text(2, 47.5, "parallelism=fsdp_tp_pp: pp 2 x dp_shard 2 x tp 2 = 8 ranks", ha="left", weight="bold")
@@ -174,7 +183,7 @@ def mesh(palette: Palette) -> Canvas:
         size=8.5,
         color=palette.soft,
     )
-    return c
+    return c.figure
 
 
 def rooms() -> list[str]:
@@ -183,7 +192,7 @@ def rooms() -> list[str]:
     return re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
 
 
-def floors(palette: Palette) -> Canvas:
+def floors(palette: Palette) -> Figure:
     """The rooms, the way of a job through them, and the borders of torch and Hydra: architecture."""
     c = Canvas(100, 71, palette)
     util, config, *of_all, train, compose, launch, tools, contrib = rooms()
@@ -219,10 +228,20 @@ def floors(palette: Palette) -> Canvas:
         c.axes.plot((x, x), (20.5, 47.5), color=colour, linewidth=1.6, linestyle=(0, (4, 2)))
     c.text(36.6, 35, "no torch", ha="right", size=8.5, color=palette.boxes["green"][1])
     c.text(39.4, 36.2, "no Hydra", ha="left", size=8.5, color=palette.boxes["blue"][1])
-    return c
+    return c.figure
 
 
-PICTURES = {"flow": flow, "mesh": mesh, "floors": floors}
+def plan(palette: Palette) -> Figure:
+    """What picture= draws of the first job of a tutorial."""
+    page = (FOLDER.parent / "tutorials" / "plan_a_cluster.md").read_text()
+    typed = page.partition("$ harness plan ")[2].replace("\\\n", "").splitlines()[0]
+    job = compose_job(typed.split(), config_name="plan", schema=PlanJob)
+    ink = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+    with plt.rc_context(dict.fromkeys(ink, palette.text) | {"figure.facecolor": palette.paper}):
+        return figure_of(make_plan(job.plain))
+
+
+PICTURES = {"flow": flow, "mesh": mesh, "floors": floors, "plan": plan}
 
 
 def main() -> None:
@@ -231,10 +250,10 @@ def main() -> None:
     FOLDER.mkdir(exist_ok=True)
     for name, draw in PICTURES.items():
         for scheme, palette in (("light", LIGHT), ("dark", DARK)):
-            canvas = draw(palette)
+            figure = draw(palette)
             path = FOLDER / f"{name}-{scheme}.svg"
-            canvas.figure.savefig(path, transparent=True, metadata={"Date": None})
-            plt.close(canvas.figure)
+            figure.savefig(path, transparent=True, metadata={"Date": None})
+            plt.close(figure)
             path.write_text("\n".join(line.rstrip() for line in path.read_text().splitlines()) + "\n")
 
 

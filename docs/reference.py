@@ -79,7 +79,7 @@ def plain(text: str | None) -> str:
     parts = text.split("`")
     for place, part in enumerate(parts):
         if place % 2 == 0:
-            parts[place] = re.sub(r"([*|<~\[\]])", r"\\\1", part)
+            parts[place] = re.sub(r"([*|<~\[\]{}])", r"\\\1", part)
         else:
             parts[place] = code(part)
     return "".join(parts)

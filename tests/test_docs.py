@@ -45,7 +45,7 @@ PAGES = [
     *(path for path in sorted((ROOT / "docs").rglob("*.md")) if path.name not in APART),
 ]
 # Programs that are not the harness's; README says which packages bring them.
-OTHERS = ("nvidia-smi", "pgrep", "kill", "eval", "git", "sbatch", "echo", "pre-commit", "source")
+OTHERS = ("nvidia-smi", "pgrep", "kill", "eval", "git", "sbatch", "echo", "pre-commit", "source", "docker")
 # Pages of commands for GPUs, by section.
 GPUS = {"One GPU": "0", "Eight GPUs": "0,1,2,3,4,5,6,7"}
 
@@ -234,17 +234,6 @@ def test_readme_is_a_page_with_what_a_newcomer_types() -> None:
     assert len(COMMANDS) > 100
 
 
-def test_listed_options_exist_and_all_are_listed() -> None:
-    page = (ROOT / "docs" / "get_started.md").read_text()
-    table = page.split("| group | options |")[1].split("\n\n")[0]
-    for row in table.splitlines()[2:]:
-        groups, options = (re.findall(r"`([\w.]+)`", cell) for cell in row.strip("|").split("|", 1))
-        if groups == ["experiment", "sweep"]:
-            continue
-        shipped = {p.stem for group in groups for p in (ROOT / "conf" / group).glob("*.yaml")}
-        assert set(options) == shipped, groups
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_linked_and_named_files_exist(page: Path) -> None:
     for name, function in re.findall(
@@ -270,7 +259,7 @@ def anchors_of(page: Path) -> set[str]:
 
 
 def test_site_lists_all_pages() -> None:
-    listed = set(re.findall(r"- ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    listed = set(re.findall(r"- (?:.+: )?([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     there = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
     assert there <= listed
     for path in listed - there:
@@ -299,18 +288,18 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rows_of(page: Path) -> list[list[str]]:
-    """Rows of the tables of a page, without their meaning."""
+    """Rows of the tables of a page."""
     lines = [line for line in page.read_text().splitlines() if line.startswith("| ")]
-    width = {"fields": 5, "columns": 2}.get(page.stem, 1)
-    return [line.strip("| ").split(" | ")[:width] for line in lines]
+    return [line.strip("| ").split(" | ") for line in lines]
 
 
 def test_the_reference_is_up_to_date(reference: Path) -> None:
-    """But for the meaning of fields: after a change of those, make reference writes it."""
+    """The site is built from what is committed."""
     committed = ROOT / "docs" / "reference"
     assert {path.name for path in committed.iterdir()} == {path.name for path in reference.iterdir()}
     for page in reference.iterdir():
-        assert rows_of(committed / page.name) == rows_of(page), f"{page.name}: make reference writes it"
+        there = (committed / page.name).read_text()
+        assert there == page.read_text(), f"{page.name}: make reference writes it"
 
 
 def test_the_reference_has_every_field_flag_and_class(reference: Path) -> None:
@@ -329,7 +318,7 @@ def test_the_reference_has_every_field_flag_and_class(reference: Path) -> None:
     troubleshooting = (ROOT / "docs" / "troubleshooting.md").read_text()
     assert len(classes) >= 10
     for name in classes:
-        assert [f"`{name}`"] in rows_of(reference / "failures.md")
+        assert f"| `{name}` | " in (reference / "failures.md").read_text()
         assert f"\n## {name}\n" in troubleshooting
 
 

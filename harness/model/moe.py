@@ -197,43 +197,29 @@ class Experts(nn.Module):
         return out_RC + (local_shard(self, "b2") / self.output_shares)[expert_R]
 
 
-class _Sort(torch.autograd.Function):
-    """Copy each token K times, sorted by expert; backward sums over the copies.
+class _Permute(torch.autograd.Function):
+    """Permute rows, or copies of them, which backward sums up.
 
     Indexing's own backward would add rows one after another, and on a GPU in nondeterministic order.
     """
 
     @staticmethod
-    def forward(ctx: Any, x_NC: Tensor, order_R: Tensor, place_R: Tensor) -> Tensor:
-        ctx.save_for_backward(place_R)
-        ctx.tokens = x_NC.shape[0]
-        return x_NC.index_select(0, order_R // (order_R.shape[0] // x_NC.shape[0]))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_RC: Tensor) -> tuple[Tensor, None, None]:
-        (place_R,) = ctx.saved_tensors
-        return grad_RC.index_select(0, place_R).unflatten(0, (ctx.tokens, -1)).sum(1), None, None
-
-
-class _Permute(torch.autograd.Function):
-    """Permute rows."""
-
-    @staticmethod
-    def forward(ctx: Any, x_RC: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
+    def forward(ctx: Any, x_NC: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
         ctx.save_for_backward(inverse_R)
-        return x_RC.index_select(0, order_R)
+        ctx.copies = order_R.shape[0] // x_NC.shape[0]
+        return x_NC.index_select(0, order_R if ctx.copies == 1 else order_R // ctx.copies)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_RC: Tensor) -> tuple[Tensor, None, None]:
         (inverse_R,) = ctx.saved_tensors
-        return grad_RC.index_select(0, inverse_R), None, None
+        grad_RC = grad_RC.index_select(0, inverse_R)
+        return grad_RC if ctx.copies == 1 else grad_RC.unflatten(0, (-1, ctx.copies)).sum(1), None, None
 
 
-def permute(x_RC: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
-    """Rows in the given order; ``inverse_R`` undoes it."""
-    return _Permute.apply(x_RC, order_R, inverse_R)  # type: ignore[no-any-return]
+def permute(x_NC: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
+    """Rows in the given order, which ``inverse_R`` undoes; each row K times if the order has K as many."""
+    return _Permute.apply(x_NC, order_R, inverse_R)  # type: ignore[no-any-return]
 
 
 class _Combine(torch.autograd.Function):
@@ -309,9 +295,11 @@ class MoE(nn.Module):
         tokens_BTC = to_local(x_BTC)
         weights_NK, experts_NK = self.router(tokens_BTC, self.balance_bias)
         load_E = count_by_expert(experts_NK, self.num_experts)
-        order_R = experts_NK.flatten().argsort(stable=True)
+        # A GPU sorts 8 bits at a time.
+        narrow = torch.uint8 if self.num_experts <= 256 else torch.int16
+        order_R = experts_NK.flatten().to(narrow).sort(stable=True).indices
         place_R = inverse_of(order_R)
-        x_RC: Tensor = _Sort.apply(tokens_BTC.flatten(0, 1), order_R, place_R)
+        x_RC = permute(tokens_BTC.flatten(0, 1), order_R, place_R)
         if self.score_before_experts:
             weights_R1 = permute(weights_NK.view(-1, 1), order_R, place_R)
             x_RC = (x_RC * weights_R1).type_as(x_RC)

@@ -23,9 +23,9 @@ from harness.config.parallelism import ParallelismConfig
 from harness.config.training import ActivationCheckpointConfig, CompileConfig
 from harness.model.part import ModelPart
 
-# Always saved. topk: recomputed routing could choose other experts. on_host: the host would wait again for
-# values that it already has.
-ALWAYS_SAVED = {"aten.topk.default", "harness.on_host.default"}
+# Always saved. topk: recomputed routing could choose other experts. sort: many kernels for few bytes, the
+# order of rows. on_host: the host would wait again for values that it already has.
+ALWAYS_SAVED = {"aten.topk.default", "aten.sort.stable", "harness.on_host.default"}
 # Where experts are an FSDP group with its own hooks, torch's profiler annotations are operations inside a
 # block. Recomputation records different ones, because parameters are already gathered then.
 SAC_IGNORED_OPS |= {

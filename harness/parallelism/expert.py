@@ -8,7 +8,8 @@ sequence and has a part of every expert (``expert_tensor_parallel``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from math import prod
 
 import torch
@@ -25,7 +26,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from harness.config.parallelism import ParallelismConfig
 from harness.model.grouped import on_host
-from harness.model.moe import Exchange, Experts, MoE, inverse_of, permute
+from harness.model.moe import Exchange, Experts, MoE
 from harness.model.part import ModelPart
 from harness.model.spec import block_prefix, tensors
 from harness.parallelism.context import local_positions
@@ -50,7 +51,7 @@ def apply_expert_parallel(part: ModelPart, mesh: Mesh, layout: ParallelismConfig
             dims = {name: specs[prefix + name].split_dim for name, _ in moe.experts.named_parameters()}
             _split_experts(moe.experts, dims, mesh, layout)
         if layout.splits_experts:
-            moe.reduce_output = _Reduction(mesh.axis("tp"), stream)
+            moe.reduce_output = partial(_reduced, mesh.axis("tp"), stream)
         if layout.ep > 1:
             assert mesh.experts is not None
             moe.exchange = ExpertExchange(mesh.experts.get_group(EXPERT))
@@ -59,7 +60,7 @@ def apply_expert_parallel(part: ModelPart, mesh: Mesh, layout: ParallelismConfig
             groups.append(mesh.group("tp"))
         if groups:
             moe.router.positions_T = routed_positions(layout, part.seq_len, mesh)
-            moe.router.over_sequence = _Counts(groups)
+            moe.router.over_sequence = partial(_summed, groups)
             moe.router.sequence_parts = prod(group.size() for group in groups)
 
 
@@ -102,27 +103,17 @@ def _split_experts(
         experts.partial_gradients = {"b2": summed}  # type: ignore[assignment]
 
 
-class _Reduction:
-    """Sums outputs over the ranks that split each expert, into the residual stream."""
-
-    def __init__(self, mesh: DeviceMesh, stream: Placement) -> None:
-        self.mesh, self.stream = mesh, stream
-
-    def __call__(self, out_BTC: Tensor) -> Tensor:
-        partial = DTensor.from_local(out_BTC, self.mesh, (Partial(),), run_check=False)
-        return partial.redistribute(placements=(self.stream,)).to_local()
+def _reduced(mesh: DeviceMesh, stream: Placement, out_BTC: Tensor) -> Tensor:
+    """Sum outputs over the ranks that split each expert, into the residual stream."""
+    partial_sum = DTensor.from_local(out_BTC, mesh, (Partial(),), run_check=False)
+    return partial_sum.redistribute(placements=(stream,)).to_local()
 
 
-class _Counts:
-    """Sums counts over the ranks that a sequence is split over."""
-
-    def __init__(self, groups: list[dist.ProcessGroup]) -> None:
-        self.groups = groups
-
-    def __call__(self, counts: Tensor) -> Tensor:
-        for group in self.groups:
-            counts = all_reduce(counts, "sum", group)
-        return counts
+def _summed(groups: list[dist.ProcessGroup], counts: Tensor) -> Tensor:
+    """Sum counts over the ranks that a sequence is split over."""
+    for group in groups:
+        counts = all_reduce(counts, "sum", group)
+    return counts
 
 
 class ExpertExchange(Exchange):
@@ -139,21 +130,26 @@ class ExpertExchange(Exchange):
     def forward(self, x_RC: Tensor, load_E: Tensor, experts: Experts) -> Tensor:
         given = load_E.view(self.ranks, -1)
         got = wait_tensor(all_to_all_single(load_E, None, None, self.group)).view(self.ranks, -1)
-        sent, received = self._lengths(given, got, x_RC.shape[0])
+        sent, arrived = self._lengths(given, got, len(x_RC))
+        received = [sum(row) for row in arrived]
         x_SC = all_to_all_single_autograd(x_RC, received, sent, self.group)
-        # From the order of arrival (by rank, then by expert) to by expert.
-        expert_S = torch.arange(got.shape[1], device=got.device).repeat(self.ranks)
-        expert_S = expert_S.repeat_interleave(got.flatten(), output_size=sum(received))
-        order_S = expert_S.argsort(stable=True)
-        place_S = inverse_of(order_S)
-        out_SC = permute(experts(permute(x_SC, order_S, place_S), got.sum(0)), place_S, order_S)
+        # Rows arrive by rank, then by expert.
+        out_SC = experts(transposed(x_SC, arrived), got.sum(0))
+        out_SC = transposed(out_SC, [*zip(*arrived, strict=True)])
         return all_to_all_single_autograd(out_SC, sent, received, self.group)
 
-    def _lengths(self, given: Tensor, got: Tensor, rows: int) -> tuple[list[int], list[int]]:
-        """Numbers of rows to send to each rank, and to receive from it.
+    def _lengths(self, given: Tensor, got: Tensor, rows: int) -> tuple[list[int], list[list[int]]]:
+        """Numbers of rows to send to each rank, and to receive from it for each expert.
 
         The host needs them for the all-to-all: the only place where it waits for the device, once per layer
         and pass. A recomputed layer has them saved.
         """
-        sent, received = on_host(torch.stack((given.sum(1), got.sum(1)))).tolist()
-        return sent, received
+        table = on_host(torch.cat((given.sum(1, keepdim=True), got), 1)).tolist()
+        return [row[0] for row in table], [row[1:] for row in table]
+
+
+def transposed(x_SC: Tensor, lengths: Sequence[Sequence[int]]) -> Tensor:
+    """Rows in groups, ``lengths[a][b]`` in a group, ordered by b, then by a; a group moves as a whole."""
+    columns = len(lengths[0])
+    groups = x_SC.split([length for row in lengths for length in row])
+    return torch.cat([group for column in range(columns) for group in groups[column::columns]])

@@ -238,7 +238,8 @@ th, td {{ padding: 0.3rem 0.7rem; text-align: left; vertical-align: top; border-
 th {{ cursor: pointer; }}
 .number {{ text-align: right; white-space: nowrap; }}
 .marked {{ font-weight: 600; background: #ffaa0022; }}
-img {{ max-width: 100%; background: #fff; }}
+img {{ max-width: 100%; min-width: 40rem; margin: 1rem 0; border-radius: 4px; background: #fff; }}
+@media (prefers-color-scheme: dark) {{ img {{ filter: invert(0.93) hue-rotate(180deg); }} }}
 </style>
 </head>
 <body>
@@ -273,7 +274,8 @@ def to_html(title: str, blocks: Sequence[Block], folder: Path) -> str:
             parts.append(_paragraph(each))
         elif isinstance(each, Figure):
             data = base64.b64encode((folder / each.path).read_bytes()).decode()
-            parts.append(f'<img alt="{html.escape(each.alt)}" src="data:image/png;base64,{data}">')
+            image = f'<img alt="{html.escape(each.alt)}" src="data:image/png;base64,{data}">'
+            parts.append(f'<div class="scroll">{image}</div>')
         else:
             parts += [_paragraph(f"## {each.title}") if each.title else "", *map(_paragraph, each.notes)]
             parts.append(_html_table(each))

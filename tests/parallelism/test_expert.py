@@ -59,7 +59,7 @@ def with_aux_loss_of_own_tokens(job_json: str, steps: int) -> Trace:
     """Sabotage: the auxiliary loss uses the counts of this rank's part of a sequence only."""
     from harness.parallelism import expert
 
-    with mock.patch.object(expert._Counts, "__call__", lambda self, counts: counts):
+    with mock.patch.object(expert, "_summed", lambda groups, counts: counts):
         return trace(job_json, steps)
 
 
@@ -67,7 +67,7 @@ def with_rows_in_order_of_ranks(job_json: str, steps: int) -> Trace:
     """Sabotage: received rows stay ordered by rank instead of by expert."""
     from harness.parallelism import expert
 
-    with mock.patch.object(expert, "permute", lambda x, order, inverse: x):
+    with mock.patch.object(expert, "transposed", lambda x, lengths: x):
         return trace(job_json, steps)
 
 

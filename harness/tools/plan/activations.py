@@ -257,5 +257,5 @@ def _mixture(config: ModelConfig) -> PartActivations:
         shared = _feed_forward(of.shared_hidden_dim, dim, "moe.shared_experts")
         kept, products = kept + shared.kept, products + shared.products
         kept += (routed("router.in", dim, "widened", SavedBy.EAGER),)
-    choices = (routed("top scores", top_k, "float32"), routed("top experts", top_k, "int64"))
+    choices = (routed("top scores", top_k, "float32"), routed("top experts, order", 2 * top_k, "int64"))
     return PartActivations(kept, products, choices=choices, forward=forward, backward=backward)

@@ -203,13 +203,6 @@ class Calibration:
             raise UserError(f"{where}: is not a file; {works}")
         try:
             plain = parse_object(Path(path).read_bytes())
-            constants = plain.get("constants")
-            if plain.pop("accelerator", None) is not None:
-                raise ValueError(
-                    "an earlier version wrote it for a CPU, or for hardware that is in cluster.hardware now"
-                )
-            if isinstance(constants, dict) and constants.get("cores", 0) is None:
-                del constants["cores"]
             read: Calibration = from_dict(Calibration, loads(dumps(plain)))  # "inf" is text there
             if "grouped" not in plain["constants"]:
                 # It has fractions of the data sheet's peak in place of fractions of achieved speeds.

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 from harness.tools.plan.plan import KINDS, Plan, Speed
 from harness.tools.plan.render import devices, mesh_of, schedule_of
 from harness.util.files import write_atomically
-from harness.util.tables import GIB, seconds
+from harness.util.tables import GIB, gib, seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # Kinds of memory: persistent ones in blue, those of a pass in warm colors, the others in muted colors.
 _KIND_COLORS = {
@@ -32,7 +33,6 @@ _PASSES = {
     "I": ("backward, inputs", "#e0a13c"),
     "W": ("backward, weights", "#c05a4f"),
 }
-_INK = "#333333"
 # Passes of a rank's first stage have the full color; those of later stages are mixed with white up to this.
 _PALEST = 0.6
 _FEWEST_POINTS_FOR_A_NUMBER = 11.0
@@ -40,7 +40,14 @@ _INCHES, _DPI = 12.0, 150
 
 
 def draw(path: Path, plan: Plan) -> None:
-    """Draw the plan into a PNG; without a timeline only its memory is drawn."""
+    """Draw the plan into a PNG."""
+    image = io.BytesIO()
+    figure_of(plan).savefig(image, format="png", dpi=_DPI)
+    write_atomically(path, image.getvalue())
+
+
+def figure_of(plan: Plan) -> Figure:
+    """Draw the plan; without a timeline only its memory. Ink and paper are those of matplotlib's settings."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -52,37 +59,37 @@ def draw(path: Path, plan: Plan) -> None:
     figure = Figure(figsize=(width, sum(heights) + 0.9), layout=layout)
     axes = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     title = f"{plan.job.name} on {devices(plan)}: {mesh_of(plan.job.parallelism)}"
-    figure.suptitle(title, fontsize=12.5, x=0.01, ha="left", color=_INK)
+    figure.suptitle(title, fontsize=12.5, x=0.01, ha="left")
     _draw_memory(axes[0], plan)
     if timeline and plan.speed is not None:
         _draw_timeline(axes[1], plan.speed, f"{schedule_of(plan.job)}, one step")
-    image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=_DPI)
-    write_atomically(path, image.getvalue())
+    return figure
 
 
 def _draw_memory(axis: Axes, plan: Plan) -> None:
     """Draw stacked bars, one per pipeline rank, and the memory limit as a line."""
-    ranks = range(len(plan.memory))
+    from matplotlib import rcParams
+
+    ranks, fullest = range(len(plan.memory)), max(plan.memory, key=lambda rank: rank.peak)
     tops = [0.0 for _ in ranks]
-    small: dict[str, Any] = {"fontsize": 8.5, "color": _INK}
     for kind in KINDS:
         sizes = [rank.kinds.get(kind, 0.0) / GIB for rank in plan.memory]
         if any(sizes):
-            axis.bar(ranks, sizes, 0.62, bottom=tops, color=_KIND_COLORS[kind], label=kind, linewidth=0)
+            label = f"{kind}  {gib(fullest.kinds.get(kind, 0.0))}"
+            axis.bar(ranks, sizes, 0.62, bottom=tops, color=_KIND_COLORS[kind], label=label, linewidth=0)
             tops = [top + size for top, size in zip(tops, sizes, strict=True)]
+    paper = {"boxstyle": "square,pad=0.15", "facecolor": rcParams["figure.facecolor"], "edgecolor": "none"}
+    small: dict[str, Any] = {"fontsize": 8.5, "textcoords": "offset points", "bbox": paper}
     for place, top in zip(ranks, tops, strict=True):
         text = f"{top:.1f}" if top >= 10 else f"{top:.2g}"
-        axis.text(place, top, text, ha="center", va="bottom", **small)
+        axis.annotate(text, (place, top), (0, 4), ha="center", **small)
     highest = max(tops)
     if plan.memory_limit is not None:
         limit = plan.memory_limit / GIB
-        color = _INK if plan.fits else "#b02a2a"
+        color = rcParams["text.color"] if plan.fits else "#d04545"
         axis.axhline(limit, color=color, linewidth=1.3, linestyle=(0, (5, 3)))
-        at: dict[str, Any] = {"xycoords": axis.get_yaxis_transform(), "textcoords": "offset points"}
-        box = {"boxstyle": "square,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}
-        text = f"limit {limit:.3g} GiB"
-        axis.annotate(text, (1, limit), (-4, 5), fontsize=8.5, color=color, ha="right", bbox=box, **at)
+        text, at = f"limit {limit:.3g} GiB", axis.get_yaxis_transform()
+        axis.annotate(text, (1, limit), (-4, 5), xycoords=at, color=color, ha="right", **small)
         # Always show the limit, also if it is far above the bars.
         highest = max(highest, limit)
     axis.set_ylim(0, highest * 1.12)
@@ -91,9 +98,9 @@ def _draw_memory(axis: Axes, plan: Plan) -> None:
     axis.set_xlim(-0.6 - margin, len(ranks) - 0.4 + margin)
     axis.set_xticks(ranks, ["every rank"] if len(ranks) == 1 else _names(plan), fontsize=8.5)
     _title(axis, "memory at its peak" + (", by pipeline rank" if len(ranks) > 1 else ""))
-    axis.set_ylabel("GiB on each rank", fontsize=9, color=_INK)
+    axis.set_ylabel("GiB on each rank", fontsize=9)
     handles, labels = axis.get_legend_handles_labels()
-    _legend(axis, handles[::-1], labels[::-1])
+    _legend(axis, handles[::-1], labels[::-1], "GiB on the fullest rank" if len(ranks) > 1 else "GiB")
 
 
 def _names(plan: Plan) -> list[str]:
@@ -106,6 +113,7 @@ def _names(plan: Plan) -> list[str]:
 
 def _draw_timeline(axis: Axes, speed: Speed, title: str) -> None:
     """Draw a Gantt chart: one row per pipeline rank, the first on top, one bar per pass with its number."""
+    from matplotlib import rcParams
     from matplotlib.colors import to_hex
     from matplotlib.patches import Patch
 
@@ -123,13 +131,19 @@ def _draw_timeline(axis: Axes, speed: Speed, title: str) -> None:
         held = sorted({action.stage for action in row})
         bars = [(action.start * scale, (action.end - action.start) * scale) for action in row]
         colors = [to_hex(_paler(_PASSES[each.kind][1], held.index(each.stage))) for each in row]
-        axis.broken_barh(bars, (place - 0.39, 0.78), facecolors=colors, edgecolor="white", linewidth=edge)
+        axis.broken_barh(
+            bars,
+            (place - 0.39, 0.78),
+            facecolors=colors,
+            edgecolor=rcParams["figure.facecolor"],
+            linewidth=edge,
+        )
         small: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 6.5, "color": "white"}
         for action, (start, width) in zip(row, bars, strict=True):
             if width * points_wide >= _FEWEST_POINTS_FOR_A_NUMBER:
                 axis.text(start + width / 2, place, f"{action.microbatch}", **small)
     axis.set_yticks(range(len(rows)), [f"pp {rank}" for rank in range(len(rows))], fontsize=8.5)
-    axis.set_xlabel(unit, fontsize=9, color=_INK)
+    axis.set_xlabel(unit, fontsize=9)
     idle = 1 - sum(widths) / (len(rows) * last) if last else 0.0
     _title(
         axis, f"{title}: {seconds(speed.step_seconds)}; pipeline ranks idle {idle:.1%} of the passes' time"
@@ -154,12 +168,12 @@ def _paler(color: str, chunk: int) -> tuple[float, float, float]:
 
 
 def _title(axis: Axes, title: str) -> None:
-    axis.set_title(title, fontsize=10, loc="left", color=_INK)
+    axis.set_title(title, fontsize=10, loc="left")
     axis.spines[["top", "right"]].set_visible(False)
-    axis.tick_params(labelsize=8.5, colors=_INK, length=3)
+    axis.tick_params(labelsize=8.5, length=3)
 
 
-def _legend(axis: Axes, handles: Sequence[Any], labels: Sequence[str]) -> None:
+def _legend(axis: Axes, handles: Sequence[Any], labels: Sequence[str], title: str | None = None) -> None:
     place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.005, 1), "frameon": False}
     size: dict[str, Any] = {"fontsize": 8.5, "handlelength": 1.1, "handleheight": 1.1}
-    axis.legend(handles, labels, labelcolor=_INK, **place, **size)
+    axis.legend(handles, labels, title=title, title_fontsize=8.5, alignment="left", **place, **size)

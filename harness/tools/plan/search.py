@@ -12,7 +12,8 @@ from bisect import insort
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, islice
+from functools import cached_property
+from itertools import accumulate, groupby, islice
 from typing import Any
 
 from harness.config.job import Job
@@ -23,13 +24,14 @@ from harness.precision.linears import sort_linears
 from harness.tools.plan.block_cost import Worker
 from harness.tools.plan.collectives import Pass, sharing_of_block
 from harness.tools.plan.constants import Calibration
+from harness.tools.plan.evidence_table import RESOLUTION
 from harness.tools.plan.machine import Machine, device_of, machine_of
 from harness.tools.plan.make import plan_memory, with_speed
 from harness.tools.plan.memory import RankStep, equal_stages, memory_limit
 from harness.tools.plan.memory_parts import ActivationBytes
 from harness.tools.plan.order import fullest, passes_of_rank
 from harness.tools.plan.parameters import Memo, RankParameters, parameters_of
-from harness.tools.plan.plan import PARTS, Action, Plan
+from harness.tools.plan.plan import Action, Plan
 from harness.tools.plan.render import mesh_of
 from harness.tools.plan.space import MODES, Key, LayoutPoint, Legality, Space
 from harness.util.errors import ConfigError, UserError
@@ -53,10 +55,10 @@ class Candidate:
         assert self.plan.speed is not None, "a search knows its hardware"
         return self.plan.speed.step_seconds
 
-    @property
-    def order(self) -> tuple[float, int, float]:
-        """Sort key: time, then number of axes, then memory."""
-        return rounded(self.seconds), self.point.axes, self.plan.peak
+    @cached_property
+    def order(self) -> tuple[float, tuple[int, bool, int], float]:
+        """Sort key: time, then complexity, then memory."""
+        return rounded(self.seconds), self.point.complexity, self.plan.peak
 
 
 class NothingFits(UserError):
@@ -109,8 +111,10 @@ class Search:
     top: int
     calibration: Calibration | None
     headroom: float
+    fitting: list[Candidate] = field(default_factory=list)
+    """All that were planned and fit, the fastest first."""
     best: list[Candidate] = field(default_factory=list)
-    """The fastest, first."""
+    """The ``top`` fastest; of equal ones the simplest."""
     layouts: int = 0
     """Number of all meshes."""
     points: int = 0
@@ -124,13 +128,45 @@ class Search:
     closest: tuple[float, LayoutPoint] | None = None
     """The point closest to fitting, and a lower bound on its shortfall in bytes."""
     tied: int = 0
-    """Number of points as fast as one of the best, with more axes or more memory."""
+    """Number of points as fast as one of the best, less simple or with more memory."""
     slower: Counter[str] = field(default_factory=Counter)
     """Slower points, by the part of the step in which they lose most to the best."""
     planned: int = 0
     """Number of points that were fully planned; the bound was enough for the others."""
     seconds: float = 0.0
     """Duration of the search."""
+
+    @property
+    def error(self) -> float | None:
+        """The plan does not order two layouts whose times differ by less; None if nothing is published."""
+        return None if self.best[0].plan.is_calibrated else RESOLUTION.off
+
+    @property
+    def most(self) -> float:
+        """Longest step within the error of the first."""
+        return (1 + (self.error or 0.0)) * self.best[0].seconds
+
+    @property
+    def simplest(self) -> Candidate:
+        """The simplest within the error of the first, and of equally simple ones the fastest."""
+        return min(
+            (each for each in self.fitting if each.seconds <= self.most), key=lambda each: each.order[1]
+        )
+
+    @property
+    def fastest(self) -> dict[str, Candidate]:
+        """The fastest layout of each kind of data parallelism."""
+        kinds = ((each.point.data_parallelism, each) for each in reversed(self.fitting))
+        return {kind: each for kind, each in kinds if kind}
+
+    @property
+    def shown(self) -> dict[str, Candidate]:
+        """The best by number; then by name the fastest of each kind and the simplest, if not among them."""
+        shown = {f"{number}": each for number, each in enumerate(self.best, start=1)}
+        for name, each in (*sorted(self.fastest.items()), ("simplest", self.simplest)):
+            if each not in shown.values():
+                shown[name] = each
+        return shown
 
     def legal_points(self) -> list[LayoutPoint]:
         """Return the legal points of the space; count the others."""
@@ -176,10 +212,10 @@ class Search:
                 bounded.append((rounded(times.seconds(point)), point))
         # Points that did not fit, by placement: rows, saved activations, shortfall.
         known: dict[Key, list[tuple[int, int, float]]] = defaultdict(list)
-        dropped: list[LayoutPoint | Candidate] = []
+        slower: list[LayoutPoint] = []
         for least, point in sorted(bounded, key=lambda pair: pair[0]):
-            if len(self.best) == self.top and (least, point.axes) > self.best[-1].order[:2]:
-                dropped.append(point)
+            if not self._may_matter(least, point):
+                slower.append(point)
                 continue
             # With all else equal, larger microbatches and less recomputation never take less memory.
             too_large = known[point.placement]
@@ -187,17 +223,29 @@ class Search:
             lacks = (short for rows, less, short in too_large if rows <= point.rows and less <= saved)
             if (shortfall := next(lacks, 0.0)) == 0.0:
                 shortfall, new = self._plan(point, memory)
-                dropped += self._insert(new) if new is not None else []
+                if new is not None:
+                    insort(self.fitting, new, key=lambda each: each.order)
+                    equal = groupby(self.fitting, key=lambda each: each.order[0])
+                    self.best = [next(group) for _, group in islice(equal, self.top)]
                 too_large += [(point.rows, saved, shortfall)] if shortfall else []
             if shortfall:
                 self._count_too_large(shortfall, point)
-        for each in dropped:
-            if isinstance(each, Candidate):
-                parts, others = (one.plan.speed.parts for one in (each, self.best[0]) if one.plan.speed)
-            else:
-                parts, others = times.parts(each), times.parts(self.best[0].point)
-            worst = max(PARTS, key=lambda part: parts.get(part, 0.0) - others.get(part, 0.0))
-            self.slower[worst] += 1
+        as_fast = {each.order[0] for each in self.best}
+        tied = sum(each.order[0] in as_fast for each in self.fitting)
+        self.tied = tied - len(self.best)
+        first = times.parts(self.best[0].point) if self.best else {}
+        for point in [*slower, *(each.point for each in self.fitting[tied:])]:
+            parts = times.parts(point)
+            self.slower[max(parts, key=lambda part: parts[part] - first[part])] += 1
+
+    def _may_matter(self, least: float, point: LayoutPoint) -> bool:
+        """Whether a point that takes at least this time may be shown."""
+        bound, kind = (least, point.complexity), point.data_parallelism
+        if len(self.best) < self.top or bound <= self.best[-1].order[:2]:
+            return True
+        if kind and ((own := self.fastest.get(kind)) is None or bound <= own.order[:2]):
+            return True
+        return least <= self.most and bound[::-1] < self.simplest.order[1::-1]
 
     def _count_illegal(self, error: ConfigError) -> None:
         self.illegal[error.field] += 1
@@ -222,18 +270,6 @@ class Search:
         if plan.memory_limit is not None and plan.peak > (usable := (1 - self.headroom) * plan.memory_limit):
             return plan.peak - usable, None
         return 0.0, Candidate(point, with_speed(plan, self.calibration))
-
-    def _insert(self, new: Candidate) -> list[Candidate]:
-        """Keep a candidate among the best, and of equal ones the simplest; return those that are dropped."""
-        tied = next((each for each in self.best if each.order[0] == new.order[0]), None)
-        if tied is not None:
-            self.tied += 1
-            if tied.order <= new.order:
-                return []
-            self.best.remove(tied)
-        insort(self.best, new, key=lambda candidate: candidate.order)
-        self.best, slower = self.best[: self.top], self.best[self.top :]
-        return slower
 
 
 class MemoryBounds(Memo):

@@ -22,7 +22,7 @@ from harness.tools.plan.render import (
     part_name,
     schedule_of,
 )
-from harness.tools.plan.search import Search
+from harness.tools.plan.search import Candidate, Search
 from harness.util import PACKAGE
 from harness.util.errors import ConfigError
 from harness.util.files import write_atomically
@@ -45,13 +45,13 @@ def render_search(found: Search) -> str:
     kept = sorted(field for field in found.space.typed if field.startswith(_SEARCHED))
     head += f"kept as typed: {', '.join(kept)}\n" if kept else ""
     columns = [
-        *(Column("number", "", "d"), Column("layout", "layout"), Column("batch", "microbatches", str)),
+        *(Column("name", ""), Column("layout", "layout"), Column("batch", "microbatches", str)),
         *(Column("mode", "recompute"), Column("schedule", "schedule"), Column("peak", "GiB", gib)),
         *(Column("step", "step", seconds), Column("rate", f"tokens/s a {unit}", figure)),
         Column("mfu", "MFU", ".1%"),
     ]
     rows = []
-    for number, each in enumerate(found.best, start=1):
+    for name, each in found.shown.items():
         point, speed, own = each.point, each.plan.speed, each.plan.job
         assert speed is not None
         batch = f"{own.accumulation_steps} x {point.local_batch_size}"
@@ -59,11 +59,11 @@ def render_search(found: Search) -> str:
             batch = f"{point.local_batch_size // point.microbatch_size} x {point.microbatch_size}"
         rows.append(
             {
-                "number": number,
+                "name": name,
                 "layout": mesh_of(own.parallelism),
                 "batch": batch,
                 "mode": point.mode,
-                "schedule": schedule_of(own) if point.schedule else "",
+                "schedule": schedule_of(own).partition(" (")[0] if point.schedule else "",
                 "peak": each.plan.peak,
                 "step": each.seconds,
                 "rate": speed.tokens_per_second_per_rank,
@@ -80,21 +80,28 @@ def render_search(found: Search) -> str:
 
 def _alike(found: Search) -> int | None:
     """Return how many of the best layouts are too close to the first to rank; None without published rows."""
-    first = found.best[0]
-    if first.plan.accelerator is None or first.plan.is_calibrated:
-        return None
-    return sum(each.seconds <= first.seconds * (1 + RESOLUTION.off) for each in found.best)
+    return None if found.error is None else sum(each.seconds <= found.most for each in found.best)
 
 
 def _distinguished(found: Search) -> str:
-    alike = _alike(found)
+    alike, first, simplest = _alike(found), found.best[0], found.simplest
     if alike is None:
         return ""
     which = "all" if alike == len(found.best) else f"the first {alike}"
     claim = f"{which} cannot be distinguished" if alike > 1 else "the first differs from the others"
-    return (
-        f"{claim}: the planned ratio of two layouts is off by {RESOLUTION.off:.1%} or less "
+    text = (
+        f"{claim}: the planned ratio of two layouts is off by {found.error:.1%} or less "
         f"in four of five published pairs ({RESOLUTION.pairs} pairs, {RESOLUTION.tables} tables)\n"
+    )
+    if simplest is first:
+        return text
+    mode, plan, speed = simplest.point.mode, simplest.plan, simplest.plan.speed
+    assert speed is not None
+    return (
+        f"{text}simplest within the error: {mesh_of(plan.job.parallelism)}, "
+        f"{'no' if mode == 'none' else mode} recompute: {gib(plan.peak)} GiB, "
+        f"{figure(speed.tokens_per_second_per_rank)} tokens/s a {device_name(plan)}, "
+        f"{1 - first.seconds / simplest.seconds:.1%} behind\n"
     )
 
 
@@ -105,15 +112,11 @@ def _losers(found: Search) -> str:
         lines.append((others, f"illegal by {len(found.illegal) - len(shown)} other rules"))
     if found.closest is not None:
         lacks, point = found.closest
-        batch = f"{point.local_batch_size} at once"
-        if point.schedule:
-            microbatches = point.local_batch_size // point.microbatch_size
-            batch = f"{point.schedule}, {microbatches} x {point.microbatch_size}"
-        closest = f"{mesh_of(point.layout(found.space.base.parallelism))}, {batch}, {point.mode}"
+        closest = f"{mesh_of(point.layout(found.space.base.parallelism))}, {point.mode}"
         reason = f"do not fit; the closest is at least {gib(lacks)} GiB too large: {closest}"
         lines.append((found.too_large, reason))
     if found.tied:
-        lines.append((found.tied, "as fast as one of these, with more axes or more memory"))
+        lines.append((found.tied, "as fast as one of these, less simple or with more memory"))
     for part, count in found.slower.most_common():
         lines.append((count, f"slower, most of all by {part_name(part)}"))
     return "".join(f"  {count:>9,}  {reason}\n" for count, reason in lines)
@@ -122,10 +125,12 @@ def _losers(found: Search) -> str:
 def search_as_dict(found: Search) -> dict[str, Any]:
     """The result of a search as plain containers, for JSON."""
     base = found.space.base.parallelism
-    plans = [as_dict(each.plan) for each in found.best]
-    for plan in plans:
+
+    def plain(each: Candidate) -> dict[str, Any]:
+        plan = as_dict(each.plan)
         del plan["speed"]["timeline"]
-    typed = [each.point.overrides(base) for each in found.best]
+        return {"overrides": each.point.overrides(base), "plan": plan}
+
     closest = None
     if found.closest is not None:
         closest = {"lacks": found.closest[0], "overrides": found.closest[1].overrides(base)}
@@ -137,7 +142,9 @@ def search_as_dict(found: Search) -> dict[str, Any]:
         "seconds": found.seconds,
         "kept": sorted(found.space.typed),
         "alike": _alike(found),
-        "best": [{"overrides": own, "plan": plan} for own, plan in zip(typed, plans, strict=True)],
+        "best": [plain(each) for each in found.best],
+        "simplest": plain(found.simplest),
+        "fastest": {kind: plain(each) for kind, each in found.fastest.items()},
         "lost": {
             "illegal": dict(found.illegal.most_common()),
             "too_large": found.too_large,
@@ -162,10 +169,11 @@ def sweep_path(name: str, asked: str | None) -> Path:
     return folder / "search" / f"{name}.yaml"
 
 
-def write_sweep(found: Search, path: Path, overrides: Sequence[str]) -> str:
-    """Write the sweep that measures the best points of a job; return the command that starts it."""
+def commands(found: Search, path: Path, overrides: Sequence[str]) -> str:
+    """Write the sweep that measures the shown layouts; return what to type: to start it, and to train one."""
     base, plan = found.space.base.parallelism, found.best[0].plan
-    points = [each.point.overrides(base) for each in found.best]
+    shown = sorted(found.shown.values(), key=lambda each: each.order)
+    points = [each.point.overrides(base) for each in shown]
     # Each point sets the searched fields; the same field on the command line would override it.
     of_pipeline = ("pp_schedule", "pp_layers_per_stage", "pp_microbatch_size")
     moved = {override.split("=")[0] for override in points[0]} | PLANNER_FIELDS
@@ -173,8 +181,8 @@ def write_sweep(found: Search, path: Path, overrides: Sequence[str]) -> str:
     job = [override for override in overrides if override.lstrip("+").split("=")[0] not in moved]
     lines = "\n".join(f"        {' '.join(typed)}" for typed in points)
     text = f"""# @package _global_
-# What harness plan search=true expects to be the fastest on {devices(plan)},
-# fastest first, of the job: {" ".join(shlex.join(job).split())}
+# What harness plan search=true shows for {devices(plan)}, fastest first, of the job:
+# {" ".join(shlex.join(job).split())}
 name: {plan.job.name}-search
 
 hydra:
@@ -189,11 +197,16 @@ hydra:
     except OSError as error:
         rule = f"cannot be written: {error.strerror}"
         raise ConfigError("sweep_file", path, rule, "another path") from error
-    return _command(path.resolve(), job)
+    train = shlex.join(["harness", "train", *job, *found.simplest.point.overrides(base)])
+    which = "first" if found.simplest is found.best[0] else "simplest"
+    return (
+        f"to measure the {len(shown)}: {path}\n  {_command(path.resolve(), job)}\n"
+        f"to train the {which}:\n  {train}\n"
+    )
 
 
 def _command(path: Path, job: Sequence[str]) -> str:
-    start = ["python", "-m", "harness.train", "-m"]
+    start = ["harness", "train", "-m"]
     flags = {home: ["--config-dir", str(home.parent)] for home in path.parents if home.name == "sweep"}
     flags |= {(folder / "sweep").resolve(): [] for folder in config_folders().paths}
     for home, more in flags.items():

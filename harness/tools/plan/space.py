@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
+from harness.compose.overrides import OVERRIDE
 from harness.compose.resolve import check_torch, resolve, resolve_layout
 from harness.config.cluster import count_gpus
 from harness.config.job import Job
@@ -25,7 +25,6 @@ SCHEDULES_TRIED = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroB
 """Without GPipe and LoopedBFS: they save all microbatches and idle as long as 1F1B and Interleaved1F1B."""
 
 Key = tuple[Any, ...]
-_KEY = re.compile(r"^(?:\+\+|\+)?(?P<key>[\w.]+)=(?P<value>.*)$", re.DOTALL)
 
 
 class LayoutPoint(NamedTuple):
@@ -54,9 +53,19 @@ class LayoutPoint(NamedTuple):
         return self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp
 
     @property
-    def axes(self) -> int:
-        """Number of mesh axes with a degree above 1."""
-        return sum(degree > 1 for degree in self.degrees)
+    def complexity(self) -> tuple[int, bool, int]:
+        """Smaller for a simpler point: axes that split, a pipeline, and options apart from the default."""
+        own_stages = self.layers_per_stage is not None
+        options = (self.mode != MODES[0], self.schedule not in (None, SCHEDULES_TRIED[0]), own_stages)
+        return sum(degree > 1 for degree in self[:6]), self.pp > 1, sum(options)
+
+    @property
+    def data_parallelism(self) -> str | None:
+        """``FSDP`` or ``HSDP`` if no other axis splits."""
+        pp, replicas, shards, cp, tp, ep = self[:6]
+        if shards == 1 or max(pp, cp, tp, ep) > 1:
+            return None
+        return "HSDP" if replicas > 1 else "FSDP"
 
     @property
     def data_parallel(self) -> int:
@@ -216,8 +225,8 @@ def _typed(base: Job, overrides: Sequence[str]) -> Iterator[str]:
     """Yield the fields that the command line fixes, directly or by a group."""
     layout = base.parallelism
     for override in overrides:
-        match = _KEY.match(override)
-        if match is None or match["value"] == "null" or override.endswith("parallelism.dp_shard=-1"):
+        match = OVERRIDE.match(override)
+        if match is None or match["value"] in (None, "null") or override.endswith("parallelism.dp_shard=-1"):
             continue
         yield match["key"]
         if match["key"] == "activation_checkpoint":

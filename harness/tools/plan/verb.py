@@ -65,7 +65,7 @@ def plan(job: PlanJob, overrides: list[str]) -> Result:
 def _search(job: PlanJob, overrides: list[str]) -> Result:
     from harness.tools.plan.make import calibration_of
     from harness.tools.plan.search import NothingFits, search
-    from harness.tools.plan.search_result import render_search, search_as_dict, sweep_path, write_sweep
+    from harness.tools.plan.search_result import commands, render_search, search_as_dict, sweep_path
     from harness.tools.plan.space import Space
 
     try:
@@ -81,10 +81,9 @@ def _search(job: PlanJob, overrides: list[str]) -> Result:
         draw(Path(job.picture), found.best[0].plan)
     data, text = search_as_dict(found) | {"sweep_file": path}, f"{render_search(found)}\n"
     try:
-        command = write_sweep(found, path, overrides)
+        return Result(data, text + commands(found, path, overrides))
     except (HarnessError, OSError) as error:
         return Result(data, text, error=error)
-    return Result(data, f"{text}to measure the {len(found.best)}: {path}\n  {command}\n")
 
 
 def compare_points(points: list[Composed]) -> Result:

@@ -188,10 +188,10 @@ def _lengths(skew: float) -> Any:
 
     def lengths(
         exchange: ExpertExchange, given: Tensor, got: Tensor, rows: int
-    ) -> tuple[list[int], list[int]]:
-        asked(exchange, given, got, rows)  # as in training, with with the same waits for the device
+    ) -> tuple[list[int], list[list[int]]]:
+        asked(exchange, given, got, rows)  # as in training, with the same waits for the device
         sent = rows_by_rank(rows, exchange.ranks, skew)
-        return sent, [sent[exchange.group.rank()]] * exchange.ranks
+        return sent, [rows_by_rank(sent[exchange.group.rank()], got.shape[1], 0)] * exchange.ranks
 
     return lengths
 

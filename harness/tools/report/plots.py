@@ -1,14 +1,22 @@
-"""Plots of a report: bars of published, predicted and measured results, and predicted against measured."""
+"""Plots of a report: losses of runs, and bars of published, predicted and measured results."""
 
 from __future__ import annotations
 
+import re
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import inf, isfinite, isnan, nan
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import fmean
+from typing import TYPE_CHECKING
 
-from harness.util.plots import COLORS, new_figure, save, ticks
-from harness.util.tables import NOT_MEASURED, Row
+from harness.launch.rows import job_of
+from harness.metrics.jsonl import read_rows
+from harness.run.folder import METRICS
+from harness.util.plots import COLORS, new_figure, save, smoothed, ticks
+from harness.util.tables import NOT_MEASURED, Row, counted, shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,6 +32,151 @@ RATE, MEMORY = "tokens_per_second_per_rank", "memory_gib"
 _INCHES_PER_BAR, _AROUND = 0.2, 1.5
 _INCHES_PER_LINE, _INCHES_PER_LETTER, _LETTERS_PER_LINE = 0.16, 0.075, 48
 _PANELS = ((RATE, "tokens per second and rank"), (MEMORY, "peak memory of a rank, GiB"))
+
+LOSSES = {"loss": "training loss", "validation_loss": "validation loss"}
+# Distinguishable with any kind of colour blindness (Okabe and Ito); runs with a worse loss are grey.
+_OF_RUNS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#8c510a")
+_GREY, _STYLES, _LONGEST_NAME = "#bbbbbb", ("-", "--", ":", "-."), 60
+_SEED = re.compile("(^| )seed=[^ ]+")
+_UNITS = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Losses of runs that differ only in their seed: for each run its rows (see ``read_losses``)."""
+
+    name: str
+    numerics_id: str
+    runs: list[list[Row]]
+
+    @property
+    def last(self) -> float:
+        """Mean of the runs' last validation losses, or else training losses; infinite if one diverged."""
+        keys = tuple(LOSSES)[::-1]
+        mean = fmean(next(row[key] for key in keys for row in run[::-1] if key in row) for run in self.runs)
+        return mean if isfinite(mean) else inf
+
+    def points(self, by: str, loss: str, smooth: int) -> tuple[list[float], ...]:
+        """Return positions, and the mean, lowest and highest loss there; NaN if one is not finite."""
+        at: dict[int, list[tuple[float, float]]] = {}
+        ends = []
+        for run in self.runs:
+            rows = [row for row in run if loss in row]
+            ends += [row["step"] for row in rows[-1:]]
+            values = [row[loss] if isfinite(row[loss]) else nan for row in rows]
+            for row, value in zip(rows, smoothed(values, smooth), strict=True):
+                at.setdefault(row["step"], []).append((row[by], value))
+        made: list[list[float]] = [[], [], [], []]
+        for step, pairs in sorted(at.items()):
+            if len(pairs) < sum(end >= step for end in ends):
+                continue  # runs with other log intervals
+            places, values = map(list, zip(*pairs, strict=True))
+            mean = fmean(values)
+            sides = (nan, nan) if isnan(mean) else (min(values), max(values))
+            for one, value in zip(made, (fmean(places), mean, *sides), strict=True):
+                one.append(value)
+        return tuple(made)
+
+
+def read_losses(path: Path) -> list[Row]:
+    """Return the losses of a ``metrics.jsonl``: rows with ``step``, and ``tokens`` and ``seconds`` so far.
+
+    Seconds are those of training alone: without validation, saving, and the time between two attempts. Of a
+    step that is there twice, of an attempt and of the one that resumed it, the later row counts.
+    """
+    written: dict[int, Row] = {}
+    for each in read_rows(path)[0] if path.is_file() else []:
+        if any(each.get(key) is not None for key in LOSSES):
+            written[each["step"]] = {**written.get(each["step"], {}), **each}
+    rows: list[Row] = []
+    before, so_far = 0, {"tokens": 0, "seconds": 0.0}
+    for step, row in sorted(written.items()):
+        if "loss" in row:
+            so_far["seconds"] += (step - before) * (row.get("step_seconds") or 0.0)
+            so_far["tokens"], before = row.get("tokens", 0), step
+        rows.append({"step": step, **so_far, **{key: row[key] for key in LOSSES if row.get(key) is not None}})
+    return rows
+
+
+def curves_of(rows: Sequence[Row]) -> list[Curve]:
+    """Return the losses of rows whose run folders are here, the lowest last loss first."""
+    found: dict[str, Curve] = {}
+    for row in rows:
+        job = job_of(dict(row))
+        run = read_losses(Path(row["run_dir"]) / METRICS) if row.get("run_dir") else []
+        if run and job is not None:
+            key = replace(job, training=replace(job.training, seed=0)).id
+            found.setdefault(key, Curve(row["point"], job.numerics_id, [])).runs.append(run)
+    names = [_SEED.sub("", each.name).strip() for each in found.values()]
+    if len(set(names)) < len(names):
+        names = [each.name for each in found.values()]
+    curves = []
+    for each, name in zip(found.values(), names, strict=True):
+        seeds = f"({len(each.runs)} seeds)" if len(each.runs) > 1 else ""
+        curves.append(replace(each, name=f"{name} {seeds}".strip() or each.name))
+    return sorted(curves, key=lambda each: each.last)
+
+
+def losses(path: Path, title: str, rows: Sequence[Row], smooth: int = 1) -> bool:
+    """Plot the losses of runs by step, tokens and time; return whether there were any.
+
+    Runs of other seeds are a band with their mean. Of many runs, only those with the lowest last losses have
+    colours.
+
+    Args:
+        smooth: rows over which training losses are averaged.
+    """
+    curves = curves_of(rows)
+    every = [row for curve in curves for run in curve.runs for row in run]
+    kinds = [loss for loss in LOSSES if any(loss in row for row in every)]
+    if not kinds:
+        return False
+    most = max(row["seconds"] for row in every)
+    unit, size = next(each for each in _UNITS if most >= 2 * each[1] or each[1] == 1)
+    sides = {"step": ("step", 1.0), "tokens": ("tokens", 1.0), "seconds": (f"{unit} of training", size)}
+    figure = new_figure(13, 1.2 + 3.3 * len(kinds))
+    panels = figure.subplots(len(kinds), len(sides), sharex="col", sharey="row", squeeze=False)
+    for line, loss in zip(panels, kinds, strict=True):
+        over = smooth if loss == "loss" else 1
+        for axis, by in zip(line, sides, strict=True):
+            _draw_losses(axis, curves, by, sides[by][1], loss, over)
+            axis.locator_params(axis="x", nbins=6)
+            axis.xaxis.set_major_formatter(lambda value, _: counted(value) if value >= 1e6 else f"{value:,g}")
+        # The first steep steps, and runs that diverge, leave the picture at the top.
+        known = [[row[loss] for row in run if isfinite(row.get(loss, nan))] for c in curves for run in c.runs]
+        early = [value for each in known for value in each[len(each) // 50 : len(each) // 10 + 1]]
+        line[0].set_ylim(top=min(line[0].get_ylim()[1], 1.1 * max(early, default=inf)))
+        line[0].set_ylabel(LOSSES[loss] + (f", mean of {over} rows" if over > 1 else ""))
+    for axis, (words, _) in zip(panels[-1], sides.values(), strict=True):
+        axis.set_xlabel(words)
+    handles, names = panels[0][0].get_legend_handles_labels()
+    columns = int(12 / (0.8 + 0.09 * max(map(len, names))))
+    figure.legend(
+        handles, names, loc="outside lower center", ncols=max(1, columns), frameon=False, fontsize=9
+    )
+    figure.suptitle(title, fontsize=11)
+    save(figure, path)
+    return True
+
+
+def _draw_losses(axis: Axes, curves: Sequence[Curve], by: str, size: float, loss: str, smooth: int) -> None:
+    drawn: Counter[str] = Counter()
+    for number, curve in enumerate(curves):
+        places, mean, low, high = curve.points(by, loss, smooth)
+        place = [each / size for each in places]
+        name, color, order = shortened(curve.name, _LONGEST_NAME), _GREY, 1.0
+        if number < len(_OF_RUNS):
+            color, order = _OF_RUNS[number], 3 - 0.01 * number
+        else:
+            name = f"{len(curves) - number} more" if number == len(_OF_RUNS) else ""
+        # Runs of equal numerics coincide: dashes show them all.
+        style, marker = _STYLES[drawn[curve.numerics_id] % len(_STYLES)], "." if len(place) <= 30 else ""
+        drawn[curve.numerics_id] += 1
+        axis.plot(place, mean, color=color, ls=style, lw=1.3, zorder=order, label=name, marker=marker)
+        if len(curve.runs) > 1:
+            axis.fill_between(place, low, high, color=color, alpha=0.25, linewidth=0)
+    axis.grid(color="#e8e8e8")
+    axis.spines[["top", "right"]].set_visible(False)
 
 
 def bars(path: Path, title: str, names: Sequence[str], rows: Sequence[Row]) -> bool:
@@ -82,50 +235,6 @@ def _draw_bars(axis: Axes, rows: Sequence[Row], kinds: Sequence[str], fact: str)
     axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
 
 
-def against(
-    path: Path,
-    title: str,
-    names: Sequence[str],
-    rows: Sequence[Row],
-    *,
-    reference: str = "measured",
-    note: str = "",
-) -> bool:
-    """Plot predicted against measured (or published) throughput, with a named point for each row with both.
-
-    ``note`` is a text in the corner, such as a rank correlation. Returns whether there was anything to plot.
-    """
-    pairs = [
-        (name, row[f"{reference}.{RATE}"], row[f"predicted.{RATE}"])
-        for name, row in zip(names, rows, strict=True)
-        if row.get(f"{reference}.{RATE}") is not None and row.get(f"predicted.{RATE}") is not None
-    ]
-    if len(pairs) < 2:
-        return False
-    figure = new_figure(8, 6.4)
-    axis = figure.subplots()
-    values = [value for _, *both in pairs for value in both]
-    low, high = 0.85 * min(values), 1.1 * max(values)
-    axis.plot(
-        [low, high], [low, high], color="#bbbbbb", linewidth=1, zorder=0, label=f"predicted = {reference}"
-    )
-    known, expected = [pair[1] for pair in pairs], [pair[2] for pair in pairs]
-    axis.scatter(known, expected, s=22, color=COLORS["measured"], zorder=3)
-    axis.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
-    for side in (axis.xaxis, axis.yaxis):
-        name_ticks(side, lambda value: f"{value:,.10g}")
-    axis.set_xlabel(f"{reference} tokens per second and rank")
-    axis.set_ylabel("predicted tokens per second and rank")
-    axis.spines[["top", "right"]].set_visible(False)
-    _name_points(axis, pairs)
-    axis.legend(loc="lower right", frameon=False)
-    if note:
-        axis.text(0.02, 0.97, note, transform=axis.transAxes, va="top")
-    axis.set_title(title, fontsize=11)
-    save(figure, path)
-    return True
-
-
 def name_ticks(side: Axis, form: Callable[[float], str]) -> None:
     """Label a logarithmic axis with a few round numbers."""
     from matplotlib.ticker import FixedLocator, NullLocator
@@ -133,42 +242,3 @@ def name_ticks(side: Axis, form: Callable[[float], str]) -> None:
     side.set_major_locator(FixedLocator(ticks(*side.get_view_interval())))
     side.set_minor_locator(NullLocator())
     side.set_major_formatter(lambda value, _: form(value))
-
-
-def _name_points(axis: Axes, pairs: Sequence[tuple[str, float, float]]) -> None:
-    """Write names beside points, each at the first position where it covers no other name or point."""
-    figure = axis.get_figure()
-    assert figure is not None
-    figure.canvas.draw()
-    renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
-    points = [axis.transData.transform((x, y)) for _, x, y in pairs]
-    taken: list[Any] = []
-    for (name, x, y), own in sorted(zip(pairs, points, strict=True), key=lambda each: tuple(each[1])):
-        for dx, dy, side in _OFFSETS:
-            text = axis.annotate(
-                name, (x, y), (dx, dy), textcoords="offset points", fontsize=7, ha=side, va="center",
-                arrowprops={"arrowstyle": "-", "color": "#999999", "linewidth": 0.5} if abs(dy) > 8 else None,
-            )  # fmt: skip
-            box = text.get_window_extent(renderer).padded(1)
-            others = [point for point in points if tuple(point) != tuple(own)]
-            inside = axis.get_window_extent(renderer)
-            if (
-                not any(box.overlaps(other) for other in taken)
-                and not any(box.padded(3).contains(*point) for point in others)
-                and inside.x0 <= box.x0
-                and box.x1 <= inside.x1 + 60
-            ):
-                break
-            text.remove()
-        else:
-            text = axis.annotate(name, (x, y), (6, 0), textcoords="offset points", fontsize=7, va="center")
-            box = text.get_window_extent(renderer)
-        taken.append(box)
-
-
-_OFFSETS = [
-    (dx, dy, side)
-    for distance in (0, 8, 16, 26, 38, 52)
-    for dy in ((distance, -distance) if distance else (0,))
-    for dx, side in ((6, "left"), (-6, "right"))
-]

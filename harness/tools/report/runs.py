@@ -25,6 +25,8 @@ Row = dict[str, Any]
 RATE, MEMORY = "tokens_per_second_per_rank", "memory_gib"
 # Shown with THROUGHPUT.
 SPREAD = "Spread: 90th minus 10th percentile of the steps' rates, divided by the rate."
+_OF_LOSSES = """Runs that differ only in their seed are one band, from the lowest to the highest, with their \
+mean. The lowest last loss is named first. Time is that of training, without validation and saving."""
 
 _OF_RUNS = (
     Column("point", "run"),
@@ -102,21 +104,20 @@ def report_runs(
     folder: Path,
     calibration: Calibration | None = None,
     study: StudyRecord | None = None,
+    smooth: int = 1,
 ) -> Document:
     """Report measured and predicted results of runs, and write the pictures into ``folder``.
 
     Args:
         rows: rows with predictions, made with the constants of ``calibration``.
         study: the objective, if a sweeper chose the points by their results.
+        smooth: rows of metrics over which training losses are averaged.
     """
     rows = with_layouts(rows)
     measured = [row for row in rows if row["state"] == "completed"]
     blocks = [*table_of_study(study, rows), *_tables(title, rows, folder)]
-    note, names = _rank_in_words(measured), [plot_name(row, measured) for row in measured]
-    if plots.against(
-        folder / "predicted.png", f"{title}: predicted and measured", names, measured, note=note
-    ):
-        blocks += ["## Predicted and measured", note, Figure("predicted.png", "Predicted and measured")]
+    if plots.losses(folder / "losses.png", f"{title}: losses", rows, smooth):
+        blocks += ["## Losses", _OF_LOSSES, Figure("losses.png", "Losses")]
     blocks += tables_beside(rows)
     summary = [*_summary(rows, measured), *_best_of_study(study, rows), *_constants_in_words(calibration)]
     return Document(title, summary, blocks, rows)
@@ -148,9 +149,11 @@ def _best_of_study(study: StudyRecord | None, rows: Sequence[Row]) -> list[str]:
 
 
 def plot_name(row: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> str:
-    """Return a row's layout if all layouts differ, else its point."""
-    layouts = [each["layout"] for each in others]
-    return str(row["layout"] if row["layout"] and len(set(layouts)) == len(layouts) else row["point"])
+    """Return a row's layout if all layouts differ, its point if none does, else both."""
+    layouts = {each["layout"] for each in others}
+    if not row["layout"] or len(layouts) == 1 < len(others):
+        return str(row["point"])
+    return str(row["layout"] if len(layouts) == len(others) else f"{row['layout']}, {row['point']}")
 
 
 def table_of_runs(rows: Sequence[Row], title: str = "Runs", notes: Sequence[str] = ()) -> Table:
@@ -326,10 +329,6 @@ def report_published(
     found = [each for table in tables for each in effects(table.name, table.once)]
     blocks: list[Block] = [_errors(tables, found)]
     once = [row for table in tables for _, row in table.once]
-    names = [f"{row['table'].removeprefix('table')}: {row['point']}" for row in once]
-    words = f"{title}: predicted and published, by table and row"
-    if plots.against(folder / "errors.png", words, names, once, reference="published"):
-        blocks.append(Figure("errors.png", "Errors"))
     lines = [{**vars(each), "point": in_words(each.table), "right": each.is_right} for each in found]
     blocks.append(Table(_EFFECTS, lines, "Effects", ["Rows of a table that differ in one thing only."]))
     for table in tables:

@@ -12,17 +12,14 @@ from typing import Any
 from harness.compose.arguments import Argument
 from harness.compose.verb import Result, Verb
 from harness.launch.queue import cancel as cancel_jobs
-from harness.launch.rows import fastest_first, of_sweep
 from harness.launch.state import HELD, RunState, read_or_warn, read_states
-from harness.launch.sweep.registry import Point, SweepFolder, labels, points_in
+from harness.launch.sweep.registry import Point, SweepFolder, points_in
 from harness.launch.sweep.run import log_table, states_of
 from harness.launch.sweep.run import resume as resume_points
 from harness.launch.sweep.study import StudyRecord, best_in_words, counted, table_of_states
-from harness.tools.report.plots import bars
-from harness.tools.report.runs import table_of_runs, table_of_study, tables_beside, with_layouts
+from harness.tools.report.verb import report
 from harness.util.errors import EXIT_OK, UserError
-from harness.util.files import write_atomically
-from harness.util.tables import to_csv, to_markdown, to_text
+from harness.util.tables import to_text
 
 
 def status(folder: Path, *, verify: bool = False) -> Result:
@@ -88,25 +85,11 @@ def resume(folder: Path, *, out_of_memory: bool) -> int:
     return resume_points(SweepFolder.open(folder), out_of_memory=out_of_memory)
 
 
-def collect(folder: Path) -> int:
-    """Write table.csv, table.md and plot.png into the folder."""
+def collect(folder: Path) -> Result:
+    """Write what ``harness report`` writes, and log the table to W&B if the runs are there."""
     registry = SweepFolder.open(folder)
-    points, study = registry.points(), StudyRecord.read(folder)
-    rows = with_layouts(of_sweep(registry))
-    measured = rows[: len(points)]  # the others were skipped
-    names = labels([point.overrides for point in points])
-    csv = to_csv([{**row, "point": name} for row, name in zip(measured, names, strict=True)])
-    write_atomically(registry.path / "table.csv", csv.encode())
-    best = f"```text\n{best_in_words(study, points)}```" if study else ""
-    tables = [*table_of_study(study, rows), table_of_runs(rows), *tables_beside(rows)]
-    text = to_markdown(f"# {registry.name}", best, *tables)
-    write_atomically(registry.path / "table.md", text.encode())
-    ordered = fastest_first(measured)
-    drawn = bars(registry.path / "plot.png", registry.name, [row["point"] for row in ordered], ordered)
-    log_table(registry, points, states_of(points))
-    for name in ["table.csv", "table.md", *(["plot.png"] if drawn else [])]:
-        sys.stdout.write(f"{registry.path / name}\n")
-    return EXIT_OK
+    log_table(registry, points := registry.points(), states_of(points))
+    return report(folder)
 
 
 def cancel(folder: Path) -> int:

@@ -35,6 +35,7 @@ def report(
     fits: bool = False,
     hold_out: int | None = None,
     counted: str | None = None,
+    smooth: int | None = None,
 ) -> Result:
     """Compare published, predicted and measured results, or fit scaling laws: Markdown, CSV, PNG, HTML.
 
@@ -44,18 +45,20 @@ def report(
     """
     if what is not None:
         others: dict[str, object] = {"--runs": runs, "--rehearse": rehearse, "--fits": fits}
-        others |= {"--hold-out": hold_out, "--counted": counted}
+        others |= {"--hold-out": hold_out, "--counted": counted, "--smooth": smooth}
         return _phases(folder, out, calibration, others)
+    if smooth is not None and smooth < 1:
+        raise UserError(f"--smooth={smooth}: must be at least 1; would work: --smooth 10")
     if fits:
-        if calibration is not None or rehearse:
-            name = "--rehearse" if rehearse else "--calibration"
-            raise UserError(f"{name}: predicts speed and memory, and --fits losses; would work: one of them")
+        for name, given in (("--rehearse", rehearse), ("--calibration", calibration), ("--smooth", smooth)):
+            if given:
+                raise UserError(f"{name}: cannot be combined with --fits; would work: one of them")
         return _fits(folder, out, runs, hold_out or 0, counted or COUNTED[0])
     for name, value in (("--hold-out", hold_out), ("--counted", counted)):
         if value is not None:
             raise UserError(f"{name}={value}: is for fits; would work: --fits {name} {value}")
     if experiment.is_experiment(folder):
-        return _experiment(folder, out or folder, runs, calibration, rehearse=rehearse)
+        return _experiment(folder, out or folder, runs, calibration, smooth or 1, rehearse=rehearse)
     if rehearse:
         raise UserError(f"--rehearse: {folder} has no published rows; would work: experiments/llama3_h100")
     if runs is not None:
@@ -65,11 +68,12 @@ def report(
     rows = with_predictions(load(source), constants)
     out = out or (folder if source != folder else folder / "report")
     study = StudyRecord.read(source)
-    return _written(report_runs(folder.resolve().name, rows, out, constants, study), out, FILES)
+    made = report_runs(folder.resolve().name, rows, out, constants, study, smooth or 1)
+    return _written(made, out, FILES)
 
 
 def _experiment(
-    folder: Path, out: Path, runs: Path | None, calibration: Path | None, *, rehearse: bool
+    folder: Path, out: Path, runs: Path | None, calibration: Path | None, smooth: int, *, rehearse: bool
 ) -> Result:
     constants = calibration_of(folder, calibration)
     tables = experiment.tables_of(folder, runs, constants, rehearse=rehearse)
@@ -78,7 +82,7 @@ def _experiment(
     title = folder.resolve().name
     if any(table.source for table in tables):
         return _written(report_published(title, tables, out, constants), out, FILES)
-    return _written(report_runs(title, rows, out, constants), out, FILES)
+    return _written(report_runs(title, rows, out, constants, smooth=smooth), out, FILES)
 
 
 def _keep(out: Path, rows: list[Row]) -> None:
@@ -164,6 +168,12 @@ VERB = Verb(
             "--rehearse",
             help=f"of published rows: rehearse the jobs that {experiment.REHEARSED} does not have, on a "
             "machine without a GPU (`make rehearsal`)",
+        ),
+        Argument(
+            "--smooth",
+            type=int,
+            metavar="COUNT",
+            help="draw training losses as the mean of this many rows of metrics; default: as they are",
         ),
         Argument(
             "--fits",

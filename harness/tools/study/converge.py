@@ -35,7 +35,7 @@ from harness.tools.study.techniques import (
 )
 from harness.train.process import launched_ranks
 from harness.util.errors import EXIT_OK, STOPPED, UserError
-from harness.util.plots import COLORS, new_figure, save
+from harness.util.plots import COLORS, new_figure, save, smoothed
 from harness.util.tables import Block, Column, Document, Figure, Table, to_text
 
 EXIT_DIFFERS = 1
@@ -304,11 +304,13 @@ def draw_curves(
     """Plot each technique's mean curve over the control's, whose band is the range of its seeds."""
     figure = new_figure(9, 5)
     axis = figure.subplots()
-    band = [smoothed(each, config.smooth_steps) for each in control.losses.values()]
+    band = [smoothed(each.tolist(), config.smooth_steps) for each in control.losses.values()]
     low, high = np.min(band, axis=0), np.max(band, axis=0)
     axis.fill_between(control.steps, low, high, color="#dddddd", label="control, range of seeds")
     for number, (name, curves) in enumerate(techniques.items()):
-        mean = np.mean([smoothed(each, config.smooth_steps) for each in curves.losses.values()], axis=0)
+        mean = np.mean(
+            [smoothed(each.tolist(), config.smooth_steps) for each in curves.losses.values()], axis=0
+        )
         style = _STYLES[number // 10 % len(_STYLES)]
         axis.plot(control.steps, mean, linewidth=0.8, linestyle=style, label=name)
     mean = np.mean(band, axis=0)
@@ -334,7 +336,7 @@ def draw_differences(
     panels = figure.subplots(rows, _COLUMNS, sharex=True, sharey=True, squeeze=False)
     for axis, (name, curves) in zip(panels.flat, techniques.items(), strict=False):
         apart = [
-            100 * smoothed(losses / control.losses[seed] - 1, config.smooth_steps)
+            smoothed((100 * (losses / control.losses[seed] - 1)).tolist(), config.smooth_steps)
             for seed, losses in curves.losses.items()
         ]
         word = words[name]
@@ -353,15 +355,6 @@ def draw_differences(
     figure.supxlabel("step", fontsize=8)
     figure.supylabel("difference from the control, %", fontsize=8)
     save(figure, path)
-
-
-def smoothed(values: Losses, steps: int) -> Losses:
-    """Mean of the last ``steps`` values at every step; of fewer at the start."""
-    sums = np.concatenate(([0.0], np.cumsum(values)))
-    ends = np.arange(1, len(values) + 1)
-    starts = np.maximum(ends - steps, 0)
-    mean: Losses = (sums[ends] - sums[starts]) / (ends - starts)
-    return mean
 
 
 VERB = Verb("converge", converge, job=ConvergeJob, has_json=True)

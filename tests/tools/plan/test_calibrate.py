@@ -38,10 +38,6 @@ def test_a_calibration_is_a_file(tmp_path: Path) -> None:
     written = Calibration(replace(START, matmul=0.5), source="here")
     written.write(path)
     assert Calibration.read(path) == written
-    plain = json.loads(Path(path).read_text())
-    earlier = plain | {"accelerator": None, "constants": plain["constants"] | {"cores": None}}
-    Path(path).write_text(json.dumps(earlier))
-    assert Calibration.read(path) == written
     Path(path).write_text('{"source": ""}')
     for name, says in (
         (path, "constants=null: must"),
@@ -64,8 +60,6 @@ def test_a_calibration_is_a_file(tmp_path: Path) -> None:
         ("constants.latency", "inf", "constants.latency=inf: must be a finite number"),
         ("constants.launch", math.nan, "constants.launch=nan: must be a finite number"),
         ("constants.async_tp", 2, "constants.async_tp=2: must be in [0, 1]"),
-        ("constants.cores", 2, "constants.cores=2: no such field; constants has: "),
-        ("accelerator", {"name": "a CPU"}, "an earlier version wrote it for a CPU, or for hardware that "),
         ("source", 3, "source=3: must be text"),
         ("software", {"speed": 0}, "software.speed=0: must be above 0"),
         ("software", {"attention": "flash9"}, "software.attention=flash9: no such choice"),

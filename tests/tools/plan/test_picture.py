@@ -45,7 +45,10 @@ def test_memory_and_timeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert bars == [(0.0, 2.0), (0.0, 1.0), (2.0, 3.0), (1.0, 1.5)]
     [limit] = memory.lines
     assert list(limit.get_ydata()) == [10.0, 10.0]
-    assert [text.get_text() for text in memory.get_legend().get_texts()] == ["activations", "parameters"]
+    assert [text.get_text() for text in memory.get_legend().get_texts()] == [
+        "activations  3.00",
+        "parameters  2.00",
+    ]
     rows = [bars for bars in passes.collections if isinstance(bars, PolyCollection)]
     spans = [
         [(path.vertices[:, 0].min(), path.vertices[:, 0].max()) for path in row.get_paths()] for row in rows

@@ -21,6 +21,7 @@ from harness.compose.resolve import resolve
 from harness.config.job import Job, differing_numerics
 from harness.config.parallelism import AXES
 from harness.config.pipeline import num_stages
+from harness.tools.plan import search as search_module
 from harness.tools.plan import search_result as found_module
 from harness.tools.plan.config import PlanJob
 from harness.tools.plan.constants import Calibration, Constants
@@ -148,10 +149,16 @@ def test_the_best_are_those_of_brute_force(
     found = search(space, 10, headroom=headroom)
     fitting = [plan for plan in plans.values() if plan.peak <= (1 - headroom) * limit]
     assert len(fitting) == len(plans) if memory_gib == 80.0 else len(fitting) < len(plans)
-    # Of those that are equally fast, the one with the fewest axes, then with the least memory.
+    # Of those that are equally fast, the simplest one, then with the least memory.
     simplest = {each[0]: each for each in sorted(map(rank, fitting), reverse=True)}
     best = sorted(simplest.values())[:10]
     assert [rank(each.plan) for each in found.best] == best
+    # Slower ones are shown for their simplicity.
+    close = [each for each in map(rank, fitting) if each[0] <= 1.095 * best[0][0]]
+    assert rank(found.simplest.plan)[:2] == min(close, key=lambda each: (each[1], each[0]))[:2]
+    for kind, axes in {"FSDP": {"dp_shard"}, "HSDP": {"dp_shard", "dp_replicate"}}.items():
+        only = [plan for plan in fitting if split(plan) == axes]
+        assert rank(found.fastest[kind].plan) == min(map(rank, only))
     # All points are counted, and most were not planned.
     assert found.points == len(plans) + sum(found.illegal.values())
     assert len(plans) == 10 + found.too_large + found.tied + sum(found.slower.values())
@@ -159,10 +166,17 @@ def test_the_best_are_those_of_brute_force(
     assert found.planned < len(plans) / 2
 
 
-def rank(plan: Plan) -> tuple[float, int, float]:
+def rank(plan: Plan) -> tuple[float, tuple[int, bool, int], float]:
     assert plan.speed is not None
-    axes = sum(degree > 1 for degree in plan.job.parallelism.degrees.values())
-    return float(f"{plan.speed.step_seconds:.3g}"), axes, plan.peak
+    layout, pipelined = plan.job.parallelism, "pp" in split(plan)
+    options = plan.job.activation_checkpoint.mode != "none"
+    options += pipelined * ((layout.pp_schedule != "1F1B") + (layout.pp_layers_per_stage is not None))
+    return float(f"{plan.speed.step_seconds:.3g}"), (len(split(plan)), pipelined, options), plan.peak
+
+
+def split(plan: Plan) -> set[str]:
+    """The axes that split something."""
+    return {axis for axis, degree in plan.job.parallelism.degrees.items() if degree > 1}
 
 
 @pytest.mark.parametrize(
@@ -257,29 +271,37 @@ def test_searches_that_find_nothing(typed: str, message: str, monkeypatch: pytes
 
 
 def test_from_the_command_line_to_a_sweep(tmp_path: Path) -> None:
-    """The points of the sweep are the planned jobs."""
-    file, job = tmp_path / "own" / "sweep" / "found.yaml", [*LONG, "parallelism=fsdp_tp"]
+    """The points of the sweep are the planned jobs; the simple ones are among them."""
+    file = tmp_path / "own" / "sweep" / "found.yaml"
+    job = [*LONG, "parallelism.cp=1", "parallelism.tp=1"]
     file.parent.mkdir(parents=True)
-    typed = [*job, "top=3", "search=true", f"sweep_file={file}"]
+    typed = [*job, "top=2", "search=true", f"sweep_file={file}"]
     composed = compose_job(typed, config_name="plan", schema=PlanJob)
     result = plan(composed, typed)
     assert result.text.startswith("llama3_debug on 8 x H100 SXM; 8 x 2,048 = 16,384 tokens a step\n")
-    kept = "kept as typed: parallelism.cp, parallelism.dp_replicate, parallelism.ep, parallelism.pp\n"
-    for line in (kept, "why the others lose\n", "  slower, most of all by ", f"to measure the 3: {file}\n"):
+    simple = "simplest within the error: dp_replicate 8, no recompute: "
+    kept = "kept as typed: parallelism.cp, parallelism.tp\n"
+    for line in (kept, simple, "why the others lose\n", "  slower, most of all by "):
         assert line in result.text
     plain = loads(dumps(result.data))
-    assert plain["sweep_file"] == str(file) and len(plain["best"]) == 3
-    by_order = [each["plan"]["speed"]["step_seconds"] for each in plain["best"]]
-    assert by_order == sorted(by_order)
+    assert plain["sweep_file"] == str(file) and len(plain["best"]) == 2
+    by_order = [*plain["best"], plain["simplest"], plain["fastest"]["FSDP"], plain["fastest"]["HSDP"]]
+    times = [each["plan"]["speed"]["step_seconds"] for each in by_order]
+    assert times == sorted(times)
     points = compose_points([f"hydra.searchpath=[{file.parents[1]}]", "sweep=found", *job])
     jobs = [(each.job.id, each.job.name, each.reason) for each in points]
-    assert jobs == [(each["plan"]["job"]["id"], "llama3_debug-search", "") for each in plain["best"]]
+    assert jobs == [(each["plan"]["job"]["id"], "llama3_debug-search", "") for each in by_order]
+    to_type = (
+        f"to measure the 5: {file}\n  harness train -m .*\nto train the simplest:\n  harness train (.*)\n"
+    )
+    [train] = re.findall(to_type, result.text)
+    assert compose_job(train.split()).id == plain["simplest"]["plan"]["job"]["id"]
 
     # There is a result if the sweep cannot be written.
     shutil.rmtree(file.parent)
     file.parent.touch()
     found = plan(composed, typed)
-    assert len(found.data["best"]) == 3 and "why the others lose" in found.text
+    assert len(found.data["best"]) == 2 and "why the others lose" in found.text
     assert re.match("sweep_file=.* cannot be written", str(found.error))
 
 
@@ -290,7 +312,8 @@ def test_what_a_search_cannot_distinguish(monkeypatch: pytest.MonkeyPatch) -> No
     claims = {1: "the first differs from the others", 3: "the first 3 cannot be distinguished"}
     for alike, claim in (claims | {4: "all cannot be distinguished"}).items():
         off = times[alike - 1] / times[0] - 1 + 1e-9
-        monkeypatch.setattr(found_module, "RESOLUTION", Resolution(off, 40, 8))
+        for module in (found_module, search_module):
+            monkeypatch.setattr(module, "RESOLUTION", Resolution(off, 40, 8))
         assert found_module.search_as_dict(best)["alike"] == alike
         text = found_module.render_search(best)
         assert f"\n{claim}: the planned ratio" in text and "(40 pairs, 8 tables)\n" in text

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import csv
 import re
-import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -67,11 +66,7 @@ def test_a_sweep(
     assert float(rows[0]["predicted.tokens_per_second_per_rank"]) == pytest.approx(1.1 * 1008)
     page = (folder / "report" / "index.html").read_text()
     assert 'data-value="1008.0">1,008.0<' in page
-    for name in ("runs.png", "predicted.png"):
-        picture = (folder / "report" / name).read_bytes()
-        assert base64.b64encode(picture).decode() in page
-        width, height = struct.unpack(">II", picture[16:24])
-        assert width > 900 and height > 300
+    assert base64.b64encode((folder / "report" / "runs.png").read_bytes()).decode() in page
 
 
 def test_groups_of_numerics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plan_with: Put) -> None:
@@ -124,7 +119,7 @@ def test_published_tables_without_a_measurement(
         "6667.0",
         "8532.0",
     ]
-    assert (tmp_path / "index.html").read_text().count("<img ") == 7
+    assert (tmp_path / "index.html").read_text().count("<img ") == 6
     assert not (tmp_path / KEPT).exists()
 
 

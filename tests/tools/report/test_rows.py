@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import shutil
 import statistics
@@ -26,6 +27,7 @@ from harness.run.result import write_result
 from harness.tools.report import plots
 from harness.tools.report.runs import report_runs
 from harness.tools.report.sweep import collect, status
+from harness.util.encoding import dumps
 from harness.util.errors import UserError
 from harness.util.tables import Table, to_markdown, to_text
 
@@ -83,7 +85,7 @@ def test_names_are_no_html(tmp_path: Path) -> None:
     folder = made.rename(tmp_path / "a <img src=x>")
     collect(folder)
     report_runs(bad, rows, tmp_path).write(tmp_path, "made.md", "made.csv", "made.html")
-    for text in ((tmp_path / "made.md").read_text(), (folder / "table.md").read_text()):
+    for text in ((tmp_path / "made.md").read_text(), (folder / "report" / "tables.md").read_text()):
         assert "&lt;" in text and "<script" not in text and "</" not in text and "<img" not in text
 
 
@@ -263,6 +265,34 @@ def test_differing_models_are_summarized(tmp_path: Path) -> None:
     text = table.notes[0]
     assert text.startswith("The numerics of all runs differ (model (") and len(text) < 200
     assert in_short(["model.dim", "optimizer.lr"]) == "model.dim, optimizer.lr"
+
+
+def test_losses_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: dict[tuple[str, ...], list[tuple[int, float]]] = {
+        ("optimizer.lr=1e-3", "training.seed=1"): [(1, 3.0), (2, 2.0), (3, 1.5)],
+        ("optimizer.lr=1e-3", "training.seed=2"): [(1, 3.2), (2, 9.0), (2, 2.2), (3, 1.7)],  # resumed
+        ("optimizer.lr=2e-3",): [(1, 3.0), (2, math.nan), (3, 1.0)],
+        **{(f"optimizer.lr={n}e-4",): [(1, 3.0), (2, 2.0), (3, 2.0 + n)] for n in range(1, 9)},
+    }
+    for typed, losses in runs.items():
+        leave_run(tmp_path, "model=llama3_tiny", *typed)
+        [path] = [each for each in tmp_path.glob("*/*") if not (each / "metrics.jsonl").exists()]
+        facts = [{"step": n, "loss": loss, "tokens": 8 * n, "step_seconds": 0.5} for n, loss in losses]
+        (path / "metrics.jsonl").write_text("".join(dumps(row) + "\n" for row in facts))
+    figures: list[Any] = []
+    monkeypatch.setattr(plots, "save", lambda figure, path: figures.append(figure))
+    control = "lr=0.001 (2 seeds)"
+    for smooth, seeds in ((1, [3.1, 2.1, 1.6]), (2, [3.1, 2.6, 1.85])):
+        assert plots.losses(tmp_path / "x.png", "t", load(tmp_path), smooth)
+        for axis, last in zip(figures[-1].axes, (3, 24, 1.5), strict=True):
+            lines = {line.get_label(): line for line in axis.lines}
+            named = [f"lr=0.000{n}" for n in range(1, 7)]
+            assert [name for name in lines if name[0] != "_"] == ["lr=0.002", control, *named, "2 more"]
+            assert list(lines[control].get_ydata()) == pytest.approx(seeds)
+            assert lines[control].get_xdata()[-1] == last
+            assert math.isnan(lines["lr=0.002"].get_ydata()[1])
+            [band] = axis.collections
+            assert band.get_paths()[0].get_extents().y1 == 3.2
 
 
 def test_a_plot_has_room_for_long_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
