@@ -26,22 +26,22 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import Shard
 
+from harness.config.job import Job
 from harness.config.parallelism import ParallelismConfig
-from harness.config.precision import PrecisionConfig
 from harness.model.moe import Experts
 from harness.model.part import ModelPart
 from harness.model.spec import fsdp_groups
 from harness.parallelism.mesh import EXPERT_SHARD, SHARD, Mesh
 
 
-def apply_fsdp(
-    part: ModelPart, mesh: Mesh, layout: ParallelismConfig, precision: PrecisionConfig, device: torch.device
-) -> None:
+def apply_fsdp(part: ModelPart, mesh: Mesh, job: Job, device: torch.device) -> None:
     """Wrap every FSDP group of a model part (``fsdp_groups``), in place."""
+    layout, precision = job.parallelism, job.precision
     axes = ("dp_replicate", SHARD) if mesh.size("dp_replicate") > 1 else (SHARD,)
     # Inputs are not cast: activations already have param_dtype, and the rotation table must stay float32.
+    dtype: torch.dtype = getattr(torch, precision.param_dtype)
     policy = MixedPrecisionPolicy(
-        param_dtype=getattr(torch, precision.param_dtype),
+        param_dtype=dtype,
         reduce_dtype=getattr(torch, precision.reduce_dtype),
         cast_forward_inputs=False,
     )
@@ -60,43 +60,43 @@ def apply_fsdp(
         if isinstance(modules[0], Experts):
             assert mesh.experts is not None
             on = mesh.experts[names if len(names) > 1 else EXPERT_SHARD]
-        gathers = on.size(-1) > 1 or precision.enable_fsdp_float8_all_gather
-        wrapped: Any = fully_shard(
+        casts = on.size(-1) == 1 and not precision.enable_fsdp_float8_all_gather
+        wrapped = fully_shard(
             modules,
             mesh=on,
             # Backward starts with the head: freeing it after forward would only gather it again.
             reshard_after_forward=layout.frees(group),
             shard_placement_fn=placements.get,
-            mp_policy=policy if gathers else replace(policy, param_dtype=None),
+            mp_policy=replace(policy, param_dtype=None) if casts else policy,
             offload_policy=offload,
         )
+        if casts:
+            _cast_by_copy(wrapped[0], dtype, device)
         for module in wrapped:
             # Otherwise a divide factor uses NCCL's pre-multiplied sum, which gloo does not have.
             module.set_force_sum_reduction_for_comms(True)
             if on.size() > 1:
                 module.set_gradient_divide_factor(1.0)
-            else:
+            if job.fsdp_ranks == 1:
                 module.set_custom_reduce_scatter(in_place)
-        if not gathers:
-            _cast_in_one_copy(modules[0], policy.param_dtype, device)
 
 
-def _cast_in_one_copy(module: nn.Module, dtype: torch.dtype | None, device: torch.device) -> None:
-    """Make an FSDP group on one rank cast its parameters as it copies them, not before.
+def _cast_by_copy(module: FSDPModule, dtype: torch.dtype, device: torch.device) -> None:
+    """Make a group on one rank cast its parameters into their gathered tensors, which torch would copy to.
 
-    torch copies shards to gathered parameters, whose dtype is that of the shards if nothing else made them.
+    Made here, these have another dtype than the shards.
     """
-    group = module._get_fsdp_state()._fsdp_param_group  # type: ignore[attr-defined]
-    for each in group.fsdp_params if group else ():
+    group = module._get_fsdp_state()._fsdp_param_group
+    for each in group.fsdp_params if group is not None else ():
         each.init_all_gather_outputs([each.sharded_size.numel()], [dtype], 1, device)
         each.free_unsharded_param()
 
 
 class InPlace(ReduceScatter):
-    """The reduction over one rank: gradients in reduce_dtype are the reduced ones, so nothing is copied.
+    """The reduction of a rank that is alone: torch's input and output are one tensor, so nothing is copied.
 
-    torch asks for two buffers, on the stream that writes the first one and on its own stream. Here they are
-    one, which stays until the next group's: so that one waits for what hooks still do on torch's stream.
+    torch asks for the input on the stream of backward, which writes to it, then for the output on its own
+    stream, where it adds gradients and calls hooks. It frees the input at the next group's reduction.
     """
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class InPlace(ReduceScatter):
             buffer, self.buffer, self.stream = self.buffer, None, stream
             return buffer
         if self.stream is not None:
-            stream.wait_stream(self.stream)
+            stream.wait_stream(self.stream)  # which may still read what was freed
         self.buffer = torch.empty(*size, dtype=dtype, device=device)
         return self.buffer
 
