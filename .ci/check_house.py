@@ -25,21 +25,21 @@ BUDGETS = {
     "config": 4680,
     "data": 5190,
     "model": 2440,
-    "metrics": 1390,
+    "metrics": 1440,
     "run": 590,
     "precision": 600,
     "parallelism": 2380,
     "optimizer": 1140,
     "checkpoint": 2280,
-    "weights": 3280,
+    "weights": 3240,
     "train": 3470,
-    "compose": 2780,
+    "compose": 2770,
     "launch": 4540,
-    "tools": 14970,
+    "tools": 15290,
     "contrib": 4450,
 }
 ROOMS = tuple(BUDGETS)
-DOORS, FILES_AT_MOST, LINES_AT_MOST, TESTS_AT_MOST = 4, 275, 55_490, 34_700
+DOORS, FILES_AT_MOST, LINES_AT_MOST, TESTS_AT_MOST = 4, 276, 55_810, 34_800
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted((ROOT / "harness").rglob("*.py"))

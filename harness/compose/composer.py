@@ -45,6 +45,7 @@ from harness.compose.resolve import resolve
 from harness.config.fields import from_dict, type_hints
 from harness.config.job import Job
 from harness.config.texts import SecretError, masked
+from harness.metrics.console import progress
 from harness.train.process import launched_ranks
 from harness.util.errors import ConfigError, UserError, as_typed
 
@@ -286,7 +287,7 @@ class Composed:
 def require_one_point(overrides: list[str], config_name: str, schema: type, *, can_sweep: bool) -> None:
     """Refuse ``sweep=optuna``, and a sweep in the job's files without a choice of one of its points."""
     if "sweep=optuna" in overrides:
-        works = "-m" if can_sweep else "python -m harness.train -m"
+        works = "-m" if can_sweep else "harness train -m"
         raise UserError(f"sweep=optuna: is for several jobs; would work: {works}")
     chosen = [each for each in overrides if each.startswith(("sweep=", "experiment=", AXES))]
     if not chosen:
@@ -383,7 +384,6 @@ def compose_points(
     *,
     config_name: str = "train",
     schema: type = Job,
-    show: Callable[[int, int], None] = lambda done, points: None,
 ) -> list[Composed]:
     """Compose every point of a multirun, in the order of Hydra's own sweeper.
 
@@ -391,7 +391,6 @@ def compose_points(
         overrides: as typed; comma-separated values of one field are an axis.
         config_name: the primary config.
         schema: dataclass of the jobs.
-        show: called with the number of composed points and of all points.
 
     Raises:
         UserError: the overrides are wrong for every point.
@@ -420,9 +419,10 @@ def compose_points(
                 for own in listed or [[]]
                 for point in BasicSweeper.split_arguments(read([*axes, *own, *typed]), None)[0]
             ]
-        for done, point in enumerate(spelled, start=1):
-            points.append(composer.point_of_sweep(point))
-            show(done, len(spelled))
+        with progress(len(spelled), seconds=10.0) as show:
+            for point in spelled:
+                show("composing")
+                points.append(composer.point_of_sweep(point))
     return points
 
 

@@ -145,6 +145,10 @@ class Hydra:
             content: Any = OmegaConf.to_container(loaded.config) if loaded is not None else {}
             if not isinstance(content, dict):
                 raise UserError(f"{name}.yaml: must be a mapping of fields, like training: {{steps: 3}}")
+            if not isinstance(content.get("hydra") or {}, dict):
+                raise UserError(
+                    f"{name}.yaml: hydra must be a mapping, like hydra: {{sweeper: {{params: ...}}}}"
+                )
             content.pop("defaults", None)
             self._contents[name] = content
         return self._contents[name]

@@ -28,6 +28,7 @@ from harness.compose.hydra import search_path, shadowed
 from harness.compose.paths import config_folders
 from harness.config.registry import Registry
 from harness.config.texts import masked
+from harness.train.process import launched_ranks
 from harness.util.errors import (
     EXIT_BUG,
     EXIT_INTERRUPTED,
@@ -117,8 +118,6 @@ def _use_utf8() -> None:
     os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
 
 
-BAR_WIDTH = 40
-
 # How long the other ranks wait, so that rank 0 reports an error that all ranks have.
 RANK_ZERO_SECONDS = 10.0
 
@@ -169,6 +168,7 @@ class Verb:
             and the name of the primary config.
         parts: the verbs that it consists of, such as ``status`` of ``harness sweep``.
         prepare: called first in a process of its own, such as to handle signals.
+        is_alone: whether it starts its processes itself, so that torchrun cannot start it.
     """
 
     name: str
@@ -180,6 +180,7 @@ class Verb:
     study: Callable[[list[str], str], int] | None = None
     parts: Sequence[Verb] = ()
     prepare: Callable[[], None] | None = None
+    is_alone: bool = False
 
     def parser(self) -> Parser:
         """Return its parser, without overrides, which are the remaining arguments."""
@@ -261,6 +262,8 @@ class Verb:
         if verb.job is None:
             yield run, line.json
             return
+        if verb.is_alone and launched_ranks() is not None:
+            raise UserError(f"{self.command} starts its processes itself; start it without torchrun")
         name = (self.name if line.config_name is None else line.config_name).removesuffix(".yaml")
         typed = spelled_out(line.overrides, verb.job)
         with search_path(typed, name, folders=line.config_dir or (), primaries={self.name: name}) as found:
@@ -273,13 +276,13 @@ class Verb:
             return partial(show, line, self.parser(), config_name=name, schema=schema), False
         if line.multirun:
             if self.sweep is None:
-                raise UserError("-m: this verb takes one job; would work: python -m harness.train -m")
+                raise UserError("-m: this verb takes one job; would work: harness train -m")
             if chooses_points(line.overrides, config_name=name, schema=schema):
                 if self.study is None:
                     rule = "this verb takes all points of a grid at once"
-                    raise UserError(f"sweep=optuna: {rule}; would work: python -m harness.train -m")
+                    raise UserError(f"sweep=optuna: {rule}; would work: harness train -m")
                 return partial(self.study, line.overrides, name), False
-            points = compose_points(line.overrides, config_name=name, schema=schema, show=_show_composing)
+            points = compose_points(line.overrides, config_name=name, schema=schema)
             return partial(self.sweep, points), self.has_json and line.json
         job = compose_job(line.overrides, config_name=name, schema=schema)
         require_one_point(line.overrides, name, schema, can_sweep=self.sweep is not None)
@@ -304,15 +307,6 @@ def _stdout_to_stderr() -> Iterator[None]:
     finally:
         os.dup2(kept, 1)
         os.close(kept)
-
-
-def _show_composing(done: int, points: int) -> None:
-    if not sys.stderr.isatty():
-        return
-    filled = BAR_WIDTH * done // points
-    end = "\r\x1b[K" if done == points else ""
-    sys.stderr.write(f"\rcomposing [{'#' * filled:<{BAR_WIDTH}}] {done} of {points} points{end}")
-    sys.stderr.flush()
 
 
 def guarded(call: Callable[[], int]) -> int:
@@ -370,6 +364,7 @@ VERBS: Registry[Verb] = Registry(
         "convert": "harness.tools.convert:VERB",
         "download": "harness.tools.download:VERB",
         "tokenize": "harness.tools.tokenize:VERB",
+        "doctor": "harness.tools.doctor:VERB",
     },
     field="verb",
     expects="harness.compose.verb:Verb",

@@ -341,10 +341,16 @@ def from_dict(
     return cls(**values)
 
 
+GONE = {"metrics.wandb_tags": "tags"}
+"""Fields of earlier versions, with what to use."""
+
+
 def no_such_field(
     name: str, known: Iterable[str], prefix: str, namesakes: Iterable[str] = (), whole: str = "the job"
 ) -> str:
     """Say which of the ``known`` fields below ``prefix``, or of its ``namesakes`` elsewhere, was meant."""
+    if instead := GONE.get(prefix + name):
+        return f"no such field; would work: {instead}"
     close = [prefix + each for each in difflib.get_close_matches(name, known, n=1)] or list(namesakes)
     has = f"{prefix.rstrip('.') or whole} has: {', '.join(sorted(known))}"
     works = f"did you mean {' or '.join(close)}?" if close else has

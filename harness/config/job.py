@@ -47,7 +47,7 @@ class Job:
     notes: str = label("")
     """A sentence about the run, for tables, W&B and MLflow."""
     tags: list[str] = label(factory=list)
-    """Tags of the run, for tables, W&B and MLflow."""
+    """Tags of the run, for tables, W&B (without any: WANDB_TAGS) and MLflow."""
     user: dict[str, Any] = label(factory=dict)
     """Keys of your own, such as ``+user.ticket=123``; they are recorded with the job."""
     training: TrainingConfig = part(TrainingConfig)

@@ -72,8 +72,6 @@ class MetricsConfig:
     """W&B team or user; null: WANDB_ENTITY, or else the default of the account."""
     wandb_group: str | None = label(None)
     """W&B group of this run, e.g. the name of a sweep; null: WANDB_RUN_GROUP."""
-    wandb_tags: list[str] = label(factory=list)
-    """W&B tags of the run, beside ``tags``; without any: WANDB_TAGS."""
     wandb_mode: str | None = label(None, choices=WANDB_MODES)
     """online, offline or disabled; null: online with an API key, else offline. WANDB_MODE wins over it."""
     tensorboard: bool = label(False)

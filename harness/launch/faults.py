@@ -179,7 +179,7 @@ def check_nodes(job: Job, run_dir: Path) -> None:
 def faults_here(run_dir: Path, gpus: int) -> list[str]:
     """Return this node's faults; empty if it is fit."""
     faults = [*_folder_faults(run_dir), *_memory_faults(Path("/proc/meminfo"))]
-    return [*faults, *_gpu_faults(gpus)] if gpus else faults
+    return [*faults, *gpu_faults(gpus)] if gpus else faults
 
 
 def _folder_faults(run_dir: Path) -> list[str]:
@@ -200,7 +200,7 @@ def _memory_faults(meminfo: Path) -> list[str]:
     return []
 
 
-def _gpu_faults(wanted: int) -> list[str]:
+def gpu_faults(wanted: int) -> list[str]:
     command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
         command.append(f"--id={visible}")  # others may use the rest

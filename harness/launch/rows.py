@@ -23,8 +23,8 @@ from typing import Any
 from harness.config.fields import LABEL, leaves
 from harness.config.job import Job
 from harness.launch.state import RunState, read_or_warn
-from harness.launch.sweep.registry import FILE as SWEEP
-from harness.launch.sweep.registry import Point, SweepFolder, command_of, labels, sets_label, typed_overrides
+from harness.launch.sweep.folder import FILE as SWEEP
+from harness.launch.sweep.folder import Point, SweepFolder, command_of, labels, sets_label, typed_overrides
 from harness.metrics.mfu import mfu
 from harness.run.folder import RunFolder, run_folders
 from harness.run.result import newest
@@ -123,9 +123,9 @@ def load(folder: Path) -> list[Row]:
     return of_points(points, names_of(points))
 
 
-def of_sweep(registry: SweepFolder) -> list[Row]:
+def of_sweep(folder: SweepFolder) -> list[Row]:
     """Return rows of all points of a sweep, including skipped ones."""
-    points, skipped = registry.points(), registry.skipped()
+    points, skipped = folder.points(), folder.skipped()
     names = labels([each.overrides for each in skipped], [point.overrides for point in points])
     rows = [
         {"point": shortened(name), "state": "skipped", "reason": each.reason, **_typed(each.overrides)}

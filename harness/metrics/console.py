@@ -1,17 +1,21 @@
-"""Console output of a run: a progress bar on a terminal, plain lines otherwise."""
+"""Console output of runs and verbs: a progress bar on a terminal, plain lines otherwise."""
 
 from __future__ import annotations
 
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from math import inf
 from typing import TYPE_CHECKING, Any, TextIO
 
 from harness.metrics.columns import Metric
 
 if TYPE_CHECKING:
     from rich.console import Console as Terminal
+    from rich.progress import Progress, ProgressColumn
 
 _logger = logging.getLogger(__name__)
 
@@ -89,57 +93,33 @@ class RichConsole(PlainConsole):
     def __init__(
         self, total_steps: int, terminal: Terminal | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        from rich import progress, table
         from rich.console import Console as Terminal
+        from rich.progress import TimeRemainingColumn
 
         super().__init__(total_steps)
         self._clock = clock
         self._terminal = terminal or Terminal()
         self._next_line = clock()
-
-        def fixed(width: int) -> table.Column:
-            # On a narrow terminal the metrics are cut, not the step.
-            return table.Column(no_wrap=True, min_width=width)
-
-        self._progress = progress.Progress(
-            progress.TextColumn("step", table_column=fixed(4)),
-            progress.MofNCompleteColumn(table_column=fixed(2 * len(str(total_steps)) + 1)),
-            progress.BarColumn(bar_width=20),
-            progress.TimeRemainingColumn(table_column=fixed(7)),
-            progress.TextColumn(
-                "{task.fields[metrics]}",
-                markup=False,
-                table_column=table.Column(no_wrap=True, overflow="ellipsis"),
-            ),
-            console=self._terminal,
-            refresh_per_second=_REFRESH_PER_SECOND,
-        )
-        self._task = self._progress.add_task("steps", total=total_steps, metrics="")
-        self._progress.start()
+        self._progress = _bar("step", total_steps, TimeRemainingColumn, self._terminal)
+        [self._task] = self._progress.task_ids
 
     def begin(self, step: int, metrics: Sequence[Metric]) -> None:
         super().begin(step, metrics)
         # Reset, so that the speed is not estimated from steps of an earlier process.
-        self._progress.reset(self._task, completed=step, total=self._total_steps, metrics="")
+        self._progress.reset(self._task, completed=step, total=self._total_steps, text="")
 
     def log(self, row: Mapping[str, Any]) -> None:
         if "loss" not in row:
             self.message(self._line(row))
             return
         beside = self._text({key: row.get(key) for key in _BESIDE_THE_BAR})
-        self._progress.update(self._task, completed=row["step"], metrics=beside)
+        self._progress.update(self._task, completed=row["step"], text=beside)
         if self._clock() >= self._next_line or row["step"] == self._total_steps:
             self._next_line = self._clock() + _SECONDS_BETWEEN_LINES
             self.message(self._line(row))
 
     def warn(self, text: str) -> None:
         self.message(f"warning: {text}", style="yellow")
-
-    def summary(self, title: str, values: Mapping[str, Any]) -> None:
-        heading, *lines = _summary_lines(title, values)
-        self.message(heading, style="bold")
-        for line in lines:
-            self.message(line)
 
     def close(self) -> None:
         self._progress.stop()
@@ -154,6 +134,72 @@ def make_console(kind: str, total_steps: int) -> PlainConsole:
     if kind == "auto":
         kind = "rich" if sys.stdout.isatty() else "plain"
     return {"rich": RichConsole, "none": SilentConsole, "plain": PlainConsole}[kind](total_steps)
+
+
+@contextmanager
+def progress(total: int, *, bar: bool = True, seconds: float = 0.0) -> Iterator[Callable[[str], None]]:
+    """Show on stderr which of ``total`` items begins, and the time left by those that have ended.
+
+    Yields a function to call with the name of an item when it begins.
+
+    Args:
+        total: number of items.
+        bar: show a bar on a terminal; False if the items have bars of their own. Elsewhere lines are shown.
+        seconds: between two lines, at least.
+    """
+    started, begun, shown = time.monotonic(), 0, None
+    next_line = started + seconds
+    if bar and sys.stderr.isatty():
+        from rich.console import Console as Terminal
+        from rich.progress import TimeElapsedColumn
+
+        shown = _bar("done", total, TimeElapsedColumn, Terminal(stderr=True, soft_wrap=True))
+        shown.live.transient = True
+
+    def begin(name: str) -> None:
+        nonlocal begun, next_line
+        begun, now = begun + 1, time.monotonic()
+        if begun > 1:
+            left = (now - started) / (begun - 1) * (total - begun + 1)
+            name += f", about {timedelta(seconds=round(left))} left"
+        if shown is not None:
+            shown.update(shown.task_ids[0], completed=begun - 1, text=name)
+        elif now >= next_line:
+            next_line = now + seconds
+            sys.stderr.write(f"[{begun}/{total}] {name}\n")
+            sys.stderr.flush()
+
+    try:
+        yield begin
+    finally:
+        if shown is not None:
+            shown.stop()
+
+
+def _bar(word: str, total: int, clock: type[ProgressColumn], terminal: Terminal) -> Progress:
+    """Start a bar: the word, how many of ``total`` are done, the clock, and the field ``text``."""
+    from rich import progress, table
+
+    def fixed(width: int) -> table.Column:
+        # On a narrow terminal the text is cut, not the step.
+        return table.Column(no_wrap=True, min_width=width)
+
+    text = table.Column(no_wrap=True, overflow="ellipsis")
+    bar = progress.Progress(
+        progress.TextColumn(word, table_column=fixed(4)),
+        progress.MofNCompleteColumn(table_column=fixed(2 * len(str(total)) + 1)),
+        progress.BarColumn(bar_width=20),
+        clock(table_column=fixed(7)),
+        progress.TextColumn("{task.fields[text]}", markup=False, table_column=text),
+        console=terminal,
+        refresh_per_second=_REFRESH_PER_SECOND,
+        # The default of 30 s forgets the last step before a slow one ends.
+        speed_estimate_period=inf,
+        redirect_stdout=sys.stdout.isatty(),
+    )
+    bar.add_task(word, total=total, text="")
+    bar.start()
+    return bar
 
 
 def _summary_lines(title: str, values: Mapping[str, Any]) -> list[str]:

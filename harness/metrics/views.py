@@ -12,7 +12,7 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -90,9 +90,10 @@ class WandbView:
             name=run.name,
             group=config.wandb_group,
             notes=run.job.get("notes") or None,
+            tags=run.job.get("tags") or None,
             config=run.job,
             settings=wandb.Settings(**settings),
-            **_account(config, run.job.get("tags", ())),
+            **_account(config),
         )
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
@@ -123,11 +124,10 @@ def log_sweep(config: MetricsConfig, folder: Path, group: str, table: Table) -> 
     run.finish()
 
 
-def _account(config: MetricsConfig, tags: Iterable[str] = ()) -> dict[str, Any]:
+def _account(config: MetricsConfig) -> dict[str, Any]:
     return {
         "project": config.wandb_project or os.environ.get("WANDB_PROJECT") or _DEFAULT_PROJECT,
         "entity": config.wandb_entity,
-        "tags": [*tags, *config.wandb_tags] or None,
         "mode": wandb_mode(config.wandb_mode),
     }
 

@@ -24,6 +24,7 @@ from harness.config.fields import label, part
 from harness.config.job import Job
 from harness.config.model import FAMILIES, ModelConfig
 from harness.config.registry import WEIGHT_FORMATS, Choices, load_attribute
+from harness.metrics.console import progress
 from harness.util.errors import EXIT_OK, ConfigError, UserError
 from harness.weights.detect import WeightFolder, choose_model, choose_tokenizer, find_source, open_source
 
@@ -117,7 +118,6 @@ def _convert(
         atomic_target,
         cast,
         folded,
-        progress,
         total_bytes,
         watched,
         write_torch,
@@ -144,8 +144,8 @@ def _convert(
     source = watched(source, look)
     source = cast(source, getattr(torch, config.dtype) if config.dtype else None)
     nbytes = total_bytes(source)
-    with atomic_target(target, nbytes) as temporary, progress(nbytes) as advance:
-        shown = watched(source, lambda _, tensor: advance(tensor.nbytes))
+    with atomic_target(target, nbytes) as temporary, progress(len(source.tensors), seconds=5.0) as show:
+        shown = watched(source, lambda name, _: show(name))
         remark = ""  # what a user has to know of the written weights
         if config.format == "hf":
             from harness.weights.huggingface import write_huggingface

@@ -22,8 +22,7 @@ from harness.data.documents import source_of
 from harness.data.shards import MANIFEST, write_here
 from harness.data.tokenizer import build_tokenizer
 from harness.data.tokenizing import bytes_of
-from harness.train.process import launched_ranks
-from harness.util.errors import ConfigError, UserError
+from harness.util.errors import ConfigError
 
 WORKERS = 8
 """Default processes of a task of a SLURM array."""
@@ -72,8 +71,6 @@ class TokenizeJob(Job):
 
 def tokenize(job: TokenizeJob, overrides: list[str]) -> int | Result:
     """Write a corpus, continue an unfinished one, or submit SLURM jobs that do."""
-    if launched_ranks() is not None:
-        raise UserError("harness tokenize starts its processes itself; start it without torchrun")
     job.tokenize.validate(job.data)
     writer = writer_of(job)
     done = _complete_corpus(job, writer)
@@ -132,11 +129,11 @@ def _result(writer: CorpusWriter, manifest: Manifest, title: str, seconds: float
         "shards": len(manifest.shards),
         "seconds": seconds,
     }
-    command = f"next: python -m harness.train data=tokens 'data.paths=[{writer.target}]'"
+    command = f"next: harness train data=tokens 'data.paths=[{writer.target}]'"
     return Result(data, f"{title}\n{text}\n{command}\n")
 
 
-VERB = Verb("tokenize", tokenize, job=TokenizeJob, has_json=True)
+VERB = Verb("tokenize", tokenize, job=TokenizeJob, has_json=True, is_alone=True)
 
 if __name__ == "__main__":  # a task of a SLURM array
     from harness.launch.shards import run_task

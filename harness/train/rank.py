@@ -51,7 +51,7 @@ ROW_SECONDS = 2.0
 def main() -> None:
     """Entry point of a rank."""
     if len(sys.argv) != 2 or not {CONTROLLER, "SLURM_PROCID"} & set(os.environ) or STARTED not in os.environ:
-        sys.stderr.write("error: the harness starts its ranks itself; would work: python -m harness.train\n")
+        sys.stderr.write("error: the harness starts its ranks itself; would work: harness train\n")
         sys.exit(EXIT_USER)
     folder = RunFolder(Path(sys.argv[1]))
     try:

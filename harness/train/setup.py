@@ -45,7 +45,8 @@ def pick_device(job: Job) -> torch.device:
     if wanted == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        rule, driver = f"torch sees no CUDA device on {node_name()}", _driver() if count_gpus() else None
+        rule = f"torch sees no CUDA device on {node_name()}"
+        driver = driver_version() if count_gpus() else None
         if driver is not None:
             raise ConfigError("cluster.device", wanted, *_unusable(rule, driver))
         if wanted == "cuda":
@@ -68,7 +69,7 @@ DRIVERS = {580: "13.0", 525: "12.6"}
 Compatibility")."""
 
 
-def _driver() -> str | None:
+def driver_version() -> str | None:
     """Version of the NVIDIA driver; None without one."""
     with suppress(OSError):
         if found := re.search(r"\s(\d+\.[\d.]+)\s", DRIVER.read_text()):

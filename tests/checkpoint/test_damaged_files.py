@@ -19,7 +19,7 @@ from harness.config.job import Job
 from harness.launch.rows import completed
 from harness.launch.state import FILE as JOB_RECORD
 from harness.launch.state import SlurmJobRecord, read_states
-from harness.launch.sweep.registry import Point
+from harness.launch.sweep.folder import Point
 from harness.launch.sweep.study import table_of_states
 from harness.run.folder import RunFolder
 from harness.train.finish import format_failure

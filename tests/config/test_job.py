@@ -56,7 +56,7 @@ def unresolved(**layout: Any) -> Job:
 CHANGES = {
     LABEL: """
         name=another runs_dir=elsewhere model.name=another metrics=all metrics.log_interval=7
-        metrics.wandb_tags=[a,b] validation.interval=5 data.cache_dir=/tmp/cache cluster.threads_per_rank=1
+        tags=[a,b] validation.interval=5 data.cache_dir=/tmp/cache cluster.threads_per_rank=1
         cluster.step_timeout_seconds=60
     """,
     NUMERICS: """
@@ -159,7 +159,7 @@ STAGES = "parallelism.pp_modules_per_stage=[[tok_embeddings],[layers.0,norm,outp
         "model=llama32_1b training.seq_len=128",
         f"parallelism=fsdp_tp_pp {BATCH} parallelism.pp_schedule=Interleaved1F1B",
         f"parallelism=pp model.n_layers=1 {STAGES}",
-        "metrics.wandb_tags=[a,b] data=python_stdlib schedule=cosine",
+        "tags=[a,b] data=python_stdlib schedule=cosine",
         "parallelism=fsdp cluster.ranks_per_node=4 training.global_batch_size=null",
     ],
 )

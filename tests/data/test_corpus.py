@@ -246,7 +246,7 @@ def test_the_command_is_killed_with_its_processes_and_continued():
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr.count(f"WARNING {damaged} is damaged and is made again\n") == 1
-    assert "next: python -m harness.train data=tokens 'data.paths=[corpus]'" in ended.stdout
+    assert "next: harness train data=tokens 'data.paths=[corpus]'" in ended.stdout
     found = documents("train")
     held = {number for number in range(len(TEXTS) * 10) if is_held_out(number, 0.1)}
     texts = [text * 50 for text in TEXTS * 10]

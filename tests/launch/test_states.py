@@ -16,7 +16,7 @@ import pytest
 from harness.compose.composer import compose_job
 from harness.launch.queue import Jobs, Queued
 from harness.launch.state import SlurmJobRecord, state_of
-from harness.launch.sweep.registry import Point, SweepFolder
+from harness.launch.sweep.folder import Point, SweepFolder
 from harness.launch.sweep.run import Selection, states_of
 from harness.run.folder import RunFolder
 from harness.tools.report.sweep import VERB
@@ -111,15 +111,15 @@ class Slurm:
 @pytest.fixture
 def mocked(put: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Slurm:
     monkeypatch.setattr("harness.launch.state.LAST_WRITES_SECONDS", 0.0)
-    registry = SweepFolder(tmp_path / "sweep")
+    folder = SweepFolder(tmp_path / "sweep")
     job = compose_job(["cluster=slurm_cpu", "cluster.time=30", f"runs_dir={tmp_path}", "name=sweep"])
-    points = [Point(f"p{n}", registry.path / f"p{n}", [f"training.seed={n}"]) for n in range(POINTS)]
+    points = [Point(f"p{n}", folder.path / f"p{n}", [f"training.seed={n}"]) for n in range(POINTS)]
     for n, point in enumerate(points):
         RunFolder(point.run_dir).plan(job, point.overrides)
         RunFolder(point.run_dir).set_status("submitted")
         SlurmJobRecord("sweep.1", n, f"7_{n}").write(point.run_dir)
-    registry.add(points, [])
-    return Slurm(put, monkeypatch, registry)
+    folder.add(points, [])
+    return Slurm(put, monkeypatch, folder)
 
 
 def test_slurm_is_queried_once(mocked: Slurm) -> None:

@@ -18,8 +18,8 @@ from optuna.trial import TrialState
 from harness.compose.composer import chooses_points, compose_job
 from harness.launch.begin import begin
 from harness.launch.sweep import optuna as study_module
+from harness.launch.sweep.folder import Point
 from harness.launch.sweep.optuna import run_study
-from harness.launch.sweep.registry import Point
 from harness.launch.sweep.study import StudyRecord, check_directions, check_objective
 from harness.launch.train import VERB
 from harness.run.folder import RunFolder
@@ -103,16 +103,14 @@ def test_values_and_failures_reach_optuna(study: Study, capsys: pytest.CaptureFi
     assert "Traceback" not in shown.err
     best = study.stored.best_trial
     command = shlex.split(shown.out.splitlines()[-1])
-    assert compose_job(command[3:]).optimizer.lr == best.params["optimizer.lr"]
+    assert compose_job(command[2:]).optimizer.lr == best.params["optimizer.lr"]
     assert f"optimizer.lr={best.params['optimizer.lr']}" in shown.out.splitlines()[-2]
 
     shown_now = status(study.folder)
     assert shown_now.text.splitlines()[-1] == shown.out.splitlines()[-1]
     assert shown_now.data["study"]["objective"] == ["loss"]
     assert "The best (minimize loss): " in collect(study.folder).text
-    with pytest.raises(
-        UserError, match=r"optuna chooses its points; would work: python -m harness.train -m "
-    ):
+    with pytest.raises(UserError, match=r"optuna chooses its points; would work: harness train -m "):
         resume(study.folder, out_of_memory=False)
 
 

@@ -1,4 +1,4 @@
-"""Points of a sweep: their registry, their folders, and their arrays within one limit."""
+"""Points of a sweep: their folders, and their arrays within one limit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from harness.launch.queue import Queued
 from harness.launch.rows import names_of, of_sweep
 from harness.launch.state import RunState, SlurmJobRecord
 from harness.launch.sweep import run
-from harness.launch.sweep.registry import (
+from harness.launch.sweep.folder import (
     FILE,
     Point,
     Skipped,
@@ -51,15 +51,15 @@ def sweep(folder: Path, *typed: str, common: tuple[str, ...] = ON_SLURM) -> int:
 
 
 def test_points_are_added_once_in_order_and_a_torn_line_costs_no_other(tmp_path: Path) -> None:
-    registry = SweepFolder(tmp_path)
+    folder = SweepFolder(tmp_path)
     for names in ("ba", "acd"):
-        registry.add([point(tmp_path, name) for name in names], [Skipped(["x=1"], "cannot be")])
-    assert [each.id for each in registry.points()] == ["b", "a", "c", "d"]
-    assert registry.skipped() == [Skipped(["x=1"], "cannot be")]
+        folder.add([point(tmp_path, name) for name in names], [Skipped(["x=1"], "cannot be")])
+    assert [each.id for each in folder.points()] == ["b", "a", "c", "d"]
+    assert folder.skipped() == [Skipped(["x=1"], "cannot be")]
     (tmp_path / FILE).write_bytes((tmp_path / FILE).read_bytes()[:-9])
-    assert [each.id for each in registry.points()] == ["b", "a", "c"]
-    registry.add([point(tmp_path, "d"), point(tmp_path, "e")], [])
-    assert [each.id for each in registry.points()] == ["b", "a", "c", "d", "e"]
+    assert [each.id for each in folder.points()] == ["b", "a", "c"]
+    folder.add([point(tmp_path, "d"), point(tmp_path, "e")], [])
+    assert [each.id for each in folder.points()] == ["b", "a", "c", "d", "e"]
 
 
 @pytest.mark.parametrize(
@@ -80,11 +80,11 @@ def test_points_are_added_once_in_order_and_a_torn_line_costs_no_other(tmp_path:
     ids=lambda line: line[:60],
 )
 def test_a_damaged_line_is_named(line: str, tmp_path: Path) -> None:
-    registry = SweepFolder(tmp_path)
-    registry.add([point(tmp_path, "a")], [])
+    folder = SweepFolder(tmp_path)
+    folder.add([point(tmp_path, "a")], [])
     with (tmp_path / FILE).open("a") as file:
         file.write(f"{line}\n")
-    for read in (registry.points, registry.skipped, lambda: registry.add([point(tmp_path, "c")], [])):
+    for read in (folder.points, folder.skipped, lambda: folder.add([point(tmp_path, "c")], [])):
         with pytest.raises(UserError, match=r"sweep\.jsonl: line 2 is damaged: .*; would work: ") as raised:
             read()
         assert "\n" not in str(raised.value)
@@ -132,7 +132,7 @@ def test_names_of_points_are_what_differs(typed: list[str], others: list[str], n
     [
         ("cluster.env.NCCL_ALGO=Ring,Tree", "cluster.env.NCCL_ALGO"),
         ("cluster.threads_per_rank=1,2", "cluster.threads_per_rank"),
-        ("metrics.wandb_tags=[x],[y]", "metrics.wandb_tags"),
+        ("tags=[x],[y]", "tags"),
         ("metrics.wandb_group=x,y", "metrics.wandb_group"),
         ("data.cache_dir=x,y", "data.cache_dir"),
     ],
@@ -145,10 +145,10 @@ def test_each_value_of_a_label_is_a_point(axis: str, field: str, tmp_path: Path)
     for point in found:
         assert point.run_dir.parent == tmp_path / "n"
         assert point.run_dir.name.partition("-")[0] == point.id == point.job.id
-    registry = SweepFolder(tmp_path / "n")
-    registry.path.mkdir()
-    registry.add(found, [])
-    names = labels([point.overrides for point in registry.points()])
+    folder = SweepFolder(tmp_path / "n")
+    folder.path.mkdir()
+    folder.add(found, [])
+    names = labels([point.overrides for point in folder.points()])
     assert len(set(names)) == 4 and all(field in name for name in names)
     # A command with more values finds these folders.
     again = unique_points(compose_points([*typed[:-1], f"{axis},{'[z]' if axis.endswith(']') else 3}"]))
@@ -193,18 +193,18 @@ def test_points_of_one_label_run_apart(
     typed = ("cluster.threads_per_rank=1,2", "parallelism.tp=1,3")
     assert sweep(tmp_path, *typed, common=COMMON) == 0
     assert ran == [1, 2]
-    registry = SweepFolder.open(tmp_path / "n")
+    folder = SweepFolder.open(tmp_path / "n")
     names = ["cluster.threads_per_rank=1", "cluster.threads_per_rank=2"]
-    assert [each.overrides[-2:] for each in registry.skipped()] == [
+    assert [each.overrides[-2:] for each in folder.skipped()] == [
         [name, "parallelism.tp=3"] for name in names
     ]
     out = capsys.readouterr().out
     assert all(f"{name}  completed" in out for name in names)
-    assert sweep(tmp_path, *typed, common=COMMON) == run.resume(registry) == 0 and ran == [1, 2]
-    values = [row.get("job.cluster.threads_per_rank") for row in of_sweep(registry)]
+    assert sweep(tmp_path, *typed, common=COMMON) == run.resume(folder) == 0 and ran == [1, 2]
+    values = [row.get("job.cluster.threads_per_rank") for row in of_sweep(folder)]
     assert values == [1, 2, None, None]
     # Without the sweep's file the folders have the same names.
-    found = [Point(each.id, each.run_dir, typed_overrides(each.run_dir)) for each in registry.points()]
+    found = [Point(each.id, each.run_dir, typed_overrides(each.run_dir)) for each in folder.points()]
     assert names_of(found) == names
 
 
@@ -215,17 +215,17 @@ def test_equal_jobs_are_one_point(tmp_path: Path) -> None:
 
 
 def test_labels_added_to_the_command_count_nothing_twice(tmp_path: Path) -> None:
-    registry = SweepFolder(tmp_path)
+    folder = SweepFolder(tmp_path)
     for more in ([], ["cluster.wait=true"], ["++cluster.env.A=b"]):
         points = [Point(n, tmp_path / n, [f"training.seed={n}", *more]) for n in ("1", "2")]
         skipped = [Skipped([f"parallelism.tp={n}", *more], "cannot be") for n in (3, 5)]
-        registry.add(points, skipped)
-        assert len(registry.points()) == len(registry.skipped()) == 2
+        folder.add(points, skipped)
+        assert len(folder.points()) == len(folder.skipped()) == 2
     # A file with duplicates is read too.
     tp = "parallelism.tp=3"
     rows = [{"skipped": "no", "overrides": [tp, *more]} for more in ([], ["cluster.wait=true"])]
     (tmp_path / FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert registry.skipped() == [Skipped([tp], "no")]
+    assert folder.skipped() == [Skipped([tp], "no")]
 
 
 def test_a_point_that_never_began_gets_the_labels_of_the_last_command(

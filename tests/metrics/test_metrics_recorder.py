@@ -6,13 +6,14 @@ import io
 import logging
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console as Terminal
 
 from harness.config.metrics import MetricsConfig
 from harness.config.training import OBSERVERS
-from harness.metrics.console import PlainConsole, RichConsole, SilentConsole, make_console
+from harness.metrics.console import PlainConsole, RichConsole, SilentConsole, make_console, progress
 from harness.metrics.jsonl import read_metrics
 from harness.metrics.recorder import Recorder
 from harness.metrics.views import ShownRun
@@ -139,6 +140,21 @@ def test_rich_bar_and_lines_above_it() -> None:
     assert "saved [step 14]" in lines
     assert "warning: a view is off" in lines
     assert "100/100" in out.getvalue() and "  exit  done" in out.getvalue()
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress_of_verbs(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
+    """A bar on a terminal; a log file gets lines."""
+    err, times = io.StringIO(), iter([0.0, 0.0, 60.0])
+    monkeypatch.setattr(err, "isatty", lambda: terminal, raising=False)
+    monkeypatch.setattr("sys.stderr", err)
+    monkeypatch.setattr("harness.metrics.console.time", Mock(monotonic=lambda: next(times)))
+    monkeypatch.setenv("TERM", "xterm")
+    with progress(2) as show:
+        show("fsdp")
+        show("tp")
+    bar, lines = ("\r", " tp, about 0:01:00 left"), "[1/2] fsdp\n[2/2] tp, about 0:01:00 left\n"
+    assert all(part in err.getvalue() for part in bar) if terminal else err.getvalue() == lines
 
 
 @pytest.mark.parametrize(("terminal", "kind"), [(True, RichConsole), (False, PlainConsole)])

@@ -19,6 +19,7 @@ from harness.metrics.recorder import Recorder
 from harness.metrics.views import ShownRun, wandb_mode
 
 JOB: dict[str, Any] = {
+    "tags": ["tp2"],
     "model": {"name": "tiny", "dims": [1, 2]},
     "cluster": {"env": {"A*B": "x" * 7000}},
     "training": {f"field{number}": number for number in range(150)},
@@ -96,7 +97,7 @@ def wandb_records(folder: Path) -> Iterator[Any]:
 
 
 def test_wandb_writes_an_offline_run(tmp_path: Path) -> None:
-    recorder = record(tmp_path, wandb=True, wandb_group="sweep", wandb_tags=["tp2"])
+    recorder = record(tmp_path, wandb=True, wandb_group="sweep")
     recorder.log({"step": 7, "loss": 3.5, "mfu": None})
     recorder.log({"step": 5, "loss": 3.25})  # after a resume from an older checkpoint
     recorder.close({"exit_code": 0, "window": {"steps": 2}})

@@ -15,7 +15,7 @@ from harness.checkpoint.catalog import CheckpointFolder
 from harness.checkpoint.storage import Reader, Writer
 from harness.checkpoint.verify import verify
 from harness.compose.verb import guarded
-from harness.launch.sweep.registry import Point, SweepFolder
+from harness.launch.sweep.folder import Point, SweepFolder
 from harness.run.folder import RunFolder
 from harness.tools.report.sweep import VERB as SWEEP
 from harness.tools.verify import VERB
@@ -124,8 +124,8 @@ def test_mistakes(tmp_path: Path, capsys: Capture) -> None:
 
 
 def test_a_sweep_asks_for_it(tmp_path: Path, capsys: Capture) -> None:
-    registry, points = SweepFolder(tmp_path / "sweep"), []
-    registry.path.mkdir()
+    folder, points = SweepFolder(tmp_path / "sweep"), []
+    folder.path.mkdir()
     for seed, enable in ((1, "true"), (2, "true"), (3, "false")):
         typed = [f"training.seed={seed}", f"checkpoint.enable={enable}"]
         job = tiny(f"runs_dir={tmp_path}", "name=sweep", *typed)
@@ -133,11 +133,11 @@ def test_a_sweep_asks_for_it(tmp_path: Path, capsys: Capture) -> None:
         folder.plan(job, typed)
         folder.set_status("completed")
         points.append(Point(job.id, job.run_dir, typed))
-    registry.add(points, [])
+    folder.add(points, [])
     paths = [write(point.run_dir / "checkpoints", 4) for point in points[:2]]
 
     def status(*flags: str) -> tuple[int, str]:
-        code = guarded(lambda: SWEEP.run_line(["status", str(registry.path), "--verify", *flags]))
+        code = guarded(lambda: SWEEP.run_line(["status", str(folder.path), "--verify", *flags]))
         return code, capsys.readouterr().out
 
     code, said = status()

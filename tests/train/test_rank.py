@@ -109,7 +109,7 @@ def test_starting_a_rank_by_hand_is_a_one_line_error(arguments: tuple[str, ...])
     command = [sys.executable, "-m", "harness.train.rank", *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == EXIT_USER
-    assert done.stderr == "error: the harness starts its ranks itself; would work: python -m harness.train\n"
+    assert done.stderr == "error: the harness starts its ranks itself; would work: harness train\n"
 
 
 @pytest.mark.parametrize("started_by", ["controller", "srun"])

@@ -17,7 +17,7 @@ from harness.config.fields import check_rules, from_dict, label
 from harness.config.job import Job
 from harness.launch.state import BUSY
 from harness.launch.submit import confirm
-from harness.launch.sweep.registry import (
+from harness.launch.sweep.folder import (
     FILE,
     Point,
     Skipped,
@@ -111,11 +111,11 @@ def run_study(
         composer.point_of_sweep(space.fixed)  # raises SecretError before a storage has the overrides
         shared = [each for each in space.fixed if not sets_label(each) and not sets_search_path(each)]
         record = StudyRecord("optuna", objective, directions, shared, list(overrides))
-        registry = SweepFolder(_folder(composer, space.fixed))
-        with registry.controlled():
-            _start_record(registry, record)
+        folder = SweepFolder(_folder(composer, space.fixed))
+        with folder.controlled():
+            _start_record(folder, record)
             study = Study(
-                registry, record, settings, space, lambda point: check(composer.point_of_sweep(point))
+                folder, record, settings, space, lambda point: check(composer.point_of_sweep(point))
             )
             try:
                 study.run()
@@ -135,20 +135,20 @@ def _folder(composer: Composer, fixed: list[str]) -> Path:
     return Path(job.runs_dir) / job.name
 
 
-def _start_record(registry: SweepFolder, record: StudyRecord) -> None:
+def _start_record(folder: SweepFolder, record: StudyRecord) -> None:
     """Write the record; a study continues only with the same objective and shared overrides."""
-    earlier = StudyRecord.read(registry.path)
+    earlier = StudyRecord.read(folder.path)
     if earlier is not None and not earlier.is_same(record):
-        if registry.points():
+        if folder.points():
             now, then = ([each.sweeper, each.describe(), *each.shared] for each in (record, earlier))
             others = [f"without {each}" for each in then if each not in now]
             others += [f"with {each}" for each in now if each not in then]
             raise UserError(
-                f"{registry.path}: has points of another study, this one is {', '.join(others)}; would work: "
+                f"{folder.path}: has points of another study, this one is {', '.join(others)}; would work: "
                 "another name=NAME"
             )
-        (registry.path / STORE).unlink(missing_ok=True)
-    record.write(registry.path)
+        (folder.path / STORE).unlink(missing_ok=True)
+    record.write(folder.path)
 
 
 Value = list[float] | PointFailedError
@@ -162,7 +162,7 @@ class Study:
     process, but when the study continues.
     """
 
-    registry: SweepFolder
+    folder: SweepFolder
     record: StudyRecord
     settings: StudySettings
     space: SweepSpace
@@ -175,7 +175,7 @@ class Study:
         names = [override_key(name) for name in self.space.axes]
         # Each value of a label that is an axis has a run of its own.
         self._axes, self._swept = set(names), check_swept([name for name in names if sets_label(name)])
-        self._storage = self.settings.storage or f"sqlite:///{(self.registry.path / STORE).absolute()}"
+        self._storage = self.settings.storage or f"sqlite:///{(self.folder.path / STORE).absolute()}"
 
     def run(self) -> None:
         """Run the trials that are left."""
@@ -184,12 +184,12 @@ class Study:
         stored = self._stored
         killed = stored.user_attrs.get(_KILLED, [])
         self._done = sum(each.state.is_finished() and each.number not in killed for each in stored.trials)
-        if self._done and not self.registry.points() and not self.registry.skipped():
+        if self._done and not self.folder.points() and not self.folder.skipped():
             rule = f"has none of the {self._done} points of the stored study"
-            raise UserError(f"{self.registry.path / FILE}: {rule}; would work: another name=NAME")
+            raise UserError(f"{self.folder.path / FILE}: {rule}; would work: another name=NAME")
         left, total = max(0, self.settings.n_trials - self._done), self.settings.n_trials
         words = f"{left} of {max(total, self._done)} trials left" if self._done else f"{total} trials"
-        sys.stderr.write(f"{self.registry.path}: {self.record.describe()} by optuna, {words}\n")
+        sys.stderr.write(f"{self.folder.path}: {self.record.describe()} by optuna, {words}\n")
         distributions = {override_key(name): distribution(each) for name, each in self.space.axes.items()}
         while left:
             try:
@@ -213,11 +213,11 @@ class Study:
 
     def show(self) -> int:
         """Print the table of all points and the best of them; return the exit code."""
-        points = self.registry.points()
+        points = self.folder.points()
         seen = states_of(points)
         best = best_in_words(self.record, points)
         table = to_text(table_of_states(points, seen, self.record.objective))
-        sys.stdout.write(f"{table}{counted(seen, self.registry.skipped())}{best}")
+        sys.stdout.write(f"{table}{counted(seen, self.folder.skipped())}{best}")
         return EXIT_OK if best else 1
 
     @cached_property
@@ -234,7 +234,7 @@ class Study:
         try:
             study = optuna.create_study(
                 storage=self._storage,
-                study_name=settings.study_name or self.registry.name,
+                study_name=settings.study_name or self.folder.name,
                 directions=[StudyDirection[each.upper()] for each in self.record.direction],
                 load_if_exists=True,
             )
@@ -265,14 +265,14 @@ class Study:
 
     def _run_batch(self, batch: Sequence[Composed]) -> list[Value]:
         legal = [each for each in batch if each.job is not None]
-        points = [in_group(point, self.registry) for point in unique_points(legal, self._swept)]
+        points = [in_group(point, self.folder) for point in unique_points(legal, self._swept)]
         for point in points:
             if point.job.cluster.dry_run:
                 rule = "shows a sweep whose points are known before it starts"
                 raise ConfigError("cluster.dry_run", True, rule, "the overrides of one point, without -m")
             RunFolder(point.run_dir).plan(point.job, point.overrides)
         skipped = [Skipped(each.overrides, each.reason) for each in batch if each.job is None]
-        self.registry.add(points, skipped)
+        self.folder.add(points, skipped)
         here = self._submit(points, len(batch))
         values: list[Value | None] = []
         for index, each in enumerate(batch):
@@ -297,7 +297,7 @@ class Study:
     def _submit(self, points: Sequence[Point], batch: int) -> dict[Path, Point]:
         """Submit the points that need it to SLURM; return those to run here, by run folder."""
         fresh = [point for point in points if point.run_dir not in self._tried]
-        selection = Selection.of(self.registry, fresh, states_of(fresh))
+        selection = Selection.of(self.folder, fresh, states_of(fresh))
         self._tried |= {point.run_dir for point in selection.wanted}
         if selection.remote:
             if not self._is_confirmed:  # once, for the cost of all points, estimated by the first batch

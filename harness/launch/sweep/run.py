@@ -21,7 +21,7 @@ from harness.launch.queue import SlurmError
 from harness.launch.slurm import Shape, Submission, shape_of
 from harness.launch.state import BUSY, HELD, RunState, SlurmJobRecord, read_states, record_lost
 from harness.launch.submit import confirm, cost_in_words, submit
-from harness.launch.sweep.registry import (
+from harness.launch.sweep.folder import (
     Point,
     Skipped,
     SweepFolder,
@@ -32,6 +32,7 @@ from harness.launch.sweep.registry import (
     unique_points,
 )
 from harness.launch.sweep.study import table_of_states
+from harness.metrics.console import progress
 from harness.metrics.views import log_sweep
 from harness.run.folder import RunFolder
 from harness.util.errors import EXIT_INTERRUPTED, EXIT_OK, STOPPED, UserError
@@ -99,7 +100,7 @@ class Selection:
         oom: those left out because they ran out of memory.
     """
 
-    registry: SweepFolder
+    folder: SweepFolder
     points: Sequence[Point]
     seen: Sequence[RunState]
     wanted: Sequence[Point]
@@ -108,7 +109,7 @@ class Selection:
     @classmethod
     def of(
         cls,
-        registry: SweepFolder,
+        folder: SweepFolder,
         points: Sequence[Point],
         seen: Sequence[RunState],
         *,
@@ -128,7 +129,7 @@ class Selection:
                 oom.append(point)
             elif again or each.state not in ("completed", *HELD):
                 wanted.append(point)
-        return cls(registry, points, seen, wanted, oom)
+        return cls(folder, points, seen, wanted, oom)
 
     @property
     def remote(self) -> list[Point]:
@@ -137,7 +138,7 @@ class Selection:
 
     def in_words(self, skipped: Sequence[Skipped]) -> str:
         """Say how many points run, where, and what is skipped."""
-        lines = [f"{self.registry.path}: {len(self.seen) + len(skipped)} points, {len(self.wanted)} to run"]
+        lines = [f"{self.folder.path}: {len(self.seen) + len(skipped)} points, {len(self.wanted)} to run"]
         shapes = Counter(_resources(point.job) for point in self.wanted)
         lines += [f"  {count} x {resources}" for resources, count in shapes.items()]
         if self.remote:
@@ -163,7 +164,7 @@ class Selection:
         commands have added to the sweep.
         """
         typed = {os.path.normpath(point.run_dir) for point in self.points}
-        listed = self.registry.points()
+        listed = self.folder.points()
         others = [each.run_dir for each in listed if os.path.normpath(each.run_dir) not in typed]
         busy = [each for each in (*self.seen, *read_states(others)) if each.state in BUSY and each.job_record]
         limit = min((point.job.cluster.max_running for point in self.remote), default=1)
@@ -175,7 +176,7 @@ class Selection:
     def submission(self, array: Array, name: str, after: Sequence[str]) -> Submission:
         """Return an array as it is submitted under a name, after other jobs."""
         run_dirs, jobs = [each.run_dir for each in array.points], [each.job for each in array.points]
-        return Submission(jobs, run_dirs, self.registry.path, name, at_once=array.at_once, after=after)
+        return Submission(jobs, run_dirs, self.folder.path, name, at_once=array.at_once, after=after)
 
     def submit(self) -> None:
         """Submit the points for SLURM; those of equal shape form one array."""
@@ -184,7 +185,7 @@ class Selection:
         for array in arrays:
             after = first if array.after is None else [submitted[array.after]]
             # A unique name, which identifies the jobs if this process dies while it submits.
-            submission = self.submission(array, f"{self.registry.name}.{uuid.uuid4().hex[:8]}", after)
+            submission = self.submission(array, f"{self.folder.name}.{uuid.uuid4().hex[:8]}", after)
             folders = [RunFolder(path) for path in submission.run_dirs]
             ids = submit(submission, folders, [point.overrides for point in array.points])
             submitted.append(ids[0].partition("_")[0])
@@ -208,33 +209,33 @@ def sweep(composed: Sequence[Composed]) -> int:
     if not legal:
         reasons = "".join(f"  {line}\n" for line in _reasons(skipped))
         raise UserError(f"none of the {len(composed)} points is a valid job:\n{reasons}".rstrip())
-    registry = SweepFolder(folder_of([each.job for each in legal]))
-    points = [in_group(point, registry) for point in unique_points(legal)]
+    folder = SweepFolder(folder_of([each.job for each in legal]))
+    points = [in_group(point, folder) for point in unique_points(legal)]
     if legal[0].job.cluster.dry_run:
-        return _show_dry(registry, points, skipped)
-    with registry.controlled():
+        return _show_dry(folder, points, skipped)
+    with folder.controlled():
         for point in points:
             RunFolder(point.run_dir).plan(point.job, point.overrides)
-        registry.add(points, skipped)
+        folder.add(points, skipped)
         # Start the jobs as composed now: labels such as the partition or the time limit may have changed.
-        stopped, submitted_only = _start(registry, points, skipped, rerun=True)
-    return _finish(registry, points, stopped, submitted_only)
+        stopped, submitted_only = _start(folder, points, skipped, rerun=True)
+    return _finish(folder, points, stopped, submitted_only)
 
 
-def resume(registry: SweepFolder, *, out_of_memory: bool = False) -> int:
+def resume(folder: SweepFolder, *, out_of_memory: bool = False) -> int:
     """Start the points of an existing sweep that are not complete; return the exit code.
 
     With ``out_of_memory`` also points that ran out of memory, which fail again unless something has changed.
     """
-    with registry.controlled():
-        points = registry.points()
-        stopped, submitted_only = _start(registry, points, [], out_of_memory=out_of_memory)
-    return _finish(registry, points, stopped, submitted_only)
+    with folder.controlled():
+        points = folder.points()
+        stopped, submitted_only = _start(folder, points, [], out_of_memory=out_of_memory)
+    return _finish(folder, points, stopped, submitted_only)
 
 
-def in_group(point: Point, registry: SweepFolder) -> Point:
+def in_group(point: Point, folder: SweepFolder) -> Point:
     """Return the point, its job with a group of W&B: the sweep's, if it has none."""
-    group = point.job.metrics.wandb_group or registry.name
+    group = point.job.metrics.wandb_group or folder.name
     return replace(point, composed=with_value(point.job, "metrics.wandb_group", group))
 
 
@@ -250,7 +251,7 @@ def states_of(points: Sequence[Point]) -> list[RunState]:
 
 
 def _start(
-    registry: SweepFolder,
+    folder: SweepFolder,
     points: Sequence[Point],
     skipped: Sequence[Skipped],
     *,
@@ -263,7 +264,7 @@ def _start(
     """
     for point in points:
         SlurmJobRecord.read(point.run_dir)  # without a readable record a point could be submitted twice
-    selection = Selection.of(registry, points, states_of(points), out_of_memory=out_of_memory, rerun=rerun)
+    selection = Selection.of(folder, points, states_of(points), out_of_memory=out_of_memory, rerun=rerun)
     sys.stderr.write(selection.in_words(skipped))
     if selection.remote:
         confirm([point.job for point in selection.remote])
@@ -287,24 +288,25 @@ def _reasons(skipped: Sequence[Skipped], others: Sequence[list[str]] = ()) -> li
     return lines if left <= 1 else [*lines[:SKIPPED_SHOWN], f"and {left} more"]
 
 
-def _show_dry(registry: SweepFolder, points: Sequence[Point], skipped: Sequence[Skipped]) -> int:
+def _show_dry(folder: SweepFolder, points: Sequence[Point], skipped: Sequence[Skipped]) -> int:
     seen = read_states([point.run_dir for point in points])
-    selection = Selection.of(registry, points, seen, rerun=True)
+    selection = Selection.of(folder, points, seen, rerun=True)
     sys.stderr.write(selection.in_words(skipped))
     arrays, first = selection.arrays()
     for array in arrays:
         after = first if array.after is None else [f"ID_OF_ARRAY_{array.after + 1}"]
-        sys.stdout.write(f"{selection.submission(array, registry.name, after).script(planned=True)}\n")
+        sys.stdout.write(f"{selection.submission(array, folder.name, after).script(planned=True)}\n")
     return EXIT_OK
 
 
 def _run_here(points: Sequence[Point]) -> bool:
     """Run points one after another; return whether the user interrupted them."""
     names = labels([point.overrides for point in points])
-    for number, (name, point) in enumerate(zip(names, points, strict=True), start=1):
-        sys.stderr.write(f"[{number}/{len(points)}] {name}\n")
-        if run_point(point) in STOPPED:
-            return True
+    with progress(len(points), bar=False) as show:
+        for name, point in zip(names, points, strict=True):
+            show(name)
+            if run_point(point) in STOPPED:
+                return True
     return False
 
 
@@ -350,10 +352,10 @@ def follow_points(points: Sequence[Point], names: Sequence[str]) -> bool:
         return True
 
 
-def _finish(registry: SweepFolder, points: Sequence[Point], stopped: bool, submitted_only: bool) -> int:
+def _finish(folder: SweepFolder, points: Sequence[Point], stopped: bool, submitted_only: bool) -> int:
     names, waits = labels([each.overrides for each in points]), any(each.job.cluster.wait for each in points)
     if submitted_only and not waits:
-        sys.stderr.write(f"harness sweep status {registry.path}\n")
+        sys.stderr.write(f"harness sweep status {folder.path}\n")
         return EXIT_OK
     if waits and not stopped:
         stopped = follow_points(points, names)
@@ -368,22 +370,22 @@ def _finish(registry: SweepFolder, points: Sequence[Point], stopped: bool, submi
     if left:
         sys.stderr.write(
             f"{len(left)} of {len(seen)} points did not complete:\n{''.join(left)}"
-            f"harness sweep resume {registry.path}\n"
+            f"harness sweep resume {folder.path}\n"
         )
     if stopped:
         return EXIT_INTERRUPTED
-    log_table(registry, points, seen)
+    log_table(folder, points, seen)
     return 1 if left else EXIT_OK
 
 
-def log_table(registry: SweepFolder, points: Sequence[Point], seen: Sequence[RunState]) -> None:
+def log_table(folder: SweepFolder, points: Sequence[Point], seen: Sequence[RunState]) -> None:
     """Log the table of a sweep to W&B if its runs use W&B."""
     logged = [point.job for point in points if point.job.metrics.wandb]
     if not logged:
         return
     try:
         table = table_of_states(points, seen, full_reasons=True)
-        log_sweep(logged[0].metrics, registry.path, registry.name, table)
+        log_sweep(logged[0].metrics, folder.path, folder.name, table)
     except Exception as error:
         # W&B's client raises errors of many kinds. The table is in the sweep's folder in any case.
         sys.stderr.write(f"WARNING the table could not be logged to W&B: {type(error).__name__}: {error}\n")

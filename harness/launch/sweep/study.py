@@ -11,7 +11,7 @@ from typing import Any
 
 from harness.config.fields import from_dict
 from harness.launch.state import RunState
-from harness.launch.sweep.registry import Point, Skipped, command_of, labels
+from harness.launch.sweep.folder import Point, Skipped, command_of, labels
 from harness.metrics.window import THROUGHPUT
 from harness.run.folder import RunFolder
 from harness.run.result import write_json_atomically

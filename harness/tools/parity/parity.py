@@ -20,6 +20,7 @@ from harness.compose.verb import Result, Verb
 from harness.config.fields import NUMERICS, label, leaves, part, with_value
 from harness.config.job import Job, differing_numerics
 from harness.launch.begin import require_vocabulary
+from harness.metrics.console import progress
 from harness.model.spec import BALANCE_BIAS, block_prefix
 from harness.tools.parity.random_jobs import random_job
 from harness.util.errors import EXIT_OK, ConfigError
@@ -279,11 +280,11 @@ def parity(job: ParityJob, overrides: list[str]) -> Result:
     config = job.parity
     config.validate(job.steps)
     rows = random_rows(config, overrides) if config.random else matrix_rows(job, overrides)
-    out = sys.stdout
     compared: list[dict[str, Any]] = []
     skipped: list[str] = []
-    with RankPool(config.world_size) as pool:
-        judge = LayoutComparer(pool, config)
+    total = config.random or sum(row.job.world_size <= config.world_size for row in rows)
+    with RankPool(config.world_size) as pool, progress(total) as show:
+        judge, out = LayoutComparer(pool, config), sys.stdout  # which prints above the bar
         out.write(HEADER)
         for row in rows:
             ranks = row.job.world_size
@@ -291,6 +292,7 @@ def parity(job: ParityJob, overrides: list[str]) -> Result:
                 out.write(f"{row.name:<28} {ranks:>5}  skipped: parity.world_size={config.world_size}\n")
                 skipped.append(row.name)
                 continue
+            show(row.name)
             try:
                 verdict = judge.verdict(row.name, row.job)
                 found, text = dataclasses.asdict(verdict), line(verdict)
@@ -395,4 +397,4 @@ def _largest(expected: list[float], found: list[list[float]]) -> float:
     return math.nan if any(math.isnan(d) for d in differences) else max(differences)
 
 
-VERB = Verb("parity", parity, job=ParityJob, has_json=True)
+VERB = Verb("parity", parity, job=ParityJob, has_json=True, is_alone=True)

@@ -22,14 +22,11 @@ from harness.compose.verb import Result, Verb
 from harness.config.cluster import ClusterConfig
 from harness.config.registry import load_attribute
 from harness.tools.plan.config import REHEARSE, PlanJob
-from harness.train.process import launched_ranks
-from harness.util.errors import HarnessError, UserError
+from harness.util.errors import HarnessError
 
 
 def plan(job: PlanJob, overrides: list[str]) -> Result:
     """Plan a job, or search for the best layouts for it."""
-    if launched_ranks() is not None:
-        raise UserError("harness plan is one process; start it without torchrun")
     if job.calibrate is not None:
         return _calibrate(Path(job.calibrate), job.calibration, job.cluster)
     if job.search:
@@ -112,4 +109,4 @@ def _calibrate(folder: Path, target: str | None, cluster: ClusterConfig) -> Resu
 
 # Garbage collection takes a quarter of the time of importing torch, and a third of a search, and finds
 # little.
-VERB = Verb("plan", plan, job=PlanJob, has_json=True, sweep=compare_points, prepare=gc.disable)
+VERB = Verb("plan", plan, job=PlanJob, has_json=True, sweep=compare_points, prepare=gc.disable, is_alone=True)

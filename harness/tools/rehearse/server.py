@@ -31,7 +31,7 @@ def require_no_gpu(config: RehearseConfig) -> None:
     if _DRIVER.is_dir() and any(_DRIVER.iterdir()) and not config.real_gpu:
         raise UserError(
             "this machine has a GPU, where a real run tells more than a rehearsal; "
-            "would work: python -m harness.train, or rehearse.real_gpu=true"
+            "would work: harness train, or rehearse.real_gpu=true"
         )
 
 

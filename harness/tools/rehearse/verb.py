@@ -16,16 +16,13 @@ from harness.tools.plan.plan import Plan
 from harness.tools.rehearse.config import RehearseConfig, RehearseJob, ranks_to_rehearse
 from harness.tools.rehearse.render import as_dict, render
 from harness.tools.rehearse.server import Rehearsals, require_no_gpu
-from harness.train.process import launched_ranks
-from harness.util.errors import EXIT_OK, UserError
+from harness.util.errors import EXIT_OK
 
 EXIT_FAILED = 1
 
 
 def rehearse(job: RehearseJob, _overrides: list[str]) -> Result:
     """Rehearse a job's ranks on virtual GPUs."""
-    if launched_ranks() is not None:
-        raise UserError("harness rehearse starts its ranks itself; start it without torchrun")
     return rehearse_plan(make_plan(job.plain), job.rehearse)
 
 
@@ -43,4 +40,4 @@ def rehearse_plan(plan: Plan, config: RehearseConfig | None = None) -> Result:
     return Result(as_dict(plan, ranks), render(plan, ranks), EXIT_FAILED if failed else EXIT_OK)
 
 
-VERB = Verb("rehearse", rehearse, job=RehearseJob, has_json=True)
+VERB = Verb("rehearse", rehearse, job=RehearseJob, has_json=True, is_alone=True)

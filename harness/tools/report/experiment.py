@@ -17,8 +17,8 @@ from harness.config.fields import LABEL, leaves
 from harness.config.job import Job
 from harness.config.registry import MissingPackageError
 from harness.launch.rows import as_planned, job_of, load, of_sweep, read_kept, shortened
-from harness.launch.sweep.registry import FILE as SWEEP
-from harness.launch.sweep.registry import SweepFolder, labels
+from harness.launch.sweep.folder import FILE as SWEEP
+from harness.launch.sweep.folder import SweepFolder, labels
 from harness.run.folder import run_folders
 from harness.tools.plan.config import PlanJob
 from harness.tools.plan.constants import Calibration, Constants
@@ -209,7 +209,7 @@ def _table(
             lines.append(_joined(line, point.job, row, rehearsed.get(point.job.id, {}), calibration))
             recipes.append(recipe_of(point.job))
     title = path.read_text().splitlines()[1].removeprefix("# ")
-    command = f"python -m harness.train -m {option}"
+    command = f"harness train -m {option}"
     return Experiment(path.stem, title, command, lines, recipes, own[0].source if own else "")
 
 

@@ -13,7 +13,7 @@ from harness.compose.arguments import Argument
 from harness.compose.verb import Result, Verb
 from harness.launch.queue import cancel as cancel_jobs
 from harness.launch.state import HELD, RunState, read_or_warn, read_states
-from harness.launch.sweep.registry import Point, SweepFolder, points_in
+from harness.launch.sweep.folder import Point, SweepFolder, points_in
 from harness.launch.sweep.run import log_table, states_of
 from harness.launch.sweep.run import resume as resume_points
 from harness.launch.sweep.study import StudyRecord, best_in_words, counted, table_of_states
@@ -80,15 +80,15 @@ def resume(folder: Path, *, out_of_memory: bool) -> int:
     """Start the points that are not complete."""
     study = StudyRecord.read(folder)
     if study is not None:
-        works = shlex.join(["python", "-m", "harness.train", "-m", *study.command])
+        works = shlex.join(["harness", "train", "-m", *study.command])
         raise UserError(f"{folder}: {study.sweeper} chooses its points; would work: {works}")
     return resume_points(SweepFolder.open(folder), out_of_memory=out_of_memory)
 
 
 def collect(folder: Path) -> Result:
     """Write what ``harness report`` writes, and log the table to W&B if the runs are there."""
-    registry = SweepFolder.open(folder)
-    log_table(registry, points := registry.points(), states_of(points))
+    sweep = SweepFolder.open(folder)
+    log_table(sweep, points := sweep.points(), states_of(points))
     return report(folder)
 
 

@@ -9,7 +9,7 @@ from harness.compose.arguments import Argument, report_folder
 from harness.compose.verb import Result, Verb
 from harness.config.training import COUNTED
 from harness.launch.rows import KEPT, Row, keep, load
-from harness.launch.sweep.registry import FILE as SWEEP
+from harness.launch.sweep.folder import FILE as SWEEP
 from harness.launch.sweep.study import StudyRecord
 from harness.tools.report import experiment
 from harness.tools.report.experiment import CALIBRATION, calibration_of, with_predictions

@@ -20,9 +20,9 @@ from harness.compose.verb import Result, Verb
 from harness.config.fields import label, part
 from harness.config.job import Job
 from harness.launch.begin import begin
+from harness.metrics.console import progress
 from harness.metrics.jsonl import MetricsFile
 from harness.run.folder import RunFolder
-from harness.train.process import launched_ranks
 from harness.util.encoding import flatten
 from harness.util.errors import EXIT_INTERRUPTED, EXIT_OK, STOPPED, ConfigError, UserError
 from harness.util.tables import Table, to_text
@@ -107,8 +107,6 @@ class Spread:
 
 def bench(job: BenchJob, overrides: list[str]) -> int | Result:
     """Measure a job and its variants; append a row for each to ``bench.out``."""
-    if launched_ranks() is not None:
-        raise UserError("harness bench starts the ranks itself; start it without torchrun")
     config = job.bench
     config.validate()
     variants = compose_variants(config, overrides)
@@ -172,8 +170,10 @@ def measure(variants: Mapping[str, Variant], rounds: int) -> dict[str, dict[int,
         The rows of the runs by name and round; None if the user interrupted.
     """
     rows: dict[str, dict[int, Row]] = {name: {} for name in variants}
-    for number in range(rounds):
-        for name in order_of(list(variants), number):
+    turns = [(number, name) for number in range(rounds) for name in order_of(list(variants), number)]
+    with progress(len(turns), bar=False) as show:
+        for number, name in turns:
+            show(f"round {number + 1} of {rounds}: {name}")
             if failure_of(rows[name]):
                 continue
             code, row = run_once(variants[name])
@@ -181,8 +181,7 @@ def measure(variants: Mapping[str, Variant], rounds: int) -> dict[str, dict[int,
                 return None
             rows[name][number] = row
             failure = failure_of(rows[name])
-            result = failure or f"{row[RATE_OF_RUN]:,.1f} tokens/s"
-            sys.stderr.write(f"round {number + 1} of {rounds}: {name}: {result}\n")
+            sys.stderr.write(f"{name}: {failure or f'{row[RATE_OF_RUN]:,.1f} tokens/s'}\n")
     return rows
 
 
@@ -265,4 +264,4 @@ def _block(title: str, lines: Sequence[tuple[str, ...]]) -> str:
     return to_text(Table.of_cells((title, "median", "range"), lines, right=(1,)))
 
 
-VERB = Verb("bench", bench, job=BenchJob, has_json=True)
+VERB = Verb("bench", bench, job=BenchJob, has_json=True, is_alone=True)

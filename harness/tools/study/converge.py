@@ -33,7 +33,6 @@ from harness.tools.study.techniques import (
     Technique,
     compose_techniques,
 )
-from harness.train.process import launched_ranks
 from harness.util.errors import EXIT_OK, STOPPED, UserError
 from harness.util.plots import COLORS, new_figure, save, smoothed
 from harness.util.tables import Block, Column, Document, Figure, Table, to_text
@@ -69,8 +68,6 @@ _STYLES = ("-", "--", ":", "-.")
 
 def converge(job: ConvergeJob, overrides: list[str]) -> int | Result:
     """Run what is missing, compare the curves and write the report."""
-    if launched_ranks() is not None:
-        raise UserError("harness converge starts the ranks itself; start it without torchrun")
     job.converge.validate(job)
     techniques = compose_techniques(job, overrides)
     code = sweep([run for technique in techniques for run in technique.runs.values()])
@@ -357,4 +354,4 @@ def draw_differences(
     save(figure, path)
 
 
-VERB = Verb("converge", converge, job=ConvergeJob, has_json=True)
+VERB = Verb("converge", converge, job=ConvergeJob, has_json=True, is_alone=True)

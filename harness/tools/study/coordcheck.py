@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,10 +21,10 @@ from harness.compose.resolve import resolve
 from harness.compose.verb import Result, Verb
 from harness.config.fields import label, part
 from harness.config.job import Job
+from harness.metrics.console import progress
 from harness.model.architecture import require_decoder
-from harness.train.process import launched_ranks
 from harness.util.encoding import dumps
-from harness.util.errors import EXIT_OK, ConfigError, UserError
+from harness.util.errors import EXIT_OK, ConfigError
 from harness.util.files import write_atomically
 from harness.util.plots import COLORS, new_figure, save
 from harness.util.tables import Column, Table, to_text
@@ -96,17 +95,16 @@ class CoordCheckJob(Job):
 
 def coordcheck(job: CoordCheckJob, overrides: list[str]) -> Result:
     """Train every width, judge the activations, and write the picture."""
-    if launched_ranks() is not None:
-        raise UserError("harness coordcheck runs in one process; start it without torchrun")
     config = job.coordcheck
     config.validate(job)
     jobs = config.jobs(job.plain)
     from harness.tools.study.activations import measure
 
     activations = []
-    for width, of_width in jobs.items():
-        sys.stderr.write(f"width {width}: {job.steps} steps\n")
-        activations += measure(of_width)
+    with progress(len(jobs)) as show:
+        for width, of_width in jobs.items():
+            show(f"width {width}: {job.steps} steps")
+            activations += measure(of_width)
     found = judge(activations, config.bound)
     out = Path(config.out or Path(job.runs_dir) / job.name / "coordcheck")
     base = job.model.mup.base_dim
@@ -243,4 +241,4 @@ def _draw_kind(axis: Any, activations: Sequence[Activation], name: str, last: in
     axis.spines[["top", "right"]].set_visible(False)
 
 
-VERB = Verb("coordcheck", coordcheck, job=CoordCheckJob, has_json=True)
+VERB = Verb("coordcheck", coordcheck, job=CoordCheckJob, has_json=True, is_alone=True)

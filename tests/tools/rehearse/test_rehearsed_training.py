@@ -148,3 +148,14 @@ def test_conversations(tmp_path: Path) -> None:
             tmp_path / attention, *chat, *kernel, "model.vocab_size=2048", "tokenizer=python_2k", gpus="0,1"
         )
         assert done.returncode == 0, done.stderr
+
+
+def test_the_doctor_looks_at_gpus() -> None:
+    """Its numbers mean nothing here; each check runs to its end."""
+    variables = environment(library()) | {"CUDA_VISIBLE_DEVICES": "0,1"}
+    command = [sys.executable, "-m", "harness", "doctor", "precision=float8_tensorwise", "--json"]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300)
+    found = {row["what"]: row for row in json.loads(done.stdout)["checks"]}
+    assert "fail" not in {row["verdict"] for row in found.values()}, done.stdout
+    assert "2 x NVIDIA H100 80GB HBM3" in found["GPUs"]["found"] and "planned 338" in found["links"]["found"]
+    assert found["attention"]["found"].startswith("bfloat16 takes CUDNN_ATTENTION")

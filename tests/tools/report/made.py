@@ -10,7 +10,7 @@ from typing import Any
 
 from harness.compose.composer import Composed, compose_points
 from harness.config.job import Job
-from harness.launch.sweep.registry import Point, Skipped, SweepFolder
+from harness.launch.sweep.folder import Point, Skipped, SweepFolder
 from harness.model.accounting import account
 from harness.run.result import write_result
 from harness.util.tables import GIB
@@ -87,12 +87,12 @@ def make_sweep(
             error = {"kind": "out_of_memory", "message": "Tried to allocate 2 GiB", "rank": 3}
             row = {**row, "exit_reason": "failed", "window": {}, "error": error}
         leave(each.job, each.overrides, row)
-    registry = SweepFolder(runs / legal[0].job.name)
-    registry.add(
+    folder = SweepFolder(runs / legal[0].job.name)
+    folder.add(
         [Point(each.job.id, each.job.run_dir, each.overrides) for each in legal],
         [Skipped(each.overrides, each.reason) for each in points if each.job is None],
     )
-    return registry.path
+    return folder.path
 
 
 def plan_of(rate: Callable[[Job], float], gib: float = 4.0) -> Callable[[Job], Any]:

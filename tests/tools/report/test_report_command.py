@@ -112,7 +112,7 @@ def test_published_tables_without_a_measurement(
     assert "| Table 5 | schedule: 1F1B to Interleaved1F1B | +28.0% | +28.0% | yes |" in text
     assert "| eager, bf16 | 5,762 | 6,050 | +5.0% | 82.4 | 77.0 | -6.6% | 74.4 | -9.7% |" in text
     assert text.count("not measured") == 18 and THROUGHPUT not in text
-    assert "`python -m harness.train -m experiment=llama3_h100/table1 cluster=slurm_h100`" in text
+    assert "`harness train -m experiment=llama3_h100/table1 cluster=slurm_h100`" in text
     lines = list(csv.DictReader((tmp_path / "table.csv").open()))
     assert [line["published.tokens_per_second_per_rank"] for line in lines[:3]] == [
         "5762.0",

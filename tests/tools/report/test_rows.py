@@ -19,7 +19,7 @@ from made import DEVICE, leave, make_sweep, rate_of, result
 from harness.compose.composer import compose_job
 from harness.launch.rows import KEPT, completed, in_short, job_of, keep, load, of_points, read_kept, shortened
 from harness.launch.state import SlurmJobRecord, read_states
-from harness.launch.sweep.registry import SweepFolder, command_of
+from harness.launch.sweep.folder import SweepFolder, command_of
 from harness.launch.sweep.study import table_of_states
 from harness.metrics.slow_ranks import SlowRank
 from harness.metrics.window import THROUGHPUT, Window
@@ -55,7 +55,7 @@ def test_a_sweep_is_rows_of_all_its_points(tmp_path: Path) -> None:
         flops = rate_of(job) * row["flops_per_token_full"] / 989.4e12
         assert row["measured.mfu"] == pytest.approx(flops)
         typed = shlex.split(row["command"])
-        assert typed[:3] == ["python", "-m", "harness.train"] and compose_job(typed[3:]).id == row["id"]
+        assert typed[:2] == ["harness", "train"] and compose_job(typed[2:]).id == row["id"]
     assert (rows[3]["kind"], rows[3]["reason"]) == ("out_of_memory", "rank 3: Tried to allocate 2 GiB")
     assert not any(key.startswith("measured.") for key in rows[3])
     assert "parallelism.dp_shard=-1" in rows[4]["reason"] and job_of(rows[4]) is None
@@ -207,9 +207,9 @@ def test_names_and_commands() -> None:
     assert (
         shortened("parallelism.tp=2 optimizer.lr=1.5e-3 model=llama3_8b") == "tp=2 lr=1.5e-3 model=llama3_8b"
     )
-    assert command_of(["a=[1,2]", "b=3"]) == "python -m harness.train 'a=[1,2]' b=3"
+    assert command_of(["a=[1,2]", "b=3"]) == "harness train 'a=[1,2]' b=3"
     nested = ["cluster.setup=['echo \"a b\"']", "name='a b'", "cluster.env.A=`x`!"]
-    assert shlex.split(command_of(nested))[3:] == nested
+    assert shlex.split(command_of(nested))[2:] == nested
 
 
 def test_the_job_of_a_row_is_the_job(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from processes import python
 
-from harness.compose.composer import compose_job
 from harness.metrics.jsonl import read_metrics
 from harness.tools.study import bench
 from harness.tools.study.bench import (
@@ -22,7 +21,7 @@ from harness.tools.study.bench import (
     report,
     summary,
 )
-from harness.util.errors import EXIT_INTERRUPTED, EXIT_OK, UserError
+from harness.util.errors import EXIT_INTERRUPTED, EXIT_OK
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = ["model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "cluster.device=cpu", "training.seq_len=16"]
@@ -172,10 +171,3 @@ def test_two_jobs_and_one_that_fails(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "bench" / "llama3_tiny" / base["id"]
     assert (run / "result.json").is_file()
     assert not list(run.glob("checkpoints/*"))
-
-
-def test_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    with pytest.raises(UserError, match=r"^harness bench starts the ranks itself"):
-        bench.bench(compose_job(TINY, config_name="bench", schema=bench.BenchJob), TINY)

@@ -187,10 +187,3 @@ def test_nothing_has_run(tmp_path: Path, sweep: Sweep, capsys: pytest.CaptureFix
     assert converge(tmp_path) == EXIT_OK
     shown = capsys.readouterr()
     assert shown.out == "None" and "no run of the control has ended" in shown.err
-
-
-def test_torchrun_is_refused(tmp_path: Path, sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    with pytest.raises(UserError, match="start it without torchrun"):
-        converge(tmp_path)

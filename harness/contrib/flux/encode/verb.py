@@ -18,8 +18,8 @@ from harness.config.fields import label, part
 from harness.config.job import Job
 from harness.contrib.flux.pictures.config import pictures_of
 from harness.data.shards import write_here
-from harness.train.process import importing_torch, launched_ranks, openmp_environment
-from harness.util.errors import ConfigError, UserError
+from harness.train.process import importing_torch, openmp_environment
+from harness.util.errors import ConfigError
 
 SOURCES = ("pictures", "hub_pictures", "drawn_shapes")
 
@@ -73,8 +73,6 @@ class EncodeJob(Job):
 
 def encode(job: EncodeJob, overrides: list[str]) -> int | Result:
     """Write a folder of latents, continue an unfinished one, or submit SLURM jobs that do."""
-    if launched_ranks() is not None:
-        raise UserError("harness encode starts its processes itself; start it without torchrun")
     job.encode.validate(job.data)
     os.environ.update(openmp_environment(job))
     with importing_torch():
@@ -86,7 +84,7 @@ def encode(job: EncodeJob, overrides: list[str]) -> int | Result:
         counts = {split: manifest.count(split) for split in ("train", "validation")}
         data = {"target": str(writer.target), **counts, "files": len(manifest.files), "seconds": seconds}
         shown = "; ".join(f"{split} {count:,} pictures" for split, count in counts.items() if count)
-        command = f"next: python -m harness.train ... data=latents 'data.paths=[{writer.target}]'"
+        command = f"next: harness train ... data=latents 'data.paths=[{writer.target}]'"
         return Result(data, f"{title}\n{shown}; files: {len(manifest.files)}\n{command}\n")
 
     if writer.is_complete:
@@ -106,4 +104,4 @@ def encode(job: EncodeJob, overrides: list[str]) -> int | Result:
     return result(read_manifest(writer.target), f"{writer.target}: {rate}", seconds)
 
 
-VERB = Verb("encode", encode, job=EncodeJob, has_json=True)
+VERB = Verb("encode", encode, job=EncodeJob, has_json=True, is_alone=True)

@@ -73,11 +73,11 @@ class SweepFolder:
 
     @classmethod
     def open(cls, path: Path) -> SweepFolder:
-        """Return the registry of an existing sweep."""
-        registry = cls(path)
-        if not registry.exists:
-            raise UserError(f"{path}: no sweep was started in this folder{registry.neighbours()}")
-        return registry
+        """Return the folder of an existing sweep."""
+        sweep = cls(path)
+        if not sweep.exists:
+            raise UserError(f"{path}: no sweep was started in this folder{sweep.neighbours()}")
+        return sweep
 
     @property
     def exists(self) -> bool:
@@ -188,12 +188,12 @@ def folder_of(jobs: Sequence[Job]) -> Path:
 
 def points_in(folder: Path) -> list[Point]:
     """Return the points of a sweep folder, the run of a run folder, or all runs of one name."""
-    registry = SweepFolder(folder)
-    if registry.exists:
-        return registry.points()
+    sweep = SweepFolder(folder)
+    if sweep.exists:
+        return sweep.points()
     found = run_folders(folder, levels=1)
     if not found:
-        raise UserError(f"{folder}: neither a sweep folder nor a run folder{registry.neighbours()}")
+        raise UserError(f"{folder}: neither a sweep folder nor a run folder{sweep.neighbours()}")
     return [Point(path.name, path, typed_overrides(path)) for path in found]
 
 
@@ -205,7 +205,7 @@ def typed_overrides(run_dir: Path) -> list[str]:
 
 def command_of(overrides: Iterable[str]) -> str:
     """Return the command that repeats a run."""
-    return shlex.join(["python", "-m", "harness.train", *overrides])
+    return shlex.join(["harness", "train", *overrides])
 
 
 def labels(overrides: Sequence[Sequence[str]], others: Sequence[Sequence[str]] = ()) -> list[str]:

@@ -1,0 +1,316 @@
+"""``harness doctor``: look at a machine, and say what works, what does not, and what to do.
+
+    harness doctor                                 this machine
+    harness doctor cluster=slurm_h100              a node of the cluster, or of this allocation
+    harness doctor precision=float8_tensorwise     what a job in float8 needs, too
+    harness doctor --hub                           whether the hub answers, too
+
+Exit code 0: nothing fails that training needs; 2: something does.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import platform
+import resource
+import shlex
+import shutil
+import subprocess
+import sys
+import urllib.request
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from harness.compose.arguments import Argument
+from harness.compose.verb import Result, Verb
+from harness.config.job import Job
+from harness.launch.faults import gpu_faults
+from harness.launch.queue import require_slurm
+from harness.launch.slurm import shape_of
+from harness.train.process import importing_torch, launched_ranks
+from harness.util.errors import EXIT_OK, EXIT_USER, LONGEST_VALUE, ConfigError, MachineError, UserError
+from harness.util.hardware import Accelerator, node_name
+from harness.util.tables import Table, to_text
+
+OK, WARN, FAIL = "ok", "warn", "fail"
+HEADINGS = ("what", "found", "verdict", "what to do")
+GIB, SECONDS = 2**30, 20
+REDUCED_BYTES, REDUCED_TIMES = GIB, 20
+LEAST_SHARE = 0.8
+"""Of a planned bandwidth, or of a data sheet's power."""
+LEAST_FILES, LEAST_SHARED, LEAST_FREE = 4096, GIB, 20 * GIB
+PCI, INFINIBAND = Path("/sys/bus/pci/devices"), Path("/sys/class/infiniband")
+
+
+class Finding(NamedTuple):
+    """Result of a check."""
+
+    found: str
+    verdict: str = OK
+    advice: str = ""
+
+
+class Machine(NamedTuple):
+    """Input of a check: the job, the GPUs that torch can use, and the first one if it is known."""
+
+    job: Job
+    hub: bool
+    gpus: int = 0
+    known: Accelerator | None = None
+
+
+def judged(found: str, is_right: object, advice: str, verdict: str = WARN) -> Finding:
+    """Return what was found, with the advice if it is not right."""
+    return Finding(found) if is_right else Finding(found, verdict, advice)
+
+
+def doctor(job: Job, _overrides: list[str], *, hub: bool) -> Result:
+    """Look at this machine, or at a node of the job's cluster."""
+    if launched_ranks() is not None:
+        raise UserError("harness doctor starts ranks itself; start it without torchrun")
+    if job.cluster.is_here:
+        findings = look(job, hub=hub)
+    elif job.cluster.dry_run:
+        return Result({"command": _srun(job, hub=hub)}, f"{shlex.join(_srun(job, hub=hub))}\n")
+    else:
+        findings = _look_at_a_node(job, hub=hub)
+    return Result(
+        {"checks": [{"what": what, **finding._asdict()} for what, finding in findings.items()]},
+        to_text(Table.of_cells(HEADINGS, [(what, *finding) for what, finding in findings.items()])),
+        EXIT_USER if any(finding.verdict == FAIL for finding in findings.values()) else EXIT_OK,
+    )
+
+
+def look(job: Job, *, hub: bool) -> dict[str, Finding]:
+    """Return what each check finds here."""
+    with importing_torch():
+        from torch import cuda
+    machine, findings = Machine(job, hub), {}
+    if job.cluster.device != "cpu" and cuda.is_available():
+        cluster = job.cluster.with_device(cuda.get_device_name())
+        known = None if cluster is None else cluster.gpu
+        machine = Machine(job, hub, cuda.device_count(), known)
+    for check in CHECKS:
+        what = (check.__doc__ or "").partition(":")[0]
+        try:
+            findings[what] = check(machine)
+        except ConfigError as error:
+            findings[what] = Finding(error.rule, FAIL, error.works)
+        except Exception as error:
+            findings[what] = Finding(_last_line(error), FAIL)
+    return findings
+
+
+def _look_at_a_node(job: Job, *, hub: bool) -> dict[str, Finding]:
+    require_slurm()
+    here = replace(job, cluster=replace(job.cluster, kind="local", nodes=1)).to_json()
+    done = subprocess.run(_srun(job, hub=hub), input=here, stdout=subprocess.PIPE, text=True)
+    answers = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode != 0 or not answers:
+        raise MachineError(f"srun ended with exit code {done.returncode}: {done.stdout.strip()[-200:]}")
+    return {what: Finding(*finding) for what, finding in json.loads(answers[-1]).items()}
+
+
+def _srun(job: Job, *, hub: bool) -> list[str]:
+    """Return the command of ``main`` on one whole node: of this allocation, or of one that srun makes."""
+    config, ranks = replace(job.cluster, nodes=1), job.cluster.ranks_per_node or 1
+    whole = replace(job.parallelism, dp_replicate=1, dp_shard=ranks, tp=1, pp=1, cp=1, ep=1)
+    shape = shape_of(replace(job, parallelism=whole, cluster=config))
+    options = dict(shape.options) | {"mpi": "none", "ntasks": 1, "ntasks-per-node": 1}
+    options["cpus-per-task"] = (config.cpus_per_rank or 1) * ranks
+    command = ["srun"]
+    for name, value in options.items():
+        if name not in ("signal", "requeue", "no-requeue"):
+            command.append(f"--{name}" if value is True else f"--{name}={value}")
+    start = [config.python or sys.executable, "-m", "harness.tools.doctor", *(["hub"] if hub else [])]
+    lines = "\n".join(["set -e", *shape.exports, *shape.setup, shlex.join(start)])
+    return [*command, *config.srun_args, *shlex.split(config.container or ""), "bash", "-c", lines]
+
+
+def main() -> None:
+    """Look at this node, for the job on standard input."""
+    findings = look(Job.from_json(sys.stdin.read()), hub="hub" in sys.argv[1:])
+    sys.stdout.write(f"{json.dumps(findings)}\n")
+
+
+def _host(machine: Machine) -> Finding:
+    """machine: its processor cores, memory and limits."""
+    cores, memory = len(os.sched_getaffinity(0)), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    shared, (files, _) = shutil.disk_usage("/dev/shm").total, resource.getrlimit(resource.RLIMIT_NOFILE)
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    wrong = {
+        "two cores or more for each GPU": cores < 2 * machine.gpus,
+        "--ipc=host or --shm-size=16g of the container": machine.gpus > 1 and shared < LEAST_SHARED,
+        f"ulimit -n {LEAST_FILES}": files < LEAST_FILES,
+        "ulimit -l unlimited": locked != resource.RLIM_INFINITY and any(INFINIBAND.glob("*")),
+    }
+    text = f"{node_name()}: {cores} cores, {memory / GIB:,.0f} GiB, /dev/shm {shared / GIB:.1f} GiB, "
+    text += f"{files} open files, Python {platform.python_version()}"
+    return judged(text, not any(wrong.values()), ", ".join(name for name, is_so in wrong.items() if is_so))
+
+
+def _driver(machine: Machine) -> Finding:
+    """driver: whether torch can use the GPUs that are there."""
+    import torch
+
+    from harness.train.setup import driver_version, pick_device
+
+    text, wanted = f"torch {torch.__version__}, CUDA {torch.version.cuda}", machine.job.cluster.device
+    if pick_device(machine.job).type == "cuda":
+        return Finding(f"{text}, driver {driver_version() or 'unknown'}")
+    there = [each for each in PCI.glob("*/vendor") if each.read_text().strip() == "0x10de"]
+    gpus = sum(each.with_name("class").read_text().startswith("0x03") for each in there)
+    if gpus and wanted != "cpu" and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        works = "driver 580 or newer (in a container: --gpus all), or cluster.device=cpu"
+        return Finding(f"{text}; {gpus} GPUs without a driver", FAIL, works)
+    return judged(f"{text}; no GPU", wanted == "cpu", "nothing, to train on the CPU")
+
+
+def _gpus(machine: Machine) -> Finding:
+    """GPUs: names, formats, free memory, errors, power, and whether they have the job's format."""
+    from torch import cuda, device
+
+    from harness.precision.linears import CAPABILITY, require_device
+
+    job, gpus = machine.job, range(machine.gpus)
+    require_device(job.precision, device("cuda" if gpus else "cpu"), experts=job.model.moe.enabled)
+    if not gpus:
+        return Finding("none; float8 only by precision.emulate=true")
+    names, version = {cuda.get_device_name(gpu) for gpu in gpus}, cuda.get_device_capability()
+    able = [name for name, least in CAPABILITY.items() if version >= least]
+    free = min(cuda.mem_get_info(gpu)[0] for gpu in gpus) / GIB
+    text = f"{len(gpus)} x {' and '.join(sorted(names))}, {free:.1f} GiB free, compute capability "
+    text += ".".join(map(str, version)) + "".join(f", {name}" for name in able)
+    if faults := gpu_faults(len(gpus)):
+        return Finding(f"{text}; {'; '.join(faults)}", WARN, "end what uses the GPUs; nvidia-smi -q")
+    rated = None if machine.known is None else machine.known.power_w
+    if rated is None:
+        return Finding(text, WARN, "for MFU: cluster.accelerator=NAME with cluster.hardware")
+    limits = _output("nvidia-smi", "--query-gpu=power.limit", "--format=csv,noheader,nounits").split()
+    limit = min((float(each) for each in limits if each[0].isdigit()), default=rated)
+    is_full = limit >= LEAST_SHARE * rated
+    return judged(f"{text}, {limit:.0f} of {rated:.0f} W", is_full, "MFU is of the peak at full power")
+
+
+def _links(machine: Machine) -> Finding:
+    """links: the bus bandwidth of NCCL, as github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md, defines it."""
+    from torch.cuda import can_device_access_peer
+
+    from harness.launch.pool import RankPool
+    from harness.tools.plan.constants import Constants
+
+    gpus = machine.gpus
+    if gpus < 2:
+        return Finding("none")
+    apart = sum(not can_device_access_peer(a, b) for a in range(gpus) for b in range(gpus) if a != b)
+    with RankPool(gpus, timeout_seconds=120, on_gpus=True) as pool:
+        seconds = max(pool.run(gpus, all_reduce_seconds))
+    rate = REDUCED_BYTES / seconds * 2 * (gpus - 1) / gpus
+    planned = machine.known.link_bandwidth * Constants().link if machine.known else 0.0
+    text = f"all-reduce {rate / 1e9:,.0f} GB/s of bus, planned {planned / 1e9:,.0f}; {apart} pairs no peers"
+    works = "NV between all pairs in nvidia-smi topo -m; over PCIe, layouts without tp and ep"
+    return judged(text, not apart and rate >= LEAST_SHARE * planned, works)
+
+
+def all_reduce_seconds() -> float:
+    """Seconds of an all-reduce, on a rank of a pool."""
+    import torch
+    import torch.distributed as dist
+
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    values = torch.zeros(REDUCED_BYTES // 2, dtype=torch.bfloat16, device="cuda")
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    dist.all_reduce(values)  # makes the communicator
+    began.record()
+    for _ in range(REDUCED_TIMES):
+        dist.all_reduce(values)
+    ended.record()
+    torch.cuda.synchronize()
+    return max(began.elapsed_time(ended), 1e-3) / 1000 / REDUCED_TIMES
+
+
+def _attention(machine: Machine) -> Finding:
+    """attention: the kernels of torch, and the one that it takes."""
+    import torch
+    from torch.nn.attention import SDPBackend
+
+    if not machine.gpus:
+        return Finding("torch's for CPUs")
+    q, cuda = torch.zeros(1, 8, 256, 128, dtype=torch.bfloat16, device="cuda"), torch.backends.cuda
+    chosen = SDPBackend(torch._fused_sdp_choice(q, q, q, is_causal=True)).name
+    params = cuda.SDPAParams(q, q, q, None, 0.0, True, False)
+    able = [each for each in ("cudnn", "flash") if getattr(cuda, f"can_use_{each}_attention")(params)]
+    able += ["FlashAttention-3"] if importlib.util.find_spec("flash_attn_interface") else []
+    is_planned = "CUDNN" in chosen or torch.cuda.get_device_capability()[0] not in (9, 10)
+    text = f"bfloat16 takes {chosen} of {', '.join(able)}"
+    return judged(text, is_planned, "torch's own cuDNN, whose attention the plan counts on")
+
+
+def _compiler(machine: Machine) -> Finding:
+    """compiler: a compiled function, by Triton for a GPU and by the C++ compiler for a CPU."""
+    import torch
+
+    tool = shutil.which(os.environ.get("CC", "gcc") if machine.gpus else os.environ.get("CXX", "g++"))
+    try:
+        torch.compile(lambda x: x.sin() + 1)(torch.ones(256, device="cuda" if machine.gpus else "cpu"))
+    except Exception as error:
+        works = "the system's packages of g++ and of Python's headers, or compile=off"
+        return Finding(_last_line(error), FAIL if machine.job.compile.blocks else WARN, works)
+    return Finding(f"torch compiles by {'Triton and ' if machine.gpus else ''}{tool}")
+
+
+def _slurm(machine: Machine) -> Finding:
+    """SLURM: its partitions, nodes and their GPUs."""
+    partitions = _output("sinfo", "-h", "-o", "%P %D x %G").splitlines()
+    wrong = shutil.which("sinfo") is not None and not partitions
+    text = "; ".join(partitions) or ("no answer of sinfo" if wrong else "none")
+    return judged(text, not wrong, "nothing, to train on this machine")
+
+
+def _hub(machine: Machine) -> Finding:
+    """hub: whether it answers, if that is asked."""
+    from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
+
+    if HF_HUB_OFFLINE or not machine.hub:
+        return Finding("HF_HUB_OFFLINE forbids it" if HF_HUB_OFFLINE else "not asked: harness doctor --hub")
+    try:
+        urllib.request.urlopen(ENDPOINT, timeout=SECONDS).close()
+    except OSError as error:
+        return Finding(f"{ENDPOINT}: {error}", WARN, "HF_ENDPOINT, HTTPS_PROXY, or copies of the files")
+    return Finding(f"{ENDPOINT} answers")
+
+
+def _space(machine: Machine) -> Finding:
+    """free space: of run folders and data."""
+    text, least = [], LEAST_FREE
+    for name, folder in (("runs_dir", machine.job.runs_dir), ("data.cache_dir", machine.job.data.cache_dir)):
+        path = Path(folder).expanduser().absolute()
+        there = next(each for each in (path, *path.parents) if each.exists())
+        if not os.access(there, os.W_OK):
+            return Finding(f"{there} cannot be written", FAIL, f"another {name}")
+        text.append(f"{name} {shutil.disk_usage(there).free / GIB:,.0f} GiB")
+        least = min(least, shutil.disk_usage(there).free)
+    return judged(", ".join(text), least == LEAST_FREE, "checkpoints of large models need a larger disk")
+
+
+def _last_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1][:LONGEST_VALUE]}"
+
+
+def _output(*command: str) -> str:
+    """What a command prints; nothing if it is not there or gives no answer."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+CHECKS = (_host, _driver, _gpus, _links, _attention, _compiler, _slurm, _hub, _space)
+HUB = Argument("--hub", help="also ask whether the hub answers")
+VERB = Verb("doctor", doctor, job=Job, arguments=(HUB,), has_json=True)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""``harness doctor``: a machine without a GPU, a driver that is too old, and a node by srun."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from harness.compose.verb import guarded
+from harness.tools import doctor
+from harness.train import setup
+from harness.util.errors import EXIT_OK, EXIT_USER
+
+Capture = pytest.CaptureFixture[str]
+
+
+def rows(capsys: Capture, *arguments: str) -> tuple[int, dict[str, tuple[str, str, str]]]:
+    """The exit code, and by check: what was found, the verdict and the advice."""
+    code = guarded(lambda: doctor.VERB.run_line([*arguments, "--json"]))
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    return code, {row["what"]: (row["found"], row["verdict"], row["advice"]) for row in checks}
+
+
+@pytest.fixture(autouse=True)
+def _quick(alone: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("torch.compile", lambda function: function)
+    monkeypatch.setattr(doctor, "PCI", tmp_path / "pci")
+
+
+def test_a_machine_without_a_gpu_trains_on_the_cpu(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, found = rows(capsys)
+    assert code == EXIT_OK and len(found) == len(doctor.CHECKS)
+    assert found["driver"][1:] == ("warn", "nothing, to train on the CPU")
+    assert rows(capsys, "cluster.device=cpu")[1]["driver"][1] == "ok"
+    # A compiler that does not work fails only for a job that compiles.
+    monkeypatch.setattr("torch.compile", _fails)
+    for job, verdict, expected in ((), "warn", EXIT_OK), (("compile=on",), "fail", EXIT_USER):
+        code, found = rows(capsys, *job)
+        assert (code, found["compiler"][:2]) == (expected, ("RuntimeError: no g++", verdict))
+
+
+def _fails(_: object) -> None:
+    raise RuntimeError("no g++")
+
+
+def test_gpus_that_torch_cannot_use_fail(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue\n")
+    monkeypatch.setattr(setup, "DRIVER", tmp_path / "version")
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    code, found = rows(capsys)
+    assert code == EXIT_USER and "with driver 550.54.15" in found["driver"][0]
+    assert found["driver"][1:] == ("fail", "a build of torch for CUDA 12.6, or cpu")
+    # A card without any driver.
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    (tmp_path / "pci" / "0").mkdir(parents=True)
+    for name, text in (("vendor", "0x10de\n"), ("class", "0x030200\n")):
+        (tmp_path / "pci" / "0" / name).write_text(text)
+    code, found = rows(capsys)
+    assert code == EXIT_USER and "1 GPUs without a driver" in found["driver"][0]
+
+
+def test_a_node_of_a_cluster(capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A srun that runs the command here."""
+    for name in ("srun", "sbatch"):
+        (tmp_path / name).write_text(
+            f'#!/bin/sh\necho "$*" > {tmp_path}/typed; exec bash -c "$(cat {tmp_path}/lines)"\n'
+        )
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    node = [
+        "cluster=slurm_h100",
+        "cluster.device=auto",
+        "cluster.setup=[echo loaded]",
+        "cluster.partition=gpu",
+    ]
+    assert guarded(lambda: doctor.VERB.run_line([*node, "cluster.dry_run=true"])) == EXIT_OK
+    command = shlex.split(capsys.readouterr().out)
+    (tmp_path / "lines").write_text(command[-1])
+    assert {"--nodes=1", "--ntasks=1", "--cpus-per-task=96", "--partition=gpu"} <= {*command}
+    assert "echo loaded" in command[-1].splitlines()
+    code, found = rows(capsys, *node)
+    assert code == EXIT_OK and found["driver"][1] == "warn"
+    assert (tmp_path / "typed").read_text().startswith("--cpus-per-task=96 ")
