@@ -10,7 +10,6 @@ only the gradients of its positions.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -82,10 +81,7 @@ def apply_fsdp(part: ModelPart, mesh: Mesh, job: Job, device: torch.device) -> N
 
 
 def _cast_by_copy(module: FSDPModule, dtype: torch.dtype, device: torch.device) -> None:
-    """Make a group on one rank cast its parameters into their gathered tensors, which torch would copy to.
-
-    Made here, these have another dtype than the shards.
-    """
+    """Give a group on one rank gathered tensors of a dtype: torch copies its shards to them, which casts."""
     group = module._get_fsdp_state()._fsdp_param_group
     for each in group.fsdp_params if group is not None else ():
         each.init_all_gather_outputs([each.sharded_size.numel()], [dtype], 1, device)
@@ -95,20 +91,17 @@ def _cast_by_copy(module: FSDPModule, dtype: torch.dtype, device: torch.device) 
 class InPlace(ReduceScatter):
     """The reduction of a rank that is alone: torch's input and output are one tensor, so nothing is copied.
 
-    torch asks for the input on the stream of backward, which writes to it, then for the output on its own
-    stream, where it adds gradients and calls hooks. It frees the input at the next group's reduction.
+    torch asks for the input on the stream of backward, which writes it, then for the output on its own
+    stream, where it adds gradients and calls hooks. It frees the input when the next group is reduced.
     """
 
-    def __init__(self) -> None:
-        self.buffer: Tensor | None = None
-        self.stream: Any = None
+    buffer: Tensor | None = None
+    stream: Any = None
 
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        stream = torch.get_device_module(device).current_stream()
-        if self.buffer is not None:
-            buffer, self.buffer, self.stream = self.buffer, None, stream
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        stream, buffer = torch.get_device_module(device).current_stream(), self.buffer
+        if buffer is not None:
+            self.buffer, self.stream = None, stream
             return buffer
         if self.stream is not None:
             stream.wait_stream(self.stream)  # which may still read what was freed
@@ -116,7 +109,7 @@ class InPlace(ReduceScatter):
         return self.buffer
 
     def __call__(self, *_: Any, **__: Any) -> None:
-        raise AssertionError("torch reduces nothing over one rank")
+        raise AssertionError("torch calls no collective over one rank")
 
 
 def reshard(part: nn.Module) -> None:
