@@ -45,18 +45,7 @@ PAGES = [
     *(path for path in sorted((ROOT / "docs").rglob("*.md")) if path.name not in APART),
 ]
 # Programs that are not the harness's; README says which packages bring them.
-OTHERS = (
-    "nvidia-smi",
-    "pgrep",
-    "kill",
-    "eval",
-    "git",
-    "sbatch",
-    "echo",
-    ".venv/bin/pre-commit",
-    "source",
-    "docker",
-)
+OTHERS = ("nvidia-smi", "pgrep", "kill", "eval", "git", "sbatch", "echo", "pre-commit", "source", "docker")
 # Pages of commands for GPUs, by section.
 GPUS = {"One GPU": "0", "Eight GPUs": "0,1,2,3,4,5,6,7"}
 

@@ -87,10 +87,7 @@ def _split_experts(
     experts: Experts, dims: Mapping[str, int | None], mesh: Mesh, layout: ParallelismConfig
 ) -> None:
     axes = ((EXPERT,) if layout.ep > 1 else ()) + ((EXPERT_TENSOR,) if layout.splits_experts else ())
-    if mesh.experts is None:
-        on = mesh.axis("tp")
-    else:
-        on = mesh.experts[axes if len(axes) > 1 else axes[0]]
+    on = mesh.axis("tp") if mesh.experts is None else mesh.experts[axes if len(axes) > 1 else axes[0]]
     for name, parameter in list(experts.named_parameters()):
         split: list[Placement] = [Shard(EXPERTS_DIM)] if layout.ep > 1 else []
         if layout.splits_experts:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -78,6 +79,12 @@ def apply_fsdp(part: ModelPart, mesh: Mesh, job: Job, device: torch.device) -> N
                 module.set_gradient_divide_factor(1.0)
             if job.fsdp_ranks == 1:
                 module.set_custom_reduce_scatter(in_place)
+    if layout.ep > 1:
+        # Experts make the host wait, so what comes after them is gathered before. Backward has no waits.
+        order = (*part.entries, *part.blocks.values(), part.output)
+        for earlier, later in pairwise(each for each in order if isinstance(each, FSDPModule)):
+            inside = [each for each in later.modules() if isinstance(each, FSDPModule)]  # type: ignore[attr-defined]
+            earlier.set_modules_to_forward_prefetch(inside)
 
 
 def _cast_by_copy(module: FSDPModule, dtype: torch.dtype, device: torch.device) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -14,6 +14,7 @@ from waits import ON_HOST, waits
 from harness.compose.composer import compose_job
 from harness.config.job import Job
 from harness.config.pipeline import split_modules
+from harness.data.loader import Batch
 from harness.launch.pool import RankPool
 from harness.model.decoder import Decoder
 from harness.model.kernels import SdpaKernel
@@ -32,62 +33,38 @@ def test_balancing_biases_are_bitwise_equal_after_twenty_steps(pool: RankPool) -
     assert all(bias.any() for bias in biases.values()), biases
 
 
-def without_summed_counts(job_json: str, steps: int) -> Trace:
-    """Sabotage: every rank updates the biases by its own counts."""
-    from harness.parallelism import balance
-
-    without_sum = SimpleNamespace(all_reduce=lambda tensor: None)
-    with mock.patch.object(balance, "dist", without_sum):
-        return trace(job_json, steps)
-
-
-def with_all_biases_of_outputs(job_json: str, steps: int) -> Trace:
-    """Sabotage: every rank adds the bias of a row-parallel product, which is then summed (trap 17)."""
-    from harness.model.moe import Experts
-
-    original = Experts.forward
-
-    def forward(self, x_RC, load_E):  # type: ignore[no-untyped-def]
-        self.output_shares = 1
-        return original(self, x_RC, load_E)
-
-    with mock.patch.object(Experts, "forward", forward):
-        return trace(job_json, steps)
+SABOTAGES = {
+    # Every rank updates the biases by its own counts.
+    "harness.parallelism.balance.dist": SimpleNamespace(all_reduce=lambda tensor: None),
+    # Every rank adds the bias of a row-parallel product, which is then summed (trap 17).
+    "harness.model.moe.Experts.output_shares": property(lambda experts: 1, lambda experts, shares: None),
+    # The auxiliary loss uses the counts of this rank's part of a sequence only.
+    "harness.parallelism.expert._summed": lambda groups, counts: counts,
+    # Received rows stay ordered by rank instead of by expert.
+    "harness.parallelism.expert.transposed": lambda x, lengths: x,
+}
 
 
-def with_aux_loss_of_own_tokens(job_json: str, steps: int) -> Trace:
-    """Sabotage: the auxiliary loss uses the counts of this rank's part of a sequence only."""
-    from harness.parallelism import expert
-
-    with mock.patch.object(expert, "_summed", lambda groups, counts: counts):
-        return trace(job_json, steps)
-
-
-def with_rows_in_order_of_ranks(job_json: str, steps: int) -> Trace:
-    """Sabotage: received rows stay ordered by rank instead of by expert."""
-    from harness.parallelism import expert
-
-    with mock.patch.object(expert, "transposed", lambda x, lengths: x):
+def sabotaged(what: str, job_json: str, steps: int) -> Trace:
+    with mock.patch(what, SABOTAGES[what], create=True):
         return trace(job_json, steps)
 
 
 @pytest.mark.parametrize(
-    ("model", "name", "sabotage"),
-    [
-        ("deepseek_v3_debug", "ep", without_summed_counts),
-        ("gpt_oss_debug", "tp_experts", with_all_biases_of_outputs),
-        ("deepseek_v3_debug", "tp_ep", with_aux_loss_of_own_tokens),
-        ("deepseek_v3_debug", "ep", with_rows_in_order_of_ranks),
-    ],
+    ("model", "name", "what"),
+    zip(
+        ("deepseek_v3_debug", "gpt_oss_debug", "deepseek_v3_debug", "deepseek_v3_debug"),
+        ("ep", "tp_experts", "tp_ep", "ep"),
+        SABOTAGES,
+        strict=True,
+    ),
 )
-def test_sabotage_is_detected(
-    pool: RankPool, model: str, name: str, sabotage: Callable[[str, int], Trace]
-) -> None:
+def test_sabotage_is_detected(pool: RankPool, model: str, name: str, what: str) -> None:
     # A weight at which the auxiliary loss is not negligible.
     overrides = [] if model == "gpt_oss_debug" else ["model.moe.aux_loss_coeff=1"]
     job = layout(name, f"model={model}", *overrides)
     require_parity(pool, name, job)
-    assert not verdict_of(pool, name, job, run=sabotage).passed
+    assert not verdict_of(pool, name, job, run=partial(sabotaged, what)).passed
 
 
 def stepped(job_json: str) -> tuple[list[list[int]], int]:
@@ -121,6 +98,35 @@ def test_every_token_is_counted_once_and_lengths_read_once_per_layer(pool: RankP
     if job.parallelism.ep > 1:
         reads = len(job.model.expert_layers) * job.accumulation_steps
         assert [number for _, number in found] == [reads] * job.world_size
+
+
+def gathers_and_waits(job_json: str) -> list[str]:
+    """FSDP's all-gathers of a step, by a parameter of each, and the waits of experts for their lengths."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp
+
+    from harness.parallelism.expert import ExpertExchange
+    from harness.train.engine import Engine
+
+    job, calls = Job.from_json(job_json), mock.Mock()
+    calls.gather.side_effect, calls.wait.side_effect = fsdp.foreach_all_gather, ExpertExchange._lengths
+    engine = Engine(job, torch.device("cpu"))
+    tokens = torch.zeros(len(engine.rows), job.training.seq_len, dtype=torch.int64)
+    with (
+        mock.patch.object(fsdp, "foreach_all_gather", calls.gather),
+        mock.patch.object(ExpertExchange, "_lengths", lambda *args: calls.wait(*args)),
+    ):
+        engine.gradients(Batch(tokens, tokens))
+    return [args[0][0]._param_fqn if name == "gather" else name for name, args, _ in calls.mock_calls]
+
+
+def test_the_next_block_is_gathered_before_experts_wait(pool: RankPool) -> None:
+    job = layout("fsdp_ep_recompute_full", DEEPSEEK)
+    events = pool.run(job.world_size, gathers_and_waits, job.to_json())[0]
+    waits = [place for place, event in enumerate(events) if event == "wait"]
+    for place, layer in zip(waits, job.model.expert_layers, strict=False):  # then those of recomputation
+        last = layer + 1 == job.model.n_layers
+        wanted = ["norm."] if last else [f"layers.{layer + 1}.att", f"layers.{layer + 1}.moe.experts."]
+        assert all(any(name.startswith(each) for name in events[:place]) for each in wanted), events
 
 
 @pytest.mark.parametrize("mode", ["none", "full", "selective_op"])

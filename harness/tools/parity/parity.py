@@ -286,6 +286,7 @@ def parity(job: ParityJob, overrides: list[str]) -> Result:
     with RankPool(config.world_size) as pool, progress(total) as show:
         judge, out = LayoutComparer(pool, config), sys.stdout  # which prints above the bar
         out.write(HEADER)
+        out.flush()
         for row in rows:
             ranks = row.job.world_size
             if ranks > config.world_size:
@@ -367,13 +368,16 @@ def compose_layouts(
             raise ConfigError("parity.layouts", name, "no such layout", sorted(matrix))
     jobs: dict[str, tuple[int, Job]] = {}
     composer = Composer("parity", ParityJob)
-    for name in config.layouts or matrix:
-        job = composer.job([*overrides, *matrix[name].split()]).plain
-        first = next(iter(jobs.values()), (0, job))[1]
-        differing = differing_numerics(first, job)
-        if differing:
-            raise ConfigError("parity.matrix", name, f"changes the numerics: {', '.join(differing)}")
-        jobs[name] = (job.world_size, job)
+    names = config.layouts or matrix
+    with progress(len(names), seconds=5.0) as show:
+        for name in names:
+            show(f"composing {name}")
+            job = composer.job([*overrides, *matrix[name].split()]).plain
+            first = next(iter(jobs.values()), (0, job))[1]
+            differing = differing_numerics(first, job)
+            if differing:
+                raise ConfigError("parity.matrix", name, f"changes the numerics: {', '.join(differing)}")
+            jobs[name] = (job.world_size, job)
     return jobs
 
 

@@ -16,6 +16,7 @@ from harness.compose.scale import count
 from harness.compose.verb import Result
 from harness.config.fields import NUMERICS, leaves
 from harness.config.job import Job
+from harness.metrics.console import progress
 from harness.tools.plan.config import PlanJob
 from harness.tools.plan.make import calibration_of, make_plan
 from harness.tools.plan.plan import KINDS, PARTS, Plan, Traffic
@@ -80,18 +81,20 @@ def compare(points: list[Composed]) -> Result:
             raise ConfigError(name, value, "works on one job, and -m has several", f"{name} without -m")
     common = set.intersection(*(set(point.overrides) for point in points))
     plans, data, rows = list[Plan](), list[dict[str, Any]](), list[dict[str, Any]]()
-    for point in points:
-        name = " ".join(each for each in point.overrides if each not in common) or "-"
-        if point.job is None:
-            data.append({"overrides": point.overrides, "legal": False, "reason": point.reason})
-            rows.append({"point": name, "fits": f"illegal: {shortened(point.reason, REASON_CHARS)}"})
-            continue
-        plan = make_plan(point.job.plain, calibration_of(point.job))
-        figures = in_short(plan)
-        plans.append(plan)
-        data.append({"overrides": point.overrides, "legal": True, **figures})
-        rows.append({"point": name, "layout": mesh_of(plan.job.parallelism)} | figures)
-        rows[-1]["fits"] = FITS[plan.fits]
+    with progress(len(points), seconds=10.0) as begin:
+        for point in points:
+            name = " ".join(each for each in point.overrides if each not in common) or "-"
+            begin(name)
+            if point.job is None:
+                data.append({"overrides": point.overrides, "legal": False, "reason": point.reason})
+                rows.append({"point": name, "fits": f"illegal: {shortened(point.reason, REASON_CHARS)}"})
+                continue
+            plan = make_plan(point.job.plain, calibration_of(point.job))
+            figures = in_short(plan)
+            plans.append(plan)
+            data.append({"overrides": point.overrides, "legal": True, **figures})
+            rows.append({"point": name, "layout": mesh_of(plan.job.parallelism)} | figures)
+            rows[-1]["fits"] = FITS[plan.fits]
     known = [each for each in data if each["legal"]]
     total: dict[str, Any] = {"points": len(known)}
     total |= {name: sum(each[name] for each in known) for name in ("tokens", "flops")}

@@ -31,11 +31,12 @@ class PlanJob(Job):
     """Rank every legal layout of the job's ranks, with microbatch, activation checkpointing and pipeline
     schedule, by predicted speed; fields typed on the command line stay as they are."""
     top: int = label(10, least=1)
-    """With search: number of layouts to show and to write into the sweep file."""
+    """With search: number of the fastest layouts to show; the simplest is shown too, and the fastest FSDP and
+    HSDP layouts."""
     headroom: float = label(0.0, least=0, below=1)
     """With search: fraction of the usable memory that a layout must leave free."""
     sweep_file: str | None = label(None)
-    """With search: file of the sweep that measures the best; null: sweeps/search/<name>.yaml,
+    """With search: file of the sweep that measures the shown layouts; null: sweeps/search/<name>.yaml,
     or sweep/<name>-search.yaml in the current folder if the former cannot be written."""
     rehearse: bool = label(False)
     """Also rehearse the job on virtual GPUs (``harness rehearse``), and show its memory next to the plan."""

@@ -8,10 +8,10 @@ except where CUDA's allocator does so (``RankStep._as_reserved``).
 
 FSDP2's part follows its source (torch/distributed/fsdp/_fully_shard, torch 2.13). Gathered parameters are
 copied out of the gather buffer, so in forward a group is in memory twice. Backward gathers the next group
-before it computes one. Gradients are copied, in precision.reduce_dtype, into the input of a reduce-scatter,
-which is freed when the next group is reduced. A pipeline keeps gathered parameters, and accumulates unsharded
-gradients in reduce_dtype over all microbatches (torch/distributed/pipelining/stage.py,
-backward_maybe_with_nosync and perform_reduce_grad).
+before it computes one; with expert parallel so does forward. Gradients are copied, in precision.reduce_dtype,
+into the input of a reduce-scatter, which is freed when the next group is reduced. A pipeline keeps gathered
+parameters, and accumulates unsharded gradients in reduce_dtype over all microbatches
+(torch/distributed/pipelining/stage.py, backward_maybe_with_nosync and perform_reduce_grad).
 """
 
 from __future__ import annotations
@@ -243,7 +243,8 @@ class StageMemory:
             own = module.parameters.gathered
             moment = {"activations": held + module.part.forward, "gathered": gathered}
             if not self.pipelined:
-                moment = plus(moment, {"gathered": own, "buffers": module.parameters.buffer})
+                buffers = self.buffers if self.job.parallelism.ep > 1 else module.parameters.buffer
+                moment = plus(moment, {"gathered": own, "buffers": buffers})
             moments.append(moment)
             held += module.part.kept
             gathered += 0.0 if module.freed or self.pipelined else own

@@ -12,7 +12,7 @@ from harness.config.pipeline import num_stages
 from harness.tools.plan.costs import costs_of
 from harness.tools.plan.evidence import bands_as_dict, memory_band, throughput_band
 from harness.tools.plan.plan import KINDS, PARTS, Plan, RankMemory
-from harness.util.hardware import ACCELERATORS, POWER_SHARE
+from harness.util.hardware import POWER_SHARE
 from harness.util.tables import (
     Column,
     Table,
@@ -252,8 +252,8 @@ def _verdict(plan: Plan) -> list[tuple[str, str]]:
     elif speed is None and job.cluster.device == "cpu":
         facts.append(("time", "unknown: the plan has no times of CPUs"))
     elif speed is None:
-        what = f"cluster.accelerator to one of {', '.join(ACCELERATORS)}, or to a new name with the numbers"
-        facts.append(("time", f"unknown hardware; set {what} of cluster.hardware"))
+        works = "cluster=slurm_h100, or cluster.accelerator='H100 SXM'"
+        facts.append(("time", f"unknown hardware; would work: {works}"))
     else:
         rate = speed.tokens_per_second_per_rank
         in_all = rate * job.world_size

@@ -7,6 +7,7 @@ over fewer passes; what depends on few of the searched fields is computed once.
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import insort
 from collections import Counter, defaultdict
@@ -19,6 +20,7 @@ from typing import Any
 from harness.config.job import Job
 from harness.config.parallelism import ParallelismConfig
 from harness.config.pipeline import num_stages, split_modules, stages_of_rank
+from harness.metrics.console import progress
 from harness.model.architecture import block_kinds
 from harness.precision.linears import sort_linears
 from harness.tools.plan.block_cost import Worker
@@ -135,6 +137,8 @@ class Search:
     """Number of points that were fully planned; the bound was enough for the others."""
     seconds: float = 0.0
     """Duration of the search."""
+    _known: dict[Key, list[tuple[int, int, float]]] = field(default_factory=lambda: defaultdict(list))
+    """Points that did not fit, by placement: rows, saved activations, shortfall."""
 
     @property
     def error(self) -> float | None:
@@ -204,32 +208,25 @@ class Search:
             rule = "a search ranks by speed, and the network between these nodes is unknown"
             raise ConfigError("cluster.network_gbps", None, rule, "400, Gbit/s for each device")
         memory, times = MemoryBounds(base, device, self.headroom), TimeBounds(base, machine)
+        meshes = [[*group] for _, group in groupby(points, key=lambda point: point[:6])]
         bounded: list[tuple[float, LayoutPoint]] = []
-        for point in points:
-            if shortfall := memory.persistent_shortfall(point):
-                self._count_too_large(shortfall, point)
-            else:
-                bounded.append((rounded(times.seconds(point)), point))
-        # Points that did not fit, by placement: rows, saved activations, shortfall.
-        known: dict[Key, list[tuple[int, int, float]]] = defaultdict(list)
         slower: list[LayoutPoint] = []
-        for least, point in sorted(bounded, key=lambda pair: pair[0]):
-            if not self._may_matter(least, point):
-                slower.append(point)
-                continue
-            # With all else equal, larger microbatches and less recomputation never take less memory.
-            too_large = known[point.placement]
-            saved = -MODES.index(point.mode) if point.mode in MODES else 0
-            lacks = (short for rows, less, short in too_large if rows <= point.rows and less <= saved)
-            if (shortfall := next(lacks, 0.0)) == 0.0:
-                shortfall, new = self._plan(point, memory)
-                if new is not None:
-                    insort(self.fitting, new, key=lambda each: each.order)
-                    equal = groupby(self.fitting, key=lambda each: each.order[0])
-                    self.best = [next(group) for _, group in islice(equal, self.top)]
-                too_large += [(point.rows, saved, shortfall)] if shortfall else []
-            if shortfall:
-                self._count_too_large(shortfall, point)
+        with progress(2 * len(meshes), seconds=10.0) as begin:
+            for mesh in meshes:
+                begin(f"bounds of {mesh_of(mesh[0].layout(base.parallelism))}")
+                for point in mesh:
+                    if shortfall := memory.persistent_shortfall(point):
+                        self._count_too_large(shortfall, point)
+                    else:
+                        bounded.append((rounded(times.seconds(point)), point))
+            bounded.sort(key=lambda pair: pair[0])
+            for number, (least, point) in enumerate(bounded):
+                if number * len(meshes) % len(bounded) < len(meshes):
+                    begin("plans of the fastest")
+                if not self._may_matter(least, point):
+                    slower.append(point)
+                elif shortfall := self._too_large(point, memory):
+                    self._count_too_large(shortfall, point)
         as_fast = {each.order[0] for each in self.best}
         tied = sum(each.order[0] in as_fast for each in self.fitting)
         self.tied = tied - len(self.best)
@@ -256,20 +253,31 @@ class Search:
         if self.closest is None or shortfall < self.closest[0]:
             self.closest = shortfall, point
 
-    def _plan(self, point: LayoutPoint, memory: MemoryBounds) -> tuple[float, Candidate | None]:
-        """Plan a point that may fit; return the bytes by which it does not, or the candidate."""
-        if shortfall := memory.shortfall(point):
-            return shortfall, None
-        try:
-            job = point.job(self.space.base)
-        except ConfigError as error:
-            self._count_illegal(error)
-            return 0.0, None
-        plan = plan_memory(job, self.calibration)
-        self.planned += 1
-        if plan.memory_limit is not None and plan.peak > (usable := (1 - self.headroom) * plan.memory_limit):
-            return plan.peak - usable, None
-        return 0.0, Candidate(point, with_speed(plan, self.calibration))
+    def _too_large(self, point: LayoutPoint, memory: MemoryBounds) -> float:
+        """Plan a point that may fit; keep it, or return a lower bound on its shortfall."""
+        # With all else equal, larger microbatches and less recomputation never take less memory.
+        too_large = self._known[point.placement]
+        saved = -MODES.index(point.mode) if point.mode in MODES else 0
+        lacks = (short for rows, less, short in too_large if rows <= point.rows and less <= saved)
+        if shortfall := next(lacks, 0.0):
+            return shortfall
+        if (shortfall := memory.shortfall(point)) == 0.0:
+            try:
+                job = point.job(self.space.base)
+            except ConfigError as error:
+                self._count_illegal(error)
+                return 0.0
+            plan = plan_memory(job, self.calibration)
+            self.planned += 1
+            usable = math.inf if plan.memory_limit is None else (1 - self.headroom) * plan.memory_limit
+            if (shortfall := max(0.0, plan.peak - usable)) == 0.0:
+                new = Candidate(point, with_speed(plan, self.calibration))
+                insort(self.fitting, new, key=lambda each: each.order)
+                equal = groupby(self.fitting, key=lambda each: each.order[0])
+                self.best = [next(group) for _, group in islice(equal, self.top)]
+                return 0.0
+        too_large.append((point.rows, saved, shortfall))
+        return shortfall
 
 
 class MemoryBounds(Memo):

@@ -51,9 +51,13 @@ class Curve:
 
     @property
     def last(self) -> float:
-        """Mean of the runs' last validation losses, or else training losses; infinite if one diverged."""
-        keys = tuple(LOSSES)[::-1]
-        mean = fmean(next(row[key] for key in keys for row in run[::-1] if key in row) for run in self.runs)
+        """Mean of the last tenth of the validation or else training losses; infinite if one diverged."""
+        means = []
+        for run in self.runs:
+            of_kinds = ([row[key] for row in run if key in row] for key in tuple(LOSSES)[::-1])
+            values = next(filter(None, of_kinds))
+            means.append(fmean(values[-max(1, len(values) // 10) :]))
+        mean = fmean(means)
         return mean if isfinite(mean) else inf
 
     def points(self, by: str, loss: str, smooth: int) -> tuple[list[float], ...]:
@@ -99,7 +103,7 @@ def read_losses(path: Path) -> list[Row]:
 
 
 def curves_of(rows: Sequence[Row]) -> list[Curve]:
-    """Return the losses of rows whose run folders are here, the lowest last loss first."""
+    """Return the losses of rows whose run folders are here, the lowest loss at the end first."""
     found: dict[str, Curve] = {}
     for row in rows:
         job = job_of(dict(row))
@@ -120,8 +124,8 @@ def curves_of(rows: Sequence[Row]) -> list[Curve]:
 def losses(path: Path, title: str, rows: Sequence[Row], smooth: int = 1) -> bool:
     """Plot the losses of runs by step, tokens and time; return whether there were any.
 
-    Runs of other seeds are a band with their mean. Of many runs, only those with the lowest last losses have
-    colours.
+    Runs of other seeds are a band with their mean. Of many runs, only those with the lowest losses at the end
+    have colours.
 
     Args:
         smooth: rows over which training losses are averaged.
@@ -145,15 +149,17 @@ def losses(path: Path, title: str, rows: Sequence[Row], smooth: int = 1) -> bool
         # The first steep steps, and runs that diverge, leave the picture at the top.
         known = [[row[loss] for row in run if isfinite(row.get(loss, nan))] for c in curves for run in c.runs]
         early = [value for each in known for value in each[len(each) // 50 : len(each) // 10 + 1]]
-        line[0].set_ylim(top=min(line[0].get_ylim()[1], 1.1 * max(early, default=inf)))
+        lowest = min((value for each in known for value in each), default=nan)
+        height = 1.1 * (max(early, default=nan) - lowest)
+        if height > 0:
+            line[0].set_ylim(lowest - 0.05 * height, min(lowest + height, line[0].get_ylim()[1]))
         line[0].set_ylabel(LOSSES[loss] + (f", mean of {over} rows" if over > 1 else ""))
     for axis, (words, _) in zip(panels[-1], sides.values(), strict=True):
         axis.set_xlabel(words)
     handles, names = panels[0][0].get_legend_handles_labels()
-    columns = int(12 / (0.8 + 0.09 * max(map(len, names))))
-    figure.legend(
-        handles, names, loc="outside lower center", ncols=max(1, columns), frameon=False, fontsize=9
-    )
+    if len(curves) > 1:
+        columns = max(1, int(12 / (0.8 + 0.09 * max(map(len, names)))))
+        figure.legend(handles, names, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
     figure.suptitle(title, fontsize=11)
     save(figure, path)
     return True
@@ -166,7 +172,7 @@ def _draw_losses(axis: Axes, curves: Sequence[Curve], by: str, size: float, loss
         place = [each / size for each in places]
         name, color, order = shortened(curve.name, _LONGEST_NAME), _GREY, 1.0
         if number < len(_OF_RUNS):
-            color, order = _OF_RUNS[number], 3 - 0.01 * number
+            color, order = _OF_RUNS[number], 2.0
         else:
             name = f"{len(curves) - number} more" if number == len(_OF_RUNS) else ""
         # Runs of equal numerics coincide: dashes show them all.
@@ -176,6 +182,7 @@ def _draw_losses(axis: Axes, curves: Sequence[Curve], by: str, size: float, loss
         if len(curve.runs) > 1:
             axis.fill_between(place, low, high, color=color, alpha=0.25, linewidth=0)
     axis.grid(color="#e8e8e8")
+    axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)
 
 

@@ -26,7 +26,7 @@ RATE, MEMORY = "tokens_per_second_per_rank", "memory_gib"
 # Shown with THROUGHPUT.
 SPREAD = "Spread: 90th minus 10th percentile of the steps' rates, divided by the rate."
 _OF_LOSSES = """Runs that differ only in their seed are one band, from the lowest to the highest, with their \
-mean. The lowest last loss is named first. Time is that of training, without validation and saving."""
+mean. The lowest loss at the end is named first. Time is that of training, without validation and saving."""
 
 _OF_RUNS = (
     Column("point", "run"),

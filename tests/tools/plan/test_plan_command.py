@@ -146,7 +146,7 @@ def test_unknown_hardware_has_memory_and_no_time() -> None:
         "execution   activation checkpointing none, eager, float32\nparameters  180,800 in all, 180,800 ",
         "FLOPs       0.001773 GFLOP a token (full attention), 0.00138 (causal half)\n",
         "  ranks  parameters  runtime  peak\n  all         0.001     0.25  0.25\n\ntime    unknown hardware",
-        "or to a new name with the numbers of cluster.hardware\nfits    unknown hardware; the fullest",
+        "or cluster.accelerator='H100 SXM'\nfits    unknown hardware; the fullest",
     ):
         assert line in text
     assert text.endswith("GiB\nbudget  100 steps, 204,800 tokens\n")

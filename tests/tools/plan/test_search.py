@@ -306,6 +306,9 @@ def test_from_the_command_line_to_a_sweep(tmp_path: Path) -> None:
 
 
 def test_what_a_search_cannot_distinguish(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The simplest may be slower than what is planned for speed.
+    slow = search(space_of(*EIGHT, "parallelism.tp=2"), 1)
+    assert slow.best[0].point.pp > 1 and slow.simplest.point.pp == 1
     space = space_of(*LONG, "parallelism.pp=1", "parallelism.cp=1")
     best = search(space, 4)
     times = [each.seconds for each in best.best]
