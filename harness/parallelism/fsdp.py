@@ -71,7 +71,7 @@ def apply_fsdp(part: ModelPart, mesh: Mesh, job: Job, device: torch.device) -> N
             offload_policy=offload,
         )
         if casts:
-            _cast_by_copy(wrapped[0], dtype, device)
+            _cast_by_copy(wrapped[0], dtype)
         for module in wrapped:
             # Otherwise a divide factor uses NCCL's pre-multiplied sum, which gloo does not have.
             module.set_force_sum_reduction_for_comms(True)
@@ -87,11 +87,11 @@ def apply_fsdp(part: ModelPart, mesh: Mesh, job: Job, device: torch.device) -> N
             earlier.set_modules_to_forward_prefetch(inside)
 
 
-def _cast_by_copy(module: FSDPModule, dtype: torch.dtype, device: torch.device) -> None:
+def _cast_by_copy(module: FSDPModule, dtype: torch.dtype) -> None:
     """Give a group on one rank gathered tensors of a dtype: torch copies its shards to them, which casts."""
     group = module._get_fsdp_state()._fsdp_param_group
     for each in group.fsdp_params if group is not None else ():
-        each.init_all_gather_outputs([each.sharded_size.numel()], [dtype], 1, device)
+        each.init_all_gather_outputs([each.sharded_size.numel()], [dtype], 1, each.device)
         each.free_unsharded_param()
 
 
