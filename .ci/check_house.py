@@ -33,13 +33,13 @@ BUDGETS = {
     "checkpoint": 2280,
     "weights": 3240,
     "train": 3470,
-    "compose": 2770,
+    "compose": 2771,
     "launch": 4540,
-    "tools": 15290,
+    "tools": 15300,
     "contrib": 4450,
 }
 ROOMS = tuple(BUDGETS)
-DOORS, FILES_AT_MOST, LINES_AT_MOST, TESTS_AT_MOST = 4, 276, 55_870, 34_880
+DOORS, FILES_AT_MOST, LINES_AT_MOST, TESTS_AT_MOST = 4, 276, 55_880, 34_910
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted((ROOT / "harness").rglob("*.py"))

@@ -93,11 +93,16 @@ def _group(item: pytest.Item) -> str:
     return shared[0] if shared else str(item.path.relative_to(Path(__file__).parent))
 
 
-def _turn(item: pytest.Item) -> tuple[int, bool]:
-    """Order groups, slowest first. Within a group, tests marked ``last`` come last."""
-    group = _group(item)
+def _turn(item: pytest.Item) -> tuple[int, bool, int]:
+    """Order groups, slowest first. Within a group, tests marked ``last`` come last.
+
+    Tests of a GPU begin with what finds trouble first: jobs, then kernels, that compute what a CPU computes.
+    Those whose values do not matter (``gpu(values=False)``) run on virtual GPUs too.
+    """
+    group, gpu = _group(item), item.get_closest_marker("gpu")
     turn = SHARED.index(group) if group in SHARED else len(SHARED)
-    return turn, item.get_closest_marker("last") is not None
+    of_gpu = 0 if gpu is None else 3 if "values" in gpu.kwargs else 1 if item.path.stem == "test_gpu" else 2
+    return turn, item.get_closest_marker("last") is not None, of_gpu
 
 
 @pytest.fixture

@@ -67,12 +67,12 @@ def test_gpu_computes_what_a_cpu_computes(
         assert difference < gradient_tolerance, name
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(values=False)
 def test_gpu_is_deterministic_when_asked() -> None:
     assert three_steps("cuda", "debug=deterministic")[0] == three_steps("cuda", "debug=deterministic")[0]
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(values=False)
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -132,7 +132,7 @@ class Tokens(Loader):
         pass
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(values=False)
 def test_memory_snapshots_are_written(tmp_path: Path) -> None:
     """With a trace, and when memory is out."""
     config = ProfilingConfig(enable=True, interval=1, warmup=0, active=1, memory_snapshot=True)

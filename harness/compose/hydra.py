@@ -146,9 +146,7 @@ class Hydra:
             if not isinstance(content, dict):
                 raise UserError(f"{name}.yaml: must be a mapping of fields, like training: {{steps: 3}}")
             if not isinstance(content.get("hydra") or {}, dict):
-                raise UserError(
-                    f"{name}.yaml: hydra must be a mapping, like hydra: {{sweeper: {{params: ...}}}}"
-                )
+                raise UserError(f"{name}.yaml: hydra must be a mapping, like {{sweeper: {{params: ...}}}}")
             content.pop("defaults", None)
             self._contents[name] = content
         return self._contents[name]

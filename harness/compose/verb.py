@@ -29,6 +29,7 @@ from harness.compose.paths import config_folders
 from harness.config.registry import Registry
 from harness.config.texts import masked
 from harness.train.process import launched_ranks
+from harness.util.encoding import dumps
 from harness.util.errors import (
     EXIT_BUG,
     EXIT_INTERRUPTED,
@@ -242,12 +243,7 @@ class Verb:
             result = call()
         if isinstance(result, int):
             return result
-        if as_json:
-            from harness.util.encoding import dumps
-
-            sys.stdout.write(f"{dumps(result.data, indent=2)}\n")
-        else:
-            sys.stdout.write(result.text)
+        sys.stdout.write(f"{dumps(result.data, indent=2)}\n" if as_json else result.text)
         if result.error is not None:
             sys.stdout.flush()
             raise result.error

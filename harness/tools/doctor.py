@@ -41,7 +41,8 @@ GIB, SECONDS = 2**30, 20
 REDUCED_BYTES, REDUCED_TIMES = GIB, 20
 LEAST_SHARE = 0.8
 """Of a planned bandwidth, or of a data sheet's power."""
-LEAST_FILES, LEAST_SHARED, LEAST_FREE = 4096, GIB, 20 * GIB
+LEAST_FILES, LEAST_SHARED = 4096, GIB
+LEAST_FREE_GIB = 20
 PCI, INFINIBAND = Path("/sys/bus/pci/devices"), Path("/sys/class/infiniband")
 
 
@@ -62,21 +63,18 @@ class Machine(NamedTuple):
     known: Accelerator | None = None
 
 
-def judged(found: str, is_right: object, advice: str, verdict: str = WARN) -> Finding:
-    """Return what was found, with the advice if it is not right."""
-    return Finding(found) if is_right else Finding(found, verdict, advice)
+def judged(found: str, is_right: object, advice: str) -> Finding:
+    """Return what was found, with a warning if it is not right."""
+    return Finding(found) if is_right else Finding(found, WARN, advice)
 
 
 def doctor(job: Job, _overrides: list[str], *, hub: bool) -> Result:
     """Look at this machine, or at a node of the job's cluster."""
     if launched_ranks() is not None:
         raise UserError("harness doctor starts ranks itself; start it without torchrun")
-    if job.cluster.is_here:
-        findings = look(job, hub=hub)
-    elif job.cluster.dry_run:
+    if job.cluster.dry_run:
         return Result({"command": _srun(job, hub=hub)}, f"{shlex.join(_srun(job, hub=hub))}\n")
-    else:
-        findings = _look_at_a_node(job, hub=hub)
+    findings = look(job, hub=hub) if job.cluster.is_here else _look_at_a_node(job, hub=hub)
     return Result(
         {"checks": [{"what": what, **finding._asdict()} for what, finding in findings.items()]},
         to_text(Table.of_cells(HEADINGS, [(what, *finding) for what, finding in findings.items()])),
@@ -138,9 +136,10 @@ def main() -> None:
 
 def _host(machine: Machine) -> Finding:
     """machine: its processor cores, memory and limits."""
-    cores, memory = len(os.sched_getaffinity(0)), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    shared, (files, _) = shutil.disk_usage("/dev/shm").total, resource.getrlimit(resource.RLIMIT_NOFILE)
-    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    shared = shutil.disk_usage("/dev/shm").total if os.path.exists("/dev/shm") else 0
+    (files, _), (locked, _) = map(resource.getrlimit, (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
     wrong = {
         "two cores or more for each GPU": cores < 2 * machine.gpus,
         "--ipc=host or --shm-size=16g of the container": machine.gpus > 1 and shared < LEAST_SHARED,
@@ -185,14 +184,13 @@ def _gpus(machine: Machine) -> Finding:
     text = f"{len(gpus)} x {' and '.join(sorted(names))}, {free:.1f} GiB free, compute capability "
     text += ".".join(map(str, version)) + "".join(f", {name}" for name in able)
     if faults := gpu_faults(len(gpus)):
-        return Finding(f"{text}; {'; '.join(faults)}", WARN, "end what uses the GPUs; nvidia-smi -q")
-    rated = None if machine.known is None else machine.known.power_w
-    if rated is None:
+        return Finding(f"{text}; {'; '.join(faults)}", WARN, "nvidia-smi -q; end what else uses the GPUs")
+    if machine.known is None or machine.known.power_w is None:
         return Finding(text, WARN, "for MFU: cluster.accelerator=NAME with cluster.hardware")
     limits = _output("nvidia-smi", "--query-gpu=power.limit", "--format=csv,noheader,nounits").split()
-    limit = min((float(each) for each in limits if each[0].isdigit()), default=rated)
-    is_full = limit >= LEAST_SHARE * rated
-    return judged(f"{text}, {limit:.0f} of {rated:.0f} W", is_full, "MFU is of the peak at full power")
+    share = min((float(each) for each in limits if each[0].isdigit()), default=0) / machine.known.power_w
+    text += f", {share:.0%} of full power" if share else ""
+    return judged(text, not share or share >= LEAST_SHARE, "expect less: MFU is of the peak at full power")
 
 
 def _links(machine: Machine) -> Finding:
@@ -264,10 +262,10 @@ def _compiler(machine: Machine) -> Finding:
 
 def _slurm(machine: Machine) -> Finding:
     """SLURM: its partitions, nodes and their GPUs."""
-    partitions = _output("sinfo", "-h", "-o", "%P %D x %G").splitlines()
-    wrong = shutil.which("sinfo") is not None and not partitions
-    text = "; ".join(partitions) or ("no answer of sinfo" if wrong else "none")
-    return judged(text, not wrong, "nothing, to train on this machine")
+    if shutil.which("sinfo") is None:
+        return Finding("none")
+    partitions = "; ".join(_output("sinfo", "-h", "-o", "%P %D x %G").splitlines())
+    return judged(partitions[:LONGEST_VALUE] or "no answer", partitions, "nothing, to train here")
 
 
 def _hub(machine: Machine) -> Finding:
@@ -285,15 +283,17 @@ def _hub(machine: Machine) -> Finding:
 
 def _space(machine: Machine) -> Finding:
     """free space: of run folders and data."""
-    text, least = [], LEAST_FREE
+    free = {}
     for name, folder in (("runs_dir", machine.job.runs_dir), ("data.cache_dir", machine.job.data.cache_dir)):
         path = Path(folder).expanduser().absolute()
         there = next(each for each in (path, *path.parents) if each.exists())
         if not os.access(there, os.W_OK):
             return Finding(f"{there} cannot be written", FAIL, f"another {name}")
-        text.append(f"{name} {shutil.disk_usage(there).free / GIB:,.0f} GiB")
-        least = min(least, shutil.disk_usage(there).free)
-    return judged(", ".join(text), least == LEAST_FREE, "checkpoints of large models need a larger disk")
+        free[name] = shutil.disk_usage(there).free / GIB
+    text = ", ".join(f"{name} {size:,.0f} GiB" for name, size in free.items())
+    return judged(
+        text, min(free.values()) >= LEAST_FREE_GIB, "checkpoints of large models need a larger disk"
+    )
 
 
 def _last_line(error: Exception) -> str:
@@ -309,8 +309,8 @@ def _output(*command: str) -> str:
 
 
 CHECKS = (_host, _driver, _gpus, _links, _attention, _compiler, _slurm, _hub, _space)
-HUB = Argument("--hub", help="also ask whether the hub answers")
-VERB = Verb("doctor", doctor, job=Job, arguments=(HUB,), has_json=True)
+ASKS = (Argument("--hub", help="also ask whether the hub answers"),)
+VERB = Verb("doctor", doctor, job=Job, arguments=ASKS, has_json=True)
 
 if __name__ == "__main__":
     main()

@@ -337,7 +337,7 @@ def test_a_sweep_goes_on_after_failures_and_names_them(launch: Start, tmp_path: 
     assert job.err.startswith("runs/swept: 4 points, 2 to run\n")
     rule = "parallelism.dp_shard=3 data.paths=[there.txt]: training.global_batch_size=4: must be a multiple"
     assert rule in job.err
-    assert "[2/2] data.paths=[wrong.txt]\n" in job.err
+    assert "[2/2] data.paths=[wrong.txt], about " in job.err
     assert "1 of 2 points did not complete:\n  data.paths=[wrong.txt]: user: " in job.err
     shown = dict(line.split()[:2] for line in job.out.splitlines() if line.startswith("data.paths="))
     assert shown == {"data.paths=[there.txt]": "completed", "data.paths=[wrong.txt]": "failed"}
@@ -350,8 +350,8 @@ def test_a_sweep_goes_on_after_failures_and_names_them(launch: Start, tmp_path: 
     printed = sweep(tmp_path, "status", "runs/swept")
     assert printed.splitlines()[-1] == "1 completed, 1 failed, 2 skipped"
     sweep(tmp_path, "collect", "runs/swept")
-    table = (tmp_path / "runs" / "swept" / "table.csv").read_text().splitlines()
-    assert len(table) == 3 and table[0].startswith("point,state,kind,")
+    table = (tmp_path / "runs" / "swept" / "report" / "table.csv").read_text().splitlines()
+    assert len(table) == 5 and table[0].startswith("point,state,kind,")
     refused = sweep(tmp_path, "status", "nothing", code=EXIT_USER)
     assert refused == "error: nothing: neither a sweep folder nor a run folder\n"
 

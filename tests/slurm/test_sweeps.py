@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import csv
 import json
 import signal
@@ -27,9 +28,12 @@ def commands(slurm: Scheduler, tmp_path_factory: pytest.TempPathFactory) -> Comm
 
 
 def table(home: Path) -> dict[str, dict[str, str]]:
-    """The rows of table.csv by point."""
-    with (home / "table.csv").open() as file:
-        return {row["point"]: row for row in csv.DictReader(file)}
+    """The rows of the report's table by overrides of the axes, without skipped points."""
+    with (home / "report" / "table.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["state"] != "skipped"]
+    typed = [ast.literal_eval(row["overrides"]) for row in rows]
+    names = [" ".join(each for each in own if each.startswith(AXIS_STARTS)) for own in typed]
+    return dict(zip(names, rows, strict=True))
 
 
 def results(home: Path) -> dict[str, tuple[Path, dict[str, object]]]:

@@ -387,9 +387,7 @@ def single_process(job: Job) -> Job:
     A float8 scale is the maximum over all rows that a linear processes at once. So for float8 the one rank
     processes as many rows at once as each rank of the layout.
     """
-    rows = None
-    if job.precision.linear != "none":
-        rows = job.microbatch_size
+    rows = None if job.precision.linear == "none" else job.microbatch_size
     training = dataclasses.replace(job.training, local_batch_size=rows, loss_chunks=1)
     plain = {name: type(getattr(job, name))() for name in ("parallelism", "activation_checkpoint", "compile")}
     return resolve(dataclasses.replace(job, training=training, **plain), gpus=0)

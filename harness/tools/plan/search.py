@@ -227,11 +227,10 @@ class Search:
                     slower.append(point)
                 elif shortfall := self._too_large(point, memory):
                     self._count_too_large(shortfall, point)
-        as_fast = {each.order[0] for each in self.best}
-        tied = sum(each.order[0] in as_fast for each in self.fitting)
-        self.tied = tied - len(self.best)
+        as_fast = sum(each.order[0] <= self.best[-1].order[0] for each in self.fitting)
+        self.tied = as_fast - len(self.best)
         first = times.parts(self.best[0].point) if self.best else {}
-        for point in [*slower, *(each.point for each in self.fitting[tied:])]:
+        for point in [*slower, *(each.point for each in self.fitting[as_fast:])]:
             parts = times.parts(point)
             self.slower[max(parts, key=lambda part: parts[part] - first[part])] += 1
 

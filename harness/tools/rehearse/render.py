@@ -159,8 +159,11 @@ def _some(title: str, items: list[str]) -> list[str]:
     return [f"{title}: {'; '.join(items[:SHOWN])}{more}"] if items else []
 
 
-# The functor in the name of one of torch's elementwise kernels.
-_INNER = re.compile(r"\w*(?:[Ff]unctor|_kernel_cuda|_cuda_kernel|Ops|Op)\b(?:_\w+)?")
+# The functor in the name of one of torch's elementwise kernels, but for those that only call another one.
+_INNER = re.compile(
+    r"\b(?!gpu_kernel_impl|ReduceOp\b|[AB]?(?:Unary|Binary)Functor\b)"
+    r"(?:\w*[Ff]unctor\w*|\w+_kernel(?:_impl|_cuda)?|launch_\w+|\w*Ops?)\b"
+)
 
 
 def short_name(kernel: str) -> str:

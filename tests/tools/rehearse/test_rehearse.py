@@ -123,6 +123,12 @@ def test_kernels_have_short_names() -> None:
             "vectorized_elementwise_kernel<4, at::native::FillFunctor<float>, int>(int)",
             "vectorized_elementwise_kernel<FillFunctor>",
         ),
+        ("elementwise_kernel<8, CUDAFunctor_add<float> >(int)", "elementwise_kernel<CUDAFunctor_add>"),
+        ("elementwise_kernel<8, silu_kernel(at::X&)::{lambda()#1}>()", "elementwise_kernel<silu_kernel>"),
+        (
+            "elementwise_kernel<4, gpu_kernel_impl<BinaryFunctor<float, internal::MulFunctor<float> > > >()",
+            "elementwise_kernel<MulFunctor>",
+        ),
     ):
         assert short_name(f"void at::native::(anonymous namespace)::{kernel}") == name
     assert short_name("triton_poi_fused_0") == "triton_poi_fused_0"

@@ -159,3 +159,12 @@ def test_the_doctor_looks_at_gpus() -> None:
     assert "fail" not in {row["verdict"] for row in found.values()}, done.stdout
     assert "2 x NVIDIA H100 80GB HBM3" in found["GPUs"]["found"] and "planned 338" in found["links"]["found"]
     assert found["attention"]["found"].startswith("bfloat16 takes CUDNN_ATTENTION")
+
+
+def test_tests_of_a_gpu_whose_values_do_not_matter() -> None:
+    """By flash attention: the library has no cuDNN."""
+    run = "import pytest, sys, torch; torch.backends.cuda.enable_cudnn_sdp(False); sys.exit(pytest.main())"
+    variables = environment(library()) | {"CUDA_VISIBLE_DEVICES": "0"}
+    chosen = ["-m", "gpu(values=False)", "-n", "0", str(Path(__file__).parents[2] / "test_gpu.py")]
+    done = subprocess.run([sys.executable, "-c", run, *chosen], env=variables, capture_output=True, text=True)
+    assert done.returncode == 0 and "12 passed" in done.stdout, done.stdout[-3000:]
