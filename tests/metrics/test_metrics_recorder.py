@@ -149,7 +149,6 @@ def test_progress_of_verbs(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> N
     monkeypatch.setattr(err, "isatty", lambda: terminal, raising=False)
     monkeypatch.setattr("sys.stderr", err)
     monkeypatch.setattr("harness.metrics.console.time", Mock(monotonic=lambda: next(times)))
-    monkeypatch.setenv("TERM", "xterm")
     with progress(2) as show:
         show("fsdp")
         show("tp")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import csv
 import json
 import signal
+from ast import literal_eval
 from pathlib import Path
 
 import optuna
@@ -29,11 +29,9 @@ def commands(slurm: Scheduler, tmp_path_factory: pytest.TempPathFactory) -> Comm
 
 def table(home: Path) -> dict[str, dict[str, str]]:
     """The rows of the report's table by overrides of the axes, without skipped points."""
-    with (home / "report" / "table.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["state"] != "skipped"]
-    typed = [ast.literal_eval(row["overrides"]) for row in rows]
-    names = [" ".join(each for each in own if each.startswith(AXIS_STARTS)) for own in typed]
-    return dict(zip(names, rows, strict=True))
+    table = csv.DictReader((home / "report" / "table.csv").open())
+    typed = {row["overrides"]: row for row in table if row["state"] != "skipped"}
+    return {" ".join(o for o in literal_eval(own) if o.startswith(AXIS_STARTS)): typed[own] for own in typed}
 
 
 def results(home: Path) -> dict[str, tuple[Path, dict[str, object]]]:
