@@ -6,6 +6,7 @@ No tokens are dropped. ``MoE.exchange`` sends rows to their experts; expert para
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -64,16 +65,29 @@ class Router(nn.Linear):
             x_BTC: normed residual stream.
             balance_bias_E: added to the scores for the choice only, not to the weights (arXiv:2408.15664).
         """
-        of, length = self.config, x_BTC.shape[1]
-        logits_NE = self.logits(x_BTC)
+        scores_NE, choice_NE = self.score(x_BTC, balance_bias_E)
+        experts_NK = self._choose(choice_NE, x_BTC.shape[1])
+        return Routing(self.weigh(scores_NE, experts_NK, x_BTC.shape[1]), experts_NK)
+
+    def score(self, x_BTC: Tensor, balance_bias_E: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Scores of every token for every expert, and what is compared for the choice: float32 [N, E]."""
+        of, logits_NE = self.config, self.logits(x_BTC)
         scores_NE = logits_NE.softmax(-1) if of.score == "softmax" else logits_NE.sigmoid()
-        experts_NK = self._choose(scores_NE.detach(), balance_bias_E, length)
+        choice_NE = scores_NE.detach()
+        choice_NE = choice_NE if balance_bias_E is None else choice_NE + balance_bias_E
+        if of.num_groups > 1:
+            choice_NE = choice_NE.masked_fill(~self._allowed(choice_NE), float("-inf"))
+        return scores_NE, choice_NE
+
+    def weigh(self, scores_NE: Tensor, experts_NK: Tensor, length: int) -> Tensor:
+        """Weights of the chosen experts, float32 [N, K]; backward adds the auxiliary loss's gradient."""
+        of = self.config
         if of.aux_loss_coeff:
             scores_NE = self._with_aux_loss(scores_NE, experts_NK, length)
         weights_NK = scores_NE.gather(1, experts_NK)
         if of.normalize_scores:
             weights_NK = weights_NK / (weights_NK.sum(-1, keepdim=True) + 1e-20)
-        return Routing(weights_NK * of.score_scale, experts_NK)
+        return weights_NK * of.score_scale
 
     def logits(self, x_BTC: Tensor) -> Tensor:
         """Score every token for every expert, float32 [N, E]."""
@@ -82,14 +96,10 @@ class Router(nn.Linear):
         weight_EC = weight_EC if self.multiplier == 1 else weight_EC * self.multiplier
         return F.linear(x_BTC.flatten(0, 1).float(), weight_EC, bias)
 
-    def _choose(self, scores_NE: Tensor, balance_bias_E: Tensor | None, length: int) -> Tensor:
-        of = self.config
-        if of.force_balance:
-            return self._in_turn(length, scores_NE.device).repeat(scores_NE.shape[0] // length, 1)
-        choice_NE = scores_NE if balance_bias_E is None else scores_NE + balance_bias_E
-        if of.num_groups > 1:
-            choice_NE = choice_NE.masked_fill(~self._allowed(choice_NE), float("-inf"))
-        return choice_NE.topk(of.top_k, dim=-1, sorted=False).indices
+    def _choose(self, choice_NE: Tensor, length: int) -> Tensor:
+        if self.config.force_balance:
+            return self._in_turn(length, choice_NE.device).repeat(choice_NE.shape[0] // length, 1)
+        return choice_NE.topk(self.config.top_k, dim=-1, sorted=False).indices
 
     def _in_turn(self, length: int, device: torch.device) -> Tensor:
         """Experts [T, K] of each position, round-robin, so that loads are equal; independent of the rank."""
@@ -151,6 +161,7 @@ class Experts(nn.Module):
 
     Attributes:
         output_shares: number of ranks whose outputs, and so biases, are summed.
+        gate: the activation between the products.
         multiply: the grouped product, with the arguments of ``grouped_linear``.
         row_block: divisor that it requires of every group's length.
     """
@@ -158,7 +169,6 @@ class Experts(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         of, dim = config.moe, config.dim
-        self.activation = config.activation
         self.w1 = nn.Parameter(torch.empty(of.num_experts, of.hidden_dim, dim))
         self.w2 = nn.Parameter(torch.empty(of.num_experts, dim, of.hidden_dim))
         self.w3 = nn.Parameter(torch.empty(of.num_experts, of.hidden_dim, dim))
@@ -167,6 +177,7 @@ class Experts(nn.Module):
             self.b1 = nn.Parameter(torch.empty(of.num_experts, of.hidden_dim))
             self.b2 = nn.Parameter(torch.empty(of.num_experts, dim))
             self.b3 = nn.Parameter(torch.empty(of.num_experts, of.hidden_dim))
+        self.gate = partial(gated, activation=config.activation)
         self.output_shares = 1
         self.multiply: Callable[[Tensor, Tensor, Tensor], Tensor] = grouped_linear
         self.row_block = 1
@@ -189,11 +200,11 @@ class Experts(nn.Module):
         gate = self.multiply(x_RC, local_shard(self, "w1"), ends)
         up = self.multiply(x_RC, local_shard(self, "w3"), ends)
         if not self.has_bias:
-            return self.multiply(gated(gate, up, self.activation), local_shard(self, "w2"), ends)
+            return self.multiply(self.gate(gate, up), local_shard(self, "w2"), ends)
         rows = torch.arange(x_RC.shape[0], device=x_RC.device, dtype=torch.int32)
         expert_R = torch.searchsorted(ends_E, rows, right=True)
         gate, up = gate + local_shard(self, "b1")[expert_R], up + local_shard(self, "b3")[expert_R]
-        out_RC = self.multiply(gated(gate, up, self.activation), local_shard(self, "w2"), ends)
+        out_RC = self.multiply(self.gate(gate, up), local_shard(self, "w2"), ends)
         return out_RC + (local_shard(self, "b2") / self.output_shares)[expert_R]
 
 
@@ -294,12 +305,7 @@ class MoE(nn.Module):
         """
         tokens_BTC = to_local(x_BTC)
         weights_NK, experts_NK = self.router(tokens_BTC, self.balance_bias)
-        load_E = count_by_expert(experts_NK, self.num_experts)
-        # A GPU sorts 8 bits at a time.
-        narrow = torch.uint8 if self.num_experts <= 256 else torch.int16
-        order_R = experts_NK.flatten().to(narrow).sort(stable=True).indices
-        place_R = inverse_of(order_R)
-        x_RC = permute(tokens_BTC.flatten(0, 1), order_R, place_R)
+        load_E, order_R, place_R, x_RC = self.arrange(experts_NK, tokens_BTC.flatten(0, 1))
         if self.score_before_experts:
             weights_R1 = permute(weights_NK.view(-1, 1), order_R, place_R)
             x_RC = (x_RC * weights_R1).type_as(x_RC)
@@ -314,3 +320,11 @@ class MoE(nn.Module):
         if self.shared_experts is not None:
             out_BTC = out_BTC + self.shared_experts(x_BTC)
         return out_BTC, load_E
+
+    def arrange(self, experts_NK: Tensor, x_NC: Tensor) -> tuple[Tensor, ...]:
+        """Rows per expert [E], the order of rows by expert, its inverse, and a row for each choice [R, C]."""
+        # A GPU sorts 8 bits at a time.
+        narrow = torch.uint8 if self.num_experts <= 256 else torch.int16
+        order_R = experts_NK.flatten().to(narrow).sort(stable=True).indices
+        place_R, load_E = inverse_of(order_R), count_by_expert(experts_NK, self.num_experts)
+        return load_E, order_R, place_R, permute(x_NC, order_R, place_R)

@@ -88,10 +88,15 @@ def apply_compile(
             block.forward = compiled(block.forward)  # type: ignore[method-assign]
             continue
         # Expert parallelism cannot be in a graph: the host reads the number of rows to exchange, and experts
-        # are an FSDP group with its own hooks. The dense parts around it are compiled.
-        block.attend = compiled(block.attend)  # type: ignore[method-assign]
-        if block.moe.shared_experts is not None:
-            block.moe.shared_experts.forward = compiled(block.moe.shared_experts.forward)  # type: ignore[method-assign]
+        # are an FSDP group with its own hooks. The parts around it are compiled; the choice of experts is
+        # between them, so that recomputation finds it saved.
+        moe = block.moe
+        pieces = [(block, "attend"), (moe.router, "score"), (moe.router, "weigh"), (moe, "arrange")]
+        pieces += [] if moe.shared_experts is None else [(moe.shared_experts, "forward")]
+        for owner, name in pieces:
+            setattr(owner, name, compiled(getattr(owner, name)))
+        # Numbers of rows differ in every step.
+        moe.experts.gate = compiled(moe.experts.gate, dynamic=True)
 
 
 def _wait(_module: Any, _inputs: Any, output: Tensor) -> Tensor:

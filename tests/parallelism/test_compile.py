@@ -62,6 +62,12 @@ def test_the_loss_of_a_split_vocabulary_is_compiled(pool: RankPool) -> None:
     assert pool.run(2, graphs_of_rank, job.to_json()) == [(1, 0)] * 2
 
 
+def test_a_new_number_of_rows_compiles_nothing(pool: RankPool) -> None:
+    """Blocks in pieces: the loss; attention, three pieces of routing, and the gate between the products."""
+    layout = ("model=qwen3_moe_debug", "parallelism=fsdp_ep", "training.global_batch_size=16")
+    assert pool.run(4, graphs_of_rank, jobs.tiny(*COMPILED, *layout).to_json()) == [(6, 0)] * 4
+
+
 def losses_of_rank(job: str, cache: str) -> list[float]:
     """The loss, compiled twice with one cache; torch reads the variable whenever it opens a cache."""
     with pytest.MonkeyPatch.context() as patch:
