@@ -85,12 +85,16 @@ class Job:
         return Path(self.runs_dir) / self.name / self.id
 
     @property
-    def uses_fsdp(self) -> bool:
-        """Whether FSDP has anything to shard, replicate, cast or offload."""
+    def fsdp_ranks(self) -> int:
+        """Ranks that FSDP shards or replicates parameters over; experts may have more than the others."""
         layout = self.parallelism
         of_experts = layout.expert_shards if self.model.moe.enabled and layout.has_expert_mesh else 1
-        replicas = layout.dp_replicate * max(layout.parameter_shards, of_experts)
-        return replicas > 1 or self.precision.needs_fsdp or layout.cpu_offload
+        return layout.dp_replicate * max(layout.parameter_shards, of_experts)
+
+    @property
+    def uses_fsdp(self) -> bool:
+        """Whether FSDP has anything to shard, replicate, cast or offload."""
+        return self.fsdp_ranks > 1 or self.precision.needs_fsdp or self.parallelism.cpu_offload
 
     @property
     def world_size(self) -> int:

@@ -10,10 +10,12 @@ only the gradients of its positions.
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -21,24 +23,25 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import Shard
 
+from harness.config.job import Job
 from harness.config.parallelism import ParallelismConfig
-from harness.config.precision import PrecisionConfig
 from harness.model.moe import Experts
 from harness.model.part import ModelPart
 from harness.model.spec import fsdp_groups
 from harness.parallelism.mesh import EXPERT_SHARD, SHARD, Mesh
 
 
-def apply_fsdp(
-    part: ModelPart, mesh: Mesh, layout: ParallelismConfig, precision: PrecisionConfig, device: torch.device
-) -> None:
+def apply_fsdp(part: ModelPart, mesh: Mesh, job: Job, device: torch.device) -> None:
     """Wrap every FSDP group of a model part (``fsdp_groups``), in place."""
+    layout, precision = job.parallelism, job.precision
     axes = ("dp_replicate", SHARD) if mesh.size("dp_replicate") > 1 else (SHARD,)
     # Inputs are not cast: activations already have param_dtype, and the rotation table must stay float32.
+    dtype: torch.dtype = getattr(torch, precision.param_dtype)
     policy = MixedPrecisionPolicy(
-        param_dtype=getattr(torch, precision.param_dtype),
+        param_dtype=dtype,
         reduce_dtype=getattr(torch, precision.reduce_dtype),
         cast_forward_inputs=False,
     )
@@ -51,31 +54,69 @@ def apply_fsdp(
     for name, group in fsdp_groups(part.config, experts_apart=mesh.experts is not None).items():
         if name in built:
             groups[group].append(built[name])
+    in_place = InPlace()
     for group, modules in groups.items():
         on, names = mesh.axis(*axes), (*axes[:-1], EXPERT_SHARD)
         if isinstance(modules[0], Experts):
             assert mesh.experts is not None
             on = mesh.experts[names if len(names) > 1 else EXPERT_SHARD]
-        fully_shard(
+        casts = on.size(-1) == 1 and not precision.enable_fsdp_float8_all_gather
+        wrapped = fully_shard(
             modules,
             mesh=on,
             # Backward starts with the head: freeing it after forward would only gather it again.
             reshard_after_forward=layout.frees(group),
             shard_placement_fn=placements.get,
-            mp_policy=policy,
+            mp_policy=replace(policy, param_dtype=None) if casts else policy,
             offload_policy=offload,
         )
-    for module in part.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
+        if casts:
+            _cast_by_copy(wrapped[0], dtype)
+        for module in wrapped:
             # Otherwise a divide factor uses NCCL's pre-multiplied sum, which gloo does not have.
             module.set_force_sum_reduction_for_comms(True)
+            if on.size() > 1:
+                module.set_gradient_divide_factor(1.0)
+            if job.fsdp_ranks == 1:
+                module.set_custom_reduce_scatter(in_place)
     if layout.ep > 1:
         # Experts make the host wait, so what comes after them is gathered before. Backward has no waits.
         order = (*part.entries, *part.blocks.values(), part.output)
         for earlier, later in pairwise(each for each in order if isinstance(each, FSDPModule)):
             inside = [each for each in later.modules() if isinstance(each, FSDPModule)]  # type: ignore[attr-defined]
             earlier.set_modules_to_forward_prefetch(inside)
+
+
+def _cast_by_copy(module: FSDPModule, dtype: torch.dtype) -> None:
+    """Give a group on one rank gathered tensors of a dtype: torch copies its shards to them, which casts."""
+    group = module._get_fsdp_state()._fsdp_param_group
+    for each in group.fsdp_params if group is not None else ():
+        each.init_all_gather_outputs([each.sharded_size.numel()], [dtype], 1, each.device)
+        each.free_unsharded_param()
+
+
+class InPlace(ReduceScatter):
+    """The reduction of a rank that is alone: torch's input and output are one tensor, so nothing is copied.
+
+    torch asks for the input on the stream of backward, which writes it, then for the output on its own
+    stream, where it adds gradients and calls hooks. It frees the input when the next group is reduced.
+    """
+
+    buffer: Tensor | None = None
+    stream: Any = None
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        stream, buffer = torch.get_device_module(device).current_stream(), self.buffer
+        if buffer is not None:
+            self.buffer, self.stream = None, stream
+            return buffer
+        if self.stream is not None:
+            stream.wait_stream(self.stream)  # which may still read what was freed
+        self.buffer = torch.empty(*size, dtype=dtype, device=device)
+        return self.buffer
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        raise AssertionError("torch calls no collective over one rank")
 
 
 def reshard(part: nn.Module) -> None:

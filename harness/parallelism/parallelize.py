@@ -86,6 +86,6 @@ def build_on_meta(job: Job, mesh: Mesh, device: torch.device) -> list[ModelPart]
             recompute()
         # FSDP last: it manages the parameters that result from all the others.
         if job.uses_fsdp:
-            apply_fsdp(part, mesh, layout, job.precision, device)
+            apply_fsdp(part, mesh, job, device)
         parts.append(part)
     return parts

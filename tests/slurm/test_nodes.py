@@ -96,3 +96,11 @@ def test_a_job_outlives_two_nodes(run: Path, survivor: Future[None]) -> None:
     assert row["step"] == STEPS and row["exit_code"] == 0
     assert row["start_step"] > 0, "it went on from a checkpoint"
     assert len(list((run / "attempts").iterdir())) == 2
+
+
+def test_the_doctor_looks_at_a_node(slurm: Scheduler, tmp_path: Path) -> None:
+    node = [*ON_SLURM, "cluster.ranks_per_node=1", "cluster.setup=[echo loaded]"]
+    said = Commands(slurm, tmp_path).run("doctor", *node)
+    found = {line.split()[0]: line for line in said.splitlines()}
+    assert re.search(r"node\d: \d+ cores", found["machine"]), said
+    assert "4 x" in found["SLURM"], said

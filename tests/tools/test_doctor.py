@@ -64,25 +64,12 @@ def test_gpus_that_torch_cannot_use_fail(
     assert code == EXIT_USER and "1 GPUs without a driver" in found["driver"][0]
 
 
-def test_a_node_of_a_cluster(capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A srun that runs the command here."""
-    for name in ("srun", "sbatch"):
-        (tmp_path / name).write_text(
-            f'#!/bin/sh\necho "$*" > {tmp_path}/typed; exec bash -c "$(cat {tmp_path}/lines)"\n'
-        )
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    node = [
-        "cluster=slurm_h100",
-        "cluster.device=auto",
-        "cluster.setup=[echo loaded]",
-        "cluster.partition=gpu",
-    ]
+def test_a_node_is_asked_for_as_a_job_asks(capsys: Capture) -> None:
+    """tests/slurm/test_nodes.py runs it."""
+    node = ["cluster=slurm_h100", "cluster.setup=[echo loaded]", "cluster.partition=gpu"]
     assert guarded(lambda: doctor.VERB.run_line([*node, "cluster.dry_run=true"])) == EXIT_OK
     command = shlex.split(capsys.readouterr().out)
-    (tmp_path / "lines").write_text(command[-1])
-    assert {"--nodes=1", "--ntasks=1", "--cpus-per-task=96", "--partition=gpu"} <= {*command}
+    assert {"--nodes=1", "--ntasks=1", "--cpus-per-task=96", "--gpus-per-node=8", "--partition=gpu"} <= {
+        *command
+    }
     assert "echo loaded" in command[-1].splitlines()
-    code, found = rows(capsys, *node)
-    assert code == EXIT_OK and found["driver"][1] == "warn"
-    assert (tmp_path / "typed").read_text().startswith("--cpus-per-task=96 ")

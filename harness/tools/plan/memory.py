@@ -204,6 +204,8 @@ class StageMemory:
             for tensor in tensors
             if tensor.spec.is_matrix and tensor.spec.module in self.activations.gathered_in_float8
         }
+        # A rank that is alone reduces in place: the input becomes the gradients of the shards.
+        copied = reduce * (self.job.fsdp_ranks > 1 or self.job.optimizer.in_backward)
         sizes = (BYTES["float8"] if t.name in in_float8 else compute for t in tensors)
         gathered = sum(size * padded[t.name] for size, t in zip(sizes, tensors, strict=True))
         return ModuleParameters(
@@ -213,7 +215,7 @@ class StageMemory:
             first_gradients=compute * first,
             late_gradients=compute * late,
             accumulated=reduce * elements,
-            reduced=tuple(reduce * sum(padded[t.name] for t in group) for group in groups if group),
+            reduced=tuple(copied * sum(padded[t.name] for t in group) for group in groups if group),
             sharded=sharded,
         )
 
@@ -396,6 +398,7 @@ class RankStep:
         self.stages = {stage: made[first] for stage, first in equal.items()}
         self.numbers = Counter(equal.values())
         self.cpu, self.fsdp = on_cpu(job), job.uses_fsdp
+        self.streams = job.fsdp_ranks > 1 and not self.cpu  # FSDP allocates on streams of its own
         self.pipelined = job.parallelism.pp > 1
         self.offloaded = job.parallelism.cpu_offload and not self.cpu
         passing = job.optimizer.in_backward or self.offloaded
@@ -409,7 +412,7 @@ class RankStep:
         if self.cpu:
             kinds["runtime"] += CPU_PROCESS
         else:
-            own = self.gradients if self.fsdp else 0.0
+            own = self.gradients if self.streams else 0.0
             kinds["runtime"] += FRAGMENTATION * (sum(kinds.values()) - own) + 2 * CUBLAS_WORKSPACE
             allocated += 2 * CUBLAS_WORKSPACE  # tensors of torch
         return RankMemory(self.parameters.pp_rank, self.parameters.stages, kinds, allocated)
@@ -422,7 +425,7 @@ class RankStep:
         memory on other streams, so this memory counts at any moment.
         """
         shards, buffers = moment.get("shards", 0.0), moment.get("buffers", 0.0)
-        if self.fsdp and not self.cpu:
+        if self.streams:
             shards = self.gradients
             buffers = max(stage.buffers for stage in self.stages.values())
         displayed = {kind: size for kind, size in moment.items() if kind in KINDS}

@@ -1,0 +1,60 @@
+"""FSDP on one rank, which casts and reduces in place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from jobs import full, tiny
+from torch import Tensor
+from torch.func import functional_call
+
+from harness.config.job import Job
+from harness.data.tokenizer import build_tokenizer
+from harness.launch.pool import RankPool
+from harness.model.decoder import Decoder
+from harness.parallelism.materialize import materialize
+from harness.train.engine import Engine
+from harness.train.objective import loader_of
+
+
+def gradients(job: Job) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The second step's gradients: the engine's, and autograd's through casts of every weight."""
+    cpu = torch.device("cpu")
+    engine, model = Engine(job, cpu), Decoder(job.model, job.training.seq_len)
+    materialize(model, job.training.seed, cpu, cpu)
+    loader = loader_of(job, build_tokenizer(job.tokenizer), engine.rows)
+    engine.update(engine.gradients(loader.next()).norm)
+    batch = loader.next()
+    engine.optimizer.zero_grad()
+    weights = {name: full(each).requires_grad_() for name, each in engine.named_parameters()}
+    engine.gradients(batch)
+    for inputs_BT, labels_BT in zip(
+        *(each.split(job.local_batch_size) for each in (batch.inputs_BT, batch.labels_BT)), strict=True
+    ):
+        cast = {name: each.bfloat16() for name, each in weights.items()}
+        engine.loss(functional_call(model, cast, inputs_BT), labels_BT).backward()
+    found = {name: full(each.grad) for name, each in engine.named_parameters()}
+    return found, {name: each.grad for name, each in weights.items()}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "training.local_batch_size=4",
+        "training.local_batch_size=1",
+        "activation_checkpoint=full",
+        "model.tied_embeddings=true",
+    ],
+)
+def test_gradients_are_those_of_casts_bit_for_bit(pool: RankPool, options: str) -> None:
+    job = tiny(
+        "precision=bf16",
+        "training.max_norm=0",
+        "training.seq_len=32",
+        "training.global_batch_size=4",
+        options,
+    )
+    [(found, expected)] = pool.run(1, gradients, job)
+    assert job.fsdp_ranks == 1 and found.keys() == expected.keys()
+    for name, gradient in found.items():
+        assert gradient.dtype == torch.float32 and gradient.equal(expected[name]), name
