@@ -24,22 +24,22 @@ BUDGETS = {
     "util": 1325,
     "config": 4684,
     "data": 5190,
-    "model": 2530,
+    "model": 2535,
     "metrics": 1440,
     "run": 590,
     "precision": 600,
-    "parallelism": 2425,
+    "parallelism": 2440,
     "optimizer": 1140,
     "checkpoint": 2280,
     "weights": 3240,
     "train": 3470,
     "compose": 2771,
     "launch": 4540,
-    "tools": 15300,
+    "tools": 15310,
     "contrib": 4450,
 }
 ROOMS = tuple(BUDGETS)
-DOORS, FILES_AT_MOST, LINES_AT_MOST, TESTS_AT_MOST = 4, 277, 55_970, 34_970
+DOORS, FILES_AT_MOST, LINES_AT_MOST, TESTS_AT_MOST = 4, 277, 56_000, 34_970
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted((ROOT / "harness").rglob("*.py"))

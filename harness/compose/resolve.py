@@ -169,14 +169,15 @@ def check_torch(job: Job) -> None:
 
 
 def check_compiled_experts(job: Job) -> None:
-    """Check that selective_op is off if blocks are compiled in pieces, around the exchange of experts."""
+    """Check that selective_op is off where neither the compiler nor torch can save operations."""
     in_pieces = job.compile.blocks and job.model.moe.enabled and job.parallelism.has_expert_mesh
-    if in_pieces and job.activation_checkpoint.mode == "selective_op":
+    selective = job.activation_checkpoint.mode == "selective_op" and job.parallelism.splits_backward
+    if in_pieces and selective:
         rule = (
-            "saves operations by name, which are not visible in blocks with experts on other ranks, "
-            "because these are compiled in pieces"
+            "saves operations for one backward pass, where this schedule has two, in blocks with experts on "
+            "other ranks, because these are compiled in pieces"
         )
-        works = "full, selective_layer, memory_budget, or compile=off"
+        works = "full, selective_layer, memory_budget, or another parallelism.pp_schedule"
         raise ConfigError("activation_checkpoint.mode", "selective_op", rule, works)
 
 

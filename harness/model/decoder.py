@@ -105,17 +105,20 @@ class Block(nn.Module):
         Returns:
             The stream, and the number of tokens per expert, None without experts.
         """
-        x_BTC = self.attend(x_BTC, rope_2TD, mask, positions_T)
+        return self.feed(self.attend(x_BTC, rope_2TD, mask, positions_T))
+
+    def attend(self, x_BTC: Tensor, rope_2TD: Tensor, mask: Any | None, positions_T: Tensor | None) -> Tensor:
+        """The first half of a block: attention with its residual sum."""
+        return x_BTC + self.attention(self.attention_norm(x_BTC), rope_2TD, mask, positions_T)
+
+    def feed(self, x_BTC: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The second half: the feed-forward or the experts, with their residual sum."""
         normed_BTC = self.ffn_norm(x_BTC)
         if self.moe is None:
             assert self.feed_forward is not None
             return x_BTC + self.feed_forward(normed_BTC), None
         out_BTC, load_E = self.moe(normed_BTC)
         return x_BTC + out_BTC, load_E
-
-    def attend(self, x_BTC: Tensor, rope_2TD: Tensor, mask: Any | None, positions_T: Tensor | None) -> Tensor:
-        """The first half of a block: attention with its residual sum."""
-        return x_BTC + self.attention(self.attention_norm(x_BTC), rope_2TD, mask, positions_T)
 
 
 class Decoder(ModelPart):

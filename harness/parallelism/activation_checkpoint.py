@@ -59,13 +59,19 @@ MATMULS = {
 
 
 def apply_activation_checkpoint(
-    part: ModelPart, config: ActivationCheckpointConfig, *, splits_backward: bool = False
+    part: ModelPart,
+    config: ActivationCheckpointConfig,
+    *,
+    splits_backward: bool = False,
+    in_pieces: bool = False,
 ) -> None:
     """Make the blocks of a model part recompute their activations in backward, in place.
 
     Args:
         splits_backward: whether the pipeline takes gradients in two passes. Nothing can be saved for both,
             so routing is then recomputed, by the same operations on the same values.
+        in_pieces: whether blocks with experts are compiled in pieces. Operations are saved by the compiler in
+            the first half, and one by one between the pieces of the second.
     """
     if config.mode in ("none", "memory_budget"):
         return
@@ -74,11 +80,14 @@ def apply_activation_checkpoint(
         if config.mode == "selective_layer" and layer % config.every_nth_layer:
             continue
         options: dict[str, Any] = {}
+        parts = ["forward"]
         if config.mode == "selective_op":
+            parts = ["attend", "feed"] if in_pieces and block.moe is not None else parts
             options["context_fn"] = partial(_selective_contexts, SAVED, config.save_every_nth_matmul)
         elif block.moe is not None and not splits_backward:
             options["context_fn"] = partial(_selective_contexts, ALWAYS_SAVED, 0)
-        block.forward = _checkpointed(block.forward, options)  # type: ignore[method-assign]
+        for name in parts:
+            setattr(block, name, _checkpointed(getattr(block, name), options))
 
 
 def wraps_compiled_blocks(

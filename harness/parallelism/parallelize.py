@@ -77,6 +77,7 @@ def build_on_meta(job: Job, mesh: Mesh, device: torch.device) -> list[ModelPart]
             part,
             job.activation_checkpoint,
             splits_backward=layout.splits_backward,
+            in_pieces=job.compile.blocks and layout.has_expert_mesh,
         )
         outside = wraps_compiled_blocks(job.activation_checkpoint, job.compile, layout)
         if not outside:

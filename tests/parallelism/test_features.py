@@ -20,7 +20,10 @@ MUON = ("optimizer=muon", "schedule.warmup_steps=1", "optimizer.lr=0.01")
 # DeepSeek V3 has every MoE feature except biases; the others run on layouts that split what is special about
 # them: heads with sinks and norms, windows, experts with biases.
 TABLE: dict[str, tuple[tuple[str, ...], list[str]]] = {
-    "deepseek_v3": ((DEEPSEEK,), ["ep_accumulate", "tp_experts_plain", "fsdp_cp_ep", "fsdp_ep_compiled"]),
+    "deepseek_v3": (
+        (DEEPSEEK,),
+        ["ep_accumulate", "tp_experts_plain", "fsdp_cp_ep", "fsdp_ep_compiled_recompute_op"],
+    ),
     "deepseek_v2": (("model=deepseek_v2_debug",), ["fsdp_tp_ep"]),
     "qwen3": ((QWEN,), ["cp_ep"]),
     "gpt_oss": (("model=gpt_oss_debug",), ["tp_experts", "fsdp_tp_ep_experts"]),

@@ -20,6 +20,8 @@ from harness.tools.plan.machine import on_cpu
 from harness.tools.plan.parameters import BYTES, Memo
 
 FLOAT32 = 4
+GROUPED = ("moe.gate", "moe.up", "moe.outputs")
+"""Products of experts."""
 
 
 @dataclass(frozen=True)
@@ -141,14 +143,24 @@ class ActivationBytes(Memo):
             return entering + how.memory_budget * (everything - entering), 0.0
         if how.mode != "selective_op":
             return entering + choices, 0.0
-        saved = [*declared.always_saved, *self._collectives(), *self._products(declared, compiled=compiled)]
+        # In pieces both halves are recomputed, each from its own input.
+        entering *= 2 if compiled and self._in_pieces(layer) else 1
+        products = self._products(declared, layer, compiled=compiled)
+        saved = [*declared.always_saved, *self._collectives(), *products]
         recomputed = {tensor.name for tensor in declared.kept}
         extra = sum(self.bytes_of(tensor) for tensor in saved if tensor.name not in recomputed)
         return entering + self.total(declared.choices) + self.total(saved), extra
 
-    def _products(self, declared: PartActivations, *, compiled: bool) -> list[SavedTensor]:
-        nth = self.job.activation_checkpoint.save_every_nth_matmul
-        kept = [tensor for i, tensor in enumerate(declared.products, 1) if nth and i % nth == 0]
+    def _in_pieces(self, layer: int) -> bool:
+        return self.job.parallelism.has_expert_mesh and self.job.model.has_experts(layer)
+
+    def _products(self, declared: PartActivations, layer: int, *, compiled: bool) -> list[SavedTensor]:
+        nth, halves = self.job.activation_checkpoint.save_every_nth_matmul, [declared.products]
+        if compiled and self._in_pieces(layer):
+            # Those of the router and of shared experts are inside of compiled pieces.
+            attention = tuple(each for each in declared.products if not each.name.startswith("moe."))
+            halves = [attention, tuple(each for each in declared.products if each.name in GROUPED)]
+        kept = [each for half in halves for i, each in enumerate(half, 1) if nth and i % nth == 0]
         if compiled and self.job.parallelism.tp > 1:
             # The compiler drops a summand whose sum is saved.
             kept = [tensor for tensor in kept if tensor.cut is not ActivationSplit.PARTIAL]
