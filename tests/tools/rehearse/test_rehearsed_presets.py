@@ -6,6 +6,7 @@ is new is rehearsed too, because the lists are those of conf/.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -277,4 +278,7 @@ def test_the_first_hour_fits(
     found = rehearsed(rehearsals, *words, *nodes)
     check(found, waits=EXPERTS)
     reserved = max(figures.memory["reserved"] for figures in found.ranks) / 2**30
-    assert "metrics.warmup_steps=2" not in words or f"| {reserved:.1f} |" in FIRST_HOUR.read_text(), reserved
+    shown = re.findall(r"\| ([\d.]+) \|$", FIRST_HOUR.read_text(), re.MULTILINE)
+    assert "metrics.warmup_steps=2" not in words or reserved in [
+        pytest.approx(float(x), abs=0.3) for x in shown
+    ]
