@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import _functional_collectives
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
     DTensor,
@@ -236,6 +237,27 @@ def describe_fused(counts: Mapping[str, int]) -> str:
     return f"fused {found} with products, in the first step"
 
 
+def avoid_copies(async_tp: bool) -> None:
+    """Let torch gather and scatter the sequence of a single sample as views, which needs no copies.
+
+    torch 2.13 does so for gathers alone. Its pass for async_tp finds only gathers and scatters with copies.
+    """
+    for name, function in (("_maybe_view_chunk_cat", _join_chunks), ("_chunk_or_narrow_cat", _stack_chunks)):
+        if hasattr(torch._utils, name):
+            copies = async_tp == (function is _join_chunks)
+            setattr(_functional_collectives, name, function if copies else getattr(torch._utils, name))
+
+
+def _join_chunks(gathered: Tensor, ranks: int, dim: int) -> Tensor:
+    return gathered if dim == 0 else torch.cat(gathered.chunk(ranks), dim)
+
+
+def _stack_chunks(tensor: Tensor, num_chunks: int, narrow_dim: int, cat_dim: int) -> Tensor:
+    if narrow_dim == 1 and cat_dim == 0 and len(tensor) == 1:
+        return tensor.reshape(num_chunks, -1, *tensor.shape[2:])
+    return torch.cat(tensor.chunk(num_chunks, narrow_dim), cat_dim)
+
+
 def apply_tensor_parallel(
     part: ModelPart, mesh: DeviceMesh, layout: ParallelismConfig, *, loss_in_head: bool, gather_float8: bool
 ) -> None:
@@ -245,6 +267,7 @@ def apply_tensor_parallel(
         mesh: the tp axis.
         layout: whether the residual stream is split, and whether the loss takes split logits.
     """
+    avoid_copies(layout.async_tp)
     stream: Placement = Shard(SEQUENCE_DIM) if layout.sequence_parallel else Replicate()
     logits: Placement = Shard(-1) if layout.loss_parallel else Replicate()
     styles: dict[Split, Callable[[], ParallelStyle | None]] = {
