@@ -203,7 +203,8 @@ def _groups(ends_E: Tensor) -> list[tuple[int, int]]:
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+def save_inputs(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    """Save what an operator was given, for its backward."""
     ctx.save_for_backward(*inputs)
 
 
@@ -214,7 +215,7 @@ def _differentiate(ctx: Any, grad_RO: Tensor) -> tuple[Tensor, Tensor, None]:
     return grad_x_RI, grouped_outer(grad_RO, x_RI, ends_E), None
 
 
-grouped_product.register_autograd(_differentiate, setup_context=_save)
+grouped_product.register_autograd(_differentiate, setup_context=save_inputs)
 
 
 def local_shard(module: nn.Module, name: str) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from harness.config.model import ModelConfig
+from harness.model.combine import combine
 from harness.model.feed_forward import FeedForward, gated
 from harness.model.grouped import (
     ends_for_linear,
@@ -233,26 +234,6 @@ def permute(x_NC: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
     return _Permute.apply(x_NC, order_R, inverse_R)  # type: ignore[no-any-return]
 
 
-class _Combine(torch.autograd.Function):
-    """Weighted sum of each token's outputs, in float32.
-
-    It saves the outputs in their own format; autograd would save them in float32.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, out_NKC: Tensor, weights_NK: Tensor) -> Tensor:
-        ctx.save_for_backward(out_NKC, weights_NK)
-        return torch.bmm(weights_NK.unsqueeze(1), out_NKC.float()).squeeze(1).type_as(out_NKC)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_NC: Tensor) -> tuple[Tensor, Tensor]:
-        out_NKC, weights_NK = ctx.saved_tensors
-        grad_N1C = grad_NC.float().unsqueeze(1)
-        grad_out_NKC = (weights_NK.unsqueeze(2) * grad_N1C).type_as(out_NKC)
-        return grad_out_NKC, (out_NKC.float() * grad_N1C).sum(-1)
-
-
 def inverse_of(order_R: Tensor) -> Tensor:
     """The inverse permutation."""
     places = torch.arange(order_R.shape[0], device=order_R.device)
@@ -309,12 +290,11 @@ class MoE(nn.Module):
         if self.score_before_experts:
             weights_R1 = permute(weights_NK.view(-1, 1), order_R, place_R)
             x_RC = (x_RC * weights_R1).type_as(x_RC)
-        out_RC = permute(self.exchange(x_RC, load_E, self.experts), place_R, order_R)
-        out_NKC = out_RC.unflatten(0, (-1, self.top_k))
+        out_RC = self.exchange(x_RC, load_E, self.experts)
         if self.score_before_experts:
-            out_NC: Tensor = out_NKC.sum(1)
+            out_NC = permute(out_RC, place_R, order_R).unflatten(0, (-1, self.top_k)).sum(1)
         else:
-            out_NC = _Combine.apply(out_NKC, weights_NK)
+            out_NC = combine(out_RC, weights_NK, order_R, place_R)
         out_BTC = out_NC.view(tokens_BTC.shape)
         out_BTC = out_BTC if self.reduce_output is None else self.reduce_output(out_BTC)
         if self.shared_experts is not None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,9 +13,10 @@ from torch import Tensor
 
 from harness.compose.composer import compose_job
 from harness.config.model import ModelConfig
+from harness.model import combine
 from harness.model.feed_forward import gated
 from harness.model.grouped import grouped_linear
-from harness.model.moe import MoE, Router
+from harness.model.moe import MoE, Router, inverse_of
 
 B, T = 2, 10
 KINDS = {
@@ -144,3 +149,26 @@ def test_groups_may_be_empty_and_rows_none() -> None:
     none = grouped_linear(x[:0], w, torch.zeros(3, dtype=torch.int32))
     assert none.shape == (0, 6)
     assert not torch.autograd.grad(none.sum(), w)[0].any()
+
+
+def compare_kernels(tokens: int, top_k: int, width: int) -> None:
+    order, out = torch.randperm(tokens * top_k), torch.randn(tokens * top_k, width)
+    place, weights, grad = inverse_of(order), torch.rand(tokens, top_k), torch.randn(tokens, width)
+    found = torch.empty_like(grad), torch.empty_like(out), torch.empty_like(weights)
+    shape = width, top_k, combine.BLOCK
+    combine._sum[tokens, -(-width // combine.BLOCK)](out, weights, place, found[0], *shape)
+    combine._gradients[tokens * top_k,](grad, out, weights, place, *found[1:], *shape)
+    inputs = out, weights, order, place
+    torch.testing.assert_close(found, (combine.combine(*inputs), *combine._backward(grad, *inputs)))
+
+
+def test_kernels_combine_as_plain_operations_do() -> None:
+    """Run by Triton's interpreter, which truncates where a GPU rounds: so in float32."""
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, __file__], env=environment, check=True, timeout=300)
+
+
+if __name__ == "__main__":
+    for sizes in ((7, 8, 2048), (5, 6, 1500), (6, 1, 70)):
+        compare_kernels(*sizes)

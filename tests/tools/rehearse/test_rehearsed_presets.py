@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from test_docs import FIRST_HOUR, GPUS, runs_of_the_first_hour
 
 from harness.compose.composer import compose_job
 from harness.config.fields import with_value
@@ -267,3 +268,22 @@ def test_every_rank_of_a_world_can_be_rehearsed(rehearsals: Rehearsals) -> None:
     kinds = [[(each.axis, each.kind, each.count) for each in figures.collectives] for figures in found.ranks]
     assert kinds[0] == kinds[1] == kinds[2]
     assert {axis for axis, *_ in kinds[0]} == {"dp", "tp", "world"}
+
+
+HOUR = [
+    pytest.param(*run, marks=[pytest.mark.thorough] * ("compile=on" in run[1]), id=" ".join(run[1]))
+    for run in runs_of_the_first_hour()
+]
+
+
+@pytest.mark.parametrize(("section", "words"), HOUR)
+def test_the_first_hour_fits(
+    section: str, words: list[str], rehearsals: Rehearsals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus = GPUS[section]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    nodes = ["cluster=slurm_h100", f"cluster.ranks_per_node={gpus.count(',') + 1}"]
+    found = rehearsed(rehearsals, *words, *nodes)
+    check(found, waits=EXPERTS)
+    reserved = max(figures.memory["reserved"] for figures in found.ranks) / 2**30
+    assert "metrics.warmup_steps=2" not in words or f"| {reserved:.1f} |" in FIRST_HOUR.read_text(), reserved
