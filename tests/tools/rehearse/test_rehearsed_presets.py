@@ -235,6 +235,15 @@ def test_asynchronous_tensor_parallel_multiplies_what_comes_piece_by_piece(
     assert gathered == [26, 2], "all of the blocks'"
 
 
+@pytest.mark.parametrize("local_batch_size", [1, 4])
+def test_a_single_sequence_is_split_without_copies(rehearsals: Rehearsals, local_batch_size: int) -> None:
+    batch = f"training.global_batch_size={local_batch_size}"
+    [figures] = rehearsed(rehearsals, *SMALL, "parallelism=tp", batch).ranks
+    joined = sum(count for name, count in figures.kernels.items() if "CatArray" in name)
+    scattered = sum(each.count for each in figures.collectives if each.kind == "reduce_scatter")
+    assert (joined < scattered) == (local_batch_size == 1)
+
+
 def test_memory_that_is_not_there_is_missed_as_on_a_gpu(rehearsals: Rehearsals) -> None:
     [figures] = rehearsed(
         rehearsals, "model=llama3_8b", "parallelism=fsdp", "cluster=slurm_h100", "training.seq_len=8192",
