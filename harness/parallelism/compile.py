@@ -11,7 +11,6 @@ import torch._functorch.config
 import torch._inductor.config
 from torch import Tensor
 from torch._dynamo.utils import calculate_time_spent, counters
-from torch.distributed import _functional_collectives
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, wait_tensor
 
 from harness.config.parallelism import ParallelismConfig
@@ -56,15 +55,6 @@ def prepare_compiler(
     # A zero-bubble schedule takes gradients of inputs and of weights in two passes over one graph.
     torch._functorch.config.donated_buffer = not layout.splits_backward
     torch._inductor.config._micro_pipeline_tp = layout.async_tp
-    # Gathered along the sequence, a batch of one is a view (torch 2.13), which that pass does not match.
-    original = getattr(torch._utils, "_maybe_view_chunk_cat", None)
-    join: Any = _chunk_cat if layout.async_tp else original
-    if original is not None:
-        _functional_collectives._maybe_view_chunk_cat = join
-
-
-def _chunk_cat(gathered: Tensor, ranks: int, dim: int) -> Tensor:
-    return gathered if dim == 0 else torch.cat(gathered.chunk(ranks), dim)
 
 
 def apply_compile(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import _functional_collectives
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
     DTensor,
@@ -55,21 +56,19 @@ def _to_local(_module: nn.Module, output: DTensor, _mesh: DeviceMesh) -> Tensor:
     return output.to_local()
 
 
-class ReplicateParallel(ParallelStyle):
-    """A replicated module, with parameters that are replicated DTensors.
+class Distributed(ParallelStyle):
+    """A module with DTensors for parameters; the arguments are those of torch's ``distribute_module``.
 
-    The optimizer could not update plain parameters and DTensors in one foreach call.
+    Parameters that ``partition`` does not split are replicated: the optimizer could not update plain
+    parameters and DTensors in one foreach call.
     """
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(module, device_mesh, None, _replicated, _to_local)  # type: ignore[arg-type]
-
-
-class WholeParallel(ParallelStyle):
-    """A replicated module that maps DTensors to DTensors; partial gradients are reduced later."""
+    def __init__(self, partition: Any = None, enter: Any = None, leave: Any = None) -> None:
+        super().__init__()
+        self.hooks = partition, enter, leave
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(module, device_mesh)
+        return distribute_module(module, device_mesh, *self.hooks)
 
 
 class RegionParallel(ParallelStyle):
@@ -95,37 +94,44 @@ class RegionParallel(ParallelStyle):
         return module
 
 
-class EntryParallel(ParallelStyle):
-    """A replicated linear whose input every rank has complete, and whose output is placed as the stream."""
-
-    def __init__(self, stream: Placement) -> None:
-        super().__init__()
-        self.stream = stream
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def split(_module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[Tensor, ...]:
-            full = _placed(inputs[0], mesh, Replicate())
-            return (full.redistribute(placements=(self.stream,)), *inputs[1:])
-
-        return distribute_module(module, device_mesh, None, split, _to_local)  # type: ignore[arg-type]
+def replicated() -> Distributed:
+    """Return the style of a replicated module that plain tensors enter and leave."""
+    return Distributed(None, _replicated, _to_local)
 
 
-class ModulationParallel(ParallelStyle):
-    """A linear from a replicated row per sample, split by outputs, which are gathered.
+def entry(stream: Placement) -> Distributed:
+    """Style of a replicated linear whose input every rank has, and whose output is placed as the stream."""
+
+    def split(_module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[Tensor, ...]:
+        return (_placed(inputs[0], mesh, Replicate()).redistribute(placements=(stream,)), *inputs[1:])
+
+    return Distributed(None, split, _to_local)
+
+
+def modulation(stream: Placement) -> Distributed:
+    """Style of a linear from a replicated row per sample, split by outputs, which are gathered.
 
     If the stream is split along the sequence, each rank has the gradient of its positions only.
     """
+    gradient = Replicate() if stream.is_replicate() else Partial()
 
-    def __init__(self, stream: Placement) -> None:
-        super().__init__()
-        self.gradient = Replicate() if stream.is_replicate() else Partial()
+    def gather(_module: nn.Module, output: DTensor, _mesh: DeviceMesh) -> Tensor:
+        return output.redistribute(placements=(Replicate(),)).to_local(grad_placements=(gradient,))
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def gather(_module: nn.Module, output: DTensor, _mesh: DeviceMesh) -> Tensor:
-            full = output.redistribute(placements=(Replicate(),))
-            return full.to_local(grad_placements=(self.gradient,))
+    return Distributed(_split_rows, _replicated, gather)
 
-        return distribute_module(module, device_mesh, _split_rows, _replicated, gather)  # type: ignore[arg-type]
+
+def head_with_loss(stream: Placement) -> Distributed:
+    """Style of the output projection split by vocabulary, which computes the loss on plain local tensors.
+
+    Every rank has a partial sum of the full stream's gradient, which is reduced to the stream's placement.
+    """
+
+    def gather(_module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[Tensor, ...]:
+        whole = _placed(inputs[0], mesh, stream).redistribute(placements=(Replicate(),))
+        return (whole.to_local(grad_placements=(Partial(),)), *inputs[1:])
+
+    return Distributed(_split_rows, gather)
 
 
 class VocabularyParallel(ParallelStyle):
@@ -156,25 +162,6 @@ class VocabularyParallel(ParallelStyle):
 
         module.forward = look_up  # type: ignore[method-assign, assignment]
         return distribute_module(module, device_mesh, _split_rows)
-
-
-class LossInHeadParallel(ParallelStyle):
-    """The output projection split by vocabulary, computing the loss on plain local tensors.
-
-    Every rank has a partial sum of the full stream's gradient, which is reduced to the stream's placement.
-    """
-
-    def __init__(self, stream: Placement) -> None:
-        super().__init__()
-        self.stream = stream
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def gather(_module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[Tensor, ...]:
-            local = _placed(inputs[0], mesh, self.stream)
-            whole = local.redistribute(placements=(Replicate(),)).to_local(grad_placements=(Partial(),))
-            return (whole, *inputs[1:])
-
-        return distribute_module(module, device_mesh, _split_rows, gather)  # type: ignore[arg-type]
 
 
 def _split_rows(_name: str, module: nn.Module, mesh: DeviceMesh) -> None:
@@ -236,6 +223,27 @@ def describe_fused(counts: Mapping[str, int]) -> str:
     return f"fused {found} with products, in the first step"
 
 
+def avoid_copies(async_tp: bool) -> None:
+    """Let torch gather and scatter the sequence of a single sample as views, which needs no copies.
+
+    torch 2.13 does so for gathers alone. Its pass for async_tp finds only gathers and scatters with copies.
+    """
+    for name, function in (("_maybe_view_chunk_cat", _join_chunks), ("_chunk_or_narrow_cat", _stack_chunks)):
+        if hasattr(torch._utils, name):
+            copies = async_tp == (function is _join_chunks)
+            setattr(_functional_collectives, name, function if copies else getattr(torch._utils, name))
+
+
+def _join_chunks(gathered: Tensor, ranks: int, dim: int) -> Tensor:
+    return gathered if dim == 0 else torch.cat(gathered.chunk(ranks), dim)
+
+
+def _stack_chunks(tensor: Tensor, num_chunks: int, narrow_dim: int, cat_dim: int) -> Tensor:
+    if narrow_dim == 1 and cat_dim == 0 and len(tensor) == 1:
+        return tensor.reshape(num_chunks, -1, *tensor.shape[2:])
+    return torch.cat(tensor.chunk(num_chunks, narrow_dim), cat_dim)
+
+
 def apply_tensor_parallel(
     part: ModelPart, mesh: DeviceMesh, layout: ParallelismConfig, *, loss_in_head: bool, gather_float8: bool
 ) -> None:
@@ -245,6 +253,7 @@ def apply_tensor_parallel(
         mesh: the tp axis.
         layout: whether the residual stream is split, and whether the loss takes split logits.
     """
+    avoid_copies(layout.async_tp)
     stream: Placement = Shard(SEQUENCE_DIM) if layout.sequence_parallel else Replicate()
     logits: Placement = Shard(-1) if layout.loss_parallel else Replicate()
     styles: dict[Split, Callable[[], ParallelStyle | None]] = {
@@ -254,17 +263,18 @@ def apply_tensor_parallel(
         Split.NORM: lambda: (
             SequenceParallel(sequence_dim=SEQUENCE_DIM, use_local_output=True)
             if layout.sequence_parallel
-            else ReplicateParallel()
+            else replicated()
         ),
         Split.STREAM: lambda: styles[Split.NORM](),
-        Split.ENTRY: lambda: EntryParallel(stream),
-        Split.REPLICATED: ReplicateParallel,
-        Split.MODULATION: lambda: ModulationParallel(stream),
+        Split.ENTRY: lambda: entry(stream),
+        Split.REPLICATED: replicated,
+        Split.MODULATION: lambda: modulation(stream),
         Split.OUTPUT: lambda: ColwiseParallel(input_layouts=stream, output_layouts=Replicate()),
         Split.REGION: lambda: RegionParallel(stream),
         # Its input has this rank's heads, so its gradient is partial.
         Split.HEAD_NORM: lambda: SequenceParallel(sequence_dim=HEADS_DIM, use_local_output=True),
-        Split.WHOLE: WholeParallel,
+        # Maps DTensors to DTensors; partial gradients are reduced later.
+        Split.WHOLE: Distributed,
         # Experts that are split take the full stream; else each rank routes its part of it.
         Split.MIXTURE: lambda: RegionParallel(stream) if layout.splits_experts else None,
         Split.SHARED_EXPERTS: lambda: None if layout.splits_experts else RegionParallel(stream),
@@ -273,7 +283,7 @@ def apply_tensor_parallel(
         Split.EXPERTS: lambda: None,
         # The head returns local logits: pipeline stages and losses use plain tensors.
         Split.HEAD: lambda: (
-            LossInHeadParallel(stream)
+            head_with_loss(stream)
             if loss_in_head
             else ColwiseParallel(input_layouts=stream, output_layouts=logits)
         ),

@@ -3,7 +3,6 @@
     harness doctor                                 this machine
     harness doctor cluster=slurm_h100              a node of the cluster, or of this allocation
     harness doctor precision=float8_tensorwise     what a job in float8 needs, too
-    harness doctor --hub                           whether the hub answers, too
 
 Exit code 0: nothing fails that training needs; 2: something does.
 """
@@ -24,7 +23,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from harness.compose.arguments import Argument
 from harness.compose.verb import Result, Verb
 from harness.config.job import Job
 from harness.launch.faults import gpu_faults
@@ -37,7 +35,7 @@ from harness.util.tables import Table, to_text
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 HEADINGS = ("what", "found", "verdict", "what to do")
-GIB, SECONDS = 2**30, 20
+GIB, SECONDS, HUB_SECONDS = 2**30, 20, 3
 REDUCED_BYTES, REDUCED_TIMES = GIB, 20
 LEAST_SHARE = 0.8
 """Of a planned bandwidth, or of a data sheet's power."""
@@ -58,7 +56,6 @@ class Machine(NamedTuple):
     """Input of a check: the job, the GPUs that torch can use, and the first one if it is known."""
 
     job: Job
-    hub: bool
     gpus: int = 0
     known: Accelerator | None = None
 
@@ -68,13 +65,13 @@ def judged(found: str, is_right: object, advice: str) -> Finding:
     return Finding(found) if is_right else Finding(found, WARN, advice)
 
 
-def doctor(job: Job, _overrides: list[str], *, hub: bool) -> Result:
+def doctor(job: Job, _overrides: list[str]) -> Result:
     """Look at this machine, or at a node of the job's cluster."""
     if launched_ranks() is not None:
         raise UserError("harness doctor starts ranks itself; start it without torchrun")
     if job.cluster.dry_run:
-        return Result({"command": _srun(job, hub=hub)}, f"{shlex.join(_srun(job, hub=hub))}\n")
-    findings = look(job, hub=hub) if job.cluster.is_here else _look_at_a_node(job, hub=hub)
+        return Result({"command": _srun(job)}, f"{shlex.join(_srun(job))}\n")
+    findings = look(job) if job.cluster.is_here else _look_at_a_node(job)
     return Result(
         {"checks": [{"what": what, **finding._asdict()} for what, finding in findings.items()]},
         to_text(Table.of_cells(HEADINGS, [(what, *finding) for what, finding in findings.items()])),
@@ -82,15 +79,15 @@ def doctor(job: Job, _overrides: list[str], *, hub: bool) -> Result:
     )
 
 
-def look(job: Job, *, hub: bool) -> dict[str, Finding]:
+def look(job: Job) -> dict[str, Finding]:
     """Return what each check finds here."""
     with importing_torch():
         from torch import cuda
-    machine, findings = Machine(job, hub), {}
+    machine, findings = Machine(job), {}
     if job.cluster.device != "cpu" and cuda.is_available():
         cluster = job.cluster.with_device(cuda.get_device_name())
         known = None if cluster is None else cluster.gpu
-        machine = Machine(job, hub, cuda.device_count(), known)
+        machine = Machine(job, cuda.device_count(), known)
     for check in CHECKS:
         what = (check.__doc__ or "").partition(":")[0]
         try:
@@ -102,17 +99,17 @@ def look(job: Job, *, hub: bool) -> dict[str, Finding]:
     return findings
 
 
-def _look_at_a_node(job: Job, *, hub: bool) -> dict[str, Finding]:
+def _look_at_a_node(job: Job) -> dict[str, Finding]:
     require_slurm()
     here = replace(job, cluster=replace(job.cluster, kind="local", nodes=1)).to_json()
-    done = subprocess.run(_srun(job, hub=hub), input=here, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(_srun(job), input=here, stdout=subprocess.PIPE, text=True)
     answers = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode != 0 or not answers:
         raise MachineError(f"srun ended with exit code {done.returncode}: {done.stdout.strip()[-200:]}")
     return {what: Finding(*finding) for what, finding in json.loads(answers[-1]).items()}
 
 
-def _srun(job: Job, *, hub: bool) -> list[str]:
+def _srun(job: Job) -> list[str]:
     """Return the command of ``main`` on one whole node: of this allocation, or of one that srun makes."""
     config, ranks = replace(job.cluster, nodes=1), job.cluster.ranks_per_node or 1
     whole = replace(job.parallelism, dp_replicate=1, dp_shard=ranks, tp=1, pp=1, cp=1, ep=1)
@@ -123,14 +120,14 @@ def _srun(job: Job, *, hub: bool) -> list[str]:
     for name, value in options.items():
         if name not in ("signal", "requeue", "no-requeue"):
             command.append(f"--{name}" if value is True else f"--{name}={value}")
-    start = [config.python or sys.executable, "-m", "harness.tools.doctor", *(["hub"] if hub else [])]
+    start = [config.python or sys.executable, "-m", "harness.tools.doctor"]
     lines = "\n".join(["set -e", *shape.exports, *shape.setup, shlex.join(start)])
     return [*command, *config.srun_args, *shlex.split(config.container or ""), "bash", "-c", lines]
 
 
 def main() -> None:
     """Look at this node, for the job on standard input."""
-    findings = look(Job.from_json(sys.stdin.read()), hub="hub" in sys.argv[1:])
+    findings = look(Job.from_json(sys.stdin.read()))
     sys.stdout.write(f"{json.dumps(findings)}\n")
 
 
@@ -157,15 +154,16 @@ def _driver(machine: Machine) -> Finding:
 
     from harness.train.setup import driver_version, pick_device
 
-    text, wanted = f"torch {torch.__version__}, CUDA {torch.version.cuda}", machine.job.cluster.device
+    text = f"torch {torch.__version__}, CUDA {torch.version.cuda or 'none'}"
     if pick_device(machine.job).type == "cuda":
         return Finding(f"{text}, driver {driver_version() or 'unknown'}")
+    on_cpu = machine.job.cluster.device == "cpu"
     there = [each for each in PCI.glob("*/vendor") if each.read_text().strip() == "0x10de"]
     gpus = sum(each.with_name("class").read_text().startswith("0x03") for each in there)
-    if gpus and wanted != "cpu" and "CUDA_VISIBLE_DEVICES" not in os.environ:
+    if gpus and not on_cpu and "CUDA_VISIBLE_DEVICES" not in os.environ:
         works = "driver 580 or newer (in a container: --gpus all), or cluster.device=cpu"
         return Finding(f"{text}; {gpus} GPUs without a driver", FAIL, works)
-    return judged(f"{text}; no GPU", wanted == "cpu", "nothing, to train on the CPU")
+    return judged(f"{text}; no GPU", on_cpu, "nothing, to train on the CPU")
 
 
 def _gpus(machine: Machine) -> Finding:
@@ -269,15 +267,16 @@ def _slurm(machine: Machine) -> Finding:
 
 
 def _hub(machine: Machine) -> Finding:
-    """hub: whether it answers, if that is asked."""
+    """hub: whether it answers."""
     from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
 
-    if HF_HUB_OFFLINE or not machine.hub:
-        return Finding("HF_HUB_OFFLINE forbids it" if HF_HUB_OFFLINE else "not asked: harness doctor --hub")
+    if HF_HUB_OFFLINE:
+        return Finding("HF_HUB_OFFLINE forbids it")
     try:
-        urllib.request.urlopen(ENDPOINT, timeout=SECONDS).close()
+        urllib.request.urlopen(ENDPOINT, timeout=HUB_SECONDS).close()
     except OSError as error:
-        return Finding(f"{ENDPOINT}: {error}", WARN, "HF_ENDPOINT, HTTPS_PROXY, or copies of the files")
+        why = getattr(error, "reason", error)
+        return Finding(f"{ENDPOINT}: {why}", WARN, "HF_ENDPOINT, HTTPS_PROXY, or copies of the files")
     return Finding(f"{ENDPOINT} answers")
 
 
@@ -309,8 +308,7 @@ def _output(*command: str) -> str:
 
 
 CHECKS = (_host, _driver, _gpus, _links, _attention, _compiler, _slurm, _hub, _space)
-ASKS = (Argument("--hub", help="also ask whether the hub answers"),)
-VERB = Verb("doctor", doctor, job=Job, arguments=ASKS, has_json=True)
+VERB = Verb("doctor", doctor, job=Job, has_json=True)
 
 if __name__ == "__main__":
     main()
