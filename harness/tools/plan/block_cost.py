@@ -35,8 +35,8 @@ class ElementWise:
     router: float = 6
     """Per value of the residual stream, which routers read in 32 bits."""
     sort: float = 18
-    """Per value of a row of an expert: rows are copied in the experts' order, back, and added up in 32 bits
-    (``model/moe.py``)."""
+    """Per value of a row of an expert: rows are copied in the experts' order, back, and added up in 32 bits,
+    as in published runs. ``model/combine.py`` moves a third of it; what that saves, a GPU has to show."""
     exchanged: float = 8
     """The same, more: rows that came from other ranks are sorted by expert, and back
     (``parallelism/expert.py``)."""
