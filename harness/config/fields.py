@@ -342,7 +342,7 @@ def from_dict(
 
 
 GONE = {"metrics.wandb_tags": "tags"}
-"""Fields of earlier versions, with what to use."""
+"""Labels of earlier versions, with the fields that took their place."""
 
 
 def no_such_field(

@@ -98,7 +98,9 @@ def test_a_job_outlives_two_nodes(run: Path, survivor: Future[None]) -> None:
     assert len(list((run / "attempts").iterdir())) == 2
 
 
-def test_the_doctor_looks_at_a_node(slurm: Scheduler, tmp_path: Path) -> None:
+@pytest.mark.last
+def test_the_doctor_looks_at_a_node(slurm: Scheduler, survivor: Future[None], tmp_path: Path) -> None:
+    survivor.result()  # the nodes that it took away are back
     node = [*ON_SLURM, "cluster.ranks_per_node=1", "cluster.setup=[echo loaded]"]
     said = Commands(slurm, tmp_path).run("doctor", *node)
     found = {line.split()[0]: line for line in said.splitlines()}

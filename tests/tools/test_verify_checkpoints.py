@@ -129,9 +129,9 @@ def test_a_sweep_asks_for_it(tmp_path: Path, capsys: Capture) -> None:
     for seed, enable in ((1, "true"), (2, "true"), (3, "false")):
         typed = [f"training.seed={seed}", f"checkpoint.enable={enable}"]
         job = tiny(f"runs_dir={tmp_path}", "name=sweep", *typed)
-        folder = RunFolder(job.run_dir)
-        folder.plan(job, typed)
-        folder.set_status("completed")
+        run = RunFolder(job.run_dir)
+        run.plan(job, typed)
+        run.set_status("completed")
         points.append(Point(job.id, job.run_dir, typed))
     folder.add(points, [])
     paths = [write(point.run_dir / "checkpoints", 4) for point in points[:2]]
