@@ -313,6 +313,8 @@ def from_dict(
     known = {field.name for field in dataclasses.fields(cls)}
     if known_only:
         plain = {name: value for name, value in plain.items() if name in known}
+    elif unset is None:  # read from a file
+        plain = {name: value for name, value in plain.items() if f"{prefix}{name}" not in GONE}
     if unknown := set(plain) - known:
         name = sorted(unknown, key=str)[0]
         rule = no_such_field(str(name), hints, prefix, whole=cls.__name__)

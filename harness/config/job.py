@@ -13,17 +13,7 @@ from typing import Any, ClassVar, Self
 from harness.config.checkpoint import CheckpointConfig
 from harness.config.cluster import ClusterConfig
 from harness.config.data import DataConfig, TokenizerConfig
-from harness.config.fields import (
-    EXECUTION,
-    GONE,
-    LONGEST_NAME,
-    NUMERICS,
-    from_dict,
-    identity,
-    label,
-    leaves,
-    part,
-)
+from harness.config.fields import EXECUTION, LONGEST_NAME, NUMERICS, from_dict, identity, label, leaves, part
 from harness.config.metrics import MetricsConfig, ProfilingConfig
 from harness.config.model import ModelConfig
 from harness.config.optimizer import OptimizerConfig, ScheduleConfig
@@ -210,16 +200,11 @@ class Job:
     def from_stored(cls, ident: object, plain: dict[str, Any]) -> Job:
         """Build a job that this or an earlier version stored.
 
-        Fields that jobs no longer have are left out, if the id says that they had no effect. Labels are renamed.
+        Fields that jobs no longer have are left out, if the id says that they had no effect.
 
         Raises:
             ConfigError: an unknown field, or a value of the wrong type.
         """
-        for name, instead in GONE.items():
-            section, _, field = name.rpartition(".")
-            if isinstance(stored := plain.get(section), dict) and field in stored:
-                plain[instead] = stored[field] or plain.get(instead, [])
-                plain[section] = {key: value for key, value in stored.items() if key != field}
         try:
             job: Job = from_dict(cls, plain)
         except ConfigError:
