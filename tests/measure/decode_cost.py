@@ -1,13 +1,12 @@
 """Measures what one token of a generation takes: on a CPU, or counted on a virtual GPU.
 
-    python tests/measure/decode_cost.py model=llama3_debug                                        one rank, CPU
-    torchrun --nproc-per-node 2 tests/measure/decode_cost.py model=llama3_debug parallelism.tp=2  gloo
+    python tests/measure/decode_cost.py model=llama3_debug
+    torchrun --nproc-per-node 2 tests/measure/decode_cost.py model=llama3_debug parallelism.tp=2
     .venv-rehearsal/bin/python tests/measure/decode_cost.py model=llama3_8b precision=bf16 parallelism.tp=8
-                                                                          one rank of eight, on a virtual H100
 
-Overrides are those of `harness generate`. Weights are random, and zeros on a virtual GPU. A text is generated
-twice after one that is not counted, with few and with more tokens; the difference is that of the tokens
-between. Prints one line of JSON: processor time, and on a virtual GPU counts of a token and memory in GiB.
+The second has two ranks, the third is one rank of eight, on a virtual H100. Overrides are those of `harness
+generate`; weights are random, on a virtual GPU zeros. Texts of two lengths are generated after one that does
+not count; the figures are those of the tokens between. Prints a line of JSON, memory in GiB.
 """
 
 from __future__ import annotations
@@ -37,25 +36,22 @@ FEW, MORE, PROMPT = 8, 40, 64
 def main() -> None:
     if cuda_version() is not None and CONTROLLER not in os.environ:
         os.execve(sys.executable, [sys.executable, *sys.argv], environment(library()))
-    on_gpu = CONTROLLER in os.environ
-    device = "auto" if on_gpu else "cpu"
+    device = "auto" if CONTROLLER in os.environ else "cpu"
     typed = ["checkpoint=none", "tokenizer=bytes", f"cluster.device={device}", "generate.stop_at_end=false"]
     job = compose_job([*typed, *sys.argv[1:]], config_name="generate", schema=GenerateJob)
-    job = with_value(job, "training.seq_len", PROMPT + MORE)
     with ExitStack() as stack:
-        found = measure(job, stack, on_gpu=on_gpu)
+        found = measure(with_value(job, "training.seq_len", PROMPT + MORE), stack)
         if os.environ.get("RANK", "0") == "0":
             print(json.dumps(found), flush=True)
-        if on_gpu:
+        if device == "auto":
             os._exit(0)  # without the destructors of communicators
 
 
-def measure(job: GenerateJob, stack: ExitStack, *, on_gpu: bool) -> dict[str, Any]:
+def measure(job: GenerateJob, stack: ExitStack) -> dict[str, Any]:
     """What a token takes on this rank."""
     gpu = store = None
-    if on_gpu:
-        of = virtual_device(job)
-        gpu = VirtualGpu(of)
+    if CONTROLLER in os.environ:
+        gpu = VirtualGpu(virtual_device(job))
         os.environ.update(RANK="0", WORLD_SIZE=str(job.world_size), LOCAL_RANK="0")
     import torch
 
@@ -79,26 +75,20 @@ def measure(job: GenerateJob, stack: ExitStack, *, on_gpu: bool) -> dict[str, An
     model.load(None)  # type: ignore[arg-type]
     model.part.use_cache(job.training.seq_len)
     prompts = [Prompt("", [1] * (PROMPT - row % 3)) for row in range(job.generate.batch_size)]
-    tokenizer = build_tokenizer(job.tokenizer)
-
-    def generate(new: int) -> tuple[float, Any]:
+    counts, seconds = [], []
+    for new in (MORE, FEW, MORE):
         if gpu is not None:
             gpu.clear()
         began = time.process_time()
-        made = generate_texts(
-            model, prompts, with_value(job, "generate.max_new_tokens", new).generate, tokenizer
-        )
+        config = with_value(job, "generate.max_new_tokens", new).generate
+        made = generate_texts(model, prompts, config, build_tokenizer(job.tokenizer))
         assert all(len(text.tokens) == new for text in made.texts)
-        return time.process_time() - began, None if gpu is None else gpu.calls()
-
-    generate(FEW)
-    few, more = generate(FEW), generate(MORE)
-    tokens = MORE - FEW
-    found = {"cpu_ms": round((more[0] - few[0]) / tokens * 1e3, 2)}
+        seconds.append(time.process_time() - began)
+        counts.append(Counter() if gpu is None else counted(gpu.calls()))
+    counts[2].subtract(counts[1])
+    found = {"cpu_ms": round((seconds[2] - seconds[1]) / (MORE - FEW) * 1e3, 2)}
+    found |= {name: round(count / (MORE - FEW), 2) for name, count in sorted(counts[2].items()) if count}
     if gpu is not None:
-        counts = Counter(counted(more[1]))
-        counts.subtract(counted(few[1]))
-        found |= {name: round(count / tokens, 2) for name, count in sorted(counts.items()) if count}
         found["allocated"] = round(torch.cuda.memory_stats()["allocated_bytes.all.peak"] / GIB, 2)
     return found
 
@@ -113,15 +103,13 @@ def randomize(model: Any, _found: None) -> None:
             torch.nn.init.normal_(getattr(parameter, "_local_tensor", parameter), std=0.02)
 
 
-def counted(calls: Any) -> dict[str, int]:
-    """Calls by kind; collectives and waits each by itself."""
-    return {
-        "kernels": sum(calls.kernels.values()),
-        "products": sum(count for count, _ in calls.products.values()),
-        **{f"copies {how}": count for how, (count, _) in calls.copies.items()},
-        **{f"{kind} of {group}": count for (kind, group), (count, _) in calls.collectives.items()},
-        **{f"wait {' '.join(wait)}": count for wait, count in calls.waits.items()},
-    }
+def counted(calls: Any) -> Counter[str]:
+    """Calls by kind; copies, collectives and waits each by itself."""
+    found = {"kernels": sum(calls.kernels.values())}
+    found["products"] = sum(count for count, _ in calls.products.values())
+    found |= {f"copies {how}": count for how, (count, _) in calls.copies.items()}
+    found |= {kind: count for (kind, _), (count, _) in calls.collectives.items()}
+    return Counter(found | {f"wait {' '.join(wait)}": count for wait, count in calls.waits.items()})
 
 
 if __name__ == "__main__":

@@ -182,14 +182,6 @@ class Passes:
         self._lengths_B += 1
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Durations of one batch, seconds: the pass over the prompts, and all later passes."""
-
-    prefill: float
-    decode: float
-
-
 @torch.no_grad()
 def generate_batch(
     passes: Passes,
@@ -197,17 +189,11 @@ def generate_batch(
     numbers: Sequence[int],
     most: int,
     add: Callable[[int, int], bool],
-) -> Timing:
-    """Generate until every sequence has ended.
+) -> tuple[float, float]:
+    """Generate until every sequence has ended; return the seconds of the pass over prompts, and of the rest.
 
-    All ranks call it together, with the same ``most``; the ranks of one data-parallel position have the same
-    prompts, other positions may have others.
-
-    Args:
-        prompts: ids of each prompt, at least one.
-        numbers: of the sequences, for the sampler.
-        most: number of new tokens of a sequence.
-        add: called with a row and its new token; returns whether the sequence goes on.
+    All ranks call it together, those of one data-parallel position with the same prompts. ``add`` is called
+    with a row and its new token; it returns whether the sequence goes on.
     """
     model, open_rows = passes.model, set(range(len(prompts)))
     started = prefilled = time.perf_counter()
@@ -224,7 +210,7 @@ def generate_batch(
         if not left or _all_ended(not open_rows, model):
             break
         new = ahead or passes.next()
-    return Timing(prefilled - started, time.perf_counter() - prefilled)
+    return prefilled - started, time.perf_counter() - prefilled
 
 
 def _all_ended(ended: bool, model: InferenceModel) -> bool:
@@ -335,14 +321,15 @@ class _Batch:
     def run(self, passes: Passes, outcome: GeneratedTexts) -> None:
         """Generate, and add to the outcome's durations."""
         self._print(self.texts[0].prompt)
-        timing = generate_batch(passes, self.prompts, self.numbers, self.config.max_new_tokens, self._add)
+        most = self.config.max_new_tokens
+        prefill, decode = generate_batch(passes, self.prompts, self.numbers, most, self._add)
         for text, stream in zip(self.texts, self.streams, strict=True):
             self._print(stream.finish())
             text.text = stream.text
             if stream.is_stopped:  # perhaps by characters that were complete only now
                 text.ended_by = STOP
-        outcome.prefill_seconds += timing.prefill
-        outcome.decode_seconds += timing.decode
+        outcome.prefill_seconds += prefill
+        outcome.decode_seconds += decode
 
     def _add(self, row: int, token: int) -> bool:
         """Take a token; return whether the text goes on."""
