@@ -300,7 +300,7 @@ class _Batch:
         sampler = Sampler(of.temperature, of.top_k, of.top_p, of.seed, self.numbers)
         timing = generate_batch(model, self.prompts, sampler, of.max_new_tokens, self._add)
         for text, stream in zip(self.texts, self.streams, strict=True):
-            self._print(stream.finish())
+            self._print(f"{stream.finish()}\n")
             text.text = stream.text
             if stream.is_stopped:  # perhaps by characters that were complete only now
                 text.ended_by = STOP
