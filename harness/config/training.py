@@ -405,8 +405,8 @@ class CompileConfig:
     fullgraph: bool = execution(True)
     """Make a graph break inside a block an error; false runs Python between the graphs."""
     mode: str = execution("default", choices=TUNING, id_omits_default=True)
-    """What inductor tunes on the GPU in the first step: default, little; coordinate-descent, the shapes of its
-    Triton kernels; max-autotune-no-cudagraphs, also matrix products, which Triton may then compute."""
+    """What inductor tunes on the GPU in the first step: default, little; coordinate-descent, its Triton
+    kernels; max-autotune-no-cudagraphs, also matrix products, which Triton may then compute."""
 
     @property
     def blocks(self) -> bool:
