@@ -38,9 +38,7 @@ from harness.parallelism.tensor import summed
 EXPERTS_DIM, SEQUENCE_DIM = 0, 1
 
 
-def apply_expert_parallel(
-    part: ModelPart, mesh: Mesh, layout: ParallelismConfig, *, plain: bool = False
-) -> None:
+def apply_expert_parallel(part: ModelPart, mesh: Mesh, layout: ParallelismConfig, *, plain: bool) -> None:
     """Split the experts of a model part, in place, and set up its routers' counts; ``plain`` as there."""
     if not part.mixtures:
         return

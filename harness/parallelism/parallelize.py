@@ -40,8 +40,7 @@ def build_model_parts(job: Job, mesh: Mesh, device: torch.device) -> list[ModelP
 def build_on_meta(job: Job, mesh: Mesh, device: torch.device, *, plain: bool = False) -> list[ModelPart]:
     """Build and split the parts on the meta device: shapes and placements, no values.
 
-    Args:
-        plain: for passes without gradients, of plain tensors under tensor parallel.
+    With ``plain`` they are for passes without gradients, of plain tensors under tensor parallel.
     """
     layout, lengths = job.parallelism, len(job.sizes.lengths)
     prepare_compiler(job.compile, job.activation_checkpoint, layout, lengths)
