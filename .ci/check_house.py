@@ -28,7 +28,7 @@ BUDGETS = {
     "metrics": 1440,
     "run": 590,
     "precision": 600,
-    "parallelism": 2495,
+    "parallelism": 2500,
     "optimizer": 1140,
     "checkpoint": 2280,
     "weights": 3240,

@@ -15,7 +15,7 @@ from torch import Tensor
 from harness.config.job import Job
 from harness.data.tokenizer import Tokenizer, build_tokenizer
 from harness.model.cache import CachedPass
-from harness.tools.inference.generate import GenerateConfig, GenerateJob, Prompt
+from harness.tools.inference.generate import SECONDS, GenerateConfig, GenerateJob, Prompt
 from harness.tools.inference.model import InferenceModel
 from harness.train.step import HostCopy
 
@@ -219,7 +219,6 @@ def _all_ended(ended: bool, model: InferenceModel) -> bool:
 
 # Reasons why a text ended.
 LENGTH, END, STOP = "length", "end", "stop"
-SECONDS = ("load_seconds", "prefill_seconds", "decode_seconds")
 
 
 @dataclass
