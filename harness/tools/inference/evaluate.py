@@ -81,7 +81,7 @@ class EvaluateJob(InferenceJob):
     """Weights, tasks, and how they are scored."""
 
     def resolve(self, *, launched_ranks: int | None = None, gpus: int | None = None) -> Self:
-        """Also check the options of the evaluation; ConfigError names what is wrong with one."""
+        """Also check the options of the evaluation; raise ConfigError for a wrong one."""
         require_decoder(self.model, "scores text", "validation.interval of harness.train")
         options, most = self.evaluate, self.model.max_seq_len
         require_tasks("evaluate.tasks", options.tasks, lm_eval=True)

@@ -93,7 +93,7 @@ class GenerateJob(InferenceJob):
         return [with_quoted_text(each, "prompt") for each in super().spelled_out(overrides)]
 
     def resolve(self, *, launched_ranks: int | None = None, gpus: int | None = None) -> Self:
-        """Also check the options of the generation; ConfigError names what is wrong with one."""
+        """Also check the options of the generation; raise ConfigError for a wrong one."""
         if "" in self.generate.stop:
             raise ConfigError("generate.stop", self.generate.stop, "an empty string is in every text", "[]")
         if self.generate.chat and not self.generate.special_tokens:
