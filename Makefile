@@ -17,7 +17,7 @@ install: $(READY)  ## make the virtual environment and install what training nee
 dev: $(DEV)  ## install the rest too: all extras, tests and linters
 
 # TORCH is the build of PyTorch; set it where pip's default is not the one for the machine, e.g.
-# make install TORCH='torch==2.12.0'. All other packages have the versions and hashes of the two locks.
+# make install TORCH=torch==2.15.0. All other packages have the versions and hashes of the two locks.
 TORCH ?= torch==2.13.0
 LOCKED := install --quiet --no-deps --require-hashes
 $(READY): pyproject.toml requirements.lock

@@ -18,7 +18,6 @@ from harness.config.training import ScaleConfig
 from harness.model.architecture import architecture_of, resolve_model
 from harness.model.spec import tensors
 from harness.train.objective import objective_of
-from harness.util import torch_version
 from harness.util.errors import ConfigError, divisors
 
 if TYPE_CHECKING:
@@ -108,7 +107,6 @@ def _check_parts(job: Job) -> None:
         raise ConfigError("training.seq_len", job.training.seq_len, rule, f"at most {job.model.max_seq_len}")
     share = job.local_batch_size * job.accumulation_steps
     job.parallelism.validate(job.model, job.training.seq_len, job.local_batch_size, share)
-    check_torch(job)
     check_attention(job)
     check_conversations(job)
     check_precision(job)
@@ -141,31 +139,6 @@ def _check_parts(job: Job) -> None:
 
 FLEX_HEAD = 16
 """torch._inductor.kernel.flex: "embedding dimension of the query, key, and value must be at least 16"."""
-
-
-def check_torch(job: Job) -> None:
-    """Refuse what fails inside torch 2.11 and works with later versions.
-
-    Gradients in two passes need the metadata of a stage's inner nodes, which 2.11 does not have for
-    ``autograd.Function``. Compiled blocks, routing to experts and chunked losses are such functions.
-    """
-    layout = job.parallelism
-    if not torch_version().startswith("2.11."):
-        return
-    parts = {
-        "compiled blocks": job.compile.blocks,
-        "experts": job.model.moe.enabled,
-        "chunked losses": job.training.loss_chunks > 1,
-    }
-    failing = " and ".join(part for part, used in parts.items() if used)
-    if layout.splits_backward and failing:
-        field = "pp_schedule" if layout.pp_schedule_csv is None else "pp_schedule_csv"
-        rule = f"takes gradients in two passes, which torch 2.11 cannot with {failing}"
-        works = "parallelism.pp_schedule=Interleaved1F1B, or torch 2.13"
-        raise ConfigError(f"parallelism.{field}", getattr(layout, field), rule, works)
-    if job.model.mtp.depth and layout.tp > 1:
-        rule = f"torch 2.11 cannot predict several tokens with parallelism.tp={layout.tp}"
-        raise ConfigError("model.mtp.depth", job.model.mtp.depth, rule, "0, parallelism.tp=1, or torch 2.13")
 
 
 def check_compiled_experts(job: Job) -> None:

@@ -91,7 +91,7 @@ def rotate(x_BTHD: Tensor, table_2TD: Tensor, *, interleaved: bool = False) -> T
     if interleaved:
         x_BTHD = x_BTHD.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        # torch 2.11 compiles wrong gradients of _Rotation; a compiler fuses these operations anyway.
+        # A compiler fuses these operations itself.
         return _rotated(x_BTHD.float(), table_2TD, 1).type_as(x_BTHD)
     out: Tensor = _Rotation.apply(x_BTHD, table_2TD)
     return out

@@ -44,8 +44,7 @@ def prepare_compiler(
     budgeted = recompute.mode == "memory_budget"
     torch._functorch.config.activation_memory_budget = recompute.memory_budget if budgeted else 1.0
     # Tensor parallel puts device meshes into the graph. torch 2.13 refuses to estimate their size; it is 0.
-    if hasattr(torch._functorch.config, "unsafe_treat_script_objects_as_zero_size"):
-        torch._functorch.config.unsafe_treat_script_objects_as_zero_size = True
+    torch._functorch.config.unsafe_treat_script_objects_as_zero_size = True
     if layout.tp > 1:
         # torch 2.13 looks traced graphs up by the mesh of their DTensors, which ranks have in common; but in
         # the loss of a split vocabulary each rank has its own rows, and would get another rank's graph

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
@@ -59,11 +58,6 @@ class Stage(PipelineStage):
             self._check_all_found(result[1] or [])
         return result
 
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        # torch 2.11 also connects two stages of one rank, and gloo cannot send to its own rank.
-        operations = super()._get_init_p2p_neighbors_ops()
-        return [each for each in operations if each.group_peer != self.group_rank]
-
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         # After the weight pass, some gradients of a group are in reduce_dtype and others still in
         # param_dtype, and FSDP refuses to reduce them together. Its post_backward without synchronization
@@ -89,11 +83,8 @@ class Stage(PipelineStage):
 
 
 def parameter_groups(module: FSDPModule) -> list[Any]:
-    """Return FSDP's parameter groups of a module; before torch 2.13 there is at most one."""
-    state = module._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    """Return FSDP's parameter groups of a module."""
+    return list(module._get_fsdp_state()._fsdp_param_groups)
 
 
 def build_schedule(

@@ -229,9 +229,8 @@ def avoid_copies(async_tp: bool) -> None:
     torch 2.13 does so for gathers alone. Its pass for async_tp finds only gathers and scatters with copies.
     """
     for name, function in (("_maybe_view_chunk_cat", _join_chunks), ("_chunk_or_narrow_cat", _stack_chunks)):
-        if hasattr(torch._utils, name):
-            copies = async_tp == (function is _join_chunks)
-            setattr(_functional_collectives, name, function if copies else getattr(torch._utils, name))
+        copies = async_tp == (function is _join_chunks)
+        setattr(_functional_collectives, name, function if copies else getattr(torch._utils, name))
 
 
 def _join_chunks(gathered: Tensor, ranks: int, dim: int) -> Tensor:

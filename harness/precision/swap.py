@@ -22,7 +22,6 @@ from harness.model.moe import Experts
 from harness.model.spec import Split
 from harness.precision.grouped import build_grouped_product
 from harness.precision.linears import require_device
-from harness.util.errors import UserError
 
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
@@ -47,14 +46,8 @@ def swap_linears(
     modules = {name: module for name, module in part.named_modules() if name in converted}
     experts = [module for module in modules.values() if isinstance(module, Experts)]
     require_device(precision, device, experts=bool(experts))
-    try:
-        make = _mxfp8(precision) if precision.linear == "mxfp8" else _float8(precision)
-        multiply = build_grouped_product(precision) if experts else None
-    except ImportError as error:
-        raise UserError(
-            f"precision.linear={precision.linear}: this torchao does not have it ({error}); would work: "
-            "pip install -U torchao, 0.18 has every format"
-        ) from error
+    make = _mxfp8(precision) if precision.linear == "mxfp8" else _float8(precision)
+    multiply = build_grouped_product(precision) if experts else None
     for name, module in modules.items():
         if isinstance(module, Experts):
             assert multiply is not None

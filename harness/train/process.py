@@ -85,7 +85,7 @@ SHOWN = ("PYTORCH_ALLOC_CONF", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 
 
 def settings(job: Job, run_dir: Path) -> dict[str, str]:
-    """Environment variables of a rank, under the names of torch 2.11 to 2.13.
+    """Environment variables of a rank, under the names of torch 2.13 to 2.15.
 
     TORCH_NCCL_AVOID_RECORD_STREAMS is not set: it is the default since torch 2.8, and setting it only logs a
     warning.

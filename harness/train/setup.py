@@ -65,7 +65,7 @@ def pick_device(job: Job) -> torch.device:
 
 DRIVER = Path("/proc/driver/nvidia/version")
 DRIVERS = {580: "13.0", 525: "12.6"}
-"""Lowest driver for the versions of CUDA that torch 2.11 to 2.13 are built for (docs.nvidia.com/deploy, "CUDA
+"""Lowest driver for the versions of CUDA that torch 2.13 to 2.15 are built for (docs.nvidia.com/deploy, "CUDA
 Compatibility")."""
 
 

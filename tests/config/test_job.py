@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import copy
 import dataclasses
 import functools
@@ -15,13 +14,11 @@ from typing import Any
 
 import pytest
 
-from harness.compose import resolve as job_rules
 from harness.compose.composer import compose_job
 from harness.compose.overrides import with_one_length
 from harness.compose.resolve import resolve
 from harness.config.fields import EXECUTION, LABEL, NUMERICS, identity, label, leaves, numerics
 from harness.config.job import Job, differing_numerics, from_dict
-from harness.contrib.flux import objective_entry
 from harness.util.errors import ConfigError, UserError
 
 TINY = ("model=llama3_tiny", "data=synthetic", "tokenizer=bytes", "training.seq_len=64", "cluster.device=cpu")
@@ -302,39 +299,3 @@ def test_another_csv_schedule_is_another_job(tmp_path: Path) -> None:
 def test_without_validation_no_documents_need_to_be_held_out() -> None:
     assert job("validation.interval=5").validation.interval == 5
     assert job("data=python_stdlib", "data.validation_fraction=0").validation.interval == 0
-
-
-ZBV = "parallelism=pp parallelism.pp_schedule=ZBVZeroBubble"
-MTP = "model=deepseek_v3_debug model.mtp.depth=1"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (f"{ZBV} training.loss_chunks=4", "which torch 2.11 cannot with chunked losses; would work"),
-        (f"{ZBV} compile=on", "which torch 2.11 cannot with compiled blocks; would work: "),
-        (f"{ZBV} model=qwen3_moe_debug", "which torch 2.11 cannot with experts; would work: "),
-        (ZBV, ""),
-        ("parallelism=pp model=qwen3_moe_debug training.loss_chunks=4", ""),
-        (
-            f"{MTP} parallelism=tp",
-            "model.mtp.depth=1: torch 2.11 cannot predict several tokens with parallelism.tp=2; would work",
-        ),
-        (MTP, ""),
-        (
-            "model=flux_debug data=latents_synthetic training.seq_len=32 parallelism=tp",
-            "parallelism.tp=2: torch 2.11 cannot split the tokens that enter model.architecture=flux; would",
-        ),
-    ],
-)
-def test_what_fails_inside_torch_2_11_is_refused_there(
-    monkeypatch: pytest.MonkeyPatch, overrides: str, message: str
-) -> None:
-    def compose_with(version: str) -> None:
-        for each in (job_rules, objective_entry):
-            monkeypatch.setattr(each, "torch_version", lambda: version)
-        compose_job([*TINY, *overrides.split()])
-
-    compose_with("2.13.0+cpu")
-    with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
-        compose_with("2.11.0+cpu")

@@ -11,7 +11,6 @@ from harness.config.data_kinds import DATA_KINDS
 from harness.contrib.flux.config import PATCH, PIXELS, FlowConfig, SheetConfig, flow_of, flux_of, sheet_of
 from harness.metrics.columns import Metric
 from harness.train.objective import Objective
-from harness.util import torch_version
 from harness.util.errors import ConfigError, divisors
 
 if TYPE_CHECKING:
@@ -41,9 +40,6 @@ class FlowMatching(Objective):
     def check(self, job: Job) -> None:
         layout, training = job.parallelism, job.training
         self._check_length(job)
-        if layout.tp > 1 and torch_version().startswith("2.11."):
-            rule = "torch 2.11 cannot split the tokens that enter model.architecture=flux"
-            raise ConfigError("parallelism.tp", layout.tp, rule, "1, or torch 2.13")
         for field, value, works, why in (
             ("training.attention", training.attention, "sdpa", "attention is not causal"),
             ("training.loss_chunks", training.loss_chunks, 1, "the loss has no vocabulary"),

@@ -9,7 +9,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from harness.compose.overrides import OVERRIDE
-from harness.compose.resolve import check_torch, resolve, resolve_layout
+from harness.compose.resolve import resolve, resolve_layout
 from harness.config.cluster import count_gpus
 from harness.config.job import Job
 from harness.config.parallelism import AXES, ParallelismConfig
@@ -318,7 +318,6 @@ class Legality(Memo):
         recompute = replace(self.base.activation_checkpoint, mode=point.mode)
         layout = point.layout(self.base.parallelism)
         recompute.validate(self.base.compile, splits_backward=layout.splits_backward)
-        check_torch(replace(self.base, parallelism=layout))
 
     def _check_all(self, point: LayoutPoint) -> None:
         """Check all rules except those of formats; once those that no layout has an effect on."""

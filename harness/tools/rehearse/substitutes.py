@@ -50,8 +50,7 @@ def substitutes(job: Job, gpu: VirtualGpu, skew: float) -> Iterator[None]:
         undo.enter_context(patch.object(trainer, "loader_of", lambda job, _, rows: Zeros(job, len(rows))))
         undo.enter_context(patch.object(ExpertExchange, "_lengths", _lengths(skew)))
         undo.enter_context(patch.object(VarlenKernel, "mask", _mask))
-        if hasattr(PipelineStage, "_warmup_backward_result"):
-            undo.enter_context(patch.object(PipelineStage, "_warmup_backward_result", _shapes_are_known))
+        undo.enter_context(patch.object(PipelineStage, "_warmup_backward_result", _shapes_are_known))
         kernels = _cudnn_attention(gpu)
         yield
         kernels._destroy()
