@@ -160,7 +160,7 @@ def first_wrong(
     """
     for what, off in _in_order(expected, found, layout):
         if not off <= tolerances[what not in expected.scalars]:
-            return f"{what}, off by {off:.1e} of its norm"
+            return f"{what}, relative difference {off:.1e}"
     return None
 
 

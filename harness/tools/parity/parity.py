@@ -363,7 +363,7 @@ def line(verdict: Verdict) -> str:
         f"{verdict.layout:<28} {verdict.ranks:>5} "
         f"{verdict.loss:>9.1e} {verdict.gradient:>9.1e} {verdict.norm:>9.1e}  "
         f"{'ok     ' if verdict.passed else 'DIFFERS'}  {verdict.worst_parameter}\n"
-        f"{verdict.first_wrong and f'    first wrong: {verdict.first_wrong}'}"
+        + (f"    first wrong: {verdict.first_wrong}\n" if verdict.first_wrong else "")
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -128,7 +129,8 @@ def test_bfloat16_really_rounds(pool: RankPool) -> None:
 references: dict[str, Trace] = {}
 RECOMPUTED = "activation_checkpoint=full"
 MIXTURE, SINKS = "model=qwen3_moe_debug", "model=gpt_oss_debug"
-FURTHER = "model=deepseek_v3_debug model.mtp.depth=1"
+DEEPSEEK = "model=deepseek_v3_debug"
+FURTHER = f"{DEEPSEEK} model.mtp.depth=1"
 PLANTED = [
     (planted.denominator_of_own_tokens, "fsdp", "", "loss"),
     (planted.denominator_of_own_positions, "cp", "", "loss"),
@@ -138,7 +140,7 @@ PLANTED = [
     (planted.gradients_average, "hsdp", "", "gradient of output.weight"),
     (planted.gradients_of_experts_double, "fsdp_ep", MIXTURE, "gradient of layers.3.moe.experts.w3"),
     (planted.norm_of_own_stage, "pp_1f1b", "", "gradient norm"),
-    (planted.norm_without_sinks, "tp4", SINKS, "share of layers.0.attention.sinks in the gradient norm"),
+    (planted.norm_without_sinks, "tp", SINKS, "share of layers.0.attention.sinks in the gradient norm"),
     (planted.norm_without_experts, "fsdp_tp_ep", MIXTURE, "share of layers.0.moe.experts.w1 in the"),
     (planted.initialised_by_shard, "fsdp", "", "value of tok_embeddings.weight"),
     (planted.named_by_stage, "pp_1f1b", "", "value of layers.2.attention.wq.weight"),
@@ -148,7 +150,7 @@ PLANTED = [
     (planted.loss_of_one_context_rank, "cp", "", "loss"),
     (planted.normalizer_of_own_vocabulary, "tp_plain_chunked_loss", "", "loss"),
     (planted.gathered_logits_as_shards, "tp_no_loss_parallel", "", "loss"),
-    (planted.gathered_over_the_wrong_axis, "fsdp_tp", "", "output of layers.0.attention.wq, off"),
+    (planted.gathered_over_the_wrong_axis, "fsdp_tp", "", "output of layers.0.attention.wq,"),
     (planted.recomputed_over_the_wrong_axis, "fsdp_tp", RECOMPUTED, "gradient of layers.3.feed_forward.w3"),
     (
         planted.head_norms_not_summed,
@@ -156,9 +158,17 @@ PLANTED = [
         "model=qwen3_debug",
         "gradient of layers.3.attention.k_norm.weight",
     ),
-    (planted.router_gradients_not_summed, "tp4", MIXTURE, "gradient of layers.3.moe.router.weight"),
-    (planted.auxiliary_loss_of_own_tokens, "tp4", MIXTURE, "gradient of layers.3.moe.router.weight"),
-    (planted.loads_not_summed, "tp4", FURTHER, "value of layers.1.moe.balance_bias after the step"),
+    (planted.router_gradients_not_summed, "tp", MIXTURE, "gradient of layers.3.moe.router.weight"),
+    (planted.auxiliary_loss_of_own_tokens, "tp", MIXTURE, "gradient of layers.3.moe.router.weight"),
+    (
+        planted.auxiliary_loss_of_own_counts,
+        "tp_ep",
+        f"{DEEPSEEK} model.moe.aux_loss_coeff=1",
+        "gradient of layers.3.moe.router.weight",
+    ),
+    (planted.biases_of_every_rank, "tp_experts", SINKS, "gradient of layers.3.moe.experts.b2"),
+    (planted.rows_by_rank, "ep", DEEPSEEK, "output of layers.1.moe,"),
+    (planted.loads_not_summed, "tp", FURTHER, "value of layers.1.moe.balance_bias after the step"),
 ]
 
 
@@ -239,4 +249,4 @@ def test_verb_prints_a_table_and_fails_where_one_differs(capsys: pytest.CaptureF
     assert "skipped: parity.world_size=2" in capsys.readouterr().out
     job = with_value(job, "parity.gradient_tolerance", 0.0)
     assert parity.parity(job, ["data.mask_fraction=0.3"]).code == parity.EXIT_DIFFERS
-    assert "DIFFERS" in capsys.readouterr().out
+    assert re.search("DIFFERS.*\n    first wrong: step 1, .*, relative difference ", capsys.readouterr().out)

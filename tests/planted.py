@@ -18,7 +18,7 @@ from harness.data.loader import IGNORE_INDEX
 from harness.data.prefetch import count_valid
 from harness.launch.pool import RankPool
 from harness.model.decoder import Decoder
-from harness.model.moe import Experts
+from harness.model.moe import Experts, Router
 from harness.parallelism import context, execute, expert, fsdp, loss, materialize, parallelize, tensor
 from harness.parallelism.balance import Balance
 from harness.train.engine import Engine
@@ -31,8 +31,8 @@ def run_planted(plant: Plant, function: Callable[..., Any], *arguments: Any) -> 
         return function(*arguments)
 
 
-class PlantedPool:
-    """A pool of ranks on which jobs of several ranks run with an error."""
+class PlantedPool(RankPool):
+    """The ranks of another pool, on which jobs of several ranks run with an error."""
 
     def __init__(self, pool: RankPool, plant: Plant) -> None:
         self.pool, self.plant = pool, plant
@@ -300,3 +300,38 @@ def loads_not_summed() -> AbstractContextManager[Any]:
             original(self)
 
     return patch.object(Balance, "update_biases", update)
+
+
+def auxiliary_loss_of_own_counts() -> AbstractContextManager[Any]:
+    """The auxiliary loss has the loads of this rank's part of a sequence."""
+    return patch.object(expert, "_summed", lambda _groups, counts: counts)
+
+
+def biases_of_every_rank() -> AbstractContextManager[Any]:
+    """Every rank adds the bias of a product whose parts are then summed."""
+    return patch.object(Experts, "output_shares", property(lambda _: 1, lambda *_: None), create=True)
+
+
+def rows_by_rank() -> AbstractContextManager[Any]:
+    """Rows that experts receive stay ordered by rank, and not by expert."""
+    return patch.object(expert, "transposed", lambda x_SC, _lengths: x_SC)
+
+
+def router_gradients_too_large() -> AbstractContextManager[Any]:
+    """A tenth too large: less than other choices of experts change them, which rounding causes."""
+    original = Router.forward
+
+    def forward(self, x_BTC, balance_bias_E):  # type: ignore[no-untyped-def]
+        routing = original(self, x_BTC, balance_bias_E)
+        routing.weights_NK.register_hook(lambda gradient: 1.1 * gradient)
+        return routing
+
+    return patch.object(Router, "forward", forward)
+
+
+def documents_forgotten() -> AbstractContextManager[Any]:
+    """The executor loses the documents on its way to the model."""
+    original = execute.local_positions_of
+    return patch.object(
+        execute, "local_positions_of", lambda *batch: original(*batch)._replace(documents_BT=None)
+    )
