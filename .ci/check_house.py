@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # From the ground up, with budgets of lines. They go down with every deletion.
 BUDGETS = {
     "util": 1325,
-    "config": 4684,
+    "config": 4692,
     "data": 5190,
     "model": 2535,
     "metrics": 1440,
@@ -33,7 +33,7 @@ BUDGETS = {
     "checkpoint": 2280,
     "weights": 3240,
     "train": 3470,
-    "compose": 2771,
+    "compose": 2763,
     "launch": 4540,
     "tools": 15310,
     "contrib": 4450,

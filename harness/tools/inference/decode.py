@@ -324,7 +324,7 @@ class _Batch:
         most = self.config.max_new_tokens
         prefill, decode = generate_batch(passes, self.prompts, self.numbers, most, self._add)
         for text, stream in zip(self.texts, self.streams, strict=True):
-            self._print(stream.finish())
+            self._print(f"{stream.finish()}\n")
             text.text = stream.text
             if stream.is_stopped:  # perhaps by characters that were complete only now
                 text.ended_by = STOP
