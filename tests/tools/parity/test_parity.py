@@ -131,9 +131,11 @@ RECOMPUTED = "activation_checkpoint=full"
 MIXTURE, SINKS = "model=qwen3_moe_debug", "model=gpt_oss_debug"
 DEEPSEEK = "model=deepseek_v3_debug"
 FURTHER = f"{DEEPSEEK} model.mtp.depth=1"
+AUXILIARY = f"{DEEPSEEK} model.moe.aux_loss_coeff=1"
+HEAD_NORMS = "model=qwen3_debug"
 PLANTED = [
-    (planted.denominator_of_own_tokens, "fsdp", "", "loss"),
-    (planted.denominator_of_own_positions, "cp", "", "loss"),
+    (planted.denominator_of_own_tokens, "fsdp", "", "loss,"),
+    (planted.denominator_of_own_positions, "cp", "", "loss,"),
     (planted.further_loss_by_own_tokens, "fsdp", FURTHER, "loss of multi-token prediction"),
     (planted.further_loss_by_own_tokens, "cp_ulysses", FURTHER, "loss of multi-token prediction"),
     (planted.microbatches_average, "pp_1f1b", "", "gradient of output.weight"),
@@ -147,25 +149,15 @@ PLANTED = [
     (planted.own_positions_from_zero, "cp", "", "output of layers.0.attention.inner"),
     (planted.one_share_in_order, "cp", "", "output of tok_embeddings"),
     (planted.tokens_of_every_context_rank, "fsdp_cp", "", "number of tokens"),
-    (planted.loss_of_one_context_rank, "cp", "", "loss"),
-    (planted.normalizer_of_own_vocabulary, "tp_plain_chunked_loss", "", "loss"),
-    (planted.gathered_logits_as_shards, "tp_no_loss_parallel", "", "loss"),
+    (planted.loss_of_one_context_rank, "cp", "", "loss,"),
+    (planted.normalizer_of_own_vocabulary, "tp_plain_chunked_loss", "", "loss,"),
+    (planted.gathered_logits_as_shards, "tp_no_loss_parallel", "", "loss,"),
     (planted.gathered_over_the_wrong_axis, "fsdp_tp", "", "output of layers.0.attention.wq,"),
     (planted.recomputed_over_the_wrong_axis, "fsdp_tp", RECOMPUTED, "gradient of layers.3.feed_forward.w3"),
-    (
-        planted.head_norms_not_summed,
-        "tp4",
-        "model=qwen3_debug",
-        "gradient of layers.3.attention.k_norm.weight",
-    ),
+    (planted.head_norms_not_summed, "tp", HEAD_NORMS, "gradient of layers.3.attention.k_norm.weight"),
     (planted.router_gradients_not_summed, "tp", MIXTURE, "gradient of layers.3.moe.router.weight"),
     (planted.auxiliary_loss_of_own_tokens, "tp", MIXTURE, "gradient of layers.3.moe.router.weight"),
-    (
-        planted.auxiliary_loss_of_own_counts,
-        "tp_ep",
-        f"{DEEPSEEK} model.moe.aux_loss_coeff=1",
-        "gradient of layers.3.moe.router.weight",
-    ),
+    (planted.auxiliary_loss_of_own_counts, "tp_ep", AUXILIARY, "gradient of layers.3.moe.router.weight"),
     (planted.biases_of_every_rank, "tp_experts", SINKS, "gradient of layers.3.moe.experts.b2"),
     (planted.rows_by_rank, "ep", DEEPSEEK, "output of layers.1.moe,"),
     (planted.loads_not_summed, "tp", FURTHER, "value of layers.1.moe.balance_bias after the step"),
@@ -191,7 +183,8 @@ def test_a_planted_error_is_found(pool: RankPool, plant: Any, name: str, typed: 
 
 def made_up(scale: float = 1.0) -> Trace:
     gradient = {"a": torch.tensor([3.0, 4.0]) * scale, "b": torch.tensor([1.0])}
-    return Trace([2.0, 1.0], [5.0, 5.0], [100, 90], [gradient, gradient])
+    squares = {"a": 25.0 * scale**2, "b": 1.0}
+    return Trace([2.0, 1.0], [5.0, 5.0], [100, 90], [gradient] * 2, squares=[squares] * 2)
 
 
 def test_compare_takes_the_worst_of_every_rank() -> None:
@@ -209,10 +202,11 @@ def test_compare_takes_the_worst_of_every_rank() -> None:
         {"losses": [2.0, 1.0001]},
         {"norms": [5.0, 5.001]},
         {"valid_tokens": [100, 180]},
+        {"squares": [{"a": 25.0}] * 2},
         {"gradients": [{"a": torch.tensor([3.0, 4.0])}] * 2},
         {"gradients": [{"a": torch.tensor([3.0, math.nan]), "b": torch.tensor([1.0])}] * 2},
     ],
-    ids=["nan loss", "loss", "norm", "tokens", "missing gradient", "nan gradient"],
+    ids=["nan loss", "loss", "norm", "tokens", "share", "missing gradient", "nan gradient"],
 )
 def test_compare_fails(changes: dict[str, Any]) -> None:
     assert not compare("x", 1, made_up(), [replace(made_up(), **changes)], TOLERANCES).passed
