@@ -185,6 +185,10 @@ def check_gpu_options(job: Job, *, on_cpu: bool) -> None:
             ),
         ),
         (
+            *("parallelism.fsdp_prefetch", layout.fsdp_prefetch),
+            (layout.parameter_shards == 1, "FSDP gathers nothing: dp_shard x cp = 1", "1, or more dp_shard"),
+        ),
+        (
             *("compile.mode", job.compile.mode),
             (not (job.compile.enable and inductor), "inductor compiles nothing", "default, or compile=on"),
             (on_cpu, "tunes kernels of GPUs, and the ranks compute on CPUs", "default"),
@@ -196,7 +200,7 @@ def check_gpu_options(job: Job, *, on_cpu: bool) -> None:
         ),
     )
     for field, value, *checks in rules:
-        for broken, rule, works in checks if value not in (False, "default") else ():
+        for broken, rule, works in checks if value not in (False, 1, "default") else ():
             if broken:
                 raise ConfigError(field, value, rule, works)
 
