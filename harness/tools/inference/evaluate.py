@@ -108,9 +108,17 @@ class EvaluateJob(InferenceJob):
         """Inputs of the tasks, after ``evaluate.seq_len`` is set."""
         options = self.evaluate
         assert options.seq_len is not None, "the window is not known"
-        tokenizer, window = build_tokenizer(self.tokenizer), (options.seq_len, "evaluate.seq_len")
-        what = tokenizer, self.model.vocab_size, self.data, options.split
-        return Setting(*what, *window, options.stride, options.limit, options.special_tokens)
+        return Setting(
+            build_tokenizer(self.tokenizer),
+            self.model.vocab_size,
+            self.data,
+            options.split,
+            options.seq_len,
+            "evaluate.seq_len",
+            options.stride,
+            options.limit,
+            options.special_tokens,
+        )
 
     @property
     def wants_json(self) -> bool:
@@ -120,9 +128,18 @@ class EvaluateJob(InferenceJob):
 
 def rows_of(job: EvaluateJob, found: WeightFolder, results: Sequence[tuple[str, Metrics]]) -> list[Metrics]:
     """Rows of the file: metrics of each task, and what they were computed with."""
-    of, layout = job.evaluate, degrees_in_words(job.parallelism.degrees)
-    weights, when = (found.path, found.manifest.get("step"), job.model.name), (time.time(), versions())
-    about = *weights, of.seq_len, of.stride, of.limit, job.precision.param_dtype, layout, *when
+    about = (
+        found.path,
+        found.manifest.get("step"),
+        job.model.name,
+        job.evaluate.seq_len,
+        job.evaluate.stride,
+        job.evaluate.limit,
+        job.precision.param_dtype,
+        degrees_in_words(job.parallelism.degrees),
+        time.time(),
+        versions(),
+    )
     described = dict(zip(ABOUT, about, strict=True))
     return [flatten({"task": task, **metrics, **described}) for task, metrics in results]
 

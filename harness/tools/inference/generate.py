@@ -245,7 +245,7 @@ class Texts(Generator):
             f"--- {text.number + 1} of {count} ({text.ended_by})\n{text.prompt}{text.text}\n"
             for text in outcome.texts
         ]
-        return Result(as_dict(job, request.found.path, outcome), "" if streams else "".join(shown))
+        return Result(as_dict(job, request.found.path, outcome), "\n" if streams else "".join(shown))
 
 
 def _rates_in_words(outcome: Any) -> str:

@@ -182,17 +182,18 @@ def test_updates_and_recomputation(rehearsals: Rehearsals, override: str) -> Non
     "override",
     [
         *(f"compile={preset}" for preset in options("compile")),
-        "compile=on,compile.mode=coordinate-descent",
         *(f"cluster.accelerator={name}" for name in ("A100 SXM 80GB", "H200 SXM", "B200")),
     ],
 )
 def test_compilation_and_other_gpus(rehearsals: Rehearsals, override: str) -> None:
-    found = rehearsed(rehearsals, *SMALL, "parallelism=fsdp", *override.split(","))
+    found = rehearsed(rehearsals, *SMALL, "parallelism=fsdp", override)
     check(found)
     [figures] = found.ranks
     compiled = override.startswith("compile") and override != "compile=off"
     assert (figures.graphs > 0) == compiled
     assert any(name.startswith("triton_") for name in figures.kernels) == compiled
+    rotations = 0 if compiled else 2 * found.plan.job.model.n_layers
+    assert figures.kernels.get("_turn", 0) == rotations, "queries and keys at once, forward and backward"
     assert override.startswith("compile") or override.partition("=")[2].split()[0] in figures.device
 
 
