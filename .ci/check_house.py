@@ -24,7 +24,7 @@ BUDGETS = {
     "util": 1325,
     "config": 4684,
     "data": 5190,
-    "model": 2535,
+    "model": 2600,
     "metrics": 1440,
     "run": 590,
     "precision": 600,
@@ -39,7 +39,7 @@ BUDGETS = {
     "contrib": 4450,
 }
 ROOMS = tuple(BUDGETS)
-DOORS, FILES_AT_MOST, LINES_AT_MOST, TESTS_AT_MOST = 4, 277, 56_000, 34_970
+DOORS, FILES_AT_MOST, LINES_AT_MOST, TESTS_AT_MOST = 4, 277, 56_020, 34_970
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted((ROOT / "harness").rglob("*.py"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import re
@@ -21,6 +22,7 @@ import bare_loop
 import compare
 import gpu_cases
 import pass_memory as measure
+import run
 import titan_gpu
 
 from harness.compose.composer import compose_job
@@ -29,7 +31,6 @@ from harness.model.accounting import account
 from harness.model.decoder import Decoder
 
 EXPERIMENTS = Path(__file__).resolve().parents[1] / "experiments"
-MODEL = '{"dim": 64, "n_layers": 4, "n_heads": 8, "n_kv_heads": 4, "ffn_hidden_dim": 128, "vocab_size": 256}'
 
 
 def gpu_row(mode: str, side: str, number: int, rate: float, **more: Any) -> dict[str, Any]:
@@ -155,16 +156,15 @@ def test_gpu_cases_compose(mode: str, checkpointing: str) -> None:
         assert (job.precision.linear, job.precision.emulate) == (mode, True)
 
 
-def test_torchtitan_is_told_the_same(tmp_path: Path) -> None:
-    words = ["--model", MODEL, "--seq-len", "64", "--output", str(tmp_path / "x"), "--compile"]
-    words += ["--precision", "float8_rowwise", "--activation-checkpoint", "selective_op", "--batch", "2"]
-    flags = titan_gpu.torchtitan_flags(titan_gpu.parse_arguments(words), "folder")
-    settings = dict(zip(flags[:-1:2], flags[1::2], strict=True))
-    assert settings["--training.local_batch_size"] == settings["--training.global_batch_size"] == "2"
-    assert settings["--activation_checkpoint.mode"] == "selective"
-    assert settings["--activation_checkpoint.selective_ac_option"] == "op"
-    assert settings["--quantize.linear.float8.recipe_name"] == "rowwise"
-    assert flags[-1] == "--compile.enable"
+@pytest.mark.parametrize("mode", gpu_cases.TITAN_MODES)
+def test_torchtitan_is_told_the_same(mode: str, tmp_path: Path) -> None:
+    case = gpu_cases.Case("tiny", "selective_op", mode, n_layers=2, device="cpu", batch=2)
+    python = argparse.Namespace(titan_python="python")
+    words = run.titan_command(python, case, tmp_path / "x")
+    told = titan_gpu.parse_arguments(words[words.index("--model") :])
+    assert (told.batch, told.seq_len, told.steps) == (2, case.job().training.seq_len, case.steps)
+    assert (told.precision, told.compile) == (case.precision, case.compiled)
+    assert told.activation_checkpoint == "selective_op"
 
 
 def test_best_other_side() -> None:

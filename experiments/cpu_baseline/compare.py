@@ -1,4 +1,4 @@
-"""Measures training speed on this CPU against torchtitan 0.2.2 and a bare loop.
+"""Measures training speed on this CPU against torchtitan 0.3.0 and a bare loop.
 
     python experiments/cpu_baseline/compare.py --rounds 5 --titan-python PATH/TO/ENV/bin/python
     python experiments/cpu_baseline/compare.py --rounds 5 --titan-python PATH/TO/ENV/bin/python --compile \\
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="steps of a run; the first two do not count")
     parser.add_argument("--layouts", nargs="*", default=list(LAYOUTS), choices=list(LAYOUTS))
     parser.add_argument("--compile", action="store_true", help="compile on all sides")
-    parser.add_argument("--titan-python", help="interpreter of an environment with torchtitan 0.2.2")
+    parser.add_argument("--titan-python", help="interpreter of an environment with torchtitan 0.3.0")
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for number in range(arguments.rounds):
@@ -131,7 +131,7 @@ def run_torchtitan(layout: str, steps: int, python: str, *, compiled: bool) -> d
 
 
 FIGURES = (("tokens_per_second", "tokens/s"), ("first_step_seconds", "s to the first step"))
-OTHERS = {"torchtitan": "torchtitan 0.2.2", "bare": "bare loop"}
+OTHERS = {"torchtitan": "torchtitan 0.3.0", "bare": "bare loop"}
 
 
 def by_round(rows: list[dict[str, Any]], layout: str, side: str, figure: str) -> dict[int, float]:

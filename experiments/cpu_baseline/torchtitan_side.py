@@ -1,17 +1,17 @@
 """The torchtitan side of the comparison of training speed on a CPU.
 
 torchtitan is installed for the measurement only and is no dependency of the project. What runs is
-torchtitan's own entry point, ``torchtitan.train.main``, with its own ``Trainer``: its Llama 3 model, its
-parallelisation (``parallelize_llama``: sequence and loss parallel under tensor parallelism, FSDP2 per block),
-its loss, clipping, optimizer and schedule builders, its training step and its metrics processor, configured
-by its own command line flags. Nothing in its installation is changed. The rest is:
+torchtitan's own ``Trainer``: its Llama 3 model, its parallelisation (``parallelize_llama``: sequence and loss
+parallel under tensor parallelism, FSDP2 per block), its loss, clipping, optimizer and schedule builders, its
+training step and its metrics processor, from a ``Trainer.Config`` as its registry of configurations has
+them. Nothing in its installation is changed. The rest is:
 
-* a ``TrainSpec``, registered the way torchtitan offers it, which adds the measured model size and feeds
-  random tokens through torchtitan's own data loader instead of a tokenised corpus;
+* the measured model size, random tokens from a loader of torchtitan's kind, and its scaled dot product
+  attention in the place of FlexAttention, which has no backward pass on CPUs;
 * a subclass of ``Trainer`` that reads the clock around its methods;
 * what torchtitan lacks to run without an accelerator (``run_torchtitan_on_cpu``): it assumes CUDA where it
-  finds none, asks the device module for a name, memory statistics and an integer device index, imports
-  Triton for its mixtures of experts, and reduces gradients by an operation that only NCCL has.
+  finds none, asks the device module for a name, memory statistics and an integer device index, and reduces
+  gradients by an operation that only NCCL has. Its environment needs the package triton, which it imports.
 
 It measures speed and says nothing of losses: on a mesh of CPUs every rank draws the initial values of its own
 shard from the same seed, so the shards begin equal and the layouts begin from different weights.
@@ -38,14 +38,12 @@ import subprocess
 import sys
 import tempfile
 import time
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 START_VARIABLE = "HARNESS_BENCH_START"
-MODEL_NAME, FLAVOR = "llama3_measured", "measured"
 WARMUP_STEPS = 2
 
 
@@ -129,39 +127,6 @@ def launch(arguments: argparse.Namespace) -> int:
     return subprocess.run(command, env=environment, check=False).returncode
 
 
-def torchtitan_flags(arguments: argparse.Namespace, folder: str) -> list[str]:
-    """torchtitan's command line for the measured job: its defaults, but for what is said here."""
-    layout = LAYOUTS[arguments.layout]
-    settings = {
-        "job.dump_folder": folder,
-        "job.description": f"cpu baseline {arguments.layout}",
-        "model.name": MODEL_NAME,
-        "model.flavor": FLAVOR,
-        "model.hf_assets_path": folder,
-        "optimizer.name": "AdamW",
-        "optimizer.implementation": arguments.optimizer,
-        "lr_scheduler.warmup_steps": WARMUP_STEPS,
-        "training.local_batch_size": arguments.batch // layout.fsdp,
-        "training.global_batch_size": arguments.batch,
-        "training.seq_len": arguments.seq_len,
-        "training.steps": arguments.steps,
-        "training.dtype": "float32",
-        "training.mixed_precision_param": "float32",
-        "training.mixed_precision_reduce": "float32",
-        "parallelism.data_parallel_shard_degree": layout.fsdp,
-        "parallelism.tensor_parallel_degree": layout.tp,
-        "activation_checkpoint.mode": "none",
-        "metrics.log_freq": arguments.log_frequency,
-        "debug.seed": arguments.seed,
-    }
-    return [*flags(settings), *(["--compile.enable"] if arguments.compile else [])]
-
-
-def flags(settings: dict[str, Any]) -> list[str]:
-    """Settings as torchtitan's command line has them."""
-    return [part for name, value in settings.items() for part in (f"--{name}", str(value))]
-
-
 def run_torchtitan_on_cpu() -> None:
     """Gives torchtitan a CPU where it looks for an accelerator; to be called before anything imports it.
 
@@ -170,9 +135,7 @@ def run_torchtitan_on_cpu() -> None:
     2. ``torch.cpu`` stands in as its device module, with what that lacks or answers in another form: an
        integer ``current_device`` (for a barrier's device index), a device name, a capacity, and empty memory
        statistics.
-    3. Importing any of it imports its Triton kernels for mixtures of experts. Where Triton is missing, that
-       one module is an empty one, whose function is never called here.
-    4. It sums gradients over FSDP ranks by NCCL's premultiplied sum with factor one, which gloo has not: FSDP
+    3. It sums gradients over FSDP ranks by NCCL's premultiplied sum with factor one, which gloo has not: FSDP
        is told to use a plain sum, which computes the same and costs nothing more.
     """
     import torch
@@ -206,11 +169,6 @@ def run_torchtitan_on_cpu() -> None:
         def empty_cache() -> None:
             pass
 
-    if importlib.util.find_spec("triton") is None:
-        kernels: Any = types.ModuleType("torchtitan.models.moe.kernels")
-        kernels.generate_permute_indices = None
-        sys.modules[kernels.__name__] = kernels
-
     with (
         mock.patch("torch._utils._get_available_device_type", lambda: "cpu"),
         mock.patch("torch._utils._get_device_module", lambda _: CpuDeviceModule),
@@ -221,9 +179,9 @@ def run_torchtitan_on_cpu() -> None:
         raise SystemExit("torchtitan was imported before it was told to run on the CPU")
 
     from torch.distributed.fsdp import FSDPModule
-    from torchtitan.models.llama3.infra import parallelize
+    from torchtitan.distributed import fsdp
 
-    disable_division = parallelize.disable_fsdp_gradient_division
+    disable_division = fsdp.disable_fsdp_gradient_division
 
     def disable_division_by_plain_sum(model: torch.nn.Module) -> None:
         disable_division(model)
@@ -231,57 +189,91 @@ def run_torchtitan_on_cpu() -> None:
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)
 
-    parallelize.disable_fsdp_gradient_division = disable_division_by_plain_sum
+    fsdp.disable_fsdp_gradient_division = disable_division_by_plain_sum
 
 
-def register_model(shape: Shape, seed: int) -> None:
-    """Registers a size of Llama 3, with random tokens as its data."""
+def configuration(shape: Shape, folder: str, *, batch: int, seq_len: int, steps: int, seed: int = 0) -> Any:
+    """torchtitan's ``Trainer.Config`` for a Llama of this shape and random tokens."""
     import torch
     from torch.utils.data import IterableDataset
+    from torchtitan.components.checkpoint import CheckpointManager
     from torchtitan.components.dataloader import ParallelAwareDataloader
+    from torchtitan.components.loss import CrossEntropyLoss
+    from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+    from torchtitan.components.tokenizer import BaseTokenizer
+    from torchtitan.config import DebugConfig, TrainingConfig
     from torchtitan.models import llama3
-    from torchtitan.protocols.train_spec import register_train_spec
+    from torchtitan.models.common import ComplexRoPE
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+    from torchtitan.trainer import Trainer
 
     class RandomTokens(IterableDataset):
-        """Endless sequences in the form of torchtitan's text dataset."""
+        """Endless sequences in the form of torchtitan's text dataset, without documents."""
 
-        def __init__(self, seq_len: int, dp_rank: int) -> None:
-            self.seq_len = seq_len
+        def __init__(self, dp_rank: int) -> None:
             self.generator = torch.Generator().manual_seed(seed * 1000 + dp_rank)
 
         def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
             while True:
-                tokens = torch.randint(shape.vocab_size, (self.seq_len + 1,), generator=self.generator)
+                tokens = torch.randint(shape.vocab_size, (seq_len + 1,), generator=self.generator)
                 yield {"input": tokens[:-1]}, tokens[1:]
 
-    def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any) -> Any:
-        training = job_config.training
-        return ParallelAwareDataloader(
-            RandomTokens(training.seq_len, dp_rank),
-            dp_rank=dp_rank,
-            dp_world_size=dp_world_size,
-            **{**dataclasses.asdict(training.dataloader), "batch_size": training.local_batch_size},
-        )
+    class RandomLoader(ParallelAwareDataloader):
+        @dataclasses.dataclass(kw_only=True, slots=True)
+        class Config(ParallelAwareDataloader.Config):
+            pass
 
-    # torchtitan's rule for the hidden size: two thirds of 4 * dim, times a factor, rounded up to a multiple
-    # of multiple_of. Half a unit less than what is wanted is rounded up to just that.
-    model_args = llama3.TransformerModelArgs(
-        dim=shape.dim,
+        def __init__(
+            self, config: Any, *, dp_world_size: int, dp_rank: int, local_batch_size: int, **_: Any
+        ) -> None:
+            super().__init__(RandomTokens(dp_rank), dp_rank, dp_world_size, batch_size=local_batch_size)
+
+    class NoTokenizer(BaseTokenizer):
+        @dataclasses.dataclass(kw_only=True, slots=True)
+        class Config(BaseTokenizer.Config):
+            pass
+
+        def __init__(self, config: Any, **_: Any) -> None:
+            super().__init__()
+
+        def encode(self, *_: Any, **__: Any) -> list[int]:
+            raise AssertionError("random tokens need no tokenizer")
+
+        decode = get_vocab_size = encode
+
+    spec = llama3.model_registry("debugmodel", attn_backend="flex")
+    model = spec.model
+    model.dim, model.vocab_size = shape.dim, shape.vocab_size
+    model.tok_embeddings.num_embeddings, model.tok_embeddings.embedding_dim = shape.vocab_size, shape.dim
+    model.norm.normalized_shape = shape.dim
+    model.lm_head.in_features, model.lm_head.out_features = shape.dim, shape.vocab_size
+    rope = ComplexRoPE.Config(dim=shape.dim // shape.n_heads, max_seq_len=seq_len, theta=500000)
+    # The function that builds the layers of torchtitan's own sizes (0.3.0).
+    model.layers = llama3._build_llama3_layers(
         n_layers=shape.n_layers,
+        dim=shape.dim,
         n_heads=shape.n_heads,
         n_kv_heads=shape.n_kv_heads,
-        vocab_size=shape.vocab_size,
-        multiple_of=shape.ffn_hidden_dim,
-        ffn_dim_multiplier=(shape.ffn_hidden_dim - 0.5) / (2 * 4 * shape.dim // 3),
-        rope_theta=500000,
+        hidden_dim=shape.ffn_hidden_dim,
+        rope=rope,
+        attn_backend="flex",
     )
-    spec = dataclasses.replace(
-        llama3.get_train_spec(),
-        model_args={FLAVOR: model_args},
-        build_dataloader_fn=build_dataloader,
-        build_tokenizer_fn=None,
+    for layer in model.layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    return Trainer.Config(
+        model_spec=spec,
+        hf_assets_path=folder,
+        dump_folder=folder,
+        loss=CrossEntropyLoss.Config(global_vocab_size=shape.vocab_size),
+        tokenizer=NoTokenizer.Config(),
+        dataloader=RandomLoader.Config(),
+        optimizer=default_adamw(),
+        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=WARMUP_STEPS),
+        training=TrainingConfig(local_batch_size=batch, seq_len=seq_len, steps=steps),
+        checkpoint=CheckpointManager.Config(enable=False),
+        debug=DebugConfig(seed=seed, enable_structured_logging=False),
+        activation_checkpoint=None,
     )
-    register_train_spec(MODEL_NAME, spec)
 
 
 @dataclasses.dataclass
@@ -300,23 +292,15 @@ class Clock:
         return result
 
 
-def refuse_other_hidden_size(model: Any, shape: Shape) -> None:
-    """Ends the process if torchtitan's rule has led elsewhere."""
-    hidden = model.layers["0"].feed_forward.w1.out_features
-    if hidden != shape.ffn_hidden_dim:
-        raise SystemExit(f"the feed-forward's hidden size is {hidden}, not {shape.ffn_hidden_dim}")
-
-
 def timed_trainer(clock: Clock, facts: dict[str, Any]) -> type:
     """torchtitan's ``Trainer``, with the clock read around its step, forward and backward, and optimizer."""
     import torch
-    from torchtitan.train import Trainer
+    from torchtitan.trainer import Trainer
 
     class TimedTrainer(Trainer):
-        def __init__(self, job_config: Any) -> None:
-            super().__init__(job_config)
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
             (model,) = self.model_parts
-            refuse_other_hidden_size(model, CPU_SHAPE)
             (optimizer,) = self.optimizers
             facts.update(
                 parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -343,6 +327,20 @@ def timed_trainer(clock: Clock, facts: dict[str, Any]) -> type:
     return TimedTrainer
 
 
+def run(trainer: type, config: Any) -> None:
+    """Do what torchtitan.train.main does with a configuration."""
+    import torch
+    from torchtitan.tools.logging import init_logger
+
+    init_logger()
+    training = trainer(config)
+    try:
+        training.train()
+    finally:
+        training.close()
+    torch.distributed.destroy_process_group()
+
+
 def versions() -> dict[str, str]:
     import torch
 
@@ -358,14 +356,25 @@ def train(arguments: argparse.Namespace) -> None:
     if importlib.util.find_spec("torchtitan") is None:
         raise SystemExit(f"{sys.executable} has no torchtitan; name one that has it with --python")
     clock, facts = Clock(), dict[str, Any]()
+    layout = LAYOUTS[arguments.layout]
+    run_torchtitan_on_cpu()
     with tempfile.TemporaryDirectory() as folder:
-        # torchtitan reads the command line while it is imported.
-        sys.argv = [sys.argv[0], *torchtitan_flags(arguments, folder)]
-        run_torchtitan_on_cpu()
-        register_model(CPU_SHAPE, arguments.seed)
-        from torchtitan.train import main
-
-        main(timed_trainer(clock, facts))
+        config = configuration(
+            CPU_SHAPE,
+            folder,
+            batch=arguments.batch // layout.fsdp,
+            seq_len=arguments.seq_len,
+            steps=arguments.steps,
+            seed=arguments.seed,
+        )
+        config.training.disable_cuda_graphs = True
+        config.training.mixed_precision_param = "float32"
+        config.parallelism.data_parallel_shard_degree = layout.fsdp
+        config.parallelism.tensor_parallel_degree = layout.tp
+        config.optimizer.implementation = arguments.optimizer
+        config.metrics.log_freq = arguments.log_frequency
+        config.compile.enable = arguments.compile
+        run(timed_trainer(clock, facts), config)
 
     if int(os.environ.get("RANK", "0")) != 0:
         return
@@ -374,7 +383,6 @@ def train(arguments: argparse.Namespace) -> None:
         name: statistics.median(getattr(clock, name)[WARMUP_STEPS:])
         for name in ("step", "forward_backward", "optimizer")
     }
-    layout = LAYOUTS[arguments.layout]
     report = {
         "side": "torchtitan",
         "layout": arguments.layout,

@@ -1,7 +1,7 @@
 """Measures Llama 3 shapes on one GPU, whatever it is: precisions, compile, recomputation, torchtitan.
 
     python experiments/gpu_single/run.py                                 # all of it: some hours
-    python experiments/gpu_single/run.py --titan-python ENV/bin/python   # torchtitan 0.2.2 in turn with it
+    python experiments/gpu_single/run.py --titan-python ENV/bin/python   # torchtitan 0.3.0 in turn with it
     python experiments/gpu_single/run.py --shapes 8B --activation-checkpoint selective_op --rounds 1
     python experiments/gpu_single/run.py --dry-run                       # what would run, and what would fit
     python experiments/gpu_single/run.py --device cpu --shapes tiny      # the same without a GPU, to try it
@@ -79,7 +79,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--layers", type=int, help="layers of shapes that are cut, instead of the number that fits"
     )
-    parser.add_argument("--titan-python", help="interpreter of an environment with torchtitan 0.2.2")
+    parser.add_argument("--titan-python", help="interpreter of an environment with torchtitan 0.3.0")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds for one run")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu_single")
     parser.add_argument("--dry-run", action="store_true", help="list what would run, and run nothing")
@@ -198,7 +198,9 @@ def measure_group(arguments: argparse.Namespace, facts: Row, shape: str, checkpo
 def run_rounds(arguments: argparse.Namespace, facts: Row, sized: dict[str, cases.Case]) -> Iterator[Row]:
     """A row for each run; what has failed is not run again."""
     sides = ["harness", "torchtitan"] if arguments.titan_python else ["harness"]
-    pairs = [(mode, side) for mode in sized for side in sides]
+    pairs = [
+        (mode, side) for mode in sized for side in sides if side == "harness" or mode in cases.TITAN_MODES
+    ]
     failed: set[tuple[str, str]] = set()
     for number in range(arguments.rounds):
         for mode, side in order_of(pairs, number):
@@ -309,7 +311,7 @@ def dry_lines(arguments: argparse.Namespace, facts: Row, shape: str, checkpointi
         size = f"{job.model.n_layers} layers, about {needed:.1f} of {facts['memory'] / GIB:.1f} GiB"
         left_out = "; would be left out" if n_layers == 0 else ""
         lines.append(f"{shape}, {checkpointing}, {mode}: {size}{left_out}\n  {' '.join(case.overrides())}")
-        if arguments.titan_python:
+        if arguments.titan_python and mode in cases.TITAN_MODES:
             lines.append(f"  torchtitan: {' '.join(titan_command(arguments, case, Path('out.json'))[5:])}")
     return lines
 

@@ -1,9 +1,9 @@
-"""The torchtitan side of the measurement on one GPU: its own entry point, trainer and command line.
+"""The torchtitan side of the measurement on one GPU: its own trainer and configuration.
 
     python -m torch.distributed.run --standalone --nproc-per-node 1 titan_gpu.py \\
         --model '{"dim": 4096, "n_layers": 8, ...}' --precision bf16 --compile --output out.json
 
-What runs is described in ``experiments/cpu_baseline/torchtitan_side.py``, whose model registration with
+What runs is described in ``experiments/cpu_baseline/torchtitan_side.py``, whose configuration with
 random tokens is used here; nothing in torchtitan's installation is changed. Speed is tokens over the
 wall-clock time of the steps after the warm-up: the device is waited for before the first of them and after
 the last, and not in between. With ``--device cpu`` it runs where there is no GPU, to be tried.
@@ -24,35 +24,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "cpu_baseline"))
 
-from torchtitan_side import (
-    FLAVOR,
-    MODEL_NAME,
-    Shape,
-    flags,
-    refuse_other_hidden_size,
-    register_model,
-    run_torchtitan_on_cpu,
-)
+from torchtitan_side import Shape, configuration, run, run_torchtitan_on_cpu
 
-ACTIVATION_CHECKPOINTS = {
-    "none": {"activation_checkpoint.mode": "none"},
-    "selective_op": {
-        "activation_checkpoint.mode": "selective",
-        "activation_checkpoint.selective_ac_option": "op",
-    },
-    "full": {"activation_checkpoint.mode": "full"},
-}
-FLOAT8 = "quantize.linear.float8"
-PRECISIONS: dict[str, dict[str, str]] = {
-    "bf16": {},
-    # Without a recipe it is scaled by tensors. The head stays in bfloat16 on both sides.
-    "float8_tensorwise": {"model.converters": FLOAT8, f"{FLOAT8}.filter_fqns": "output"},
-    "float8_rowwise": {
-        "model.converters": FLOAT8,
-        f"{FLOAT8}.filter_fqns": "output",
-        f"{FLOAT8}.recipe_name": "rowwise",
-    },
-}
+PRECISIONS = {"bf16": None, "float8_rowwise": "rowwise"}
+"""Recipes of torchtitan's float8 converter; 0.3.0 has none that scales by tensors."""
 
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
@@ -63,52 +38,47 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup-steps", type=int, default=5)
     parser.add_argument("--precision", choices=sorted(PRECISIONS), default="bf16")
-    parser.add_argument("--activation-checkpoint", choices=list(ACTIVATION_CHECKPOINTS), default="none")
+    parser.add_argument("--activation-checkpoint", choices=("none", "selective_op", "full"), default="none")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--output", type=Path, required=True, help="JSON file that is written")
     return parser.parse_args(words)
 
 
-def torchtitan_flags(arguments: argparse.Namespace, folder: str) -> list[str]:
-    """torchtitan's command line for the measured job: its defaults, except the options set here."""
-    settings = {
-        "job.dump_folder": folder,
-        "model.name": MODEL_NAME,
-        "model.flavor": FLAVOR,
-        "model.hf_assets_path": folder,
-        "optimizer.name": "AdamW",
-        "optimizer.implementation": "fused",
-        "lr_scheduler.warmup_steps": 2,
-        "training.local_batch_size": arguments.batch,
-        "training.global_batch_size": arguments.batch,
-        "training.seq_len": arguments.seq_len,
-        "training.steps": arguments.steps,
-        "training.mixed_precision_param": "bfloat16",
-        "training.mixed_precision_reduce": "float32",
-        # Logging waits for the device; it does so in the first step only.
-        "metrics.log_freq": arguments.steps + 1,
-        **ACTIVATION_CHECKPOINTS[arguments.activation_checkpoint],
-        **PRECISIONS[arguments.precision],
-    }
-    emulate = arguments.device == "cpu" and arguments.precision != "bf16"
-    return [
-        *flags(settings),
-        *(["--compile.enable"] if arguments.compile else []),
-        *([f"--{FLOAT8}.emulate"] if emulate else []),
-    ]
+def measured_configuration(arguments: argparse.Namespace, shape: Shape, folder: str) -> Any:
+    """torchtitan's configuration of the measured job: its defaults, except the options set here."""
+    from torchtitan.components.quantization import Float8LinearConverter
+    from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+
+    sizes = {"batch": arguments.batch, "seq_len": arguments.seq_len, "steps": arguments.steps}
+    config = configuration(shape, folder, **sizes)
+    if recipe := PRECISIONS[arguments.precision]:
+        converter = Float8LinearConverter.Config(
+            recipe_name=recipe,
+            filter_fqns=["lm_head"],  # the head stays in bfloat16 on both sides
+            emulate=arguments.device == "cpu",
+            model_compile_enabled=arguments.compile,
+        )
+        config.model_spec.model = converter.build().convert(config.model_spec.model)
+    recomputation = {"none": None, "selective_op": SelectiveAC.Config(), "full": FullAC.Config()}
+    config.activation_checkpoint = recomputation[arguments.activation_checkpoint]
+    config.compile.enable = arguments.compile
+    # Graphs on by default capture the step; ours are off too.
+    config.training.disable_cuda_graphs = True
+    # Logging waits for the device; it does so in the first step only.
+    config.metrics.log_freq = arguments.steps + 1
+    return config
 
 
-def measured_trainer(arguments: argparse.Namespace, shape: Shape, report: dict[str, Any]) -> type:
+def measured_trainer(arguments: argparse.Namespace, report: dict[str, Any]) -> type:
     """torchtitan's ``Trainer``, with the clock read around the steps that count."""
     import torch
-    from torchtitan.train import Trainer
+    from torchtitan.trainer import Trainer
 
     class MeasuredTrainer(Trainer):
-        def __init__(self, job_config: Any) -> None:
-            super().__init__(job_config)
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
             (model,) = self.model_parts
-            refuse_other_hidden_size(model, shape)
             report["parameters"] = sum(parameter.numel() for parameter in model.parameters())
             self.done = 0
 
@@ -143,16 +113,11 @@ def main() -> None:
     arguments = parse_arguments()
     shape = Shape(**json.loads(arguments.model))
     report: dict[str, Any] = {"torchtitan": importlib.metadata.version("torchtitan")}
+    if arguments.device == "cpu":
+        run_torchtitan_on_cpu()
     with tempfile.TemporaryDirectory() as folder:
-        # torchtitan reads the command line while it is imported.
-        sys.argv = [sys.argv[0], *torchtitan_flags(arguments, folder)]
-        if arguments.device == "cpu":
-            run_torchtitan_on_cpu()
-        register_model(shape, seed=0)
-        from torchtitan.train import main as train
-
         try:
-            train(measured_trainer(arguments, shape, report))
+            run(measured_trainer(arguments, report), measured_configuration(arguments, shape, folder))
         except Exception as error:
             memory = "OutOfMemory" in type(error).__name__ or "out of memory" in str(error)
             report["failed"] = "out_of_memory" if memory else type(error).__name__

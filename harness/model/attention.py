@@ -69,8 +69,7 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q_BTHD, k_BTHD = self.q_norm(q_BTHD), self.k_norm(k_BTHD)
         if self.is_rotated:
-            q_BTHD = rotate(q_BTHD, rope_2TD, interleaved=self.interleaved)
-            k_BTHD = rotate(k_BTHD, rope_2TD, interleaved=self.interleaved)
+            q_BTHD, k_BTHD = rotate(q_BTHD, k_BTHD, rope_2TD, interleaved=self.interleaved)
         if self.normed_eps is not None:
             q_BTHD, k_BTHD = (F.rms_norm(x, x.shape[-1:], eps=self.normed_eps) for x in (q_BTHD, k_BTHD))
         if self.temperature:
@@ -130,8 +129,7 @@ class LatentAttention(nn.Module):
         q_nope, q_rotated = q_BTHD.split([self.nope, self.rotated], dim=-1)
         k_rotated = to_local(k_rotated).unsqueeze(2)
         if self.is_rotated:
-            q_rotated = rotate(q_rotated, rope_2TD, interleaved=self.interleaved)
-            k_rotated = rotate(k_rotated, rope_2TD, interleaved=self.interleaved)
+            q_rotated, k_rotated = rotate(q_rotated, k_rotated, rope_2TD, interleaved=self.interleaved)
         if self.cache is not None and mask is not None:
             self.cache.store_keys(torch.cat((to_local(latent_BTL).unsqueeze(2), k_rotated), dim=-1), mask)
             if not mask.is_first:

@@ -203,8 +203,8 @@ CAPABILITY = {"float8": (8, 9), "mxfp8": (10, 0)}
 # (torch._scaled_grouped_mm: "[9.0, 10.0], or ROCm MI300+"; torchao's mxfp8 kernels: 10.x).
 GROUPED_CAPABILITY = {"float8": (9, 10), "mxfp8": (10,)}
 # Ada: float8 products, but no grouped ones.
-WITHOUT_GROUPS = ("L4", "L40S")
-# AMD's CDNA 3 (gfx94x), as torch numbers it; torchao's mxfp8 kernels are for NVIDIA.
+WITHOUT_GROUPS = ("L4", "L40S", "RTX 4090")
+# AMD's CDNA 3 (gfx94x) and later, as torch numbers it; torchao's mxfp8 kernels are for NVIDIA.
 ROCM_CAPABILITY = {"float8": (9, 4)}
 
 
@@ -253,13 +253,18 @@ def _accelerators_of(cluster: ClusterConfig) -> list[Accelerator]:
     """Accelerators that the nodes may have; empty if unknown."""
     if cluster.gpu is not None:
         return [cluster.gpu]
-    kind = (cluster.gpu_type or "").lower()
-    return [each for name, each in ACCELERATORS.items() if name.lower().split()[0] == kind]
+    kind = (cluster.gpu_type or "").lower().replace("_", " ")
+    return [each for name, each in ACCELERATORS.items() if _kind(name).lower() == kind]
+
+
+def _kind(accelerator: str) -> str:
+    """Name without board and memory: H100 for "H100 SXM"."""
+    return re.sub(r" (SXM|PCIe|NVL|\d+GB).*", "", accelerator)
 
 
 def _refusal(precision: PrecisionConfig, what: str, *, grouped: bool = False) -> ConfigError:
     arithmetic = _arithmetic(precision)
-    able = list(dict.fromkeys(n.split()[0] for n, a in ACCELERATORS.items() if arithmetic in a.peak_flops))
+    able = list(dict.fromkeys(_kind(n) for n, a in ACCELERATORS.items() if arithmetic in a.peak_flops))
     others = "precision.emulate=true to try it out, or precision=bf16"
     if not grouped:
         rule = f"{what} does not multiply in {arithmetic}"

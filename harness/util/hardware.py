@@ -21,9 +21,8 @@ class Accelerator:
             ``float8``, ``mxfp8`` (float8 in blocks of 32 with a scale each), ``tf32``, and ``float32``
             (without tensor cores on NVIDIA). A missing key is a format that the device does not support
             in hardware.
-        memory_gib: device memory as in the datasheet. Datasheets write GB and count memory in binary
-            units. The usable memory is smaller: by about 1 % with HBM, by about 6 % with GDDR6, which
-            stores error correction in the same memory.
+        memory_gib: device memory as in the datasheet, which writes GB and counts in binary units. Usable are
+            1 % less of HBM, and 6 % less of GDDR6, which has error correction in the same memory.
         memory_bandwidth: bytes per second.
         link_bandwidth: bytes per second to other devices of the node, in one direction (both directions run
             at once): NVLink, Infinity Fabric, else PCIe. Datasheets print the sum of both directions.
@@ -51,81 +50,86 @@ hardware's maximum power draw", the former while checkpoints are written (arXiv:
 node with eight H100 draws 76 to 82 % of its rating (arXiv:2506.14551, arXiv:2412.08602)."""
 
 
-def _peaks(
-    *, half: float, tf32: float, float32: float, float8: float | None = None, mxfp8: float | None = None
-) -> dict[str, float]:
-    """Convert the datasheets' TFLOP/s to FLOP/s. bfloat16 is as fast as float16 on all listed devices."""
+_Sheet = tuple[str, tuple[int, int] | None, dict[str, float]]
+
+
+def _sheet(
+    source: str, cuda: tuple[int, int] | None, half: float, float32: float, *narrow: float, tf32: float = 0
+) -> _Sheet:
+    """Return title, CUDA capability and peaks of a datasheet in TFLOP/s; ``narrow`` are float8 and mxfp8."""
     peaks = {"bfloat16": half, "float16": half, "tf32": tf32, "float32": float32}
-    peaks |= {name: peak for name, peak in (("float8", float8), ("mxfp8", mxfp8)) if peak is not None}
-    return {dtype: round(tflops * 1000) * 1e9 for dtype, tflops in peaks.items()}
+    peaks |= dict(zip(("float8", "mxfp8"), narrow, strict=False))
+    return source, cuda, {dtype: round(tflops * 1000) * 1e9 for dtype, tflops in peaks.items() if tflops}
 
 
-_A100_SHEET = "NVIDIA A100 datasheet, nvidia.com/en-us/data-center/a100"
+# Compute capabilities: developer.nvidia.com/cuda-gpus. The H200 has the H100's peaks, and so has the GH200
+# (their sheets round to 1,979 and 3,958).
+_NVIDIA, _HALVED = "NVIDIA {} datasheet, nvidia.com/en-us/data-center/{}", "halved: printed with sparsity"
+_A100 = _sheet(_NVIDIA.format("A100", "a100"), (8, 0), 312, 19.5, tf32=156)
 _H100_PAPER = "NVIDIA H100 architecture whitepaper v1.04, table 2, dense"
-_H100_SHEET = "NVIDIA H100 datasheet, nvidia.com/en-us/data-center/h100, halved: printed with sparsity"
-_H200_SHEET = "NVIDIA H200 datasheet, nvidia.com/en-us/data-center/h200, halved: printed with sparsity"
-_BLACKWELL_SHEET = "NVIDIA Blackwell datasheet 3384703, halved: printed with sparsity"
-_L40S_SHEET = "NVIDIA L40S datasheet, nvidia.com/en-us/data-center/l40s, dense"
-_A10_SHEET = "NVIDIA A10 datasheet, nvidia.com/en-us/data-center/products/a10-gpu, dense"
-_L4_SHEET = "NVIDIA L4 datasheet, nvidia.com/en-us/data-center/l4, halved: printed with sparsity"
-_MI300X_SHEET = "AMD Instinct MI300X datasheet, amd.com/en/products/accelerators/instinct/mi300/mi300x.html"
+_H100 = _sheet(_H100_PAPER, (9, 0), 989.4, 66.9, 1978.9, tf32=494.7)
+_H100_PCIE = _sheet(_H100_PAPER, (9, 0), 756, 51.2, 1513, tf32=378)
+_H100_NVL = _sheet(_NVIDIA.format("H100", f"h100, {_HALVED}"), (9, 0), 835.5, 60, 1670.5, tf32=417.5)
+_H200 = (_NVIDIA.format("H200", f"h200, {_HALVED}"), *_H100[1:])
+_H200_NVL = (_H200[0], *_H100_NVL[1:])
+_GH200 = (_NVIDIA.format("GH200", f"grace-hopper-superchip, {_HALVED}"), *_H100[1:])
+_BLACKWELL = f"NVIDIA Blackwell datasheet 3384703, {_HALVED}"
+_ULTRA = f"NVIDIA Blackwell Ultra datasheet, {_HALVED}"
+_B200 = _sheet(f"{_BLACKWELL}, HGX B200", (10, 0), 2250, 75, 4500, 4500, tf32=1100)
+_GB200 = _sheet(f"{_BLACKWELL}, GB200", (10, 0), 2500, 80, 5000, 5000, tf32=1250)
+_B300, _GB300 = (f"{_ULTRA}, HGX B300", (10, 3), _B200[2]), (f"{_ULTRA}, GB300", (10, 3), _GB200[2])
+_L40S = _sheet(_NVIDIA.format("L40S", "l40s, dense"), (8, 9), 362.05, 91.6, 733, tf32=183)
+# With sums in 32 bits, as torch multiplies.
+_RTX_4090 = _sheet("NVIDIA Ada architecture whitepaper v2.01, table 2", (8, 9), 165.2, 82.6, 330.3, tf32=82.6)
+_A6000 = _sheet(f"NVIDIA RTX A6000 datasheet, {_HALVED}", (8, 6), 154.8, 38.7, tf32=77.4)
+_A10 = _sheet(_NVIDIA.format("A10", "products/a10-gpu, dense"), (8, 6), 125, 31.2, tf32=62.5)
+_L4 = _sheet(_NVIDIA.format("L4", f"l4, {_HALVED}"), (8, 9), 121, 30.3, 242.5, tf32=60)
+_AMD = "AMD Instinct {} datasheet, amd.com/en/products/accelerators/instinct/{}.html"
+_MI300X = _sheet(_AMD.format("MI300X", "mi300/mi300x"), None, 1307.4, 163.4, 2614.9, tf32=653.7)
+_MI325X = (_AMD.format("MI325X", "mi300/mi325x"), *_MI300X[1:])
+# It multiplies mxfp8 too, but torchao's kernels are for NVIDIA; CDNA 4 has no tf32.
+_MI355X = _sheet(_AMD.format("MI355X", "mi350/mi355x"), None, 2516.6, 157.3, 5033.2)
 
-_A100_PEAKS = _peaks(half=312, tf32=156, float32=19.5)
-_HOPPER_SXM_PEAKS = _peaks(half=989.4, tf32=494.7, float32=66.9, float8=1978.9)
-_HOPPER_NVL_PEAKS = _peaks(half=835.5, tf32=417.5, float32=60, float8=1670.5)
-_HOPPER_PCIE_PEAKS = _peaks(half=756, tf32=378, float32=51.2, float8=1513)
-_B200_PEAKS = _peaks(half=2250, tf32=1100, float32=75, float8=4500, mxfp8=4500)
-_GB200_PEAKS = _peaks(half=2500, tf32=1250, float32=80, float8=5000, mxfp8=5000)
-_MI300X_PEAKS = _peaks(half=1307.4, tf32=653.7, float32=163.4, float8=2614.9)
-_L40S_PEAKS = _peaks(half=362.05, tf32=183, float32=91.6, float8=733)
-_A10_PEAKS = _peaks(half=125, tf32=62.5, float32=31.2)
-_L4_PEAKS = _peaks(half=121, tf32=60, float32=30.3, float8=242.5)
-
-A100_SXM_40 = Accelerator("A100 SXM 40GB", _A100_PEAKS, 40, 1.555e12, _A100_SHEET, 300e9, 108, 400)
-A100_SXM_80 = Accelerator("A100 SXM 80GB", _A100_PEAKS, 80, 2.039e12, _A100_SHEET, 300e9, 108, 400)
-A100_PCIE_40 = Accelerator("A100 PCIe 40GB", _A100_PEAKS, 40, 1.555e12, _A100_SHEET, 31.5e9, 108, 250, "PCIe")
-A100_PCIE_80 = Accelerator("A100 PCIe 80GB", _A100_PEAKS, 80, 1.935e12, _A100_SHEET, 31.5e9, 108, 300, "PCIe")
-H100_SXM = Accelerator("H100 SXM", _HOPPER_SXM_PEAKS, 80, 3.35e12, _H100_PAPER, 450e9, 132, 700)
-# The device of torchtitan's published tables: SXM with 96 GB of HBM2e, "2.4 TB/sec peak memory bandwidth",
-# limited to 500 W (benchmarks/llama3_h100_202412_torchtitan.md). The peak is the datasheet's, at 700 W; those
-# tables compute MFU against it too.
-H100_96GB = Accelerator("H100 96GB", _HOPPER_SXM_PEAKS, 96, 2.4e12, _H100_PAPER, 450e9, 132, 500)
-H100_PCIE = Accelerator("H100 PCIe", _HOPPER_PCIE_PEAKS, 80, 2.0e12, _H100_PAPER, 63e9, 114, 350, "PCIe")
-H100_NVL = Accelerator("H100 NVL", _HOPPER_NVL_PEAKS, 94, 3.9e12, _H100_SHEET, 63e9, 132, 400, "PCIe")
-# The H200 has the H100's peak FLOP/s (its sheet rounds to 1,979 and 3,958); only its memory differs.
-H200_SXM = Accelerator("H200 SXM", _HOPPER_SXM_PEAKS, 141, 4.8e12, _H200_SHEET, 450e9, 132, 700)
-H200_NVL = Accelerator("H200 NVL", _HOPPER_NVL_PEAKS, 141, 4.8e12, _H200_SHEET, 450e9, 132, 600, "PCIe")
-B200 = Accelerator("B200", _B200_PEAKS, 180, 7.7e12, _BLACKWELL_SHEET + ", HGX B200", 900e9, 148, 1000)
-GB200 = Accelerator("GB200", _GB200_PEAKS, 186, 8.0e12, _BLACKWELL_SHEET + ", GB200", 900e9, 148, 1200)
-MI300X = Accelerator("MI300X", _MI300X_PEAKS, 192, 5.3e12, _MI300X_SHEET, 448e9, 304, 750, "Infinity Fabric")
-L40S = Accelerator("L40S", _L40S_PEAKS, 48, 0.864e12, _L40S_SHEET, 31.5e9, 142, 350, "PCIe")
-A10 = Accelerator("A10", _A10_PEAKS, 24, 0.6e12, _A10_SHEET, 31.5e9, 72, 150, "PCIe")
-L4 = Accelerator("L4", _L4_PEAKS, 24, 0.3e12, _L4_SHEET, 31.5e9, 58, 72, "PCIe")
-
-# The driver's name, and the compute capability with CUDA (developer.nvidia.com/cuda-gpus).
-_DEVICES: tuple[tuple[Accelerator, str, tuple[int, int] | None], ...] = (
-    (A100_SXM_40, "NVIDIA A100-SXM4-40GB", (8, 0)),
-    (A100_SXM_80, "NVIDIA A100-SXM4-80GB", (8, 0)),
-    (A100_PCIE_40, "NVIDIA A100-PCIE-40GB", (8, 0)),
-    (A100_PCIE_80, "NVIDIA A100 80GB PCIe", (8, 0)),
-    (H100_SXM, "NVIDIA H100 80GB HBM3", (9, 0)),
-    (H100_PCIE, "NVIDIA H100 PCIe", (9, 0)),
-    (H100_NVL, "NVIDIA H100 NVL", (9, 0)),
-    (H200_SXM, "NVIDIA H200", (9, 0)),
-    (H200_NVL, "NVIDIA H200 NVL", (9, 0)),
-    (B200, "NVIDIA B200", (10, 0)),
-    (GB200, "NVIDIA GB200", (10, 0)),
-    (MI300X, "AMD Instinct MI300X", None),
-    (L40S, "NVIDIA L40S", (8, 9)),
-    (A10, "NVIDIA A10", (8, 6)),
-    (L4, "NVIDIA L4", (8, 9)),
-    # Last: drivers report it under the name of other H100s, so it is never detected, only configured.
-    (H100_96GB, "NVIDIA H100", (9, 0)),
+_NVLINK, _PCIE, _FABRIC = "NVLink", "PCIe", "Infinity Fabric"
+# Name; the driver's name; sheet; GiB; bytes/s of memory and of links, their name; multiprocessors (of
+# Blackwell as drivers report them); W.
+_DEVICES: tuple[tuple[str, str, _Sheet, float, float, float, str, int, float], ...] = (
+    ("A100 SXM 40GB", "NVIDIA A100-SXM4-40GB", _A100, 40, 1.555e12, 300e9, _NVLINK, 108, 400),
+    ("A100 SXM 80GB", "NVIDIA A100-SXM4-80GB", _A100, 80, 2.039e12, 300e9, _NVLINK, 108, 400),
+    ("A100 PCIe 40GB", "NVIDIA A100-PCIE-40GB", _A100, 40, 1.555e12, 31.5e9, _PCIE, 108, 250),
+    ("A100 PCIe 80GB", "NVIDIA A100 80GB PCIe", _A100, 80, 1.935e12, 31.5e9, _PCIE, 108, 300),
+    ("H100 SXM", "NVIDIA H100 80GB HBM3", _H100, 80, 3.35e12, 450e9, _NVLINK, 132, 700),
+    ("H100 PCIe", "NVIDIA H100 PCIe", _H100_PCIE, 80, 2.0e12, 63e9, _PCIE, 114, 350),
+    ("H100 NVL", "NVIDIA H100 NVL", _H100_NVL, 94, 3.9e12, 63e9, _PCIE, 132, 400),
+    ("H200 SXM", "NVIDIA H200", _H200, 141, 4.8e12, 450e9, _NVLINK, 132, 700),
+    ("H200 NVL", "NVIDIA H200 NVL", _H200_NVL, 141, 4.8e12, 450e9, _NVLINK, 132, 600),
+    # With 480 GB of the CPU's memory, or 144 GB of its own. The power is that of GPU and CPU.
+    ("GH200", "NVIDIA GH200 480GB", _GH200, 96, 4.0e12, 450e9, _NVLINK, 132, 1000),
+    ("GH200 144GB", "NVIDIA GH200 144G HBM3e", _GH200, 144, 4.9e12, 450e9, _NVLINK, 132, 1000),
+    ("B200", "NVIDIA B200", _B200, 180, 7.7e12, 900e9, _NVLINK, 148, 1000),
+    ("GB200", "NVIDIA GB200", _GB200, 186, 8.0e12, 900e9, _NVLINK, 152, 1200),
+    ("B300", "NVIDIA B300 SXM6 AC", _B300, 270, 7.7e12, 900e9, _NVLINK, 148, 1100),
+    ("GB300", "NVIDIA GB300", _GB300, 279, 8.0e12, 900e9, _NVLINK, 152, 1400),
+    ("MI300X", "AMD Instinct MI300X", _MI300X, 192, 5.3e12, 448e9, _FABRIC, 304, 750),
+    ("MI325X", "AMD Instinct MI325X", _MI325X, 256, 6.0e12, 448e9, _FABRIC, 304, 1000),
+    ("MI355X", "AMD Instinct MI355X", _MI355X, 288, 8.0e12, 537.6e9, _FABRIC, 256, 1400),
+    ("L40S", "NVIDIA L40S", _L40S, 48, 0.864e12, 31.5e9, _PCIE, 142, 350),
+    ("RTX 4090", "NVIDIA GeForce RTX 4090", _RTX_4090, 24, 1.008e12, 31.5e9, _PCIE, 128, 450),
+    ("A6000", "NVIDIA RTX A6000", _A6000, 48, 0.768e12, 31.5e9, _PCIE, 84, 300),
+    ("A10", "NVIDIA A10", _A10, 24, 0.6e12, 31.5e9, _PCIE, 72, 150),
+    ("L4", "NVIDIA L4", _L4, 24, 0.3e12, 31.5e9, _PCIE, 58, 72),
+    # The device of torchtitan's published tables: SXM with HBM2e, limited to 500 W (benchmarks/
+    # llama3_h100_202412_torchtitan.md). The peak is that of 700 W, as in those tables. Last: drivers report
+    # it under the name of other H100s, so it is never detected, only configured.
+    ("H100 96GB", "NVIDIA H100", _H100, 96, 2.4e12, 450e9, _NVLINK, 132, 500),
 )
-ACCELERATORS = {accelerator.name: accelerator for accelerator, _, _ in _DEVICES}
+ACCELERATORS = {
+    name: Accelerator(name, peaks, gib, memory, source, links, units, watts, link)
+    for name, _, (source, _, peaks), gib, memory, links, link, units, watts in _DEVICES
+}
 """All accelerators by name, for planning without a device."""
 
-CUDA_DEVICES = {each.name: (driver, version) for each, driver, version in _DEVICES if version is not None}
+CUDA_DEVICES = {name: (driver, cuda) for name, driver, (_, cuda, _), *_ in _DEVICES if cuda}
 """The driver's name and the compute capability of accelerators with CUDA."""
 
 
@@ -135,8 +139,7 @@ def find_accelerator(device_name: str) -> Accelerator | None:
     # "NVIDIA H100 80GB HBM3 MIG 1g.10gb", a seventh of a device, for a full device.
     name = device_name.strip().lower().removesuffix(" oam")
     name = f"nvidia {name}" if name.startswith("a100") else name  # old drivers omit it
-    found = [accelerator for accelerator, driver, _ in _DEVICES[:-1] if driver.lower() == name]
-    return found[0] if found else None
+    return next((ACCELERATORS[own] for own, driver, *_ in _DEVICES[:-1] if driver.lower() == name), None)
 
 
 def node_name() -> str:

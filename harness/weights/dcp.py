@@ -6,7 +6,7 @@ Uses DCP's planners and storage directly, one tensor at a time, in a single proc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +37,11 @@ def average_of(name: str) -> str:
 class DistributedSource:
     """The weights in a DCP checkpoint; the optimizer and other content are ignored.
 
-    The manifest of a checkpoint of other software is empty; ``ema`` is ``WeightFolder.ema``.
+    The manifest of other software is empty. ``key_of`` gives the checkpoint's name of a parameter of ours.
     """
 
     def __init__(
-        self, path: str, manifest: Mapping[str, Any], model: ModelConfig, *, ema: bool = False
+        self, path: str, manifest: Mapping[str, Any], model: ModelConfig, key_of: Callable[[str], str] = str
     ) -> None:
         self._path, self._model, foreign = path, model, not manifest
         self._reader = Reader(path, dict(manifest))
@@ -61,16 +61,19 @@ class DistributedSource:
         nested = foreign and EMBEDDING not in self._found
         self._prefix = "model." if nested else ""
         shapes = tensor_shapes(model)
-        self._keys = keys = {name: average_of(name) if ema else self._prefix + name for name in shapes}
-        found = {name: self._found[key].shape for name, key in keys.items() if key in self._found}
+        keys = {name: self._prefix + key_of(name) for name in (*shapes, HEAD)}
+        if foreign:
+            keys = {n: key if key in self._found else self._prefix + n for n, key in keys.items()}
+        self._keys = keys
+        found = {name: self._found[keys[name]].shape for name in shapes if keys[name] in self._found}
         check_tensors(path, model, found, shapes)
-        self.tensors: Mapping[str, TensorFacts] = {name: self._found[key] for name, key in keys.items()}
+        self.tensors: Mapping[str, TensorFacts] = {name: self._found[keys[name]] for name in shapes}
 
     def read(self, name: str) -> Tensor:
         """Return one parameter, after comparing its checksum and a tied output projection."""
         tensor = self._read(self._keys[name])
-        if name == EMBEDDING and self._model.tied_embeddings and self._prefix + HEAD in self._found:
-            refuse_untied(tensor, self._read(self._prefix + HEAD), self._path)
+        if name == EMBEDDING and self._model.tied_embeddings and self._keys[HEAD] in self._found:
+            refuse_untied(tensor, self._read(self._keys[HEAD]), self._path)
         return tensor
 
     def _read(self, key: str) -> Tensor:

@@ -166,9 +166,9 @@ def open_source(found: WeightFolder, model: ModelConfig, dequantized: str = "bfl
 
         return HuggingFaceSource(Path(found.path), model, getattr(torch, dequantized))
     if found.kind == "dcp":
-        from harness.weights.dcp import DistributedSource
+        from harness.weights.dcp import DistributedSource, average_of
 
-        return DistributedSource(found.path, found.manifest, model, ema=found.ema)
+        return DistributedSource(found.path, found.manifest, model, average_of if found.ema else str)
     from harness.weights.source import unfolded
 
     return unfolded(load_attribute(WEIGHT_FORMATS[found.kind].read)(found.path, model), model)

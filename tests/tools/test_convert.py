@@ -161,7 +161,7 @@ def test_formats(row: str, tmp_path: Path, capsys: Capture) -> None:
     run(tmp_path / "in", tmp_path / "out", f"convert.format={target}", *overrides)
     said = capsys.readouterr().out
     assert ("its content cannot be verified" in said) == source.startswith("foreign")
-    assert ("torchtitan's model needs rope_theta=500000" in said) == (target == "torchtitan")
+    assert ("torchtitan's model needs theta=500000" in said) == (target == "torchtitan")
     assert (tmp_path / "out" / "manifest.json").exists() == (target == "dcp")
     require_same(read_target(target, tmp_path / "out", model), weights)
 

@@ -10,18 +10,21 @@ KNOWN = {
     "NVIDIA A100-SXM4-40GB": ("A100 SXM 40GB", 312e12, 40),
     "NVIDIA A100-SXM4-80GB": ("A100 SXM 80GB", 312e12, 80),
     "A100-SXM4-40GB": ("A100 SXM 40GB", 312e12, 40),
-    "NVIDIA A100-PCIE-40GB": ("A100 PCIe 40GB", 312e12, 40),
-    "NVIDIA A100 80GB PCIe": ("A100 PCIe 80GB", 312e12, 80),
     "NVIDIA H100 80GB HBM3": ("H100 SXM", 989.4e12, 80),
     "NVIDIA H100 PCIe": ("H100 PCIe", 756e12, 80),
-    "NVIDIA H100 NVL": ("H100 NVL", 835.5e12, 94),
     "NVIDIA H200": ("H200 SXM", 989.4e12, 141),
     "NVIDIA H200 NVL": ("H200 NVL", 835.5e12, 141),
     "NVIDIA B200": ("B200", 2250e12, 180),
     "NVIDIA GB200": ("GB200", 2500e12, 186),
     "AMD Instinct MI300X": ("MI300X", 1307.4e12, 192),
     "NVIDIA L40S": ("L40S", 362.05e12, 48),
-    "NVIDIA A10": ("A10", 125e12, 24),
+    "NVIDIA GH200 480GB": ("GH200", 989.4e12, 96),
+    "NVIDIA GH200 144G HBM3e": ("GH200 144GB", 989.4e12, 144),
+    "NVIDIA B300 SXM6 AC": ("B300", 2250e12, 270),
+    "NVIDIA GB300": ("GB300", 2500e12, 279),
+    "AMD Instinct MI355X": ("MI355X", 2516.6e12, 288),
+    "NVIDIA GeForce RTX 4090": ("RTX 4090", 165.2e12, 24),
+    "NVIDIA RTX A6000": ("A6000", 154.8e12, 48),
     "NVIDIA L4": ("L4", 121e12, 24),
 }
 
@@ -31,11 +34,10 @@ UNKNOWN = [
     "Intel(R) Xeon(R) Platinum 8480C",
     "NVIDIA A10G",
     "NVIDIA A800-SXM4-80GB",
-    "NVIDIA GH200 480GB",
     "NVIDIA H20",
     "NVIDIA H800",
     "NVIDIA L40",
-    "NVIDIA B300",
+    "NVIDIA RTX 6000 Ada Generation",
     "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
     "GRID A100-40C",
     "AMD Instinct MI300A",
@@ -61,9 +63,10 @@ def test_peaks_are_consistent(accelerator) -> None:
     peaks = accelerator.peak_flops
     # On every device of the table the rate doubles from tf32 to half and from half to float8. A value copied
     # "with sparsity" would break that. The datasheets round by up to 3 %.
-    assert peaks["bfloat16"] == peaks["float16"] == pytest.approx(2 * peaks["tf32"], rel=0.03)
+    assert peaks["bfloat16"] == peaks["float16"]
+    assert "tf32" not in peaks or peaks["bfloat16"] == pytest.approx(2 * peaks["tf32"], rel=0.03)
     if "float8" in peaks:
         assert peaks["float8"] == pytest.approx(2 * peaks["bfloat16"], rel=0.03)
-    assert peaks["float32"] < peaks["tf32"]
+    assert peaks["float32"] <= peaks.get("tf32", peaks["bfloat16"])
     assert 0.2e12 < accelerator.memory_bandwidth < 10e12
     assert accelerator.source

@@ -1,13 +1,14 @@
-"""Weights in the layout of torchtitan's models (0.2.2), in a DCP checkpoint without a manifest.
+"""Weights in the layout of torchtitan's models, in a DCP checkpoint without a manifest.
 
-Its dense models have our parameter names. Its Llama rotates interleaved pairs, as Meta's code does, so the
-rows of wq and wk have another order (``_permute`` in torchtitan/models/llama3/model/state_dict_adapter.py);
-its Qwen 3 rotates halves, as we do. Its checkpoints hold both the embedding table and the output projection
-even if they are tied.
+Its dense models have our parameter names, but for the four of ``name_of`` since 0.3.0. Its Llama rotates
+interleaved pairs, as Meta's code does, so the rows of wq and wk have another order (``_permute`` in
+torchtitan/models/llama3/state_dict_adapter.py); its Qwen 3 rotates halves, as we do. Its checkpoints hold
+both the embedding table and the output projection even if they are tied.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -21,14 +22,23 @@ from harness.weights.dcp import DistributedSource, write_plain
 from harness.weights.source import EMBEDDING, HEAD, Changed, TensorFacts, WeightSource
 
 INTERLEAVES = {"llama": True, "qwen3": False}
-"""Families with our parameter names in torchtitan, and whether torchtitan rotates interleaved pairs."""
+"""Families that are converted, and whether torchtitan rotates interleaved pairs."""
 
 _SCALINGS = {"llama": ("none", "llama3"), "qwen3": ("none",)}
 
 
+def name_of(name: str) -> str:
+    """torchtitan's name, since 0.3.0, of a parameter of ours."""
+    return (
+        "lm_head.weight"
+        if name == HEAD
+        else re.sub(r"\battention\.(w[qkv])\b", r"attention.qkv_linear.\1", name)
+    )
+
+
 def read_torchtitan(path: str, model: ModelConfig) -> WeightSource:
     """The weights in a checkpoint of torchtitan, in our row order; errors as of ``DistributedSource``."""
-    return _reordered(DistributedSource(path, {}, model), model, permute_rope)
+    return _reordered(DistributedSource(path, {}, model, name_of), model, permute_rope)
 
 
 def write_torchtitan(source: WeightSource, model: ModelConfig, folder: Path) -> str:
@@ -71,20 +81,16 @@ def check_torchtitan(model: ModelConfig) -> None:
 def torchtitan_arguments(model: ModelConfig) -> str:
     """Arguments of torchtitan's model that tensor shapes do not determine."""
     rope = model.rope
-    common = f"rope_theta={rope.theta:g}, norm_eps={model.norm_eps:g}"
-    if model.family != "llama":
+    common = f"theta={rope.theta:g}, eps={model.norm_eps:g}"
+    if rope.scaling == "none":
         return common
-    # torchtitan's Llama always scales RoPE; the factor's default is 8.
-    scaling = {"scaling_factor": 1.0}
-    if rope.scaling == "llama3":
-        scaling = {
-            "scaling_factor": rope.factor,
-            "low_freq_factor": rope.low_freq_factor,
-            "high_freq_factor": rope.high_freq_factor,
-            "original_max_position_embeddings": rope.original_max_position,
-        }
-    inner = ", ".join(f"{name}={value:g}" for name, value in scaling.items())
-    return f"{common}, rope_scaling_args=RoPEScalingArgs({inner})"
+    scaling = {
+        "scaling_factor": rope.factor,
+        "low_freq_factor": rope.low_freq_factor,
+        "high_freq_factor": rope.high_freq_factor,
+        "original_max_position_embeddings": rope.original_max_position,
+    }
+    return ", ".join([common, 'scaling="llama"', *(f"{name}={value:g}" for name, value in scaling.items())])
 
 
 class Torchtitan:
@@ -92,11 +98,12 @@ class Torchtitan:
 
     def __init__(self, source: WeightSource, model: ModelConfig) -> None:
         check_torchtitan(model)
-        self._source, self._model = _reordered(source, model, interleave_rope), model
+        self._source = _reordered(source, model, interleave_rope)
+        head = EMBEDDING if model.tied_embeddings else HEAD
+        self._ours = {**{name_of(name): name for name in source.tensors}, name_of(HEAD): head}
         self.tensors: Mapping[str, TensorFacts] = {
-            **source.tensors,
-            HEAD: source.tensors[EMBEDDING if model.tied_embeddings else HEAD],
+            name: source.tensors[ours] for name, ours in self._ours.items()
         }
 
     def read(self, name: str) -> Tensor:
-        return self._source.read(EMBEDDING if name == HEAD and self._model.tied_embeddings else name)
+        return self._source.read(self._ours[name])

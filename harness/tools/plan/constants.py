@@ -96,9 +96,9 @@ ACHIEVED = {
     "H100 SXM": _H100,
     "H100 96GB": replace(_H100, half=_H100.half * _CLOCK_500, float8=_H100.float8 * _CLOCK_500),
     "H200 SXM": _H200,
-    "B200": _BLACKWELL,
-    "GB200": _BLACKWELL,
-    "MI300X": _MI300X,
+    **dict.fromkeys(("GH200", "GH200 144GB"), _H100),
+    **dict.fromkeys(("B200", "GB200", "B300", "GB300"), _BLACKWELL),
+    **dict.fromkeys(("MI300X", "MI325X"), _MI300X),
 }
 """By the accelerator's name in ``harness/util/hardware.py``."""
 KERNELS = frozenset(name for each in ACHIEVED.values() for name in each.others)

@@ -14,18 +14,15 @@ from harness.tools.plan.evidence_table import EVIDENCE, MEMORY
 from harness.tools.plan.plan import Evidence, Plan
 from harness.util.tables import figure, gib
 
-GENERATIONS = {
-    "Ampere": ("A100 SXM 40GB", "A100 SXM 80GB", "A100 PCIe 40GB", "A100 PCIe 80GB"),
-    "Hopper": ("H100 SXM", "H100 96GB", "H100 PCIe", "H100 NVL", "H200 SXM", "H200 NVL"),
-    "Blackwell": ("B200", "GB200"),
-    "CDNA 3": ("MI300X",),
-}
-"""Accelerators of each hardware generation with published rows."""
+GENERATIONS = dict.fromkeys(("H100", "H200", "GH200"), "Hopper") | {"A100": "Ampere"}
+GENERATIONS |= dict.fromkeys(("B200", "GB200", "B300", "GB300"), "Blackwell")
+GENERATIONS |= dict.fromkeys(("MI300X", "MI325X"), "CDNA 3")
+"""Generations with published rows, by the first word of an accelerator's name."""
 
 
 def generation_of(accelerator: str) -> str | None:
     """Return the hardware generation of an accelerator; None without published rows."""
-    return next((name for name, devices in GENERATIONS.items() if accelerator in devices), None)
+    return GENERATIONS.get(accelerator.split()[0])
 
 
 def class_of(job: Job, accelerator: str) -> str | None:

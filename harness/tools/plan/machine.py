@@ -14,7 +14,7 @@ from harness.tools.plan.constants import ACHIEVED, OTHER, Achieved, Calibration,
 from harness.util.hardware import Accelerator
 
 # Boards of up to four of these have no switch (docs.nvidia.com, vGPU, NVSwitch lists boards of eight only).
-DIRECTLY_WIRED = ("A100 SXM 40GB", "A100 SXM 80GB", "H100 SXM", "H100 96GB", "H200 SXM")
+DIRECTLY_WIRED = ("A100 SXM", "H100 SXM", "H100 96GB", "H200 SXM", "GH200")
 # Tile size that cuBLAS and CUTLASS choose on Hopper for large matrices, and smaller ones with their speed;
 # assumed, 0.8 to 0.95 and 0.6 to 0.8.
 TILE = (128, 256)
@@ -144,7 +144,7 @@ class Machine:
         there_and_back = 2.0 if collective == "all_reduce" else 1.0
         share = 1.0 if collective == "send" else (group.ranks - 1) / group.ranks
         rate = self.device.link_bandwidth * self.constants.link
-        if self.device.name in DIRECTLY_WIRED and 2 < self.board <= 4 and group.per_node > 1:
+        if self.device.name.startswith(DIRECTLY_WIRED) and 2 < self.board <= 4 and group.per_node > 1:
             # These boards have no switch: their links are divided among the other devices.
             rate *= (group.per_node - 1) / (self.board - 1)
         if group.nodes > 1:

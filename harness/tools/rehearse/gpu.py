@@ -143,7 +143,7 @@ def place_in_code(frame: FrameType | None) -> str:
 
 
 # KiB of shared memory of a multiprocessor (CUDA C++ programming guide, table of compute capabilities).
-_SHARED_KIB = {(8, 0): 164, (8, 6): 100, (8, 9): 100, (9, 0): 228, (10, 0): 228}
+_SHARED_KIB = {(8, 0): 164, (8, 6): 100, (8, 9): 100, (9, 0): 228, (10, 0): 228, (10, 3): 228}
 
 
 @dataclass(frozen=True)

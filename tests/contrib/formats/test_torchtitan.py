@@ -17,7 +17,7 @@ from torch import Tensor
 
 from harness.config.fields import with_value
 from harness.config.model import AttentionConfig
-from harness.contrib.formats.torchtitan import Torchtitan, read_torchtitan, torchtitan_arguments
+from harness.contrib.formats.torchtitan import Torchtitan, name_of, read_torchtitan, torchtitan_arguments
 from harness.model.architecture import resolve_model
 from harness.model.decoder import Decoder
 from harness.util.errors import ConfigError
@@ -39,6 +39,8 @@ def test_its_llama_computes_what_ours_does(name: str, tmp_path: Path) -> None:
     write_plain(source, tmp_path)
     assert not (tmp_path / "manifest.json").exists()
     state = loaded(tmp_path, source)
+    assert {"lm_head.weight", "layers.0.attention.qkv_linear.wq.weight"} < set(state), "names of 0.3.0"
+    state = {name: state[name_of(name)] for name in ours}
     model = Decoder(config, seq_len=48)
     model.load_state_dict(ours)
     tokens = torch.randint(config.vocab_size, (2, 48), generator=torch.Generator().manual_seed(1))
@@ -47,8 +49,10 @@ def test_its_llama_computes_what_ours_does(name: str, tmp_path: Path) -> None:
         # Our own rows in its rotation are another model.
         wrong = meta_logits(ours, tokens, config)
         assert (model(tokens) - wrong).abs().max() > 0.1 * wrong.abs().max()
-    again = read_torchtitan(str(tmp_path), config)
-    assert_equal({name: again.read(name) for name in ours}, ours)
+    write_plain(Held(state), tmp_path / "earlier")  # before 0.3.0 they had our names
+    for folder in (tmp_path, tmp_path / "earlier"):
+        again = read_torchtitan(str(folder), config)
+        assert_equal({name: again.read(name) for name in ours}, ours)
 
 
 def test_a_tied_table_stands_under_both_names(tmp_path: Path) -> None:
@@ -56,7 +60,7 @@ def test_a_tied_table_stands_under_both_names(tmp_path: Path) -> None:
     ours = meta_weights(config)
     source = Torchtitan(Held(ours), config)
     write_plain(source, tmp_path)
-    assert_equal(loaded(tmp_path, source)["output.weight"], ours["tok_embeddings.weight"])
+    assert_equal(loaded(tmp_path, source)["lm_head.weight"], ours["tok_embeddings.weight"])
     again = read_torchtitan(str(tmp_path), config)
     assert_equal(again.read("tok_embeddings.weight"), ours["tok_embeddings.weight"])
 
@@ -66,14 +70,13 @@ def test_rows_of_qwen3_stay_where_they_are() -> None:
     config = with_value(config, "attention.qk_norm", "learned")
     ours = meta_weights(config)
     source = Torchtitan(Held(ours), config)
-    assert_equal({name: source.read(name) for name in ours}, ours)
+    assert_equal({name: source.read(name_of(name)) for name in ours}, ours)
 
 
-def test_arguments_say_that_nothing_is_stretched() -> None:
-    """torchtitan's own default is a factor of 8."""
-    assert "RoPEScalingArgs(scaling_factor=1)" in torchtitan_arguments(CONFIGS["llama2"])
+def test_arguments_say_what_is_stretched() -> None:
+    assert torchtitan_arguments(CONFIGS["llama2"]) == "theta=10000, eps=1e-05"
     stretched = torchtitan_arguments(CONFIGS["llama31"])
-    assert "scaling_factor=8, low_freq_factor=1, high_freq_factor=4" in stretched
+    assert 'scaling="llama", scaling_factor=8, low_freq_factor=1, high_freq_factor=4' in stretched
 
 
 @pytest.mark.parametrize(

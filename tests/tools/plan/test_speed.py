@@ -21,7 +21,6 @@ from harness.tools.plan.plan import Speed, Traffic
 from harness.tools.plan.render import render
 from harness.tools.plan.space import Space
 from harness.tools.plan.step_time import StepModel
-from harness.util.hardware import H100_96GB, H100_SXM
 
 COMMON = ("model=llama3_8b", "data=synthetic", "tokenizer=bytes", "precision=bf16", "cluster=slurm_h100")
 LONG = ("parallelism.dp_shard=8", "training.seq_len=8192")
@@ -246,7 +245,7 @@ def test_a_power_limit_slows_products_and_not_memory() -> None:
     """500 of 700 W is a clock of sqrt(300 / 500), with 200 W that do not depend on it."""
     job = job_of(*LONG)
     rated, limited = (
-        machine_for(with_value(job, "cluster.accelerator", each.name)) for each in (H100_SXM, H100_96GB)
+        machine_for(with_value(job, "cluster.accelerator", name)) for name in ("H100 SXM", "H100 96GB")
     )
     shape = (8192, 4096, 14336, "bfloat16", 2)
     clock = (300 / 500) ** 0.5
