@@ -246,7 +246,7 @@ class Composer:
 def _with_fitting_warmup(job: Job) -> Job:
     """Shorten a warm-up that no override sets to the length of the run, with a note."""
     steps, schedule = job.training.steps, job.schedule
-    if steps is None or job.scale.warmup_ratio is not None:
+    if steps is None or steps < 1 or job.scale.warmup_ratio is not None:
         return job
     curve = schedule.curve_steps(steps)
     most = max(0, curve - round((schedule.decay_ratio or 0) * curve))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from harness.config.cluster import count_gpus
 from harness.config.data_kinds import DATA_KINDS
@@ -19,10 +19,6 @@ from harness.model.architecture import architecture_of, resolve_model
 from harness.model.spec import tensors
 from harness.train.objective import objective_of
 from harness.util.errors import ConfigError, divisors
-
-if TYPE_CHECKING:
-    from harness.config.job import Job
-
 
 J = TypeVar("J", bound=Job)
 
@@ -79,7 +75,7 @@ def resolve_layout(job: J, *, launched_ranks: int | None = None, gpus: int | Non
     job = dataclasses.replace(job, schedule=schedule, scale=ScaleConfig())
     _check_parts(job)
     on_cpu = job.cluster.device == "cpu" or (here and gpus == 0)
-    check_async_tp(job, on_cpu=on_cpu)
+    check_gpu_options(job, on_cpu=on_cpu)
     job.training.check_device(on_cpu=on_cpu)
     check_heads_of_flex(job)
     if job.precision.linear != "none":
@@ -168,28 +164,45 @@ def check_chunked_loss(job: Job) -> None:
         raise ConfigError("training.loss_chunks", chunks, rule, "1, or parallelism.loss_parallel=true")
 
 
-def check_async_tp(job: Job, *, on_cpu: bool) -> None:
-    """Check that asynchronous tensor parallel would have an effect."""
-    layout, works = job.parallelism, "parallelism.async_tp=false"
-    if not layout.async_tp:
-        return
-    ranks_per_node = job.cluster.nodes_for(job.world_size)[1]
-    for broken, rule, instead in (
-        (not layout.uses_sequence_parallel, "needs parallelism.tp and sequence_parallel", works),
+def check_gpu_options(job: Job, *, on_cpu: bool) -> None:
+    """Check that options of torch for GPUs would have an effect."""
+    layout, inductor = job.parallelism, job.compile.backend == "inductor"
+    ranks_per_node, off = job.cluster.nodes_for(job.world_size)[1], "parallelism.async_tp=false"
+    rules = (
         (
-            not job.compile.blocks or job.compile.backend != "inductor",
-            "is a pass of the compiler, and blocks are not compiled by inductor",
-            f"compile=on, or {works}",
+            *("parallelism.async_tp", layout.async_tp),
+            (not layout.uses_sequence_parallel, "needs parallelism.tp and sequence_parallel", off),
+            (
+                not (job.compile.blocks and inductor),
+                "is a pass of the compiler, and blocks are not compiled by inductor",
+                f"compile=on, or {off}",
+            ),
+            (on_cpu, "needs GPUs with symmetric memory, and the ranks compute on CPUs", off),
+            (
+                ranks_per_node % layout.tp != 0,
+                f"needs tensor-parallel ranks on one node; there are {ranks_per_node} ranks per node",
+                f"{off}, or a parallelism.tp that divides {ranks_per_node}",
+            ),
         ),
-        (on_cpu, "needs GPUs with symmetric memory, and the ranks compute on CPUs", works),
         (
-            ranks_per_node % layout.tp != 0,
-            f"needs tensor-parallel ranks on one node; there are {ranks_per_node} ranks per node",
-            f"{works}, or a parallelism.tp that divides {ranks_per_node}",
+            *("parallelism.fsdp_prefetch", layout.fsdp_prefetch),
+            (layout.parameter_shards == 1, "FSDP gathers nothing: dp_shard x cp = 1", "1, or more dp_shard"),
         ),
-    ):
-        if broken:
-            raise ConfigError("parallelism.async_tp", True, rule, instead)
+        (
+            *("compile.mode", job.compile.mode),
+            (not (job.compile.enable and inductor), "inductor compiles nothing", "default, or compile=on"),
+            (on_cpu, "tunes kernels of GPUs, and the ranks compute on CPUs", "default"),
+            (
+                job.debug.deterministic,
+                "chooses kernels by their time, which debug.deterministic=true does not allow",
+                "default, or debug.deterministic=false",
+            ),
+        ),
+    )
+    for field, value, *checks in rules:
+        for broken, rule, works in checks if value not in (False, 1, "default") else ():
+            if broken:
+                raise ConfigError(field, value, rule, works)
 
 
 def check_heads_of_flex(job: Job) -> None:

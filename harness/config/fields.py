@@ -353,10 +353,10 @@ def no_such_field(
     """Say which of the ``known`` fields below ``prefix``, or of its ``namesakes`` elsewhere, was meant."""
     if instead := GONE.get(prefix + name):
         return f"no such field; would work: {instead}"
-    close = [prefix + each for each in difflib.get_close_matches(name, known, n=1)] or list(namesakes)
+    own = [each for each in namesakes if not prefix and each.endswith(f".{name}")]  # steps is no sweep
+    close = own or [prefix + each for each in difflib.get_close_matches(name, known, n=1)] or list(namesakes)
     has = f"{prefix.rstrip('.') or whole} has: {', '.join(sorted(known))}"
-    works = f"did you mean {' or '.join(close)}?" if close else has
-    return f"no such field; {works}"
+    return f"no such field; did you mean {' or '.join(close)}?" if close else f"no such field; {has}"
 
 
 def _has_no_default(field: dataclasses.Field[Any]) -> bool:

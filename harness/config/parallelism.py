@@ -59,6 +59,9 @@ class ParallelismConfig:
     reshard_after_forward: str = execution("default", choices=RESHARD)
     """With dp_shard: free gathered parameters after forward: always, never, or default (only without a
     pipeline)."""
+    fsdp_prefetch: int = execution(1, least=1, id_omits_default=True)
+    """Blocks whose parameters FSDP gathers ahead, in forward and in backward. More hide gathers that take
+    longer than a block computes, and take the memory of their parameters."""
     cpu_offload: bool = execution(False)
     """Keep parameters, gradients and optimizer state in host memory (FSDP2's CPUOffloadPolicy)."""
     pp_schedule: str = execution("1F1B", choices=tuple(SCHEDULES))

@@ -389,6 +389,7 @@ MODES = ("none", "full", "selective_op", "selective_layer", "memory_budget")
 BACKENDS = ("inductor", "aot_eager", "eager", "aot_eager_decomp_partition", "cudagraphs")
 """Backends that ship with torch; packages can add their own."""
 COMPONENTS = ("blocks", "loss")
+TUNING = ("default", "coordinate-descent", "max-autotune-no-cudagraphs")
 
 
 @dataclass(frozen=True)
@@ -403,6 +404,9 @@ class CompileConfig:
     """Backend of torch.compile: inductor, or aot_eager and eager, which need no C++ compiler."""
     fullgraph: bool = execution(True)
     """Make a graph break inside a block an error; false runs Python between the graphs."""
+    mode: str = execution("default", choices=TUNING, id_omits_default=True)
+    """What inductor tunes on the GPU in the first step: default, little; coordinate-descent, its Triton
+    kernels; max-autotune-no-cudagraphs, also matrix products, which Triton may then compute."""
 
     @property
     def blocks(self) -> bool:

@@ -139,7 +139,9 @@ def require_inputs(job: Job) -> None:
     tokenizer = job.tokenizer.path
     is_file = tokenizer and not tokenizer.startswith(ASSET_PREFIX)
     if is_file and is_missing("tokenizer.path", str(job.tokenizer.file)):
-        raise ConfigError("tokenizer.path", tokenizer, "there is no such file", "a tokenizer file")
+        _, found, repo = str(tokenizer).partition("assets/hf/")
+        works = f"harness download repo={'/'.join(repo.split('/')[:2])} what=tokenizer, or " if found else ""
+        raise ConfigError("tokenizer.path", tokenizer, "there is no such file", f"{works}a tokenizer file")
     initial = job.checkpoint.initial_load_path
     field = "checkpoint.initial_load_path"
     if initial and not is_url(initial) and is_missing(field, initial.removeprefix("file://")):

@@ -133,7 +133,7 @@ def state_of(
     if status == "interrupted" and not is_killed:
         if record is not None and record.cancelled:
             return "cancelled", "", None
-        return "stopped", folder.stop_reason or "before its end; resume continues it", None
+        return "stopped", folder.stop_reason or "before its end; the same command continues it", None
     if status in (None, "planned"):
         return "planned", "", None
     if record is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harness.config.model import ModelConfig
-from harness.model.cache import CachedKernel, CachedPass
+from harness.model.cache import CachedKernel, Slots
 from harness.model.grouped import local_shard, to_local
 from harness.model.kernels import AttentionSpec, Kernel, SdpaKernel
 from harness.model.rope import rotate
@@ -79,10 +81,6 @@ class Attention(nn.Module):
         out_BTHD = self.inner(q_BTHD, k_BTHD, v_BTHD, mask, sinks_H)
         return self.wo(out_BTHD.reshape(B, T, -1))
 
-    def use_cache(self, capacity: int) -> None:
-        """Store keys and values of up to ``capacity`` positions for later passes."""
-        self.inner = CachedKernel(self.inner.spec, capacity)
-
     def _temperatures(self, positions_T: Tensor) -> Tensor:
         """Scale of the queries in layers without rotation (arXiv:2501.19399, as in Llama 4), as positions."""
         steps = torch.floor((positions_T.float() + 1) / self.temperature_floor)
@@ -115,7 +113,6 @@ class LatentAttention(nn.Module):
         self.wo = nn.Linear(heads * self.value, config.dim, bias=False)
         scale = config.score_scale * config.rope.score_scale
         self.inner: Kernel = SdpaKernel(AttentionSpec(of.span(layer), scale))
-        self.cache: CachedKernel | None = None
 
     def forward(
         self, x_BTC: Tensor, rope_2TD: Tensor, mask: Any | None = None, positions_T: Tensor | None = None
@@ -130,34 +127,31 @@ class LatentAttention(nn.Module):
         k_rotated = to_local(k_rotated).unsqueeze(2)
         if self.is_rotated:
             q_rotated, k_rotated = rotate(q_rotated, k_rotated, rope_2TD, interleaved=self.interleaved)
-        if self.cache is not None and mask is not None:
-            self.cache.store_keys(torch.cat((to_local(latent_BTL).unsqueeze(2), k_rotated), dim=-1), mask)
+        inner: Callable[..., Tensor] = self.inner
+        if isinstance(mask, Slots):
+            assert isinstance(self.inner, CachedKernel)
+            keys = self.inner.store_keys(torch.cat((to_local(latent_BTL).unsqueeze(2), k_rotated), -1), mask)
             if not mask.is_first:
-                return self.wo(self._attend_latents(q_nope, q_rotated, mask).reshape(B, T, -1))
-            mask = mask.causal(self.cache)
+                return self.wo(self._attend_latents(q_nope, q_rotated, keys, mask).reshape(B, T, -1))
+            inner, mask = partial(SdpaKernel.forward, self.inner), mask.visible
         kv = self.wkv_b(latent_BTL).view(B, T, -1, self.nope + self.value)
         k_nope, v_BTHE = kv.split([self.nope, self.value], dim=-1)
         q_BTHD = torch.cat((q_nope, q_rotated), dim=-1)
         k_BTHD = torch.cat((k_nope, k_rotated.expand(-1, -1, k_nope.shape[2], -1)), dim=-1)
-        return self.wo(self.inner(q_BTHD, k_BTHD, v_BTHE, mask).reshape(B, T, -1))
+        return self.wo(inner(q_BTHD, k_BTHD, v_BTHE, mask).reshape(B, T, -1))
 
-    def use_cache(self, capacity: int) -> None:
-        """Store latents and rotated keys, not heads, of up to ``capacity`` positions for later passes."""
-        self.cache = CachedKernel(self.inner.spec, capacity)
-
-    def _attend_latents(self, q_nope: Tensor, q_rotated: Tensor, mask: CachedPass) -> Tensor:
+    def _attend_latents(self, q_nope: Tensor, q_rotated: Tensor, keys_B1SL: Tensor, mask: Slots) -> Tensor:
         """Attend from one token to stored latents, which serve as the key and value of all heads.
 
         The projection of latents to keys is applied to the query instead, and the projection to values to the
         result (arXiv:2405.04434, section 2.1.2).
         """
-        assert self.cache is not None and self.cache.keys_BKSD is not None
-        keys_B1SL = self.cache.keys_BKSD
+        assert isinstance(self.inner, CachedKernel)
         weight_HDL = local_shard(self.wkv_b, "weight").unflatten(0, (-1, self.nope + self.value))
         to_key_HDL, to_value_HEL = weight_HDL.split([self.nope, self.value], dim=1)
         q_BTHL = torch.einsum("bthd,hdl->bthl", q_nope, to_key_HDL)
         latents_B1SL = keys_B1SL[..., : q_BTHL.shape[-1]]
-        out_BTHL = self.cache.attend(torch.cat((q_BTHL, q_rotated), dim=-1), keys_B1SL, latents_B1SL, mask)
+        out_BTHL = self.inner.attend(torch.cat((q_BTHL, q_rotated), dim=-1), keys_B1SL, latents_B1SL, mask)
         return torch.einsum("bthl,hel->bthe", out_BTHL, to_value_HEL)
 
     def _queries(self, x_BTC: Tensor) -> Tensor:

@@ -2,22 +2,35 @@
 
 The first pass has the prompts, as in training, and stores their keys and values. Each later pass has one new
 token of every sequence. Prompts of different lengths are padded at the end: no token sees the padding, and
-the next token overwrites it.
+the next token overwrites it. Shapes of a later pass do not depend on the lengths, and the host knows none.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from harness.config.model import AttentionSpan
 from harness.model.kernels import AttentionSpec, SdpaKernel, sees
 
 # B: sequences, T: new tokens, S: slots, H: query heads, K: key and value heads, G: query heads of a key head,
 # D: head width, E: head width of values
+
+
+class Slots(NamedTuple):
+    """What layers of equal specification store and see in one pass; attention gets it in place of a mask.
+
+    Attributes:
+        is_first: whether the pass has the prompts.
+        visible: of prompts the mask; of one token what is added to the scores of slots, float32 [B, 1, 1, S].
+        place: the new token's slot, [B, 1]; of prompts the position that each slot stores, [B, S], None if
+            slot p stores position p.
+    """
+
+    is_first: bool
+    visible: Tensor | None
+    place: Tensor | None
 
 
 class CachedKernel(SdpaKernel):
@@ -39,121 +52,82 @@ class CachedKernel(SdpaKernel):
     def forward(
         self, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKE: Tensor, mask: Any, sinks_H: Tensor | None = None
     ) -> Tensor:
-        """Compute attention; ``mask`` is a ``CachedPass``."""
-        self.keys_BKSD = mask.stored(k_BTKD, self.keys_BKSD, self.slots)
-        self.values_BKSE = mask.stored(v_BTKE, self.values_BKSE, self.slots)
+        """Compute attention, and store keys and values; ``mask`` is ``Slots``."""
+        keys_BKSD = self.store_keys(k_BTKD, mask)
+        self.values_BKSE = _stored(self.values_BKSE, v_BTKE, self.slots, mask)
         if mask.is_first:
-            return super().forward(q_BTHD, k_BTKD, v_BTKE, mask.causal(self), sinks_H)
-        return self.attend(q_BTHD, self.keys_BKSD, self.values_BKSE, mask, sinks_H)
+            return super().forward(q_BTHD, k_BTKD, v_BTKE, mask.visible, sinks_H)
+        return self.attend(q_BTHD, keys_BKSD, self.values_BKSE, mask, sinks_H)
 
-    def store_keys(self, k_BTKD: Tensor, mask: CachedPass) -> None:
-        """Store keys only, for attention whose values are part of them."""
-        self.keys_BKSD = mask.stored(k_BTKD, self.keys_BKSD, self.slots)
+    def store_keys(self, k_BTKD: Tensor, new: Slots) -> Tensor:
+        """Store keys; return those of all slots. They are all there is if values are part of them."""
+        self.keys_BKSD = _stored(self.keys_BKSD, k_BTKD, self.slots, new)
+        return self.keys_BKSD
 
     def attend(
-        self,
-        q_B1HD: Tensor,
-        keys_BKSD: Tensor,
-        values_BKSE: Tensor,
-        mask: CachedPass,
-        sinks_H: Tensor | None = None,
+        self, q_B1HD: Tensor, keys_BKSD: Tensor, values_BKSE: Tensor, new: Slots, sinks_H: Any = None
     ) -> Tensor:
         """Attend from one token of each sequence to its stored tokens: [B, 1, H, E]."""
-        visible_B11S, used = mask.visible(self.spec.span, self.slots)
-        keys_BKSD, values_BKSE = keys_BKSD[:, :, :used], values_BKSE[:, :, :used]
+        assert new.visible is not None
         q_BKGD = q_B1HD.squeeze(1).unflatten(1, (keys_BKSD.shape[1], -1))
-        scores_BKGS = (q_BKGD @ keys_BKSD.transpose(2, 3)).float() * self.spec.scale
-        if visible_B11S is not None:
-            scores_BKGS = scores_BKGS.masked_fill(~visible_B11S, float("-inf"))
+        # Sum and product are computed in float32, by one kernel.
+        scores_BKGS = torch.add(new.visible, q_BKGD @ keys_BKSD.transpose(2, 3), alpha=self.spec.scale)
         if sinks_H is not None:
             sinks_BKG1 = sinks_H.float().view(scores_BKGS.shape[1:3]).expand(len(q_B1HD), -1, -1).unsqueeze(3)
             scores_BKGS = torch.cat((scores_BKGS, sinks_BKG1), dim=-1)
-        shares_BKGS = scores_BKGS.softmax(-1)[..., :used].type_as(values_BKSE)
+        shares_BKGS = scores_BKGS.softmax(-1)[..., : self.slots].type_as(values_BKSE)
         return (shares_BKGS @ values_BKSE).flatten(1, 2).unsqueeze(1)
 
 
+def _stored(slots_BKSD: Tensor | None, x_BTKD: Tensor, slots: int, new: Slots) -> Tensor:
+    """Store keys or values of new tokens, in place if there are slots for so many sequences."""
+    x_BKTD, place = x_BTKD.transpose(1, 2), new.place
+    B, K, T, D = x_BKTD.shape
+    if new.is_first and (slots_BKSD is None or len(slots_BKSD) != B):
+        slots_BKSD = x_BTKD.new_zeros(B, K, slots, D)
+    assert slots_BKSD is not None, "the first pass has the prompts"
+    if place is None:
+        slots_BKSD[:, :, :T] = x_BKTD
+        return slots_BKSD
+    place_BKND = place[:, None, :, None].expand(-1, K, -1, D)
+    if new.is_first:
+        return slots_BKSD.copy_(x_BKTD.gather(2, place_BKND))
+    return slots_BKSD.scatter_(2, place_BKND, x_BKTD)
+
+
 class CachedPass:
-    """One pass over new tokens of every sequence; attention gets it in place of a mask.
+    """One pass over new tokens of every sequence.
 
     Args:
-        lengths: tokens of each sequence, the new ones included.
-        is_first: whether the pass has the prompts.
+        lengths_B: tokens of each sequence, the new ones included.
+        prompts: number of tokens of a padded prompt; None: the pass has one token of each sequence.
     """
 
-    def __init__(self, lengths: list[int], *, is_first: bool, device: torch.device) -> None:
-        self.is_first, self.device = is_first, device
-        self.longest, self.is_even = max(lengths), len(set(lengths)) == 1
-        self.lengths_B = torch.tensor(lengths, device=device)
-        self.rows_B = torch.arange(len(lengths), device=device)
-        self._masks: dict[Any, Any] = {}
+    def __init__(self, lengths_B: Tensor, prompts: int | None = None) -> None:
+        self.last_B, self.prompts = lengths_B - 1, prompts
 
     @property
     def positions(self) -> Tensor:
         """Positions of the new tokens: [T] for prompts, else [B, 1]."""
-        return (
-            torch.arange(self.longest, device=self.device) if self.is_first else self.lengths_B[:, None] - 1
-        )
+        if self.prompts is None:
+            return self.last_B[:, None]
+        return torch.arange(self.prompts, device=self.last_B.device)
 
     def last_of(self, x_BTC: Tensor) -> Tensor:
         """The last token of each sequence, [B, 1, C]."""
-        return x_BTC[self.rows_B, self.lengths_B - 1].unsqueeze(1) if self.is_first else x_BTC
+        if self.prompts is None:
+            return x_BTC
+        return x_BTC.gather(1, self.last_B[:, None, None].expand(-1, 1, x_BTC.shape[2]))
 
-    def causal(self, kernel: SdpaKernel) -> Tensor | None:
-        """The mask of the prompts; layers of equal specification share it."""
-        if kernel.spec not in self._masks:
-            self._masks[kernel.spec] = SdpaKernel.mask(
-                kernel, None, len(self.rows_B), self.longest, self.device
-            )
-        return self._masks[kernel.spec]
-
-    def stored(self, x_BTKD: Tensor, slots_BKSD: Tensor | None, slots: int) -> Tensor:
-        """Store keys or values of the new tokens.
-
-        Args:
-            x_BTKD: keys or values.
-            slots_BKSD: the stored ones, changed in place; the first pass makes new ones.
-
-        Returns:
-            The slots, [B, K, S, D].
-        """
-        if self.is_first:
-            return self._store_prompts(x_BTKD.transpose(1, 2), slots)
-        assert slots_BKSD is not None, "the first pass has the prompts"
-        last_B = self.lengths_B - 1
-        if self.is_even:
-            slots_BKSD[:, :, (self.longest - 1) % slots] = x_BTKD.squeeze(1)
-        else:
-            slots_BKSD[self.rows_B, :, last_B % slots] = x_BTKD.squeeze(1)
-        return slots_BKSD
-
-    def _store_prompts(self, x_BKTD: Tensor, slots: int) -> Tensor:
-        if self.longest <= slots:
-            return F.pad(x_BKTD, (0, 0, 0, slots - self.longest))
-        # The latest position of each slot, or 0 for a slot that no token has reached.
-        position_BS = _latest(self.lengths_B - 1, slots).clamp(min=0)
-        return x_BKTD.gather(
-            2, position_BS[:, None, :, None].expand(-1, x_BKTD.shape[1], -1, x_BKTD.shape[3])
-        )
-
-    def visible(self, span: AttentionSpan, slots: int) -> tuple[Tensor | None, int]:
-        """Slots that the new tokens attend to.
-
-        Returns:
-            A mask [B, 1, 1, S], None for all; and S, the number of slots in use.
-        """
-        used = min(self.longest, slots)
-        if self.is_even and span.chunk is None:
-            return None, used
-        if (span, slots) not in self._masks:
-            position_B1 = self.lengths_B[:, None] - 1
-            position_BS = _latest(self.lengths_B - 1, slots)[:, :used]
-            visible_BS = (position_BS >= 0) & sees(span, position_B1, position_BS)
-            self._masks[span, slots] = visible_BS[:, None, None]
-        return self._masks[span, slots], used
-
-
-def _latest(position_B: Tensor, slots: int) -> Tensor:
-    """The latest position in each slot [B, S] after ``position_B`` is stored; negative for empty slots."""
-    slot_S = torch.arange(slots, device=position_B.device)
-    position_B1 = position_B[:, None]
-    return position_B1 - (position_B1 - slot_S) % slots
+    def slots_of(self, kernel: CachedKernel) -> Slots:
+        """What layers with this kernel's specification store and see."""
+        last_B1, slots = self.last_B[:, None], kernel.slots
+        # The latest position in each slot after the new ones are stored; negative for empty slots.
+        slot_S = torch.arange(slots, device=last_B1.device)
+        position_BS = last_B1 - (last_B1 - slot_S) % slots
+        if self.prompts is not None:
+            visible = kernel.mask(None, len(last_B1), self.prompts, last_B1.device)
+            return Slots(True, visible, None if self.prompts <= slots else position_BS.clamp(min=0))
+        seen_BS = (position_BS >= 0) & sees(kernel.spec.span, last_B1, position_BS)
+        hidden_BS = torch.zeros(seen_BS.shape, device=last_B1.device).masked_fill(~seen_BS, float("-inf"))
+        return Slots(False, hidden_BS[:, None, None], last_B1 % slots)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from harness.config.model import ModelConfig
 from harness.model.architecture import block_of
 from harness.model.attention import build_attention
-from harness.model.cache import CachedPass
+from harness.model.cache import CachedKernel, CachedPass
 from harness.model.feed_forward import FeedForward
 from harness.model.kernels import AttentionSpec
 from harness.model.moe import MoE
@@ -166,9 +166,12 @@ class Decoder(ModelPart):
         self._materialize_positions(self.rope.device)
 
     def use_cache(self, capacity: int) -> None:
-        """Make attention store up to ``capacity`` positions, for passes with ``cached``."""
-        for block in self.blocks.values():
-            block.attention.use_cache(capacity)
+        """Make attention store up to ``capacity`` positions, for passes with ``cached``.
+
+        Latent attention stores latents and rotated keys, not heads.
+        """
+        for module in self.kernels:
+            module.inner = CachedKernel(module.inner.spec, capacity)
 
     @property
     def entries(self) -> list[nn.Module]:
@@ -249,7 +252,7 @@ class Decoder(ModelPart):
         else:
             positions = cached.positions
             rope = self.rope[:, positions]
-            masks = {block.attention.inner.spec: cached for block in blocks.values()}
+            masks = {spec: cached.slots_of(kernel) for spec, kernel in self._by_spec.items()}
         for layer in map(int, self.layers):
             x, load_E = blocks[layer](x, rope, masks[blocks[layer].attention.inner.spec], positions)
             self._count(layer, load_E)
@@ -270,11 +273,14 @@ class Decoder(ModelPart):
         # A float8 output projection takes no labels.
         return self.output(x, *(labels for labels in (labels_BT, later_labels_BT) if labels is not None))
 
+    @property
+    def _by_spec(self) -> dict[AttentionSpec, Any]:
+        return {block.attention.inner.spec: block.attention.inner for block in self.blocks.values()}
+
     def _masks(self, documents_BT: Tensor | None, x: Tensor, length: int) -> dict[AttentionSpec, Any | None]:
-        kernels = {block.attention.inner.spec: block.attention.inner for block in self.blocks.values()}
         return {
             reach: kernel.mask(documents_BT, x.shape[0], length, x.device)
-            for reach, kernel in kernels.items()
+            for reach, kernel in self._by_spec.items()
         }
 
     def _count(self, layer: int, load_E: Tensor | None) -> None:

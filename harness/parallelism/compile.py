@@ -54,6 +54,9 @@ def prepare_compiler(
     # A zero-bubble schedule takes gradients of inputs and of weights in two passes over one graph.
     torch._functorch.config.donated_buffer = not layout.splits_backward
     torch._inductor.config._micro_pipeline_tp = layout.async_tp
+    if config.mode != "default":  # else as the environment says
+        torch._inductor.config.coordinate_descent_tuning = True
+        torch._inductor.config.max_autotune = config.mode == "max-autotune-no-cudagraphs"
 
 
 def apply_compile(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain
 from typing import Any
 
 import torch
@@ -79,12 +79,15 @@ def apply_fsdp(part: ModelPart, mesh: Mesh, job: Job, device: torch.device) -> N
                 module.set_gradient_divide_factor(1.0)
             if job.fsdp_ranks == 1:
                 module.set_custom_reduce_scatter(in_place)
-    if layout.ep > 1:
+    ahead, made = layout.fsdp_prefetch, (*part.entries, *part.blocks.values(), part.output)
+    order: list[Any] = [module for module in made if isinstance(module, FSDPModule)]
+    inside = [[each for each in module.modules() if isinstance(each, FSDPModule)] for module in order]
+    for i, module in enumerate(order):
         # Experts make the host wait, so what comes after them is gathered before. Backward has no waits.
-        order = (*part.entries, *part.blocks.values(), part.output)
-        for earlier, later in pairwise(each for each in order if isinstance(each, FSDPModule)):
-            inside = [each for each in later.modules() if isinstance(each, FSDPModule)]  # type: ignore[attr-defined]
-            earlier.set_modules_to_forward_prefetch(inside)
+        if layout.ep > 1 or ahead > 1:
+            module.set_modules_to_forward_prefetch([*chain(*inside[i + 1 : i + 1 + ahead])])
+        if ahead > 1:
+            module.set_modules_to_backward_prefetch([*chain(*reversed(inside[max(0, i - ahead) : i]))])
 
 
 def parameter_groups(module: FSDPModule) -> list[Any]:

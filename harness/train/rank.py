@@ -117,10 +117,8 @@ class Rank:
                 self.folder.write_result(self.job, reason, code, row)
                 stopped_by = {} if code == EXIT_OK else {"exit_reason": reason}
                 resumes = {"resume": "the same command"} if code == EXIT_RESUMABLE else {}
-                where = {
-                    "run folder": str(self.folder.path),
-                    "report": f"harness report {self.folder.path.parent}",
-                }
+                path = self.folder.path
+                where = {"run folder": str(path), "report": f"harness report {path.parent}"}
                 self.recorder.close({**shown_summary(row), **stopped_by, **where, **resumes})
         return code
 
@@ -199,7 +197,7 @@ def describe(job: Job, folder: RunFolder, device: Any) -> str:
     sizes = [f"{phase.batch_size} x {phase.seq_len}" for phase in (phases[0], phases[-1])]
     return (
         f"{job.name}: {counted.parameters:,} parameters, {degrees} on {device.type}, "
-        f"{' to '.join(dict.fromkeys(sizes))} tokens a step, {job.steps} steps\n"
+        f"{' to '.join(dict.fromkeys(sizes))} tokens a step, {job.steps} step{'s' * (job.steps != 1)}\n"
         f"run folder {folder.path}"
     )
 

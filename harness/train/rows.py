@@ -255,4 +255,6 @@ def shown_summary(result: Row) -> Row:
     """Return the fields of ``result_row`` that the console shows at the end."""
     shown = {each.name: result[each.name] for each in _RESULT if each.in_summary}
     shown["tokens_per_second"] = result["window"]["tokens_per_second"]
+    if shown["tokens_per_second_per_rank"] == shown["tokens_per_second"]:  # of one rank
+        shown["tokens_per_second_per_rank"] = None
     return {name: value for name, value in shown.items() if value is not None}

@@ -39,7 +39,7 @@ submitted   sent      waits     pending    job 7 waits: Resources
 requeued    restarted waits     pending    job 7 waits: Resources, started 3 times
 interrupted sent      runs      running    job 7
 running     sent      ends      running    job 7
-interrupted sent      gone      stopped    before its end; resume continues it
+interrupted sent      gone      stopped    before its end; the same command continues it
 interrupted cancelled gone      cancelled
 interrupted begun     None      stopped
 interrupted begun     gone      lost       SLURM job 7 ended without a result

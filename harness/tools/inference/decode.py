@@ -15,8 +15,9 @@ from torch import Tensor
 from harness.config.job import Job
 from harness.data.tokenizer import Tokenizer, build_tokenizer
 from harness.model.cache import CachedPass
-from harness.tools.inference.generate import GenerateConfig, GenerateJob, Prompt
+from harness.tools.inference.generate import SECONDS, GenerateConfig, GenerateJob, Prompt
 from harness.tools.inference.model import InferenceModel
+from harness.train.step import HostCopy
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """What a tokenizer returns for bytes that are not a complete character."""
@@ -87,106 +88,124 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
-# B: sequences, V: vocabulary
+# B: sequences, T: tokens of a prompt, N: new tokens, V: vocabulary
 
 
 class Sampler:
     """Greedy choice, or sampling with a temperature from the most probable tokens.
 
-    A sequence has a random generator of its own, so that its text depends on the seed and its number, but not
-    on the other sequences or the layout.
-
-    Args:
-        temperature: logits are divided by it; 0 chooses the most probable token.
-        top_k: sample from this many tokens; None: all.
-        top_p: sample from the most probable tokens whose probabilities sum to at least this
-            (arXiv:1904.09751).
-        numbers: number of each sequence.
+    A sequence has random numbers of its own, so that its text depends on the seed and its number only. They
+    are drawn before, so that a choice needs nothing of the host.
     """
 
-    def __init__(
-        self, temperature: float, top_k: int | None, top_p: float, seed: int, numbers: Sequence[int]
-    ) -> None:
-        self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
-        self._generators = [random.Random(f"{seed}.{number}") for number in numbers]
+    def __init__(self, config: GenerateConfig) -> None:
+        self.config = config
+        self._drawn_NB = self._next_1 = torch.empty(0)
+
+    def begin(self, numbers: Sequence[int], most: int, device: torch.device) -> None:
+        """Begin sequences with these numbers, of at most so many tokens."""
+        if self.config.temperature > 0:
+            generators = [random.Random(f"{self.config.seed}.{number}") for number in numbers]
+            drawn_BN = [[each.random() for _ in range(most)] for each in generators]
+            self._drawn_NB = kept(self._drawn_NB, torch.tensor(drawn_BN).T.double().to(device))
+            self._next_1 = kept(self._next_1, torch.zeros(1, dtype=torch.int64, device=device))
 
     def choose(self, logits_BV: Tensor) -> Tensor:
         """Return the chosen token of each sequence, int64 [B]."""
-        if self.temperature == 0:
+        of = self.config
+        if of.temperature == 0:
             return logits_BV.argmax(-1)
         logits_BV, tokens_BV = logits_BV.float().sort(dim=-1, descending=True, stable=True)
         # Relative to the largest, so that no quotient by a small temperature is infinity.
-        logits_BV = (logits_BV - logits_BV[:, :1]).double() / self.temperature
-        if self.top_k is not None:
-            logits_BV, tokens_BV = logits_BV[:, : self.top_k], tokens_BV[:, : self.top_k]
+        logits_BV = (logits_BV - logits_BV[:, :1]).double() / of.temperature
+        if of.top_k is not None:
+            logits_BV, tokens_BV = logits_BV[:, : of.top_k], tokens_BV[:, : of.top_k]
         ends_BV = logits_BV.softmax(-1).cumsum(-1)
-        if self.top_p < 1:
+        if of.top_p < 1:
             # A token is left out if those before it already have the probability.
             starts_BV = ends_BV - logits_BV.softmax(-1)
-            kept_BV = starts_BV < self.top_p
+            kept_BV = starts_BV < of.top_p
             kept_BV[:, 0] = True
             ends_BV = logits_BV.masked_fill(~kept_BV, float("-inf")).softmax(-1).cumsum(-1)
-        drawn = torch.tensor([each.random() for each in self._generators])
-        drawn_B1 = drawn.to(ends_BV).unsqueeze(1) * ends_BV[:, -1:]
+        drawn_B1 = self._drawn_NB.index_select(0, self._next_1).T * ends_BV[:, -1:]
+        self._next_1 += 1
         place_B1 = torch.searchsorted(ends_BV, drawn_B1, right=True).clamp(max=ends_BV.shape[1] - 1)
         return tokens_BV.gather(1, place_B1).squeeze(1)
+
+
+def kept(held: Tensor, new: Tensor) -> Tensor:
+    """New values, in the memory of those before if that fits: a captured pass reads there."""
+    return held.copy_(new) if held.shape == new.shape else new
 
 
 PADDING = 0
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Durations of one batch, seconds: the pass over the prompts, and all later passes."""
+class Passes:
+    """Passes over the tokens of batches. Lengths and new tokens stay on the device.
 
-    prefill: float
-    decode: float
+    Args:
+        model: the model, with ``use_cache`` called.
+    """
+
+    def __init__(self, model: InferenceModel, sampler: Sampler) -> None:
+        self.model, self.sampler = model, sampler
+        self._tokens_B = self._lengths_B = torch.empty(0)
+
+    def begin(self, prompts: Sequence[Sequence[int]], numbers: Sequence[int], most: int) -> HostCopy:
+        """Run the pass over prompts; return the first new token of each, [B]."""
+        device, lengths = self.model.device, [len(prompt) for prompt in prompts]
+        longest = max(lengths)
+        tokens_BT = torch.tensor([[*prompt, *[PADDING] * (longest - len(prompt))] for prompt in prompts])
+        self._tokens_B = kept(self._tokens_B, tokens_BT[:, 0].to(device))
+        self._lengths_B = kept(self._lengths_B, torch.tensor(lengths, device=device))
+        self.sampler.begin(numbers, most, device)
+        self._run(tokens_BT.to(device), longest)
+        return HostCopy(self._tokens_B)
+
+    def next(self) -> HostCopy:
+        """Run the pass over the newest token of each sequence; return the ones after them, [B]."""
+        self._run(self._tokens_B[:, None], None)
+        return HostCopy(self._tokens_B)
+
+    def _run(self, tokens_BT: Tensor, prompts: int | None) -> None:
+        logits_BV = self.model.part(tokens_BT, cached=CachedPass(self._lengths_B, prompts))[:, 0]
+        self._tokens_B.copy_(self.sampler.choose(logits_BV))
+        if self.model.mesh.size("tp") > 1:
+            # The choice of the first rank, so that rounding cannot separate the ranks.
+            dist.broadcast(self._tokens_B, group=self.model.mesh.group("tp"), group_src=0)
+        self._lengths_B += 1
 
 
 @torch.no_grad()
 def generate_batch(
-    model: InferenceModel,
+    passes: Passes,
     prompts: Sequence[Sequence[int]],
-    sampler: Sampler,
+    numbers: Sequence[int],
     most: int,
     add: Callable[[int, int], bool],
-) -> Timing:
-    """Generate until every sequence has ended.
+) -> tuple[float, float]:
+    """Generate until every sequence has ended; return the seconds of the pass over prompts, and of the rest.
 
-    All ranks call it together, with the same ``most``; the ranks of one data-parallel position have the same
-    prompts, other positions may have others.
-
-    Args:
-        model: the model, with ``use_cache`` called.
-        prompts: ids of each prompt, at least one.
-        most: number of new tokens of a sequence.
-        add: called with a row and its new token; returns whether the sequence goes on.
+    All ranks call it together, those of one data-parallel position with the same prompts. ``add`` is called
+    with a row and its new token; it returns whether the sequence goes on.
     """
-    lengths, open_rows = [len(prompt) for prompt in prompts], set(range(len(prompts)))
-    longest = max(lengths)
-    tokens_BT = torch.tensor([[*prompt, *[PADDING] * (longest - len(prompt))] for prompt in prompts])
-    started, prefilled = time.perf_counter(), 0.0
-    for count in range(most):
-        new = CachedPass(lengths, is_first=count == 0, device=model.device)
-        logits_BV = model.part(tokens_BT.to(model.device), cached=new)[:, 0]
-        chosen = _agreed(sampler.choose(logits_BV), model).tolist()
+    model, open_rows = passes.model, set(range(len(prompts)))
+    started = prefilled = time.perf_counter()
+    new = passes.begin(prompts, numbers, most)
+    for left in reversed(range(most)):
+        # A GPU computes the next pass, perhaps in vain, while the host looks at the tokens of this one.
+        ahead = passes.next() if left and model.device.type != "cpu" else None
+        chosen = new.read().tolist()
         for row in sorted(open_rows):
             if not add(row, chosen[row]):
                 open_rows.discard(row)
-        if count == 0:
+        if left == most - 1:
             prefilled = time.perf_counter()
-        if _all_ended(not open_rows, model):
+        if not left or _all_ended(not open_rows, model):
             break
-        tokens_BT = torch.tensor(chosen).unsqueeze(1)
-        lengths = [length + 1 for length in lengths]
-    return Timing(prefilled - started, time.perf_counter() - prefilled)
-
-
-def _agreed(token_B: Tensor, model: InferenceModel) -> Tensor:
-    """The choice of the first tensor-parallel rank, so that rounding cannot separate the ranks."""
-    if model.mesh.size("tp") > 1:
-        dist.broadcast(token_B, group=model.mesh.group("tp"), group_src=0)
-    return token_B
+        new = ahead or passes.next()
+    return prefilled - started, time.perf_counter() - prefilled
 
 
 def _all_ended(ended: bool, model: InferenceModel) -> bool:
@@ -200,7 +219,6 @@ def _all_ended(ended: bool, model: InferenceModel) -> bool:
 
 # Reasons why a text ended.
 LENGTH, END, STOP = "length", "end", "stop"
-SECONDS = ("load_seconds", "prefill_seconds", "decode_seconds")
 
 
 @dataclass
@@ -236,10 +254,7 @@ def generate(
 ) -> GeneratedTexts:
     """Generate on this rank of a process group; return all texts in order, and the slowest rank's durations.
 
-    Args:
-        job: the resolved job; training.seq_len is the longest sequence.
-        load: returns a job's model with its weights.
-        show: whether to print a single prompt, and its text while it is generated.
+    With ``show``, a single prompt is printed, and its text while it is generated.
     """
     started = time.perf_counter()
     model = load(job)
@@ -262,13 +277,14 @@ def generate_texts(
     outcome, replicas = GeneratedTexts(), model.job.parallelism.data_parallel
     is_first = model.mesh.rank("tp") == 0
     shows = show and is_first and model.mesh.data_rank == 0 and len(prompts) == 1
+    passes = Passes(model, Sampler(config))
     numbered = list(enumerate(prompts))
     for start in range(0, len(prompts), config.batch_size * replicas):
         batch = numbered[start : start + config.batch_size * replicas]
         own = batch[model.mesh.data_rank :: replicas]
         # Every rank takes part in every pass: one without a prompt of its own repeats the first.
         made = _Batch(own or batch[:1], tokenizer, config, show=shows)
-        made.run(model, outcome)
+        made.run(passes, outcome)
         if own and is_first:
             outcome.texts += made.texts
     return _joined(model.ranks.gather(outcome))
@@ -293,19 +309,18 @@ class _Batch:
         self.streams = [TextStream(tokenizer, prompt, self.config.stop) for prompt in self.prompts]
         self.texts = [Generated(number, prompt.text, len(prompt.ids)) for number, prompt in numbered]
 
-    def run(self, model: InferenceModel, outcome: GeneratedTexts) -> None:
+    def run(self, passes: Passes, outcome: GeneratedTexts) -> None:
         """Generate, and add to the outcome's durations."""
-        of = self.config
         self._print(self.texts[0].prompt)
-        sampler = Sampler(of.temperature, of.top_k, of.top_p, of.seed, self.numbers)
-        timing = generate_batch(model, self.prompts, sampler, of.max_new_tokens, self._add)
+        most = self.config.max_new_tokens
+        prefill, decode = generate_batch(passes, self.prompts, self.numbers, most, self._add)
         for text, stream in zip(self.texts, self.streams, strict=True):
-            self._print(stream.finish())
+            self._print(f"{stream.finish()}\n")
             text.text = stream.text
             if stream.is_stopped:  # perhaps by characters that were complete only now
                 text.ended_by = STOP
-        outcome.prefill_seconds += timing.prefill
-        outcome.decode_seconds += timing.decode
+        outcome.prefill_seconds += prefill
+        outcome.decode_seconds += decode
 
     def _add(self, row: int, token: int) -> bool:
         """Take a token; return whether the text goes on."""

@@ -81,11 +81,7 @@ class EvaluateJob(InferenceJob):
     """Weights, tasks, and how they are scored."""
 
     def resolve(self, *, launched_ranks: int | None = None, gpus: int | None = None) -> Self:
-        """Return the job with derived fields set, after a check of every rule.
-
-        Raises:
-            ConfigError: naming the field, its value, the rule, and what would work.
-        """
+        """Also check the options of the evaluation; raise ConfigError for a wrong one."""
         require_decoder(self.model, "scores text", "validation.interval of harness.train")
         options, most = self.evaluate, self.model.max_seq_len
         require_tasks("evaluate.tasks", options.tasks, lm_eval=True)
@@ -108,38 +104,16 @@ class EvaluateJob(InferenceJob):
         """Inputs of the tasks, after ``evaluate.seq_len`` is set."""
         options = self.evaluate
         assert options.seq_len is not None, "the window is not known"
-        return Setting(
-            build_tokenizer(self.tokenizer),
-            self.model.vocab_size,
-            self.data,
-            options.split,
-            options.seq_len,
-            "evaluate.seq_len",
-            options.stride,
-            options.limit,
-            options.special_tokens,
-        )
-
-    @property
-    def wants_json(self) -> bool:
-        """Whether the job itself asks for JSON."""
-        return self.evaluate.json
+        tokenizer, window = build_tokenizer(self.tokenizer), (options.seq_len, "evaluate.seq_len")
+        what = tokenizer, self.model.vocab_size, self.data, options.split
+        return Setting(*what, *window, options.stride, options.limit, options.special_tokens)
 
 
 def rows_of(job: EvaluateJob, found: WeightFolder, results: Sequence[tuple[str, Metrics]]) -> list[Metrics]:
     """Rows of the file: metrics of each task, and what they were computed with."""
-    about = (
-        found.path,
-        found.manifest.get("step"),
-        job.model.name,
-        job.evaluate.seq_len,
-        job.evaluate.stride,
-        job.evaluate.limit,
-        job.precision.param_dtype,
-        degrees_in_words(job.parallelism.degrees),
-        time.time(),
-        versions(),
-    )
+    of, layout = job.evaluate, degrees_in_words(job.parallelism.degrees)
+    weights, when = (found.path, found.manifest.get("step"), job.model.name), (time.time(), versions())
+    about = *weights, of.seq_len, of.stride, of.limit, job.precision.param_dtype, layout, *when
     described = dict(zip(ABOUT, about, strict=True))
     return [flatten({"task": task, **metrics, **described}) for task, metrics in results]
 

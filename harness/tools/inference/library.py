@@ -167,7 +167,8 @@ class HarnessLM(LM):  # type: ignore[misc]
         for numbers in groups.values():
             config = generation(requests[numbers[0]].args[1], self.model.job.local_batch_size)
             prompts = [self._prompt(requests[number].args[0], config.max_new_tokens) for number in numbers]
-            with _caching(self.model.part, self.setting.window):
+            longest = max(len(prompt.ids) for prompt in prompts)
+            with _caching(self.model.part, longest + config.max_new_tokens):
                 made = generate_texts(self.model, prompts, config, self.setting.tokenizer)
             for number, text in zip(numbers, made.texts, strict=True):
                 texts[number] = text.text
@@ -221,13 +222,10 @@ def generation(wanted: Mapping[str, Any], batch_size: int) -> GenerateConfig:
 @contextmanager
 def _caching(part: Decoder, capacity: int) -> Iterator[None]:
     """Context manager in which attention has a cache; scoring passes have none."""
-    attentions = [block.attention for block in part.blocks.values()]
-    before = [(attention.inner, getattr(attention, "cache", None)) for attention in attentions]
+    before = [(module, module.inner) for module in part.kernels]
     part.use_cache(capacity)
     try:
         yield
     finally:
-        for attention, (inner, cache) in zip(attentions, before, strict=True):
-            attention.inner = inner
-            if hasattr(attention, "cache"):
-                attention.cache = cache
+        for module, inner in before:
+            module.inner = inner

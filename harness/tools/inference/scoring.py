@@ -132,29 +132,15 @@ class EvaluationInLoop(observer.Periodic):
         UserError: a task cannot be read.
     """
 
-    metrics = (
-        Metric(
-            "evaluation.*",
-            "number",
-            "Metric of a task, `evaluation.<task>.<metric>`; a row of its own with `step`.",
-            "evaluation",
-            line="{rest} {:.5g}",
-        ),
-    )
+    meaning = "Metric of a task, `evaluation.<task>.<metric>`; a row of its own with `step`."
+    metrics = (Metric("evaluation.*", "number", meaning, "evaluation", line="{rest} {:.5g}"),)
 
     def __init__(self, run: observer.Run) -> None:
         super().__init__(run, run.job.evaluation.interval)
-        job = run.job
-        setting = Setting(
-            run.tokenizer,
-            job.model.vocab_size,
-            job.data,
-            "validation",
-            job.training.seq_len,
-            "training.seq_len",
-            job.evaluation.stride,
-            job.evaluation.limit,
-        )
+        job, of = run.job, run.job.evaluation
+        window = job.training.seq_len, "training.seq_len"
+        how = of.stride, of.limit
+        setting = Setting(run.tokenizer, job.model.vocab_size, job.data, "validation", *window, *how)
         self.tasks = [open_task(name, setting) for name in job.evaluation.tasks]
         self.scorer = Scorer(run.engine)
 

@@ -134,8 +134,9 @@ class StageMemory:
         self.resident = sum(m.parameters.gathered for m in self.modules if self.pipelined or not m.freed)
         """Gathered bytes that stay from forward to backward; in a pipeline until the end of the step."""
         self.accumulated = sum(each.accumulated for each in of)
-        # Of two neighbouring modules one is copied while the next is gathered.
-        self.buffers = max(map(sum, pairwise([*(each.buffer for each in of), 0.0])))
+        # Of neighbouring modules one is copied while the next ones are gathered.
+        buffers, self.ahead = [each.buffer for each in of], layout.fsdp_prefetch
+        self.buffers = max(sum(buffers[i : i + 1 + self.ahead]) for i in range(len(buffers)))
         # Of two reduce-scatters that follow each other, one is in flight.
         reduced = (size for each in of for size in each.reduced)
         self.reduction = max(map(sum, pairwise([0.0, *reduced])), default=0.0)
@@ -243,7 +244,8 @@ class StageMemory:
             own = module.parameters.gathered
             moment = {"activations": held + module.part.forward, "gathered": gathered}
             if not self.pipelined:
-                buffers = self.buffers if self.job.parallelism.ep > 1 else module.parameters.buffer
+                explicit = self.job.parallelism.ep > 1 or self.ahead > 1
+                buffers = self.buffers if explicit else module.parameters.buffer
                 moment = plus(moment, {"gathered": own, "buffers": buffers})
             moments.append(moment)
             held += module.part.kept
@@ -278,11 +280,11 @@ class StageMemory:
         for index in range(len(self.modules) - 1, -1, -1):
             module = self.modules[index]
             part, own = module.part, module.parameters
-            before = self.modules[index - 1] if index else None
+            before = self.modules[max(0, index - self.ahead) : index]
             arriving = 0.0
             if self.fsdp and not self.pipelined:
                 gathered += own.gathered if module.freed else 0.0
-                arriving = before.parameters.buffer if before is not None and before.freed else 0.0
+                arriving = sum(each.parameters.buffer for each in before if each.freed)
             held -= part.kept
             base = {"gathered": gathered, "buffers": arriving, "shards": shards, "communication": reducing}
             for activations, gradients in (

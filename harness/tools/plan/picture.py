@@ -39,11 +39,14 @@ _FEWEST_POINTS_FOR_A_NUMBER = 11.0
 _INCHES, _DPI = 12.0, 150
 
 
-def draw(path: Path, plan: Plan) -> None:
-    """Draw the plan into a PNG."""
+def draw(path: str | None, plan: Plan) -> str:
+    """Draw the plan into a PNG, and return a line that says so; without a path nothing."""
+    if path is None:
+        return ""
     image = io.BytesIO()
     figure_of(plan).savefig(image, format="png", dpi=_DPI)
-    write_atomically(path, image.getvalue())
+    write_atomically(Path(path), image.getvalue())
+    return f"written: {path}\n"
 
 
 def figure_of(plan: Plan) -> Figure:

@@ -32,6 +32,7 @@ def plan(job: PlanJob, overrides: list[str]) -> Result:
     if job.search:
         return _search(job, overrides)
     from harness.tools.plan.make import calibration_of, make_plan
+    from harness.tools.plan.picture import draw
     from harness.tools.plan.render import as_dict, render
 
     made = make_plan(job.plain, calibration_of(job))
@@ -41,11 +42,7 @@ def plan(job: PlanJob, overrides: list[str]) -> Result:
         other = job_against(job, overrides)
         second = make_plan(other.plain, calibration_of(other))
         return Result(differences_as_dict(made, second), render_differences(made, second))
-    if job.picture is not None:
-        from harness.tools.plan.picture import draw
-
-        draw(Path(job.picture), made)
-    data, text = as_dict(made), render(made)
+    data, text = as_dict(made), render(made) + draw(job.picture, made)
     if job.rehearse:
         gc.enable()
         rehearsed: Result = load_attribute(REHEARSE)(made)
@@ -61,6 +58,7 @@ def plan(job: PlanJob, overrides: list[str]) -> Result:
 
 def _search(job: PlanJob, overrides: list[str]) -> Result:
     from harness.tools.plan.make import calibration_of
+    from harness.tools.plan.picture import draw
     from harness.tools.plan.search import NothingFits, search
     from harness.tools.plan.search_result import commands, render_search, search_as_dict, sweep_path
     from harness.tools.plan.space import Space
@@ -72,13 +70,10 @@ def _search(job: PlanJob, overrides: list[str]) -> Result:
 
         return what_would_fit(failed, overrides)
     path = sweep_path(job.name, job.sweep_file)
-    if job.picture is not None:
-        from harness.tools.plan.picture import draw
-
-        draw(Path(job.picture), found.best[0].plan)
+    picture = draw(job.picture, found.best[0].plan)
     data, text = search_as_dict(found) | {"sweep_file": path}, f"{render_search(found)}\n"
     try:
-        return Result(data, text + commands(found, path, overrides))
+        return Result(data, text + commands(found, path, overrides) + picture)
     except (HarnessError, OSError) as error:
         return Result(data, text, error=error)
 

@@ -7,6 +7,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from math import inf, isfinite, isnan, nan
 from pathlib import Path
 from statistics import fmean
@@ -121,6 +122,11 @@ def curves_of(rows: Sequence[Row]) -> list[Curve]:
     return sorted(curves, key=lambda each: each.last)
 
 
+def can_draw() -> bool:
+    """Whether matplotlib is installed; without it there are no bars and no losses."""
+    return find_spec("matplotlib") is not None
+
+
 def losses(path: Path, title: str, rows: Sequence[Row], smooth: int = 1) -> bool:
     """Plot the losses of runs by step, tokens and time; return whether there were any.
 
@@ -133,7 +139,7 @@ def losses(path: Path, title: str, rows: Sequence[Row], smooth: int = 1) -> bool
     curves = curves_of(rows)
     every = [row for curve in curves for run in curve.runs for row in run]
     kinds = [loss for loss in LOSSES if any(loss in row for row in every)]
-    if not kinds:
+    if not kinds or not can_draw():
         return False
     most = max(row["seconds"] for row in every)
     unit, size = next(each for each in _UNITS if most >= 2 * each[1] or each[1] == 1)
@@ -189,7 +195,7 @@ def _draw_losses(axis: Axes, curves: Sequence[Curve], by: str, size: float, loss
 def bars(path: Path, title: str, names: Sequence[str], rows: Sequence[Row]) -> bool:
     """Plot throughput and memory, with a bar for each known kind of value; return whether there was any."""
     kinds = [kind for kind in COLORS if any(row.get(f"{kind}.{RATE}") is not None for row in rows)]
-    if not kinds or not rows:
+    if not kinds or not rows or not can_draw():
         return False
     labels = ["\n".join(textwrap.wrap(name, _LETTERS_PER_LINE)) or name for name in names]
     lines = max(label.count("\n") + 1 for label in labels)

@@ -15,6 +15,7 @@ from harness.tools.report import experiment
 from harness.tools.report.experiment import CALIBRATION, calibration_of, with_predictions
 from harness.tools.report.fits import fits_of, report_fits
 from harness.tools.report.phases import report_phases
+from harness.tools.report.plots import can_draw
 from harness.tools.report.runs import report_published, report_runs
 from harness.util.errors import UserError
 from harness.util.tables import Document, Table, to_markdown
@@ -22,6 +23,7 @@ from harness.util.tables import Document, Table, to_markdown
 FILES = ("tables.md", "table.csv", "index.html")
 OF_PHASES = ("phases.md", "phases.csv", "phases.html")
 OF_FITS = ("fits.md", "fits.csv", "fits.html")
+_NOT_DRAWN = "without pictures: matplotlib is not installed; would work: pip install -e '.[report]'"
 
 
 def report(
@@ -108,7 +110,7 @@ def _written(made: Document, out: Path, names: tuple[str, str, str]) -> Result:
     files = made.write(out, *names)
     return Result(
         {"title": made.title, "summary": list(made.summary), "files": files, "rows": list(made.rows)},
-        "".join(f"{line}\n" for line in [*made.summary, *files]),
+        "".join(f"{line}\n" for line in [*made.summary, *files, *([] if can_draw() else [_NOT_DRAWN])]),
     )
 
 

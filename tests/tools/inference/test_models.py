@@ -186,11 +186,11 @@ def test_cached_logits(case: str, lengths: tuple[int, int]) -> None:
         padded = tokens[:, : max(now)].clone()
         for row, end in enumerate(now):
             padded[row, end:] = 0
-        got = cached(padded, cached=CachedPass(now, is_first=True, device=CPU))
+        got = cached(padded, cached=CachedPass(torch.tensor(now), max(now)))
         while max(now) < length:
             for row, end in enumerate(now):
                 worst = (got[row, 0] - wanted[row, end - 1]).abs().max() / wanted.abs().max()
                 assert worst < 1e-5, f"row {row}, position {end - 1}: {worst:.1e}"
             new = torch.stack([tokens[row, end] for row, end in enumerate(now)]).unsqueeze(1)
             now = [end + 1 for end in now]
-            got = cached(new, cached=CachedPass(now, is_first=False, device=CPU))
+            got = cached(new, cached=CachedPass(torch.tensor(now)))

@@ -38,7 +38,7 @@ def test_memory_and_timeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     savefig = Figure.savefig
     keep = lambda figure, *typed, **more: figures.append(figure) or savefig(figure, *typed, **more)  # noqa: E731
     monkeypatch.setattr(Figure, "savefig", keep)
-    draw(tmp_path / "plan.png", plan_of(timeline=True))
+    draw(str(tmp_path / "plan.png"), plan_of(timeline=True))
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
     memory, passes = figures[0].axes
     bars = [(bar.get_y(), bar.get_height()) for bar in memory.patches]
@@ -60,6 +60,6 @@ def test_memory_and_timeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert labels == ["forward", "backward", "backward, inputs", "backward, weights"]
     assert "idle 41.7%" in passes.get_title(loc="left")
     # Unknown hardware has no limit and no time.
-    draw(tmp_path / "plan.png", plan_of(timeline=False, limit=None))
+    draw(str(tmp_path / "plan.png"), plan_of(timeline=False, limit=None))
     [memory] = figures[1].axes
     assert not memory.lines and len(memory.patches) == 4

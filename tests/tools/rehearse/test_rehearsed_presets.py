@@ -166,6 +166,7 @@ def test_formats(rehearsals: Rehearsals, preset: str) -> None:
     [
         *(f"parallelism=hsdp_tp optimizer={preset}" for preset in options("optimizer")),
         *(f"parallelism=fsdp activation_checkpoint={preset}" for preset in options("activation_checkpoint")),
+        "parallelism=fsdp parallelism.fsdp_prefetch=3",
     ],
 )
 def test_updates_and_recomputation(rehearsals: Rehearsals, override: str) -> None:
@@ -182,11 +183,12 @@ def test_updates_and_recomputation(rehearsals: Rehearsals, override: str) -> Non
     "override",
     [
         *(f"compile={preset}" for preset in options("compile")),
+        "compile=on,compile.mode=coordinate-descent",
         *(f"cluster.accelerator={name}" for name in ("A100 SXM 80GB", "H200 SXM", "B200")),
     ],
 )
 def test_compilation_and_other_gpus(rehearsals: Rehearsals, override: str) -> None:
-    found = rehearsed(rehearsals, *SMALL, "parallelism=fsdp", override)
+    found = rehearsed(rehearsals, *SMALL, "parallelism=fsdp", *override.split(","))
     check(found)
     [figures] = found.ranks
     compiled = override.startswith("compile") and override != "compile=off"

@@ -69,7 +69,9 @@ def test_a_sweep(
     assert base64.b64encode((folder / "report" / "runs.png").read_bytes()).decode() in page
 
 
-def test_groups_of_numerics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plan_with: Put) -> None:
+def test_groups_of_numerics_and_no_pictures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], plan_with: Put
+) -> None:
     plan_with(plan_of(rate_of))
     space = ["data=synthetic", "tokenizer=bytes", "cluster.device=cpu", "parallelism.dp_shard=1,2", "name=n"]
     folder = make_sweep(tmp_path / "both", [*space, "optimizer.lr=1e-3,2e-3"])
@@ -82,6 +84,11 @@ def test_groups_of_numerics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pla
     assert run(monkeypatch, folder) == 0
     text = (folder / "report" / "tables.md").read_text()
     assert "The numerics of all runs differ (optimizer.lr): compare losses as well as speed." in text
+    # An install without extras has no matplotlib.
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert run(monkeypatch, folder, "--out", tmp_path / "words") == 0
+    assert "without pictures: matplotlib is not installed; would work: pip" in capsys.readouterr().out
+    assert {each.suffix for each in (tmp_path / "words").iterdir()} == {".md", ".csv", ".html"}
 
 
 def test_published_tables_without_a_measurement(
