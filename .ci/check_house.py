@@ -24,7 +24,7 @@ BUDGETS = {
     "util": 1325,
     "config": 4692,
     "data": 5190,
-    "model": 2510,
+    "model": 2575,
     "metrics": 1440,
     "run": 590,
     "precision": 600,
@@ -39,7 +39,7 @@ BUDGETS = {
     "contrib": 4450,
 }
 ROOMS = tuple(BUDGETS)
-DOORS, FILES_AT_MOST, LINES_AT_MOST, TESTS_AT_MOST = 4, 278, 56_240, 35_340
+DOORS, FILES_AT_MOST, LINES_AT_MOST, TESTS_AT_MOST = 4, 278, 56_300, 35_430
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted((ROOT / "harness").rglob("*.py"))
