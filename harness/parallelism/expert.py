@@ -31,27 +31,29 @@ from harness.model.part import ModelPart
 from harness.model.spec import block_prefix, tensors
 from harness.parallelism.context import local_positions
 from harness.parallelism.mesh import EXPERT, EXPERT_TENSOR, Mesh
+from harness.parallelism.tensor import summed
 
 # R: rows that this rank routes, S: rows that it computes, C: residual width, E: experts
 
 EXPERTS_DIM, SEQUENCE_DIM = 0, 1
 
 
-def apply_expert_parallel(part: ModelPart, mesh: Mesh, layout: ParallelismConfig) -> None:
-    """Split the experts of a model part, in place, and set up its routers' counts."""
+def apply_expert_parallel(part: ModelPart, mesh: Mesh, layout: ParallelismConfig, *, plain: bool) -> None:
+    """Split the experts of a model part, in place, and set up its routers' counts; ``plain`` as there."""
     if not part.mixtures:
         return
     stream: Placement = Shard(SEQUENCE_DIM) if layout.uses_sequence_parallel else Replicate()
     specs = tensors(part.config)
     for layer, moe in part.mixtures.items():
-        if layout.tp > 1:
+        if layout.tp > 1 and not plain:
             _replicate_router(moe, mesh.axis("tp"))
         if layout.ep > 1 or layout.splits_experts:
             prefix = f"{block_prefix(part.config, layer)}moe.experts."
             dims = {name: specs[prefix + name].split_dim for name, _ in moe.experts.named_parameters()}
             _split_experts(moe.experts, dims, mesh, layout)
         if layout.splits_experts:
-            moe.reduce_output = partial(_reduced, mesh.axis("tp"), stream)
+            reduced = partial(_reduced, mesh.axis("tp"), stream)
+            moe.reduce_output = partial(summed, mesh.group("tp")) if plain else reduced
         if layout.ep > 1:
             assert mesh.experts is not None
             moe.exchange = ExpertExchange(mesh.experts.get_group(EXPERT))

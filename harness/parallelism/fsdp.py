@@ -98,10 +98,14 @@ def apply_fsdp(part: ModelPart, mesh: Mesh, job: Job, device: torch.device) -> N
             module.set_modules_to_backward_prefetch([*chain(*reversed(inside[max(0, i - ahead) : i]))])
 
 
+def parameter_groups(module: FSDPModule) -> list[Any]:
+    """Return FSDP's parameter groups of a module."""
+    return list(module._get_fsdp_state()._fsdp_param_groups)
+
+
 def _cast_by_copy(module: FSDPModule, dtype: torch.dtype) -> None:
     """Give a group on one rank gathered tensors of a dtype: torch copies its shards to them, which casts."""
-    group = module._get_fsdp_state()._fsdp_param_group
-    for each in group.fsdp_params if group is not None else ():
+    for each in (parameter for group in parameter_groups(module) for parameter in group.fsdp_params):
         each.init_all_gather_outputs([each.sharded_size.numel()], [dtype], 1, each.device)
         each.free_unsharded_param()
 

@@ -18,7 +18,7 @@ from harness.parallelism.expert import apply_expert_parallel
 from harness.parallelism.fsdp import apply_fsdp
 from harness.parallelism.materialize import materialize
 from harness.parallelism.mesh import Mesh
-from harness.parallelism.tensor import apply_tensor_parallel, enable_async
+from harness.parallelism.tensor import apply_for_passes, apply_tensor_parallel, enable_async
 from harness.precision.linears import sort_linears
 from harness.precision.swap import gathers_float8, swap_linears
 
@@ -37,8 +37,11 @@ def build_model_parts(job: Job, mesh: Mesh, device: torch.device) -> list[ModelP
     return parts
 
 
-def build_on_meta(job: Job, mesh: Mesh, device: torch.device) -> list[ModelPart]:
-    """Build and split the parts on the meta device: shapes and placements, no values."""
+def build_on_meta(job: Job, mesh: Mesh, device: torch.device, *, plain: bool = False) -> list[ModelPart]:
+    """Build and split the parts on the meta device: shapes and placements, no values.
+
+    With ``plain`` they are for passes without gradients, of plain tensors under tensor parallel.
+    """
     layout, lengths = job.parallelism, len(job.sizes.lengths)
     prepare_compiler(job.compile, job.activation_checkpoint, layout, lengths)
     if layout.async_tp:
@@ -56,7 +59,9 @@ def build_on_meta(job: Job, mesh: Mesh, device: torch.device) -> list[ModelPart]
         if converted:
             swap_linears(part, converted, job.precision, device)
         # Tensor parallel before FSDP: FSDP shards the tensor-parallel shards, and gathers only up to those.
-        if layout.tp > 1:
+        if layout.tp > 1 and plain:
+            apply_for_passes(part, mesh.axis("tp"))
+        elif layout.tp > 1:
             apply_tensor_parallel(
                 part,
                 mesh.axis("tp"),
@@ -65,7 +70,7 @@ def build_on_meta(job: Job, mesh: Mesh, device: torch.device) -> list[ModelPart]
                 gather_float8=gathers_float8(job.precision, layout, device),
             )
         # Experts right after tensor parallel, which determines how their input is split.
-        apply_expert_parallel(part, mesh, layout)
+        apply_expert_parallel(part, mesh, layout, plain=plain)
         part.use_kernel(ATTENTION[job.training.attention])
         # Context parallel after the kernel is chosen: it replaces or wraps the kernel.
         if layout.cp > 1:

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import (
     DTensor,
     Partial,
@@ -148,25 +150,31 @@ class VocabularyParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, nn.Embedding), f"{type(module).__name__} is not an embedding"
-        rows_per_rank = -(-module.num_embeddings // device_mesh.size())
-        first_row = rows_per_rank * device_mesh.get_local_rank()
-
-        def look_up(tokens_BT: Tensor) -> Tensor:
-            table_VC = local_shard(module, "weight")
-            rows_BT = tokens_BT - first_row
-            elsewhere_BT = (rows_BT < 0) | (rows_BT >= len(table_VC))
-            own_BTC = F.embedding(rows_BT.masked_fill(elsewhere_BT, 0), table_VC)
-            own_BTC = own_BTC.masked_fill(elsewhere_BT.unsqueeze(-1), 0)
-            partial = _placed(own_BTC, device_mesh, Partial())
-            return partial.redistribute(placements=(self.stream,)).to_local()
-
-        module.forward = look_up  # type: ignore[method-assign, assignment]
+        module.forward = partial(_look_up, module, device_mesh, self.stream)  # type: ignore[method-assign]
         return distribute_module(module, device_mesh, _split_rows)
 
 
+def _look_up(table: nn.Embedding, mesh: DeviceMesh, stream: Placement | None, tokens_BT: Tensor) -> Tensor:
+    table_VC = local_shard(table, "weight")
+    rows_BT = tokens_BT - -(-table.num_embeddings // mesh.size()) * mesh.get_local_rank()
+    elsewhere_BT = (rows_BT < 0) | (rows_BT >= len(table_VC))
+    own_BTC = F.embedding(rows_BT.masked_fill(elsewhere_BT, 0), table_VC)
+    own_BTC = own_BTC.masked_fill(elsewhere_BT.unsqueeze(-1), 0)
+    if stream is None:
+        return summed(mesh.get_group(), own_BTC)
+    return _placed(own_BTC, mesh, Partial()).redistribute(placements=(stream,)).to_local()
+
+
 def _split_rows(_name: str, module: nn.Module, mesh: DeviceMesh) -> None:
-    for name, parameter in list(module.named_parameters(recurse=False)):
-        module.register_parameter(name, nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)])))
+    for name, _ in list(module.named_parameters(recurse=False)):
+        _split(module, name, mesh, 0)
+
+
+def _split(module: nn.Module, name: str, mesh: DeviceMesh, dim: int) -> None:
+    name = name.rpartition(".")[2]
+    module.register_parameter(
+        name, nn.Parameter(distribute_tensor(getattr(module, name), mesh, [Shard(dim)]))
+    )
 
 
 # Functions of torch that run what the compiler has fused, by kind.
@@ -301,7 +309,59 @@ def apply_tensor_parallel(
             parallelize_module(module, mesh, style)
         for tensor in spec.tensors:
             if tensor.split is Split.HEADS:
-                name = tensor.name.rpartition(".")[2]
-                split = distribute_tensor(getattr(module, name), mesh, [Shard(0)])
-                module.register_parameter(name, nn.Parameter(split))
+                _split(module, tensor.name, mesh, 0)
+    part.tie_embeddings()
+
+
+_GATHERED = (Split.HEAD, Split.OUTPUT, Split.MODULATION)
+
+
+def apply_for_passes(part: ModelPart, mesh: DeviceMesh) -> None:
+    """Split every module as its spec says, in place, for passes without gradients and a replicated stream.
+
+    The passes use plain tensors and one collective at the end of each pair of linears: DTensor's dispatch
+    would take longer than the product of one token. Parameters are DTensors until ``to_plain``.
+    """
+    built = dict(part.named_modules())
+    for spec in modules(part.config):
+        module = built.get(spec.name)
+        if module is None:
+            continue
+        for tensor in spec.tensors:
+            if tensor.split_dim is not None and not tensor.is_expert:
+                _split(module, tensor.name, mesh, tensor.split_dim)
+        if spec.split is Split.VOCABULARY:
+            module.forward = partial(_look_up, module, mesh, None)  # type: ignore[method-assign]
+        elif spec.split in (Split.COLUMN, Split.ROW, *_GATHERED):
+            module.forward = partial(_multiply, module, spec.split, mesh.get_group())  # type: ignore[method-assign]
+    part.tie_embeddings()
+
+
+def _multiply(module: nn.Linear, split: Split, group: dist.ProcessGroup, x: Tensor) -> Tensor:
+    weight, bias = local_shard(module, "weight"), None if module.bias is None else local_shard(module, "bias")
+    if split is Split.ROW:
+        out = summed(group, F.linear(x, weight))
+        return out if bias is None else out + bias
+    out = F.linear(x, weight, bias)
+    if split not in _GATHERED:
+        return out
+    missing = -(-module.out_features // group.size()) - out.shape[-1]
+    out = F.pad(out, (0, missing)) if missing else out
+    gathered = out.new_empty(group.size() * len(out), *out.shape[1:])
+    dist.all_gather_single(gathered, out, group)
+    return gathered.unflatten(0, (group.size(), -1)).movedim(0, -2).flatten(-2)[..., : module.out_features]
+
+
+def summed(group: dist.ProcessGroup, x: Tensor) -> Tensor:
+    """Sum over the ranks of a group, in place."""
+    dist.all_reduce(x, group=group)
+    return x
+
+
+def to_plain(part: ModelPart) -> None:
+    """Replace the DTensors of ``apply_for_passes`` by their shards, but for FSDP's."""
+    for module in part.modules() if not isinstance(part, FSDPModule) else ():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if isinstance(parameter, DTensor):
+                module.register_parameter(name, nn.Parameter(parameter.to_local(), requires_grad=False))
     part.tie_embeddings()

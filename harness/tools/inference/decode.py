@@ -15,7 +15,7 @@ from torch import Tensor
 from harness.config.job import Job
 from harness.data.tokenizer import Tokenizer, build_tokenizer
 from harness.model.cache import CachedPass
-from harness.tools.inference.generate import GenerateConfig, GenerateJob, Prompt
+from harness.tools.inference.generate import SECONDS, GenerateConfig, GenerateJob, Prompt
 from harness.tools.inference.model import InferenceModel
 from harness.train.step import HostCopy
 
@@ -96,40 +96,35 @@ class Sampler:
 
     A sequence has random numbers of its own, so that its text depends on the seed and its number only. They
     are drawn before, so that a choice needs nothing of the host.
-
-    Args:
-        temperature: logits are divided by it; 0 chooses the most probable token.
-        top_k: sample from this many tokens; None: all.
-        top_p: sample from the most probable tokens whose probabilities sum to at least this
-            (arXiv:1904.09751).
     """
 
-    def __init__(self, temperature: float, top_k: int | None, top_p: float, seed: int) -> None:
-        self.temperature, self.top_k, self.top_p, self.seed = temperature, top_k, top_p, seed
+    def __init__(self, config: GenerateConfig) -> None:
+        self.config = config
         self._drawn_NB = self._next_1 = torch.empty(0)
 
     def begin(self, numbers: Sequence[int], most: int, device: torch.device) -> None:
         """Begin sequences with these numbers, of at most so many tokens."""
-        if self.temperature > 0:
-            generators = [random.Random(f"{self.seed}.{number}") for number in numbers]
+        if self.config.temperature > 0:
+            generators = [random.Random(f"{self.config.seed}.{number}") for number in numbers]
             drawn_BN = [[each.random() for _ in range(most)] for each in generators]
             self._drawn_NB = kept(self._drawn_NB, torch.tensor(drawn_BN).T.double().to(device))
             self._next_1 = kept(self._next_1, torch.zeros(1, dtype=torch.int64, device=device))
 
     def choose(self, logits_BV: Tensor) -> Tensor:
         """Return the chosen token of each sequence, int64 [B]."""
-        if self.temperature == 0:
+        of = self.config
+        if of.temperature == 0:
             return logits_BV.argmax(-1)
         logits_BV, tokens_BV = logits_BV.float().sort(dim=-1, descending=True, stable=True)
         # Relative to the largest, so that no quotient by a small temperature is infinity.
-        logits_BV = (logits_BV - logits_BV[:, :1]).double() / self.temperature
-        if self.top_k is not None:
-            logits_BV, tokens_BV = logits_BV[:, : self.top_k], tokens_BV[:, : self.top_k]
+        logits_BV = (logits_BV - logits_BV[:, :1]).double() / of.temperature
+        if of.top_k is not None:
+            logits_BV, tokens_BV = logits_BV[:, : of.top_k], tokens_BV[:, : of.top_k]
         ends_BV = logits_BV.softmax(-1).cumsum(-1)
-        if self.top_p < 1:
+        if of.top_p < 1:
             # A token is left out if those before it already have the probability.
             starts_BV = ends_BV - logits_BV.softmax(-1)
-            kept_BV = starts_BV < self.top_p
+            kept_BV = starts_BV < of.top_p
             kept_BV[:, 0] = True
             ends_BV = logits_BV.masked_fill(~kept_BV, float("-inf")).softmax(-1).cumsum(-1)
         drawn_B1 = self._drawn_NB.index_select(0, self._next_1).T * ends_BV[:, -1:]
@@ -224,7 +219,6 @@ def _all_ended(ended: bool, model: InferenceModel) -> bool:
 
 # Reasons why a text ended.
 LENGTH, END, STOP = "length", "end", "stop"
-SECONDS = ("load_seconds", "prefill_seconds", "decode_seconds")
 
 
 @dataclass
@@ -260,10 +254,7 @@ def generate(
 ) -> GeneratedTexts:
     """Generate on this rank of a process group; return all texts in order, and the slowest rank's durations.
 
-    Args:
-        job: the resolved job; training.seq_len is the longest sequence.
-        load: returns a job's model with its weights.
-        show: whether to print a single prompt, and its text while it is generated.
+    With ``show``, a single prompt is printed, and its text while it is generated.
     """
     started = time.perf_counter()
     model = load(job)
@@ -286,7 +277,7 @@ def generate_texts(
     outcome, replicas = GeneratedTexts(), model.job.parallelism.data_parallel
     is_first = model.mesh.rank("tp") == 0
     shows = show and is_first and model.mesh.data_rank == 0 and len(prompts) == 1
-    passes = Passes(model, Sampler(config.temperature, config.top_k, config.top_p, config.seed))
+    passes = Passes(model, Sampler(config))
     numbered = list(enumerate(prompts))
     for start in range(0, len(prompts), config.batch_size * replicas):
         batch = numbered[start : start + config.batch_size * replicas]

@@ -81,11 +81,7 @@ class EvaluateJob(InferenceJob):
     """Weights, tasks, and how they are scored."""
 
     def resolve(self, *, launched_ranks: int | None = None, gpus: int | None = None) -> Self:
-        """Return the job with derived fields set, after a check of every rule.
-
-        Raises:
-            ConfigError: naming the field, its value, the rule, and what would work.
-        """
+        """Also check the options of the evaluation; raise ConfigError for a wrong one."""
         require_decoder(self.model, "scores text", "validation.interval of harness.train")
         options, most = self.evaluate, self.model.max_seq_len
         require_tasks("evaluate.tasks", options.tasks, lm_eval=True)
@@ -111,11 +107,6 @@ class EvaluateJob(InferenceJob):
         tokenizer, window = build_tokenizer(self.tokenizer), (options.seq_len, "evaluate.seq_len")
         what = tokenizer, self.model.vocab_size, self.data, options.split
         return Setting(*what, *window, options.stride, options.limit, options.special_tokens)
-
-    @property
-    def wants_json(self) -> bool:
-        """Whether the job itself asks for JSON."""
-        return self.evaluate.json
 
 
 def rows_of(job: EvaluateJob, found: WeightFolder, results: Sequence[tuple[str, Metrics]]) -> list[Metrics]:

@@ -93,11 +93,7 @@ class GenerateJob(InferenceJob):
         return [with_quoted_text(each, "prompt") for each in super().spelled_out(overrides)]
 
     def resolve(self, *, launched_ranks: int | None = None, gpus: int | None = None) -> Self:
-        """Return the job with derived fields set, after a check of every rule.
-
-        Raises:
-            ConfigError: naming the field, its value, the rule, and what would work.
-        """
+        """Also check the options of the generation; raise ConfigError for a wrong one."""
         if "" in self.generate.stop:
             raise ConfigError("generate.stop", self.generate.stop, "an empty string is in every text", "[]")
         if self.generate.chat and not self.generate.special_tokens:
@@ -122,11 +118,6 @@ class GenerateJob(InferenceJob):
             if value != getattr(default, name):
                 rule = f"has no effect: model={self.model.name} makes {makes}"
                 raise ConfigError(f"generate.{name}", value, rule, "leave it out")
-
-    @property
-    def wants_json(self) -> bool:
-        """Whether the job itself asks for JSON."""
-        return self.generate.json
 
 
 OWN = "own"
@@ -269,6 +260,9 @@ def rates_of(outcome: Any) -> dict[str, float | None]:
     }
 
 
+SECONDS = ("load_seconds", "prefill_seconds", "decode_seconds")
+
+
 def as_dict(job: GenerateJob, path: str, outcome: Any) -> dict[str, Any]:
     """The texts and rates as plain containers."""
     return {
@@ -276,9 +270,7 @@ def as_dict(job: GenerateJob, path: str, outcome: Any) -> dict[str, Any]:
         "model": job.model.name,
         "layout": degrees_in_words(job.parallelism.degrees),
         "texts": [dataclasses.asdict(text) for text in outcome.texts],
-        "load_seconds": outcome.load_seconds,
-        "prefill_seconds": outcome.prefill_seconds,
-        "decode_seconds": outcome.decode_seconds,
+        **{name: getattr(outcome, name) for name in SECONDS},
         **rates_of(outcome),
     }
 

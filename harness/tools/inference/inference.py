@@ -53,6 +53,11 @@ class InferenceJob(Job):
     GENERATES: ClassVar[bool] = True
     """Whether the job computes one position at a time, with a cache."""
 
+    @property
+    def wants_json(self) -> bool:
+        """Whether the job itself asks for JSON."""
+        return bool(getattr(self, self.WEIGHTS.partition(".")[0]).json)
+
     @classmethod
     def spelled_out(cls, overrides: Iterable[str]) -> list[str]:
         """Return overrides with ``checkpoint=PATH`` as the field it is short for, and the weights' model."""
@@ -65,11 +70,7 @@ class InferenceJob(Job):
         return spelled
 
     def resolve(self, *, launched_ranks: int | None = None, gpus: int | None = None) -> Self:
-        """Return the job with derived fields set, after a check of every rule.
-
-        Raises:
-            ConfigError: naming the field, its value, the rule, and what would work.
-        """
+        """Also fix what generation and evaluation have no use for; ConfigError names what is refused."""
         fixed = FIXED | FIXED_TO_GENERATE if self.GENERATES else FIXED
         for name, (only, reason) in fixed.items():
             value = attrgetter(name)(self)

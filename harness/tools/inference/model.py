@@ -22,6 +22,7 @@ from harness.parallelism.execute import Executor
 from harness.parallelism.materialize import allocate, local_ranges
 from harness.parallelism.mesh import build_mesh
 from harness.parallelism.parallelize import build_on_meta
+from harness.parallelism.tensor import to_plain
 from harness.train.objective import objective_of
 from harness.util.errors import UserError
 from harness.weights import huggingface
@@ -45,7 +46,10 @@ class InferenceModel:
         self.job, self.device = job, device
         self.mesh = build_mesh(job.parallelism, device, has_experts=job.model.moe.enabled)
         self.ranks = RankGroup(job.cluster.start_timeout_seconds)
-        self.parts = build_on_meta(job, self.mesh, device)
+        layout = job.parallelism
+        # What is split along the sequence or the vocabulary needs the hooks of training.
+        self.is_plain = not (layout.sequence_parallel or layout.loss_parallel or job.training.loss_chunks > 1)
+        self.parts = build_on_meta(job, self.mesh, device, plain=self.is_plain)
         for part in self.parts:
             allocate(part, device, torch.device("cpu") if job.parallelism.cpu_offload else device)
             part.requires_grad_(False)
@@ -80,6 +84,8 @@ class InferenceModel:
             self._load(found)
         except DamagedCheckpoint as error:
             raise UserError(f"{found.path}: {error}") from error
+        for part in self.parts if self.is_plain else ():
+            to_plain(part)
 
     def _load(self, found: WeightFolder) -> None:
         state = model_state(self)

@@ -224,7 +224,8 @@ class LogitBytes:
         held = self.compute if self.pipelined else 0  # a schedule keeps the last stage's output
         if job.training.loss_chunks > 1:
             stream = streams * activations.tokens * model.dim
-            self._chunked(self.numbers / job.training.loss_chunks, float(vocabulary * model.dim), stream)
+            chunk = self.numbers / job.training.loss_chunks
+            self._chunked(chunk, float(vocabulary * model.dim), stream, FLOAT32 * activations.cpu)
         elif job.compile.loss and job.compile.backend == "inductor" and split:
             # Collectives between maximum, sum and difference keep the loss from being one kernel.
             forward = self.compute + 2 * FLOAT32
@@ -251,11 +252,12 @@ class LogitBytes:
         self.gradient = self.streams * self.compute * self.numbers + self.compute * self.columns
         """During backward of the output projection."""
 
-    def _chunked(self, chunk: float, weight: float, stream: float) -> None:
+    def _chunked(self, chunk: float, weight: float, stream: float, copies: int) -> None:
         copy = FLOAT32 if self.compute < FLOAT32 else 0
         self.kept = self.streams * FLOAT32 * weight + self.compute * stream
         # The gradient of a chunk is freed after the next one's is allocated.
         self.forward = self.kept + self.compute * chunk + (self.compute + copy) * chunk
-        # The saved gradients are multiplied by the gradient of the loss, out of place.
-        self.backward = self.kept + FLOAT32 * weight + (FLOAT32 + self.compute) * stream / self.streams
+        # The saved gradients are multiplied by the gradient of the loss; a CPU copies them to float32.
+        self.backward = self.kept + (copies or self.compute) * weight
+        self.backward += (copies + self.compute) * stream / self.streams
         self.gradient = 0.0

@@ -24,7 +24,7 @@ import torch.testing._internal.distributed.fake_pg  # makes the backend known
 from torch import Tensor
 from torch._meta_registrations import alloc_with_matching_layout
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import ProcessGroupAllocMixin
-from torch.distributed.pipelining.stage import PipelineStage
+from torch.distributed.pipelining.stage import InferenceMode, PipelineStage
 
 from harness.config.job import Job
 from harness.data.loader import AnyBatch, Batch, Loader
@@ -54,7 +54,7 @@ def substitutes(job: Job, gpu: VirtualGpu, skew: float) -> Iterator[None]:
         undo.enter_context(patch.object(trainer, "loader_of", lambda job, _, rows: Zeros(job, len(rows))))
         undo.enter_context(patch.object(ExpertExchange, "_lengths", _lengths(skew)))
         undo.enter_context(patch.object(VarlenKernel, "mask", _mask))
-        undo.enter_context(patch.object(PipelineStage, "_warmup_backward_result", _shapes_are_known))
+        undo.enter_context(patch.object(PipelineStage, "_prepare_forward_infra", _shapes_are_known))
         kernels = _cudnn_attention(gpu)
         yield
         kernels._destroy()
@@ -220,14 +220,13 @@ def _mask(
     return F.pad(torch.empty(batch * pieces, dtype=torch.int64, device=device), (0, 1)).int()
 
 
-_vote = getattr(PipelineStage, "_warmup_backward_result", None)
+_prepare = PipelineStage._prepare_forward_infra
 
 
-def _shapes_are_known(stage: Any, received_result: Tensor | None = None) -> Tensor:
-    """Vote 1, "all stages know their shapes" (harness/parallelism/pipeline.py)."""
-    assert _vote is not None
-    _vote(stage, received_result=received_result)
-    return torch.ones(1, dtype=torch.int32)
+def _shapes_are_known(stage: Any, *arguments: Any, **options: Any) -> Any:
+    """What all stages would agree on (harness/parallelism/pipeline.py); a vote is read as 0."""
+    stage._inference_mode = InferenceMode.STATIC
+    return _prepare(stage, *arguments, **options)
 
 
 def _cudnn_attention(gpu: VirtualGpu) -> Any:

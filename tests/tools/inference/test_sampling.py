@@ -11,6 +11,7 @@ from torch import Tensor
 from harness.config.data import TokenizerConfig
 from harness.data.tokenizer import BytesTokenizer, build_tokenizer
 from harness.tools.inference.decode import Sampler, TextStream
+from harness.tools.inference.generate import GenerateConfig
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -2.0])
 PROBABILITIES = LOGITS.softmax(-1)
@@ -36,7 +37,7 @@ FIRST = torch.eye(5)[0]
 )
 def test_frequencies_are_the_probabilities(options: dict[str, float], wanted: Tensor, most: float) -> None:
     given = {"temperature": 1.0, "top_k": None, "top_p": 1.0, **options}
-    sampler = Sampler(seed=1, **given)  # type: ignore[arg-type]
+    sampler = Sampler(GenerateConfig(seed=1, **given))  # type: ignore[arg-type]
     sampler.begin(range(10), 400, torch.device("cpu"))
     tokens = torch.cat([sampler.choose(LOGITS.expand(10, -1)) for _ in range(400)])
     found = tokens.bincount(minlength=len(LOGITS)) / len(tokens)
@@ -46,7 +47,7 @@ def test_frequencies_are_the_probabilities(options: dict[str, float], wanted: Te
 
 def test_a_sequence_does_not_depend_on_the_others() -> None:
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
-    together, alone = samplers = Sampler(1.0, None, 1.0, 7), Sampler(1.0, None, 1.0, 7)
+    together, alone = samplers = [Sampler(GenerateConfig(temperature=1, seed=7)) for _ in range(2)]
     for sampler, numbers in zip(samplers, ([4, 5, 6], [5]), strict=True):
         sampler.begin(numbers, 20, torch.device("cpu"))
     for _ in range(20):
@@ -54,7 +55,7 @@ def test_a_sequence_does_not_depend_on_the_others() -> None:
 
 
 def test_seeds_differ() -> None:
-    samplers = [Sampler(1.0, None, 1.0, seed) for seed in range(20)]
+    samplers = [Sampler(GenerateConfig(temperature=1, seed=seed)) for seed in range(20)]
     for sampler in samplers:
         sampler.begin([0], 1, torch.device("cpu"))
     assert len({sampler.choose(torch.zeros(1, 1000)).item() for sampler in samplers}) > 15

@@ -195,6 +195,8 @@ def test_compilation_and_other_gpus(rehearsals: Rehearsals, override: str) -> No
     compiled = override.startswith("compile") and override != "compile=off"
     assert (figures.graphs > 0) == compiled
     assert any(name.startswith("triton_") for name in figures.kernels) == compiled
+    rotations = 0 if compiled else 2 * found.plan.job.model.n_layers
+    assert figures.kernels.get("_turn", 0) == rotations, "queries and keys at once, forward and backward"
     assert override.startswith("compile") or override.partition("=")[2].split()[0] in figures.device
 
 
