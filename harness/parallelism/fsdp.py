@@ -81,7 +81,7 @@ def apply_fsdp(part: ModelPart, mesh: Mesh, job: Job, device: torch.device) -> N
             if job.fsdp_ranks == 1:
                 module.set_custom_reduce_scatter(in_place)
             if on.size(-1) > 1 and layout.fsdp_buffers == "registered":
-                if not on.get_group(-1)._get_backend(device).supports_tensor_alloc(device):
+                if not on.get_group(-1)._get_backend(device).supports_tensor_alloc(device):  # torch 2.13
                     rule = "torch registers memory only where GPUs have multicast (NVSwitch, since Hopper)"
                     raise ConfigError("parallelism.fsdp_buffers", "registered", rule, "default")
                 module.set_allocate_memory_from_process_group_for_comm(True)
