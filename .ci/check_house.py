@@ -29,7 +29,7 @@ BUDGETS = {
     "run": 590,
     "precision": 600,
     "parallelism": 2500,
-    "optimizer": 1140,
+    "optimizer": 1145,
     "checkpoint": 2280,
     "weights": 3240,
     "train": 3470,
