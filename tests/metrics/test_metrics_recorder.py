@@ -138,9 +138,8 @@ def test_rich_bar_and_lines_above_it() -> None:
         "step   100/100",
     ]
     assert "step    14/100  validation_loss 4.0000" in lines
-    assert "saved [step 14]" in lines
-    assert "warning: a view is off" in lines
-    assert lines.count("summary") == 1
+    assert {"saved [step 14]", "warning: a view is off"} <= {*lines}
+    assert "exit_code" not in out.getvalue()
     assert "100/100" in out.getvalue() and "  exit  done" in out.getvalue()
 
 

@@ -167,6 +167,7 @@ def test_formats(rehearsals: Rehearsals, preset: str) -> None:
         *(f"parallelism=hsdp_tp optimizer={preset}" for preset in options("optimizer")),
         *(f"parallelism=fsdp activation_checkpoint={preset}" for preset in options("activation_checkpoint")),
         "parallelism=fsdp parallelism.fsdp_prefetch=3",
+        *(f"parallelism=hsdp parallelism.fsdp_buffers={buffers}" for buffers in ("registered", "symmetric")),
     ],
 )
 def test_updates_and_recomputation(rehearsals: Rehearsals, override: str) -> None:
