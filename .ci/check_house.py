@@ -29,7 +29,7 @@ BUDGETS = {
     "run": 590,
     "precision": 600,
     "parallelism": 2500,
-    "optimizer": 1140,
+    "optimizer": 1145,
     "checkpoint": 2280,
     "weights": 3240,
     "train": 3470,
@@ -39,7 +39,7 @@ BUDGETS = {
     "contrib": 4450,
 }
 ROOMS = tuple(BUDGETS)
-DOORS, FILES_AT_MOST, LINES_AT_MOST, TESTS_AT_MOST = 4, 278, 56_355, 35_452
+DOORS, FILES_AT_MOST, LINES_AT_MOST, TESTS_AT_MOST = 4, 278, 56_360, 35_453
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted((ROOT / "harness").rglob("*.py"))
