@@ -177,6 +177,7 @@ def test_updates_and_recomputation(rehearsals: Rehearsals, override: str) -> Non
     check(found)
     check_collectives(found)
     [figures] = found.ranks
+    assert "muon" not in override or figures.launches < 1500, "most kernels are of many matrices"
     check_close({line.name: line for line in memory_lines(figures, found.plan)}["reserved"], 0.2)
 
 
