@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -53,11 +52,10 @@ def verdict_of(
     job: Job,
     *,
     steps: int = STEPS,
-    run: Callable[[str, int], Trace] = trace,
     tolerances: tuple[float, float] = TOLERANCES,
 ) -> Verdict:
-    """Compare a layout, traced by ``run``, with one process."""
-    traces = pool.run(job.world_size, run, job.to_json(), steps)
+    """Compare a layout with one process."""
+    traces = pool.run(job.world_size, trace, job.to_json(), steps)
     return compare(name, job.world_size, reference(pool, job, steps), traces, tolerances)
 
 

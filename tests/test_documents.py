@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from jobs import tiny
 from layouts import require_parity, verdict_of
+from planted import PlantedPool, documents_forgotten
 from torch import Tensor
 
 from harness.config.job import Job
@@ -17,7 +18,7 @@ from harness.data.loader import IGNORE_INDEX
 from harness.launch.pool import RankPool
 from harness.model.decoder import Decoder
 from harness.parallelism.materialize import materialize
-from harness.tools.parity.parity import ParityConfig, Trace, compose_layouts, trace
+from harness.tools.parity.parity import ParityConfig, compose_layouts
 
 CPU = torch.device("cpu")
 T = 32
@@ -98,20 +99,6 @@ def test_layouts_agree_about_conversations(pool: RankPool, tmp_path: Path) -> No
     require_parity(pool, name, layout(name, *typed))
 
 
-def documents_forgotten(job_json: str, steps: int) -> Trace:
-    """The executor loses the documents on its way to the model."""
-    from harness.parallelism import execute
-
-    original = execute.local_positions_of
-    execute.local_positions_of = lambda batch, positions: original(batch, positions)._replace(
-        documents_BT=None
-    )
-    try:
-        return trace(job_json, steps)
-    finally:
-        execute.local_positions_of = original
-
-
 @pytest.mark.parametrize("name", ["fsdp", "pp"])
-def test_sabotage_is_noticed(pool: RankPool, corpus: list[str], name: str) -> None:
-    assert not verdict_of(pool, name, layout(name, *corpus), run=documents_forgotten).passed
+def test_lost_documents_are_noticed(pool: RankPool, corpus: list[str], name: str) -> None:
+    assert not verdict_of(PlantedPool(pool, documents_forgotten), name, layout(name, *corpus)).passed

@@ -1,9 +1,16 @@
-"""Arrows point down: a room imports the rooms below it, and none above; nothing slow is imported early."""
+"""Arrows point down: a room imports the rooms below it, and none above; nothing slow is imported early.
+
+What is private in torch is listed with the versions in which it was read.
+"""
 
 from __future__ import annotations
 
+import ast
+import inspect
+import pkgutil
 import re
 import sys
+from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -101,3 +108,48 @@ def test_no_circles() -> None:
         TopologicalSorter({module: imports_of(module, of_types=False) for module in FILES}).prepare()
     except CycleError as error:
         raise AssertionError(f"modules import each other: {' <- '.join(error.args[1])}") from None
+
+
+PRIVATE = [
+    (owner, name)
+    for line in Path(__file__).with_name("private_names.txt").read_text().splitlines()
+    if not line.startswith("#")
+    for owner, *names in [line.split()]
+    for name in names
+]
+
+
+def private_names(tree: ast.Module) -> Iterator[str]:
+    """Yield the full names of what a file imports from torch and torchao that is private."""
+    known = {"torch": "torch"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            known |= {each.asname or each.name: f"{node.module}.{each.name}" for each in node.names}
+        elif isinstance(node, ast.Import):
+            known |= {each.asname: each.name for each in node.names if each.asname}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute | ast.Name):
+            first, dot, rest = ast.unparse(node).partition(".")
+            full = known.get(first, "") + dot + rest
+            if re.fullmatch(r"torch(ao)?(\.\w+)*\._[a-zA-Z][\w.]*", full):
+                yield full
+
+
+def test_private_names_of_torch_are_listed() -> None:
+    sources = [path.read_text() for path in FILES.values()]
+    listed = [f"{owner}.{name}." for owner, name in PRIVATE]
+    used = {f"{name}." for source in sources for name in private_names(ast.parse(source))}
+    assert "torch._dynamo.reset." in used
+    assert not {name for name in used if not any(a.startswith(name) or name.startswith(a) for a in listed)}
+    everything = "\n".join(sources)
+    assert not [name for _, name in PRIVATE if not re.search(rf"\b{name.rpartition('.')[2]}\b", everything)]
+
+
+@pytest.mark.parametrize(("owner", "name"), PRIVATE)
+def test_a_private_name_of_torch_exists(owner: str, name: str) -> None:
+    """Attributes of an object are looked for in the source of its class."""
+    above, _, last = f"{owner}.{name}".rpartition(".")
+    found = pkgutil.resolve_name(above)
+    assert hasattr(found, last) or (
+        inspect.isclass(found) and re.search(rf"self\.{last}\b", inspect.getsource(found))
+    ), f"{above} has no {last} in this version"

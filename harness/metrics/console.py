@@ -67,8 +67,9 @@ class PlainConsole:
         self.message(f"warning: {text}")
 
     def summary(self, title: str, values: Mapping[str, Any]) -> None:
-        """Show the final values of a run, except those that are None."""
-        self.message("\n".join(_summary_lines(title, values)))
+        """Show the final values of a run, except those that are None; a failed one has but its code."""
+        if values.keys() != {"exit_code"}:
+            self.message("\n".join(_summary_lines(title, values)))
 
     def close(self) -> None:
         """Restore the terminal."""

@@ -71,8 +71,7 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q_BTHD, k_BTHD = self.q_norm(q_BTHD), self.k_norm(k_BTHD)
         if self.is_rotated:
-            q_BTHD = rotate(q_BTHD, rope_2TD, interleaved=self.interleaved)
-            k_BTHD = rotate(k_BTHD, rope_2TD, interleaved=self.interleaved)
+            q_BTHD, k_BTHD = rotate(q_BTHD, k_BTHD, rope_2TD, interleaved=self.interleaved)
         if self.normed_eps is not None:
             q_BTHD, k_BTHD = (F.rms_norm(x, x.shape[-1:], eps=self.normed_eps) for x in (q_BTHD, k_BTHD))
         if self.temperature:
@@ -127,8 +126,7 @@ class LatentAttention(nn.Module):
         q_nope, q_rotated = q_BTHD.split([self.nope, self.rotated], dim=-1)
         k_rotated = to_local(k_rotated).unsqueeze(2)
         if self.is_rotated:
-            q_rotated = rotate(q_rotated, rope_2TD, interleaved=self.interleaved)
-            k_rotated = rotate(k_rotated, rope_2TD, interleaved=self.interleaved)
+            q_rotated, k_rotated = rotate(q_rotated, k_rotated, rope_2TD, interleaved=self.interleaved)
         inner: Callable[..., Tensor] = self.inner
         if isinstance(mask, Slots):
             assert isinstance(self.inner, CachedKernel)

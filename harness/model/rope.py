@@ -12,8 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from harness.config.model import RopeConfig
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # torch without CUDA
+    triton = None
 
 # B: batch, T: sequence, H: heads, D: rotated width
 
@@ -78,40 +85,100 @@ def signed_table(table_2TD: Tensor) -> Tensor:
     return torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)))
 
 
-def rotate(x_BTHD: Tensor, table_2TD: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Rotate queries or keys by their positions; compute in float32 and return the input's format.
+def rotate(
+    q_BTHD: Tensor, k_BTHD: Tensor, table_2TD: Tensor, *, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Rotate queries and keys by their positions; compute in float32 and return their formats.
 
     Interleaved pairs are returned as (i, i + D/2): scores do not depend on the order, which all heads share.
 
     Args:
-        x_BTHD: queries or keys.
+        q_BTHD, k_BTHD: queries, and keys of any number of heads.
         table_2TD: rows of ``signed_table``; [2, B, T, D] if positions differ between sequences.
         interleaved: pairs are (2i, 2i + 1), not (i, i + D/2).
     """
-    if interleaved:
-        x_BTHD = x_BTHD.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        # A compiler fuses these operations itself.
-        return _rotated(x_BTHD.float(), table_2TD, 1).type_as(x_BTHD)
-    out: Tensor = _Rotation.apply(x_BTHD, table_2TD)
-    return out
+    if torch.compiler.is_compiling():  # which fuses these operations itself
+        q, k = (_rotated(x.float(), table_2TD, 1, interleaved).type_as(x) for x in (q_BTHD, k_BTHD))
+    else:
+        q, k = _Rotation.apply(q_BTHD, k_BTHD, table_2TD, interleaved)
+    return q, k
 
 
 class _Rotation(torch.autograd.Function):
-    """The gradient is a rotation back; eager autograd would launch three times as many kernels for it."""
+    """The gradient is a rotation back. On GPUs both are a kernel; the last bit of float32 may differ."""
 
     @staticmethod
-    def forward(ctx: Any, x_BTHD: Tensor, table_2TD: Tensor) -> Tensor:
+    def forward(ctx: Any, q_BTHD: Tensor, k_BTHD: Tensor, table_2TD: Tensor, interleaved: bool) -> Any:
         ctx.save_for_backward(table_2TD)
-        return _rotated(x_BTHD, table_2TD, 1)
+        ctx.interleaved = interleaved
+        return _both(q_BTHD, k_BTHD, table_2TD, 1, interleaved)
 
     @staticmethod
-    def backward(ctx: Any, grad_BTHD: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        (table_2TD,) = ctx.saved_tensors
-        return _rotated(grad_BTHD, table_2TD, -1), None
+    @once_differentiable
+    def backward(ctx: Any, q_BTHD: Tensor, k_BTHD: Tensor) -> tuple[Tensor | None, ...]:
+        return *_both(q_BTHD, k_BTHD, ctx.saved_tensors[0], -1, ctx.interleaved), None, None
 
 
-def _rotated(x_BTHD: Tensor, table_2TD: Tensor, direction: int) -> Tensor:
+def _both(q: Tensor, k: Tensor, table_2TD: Tensor, direction: int, interleaved: bool) -> tuple[Tensor, ...]:
+    if q.is_cuda and triton is not None:
+        return turn(q, k, table_2TD, direction, interleaved)
+    return tuple(_rotated(x, table_2TD, direction, interleaved) for x in (q, k))
+
+
+def _rotated(x_BTHD: Tensor, table_2TD: Tensor, direction: int, interleaved: bool) -> Tensor:
+    if interleaved and direction == 1:
+        x_BTHD = x_BTHD.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
     cos, sin = table_2TD.unsqueeze(-2)
     others = x_BTHD.roll(x_BTHD.shape[-1] // 2, dims=-1)
-    return torch.addcmul(x_BTHD * cos, others, sin, value=direction).type_as(x_BTHD)
+    out_BTHD = torch.addcmul(x_BTHD * cos, others, sin, value=direction).type_as(x_BTHD)
+    if interleaved and direction == -1:
+        out_BTHD = out_BTHD.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+    return out_BTHD
+
+
+def turn(q: Tensor, k: Tensor, table: Tensor, direction: int, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Rotate queries and keys in one kernel, forward (1) or back (-1)."""
+    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+    (B, T, H, D), K = q.shape, k.shape[2]
+    out = q.new_empty(q.shape), k.new_empty(k.shape)
+    by_batch = 0 if table.ndim == 3 else table.stride(1)
+    _turn[B * T,](
+        *(q, k, *out, table, table[1], T, H, K, *q.stride()[:3], *k.stride()[:3], by_batch, table.stride(-2)),
+        *(D // 2, *map(triton.next_power_of_2, (D // 2, H, K)), direction, interleaved),
+    )
+    return out
+
+
+if triton is not None:
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _turn(  # type: ignore[no-untyped-def]
+        q, k, q_out, k_out, all_cos, all_sin, T, H, K, q_b, q_t, q_h, k_b, k_t, k_h, by_batch, by_position,
+        HALF: tl.constexpr, PAIRS: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr,
+        DIRECTION: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ):  # fmt: skip
+        token = tl.program_id(0).to(tl.int64)
+        b, t, pair = token // T, token % T, tl.arange(0, PAIRS)[None, :]
+        row = b * by_batch + t * by_position + pair
+        cos, sin = tl.load(all_cos + row, pair < HALF), tl.load(all_sin + HALF + row, pair < HALF) * DIRECTION
+        q, q_out = q + b * q_b + t * q_t, q_out + token * H * HALF * 2
+        k, k_out = k + b * k_b + t * k_t, k_out + token * K * HALF * 2
+        _turn_heads(q, q_out, H, q_h, cos, sin, pair, HALF, Q_HEADS, DIRECTION, INTERLEAVED)
+        _turn_heads(k, k_out, K, k_h, cos, sin, pair, HALF, K_HEADS, DIRECTION, INTERLEAVED)
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _turn_heads(  # type: ignore[no-untyped-def]
+        x, out, heads, by_head, cos, sin, pair,
+        HALF: tl.constexpr, HEADS: tl.constexpr, DIRECTION: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ):  # fmt: skip
+        head = tl.arange(0, HEADS)[:, None]
+        exists = (head < heads) & (pair < HALF)
+        # In the rotated tensor pairs are half a head apart, in the other one side by side if interleaved.
+        other, step = (pair * 2, 1) if INTERLEAVED else (pair, HALF)
+        x += head * by_head + (other if DIRECTION == 1 else pair)
+        out += head * HALF * 2 + (pair if DIRECTION == 1 else other)
+        a = tl.load(x, exists).to(tl.float32)
+        b = tl.load(x + (step if DIRECTION == 1 else HALF), exists).to(tl.float32)
+        tl.store(out, tl.fma(b, -sin, a * cos).to(out.dtype.element_ty), exists)
+        out += HALF if DIRECTION == 1 else step
+        tl.store(out, tl.fma(a, sin, b * cos).to(out.dtype.element_ty), exists)

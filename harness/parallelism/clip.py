@@ -67,18 +67,20 @@ def squares_of(tensors: list[Tensor]) -> Tensor:
 
     On a CPU a float32 norm of 4 million normal elements is 1e-4 too small. Smaller shards have a smaller
     error, so layouts would seem to differ. Converting to float64 takes eight times as long. Norms of short
-    pieces, summed in float64, are as fast as a float32 norm and accurate to 1e-8.
+    pieces, summed in float64, are as fast as a float32 norm and accurate to 1e-8. Norms are float32 also for
+    bfloat16 gradients, where they would have eight bits and depend on the sharding (pytorch#194033).
     """
     nonempty = [tensor for tensor in tensors if tensor.numel()]
     if nonempty and nonempty[0].device.type != "cpu":
-        zero, norms = torch.zeros((), device=nonempty[0].device), iter(torch._foreach_norm(nonempty, 2))
-        return torch.stack([next(norms).float() if t.numel() else zero for t in tensors]).double().square()
+        zero = torch.zeros((), device=nonempty[0].device)
+        norms = iter(torch._foreach_norm(nonempty, 2, dtype=torch.float32))
+        return torch.stack([next(norms) if t.numel() else zero for t in tensors]).double().square()
     pieces, owners = [torch.zeros(0)], []
     for index, tensor in enumerate(tensors):
         flat = tensor.reshape(-1)
         whole = flat.numel() - flat.numel() % _PIECE
-        pieces.append(torch.linalg.vector_norm(flat[:whole].view(-1, _PIECE), dim=1))
-        pieces.append(torch.linalg.vector_norm(flat[whole:]).unsqueeze(0))
+        pieces.append(torch.linalg.vector_norm(flat[:whole].view(-1, _PIECE), dim=1, dtype=torch.float32))
+        pieces.append(torch.linalg.vector_norm(flat[whole:], dtype=torch.float32).unsqueeze(0))
         owners += [index] * (whole // _PIECE + 1)
     squares = torch.zeros(len(tensors), dtype=torch.float64)
     return squares.index_add_(0, torch.tensor(owners), torch.cat(pieces).double().square())

@@ -269,16 +269,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grad_x_NC, grad_weight_VC = ctx.saved_tensors
-        # A zero-bubble schedule calls this twice, once for each gradient. The multiplication is in float32:
-        # a loss weight of 0.3 would be 0.3008 in bfloat16, a systematic factor and not noise.
-        return (
-            (grad_x_NC.float() * grad).to(grad_x_NC.dtype) if ctx.needs_input_grad[0] else None,
-            (grad_weight_VC * grad).to(ctx.weight_dtype) if ctx.needs_input_grad[1] else None,
-            None,
-            None,
-            None,
+        # A zero-bubble schedule calls this twice, once for each gradient. The multiplication is in float32
+        # (a loss weight of 0.3 would be 0.3008 in bfloat16, a systematic factor and not noise), on GPUs
+        # without a copy of the gradient in it.
+        dtypes = ctx.saved_tensors[0].dtype, ctx.weight_dtype
+        scaled = (
+            torch.mul(each, grad.view(1, 1), out=torch.empty_like(each, dtype=dtype)) if needed else None
+            for each, dtype, needed in zip(ctx.saved_tensors, dtypes, ctx.needs_input_grad, strict=False)
         )
+        return *scaled, None, None, None
 
 
 def _add_product(sum_VC: Tensor, grad_VN: Tensor, x_NC: Tensor) -> None:

@@ -14,7 +14,6 @@ from torch.distributed.pipelining._backward import _get_grad_fn_or_grad_acc
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
     _Action,
-    _ComputationType,
     _PipelineScheduleRuntime,
     get_schedule_class,
 )
@@ -22,6 +21,7 @@ from torch.distributed.pipelining.schedules import (
 from harness.config.job import Job
 from harness.config.pipeline import num_stages, read_csv_schedule, stages_of_rank
 from harness.model.part import ModelPart
+from harness.parallelism.fsdp import parameter_groups
 from harness.parallelism.mesh import Mesh
 from harness.util.annotation import annotated
 from harness.util.errors import LostGradientError, UserError
@@ -80,11 +80,6 @@ class Stage(PipelineStage):
             raise LostGradientError(
                 name for name, parameter in parameters if _get_grad_fn_or_grad_acc(parameter) not in found
             )
-
-
-def parameter_groups(module: FSDPModule) -> list[Any]:
-    """Return FSDP's parameter groups of a module."""
-    return list(module._get_fsdp_state()._fsdp_param_groups)
 
 
 def build_schedule(
@@ -149,13 +144,8 @@ def _loss_of_head(loss: Tensor, _labels: Tensor) -> Tensor:
     return loss
 
 
-_FORWARD_TYPES = {
-    _ComputationType.FORWARD,
-    _ComputationType.SEND_F,
-    _ComputationType.RECV_F,
-    _ComputationType.UNSHARD,
-    _ComputationType.RESHARD,
-}
+# By name: waits for sends are actions of their own since torch 2.15.
+_FORWARD_TYPES = {"FORWARD", "SEND_F", "WAIT_SEND_F", "RECV_F", "UNSHARD", "RESHARD"}
 
 
 @contextmanager
@@ -182,8 +172,8 @@ def forward_only(schedule: Any) -> Iterator[None]:
 def _forward_of(action: _Action) -> list[_Action]:
     """Forward part of an action: the action, nothing, or the forward half of an overlapped pair."""
     if action.sub_actions is not None:
-        return [part for part in action.sub_actions if part.computation_type in _FORWARD_TYPES]
-    return [action] if action.computation_type in _FORWARD_TYPES else []
+        return [part for part in action.sub_actions if part.computation_type.name in _FORWARD_TYPES]
+    return [action] if action.computation_type.name in _FORWARD_TYPES else []
 
 
 def boundary(job: Job, mesh: Mesh, part: ModelPart, index: int, entering: bool) -> Tensor:

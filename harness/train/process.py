@@ -5,6 +5,7 @@ Imports no torch, because torch reads some variables at import. Variables that t
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import os
@@ -85,13 +86,11 @@ SHOWN = ("PYTORCH_ALLOC_CONF", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 
 
 def settings(job: Job, run_dir: Path) -> dict[str, str]:
-    """Environment variables of a rank, under the names of torch 2.13 to 2.15.
-
-    TORCH_NCCL_AVOID_RECORD_STREAMS is not set: it is the default since torch 2.8, and setting it only logs a
-    warning.
-    """
+    """Environment variables of a rank, under the names of torch 2.13 to 2.15."""
     recorded = job.debug.flight_recorder
-    return {
+    # 2: copy engines in place of multiprocessors, where memory is symmetric (set_symm_mem_for_comm).
+    engines = {"NCCL_CTA_POLICY": "2"} if job.parallelism.fsdp_buffers == "symmetric" else {}
+    return engines | {
         # Segments that grow avoid fragmentation where shapes vary.
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         # A collective that fails ends the process, and the launcher notices that.
@@ -128,6 +127,7 @@ def importing_torch() -> Iterator[None]:
         yield
         if len(sys.modules) > before:
             gc.freeze()
+            atexit.register(gc.unfreeze)  # or triton, of torch 2.15, lists its objects as leaked
     finally:
         gc.enable()
 

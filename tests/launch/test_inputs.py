@@ -73,6 +73,8 @@ def test_a_run_on_this_machine_sees_all_paths(tmp_path: Path) -> None:
     for path in ("/not/here/either/*.txt", "/local/data/*.txt", f"{tmp_path}/*.txt"):
         with pytest.raises(ConfigError, match="no file matches"):
             require_inputs(compose_job([*LOCAL, "model=llama3_tiny", f"data.paths=[{path}]"]))
+    with pytest.raises(ConfigError, match="would work: harness download repo=a/b what=tokenizer, or "):
+        require_inputs(compose_job(["tokenizer=qwen3", "tokenizer.path=assets/hf/a/b/tokenizer.json"]))
 
 
 def test_a_job_that_must_tokenize_too_much_is_refused_with_the_command(tmp_path: Path) -> None:

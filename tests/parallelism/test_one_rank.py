@@ -16,6 +16,9 @@ from harness.parallelism.materialize import materialize
 from harness.train.engine import Engine
 from harness.train.objective import loader_of
 
+KEEPS_FLOAT32 = torch.__version__ >= "2.15"
+"""Whether gradients of norms stay as a CPU computes them; before, autograd rounded them to param_dtype."""
+
 
 def gradients(job: Job) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The second step's gradients: the engine's, and autograd's through casts of every weight."""
@@ -31,8 +34,12 @@ def gradients(job: Job) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     for inputs_BT, labels_BT in zip(
         *(each.split(job.local_batch_size) for each in (batch.inputs_BT, batch.labels_BT)), strict=True
     ):
-        cast = {name: each.bfloat16() for name, each in weights.items()}
+        cast = {name: each.detach().bfloat16().requires_grad_() for name, each in weights.items()}
+        for each in cast.values() if KEEPS_FLOAT32 else ():
+            each.grad_dtype = None
         engine.loss(functional_call(model, cast, inputs_BT), labels_BT).backward()
+        for name, each in weights.items():
+            each.grad = cast[name].grad.float() + (0 if each.grad is None else each.grad)
     found = {name: full(each.grad) for name, each in engine.named_parameters()}
     return found, {name: each.grad for name, each in weights.items()}
 

@@ -72,7 +72,7 @@ class FluxBlock(nn.Module):
     def attend(self, qkv: Sequence[Tensor], rope_2TD: Tensor) -> Tensor:
         """Rotate queries and keys, attend to all positions, and return [B, T, H * D]."""
         q_BTHD, k_BTHD, v_BTHD = qkv
-        q_BTHD, k_BTHD = (rotate(x, rope_2TD, interleaved=True) for x in (q_BTHD, k_BTHD))
+        q_BTHD, k_BTHD = rotate(q_BTHD, k_BTHD, rope_2TD, interleaved=True)
         return self.inner(q_BTHD, k_BTHD, v_BTHD, None).flatten(2)  # type: ignore[no-any-return]
 
 

@@ -12,6 +12,7 @@ import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from harness.compose.composer import Composer
@@ -21,7 +22,6 @@ from harness.config.fields import NUMERICS, label, leaves, part, with_value
 from harness.config.job import Job, differing_numerics
 from harness.launch.begin import require_vocabulary
 from harness.metrics.console import progress
-from harness.model.spec import BALANCE_BIAS, block_prefix
 from harness.tools.parity.random_jobs import random_job
 from harness.util.errors import EXIT_OK, ConfigError
 
@@ -90,6 +90,8 @@ class Trace:
     """Full gradients of the first and the last step, for this rank's parameters."""
     biases: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     """Balancing biases of this rank's experts, after the last step."""
+    squares: list[dict[str, float]] = dataclasses.field(default_factory=list)
+    """This rank's shares of the squared norms of ``gradients``."""
 
 
 @dataclass(frozen=True)
@@ -102,23 +104,18 @@ class Verdict:
     gradient: float
     worst_parameter: str
     norm: float
+    """That of the gradient norm, or of one gradient's part of it."""
     passed: bool
+    first_wrong: str = ""
+    """The first value that departs, where the layout differs."""
 
 
 def trace(job_json: str, steps: int) -> Trace:
     """Train on this rank of a process group and record losses, norms and full gradients."""
-    import torch
+    from harness.tools.parity.first_wrong import biases_of, full_gradients, squares_of, start
 
-    from harness.data.tokenizer import build_tokenizer
-    from harness.train.engine import Engine
-    from harness.train.objective import loader_of
-    from harness.train.setup import set_up_process
-
-    job = Job.from_json(job_json)
-    set_up_process(job)
-    engine = Engine(job, torch.device("cpu"))
-    loader = loader_of(job, build_tokenizer(job.tokenizer), engine.rows)
-    losses, norms, tokens, gradients = [], [], [], []
+    engine, loader = start(job_json)
+    losses, norms, tokens, gradients, squares = [], [], [], [], []
     for step in range(steps):
         outcome = engine.gradients(loader.next())
         losses += [outcome.loss, *([] if outcome.mtp_loss is None else [outcome.mtp_loss])]
@@ -126,28 +123,9 @@ def trace(job_json: str, steps: int) -> Trace:
         tokens.append(outcome.valid_tokens)
         if step in (0, steps - 1):
             gradients.append(full_gradients(engine))
+            squares.append(squares_of(engine, outcome))
         engine.update(outcome.norm)
-    biases = {
-        block_prefix(job.model, layer) + BALANCE_BIAS: moe.balance_bias
-        for part in engine.parts
-        for layer, moe in part.mixtures.items()
-        if moe.balance_bias is not None
-    }
-    return Trace(losses, norms, tokens, gradients, biases)
-
-
-def full_gradients(engine: Any) -> dict[str, Tensor]:
-    """Full gradients of this rank's parameters, all-gathered over their shards; call on all ranks."""
-    from torch.distributed.tensor import DTensor
-
-    full = {}
-    for name, parameter in engine.named_parameters():
-        gradient = parameter.grad
-        assert gradient is not None, f"{name} has no gradient"
-        # full_tensor would reduce a partial gradient, and hide that training does not.
-        assert getattr(gradient, "placements", None) == getattr(parameter, "placements", None), name
-        full[name] = (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).clone()
-    return full
+    return Trace(losses, norms, tokens, gradients, biases_of(engine), squares)
 
 
 def compare(
@@ -157,6 +135,8 @@ def compare(
 
     Every rank counts: a different loss on one rank, or a gradient that no rank has, fails the comparison.
     """
+    from harness.tools.parity.first_wrong import share_differences
+
     loss = _largest(reference.losses, [t.losses for t in traces])
     norm = _largest(reference.norms, [t.norms for t in traces])
     worst, worst_parameter = 0.0, ""
@@ -175,6 +155,13 @@ def compare(
         missing = expected.keys() - found
         if missing:
             worst, worst_parameter = float("inf"), min(missing)
+    for index, parts in enumerate(reference.squares):
+        # What the norm lacks can be too little for it to show: 3e-7 of it for sinks of attention.
+        differences = share_differences(parts, [each.squares[index] for each in traces])
+        name, off = max(differences.items(), key=itemgetter(1))
+        if off > max(worst, norm):
+            worst_parameter = name
+        norm = max(norm, off)
     biases = [(name, bias) for trace in traces for name, bias in trace.biases.items()]
     # Bitwise, because biases are computed from integer counts.
     different = [name for name, bias in biases if not bias.equal(reference.biases[name])]
@@ -212,12 +199,33 @@ class LayoutComparer:
             return compare(name, job.world_size, expected, traces, tolerances_of(job, self.config))
 
         alone = single_process(job)
-        verdict = against(self._reference(alone))
-        if verdict.passed or lowest_format(job) == "float32":
+        expected = self._reference(alone)
+        verdict = against(expected)
+        if not verdict.passed and lowest_format(job) != "float32":
+            # One process sums all rows of a batch in low precision, and can be less exact than several ranks:
+            # an embedding's gradient in bfloat16 was 5 % from float32, that of eight ranks 0.6 %.
+            verdict = against(self._reference(in_float32(alone)))
+        if verdict.passed:
             return verdict
-        # One process sums all rows of a batch in low precision, and can be less exact than several ranks: an
-        # embedding's gradient in bfloat16 was 5 % from float32, that of eight ranks 0.6 %.
-        return against(self._reference(in_float32(alone)))
+        return dataclasses.replace(verdict, first_wrong=self._first_wrong(job, alone, expected, traces))
+
+    def _first_wrong(self, job: Job, alone: Job, expected: Trace, traces: list[Trace]) -> str:
+        from harness.tools.parity.first_wrong import first_wrong, record
+
+        tolerances, steps = tolerances_of(job, self.config), range(self.config.steps)
+        norms = ((expected.norms[i : i + 1], [each.norms[i : i + 1] for each in traces]) for i in steps)
+        differs = [step for step, pair in enumerate(norms) if not _largest(*pair) <= tolerances[1]]
+        # Compiled blocks have no modules to look into.
+        eager = dataclasses.replace(job, compile=type(job.compile)())
+        if job.activation_checkpoint.mode == "memory_budget":
+            eager = dataclasses.replace(eager, activation_checkpoint=type(job.activation_checkpoint)())
+        for step in sorted({0, steps[-1], *differs[:1]}):
+            [whole] = self.pool.run(1, record, alone.to_json(), step)
+            found = self.pool.run(job.world_size, record, eager.to_json(), step)
+            text = first_wrong(whole, found, job.parallelism, tolerances)
+            if text is not None:
+                return f"step {step + 1}, {text}"
+        return "nothing without the compiler" if job.compile.enable else "nothing in a second run"
 
     def _reference(self, alone: Job) -> Trace:
         if alone.id not in self.references:
@@ -355,6 +363,7 @@ def line(verdict: Verdict) -> str:
         f"{verdict.layout:<28} {verdict.ranks:>5} "
         f"{verdict.loss:>9.1e} {verdict.gradient:>9.1e} {verdict.norm:>9.1e}  "
         f"{'ok     ' if verdict.passed else 'DIFFERS'}  {verdict.worst_parameter}\n"
+        + (f"    first wrong: {verdict.first_wrong}\n" if verdict.first_wrong else "")
     )
 
 

@@ -6,6 +6,7 @@
   device still reads it, but then gets a plausible one from this file: rows are routed to experts
   evenly (or skewed by ``rehearse.skew``), a sequence has four documents, stages agree that shapes are known.
 * **Data.** Batches of zeros, in the job's shape, and no tokenizer.
+* **FlashAttention-3 and 4**, which need packages: torch's own flash attention.
 * **cuDNN's attention**, whose plans the library cannot give: tensors of the same shapes, no workspace.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -22,9 +24,12 @@ import torch.nn.functional as F
 import torch.testing._internal.distributed.fake_pg  # makes the backend known
 from torch import Tensor
 from torch._meta_registrations import alloc_with_matching_layout
-from torch.distributed.pipelining.stage import PipelineStage
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import ProcessGroupAllocMixin
+from torch.distributed.pipelining.stage import InferenceMode, PipelineStage
+from torch.nn.attention._registry import _FLASH_ATTENTION_IMPLS
 
 from harness.config.job import Job
+from harness.config.training import FLASH
 from harness.data.loader import AnyBatch, Batch, Loader
 from harness.model.kernels import VarlenKernel
 from harness.parallelism.expert import ExpertExchange
@@ -45,12 +50,15 @@ def substitutes(job: Job, gpu: VirtualGpu, skew: float) -> Iterator[None]:
         if job.world_size > 1:
             undo.enter_context(patch.object(setup, "backend_of", lambda _: "cpu:fake,cuda:nccl"))
             undo.enter_context(patch.object(dist, "init_process_group", _without_device))
+            undo.enter_context(patch.object(dist, "barrier", partial(dist.barrier, device_ids=[0])))
+            undo.enter_context(patch.object(ProcessGroupAllocMixin, "__init__", _after_barrier))
         undo.enter_context(patch.object(trainer, "RankGroup", lambda _: None))  # nothing is saved
         undo.enter_context(patch.object(trainer, "build_tokenizer", lambda _: None))
         undo.enter_context(patch.object(trainer, "loader_of", lambda job, _, rows: Zeros(job, len(rows))))
+        undo.enter_context(patch.dict(_FLASH_ATTENTION_IMPLS, dict.fromkeys(FLASH, lambda: None)))
         undo.enter_context(patch.object(ExpertExchange, "_lengths", _lengths(skew)))
         undo.enter_context(patch.object(VarlenKernel, "mask", _mask))
-        undo.enter_context(patch.object(PipelineStage, "_warmup_backward_result", _shapes_are_known))
+        undo.enter_context(patch.object(PipelineStage, "_prepare_forward_infra", _shapes_are_known))
         kernels = _cudnn_attention(gpu)
         yield
         kernels._destroy()
@@ -175,6 +183,12 @@ def _without_device(*args: Any, device_id: Any = None, **kwargs: Any) -> None:
     _init_process_group(*args, **kwargs)
 
 
+def _after_barrier(buffers: ProcessGroupAllocMixin, group: dist.ProcessGroup) -> None:
+    """Registered memory needs the communicator, which in training is there from the beginning."""
+    dist.barrier(group)
+    buffers._group = group
+
+
 def rows_by_rank(rows: int, ranks: int, skew: float) -> list[int]:
     """Return how many of a rank's rows go to each rank of a group; the first one gets more by ``skew``."""
     first = round(rows / ranks * (1 + skew)) if ranks > 1 else rows
@@ -210,14 +224,13 @@ def _mask(
     return F.pad(torch.empty(batch * pieces, dtype=torch.int64, device=device), (0, 1)).int()
 
 
-_vote = getattr(PipelineStage, "_warmup_backward_result", None)
+_prepare = PipelineStage._prepare_forward_infra
 
 
-def _shapes_are_known(stage: Any, received_result: Tensor | None = None) -> Tensor:
-    """Vote 1, "all stages know their shapes" (harness/parallelism/pipeline.py)."""
-    assert _vote is not None
-    _vote(stage, received_result=received_result)
-    return torch.ones(1, dtype=torch.int32)
+def _shapes_are_known(stage: Any, *arguments: Any, **options: Any) -> Any:
+    """What all stages would agree on (harness/parallelism/pipeline.py); a vote is read as 0."""
+    stage._inference_mode = InferenceMode.STATIC
+    return _prepare(stage, *arguments, **options)
 
 
 def _cudnn_attention(gpu: VirtualGpu) -> Any:

@@ -230,7 +230,8 @@ def tables_beside(rows: Sequence[Row]) -> list[Table]:
 
 def _summary(rows: Sequence[Row], measured: Sequence[Row]) -> list[str]:
     counts = Counter(row["state"] for row in rows)
-    lines = [f"{len(rows)} points: {', '.join(f'{count} {state}' for state, count in counts.items())}."]
+    points = "1 point" if len(rows) == 1 else f"{len(rows)} points"
+    lines = [f"{points}: {', '.join(f'{count} {state}' for state, count in counts.items())}."]
     best = best_of(rows)
     if best is not None:
         spread = best.get("measured.spread")

@@ -32,8 +32,8 @@ from harness.metrics.jsonl import MetricsFile
 from harness.metrics.slow_ranks import FILE, KINDS, WINDOW, SlowRanks, own_seconds
 from harness.metrics.window import EXCLUDED
 from harness.model.part import ModelPart
+from harness.parallelism.fsdp import parameter_groups
 from harness.parallelism.mesh import EXPERT, EXPERT_TENSOR, Mesh
-from harness.parallelism.pipeline import parameter_groups
 from harness.run.result import write_json_atomically
 from harness.train.observer import Observer, Row, Run
 from harness.train.observers.values import where_is

@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 from layouts import require_agreement
+from planted import PlantedPool, router_gradients_too_large
 
 from harness.compose.composer import Composer
 from harness.config.fields import NUMERICS, leaves
@@ -21,7 +22,6 @@ from harness.tools.parity.parity import (
     comparisons,
     lowest_format,
     single_process,
-    trace,
 )
 from harness.tools.parity.random_jobs import random_job
 from harness.util.errors import UserError
@@ -131,21 +131,6 @@ def test_samples_cover_every_axis() -> None:
     assert any(job.schedule.batch_size for job in jobs)
 
 
-def with_router_gradients_too_large(job_json: str, steps: int) -> Trace:
-    """Scale router gradients by a tenth: a smaller error than other expert choices from rounding cause."""
-    from harness.model.moe import Router
-
-    original = Router.forward
-
-    def forward(self, x_BTC, balance_bias_E):  # type: ignore[no-untyped-def]
-        routing = original(self, x_BTC, balance_bias_E)
-        routing.weights_NK.register_hook(lambda grad: 1.1 * grad)
-        return routing
-
-    with mock.patch.object(Router, "forward", forward):
-        return trace(job_json, steps)
-
-
 def test_few_references_are_kept() -> None:
     """Each job has its own reference, and gradients take memory."""
 
@@ -169,15 +154,9 @@ def test_a_wrong_gradient_of_a_router_in_bfloat16_is_noticed(judge: LayoutCompar
     assert (exact.precision.param_dtype, exact.model.moe.force_balance) == ("float32", False)
     assert (in_turn.precision.param_dtype, in_turn.model.moe.force_balance) == ("bfloat16", True)
     require_agreement(judge.verdict("ep", job))
-    run = judge.pool.run
-
-    def sabotaged(ranks, function, *arguments):  # type: ignore[no-untyped-def]
-        return run(ranks, with_router_gradients_too_large if ranks > 1 else function, *arguments)
-
-    with (
-        mock.patch.object(judge.pool, "run", sabotaged),
-        mock.patch("harness.tools.parity.parity.comparisons", lambda job: [in_turn]),
-    ):
-        verdict = judge.verdict("ep", job)
+    wrong = LayoutComparer(PlantedPool(judge.pool, router_gradients_too_large), judge.config)
+    with mock.patch("harness.tools.parity.parity.comparisons", lambda job: [in_turn]):
+        verdict = wrong.verdict("ep", job)
     assert not verdict.passed
     assert "router" in verdict.worst_parameter
+    assert "gradient of layers.3.moe.router.weight" in verdict.first_wrong

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
+import planted
 import pytest
 import torch
-from layouts import MATRIX, STEPS, TOLERANCES, layout, reference, require_parity, verdict_of
+from layouts import MATRIX, STEPS, TOLERANCES, layout, reference, require_agreement, require_parity
 
 from harness.config.fields import with_value
 from harness.launch.pool import RankFailed, RankPool
 from harness.tools.parity import parity
-from harness.tools.parity.parity import ParityConfig, ParityJob, Trace, compare, compose_layouts, trace
+from harness.tools.parity.parity import (
+    LayoutComparer,
+    ParityConfig,
+    ParityJob,
+    Trace,
+    compare,
+    compose_layouts,
+    trace,
+)
 from harness.util.errors import ConfigError
 
 # Combinations of features that other rows test singly; `make parity` runs all, with ten steps.
@@ -116,151 +124,58 @@ def test_bfloat16_really_rounds(pool: RankPool) -> None:
     assert 1e-6 < abs(full.losses[0] - rounded.losses[0]) < 1e-2 * full.losses[0]
 
 
-# -- sabotage: each breaks one rule on the ranks, and the comparison must fail ----
+# -- planted errors: each must be found on the ranks, and its place ----
 
-
-def denominator_of_own_tokens(job_json: str, steps: int) -> Trace:
-    """Every rank divides by its own number of tokens: a mean of means (traps 1 and 2)."""
-    from harness.data.prefetch import count_valid
-    from harness.train.engine import Engine
-
-    original = Engine.gradients
-
-    def gradients(self, batch, **options):  # type: ignore[no-untyped-def]
-        replicas = self.job.parallelism.data_parallel
-        forward_backward = self.executor.forward_backward
-
-        def divided(piece, *, last):  # type: ignore[no-untyped-def]
-            self.loss.denominator = float(count_valid(batch) * replicas)
-            return forward_backward(piece, last=last)
-
-        self.executor.forward_backward = divided
-        return original(self, batch, **options)
-
-    with mock.patch.object(Engine, "gradients", gradients):
-        return trace(job_json, steps)
-
-
-def microbatches_average(job_json: str, steps: int) -> Trace:
-    """The pipeline divides gradients by its microbatches, as is torch's default (traps 3 and 4)."""
-    from torch.distributed.pipelining import schedules
-
-    original = schedules._PipelineSchedule.__init__
-
-    def init(self, *args, **options):  # type: ignore[no-untyped-def]
-        original(self, *args, **options)
-        self.scale_grads = True
-
-    with mock.patch.object(schedules._PipelineSchedule, "__init__", init):
-        return trace(job_json, steps)
-
-
-def gradients_average(job_json: str, steps: int) -> Trace:
-    """FSDP divides gradients by the data-parallel ranks, as is its default."""
-    from harness.parallelism import fsdp
-
-    original = fsdp.FSDPModule.set_gradient_divide_factor
-    with mock.patch.object(
-        fsdp.FSDPModule, "set_gradient_divide_factor", lambda self, factor: original(self, 2.0)
-    ):
-        return trace(job_json, steps)
-
-
-def norm_of_own_stage(job_json: str, steps: int) -> Trace:
-    """Every rank clips by the norm of its own parameters (trap 5)."""
-    from harness.train import engine
-
-    original = engine.Engine.world_total
-
-    def world_total(self, values, *device):  # type: ignore[no-untyped-def]
-        totals = original(self, values, *device)
-        if not device:  # and not the number of tokens
-            totals[0] = values[0]
-        return totals
-
-    with mock.patch.object(engine.Engine, "world_total", world_total):
-        return trace(job_json, steps)
-
-
-def initialised_by_shard(job_json: str, steps: int) -> Trace:
-    """Every rank initializes its shard by itself, instead of taking its part of the full tensor (trap 12)."""
-    from harness.parallelism import materialize
-
-    original = materialize.local_ranges
-
-    def own_values(parameter):  # type: ignore[no-untyped-def]
-        return [range(len(indices)) for indices in original(parameter)]
-
-    with mock.patch.object(materialize, "local_ranges", own_values):
-        return trace(job_json, steps)
-
-
-def own_positions_from_zero(job_json: str, steps: int) -> Trace:
-    """Every context-parallel rank counts positions from 0 in its own share."""
-    from harness.model.decoder import Decoder
-
-    original = Decoder.take_positions
-
-    def from_zero(self, positions):  # type: ignore[no-untyped-def]
-        original(self, torch.arange(len(positions)))
-
-    with mock.patch.object(Decoder, "take_positions", from_zero):
-        return trace(job_json, steps)
-
-
-def tokens_of_every_context_rank(job_json: str, steps: int) -> Trace:
-    """Ranks that share a sequence all count its tokens (trap 9)."""
-    from harness.train.engine import Engine
-
-    with mock.patch.object(Engine, "counts_tokens", Engine.has_loss):
-        return trace(job_json, steps)
-
-
-def loss_of_one_context_rank(job_json: str, steps: int) -> Trace:
-    """The reported loss is that of one share of the sequence (traps 9 and 10)."""
-    from harness.train.engine import Engine
-
-    original = Engine.world_total
-
-    def world_total(self, values, *device):  # type: ignore[no-untyped-def]
-        if not device and self.mesh.rank("cp"):
-            values = [values[0], 0.0]
-        return original(self, values, *device)
-
-    with mock.patch.object(Engine, "world_total", world_total):
-        return trace(job_json, steps)
-
-
-def one_share_in_order(job_json: str, steps: int) -> Trace:
-    """Ranks take their shares in order, although the ring pairs head and tail chunks."""
-    from harness.parallelism import context, execute
-
-    def in_order(layout, seq_len, rank):  # type: ignore[no-untyped-def]
-        return torch.arange(seq_len).chunk(layout.cp)[rank]
-
-    with (
-        mock.patch.object(execute, "local_positions", in_order),
-        mock.patch.object(context, "local_positions", in_order),
-    ):
-        return trace(job_json, steps)
-
-
-SABOTAGES = [
-    (denominator_of_own_tokens, "fsdp"),
-    (microbatches_average, "pp_1f1b"),
-    (gradients_average, "hsdp"),
-    (norm_of_own_stage, "pp_1f1b"),
-    (initialised_by_shard, "fsdp"),
-    (own_positions_from_zero, "cp"),
-    (tokens_of_every_context_rank, "fsdp_cp"),
-    (loss_of_one_context_rank, "cp"),
-    (one_share_in_order, "cp"),
+references: dict[str, Trace] = {}
+RECOMPUTED = "activation_checkpoint=full"
+MIXTURE, SINKS = "model=qwen3_moe_debug", "model=gpt_oss_debug"
+DEEPSEEK = "model=deepseek_v3_debug"
+FURTHER = f"{DEEPSEEK} model.mtp.depth=1"
+AUXILIARY = f"{DEEPSEEK} model.moe.aux_loss_coeff=1"
+HEAD_NORMS = "model=qwen3_debug"
+PLANTED = [
+    (planted.denominator_of_own_tokens, "fsdp", "", "loss,"),
+    (planted.denominator_of_own_positions, "cp", "", "loss,"),
+    (planted.further_loss_by_own_tokens, "fsdp", FURTHER, "loss of multi-token prediction"),
+    (planted.further_loss_by_own_tokens, "cp_ulysses", FURTHER, "loss of multi-token prediction"),
+    (planted.microbatches_average, "pp_1f1b", "", "gradient of output.weight"),
+    (planted.gradients_average, "hsdp", "", "gradient of output.weight"),
+    (planted.gradients_of_experts_double, "fsdp_ep", MIXTURE, "gradient of layers.3.moe.experts.w3"),
+    (planted.norm_of_own_stage, "pp_1f1b", "", "gradient norm"),
+    (planted.norm_without_sinks, "tp", SINKS, "share of layers.0.attention.sinks in the gradient norm"),
+    (planted.norm_without_experts, "fsdp_tp_ep", MIXTURE, "share of layers.0.moe.experts.w1 in the"),
+    (planted.initialised_by_shard, "fsdp", "", "value of tok_embeddings.weight"),
+    (planted.named_by_stage, "pp_1f1b", "", "value of layers.2.attention.wq.weight"),
+    (planted.own_positions_from_zero, "cp", "", "output of layers.0.attention.inner"),
+    (planted.one_share_in_order, "cp", "", "output of tok_embeddings"),
+    (planted.tokens_of_every_context_rank, "fsdp_cp", "", "number of tokens"),
+    (planted.loss_of_one_context_rank, "cp", "", "loss,"),
+    (planted.normalizer_of_own_vocabulary, "tp_plain_chunked_loss", "", "loss,"),
+    (planted.gathered_logits_as_shards, "tp_no_loss_parallel", "", "loss,"),
+    (planted.gathered_over_the_wrong_axis, "fsdp_tp", "", "output of layers.0.attention.wq,"),
+    (planted.recomputed_over_the_wrong_axis, "fsdp_tp", RECOMPUTED, "gradient of layers.3.feed_forward.w3"),
+    (planted.head_norms_not_summed, "tp", HEAD_NORMS, "gradient of layers.3.attention.k_norm.weight"),
+    (planted.router_gradients_not_summed, "tp", MIXTURE, "gradient of layers.3.moe.router.weight"),
+    (planted.auxiliary_loss_of_own_tokens, "tp", MIXTURE, "gradient of layers.3.moe.router.weight"),
+    (planted.auxiliary_loss_of_own_counts, "tp_ep", AUXILIARY, "gradient of layers.3.moe.router.weight"),
+    (planted.biases_of_every_rank, "tp_experts", SINKS, "gradient of layers.3.moe.experts.b2"),
+    (planted.rows_by_rank, "ep", DEEPSEEK, "output of layers.1.moe,"),
+    (planted.loads_not_summed, "tp", FURTHER, "value of layers.1.moe.balance_bias after the step"),
 ]
 
 
-@pytest.mark.parametrize(("sabotage", "name"), SABOTAGES)
-def test_sabotage_is_noticed(pool: RankPool, sabotage: Callable[..., Trace], name: str) -> None:
-    assert not verdict_of(pool, name, layout(name), run=sabotage).passed
+@pytest.mark.parametrize(
+    ("plant", "name", "typed", "first"),
+    PLANTED,
+    ids=[f"{plant.__name__}-{name}" for plant, name, *_ in PLANTED],
+)
+def test_a_planted_error_is_found(pool: RankPool, plant: Any, name: str, typed: str, first: str) -> None:
+    job, config = layout(name, *typed.split()), ParityConfig(steps=STEPS)
+    if typed:
+        require_agreement(LayoutComparer(pool, config, references).verdict(name, job))
+    verdict = LayoutComparer(planted.PlantedPool(pool, plant), config, references).verdict(name, job)
+    assert not verdict.passed
+    assert verdict.first_wrong.startswith(f"step 1, {first}")
 
 
 # -- the comparison itself ----
@@ -268,7 +183,8 @@ def test_sabotage_is_noticed(pool: RankPool, sabotage: Callable[..., Trace], nam
 
 def made_up(scale: float = 1.0) -> Trace:
     gradient = {"a": torch.tensor([3.0, 4.0]) * scale, "b": torch.tensor([1.0])}
-    return Trace([2.0, 1.0], [5.0, 5.0], [100, 90], [gradient, gradient])
+    squares = {"a": 25.0 * scale**2, "b": 1.0}
+    return Trace([2.0, 1.0], [5.0, 5.0], [100, 90], [gradient] * 2, squares=[squares] * 2)
 
 
 def test_compare_takes_the_worst_of_every_rank() -> None:
@@ -286,10 +202,11 @@ def test_compare_takes_the_worst_of_every_rank() -> None:
         {"losses": [2.0, 1.0001]},
         {"norms": [5.0, 5.001]},
         {"valid_tokens": [100, 180]},
+        {"squares": [{"a": 25.0}] * 2},
         {"gradients": [{"a": torch.tensor([3.0, 4.0])}] * 2},
         {"gradients": [{"a": torch.tensor([3.0, math.nan]), "b": torch.tensor([1.0])}] * 2},
     ],
-    ids=["nan loss", "loss", "norm", "tokens", "missing gradient", "nan gradient"],
+    ids=["nan loss", "loss", "norm", "tokens", "share", "missing gradient", "nan gradient"],
 )
 def test_compare_fails(changes: dict[str, Any]) -> None:
     assert not compare("x", 1, made_up(), [replace(made_up(), **changes)], TOLERANCES).passed
@@ -326,4 +243,4 @@ def test_verb_prints_a_table_and_fails_where_one_differs(capsys: pytest.CaptureF
     assert "skipped: parity.world_size=2" in capsys.readouterr().out
     job = with_value(job, "parity.gradient_tolerance", 0.0)
     assert parity.parity(job, ["data.mask_fraction=0.3"]).code == parity.EXIT_DIFFERS
-    assert "DIFFERS" in capsys.readouterr().out
+    assert re.search("DIFFERS.*\n    first wrong: step 1, .*, relative difference ", capsys.readouterr().out)

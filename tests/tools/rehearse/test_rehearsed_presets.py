@@ -166,7 +166,8 @@ def test_formats(rehearsals: Rehearsals, preset: str) -> None:
     [
         *(f"parallelism=hsdp_tp optimizer={preset}" for preset in options("optimizer")),
         *(f"parallelism=fsdp activation_checkpoint={preset}" for preset in options("activation_checkpoint")),
-        "parallelism=fsdp parallelism.fsdp_prefetch=3",
+        "parallelism=fsdp parallelism.fsdp_prefetch=3 training.flash=FA3",
+        *(f"parallelism=hsdp parallelism.fsdp_buffers={buffers}" for buffers in ("registered", "symmetric")),
     ],
 )
 def test_updates_and_recomputation(rehearsals: Rehearsals, override: str) -> None:
@@ -176,6 +177,7 @@ def test_updates_and_recomputation(rehearsals: Rehearsals, override: str) -> Non
     check(found)
     check_collectives(found)
     [figures] = found.ranks
+    assert "muon" not in override or figures.launches < 1500, "most kernels are of many matrices"
     check_close({line.name: line for line in memory_lines(figures, found.plan)}["reserved"], 0.2)
 
 
@@ -194,6 +196,8 @@ def test_compilation_and_other_gpus(rehearsals: Rehearsals, override: str) -> No
     compiled = override.startswith("compile") and override != "compile=off"
     assert (figures.graphs > 0) == compiled
     assert any(name.startswith("triton_") for name in figures.kernels) == compiled
+    rotations = 0 if compiled else 2 * found.plan.job.model.n_layers
+    assert figures.kernels.get("_turn", 0) == rotations, "queries and keys at once, forward and backward"
     assert override.startswith("compile") or override.partition("=")[2].split()[0] in figures.device
 
 

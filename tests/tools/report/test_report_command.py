@@ -84,8 +84,7 @@ def test_groups_of_numerics_and_no_pictures(
     assert run(monkeypatch, folder) == 0
     text = (folder / "report" / "tables.md").read_text()
     assert "The numerics of all runs differ (optimizer.lr): compare losses as well as speed." in text
-    # An install without extras has no matplotlib.
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as in an install without extras
     assert run(monkeypatch, folder, "--out", tmp_path / "words") == 0
     assert "without pictures: matplotlib is not installed; would work: pip" in capsys.readouterr().out
     assert {each.suffix for each in (tmp_path / "words").iterdir()} == {".md", ".csv", ".html"}

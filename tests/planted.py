@@ -1,0 +1,337 @@
+"""Errors to plant on ranks, each in one function; ``docs/silent_errors.md`` has their origins."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import schedules
+from torch.distributed.tensor import Replicate
+
+from harness.data.loader import IGNORE_INDEX
+from harness.data.prefetch import count_valid
+from harness.launch.pool import RankPool
+from harness.model.decoder import Decoder
+from harness.model.moe import Experts, Router
+from harness.parallelism import context, execute, expert, fsdp, loss, materialize, parallelize, tensor
+from harness.parallelism.balance import Balance
+from harness.train.engine import Engine
+
+Plant = Callable[[], AbstractContextManager[Any]]
+
+
+def run_planted(plant: Plant, function: Callable[..., Any], *arguments: Any) -> Any:
+    with plant():
+        return function(*arguments)
+
+
+class PlantedPool(RankPool):
+    """The ranks of another pool, on which jobs of several ranks run with an error."""
+
+    def __init__(self, pool: RankPool, plant: Plant) -> None:
+        self.pool, self.plant = pool, plant
+
+    def run(self, ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        planted = (run_planted, self.plant, function) if ranks > 1 else (function,)
+        return self.pool.run(ranks, *planted, *arguments)
+
+
+def denominator_of_own_tokens() -> AbstractContextManager[Any]:
+    """Every rank divides by its own number of tokens: a mean of means."""
+    original = Engine.gradients
+
+    def gradients(self, batch, **options):  # type: ignore[no-untyped-def]
+        replicas = self.job.parallelism.data_parallel
+        forward_backward = self.executor.forward_backward
+
+        def divided(piece, *, last):  # type: ignore[no-untyped-def]
+            self.loss.denominator = float(count_valid(batch) * replicas)
+            return forward_backward(piece, last=last)
+
+        with patch.object(self.executor, "forward_backward", divided):
+            return original(self, batch, **options)
+
+    return patch.object(Engine, "gradients", gradients)
+
+
+def denominator_of_own_positions() -> AbstractContextManager[Any]:
+    """Every context-parallel rank divides by the tokens of its positions."""
+    original = loss.TokenLoss.__call__
+
+    def call(self, logits, labels_BT):  # type: ignore[no-untyped-def]
+        self.denominator = float((labels_BT != IGNORE_INDEX).sum() * dist.get_world_size())
+        return original(self, logits, labels_BT)
+
+    return patch.object(loss.TokenLoss, "__call__", call)
+
+
+def further_loss_by_own_tokens() -> AbstractContextManager[Any]:
+    """The loss of multi-token prediction is a mean over each rank's tokens, and the mean of these."""
+    original = execute.DirectExecutor._losses
+
+    def losses(self, batch, later):  # type: ignore[no-untyped-def]
+        own, further = original(self, batch, later)
+        tokens = (batch.labels_BT != IGNORE_INDEX).sum() * dist.get_world_size()
+        return torch.stack([own, further * self.loss.denominator / tokens])
+
+    return patch.object(execute.DirectExecutor, "_losses", losses)
+
+
+def microbatches_average() -> AbstractContextManager[Any]:
+    """The pipeline divides gradients by its microbatches, as is torch's default."""
+    original = schedules._PipelineSchedule.__init__
+
+    def init(self, *args, **options):  # type: ignore[no-untyped-def]
+        original(self, *args, **options)
+        self.scale_grads = True
+
+    return patch.object(schedules._PipelineSchedule, "__init__", init)
+
+
+def gradients_average() -> AbstractContextManager[Any]:
+    """FSDP divides gradients by the data-parallel ranks, as is its default."""
+    original = fsdp.FSDPModule.set_gradient_divide_factor
+    return patch.object(
+        fsdp.FSDPModule, "set_gradient_divide_factor", lambda self, factor: original(self, 2.0)
+    )
+
+
+def gradients_of_experts_double() -> AbstractContextManager[Any]:
+    """Gradients of experts are divided by fewer ranks than those of the other parameters."""
+    original = fsdp.FSDPModule.set_gradient_divide_factor
+
+    def set_factor(self, factor):  # type: ignore[no-untyped-def]
+        original(self, factor / 2 if isinstance(self, Experts) else factor)
+
+    return patch.object(fsdp.FSDPModule, "set_gradient_divide_factor", set_factor)
+
+
+def norm_of_own_stage() -> AbstractContextManager[Any]:
+    """Every rank clips by the norm of its own parameters."""
+    original = Engine.world_total
+
+    def world_total(self, values, *device):  # type: ignore[no-untyped-def]
+        totals = original(self, values, *device)
+        if not device:  # and not the number of tokens
+            totals[0] = values[0]
+        return totals
+
+    return patch.object(Engine, "world_total", world_total)
+
+
+def norm_without_sinks() -> AbstractContextManager[Any]:
+    """The norm has the sinks of the first tensor-parallel rank's heads only."""
+    return _norm_of_first_rank("attention.sinks")
+
+
+def norm_without_experts() -> AbstractContextManager[Any]:
+    """The norm has the experts of the first tensor-parallel rank only."""
+    return _norm_of_first_rank("moe.experts.")
+
+
+def _norm_of_first_rank(names: str) -> AbstractContextManager[Any]:
+    original = Engine._squares
+
+    def squares(self):  # type: ignore[no-untyped-def]
+        counted = original(self)
+        for index, (name, _) in enumerate(self.named_parameters()):
+            if names in name and self.mesh.rank("tp"):
+                counted[index] = 0
+        return counted
+
+    return patch.object(Engine, "_squares", squares)
+
+
+def initialised_by_shard() -> AbstractContextManager[Any]:
+    """Every rank initializes its shard by itself, instead of taking its part of the full tensor."""
+    original = materialize.local_ranges
+    return patch.object(
+        materialize, "local_ranges", lambda p: [range(len(indices)) for indices in original(p)]
+    )
+
+
+def named_by_stage() -> AbstractContextManager[Any]:
+    """A pipeline stage numbers its layers from 0, and takes the weights of these."""
+    original, draw = parallelize.materialize, materialize.draw
+
+    def materialize_part(part, *arguments):  # type: ignore[no-untyped-def]
+        first = min(part.blocks, default=0)
+
+        def own(name, *rest):  # type: ignore[no-untyped-def]
+            return draw(re.sub(r"layers\.(\d+)", lambda m: f"layers.{int(m[1]) - first}", name), *rest)
+
+        with patch.object(materialize, "draw", own):
+            original(part, *arguments)
+
+    return patch.object(parallelize, "materialize", materialize_part)
+
+
+def own_positions_from_zero() -> AbstractContextManager[Any]:
+    """Every context-parallel rank counts positions from 0 in its own share."""
+    original = Decoder.take_positions
+    return patch.object(
+        Decoder, "take_positions", lambda self, positions: original(self, torch.arange(len(positions)))
+    )
+
+
+@contextmanager
+def one_share_in_order() -> Iterator[None]:
+    """Ranks take their shares in order, although the ring pairs head and tail chunks."""
+
+    def in_order(layout, seq_len, rank):  # type: ignore[no-untyped-def]
+        return torch.arange(seq_len).chunk(layout.cp)[rank]
+
+    with (
+        patch.object(execute, "local_positions", in_order),
+        patch.object(context, "local_positions", in_order),
+    ):
+        yield
+
+
+def tokens_of_every_context_rank() -> AbstractContextManager[Any]:
+    """Ranks that share a sequence all count its tokens."""
+    return patch.object(Engine, "counts_tokens", Engine.has_loss)
+
+
+def loss_of_one_context_rank() -> AbstractContextManager[Any]:
+    """The reported loss is that of one share of the sequence."""
+    original = Engine.world_total
+
+    def world_total(self, values, *device):  # type: ignore[no-untyped-def]
+        if not device and self.mesh.rank("cp"):
+            values = [values[0], 0.0]
+        return original(self, values, *device)
+
+    return patch.object(Engine, "world_total", world_total)
+
+
+def normalizer_of_own_vocabulary() -> AbstractContextManager[Any]:
+    """The loss takes each rank's part of the vocabulary for all of it."""
+    original = loss._cross_entropy
+    return patch.object(
+        loss, "_cross_entropy", lambda logits, labels, scale, _group: original(logits, labels, scale, None)
+    )
+
+
+def gathered_logits_as_shards() -> AbstractContextManager[Any]:
+    """Every rank has all logits, and the loss takes them for shards."""
+    original = loss.build_loss
+
+    def build(job, mesh, parts):  # type: ignore[no-untyped-def]
+        built = original(job, mesh, parts)
+        built.mesh = mesh.axis("tp") if mesh.size("tp") > 1 else None
+        return built
+
+    return patch.object(loss, "build_loss", build)
+
+
+def gathered_over_the_wrong_axis() -> AbstractContextManager[Any]:
+    """Sequences are gathered from replicas, and not from the ranks that split them."""
+    return _gathering_wrongly(lambda: True)
+
+
+def recomputed_over_the_wrong_axis() -> AbstractContextManager[Any]:
+    """Only recomputation gathers sequences from replicas."""
+    return _gathering_wrongly(lambda: torch._C._current_graph_task_id() != -1)
+
+
+def _gathering_wrongly(now: Callable[[], bool]) -> AbstractContextManager[Any]:
+    def apply(self, module, mesh: DeviceMesh):  # type: ignore[no-untyped-def]
+        other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "own"))["other"]
+
+        def gather(_module, inputs):  # type: ignore[no-untyped-def]
+            local = tensor._placed(inputs[0], other if now() else mesh, self.stream)
+            whole = local.redistribute(placements=(Replicate(),)).to_local()
+            return (tensor._placed(whole, mesh, Replicate()), *inputs[1:])
+
+        module.register_forward_pre_hook(gather)
+        return module
+
+    return patch.object(tensor.RegionParallel, "_apply", apply)
+
+
+def head_norms_not_summed() -> AbstractContextManager[Any]:
+    """Every rank keeps the gradient that its own heads give the norm of queries and keys."""
+    original = tensor.SequenceParallel
+
+    def style(*, sequence_dim, **options):  # type: ignore[no-untyped-def]
+        if sequence_dim == tensor.HEADS_DIM:
+            return tensor.replicated()
+        return original(sequence_dim=sequence_dim, **options)
+
+    return patch.object(tensor, "SequenceParallel", style)
+
+
+def router_gradients_not_summed() -> AbstractContextManager[Any]:
+    """Every tensor-parallel rank keeps the gradient that its own tokens give the router."""
+    original = expert._replicate_router
+
+    def replicate(moe, mesh):  # type: ignore[no-untyped-def]
+        original(moe, mesh)
+        moe.router.partial_gradients = {"weight": [Replicate()], "bias": [Replicate()]}
+
+    return patch.object(expert, "_replicate_router", replicate)
+
+
+def auxiliary_loss_of_own_tokens() -> AbstractContextManager[Any]:
+    """The auxiliary loss mixes loads of the full sequence with the number of this rank's tokens."""
+    original = parallelize.apply_expert_parallel
+
+    def apply(part, *arguments, **options):  # type: ignore[no-untyped-def]
+        original(part, *arguments, **options)
+        for moe in part.mixtures.values():
+            moe.router.sequence_parts = 1
+
+    return patch.object(parallelize, "apply_expert_parallel", apply)
+
+
+def loads_not_summed() -> AbstractContextManager[Any]:
+    """Biases of experts follow the loads of this rank's tokens."""
+    original = Balance.update_biases
+
+    def update(self):  # type: ignore[no-untyped-def]
+        with patch.object(dist, "all_reduce", lambda *_, **__: None):
+            original(self)
+
+    return patch.object(Balance, "update_biases", update)
+
+
+def auxiliary_loss_of_own_counts() -> AbstractContextManager[Any]:
+    """The auxiliary loss has the loads of this rank's part of a sequence."""
+    return patch.object(expert, "_summed", lambda _groups, counts: counts)
+
+
+def biases_of_every_rank() -> AbstractContextManager[Any]:
+    """Every rank adds the bias of a product whose parts are then summed."""
+    return patch.object(Experts, "output_shares", property(lambda _: 1, lambda *_: None), create=True)
+
+
+def rows_by_rank() -> AbstractContextManager[Any]:
+    """Rows that experts receive stay ordered by rank, and not by expert."""
+    return patch.object(expert, "transposed", lambda x_SC, _lengths: x_SC)
+
+
+def router_gradients_too_large() -> AbstractContextManager[Any]:
+    """A tenth too large: less than other choices of experts change them, which rounding causes."""
+    original = Router.forward
+
+    def forward(self, x_BTC, balance_bias_E):  # type: ignore[no-untyped-def]
+        routing = original(self, x_BTC, balance_bias_E)
+        routing.weights_NK.register_hook(lambda gradient: 1.1 * gradient)
+        return routing
+
+    return patch.object(Router, "forward", forward)
+
+
+def documents_forgotten() -> AbstractContextManager[Any]:
+    """The executor loses the documents on its way to the model."""
+    original = execute.local_positions_of
+    return patch.object(
+        execute, "local_positions_of", lambda *batch: original(*batch)._replace(documents_BT=None)
+    )
