@@ -91,6 +91,9 @@ def settings(job: Job, run_dir: Path) -> dict[str, str]:
     return {
         # Segments that grow avoid fragmentation where shapes vary.
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        # torch 2.15 has a second implementation (github.com/pytorch/pytorch/pull/192281); what follows was read in,
+        # and rehearsed with, the first.
+        "TORCH_DIST_USE_NCCL2": "0",
         # A collective that fails ends the process, and the launcher notices that.
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
         # Pipeline stages share one communicator, made with the mesh. torch warns that it serializes its
