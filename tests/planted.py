@@ -283,8 +283,8 @@ def auxiliary_loss_of_own_tokens() -> AbstractContextManager[Any]:
     """The auxiliary loss mixes loads of the full sequence with the number of this rank's tokens."""
     original = parallelize.apply_expert_parallel
 
-    def apply(part, mesh, layout):  # type: ignore[no-untyped-def]
-        original(part, mesh, layout)
+    def apply(part, *arguments, **options):  # type: ignore[no-untyped-def]
+        original(part, *arguments, **options)
         for moe in part.mixtures.values():
             moe.router.sequence_parts = 1
 

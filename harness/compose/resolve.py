@@ -189,6 +189,16 @@ def check_gpu_options(job: Job, *, on_cpu: bool) -> None:
             (layout.parameter_shards == 1, "FSDP gathers nothing: dp_shard x cp = 1", "1, or more dp_shard"),
         ),
         (
+            *("parallelism.fsdp_buffers", layout.fsdp_buffers),
+            (layout.parameter_shards == 1, "FSDP gathers nothing: dp_shard x cp = 1", "default"),
+            (on_cpu, "is memory of GPUs, and the ranks compute on CPUs", "default"),
+            (
+                layout.fsdp_buffers == "symmetric" and layout.async_tp,
+                "is NCCL's symmetric memory, and parallelism.async_tp uses torch's: a process has one kind",
+                f"default, registered, or {off}",
+            ),
+        ),
+        (
             *("compile.mode", job.compile.mode),
             (not (job.compile.enable and inductor), "inductor compiles nothing", "default, or compile=on"),
             (on_cpu, "tunes kernels of GPUs, and the ranks compute on CPUs", "default"),

@@ -17,6 +17,7 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 RESHARD = ("default", "always", "never")
 KEPT_AFTER_FORWARD = ("head", "root")
 """FSDP groups that backward starts with: freed after forward only with ``reshard_after_forward=always``."""
+FSDP_BUFFERS = ("default", "registered", "symmetric")
 CP_METHODS = ("ring", "ulysses")
 CP_ROTATE_METHODS = ("allgather", "alltoall")
 
@@ -62,6 +63,9 @@ class ParallelismConfig:
     fsdp_prefetch: int = execution(1, least=1, id_omits_default=True)
     """Blocks whose parameters FSDP gathers ahead, in forward and in backward. More hide gathers that take
     longer than a block computes, and take the memory of their parameters."""
+    fsdp_buffers: str = execution("default", choices=FSDP_BUFFERS, id_omits_default=True)
+    """Memory that FSDP's collectives use: of torch's allocator (default); registered with NCCL, for transfers
+    without copies; or symmetric, for the GPU's copy engines on one node."""
     cpu_offload: bool = execution(False)
     """Keep parameters, gradients and optimizer state in host memory (FSDP2's CPUOffloadPolicy)."""
     pp_schedule: str = execution("1F1B", choices=tuple(SCHEDULES))

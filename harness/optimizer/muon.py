@@ -140,12 +140,9 @@ class Muon(OwnOptimizer):
             apply_before(applied)
 
     def _update_local(self, units: list[MatrixGroup], applied: Tensor | None) -> None:
-        updates = {
-            unit: self.nesterov(unit, applied).to(self.tensors[unit.tensor].device, self.dtype)
-            for unit in units
-        }
-        for unit, update in self.orthogonalized(updates).items():
-            self.add(unit, update, applied)
+        found = self.nesterov(units, applied).items()
+        updates = {unit: x.to(self.tensors[unit.tensor].device, self.dtype) for unit, x in found}
+        self.add(self.orthogonalized(updates), applied)
 
     def orthogonalized(self, updates: dict[MatrixGroup, Tensor]) -> dict[MatrixGroup, Tensor]:
         """Orthogonalize complete matrices, on GPUs those of equal shapes at once; uses up ``updates``."""
@@ -161,35 +158,43 @@ class Muon(OwnOptimizer):
             done |= dict(zip(units, x_BOI.split([unit.count for unit in units]), strict=True))
         return done
 
-    def nesterov(self, unit: MatrixGroup, applied: Tensor | None) -> Tensor:
-        """Update the momentum of a unit's local shard, and return the shard's update, in float32."""
-        held, at = self.tensors[unit.tensor], slice(unit.first, unit.stop)
-        stored = held.stacked(self.state[held.parameter][MOMENTUM])[at]
-        gradient = held.stacked(held.parameter.grad)[at].float()
+    def nesterov(self, units: list[MatrixGroup], applied: Tensor | None) -> dict[MatrixGroup, Tensor]:
+        """Update the momentum of units' local shards; return the shards' updates, which use up gradients."""
+        held = [(self.tensors[unit.tensor], slice(unit.first, unit.stop)) for unit in units]
+        stored = [each.stacked(self.state[each.parameter][MOMENTUM])[at] for each, at in held]
+        gradients = [each.stacked(each.parameter.grad)[at].float() for each, at in held]
+        means = [each.float() for each in stored]
         weight: Any = 1 - self.momentum
         if applied is not None:
-            gradient, weight = gradient.masked_fill(applied == 0, 0.0), weight * applied
-        mean = stored.float()
-        mean.lerp_(gradient, weight)
-        if stored.dtype != torch.float32:
-            stored.copy_(mean)
-        return gradient.lerp(mean, self.momentum)
+            weight = weight * applied
+            # Of their bits, because NaN times 0 is NaN.
+            torch._foreach_mul_([each.view(torch.int32) for each in gradients], applied.int())
+        for mean, gradient in zip(means, gradients, strict=True):
+            mean.lerp_(gradient, weight)
+        if self.state_dtype != torch.float32:
+            torch._foreach_copy_(stored, means)
+        torch._foreach_lerp_(gradients, means, self.momentum)
+        return dict(zip(units, gradients, strict=True))
 
-    def add(self, unit: MatrixGroup, update: Tensor, applied: Tensor | None) -> None:
-        """Apply an orthogonalized update to a unit's local shard."""
-        held, at = self.tensors[unit.tensor], slice(unit.first, unit.stop)
-        group = self.param_groups[held.group_index]
-        rate: Any = group["lr"] if applied is None else group["lr"] * applied
-        stored = held.stacked(held.parameter)[at]
-        update = update.to(stored.device)
-        value = stored.float()
-        value.mul_(1 - rate * group["weight_decay"])
-        if applied is None:
-            value.add_(update, alpha=-rate * held.scale)
-        else:
-            value.sub_(update * (rate * held.scale))
-        if stored.dtype != torch.float32:
-            stored.copy_(value)
+    def add(self, updates: dict[MatrixGroup, Tensor], applied: Tensor | None) -> None:
+        """Apply orthogonalized updates to units' local shards."""
+        for index, group in enumerate(self.param_groups):
+            held = [(unit, self.tensors[unit.tensor]) for unit in updates]
+            held = [(unit, each) for unit, each in held if each.group_index == index]
+            stored = [each.stacked(each.parameter)[unit.first : unit.stop] for unit, each in held]
+            values = [each.float() for each in stored]
+            rate: Any = group["lr"] if applied is None else group["lr"] * applied
+            rates = {scale: rate * scale for scale in {each.scale for _, each in held}}
+            if values:
+                torch._foreach_mul_(values, 1 - rate * group["weight_decay"])
+            for target, value, (unit, each) in zip(stored, values, held, strict=True):
+                update = updates[unit].to(value.device)
+                if applied is None:
+                    value.add_(update, alpha=-rates[each.scale])
+                else:
+                    value.addcmul_(update, rates[each.scale], value=-1)
+                if target.dtype != torch.float32:
+                    target.copy_(value)
 
 
 @dataclass(frozen=True)
@@ -336,12 +341,9 @@ class _Round:
 
     def gather(self, applied: Tensor | None) -> _Exchange:
         """Update the momentum of the round's matrices, and send its pieces to their owners."""
-        sent = {piece.unit for pieces in self.there.sent.values() for piece in pieces}
-        for unit in self.units:
-            # Another replica sends the piece; this one updates its momentum too.
-            if unit not in sent:
-                self.muon.nesterov(unit, applied)
-        return self._exchange(self.there, lambda piece: self.muon.nesterov(piece.unit, applied))
+        # If another replica sends a piece, this one updates its momentum too.
+        updates = self.muon.nesterov(self.units, applied)
+        return self._exchange(self.there, lambda piece: updates[piece.unit])
 
     def orthogonalize(self, arriving: list[_Exchange]) -> _Exchange:
         """Orthogonalize the matrices that this rank owns, and send the pieces to all holders.
@@ -355,16 +357,18 @@ class _Round:
         for unit in self.own:
             matrices = self.muon.tensors[unit.tensor].matrices
             updates[unit] = received.new_empty(unit.count, matrices.rows, matrices.columns)
-        for piece, values in self._split(received, self.there):
-            updates[piece.unit][_slices(piece.holder)] = values
-        del received, values  # before the iterations allocate
+        pieces = list(self._split(received, self.there))
+        targets = [updates[piece.unit][_slices(piece.holder)] for piece, _ in pieces]
+        if targets:
+            torch._foreach_copy_(targets, [values for _, values in pieces])
+        del received, pieces, targets  # before the iterations allocate
         done = self.muon.orthogonalized(updates)
         return self._exchange(self.back, lambda piece: done[piece.unit][_slices(piece.holder)])
 
     def apply(self, returning: _Exchange, applied: Tensor | None) -> None:
         """Apply the orthogonalized updates to this rank's shards."""
-        for piece, update in self._split(returning.wait(), self.back):
-            self.muon.add(piece.unit, update, applied)
+        pieces = self._split(returning.wait(), self.back)
+        self.muon.add({piece.unit: update for piece, update in pieces}, applied)
 
     def _exchange(self, routes: _Routes, values: Callable[[_Piece], Tensor]) -> _Exchange:
         sizes = [
@@ -375,9 +379,10 @@ class _Round:
         sent = torch.empty(sum(sizes[0]), dtype=self.muon.dtype, device=device)
         received = torch.empty(sum(sizes[1]), dtype=self.muon.dtype, device=device)
         pieces = [piece for rank in sorted(routes.sent) for piece in routes.sent[rank]]
-        for piece, part in zip(pieces, sent.split([piece.size for piece in pieces]), strict=True):
-            value = values(piece)
-            part.view(value.shape).copy_(value)
+        found = [values(piece) for piece in pieces]
+        parts = sent.split([piece.size for piece in pieces])
+        if pieces:
+            torch._foreach_copy_([part.view(x.shape) for part, x in zip(parts, found, strict=True)], found)
         work = dist.all_to_all_single(
             received, sent, sizes[1], sizes[0], group=self.muon.group, async_op=True
         )

@@ -32,6 +32,7 @@ from harness.model.moe import Experts
 from harness.model.part import ModelPart
 from harness.model.spec import fsdp_groups
 from harness.parallelism.mesh import EXPERT_SHARD, SHARD, Mesh
+from harness.util.errors import ConfigError
 
 
 def apply_fsdp(part: ModelPart, mesh: Mesh, job: Job, device: torch.device) -> None:
@@ -79,6 +80,13 @@ def apply_fsdp(part: ModelPart, mesh: Mesh, job: Job, device: torch.device) -> N
                 module.set_gradient_divide_factor(1.0)
             if job.fsdp_ranks == 1:
                 module.set_custom_reduce_scatter(in_place)
+            if on.size(-1) > 1 and layout.fsdp_buffers == "registered":
+                if not on.get_group(-1)._get_backend(device).supports_tensor_alloc(device):  # torch 2.13
+                    rule = "torch registers memory only where GPUs have multicast (NVSwitch, since Hopper)"
+                    raise ConfigError("parallelism.fsdp_buffers", "registered", rule, "default")
+                module.set_allocate_memory_from_process_group_for_comm(True)
+            elif on.size(-1) > 1 and layout.fsdp_buffers == "symmetric":
+                module.set_symm_mem_for_comm()
     ahead, made = layout.fsdp_prefetch, (*part.entries, *part.blocks.values(), part.output)
     order: list[Any] = [module for module in made if isinstance(module, FSDPModule)]
     inside = [[each for each in module.modules() if isinstance(each, FSDPModule)] for module in order]

@@ -88,7 +88,9 @@ SHOWN = ("PYTORCH_ALLOC_CONF", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 def settings(job: Job, run_dir: Path) -> dict[str, str]:
     """Environment variables of a rank, under the names of torch 2.13 to 2.15."""
     recorded = job.debug.flight_recorder
-    return {
+    # 2: copy engines in place of multiprocessors, where memory is symmetric (set_symm_mem_for_comm).
+    engines = {"NCCL_CTA_POLICY": "2"} if job.parallelism.fsdp_buffers == "symmetric" else {}
+    return engines | {
         # Segments that grow avoid fragmentation where shapes vary.
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         # torch 2.15 has a second implementation (github.com/pytorch/pytorch/pull/192281); what follows was read in,

@@ -109,7 +109,7 @@ def _sample_fields(generator: random.Random, groups: list[str], degrees: dict[st
         sampled += one("parallelism.sequence_parallel", True, True, False)
         sampled += one("parallelism.loss_parallel", True, True, False)
     if "model=deepseek_v3_debug" in groups:
-        sampled += one("model.mtp.depth", 0, 0, 1)
+        sampled += one("model.mtp.depth", 0, 1, 1)
     if groups[0].removeprefix("model=") in MIXTURES:
         sampled += one("parallelism.ep", 1, 2, 2, 4)
         sampled += one("parallelism.expert_tensor_parallel", True, False) if degrees["tp"] > 1 else []

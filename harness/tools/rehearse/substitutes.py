@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -22,6 +23,7 @@ import torch.nn.functional as F
 import torch.testing._internal.distributed.fake_pg  # makes the backend known
 from torch import Tensor
 from torch._meta_registrations import alloc_with_matching_layout
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import ProcessGroupAllocMixin
 from torch.distributed.pipelining.stage import InferenceMode, PipelineStage
 
 from harness.config.job import Job
@@ -45,6 +47,8 @@ def substitutes(job: Job, gpu: VirtualGpu, skew: float) -> Iterator[None]:
         if job.world_size > 1:
             undo.enter_context(patch.object(setup, "backend_of", lambda _: "cpu:fake,cuda:nccl"))
             undo.enter_context(patch.object(dist, "init_process_group", _without_device))
+            undo.enter_context(patch.object(dist, "barrier", partial(dist.barrier, device_ids=[0])))
+            undo.enter_context(patch.object(ProcessGroupAllocMixin, "__init__", _after_barrier))
         undo.enter_context(patch.object(trainer, "RankGroup", lambda _: None))  # nothing is saved
         undo.enter_context(patch.object(trainer, "build_tokenizer", lambda _: None))
         undo.enter_context(patch.object(trainer, "loader_of", lambda job, _, rows: Zeros(job, len(rows))))
@@ -173,6 +177,12 @@ def _without_device(*args: Any, device_id: Any = None, **kwargs: Any) -> None:
     The fake process group cannot be split. Now each group makes its own NCCL communicator at first use.
     """
     _init_process_group(*args, **kwargs)
+
+
+def _after_barrier(buffers: ProcessGroupAllocMixin, group: dist.ProcessGroup) -> None:
+    """Registered memory needs the communicator, which in training is there from the beginning."""
+    dist.barrier(group)
+    buffers._group = group
 
 
 def rows_by_rank(rows: int, ranks: int, skew: float) -> list[int]:

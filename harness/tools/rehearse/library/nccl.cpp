@@ -114,6 +114,20 @@ EXPORT ncclResult_t ncclCommDeregister(const ncclComm_t, void* handle) {
     ::operator delete(handle);
     return ncclSuccess;
 }
+// Symmetric memory; that of other ranks is this rank's.
+EXPORT ncclResult_t ncclCommWindowRegister(ncclComm_t, void* start, size_t, ncclWindow_t* window, int) {
+    *window = (ncclWindow_t)start;
+    return ncclSuccess;
+}
+EXPORT ncclResult_t ncclCommWindowDeregister(ncclComm_t, ncclWindow_t) { return ncclSuccess; }
+EXPORT ncclResult_t ncclGetPeerDevicePointer(ncclWindow_t window, size_t offset, int, void** start) {
+    *start = (char*)window + offset;
+    return ncclSuccess;
+}
+EXPORT ncclResult_t ncclGetLsaMultimemDevicePointer(ncclWindow_t, size_t, void** start) {
+    *start = nullptr;
+    return ncclSuccess;
+}
 EXPORT ncclResult_t ncclMemAlloc(void** start, size_t bytes) {
     return cudaMalloc(start, bytes) == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError;
 }

@@ -302,8 +302,9 @@ EXPORT cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
         case cudaDevAttrCooperativeLaunch:
         case cudaDevAttrMemoryPoolsSupported: *value = 1; break;
         default:
-            // Memory that is mapped; nothing that reaches other devices in hardware (multicast, fabric).
-            *value = int(attribute) == CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED;
+            // Memory that is mapped, and multicast over NVLink; no fabric of several nodes.
+            *value = int(attribute) == CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED ||
+                     int(attribute) == CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED;
     }
     return cudaSuccess;
 }
