@@ -32,14 +32,14 @@ BUDGETS = {
     "optimizer": 1145,
     "checkpoint": 2280,
     "weights": 3240,
-    "train": 3470,
+    "train": 3472,
     "compose": 2763,
     "launch": 4540,
     "tools": 15558,
     "contrib": 4450,
 }
 ROOMS = tuple(BUDGETS)
-DOORS, FILES_AT_MOST, LINES_AT_MOST, TESTS_AT_MOST = 4, 278, 56_360, 35_453
+DOORS, FILES_AT_MOST, LINES_AT_MOST, TESTS_AT_MOST = 4, 278, 56_360, 35_454
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted((ROOT / "harness").rglob("*.py"))

@@ -93,8 +93,7 @@ def settings(job: Job, run_dir: Path) -> dict[str, str]:
     return engines | {
         # Segments that grow avoid fragmentation where shapes vary.
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-        # torch 2.15 has a second implementation (github.com/pytorch/pytorch/pull/192281); what follows was read in,
-        # and rehearsed with, the first.
+        # The rest was read in, and rehearsed with, the older implementation (pytorch/pytorch/pull/192281).
         "TORCH_DIST_USE_NCCL2": "0",
         # A collective that fails ends the process, and the launcher notices that.
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
