@@ -32,7 +32,7 @@ BUDGETS = {
     "optimizer": 1145,
     "checkpoint": 2280,
     "weights": 3240,
-    "train": 3470,
+    "train": 3472,
     "compose": 2793,
     "launch": 4540,
     "tools": 15585,
