@@ -15,7 +15,7 @@ from harness.config.metrics import ProfilingConfig
 from harness.data.loader import Batch, Loader
 from harness.data.prefetch import Prefetcher
 from harness.parallelism.materialize import draw
-from harness.tools.parity.parity import full_gradients
+from harness.tools.parity.first_wrong import full_gradients
 from harness.train.engine import Engine
 from harness.train.observers.profiler import Profiling
 from harness.train.setup import process_group, set_up_process
@@ -27,16 +27,21 @@ SMALL = [
 TOLERANCES = {"fp32": (1e-5, 1e-3), "bf16": (1e-3, 5e-2)}
 
 
-def three_steps(device: str, *overrides: str) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
-    """Losses and whole gradients of three steps over the same random tokens."""
+def three_steps(
+    device: str, *overrides: str, steps: int = 3
+) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
+    """Losses and whole gradients of steps over the same random tokens."""
     job = compose_job([*SMALL, *overrides, f"cluster.device={device}", "cluster.ranks_per_node=1"])
     set_up_process(job)
     losses, gradients = [], []
     with process_group(job, torch.device(device)):
         engine = Engine(job, torch.device(device))
-        for step in range(3):
+        for step in range(steps):
             tokens = torch.randint(0, 256, (4, 65), generator=torch.Generator().manual_seed(step))
-            outcome = engine.gradients(Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()))
+            batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+            if steps > 3:
+                engine.evaluate(batch)  # between captured steps, and before one is captured
+            outcome = engine.gradients(batch)
             losses.append(outcome.loss)
             gradients.append({name: g.cpu() for name, g in full_gradients(engine).items()})
             engine.update(outcome.norm)
@@ -67,6 +72,28 @@ def test_gpu_computes_what_a_cpu_computes(
         assert difference < gradient_tolerance, name
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "precision=fp32",
+        "precision=bf16 training.loss_chunks=4 compile=on",
+        "precision=bf16_full optimizer=muon",
+        "precision=bf16 optimizer.ema_decay=0.9 training.attention=flex",
+        "precision=bf16 model.moe.num_experts=8 model.moe.hidden_dim=64 model.moe.top_k=2",
+    ],
+)
+def test_captured_steps_compute_what_others_compute(overrides: str) -> None:
+    """Over two that are not captured, the one that is, and its repetitions; the learning rate rises."""
+    settings = [*overrides.split(), "schedule.warmup_steps=8", "debug=deterministic"]
+    losses, gradients = three_steps("cuda", *settings, steps=7)
+    captured = three_steps("cuda", *settings, "compile.cuda_graphs=true", steps=7)
+    loss_tolerance, tolerance = TOLERANCES["fp32" if overrides == "precision=fp32" else "bf16"]
+    assert captured[0] == pytest.approx(losses, rel=loss_tolerance)
+    for name, gradient in gradients[-1].items():
+        assert (captured[1][-1][name] - gradient).norm() <= tolerance * gradient.norm(), name
+
+
 @pytest.mark.gpu(values=False)
 def test_gpu_is_deterministic_when_asked() -> None:
     assert three_steps("cuda", "debug=deterministic")[0] == three_steps("cuda", "debug=deterministic")[0]
@@ -85,6 +112,7 @@ def test_gpu_is_deterministic_when_asked() -> None:
         "precision=bf16 optimizer.in_backward=true training.max_norm=0 training.local_batch_size=4",
         "precision=bf16 model.moe.num_experts=8 model.moe.hidden_dim=64 model.moe.top_k=2",
         "precision=bf16 training.attention=flex",
+        "precision=bf16 compile.cuda_graphs=true",
         "data=mixture data.sources.a.kind=synthetic data.sources.b.kind=synthetic data.weights={a:1,b:1}",
     ],
 )

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TypeVar
+from operator import attrgetter
+from typing import Any, TypeVar
 
 from harness.config.cluster import count_gpus
 from harness.config.data_kinds import DATA_KINDS
 from harness.config.fields import check_rules
 from harness.config.job import Job
 from harness.config.texts import validate_texts
-from harness.config.training import ScaleConfig
+from harness.config.training import BACKENDS, ScaleConfig
 from harness.model.architecture import architecture_of, resolve_model
 from harness.model.spec import tensors
 from harness.train.objective import objective_of
@@ -76,6 +77,7 @@ def resolve_layout(job: J, *, launched_ranks: int | None = None, gpus: int | Non
     _check_parts(job)
     on_cpu = job.cluster.device == "cpu" or (here and gpus == 0)
     check_gpu_options(job, on_cpu=on_cpu)
+    check_cuda_graphs(job, on_cpu=on_cpu)
     job.training.check_device(on_cpu=on_cpu)
     check_heads_of_flex(job)
     if job.precision.linear != "none":
@@ -242,6 +244,46 @@ def check_gpu_options(job: Job, *, on_cpu: bool) -> None:
         for broken, rule, works in checks:
             if broken and value != GPU_OPTIONS_OFF.get(field, "default"):
                 raise ConfigError(field, value, rule, works)
+
+
+def check_cuda_graphs(job: Job, *, on_cpu: bool) -> None:
+    """Check that a device can repeat a step without the host, which decides nothing and waits for nothing."""
+    if not job.compile.cuda_graphs:
+        return
+    allowed: dict[str, tuple[list[Any], str]] = {
+        "parallelism.pp": ([1], "the host starts the passes of a pipeline"),
+        "parallelism.ep": ([1], "the host waits for the rows of experts on other ranks"),
+        "parallelism.reshard_after_forward": (
+            ["default", "never"],
+            "always has not been captured yet",
+        ),
+        "parallelism.cpu_offload": ([False], "the host updates offloaded parameters"),
+        "parallelism.async_tp": ([False], "GPUs signal each other by counts of steps"),
+        "parallelism.fsdp_buffers": (["default"], "NCCL registers buffers outside of graphs"),
+        "schedule.batch_size": ([[]], "all steps have one size"),
+        "schedule.seq_len": ([[]], "all steps have one size"),
+        "optimizer.in_backward": ([False], "the host sets the learning rate before the update"),
+        "optimizer.implementation": (["auto", "fused"], "the host computes factors of other updates"),
+        "debug.nan": ([False], "the host looks at every output"),
+        "debug.anomaly": ([False], "the host looks at every gradient"),
+        "profiling.phases": ([False], "the host times phases"),
+    }
+    if architecture_of(job.model).batches != "tokens":
+        allowed["model.architecture"] = (["decoder"], "the host draws noise")
+    if job.model.moe.enabled:
+        allowed["precision.param_dtype"] = (["bfloat16"], "the host multiplies other experts one by one")
+    if not job.data.attend_across_documents or job.model.attention.chunk is not None:
+        allowed["training.attention"] = (["sdpa", "flex"], "the host waits for the number of documents")
+    if job.compile.enable:
+        backends = [name for name in BACKENDS if name != "cudagraphs"]
+        allowed["compile.backend"] = (backends, "a graph cannot be captured inside of another")
+    if on_cpu:
+        allowed["cluster.device"] = (["cuda"], "CPUs have no graphs")
+    for field, (values, why) in allowed.items():
+        if (value := attrgetter(field)(job)) not in values:
+            rule = f"compile.cuda_graphs=true repeats a captured step, and {why}"
+            works = [*(str(each).lower() for each in values), "compile.cuda_graphs=false"]
+            raise ConfigError(field, value, rule, works)
 
 
 def check_heads_of_flex(job: Job) -> None:

@@ -408,6 +408,9 @@ class CompileConfig:
     """Backend of torch.compile: inductor, or aot_eager and eager, which need no C++ compiler."""
     fullgraph: bool = execution(True)
     """Make a graph break inside a block an error; false runs Python between the graphs."""
+    cuda_graphs: bool = execution(False, id_omits_default=True)
+    """Capture the passes of a step in one CUDA graph and its update in another, which the host launches in
+    place of their kernels; with or without compiled components."""
     mode: str = execution("default", choices=TUNING, id_omits_default=True)
     """What inductor tunes on the GPU in the first step: default, little; coordinate-descent, its Triton
     kernels; max-autotune-no-cudagraphs, also matrix products, which Triton may then compute."""

@@ -75,14 +75,24 @@ def adam(config: OptimizerConfig, groups: Groups, _: dist.ProcessGroup | None) -
     if dtypes != {torch.float32} or state_dtype != torch.float32:
         return RoundedAdamW(groups, config.lr, state_dtype, eps=config.eps)
     implementation = "fused" if config.implementation == "auto" else config.implementation
-    made = torch.optim.Adam if groups[0]["kind"] == "adam" else torch.optim.AdamW
-    return made(
+    return LocalAdam(
         groups,
         lr=config.lr,
         eps=config.eps,
+        decoupled_weight_decay=groups[0]["kind"] != "adam",
         fused=implementation == "fused",
         foreach=implementation == "foreach",
     )
+
+
+class LocalAdam(torch.optim.Adam):
+    """torch's Adam on local shards: a learning rate on the device would make DTensor gather them."""
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:  # torch 2.13 to 2.15
+        has_complex: bool = super()._init_group(group, *lists)  # type: ignore[misc]
+        for tensors in lists:
+            tensors[:] = map(local, tensors)
+        return has_complex
 
 
 def lion(config: OptimizerConfig, groups: Groups, _: dist.ProcessGroup | None) -> torch.optim.Optimizer:

@@ -119,14 +119,19 @@ class InPlace(ReduceScatter):
 
     buffer: Tensor | None = None
     stream: Any = None
+    captured = False
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         stream, buffer = torch.get_device_module(device).current_stream(), self.buffer
         if buffer is not None:
             self.buffer, self.stream = None, stream
             return buffer
-        if self.stream is not None:
-            stream.wait_stream(self.stream)  # which may still read what was freed
+        captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if self.stream is not None and self.captured == captured:
+            stream.wait_stream(
+                self.stream
+            )  # which may still read what was freed, but not from before a capture
+        self.captured = captured
         self.buffer = torch.empty(*size, dtype=dtype, device=device)
         return self.buffer
 
@@ -135,10 +140,13 @@ class InPlace(ReduceScatter):
 
 
 def reshard(part: nn.Module) -> None:
-    """Free all gathered parameters of a model part, so that its parameters are the shards again."""
-    for module in part.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    """Free all gathered parameters of a model part, after a forward pass without a backward pass.
+
+    FSDP also forgets the order of that pass: by it the next backward pass would gather the head once more,
+    for nothing, and torch 2.13 would not wait for it.
+    """
+    if isinstance(part, FSDPModule):
+        part.reset_iter_state()
 
 
 def sync_gradients(part: nn.Module, layout: ParallelismConfig, last: bool) -> None:

@@ -25,7 +25,7 @@ from harness.parallelism.mesh import Mesh
 class Loss(Protocol):
     """A sum over tokens, divided by ``denominator``, the number of them in the optimizer step."""
 
-    denominator: float
+    denominator: float | Tensor
 
     def recording(self) -> AbstractContextManager[list[Tensor]]:
         """Context manager in which every call appends each row's share of the loss, [B], to the list."""
@@ -48,7 +48,7 @@ class TokenLoss:
         """
         self.vocab_size = vocab_size
         self.mesh = mesh
-        self.denominator = 1.0
+        self.denominator: float | Tensor = 1.0
         self.scores_rows = False
         self.row_losses: list[Tensor] | None = None
         functions = [_sum_of_losses, _losses]
@@ -192,8 +192,10 @@ class ChunkedLoss:
             weight_VC = weight_VC.to_local()
         if self.loss.scores_rows:
             return self._score(x_BTC, weight_VC, labels_BT)
-        # full() fills on the device; copying a host value there would make the host wait.
-        scale = torch.full((), 1 / self.loss.denominator, device=x_BTC.device)
+        scale = 1 / self.loss.denominator
+        if not isinstance(scale, Tensor):
+            # full() fills on the device; copying a host value there would make the host wait.
+            scale = torch.full((), scale, device=x_BTC.device)
         losses: list[Tensor] = []
         total: Tensor = _ChunkedCrossEntropy.apply(
             x_BTC.flatten(0, 1),

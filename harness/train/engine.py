@@ -22,6 +22,7 @@ from harness.optimizer.build import UpdateInBackward, build_optimizer, build_sch
 from harness.optimizer.settings import exchanges
 from harness.parallelism.balance import Balance
 from harness.parallelism.clip import clip_gradients, local_squares, reduce_partial_gradients
+from harness.parallelism.compile import Graphed
 from harness.parallelism.execute import Executor, computes_loss, set_length
 from harness.parallelism.fsdp import reshard
 from harness.parallelism.mesh import Mesh, build_mesh, stage_group
@@ -69,6 +70,18 @@ class Engine:
         self.schedule = build_schedule(job.schedule, self.optimizer, job.schedule.curve_steps(job.steps))
         self.weights_changed = True
         self._gradients_checked = False
+        self._graphs: list[Graphed] = []
+        if job.compile.cuda_graphs:
+            torch.cuda.empty_cache()  # what was freed while building, other streams cannot use
+            shared = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+            self._graphs = [Graphed(each, *shared) for each in (self._graphed_passes, self._graphed_update)]
+            for settings in self.optimizer.param_groups:
+                settings |= {"capturable": True} if "capturable" in settings else {}
+
+    def close(self) -> None:
+        """Delete what must be gone before the process groups are."""
+        for each in self._graphs:
+            each.close()
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters (or shards) that this rank holds, under their names in the full model.
@@ -125,7 +138,6 @@ class Engine:
             stop_requested: whether this rank was asked to stop; summed together with the token counts.
             beside: more values to sum over the world; their sums are the outcome's.
         """
-        self._scale_weights()
         num_rows, length = batch.shape
         self._set_length(length)
         self.balance.set_size(num_rows * self.job.parallelism.data_parallel, length)
@@ -136,9 +148,30 @@ class Engine:
         summed = self.world_sum([float(stop_requested), *tokens, *beside], HOST)
         (stops, valid_tokens, *source_tokens), beside = summed[: 1 + len(tokens)], summed[1 + len(tokens) :]
         # The loss of a batch without valid tokens is 0, not 0/0.
-        self.loss.denominator = max(1.0, valid_tokens)
+        denominator = max(1.0, valid_tokens)
+        batch = place(batch, self.device)
+        if self._graphs:
+            assert isinstance(batch, Batch)
+            sums, loss, squares = self._graphs[0](denominator, *batch)
+        else:
+            sums, loss, squares = self._passes(denominator, batch)
+        reports_loss = self.counts_tokens and local_tokens > 0
+        return StepOutcome(
+            sums,
+            loss,
+            squares,
+            valid_tokens=int(valid_tokens),
+            source_tokens=list(map(int, source_tokens)),
+            local_weight=denominator / local_tokens if reports_loss else None,
+            stop_requested=stops > 0,
+            beside=beside,
+        )
+
+    def _passes(self, denominator: float | Tensor, batch: AnyBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Run the passes of a batch on the device; return the first three arguments of a ``StepOutcome``."""
+        self._scale_weights()
+        self.loss.denominator = denominator
         with annotated("forward_backward"):
-            batch = place(batch, self.device)
             pieces = split_batch(batch, self.job.local_batch_size)
             losses = torch.zeros(1 + self.job.model.mtp.depth, device=self.device)
             with self.sources.recorded(batch) as row_losses:
@@ -152,17 +185,11 @@ class Engine:
             squares = self._squares()
             own = all_losses if self.has_loss else [0.0] * len(all_losses)
             sums = self.world_total([squares.sum(), *own])
-        reports_loss = self.counts_tokens and local_tokens > 0
-        return StepOutcome(
-            sums,
-            self._loss_of_sequences(losses[0]),
-            squares,
-            valid_tokens=int(valid_tokens),
-            source_tokens=list(map(int, source_tokens)),
-            local_weight=self.loss.denominator / local_tokens if reports_loss else None,
-            stop_requested=stops > 0,
-            beside=beside,
-        )
+        return sums, self._loss_of_sequences(losses[0]), squares
+
+    def _graphed_passes(self, denominator: Tensor, *batch: Tensor | None) -> tuple[Tensor, ...]:
+        self.weights_changed = True  # scales are computed inside of the graph, also after a validation
+        return self._passes(denominator, Batch(*batch))  # type: ignore[arg-type]
 
     def _build_executor(self, job: Job) -> Executor:
         return self.objective.build_executor(job, self.mesh, self.parts, self.loss, self.device)
@@ -208,9 +235,28 @@ class Engine:
             norm: gradient norm; a tensor on the device avoids a wait.
         """
         self.weights_changed = True
+        if self._graphs:
+            self._graphs[1](norm, *(group["lr"] for group in self.optimizer.param_groups))
+        else:
+            self._update(norm)
+        self.schedule.step()
+        if not any(each.graph for each in self._graphs):  # which write to the same gradients again
+            self.optimizer.zero_grad()
+
+    def _graphed_update(self, norm: Tensor, *rates: Tensor) -> tuple[Tensor, ...]:
+        groups = self.optimizer.param_groups
+        numbers = [group["lr"] for group in groups]
+        for values in (rates, numbers):
+            for group, value in zip(groups, values, strict=True):
+                group["lr"] = value
+            if values is rates:
+                self._update(norm)
+        return ()
+
+    def _update(self, norm: Tensor | float) -> None:
         self.balance.update_biases()
         if self.updater is not None:
-            return self._end_step()
+            return
         if self.skips_on_device:
             norm = torch.full((), norm, device=self.device) if isinstance(norm, float) else norm
             found_inf = (~norm.isfinite()).float()
@@ -222,15 +268,10 @@ class Engine:
             if not math.isfinite(norm):
                 # torch warns if a scheduler steps before its optimizer; here that is intended.
                 self.optimizer._opt_called = True  # type: ignore[attr-defined]
-                return self._end_step()
+                return
         with annotated("optimizer"):
             clip_gradients(self.parameters, norm, self.job.training.max_norm)
             self.optimizer.step()
-            self._end_step()
-
-    def _end_step(self) -> None:
-        self.schedule.step()
-        self.optimizer.zero_grad()
 
     def evaluate(self, batch: AnyBatch) -> list[LossSum]:
         """Return the loss of one global batch, and of a mixture that of each source; no gradients."""

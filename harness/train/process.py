@@ -89,8 +89,10 @@ def settings(job: Job, run_dir: Path) -> dict[str, str]:
     """Environment variables of a rank, under the names of torch 2.13 to 2.15."""
     recorded = job.debug.flight_recorder
     # 2: copy engines in place of multiprocessors, where memory is symmetric (set_symm_mem_for_comm).
-    engines = {"NCCL_CTA_POLICY": "2"} if job.parallelism.fsdp_buffers == "symmetric" else {}
-    return engines | {
+    nccl = {"NCCL_CTA_POLICY": "2"} if job.parallelism.fsdp_buffers == "symmetric" else {}
+    # NCCL fails to register the memory of growing segments (github.com/pytorch/pytorch/issues/158029).
+    nccl |= {"NCCL_GRAPH_REGISTER": "0"} if job.compile.cuda_graphs else {}
+    return nccl | {
         # Segments that grow avoid fragmentation where shapes vary.
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         # The rest was read in, and rehearsed with, the older implementation (pytorch/pytorch/pull/192281).

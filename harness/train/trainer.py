@@ -90,6 +90,7 @@ class Trainer:
         with ExitStack() as handlers, ExitStack() as open_until_the_end:
             open_until_the_end.callback(self.saver.folder.release)
             open_until_the_end.callback(self.loader.close)
+            open_until_the_end.callback(self.engine.close)
             for observer in self.observers:
                 open_until_the_end.push(functools.partial(_close, observer))
             if "RANK" in os.environ:

@@ -204,7 +204,7 @@ class FlowLoss:
     divided by ``denominator``, their number in the optimizer step."""
 
     def __init__(self) -> None:
-        self.denominator = 1.0
+        self.denominator: float | Tensor = 1.0
 
     def context(self) -> nullcontext[None]:
         """Context manager that forward and backward of the loss must run in."""

@@ -154,6 +154,8 @@ class Worker:
         computing = products + attention + context.merging_seconds() + others
         # The host starts every kernel; the device waits for it if it is faster.
         host = self.machine.constants.host * (self._kernels(operations) + len(operations.products) + 1)
+        if self.job.compile.cuda_graphs:
+            host = 0.0
         tensor = self._tensor(operations, recompute=False)
         experts = self._to_experts(operations, counts=True)
         forward = Pass(max(computing, host), (*tensor, *context.forward(), *experts))

@@ -91,6 +91,10 @@ class RankFigures:
     """Communicators made in the last step; all of them should exist before it."""
     waits: list[Wait] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
+    replays: int = 0
+    """CUDA graphs that the host launched."""
+    replayed: int = 0
+    """Kernels and products in them."""
     unknown: list[str] = field(default_factory=list)
     """Functions of CUDA's libraries that the stand-in does not implement; the calls failed."""
     graphs: int = 0
@@ -112,6 +116,11 @@ class RankFigures:
     def product_count(self) -> int:
         """Products in a step."""
         return sum(product.count for product in self.products)
+
+    @property
+    def host_launches(self) -> int:
+        """Kernels, products and CUDA graphs that the host launched in a step."""
+        return self.launches + self.product_count - self.replayed + self.replays
 
     @property
     def product_flops(self) -> float:

@@ -41,6 +41,8 @@ class Calls:
     """Communicators that were created."""
     copies: dict[str, tuple[int, float]] = field(default_factory=dict)
     """Number and bytes by direction."""
+    replays: tuple[int, float] = (0, 0.0)
+    """CUDA graphs that were launched, and the kernels and products in them."""
     unknown: list[str] = field(default_factory=list)
     """Functions that the library does not implement; the calls failed."""
     waits: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -108,6 +110,7 @@ def read_calls(text: str, waits: Counter[tuple[str, str]]) -> Calls:
         "communicator": lambda count, _, name: calls.communicators.append(name[0]),
         "copy": lambda count, size, how: calls.copies.__setitem__(how[0], (count, size)),
         "unknown": lambda count, _, name: calls.unknown.append(name[0]),
+        "replay": lambda count, launched, _: setattr(calls, "replays", (count, launched)),
         "point to point": lambda count, size, said: calls.sends.__setitem__(
             (said[0], said[1]), (count, size)
         ),

@@ -136,12 +136,14 @@ class Rehearsal:
         """Set up, build and train as ``harness.train.rank`` does."""
         import torch
 
-        from harness.parallelism.compile import CompileWatch
+        from harness.parallelism.compile import EAGER_CALLS, CompileWatch
         from harness.tools.rehearse.substitutes import LoneStore, substitutes
         from harness.train.engine import Engine
         from harness.train.setup import pick_device, process_group, set_up_process
 
         job, figures = self.job, self.figures
+        if job.compile.cuda_graphs:
+            self.steps = max(self.steps, EAGER_CALLS + 2)  # the last one only replays what was captured
         store = None if job.world_size == 1 else LoneStore()
         device = pick_device(job)
         set_up_process(job)
@@ -231,6 +233,7 @@ class Rehearsal:
         figures.communicators = [" of ".join(map(str, groups.of(name))) for name in calls.communicators]
         figures.waits = [Wait(where, what, count) for (what, where), count in calls.waits.most_common()]
         figures.copies = [Copy(how, *found) for how, found in sorted(calls.copies.items())]
+        figures.replays, figures.replayed = calls.replays[0], int(calls.replays[1])
         figures.unknown = calls.unknown
 
 

@@ -223,6 +223,7 @@ def work_lines(figures: RankFigures, plan: Plan) -> list[Quantity]:
     return [
         Quantity("kernels", "count", figures.launches, None),
         Quantity("products", "count", figures.product_count, None),
+        Quantity("launched by the host", "count", figures.host_launches, None),
         Quantity("products", "FLOPs", figures.product_flops, product_flops(plan.job, figures.pp_rank)),
         Quantity("host (planned: GPU)", "seconds", figures.host_seconds, step),
         Quantity("host CPU (planned: GPU)", "seconds", figures.cpu_seconds, step),

@@ -38,6 +38,7 @@ FLUX = [
 ]
 SMALL = ["model=llama3_debug", *SHAPE]
 MASK = "data.attend_across_documents=false"
+GATHERS = "precision.enable_fsdp_float8_all_gather=true"
 
 EXPERTS = {"parallelism/expert.py", "model/grouped.py"}
 """Where rows travel to experts the host has to know how many."""
@@ -248,6 +249,50 @@ def test_a_single_sequence_is_split_without_copies(rehearsals: Rehearsals, local
     joined = sum(count for name, count in figures.kernels.items() if "CatArray" in name)
     scattered = sum(each.count for each in figures.collectives if each.kind == "reduce_scatter")
     assert (joined < scattered) == (local_batch_size == 1)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [*DENSE, "parallelism=fsdp", "activation_checkpoint=selective_op"],
+        [*SMALL, "parallelism=hsdp_tp", "optimizer=muon", "training.loss_chunks=4"],
+        [*SMALL, "parallelism.dp_shard=1", "cluster.ranks_per_node=1", "training.local_batch_size=4"],
+        [*SMALL, "parallelism=fsdp_cp", "optimizer.ema_decay=0.9", "optimizer=lion"],
+        [*SMALL, "parallelism=fsdp", "precision=float8_tensorwise", GATHERS, "compile=on"],
+        [*MIXTURE, "parallelism=fsdp"],
+    ],
+    ids=["fsdp", "muon", "alone", "ring", "float8", "experts"],
+)
+def test_a_captured_step_is_launched_as_two_graphs(rehearsals: Rehearsals, overrides: list[str]) -> None:
+    plain, captured = (
+        rehearsed(rehearsals, *overrides, f"compile.cuda_graphs={graphs}") for graphs in ("false", "true")
+    )
+    check(plain)
+    check(captured)
+    [host], [device] = plain.ranks, captured.ranks
+    assert (host.replays, device.replays) == (0, 2)
+    assert host.host_launches == host.launches + host.product_count
+    assert device.host_launches < 20 and device.replayed > host.host_launches - 20
+    assert (device.products, device.collectives) == (host.products, host.collectives)
+    assert abs(device.launches - host.launches) < 8
+    assert device.memory["allocated"] <= 1.02 * host.memory["allocated"] + 2**22
+    assert device.memory["reserved"] <= 1.05 * host.memory["reserved"] + 2**27
+
+
+@pytest.mark.parametrize("broken", ["training.attention=varlen", "parallelism.cpu_offload=true"])
+def test_what_a_capture_does_not_allow_fails_as_on_a_gpu(rehearsals: Rehearsals, broken: str) -> None:
+    typed = [
+        *SMALL,
+        "parallelism=fsdp",
+        "data=python_stdlib",
+        "tokenizer=bytes",
+        "precision=bf16",
+        MASK,
+        broken,
+    ]
+    job = compose_job(typed, config_name="rehearse", schema=RehearseJob)  # graphs would be refused
+    figures = rehearsals.run(with_value(job.plain, "compile.cuda_graphs", True), 0, job.rehearse)
+    assert figures.failure is not None and "captur" in figures.failure.message
 
 
 def test_memory_that_is_not_there_is_missed_as_on_a_gpu(rehearsals: Rehearsals) -> None:

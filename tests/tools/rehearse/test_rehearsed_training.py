@@ -45,15 +45,17 @@ def result(folder: Path) -> dict[str, Any]:
     return dict(json.loads((run_folder(folder) / "result.json").read_text()))
 
 
-def test_a_run_saves_asynchronously_traces_and_resumes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("graphs", ["false", "true"])
+def test_a_run_saves_asynchronously_traces_and_resumes(graphs: str, tmp_path: Path) -> None:
     watching = ["profiling=on", "profiling.interval=4", "profiling.memory_snapshot=true"]
     saving = [
+        f"compile.cuda_graphs={graphs}",
         "checkpoint=async_pinned",
         "checkpoint.interval=2",
         "validation.interval=2",
         "validation.steps=1",
     ]
-    done = train(tmp_path, *watching, *saving)
+    done = train(tmp_path, *watching, *saving, gpus="0,1")
     assert done.returncode == 0, done.stderr
     row = result(tmp_path)
     assert (row["exit_reason"], row["step"], row["world_size"]) == ("completed", 4, 2)
@@ -68,11 +70,13 @@ def test_a_run_saves_asynchronously_traces_and_resumes(tmp_path: Path) -> None:
     # As if it had been killed before the end.
     shutil.rmtree(run / "checkpoints" / "step-4")
     (run / "result.json").unlink()
-    again = train(tmp_path, *watching, *saving)
+    again = train(tmp_path, *watching, *saving, gpus="0,1")
     assert again.returncode == 0, again.stderr
     row = result(tmp_path)
     assert (row["exit_reason"], row["start_step"], row["step"]) == ("completed", 2, 4)
-    other = train(tmp_path / "other", f"checkpoint.initial_load_path={run}/checkpoints/step-4", *saving)
+    other = train(
+        tmp_path / "other", f"checkpoint.initial_load_path={run}/checkpoints/step-4", *saving, gpus="0,1"
+    )
     assert other.returncode == 0, other.stderr
 
 
@@ -167,4 +171,4 @@ def test_tests_of_a_gpu_whose_values_do_not_matter() -> None:
     variables = environment(library()) | {"CUDA_VISIBLE_DEVICES": "0"}
     chosen = ["-m", "gpu(values=False)", "-n", "0", str(Path(__file__).parents[2] / "test_gpu.py")]
     done = subprocess.run([sys.executable, "-c", run, *chosen], env=variables, capture_output=True, text=True)
-    assert done.returncode == 0 and "12 passed" in done.stdout, done.stdout[-3000:]
+    assert done.returncode == 0 and "13 passed" in done.stdout, done.stdout[-3000:]

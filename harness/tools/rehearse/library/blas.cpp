@@ -20,15 +20,18 @@ static std::string name_of(cudaDataType_t type) {
 }
 
 // Columns of A and B are ours of the second and the first matrix: cuBLAS stores by columns, torch by rows.
-static cublasStatus_t multiply(long m, long n, long k, long batch, cudaDataType_t a, cudaDataType_t b) {
+static cublasStatus_t multiply(
+    const void* stream, long m, long n, long k, long batch, cudaDataType_t a, cudaDataType_t b
+) {
     std::string shape = std::to_string(batch) + "\t" + std::to_string(n) + "\t" + std::to_string(k) + "\t" +
                         std::to_string(m);
-    record("product\t" + name_of(b) + "\t" + name_of(a) + "\t" + shape, 2.0 * m * n * k * batch);
+    record("product\t" + name_of(b) + "\t" + name_of(a) + "\t" + shape, 2.0 * m * n * k * batch, stream);
     return CUBLAS_STATUS_SUCCESS;
 }
 
 EXPORT cublasStatus_t cublasCreate(cublasHandle_t* handle) {
     *handle = (cublasHandle_t)opaque();
+    cublasSetStream(*handle, nullptr);
     return CUBLAS_STATUS_SUCCESS;
 }
 EXPORT cublasStatus_t cublasDestroy(cublasHandle_t handle) {
@@ -39,7 +42,12 @@ EXPORT cublasStatus_t cublasGetVersion(cublasHandle_t, int* version) {
     *version = CUBLAS_VERSION;
     return CUBLAS_STATUS_SUCCESS;
 }
-EXPORT cublasStatus_t cublasSetStream(cublasHandle_t, cudaStream_t) { return CUBLAS_STATUS_SUCCESS; }
+// A handle holds its stream.
+EXPORT cublasStatus_t cublasSetStream(cublasHandle_t handle, cudaStream_t stream) {
+    *(cudaStream_t*)handle = stream;
+    return CUBLAS_STATUS_SUCCESS;
+}
+static const void* stream_of(cublasHandle_t handle) { return *(cudaStream_t*)handle; }
 EXPORT cublasStatus_t cublasSetWorkspace(cublasHandle_t, void*, size_t) { return CUBLAS_STATUS_SUCCESS; }
 EXPORT cublasStatus_t cublasSetMathMode(cublasHandle_t, cublasMath_t) { return CUBLAS_STATUS_SUCCESS; }
 EXPORT cublasStatus_t cublasSetSmCountTarget(cublasHandle_t, int) { return CUBLAS_STATUS_SUCCESS; }
@@ -54,46 +62,46 @@ EXPORT cublasStatus_t cublasGetPointerMode(cublasHandle_t, cublasPointerMode_t* 
 }
 
 EXPORT cublasStatus_t cublasGemmEx(
-    cublasHandle_t, cublasOperation_t, cublasOperation_t, int m, int n, int k, const void*, const void*,
+    cublasHandle_t handle, cublasOperation_t, cublasOperation_t, int m, int n, int k, const void*, const void*,
     cudaDataType a, int, const void*, cudaDataType b, int, const void*, void*, cudaDataType, int,
     cublasComputeType_t, cublasGemmAlgo_t
 ) {
-    return multiply(m, n, k, 1, a, b);
+    return multiply(stream_of(handle), m, n, k, 1, a, b);
 }
 EXPORT cublasStatus_t cublasGemmStridedBatchedEx(
-    cublasHandle_t, cublasOperation_t, cublasOperation_t, int m, int n, int k, const void*, const void*,
+    cublasHandle_t handle, cublasOperation_t, cublasOperation_t, int m, int n, int k, const void*, const void*,
     cudaDataType a, int, long long, const void*, cudaDataType b, int, long long, const void*, void*, cudaDataType,
     int, long long, int batch, cublasComputeType_t, cublasGemmAlgo_t
 ) {
-    return multiply(m, n, k, batch, a, b);
+    return multiply(stream_of(handle), m, n, k, batch, a, b);
 }
 EXPORT cublasStatus_t cublasSgemm(
-    cublasHandle_t, cublasOperation_t, cublasOperation_t, int m, int n, int k, const float*, const float*, int,
+    cublasHandle_t handle, cublasOperation_t, cublasOperation_t, int m, int n, int k, const float*, const float*, int,
     const float*, int, const float*, float*, int
 ) {
-    return multiply(m, n, k, 1, CUDA_R_32F, CUDA_R_32F);
+    return multiply(stream_of(handle), m, n, k, 1, CUDA_R_32F, CUDA_R_32F);
 }
 EXPORT cublasStatus_t cublasSgemmStridedBatched(
-    cublasHandle_t, cublasOperation_t, cublasOperation_t, int m, int n, int k, const float*, const float*, int,
+    cublasHandle_t handle, cublasOperation_t, cublasOperation_t, int m, int n, int k, const float*, const float*, int,
     long long, const float*, int, long long, const float*, float*, int, long long, int batch
 ) {
-    return multiply(m, n, k, batch, CUDA_R_32F, CUDA_R_32F);
+    return multiply(stream_of(handle), m, n, k, batch, CUDA_R_32F, CUDA_R_32F);
 }
 EXPORT cublasStatus_t cublasDgemm(
-    cublasHandle_t, cublasOperation_t, cublasOperation_t, int m, int n, int k, const double*, const double*, int,
+    cublasHandle_t handle, cublasOperation_t, cublasOperation_t, int m, int n, int k, const double*, const double*, int,
     const double*, int, const double*, double*, int
 ) {
-    return multiply(m, n, k, 1, CUDA_R_64F, CUDA_R_64F);
+    return multiply(stream_of(handle), m, n, k, 1, CUDA_R_64F, CUDA_R_64F);
 }
 EXPORT cublasStatus_t cublasSgemv(
-    cublasHandle_t, cublasOperation_t transposed, int m, int n, const float*, const float*, int, const float*, int,
+    cublasHandle_t handle, cublasOperation_t transposed, int m, int n, const float*, const float*, int, const float*, int,
     const float*, float*, int
 ) {
     bool plain = transposed == CUBLAS_OP_N;
-    return multiply(plain ? m : n, 1, plain ? n : m, 1, CUDA_R_32F, CUDA_R_32F);
+    return multiply(stream_of(handle), plain ? m : n, 1, plain ? n : m, 1, CUDA_R_32F, CUDA_R_32F);
 }
-EXPORT cublasStatus_t cublasSdot(cublasHandle_t, int n, const float*, int, const float*, int, float*) {
-    return multiply(1, 1, n, 1, CUDA_R_32F, CUDA_R_32F);
+EXPORT cublasStatus_t cublasSdot(cublasHandle_t handle, int n, const float*, int, const float*, int, float*) {
+    return multiply(stream_of(handle), 1, 1, n, 1, CUDA_R_32F, CUDA_R_32F);
 }
 
 // cuBLASLt: shapes are said by descriptors, which are opaque to the caller.
@@ -168,9 +176,9 @@ EXPORT cublasStatus_t cublasLtMatmulAlgoGetHeuristic(
 EXPORT cublasStatus_t cublasLtMatmul(
     cublasLtHandle_t, cublasLtMatmulDesc_t operation, const void*, const void*, cublasLtMatrixLayout_t a_layout,
     const void*, cublasLtMatrixLayout_t b_layout, const void*, const void*, cublasLtMatrixLayout_t, void*,
-    cublasLtMatrixLayout_t out_layout, const cublasLtMatmulAlgo_t*, void*, size_t, cudaStream_t
+    cublasLtMatrixLayout_t out_layout, const cublasLtMatmulAlgo_t*, void*, size_t, cudaStream_t stream
 ) {
     auto a = (Layout*)a_layout, b = (Layout*)b_layout, out = (Layout*)out_layout;
     bool plain = ((Operation*)operation)->transposed_a == CUBLAS_OP_N;
-    return multiply(out->rows, out->columns, plain ? a->columns : a->rows, out->batch, a->type, b->type);
+    return multiply(stream, out->rows, out->columns, plain ? a->columns : a->rows, out->batch, a->type, b->type);
 }

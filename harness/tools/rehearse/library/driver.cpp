@@ -66,15 +66,15 @@ EXPORT CUresult cuCtxGetDevice(CUdevice* which) {
     return CUDA_SUCCESS;
 }
 EXPORT CUresult cuCtxSynchronize() {
-    record_wait("device");
-    return CUDA_SUCCESS;
+    return cudaDeviceSynchronize() == cudaSuccess ? CUDA_SUCCESS : CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
 }
 EXPORT CUresult cuCtxSetLimit(CUlimit, size_t) { return CUDA_SUCCESS; }
 EXPORT CUresult cuCtxGetLimit(size_t* value, CUlimit) {
     *value = 1 << 20;
     return CUDA_SUCCESS;
 }
-EXPORT CUresult cuStreamSynchronize(CUstream) {
+EXPORT CUresult cuStreamSynchronize(CUstream stream) {
+    if (wait_is_allowed(stream) != cudaSuccess) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
     record_wait("stream");
     return CUDA_SUCCESS;
 }
@@ -188,8 +188,8 @@ EXPORT CUresult cuMemcpyHtoD(CUdeviceptr to, const void* from, size_t bytes) {
     cudaMemcpy((void*)to, from, bytes, cudaMemcpyHostToDevice);
     return CUDA_SUCCESS;
 }
-EXPORT CUresult cuMemsetD32Async(CUdeviceptr start, unsigned, size_t count, CUstream) {
-    record("memset", 4.0 * count);
+EXPORT CUresult cuMemsetD32Async(CUdeviceptr start, unsigned, size_t count, CUstream stream) {
+    record("memset", 4.0 * count, stream);
     return CUDA_SUCCESS;
 }
 EXPORT CUresult cuStreamWriteValue32(CUstream, CUdeviceptr, cuuint32_t, unsigned) { return CUDA_SUCCESS; }
@@ -232,22 +232,22 @@ EXPORT CUresult cuFuncGetAttribute(int* value, CUfunction_attribute attribute, C
 EXPORT CUresult cuFuncSetAttribute(CUfunction, CUfunction_attribute, int) { return CUDA_SUCCESS; }
 EXPORT CUresult cuFuncSetCacheConfig(CUfunction, CUfunc_cache) { return CUDA_SUCCESS; }
 
-static CUresult launch(CUfunction function) {
-    record_launch(function);
+static CUresult launch(CUfunction function, CUstream stream) {
+    record_launch(function, stream);
     return CUDA_SUCCESS;
 }
 EXPORT CUresult cuLaunchKernel(
-    CUfunction function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, CUstream, void**, void**
+    CUfunction function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, CUstream stream, void**, void**
 ) {
-    return launch(function);
+    return launch(function, stream);
 }
-EXPORT CUresult cuLaunchKernelEx(const CUlaunchConfig*, CUfunction function, void**, void**) {
-    return launch(function);
+EXPORT CUresult cuLaunchKernelEx(const CUlaunchConfig* how, CUfunction function, void**, void**) {
+    return launch(function, how->hStream);
 }
 EXPORT CUresult cuLaunchCooperativeKernel(
-    CUfunction function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, CUstream, void**
+    CUfunction function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, CUstream stream, void**
 ) {
-    return launch(function);
+    return launch(function, stream);
 }
 EXPORT CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, CUfunction, int, size_t) {
     *blocks = 2;

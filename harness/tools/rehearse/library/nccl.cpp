@@ -35,23 +35,23 @@ double size_of(ncclDataType_t type) {
 }
 
 // The amount is what the rank puts in, in bytes.
-ncclResult_t collective(const char* kind, ncclComm_t comm, double elements, ncclDataType_t type) {
-    record(std::string("collective\t") + kind + "\t" + comm->name, elements * size_of(type));
+ncclResult_t collective(const char* kind, ncclComm_t comm, double elements, ncclDataType_t type, cudaStream_t stream) {
+    record(std::string("collective\t") + kind + "\t" + comm->name, elements * size_of(type), stream);
     return ncclSuccess;
 }
 
 // Sends between the start and the end of a group are one exchange, with as many bytes as go to others.
 thread_local int depth = 0;
-thread_local std::map<ncclComm_t, double> sent;
+thread_local std::map<std::pair<ncclComm_t, cudaStream_t>, double> sent;
 
 void end_group() {
-    for (auto& [comm, bytes] : sent) record("collective\texchange\t" + comm->name, bytes);
+    for (auto& [of, bytes] : sent) record("collective\texchange\t" + of.first->name, bytes, of.second);
     sent.clear();
 }
 
-ncclResult_t point_to_point(const char* kind, ncclComm_t comm, int peer, double bytes) {
-    if (peer != comm->rank) record(std::string("point to point\t") + kind + "\t" + comm->name, bytes);
-    sent[comm] += kind == std::string("send") && peer != comm->rank ? bytes : 0;
+ncclResult_t point_to_point(const char* kind, ncclComm_t comm, int peer, double bytes, cudaStream_t stream) {
+    if (peer != comm->rank) record(std::string("point to point\t") + kind + "\t" + comm->name, bytes, stream);
+    sent[{comm, stream}] += kind == std::string("send") && peer != comm->rank ? bytes : 0;
     if (!depth) end_group();
     return ncclSuccess;
 }
@@ -153,41 +153,41 @@ EXPORT ncclResult_t ncclGroupEnd() {
 }
 
 EXPORT ncclResult_t ncclAllGather(
-    const void*, void*, size_t count, ncclDataType_t type, ncclComm_t comm, cudaStream_t
+    const void*, void*, size_t count, ncclDataType_t type, ncclComm_t comm, cudaStream_t stream
 ) {
-    return collective("all_gather", comm, count, type);
+    return collective("all_gather", comm, count, type, stream);
 }
 EXPORT ncclResult_t ncclReduceScatter(
-    const void*, void*, size_t count, ncclDataType_t type, ncclRedOp_t, ncclComm_t comm, cudaStream_t
+    const void*, void*, size_t count, ncclDataType_t type, ncclRedOp_t, ncclComm_t comm, cudaStream_t stream
 ) {
-    return collective("reduce_scatter", comm, double(count) * comm->ranks, type);
+    return collective("reduce_scatter", comm, double(count) * comm->ranks, type, stream);
 }
 EXPORT ncclResult_t ncclAllReduce(
-    const void*, void*, size_t count, ncclDataType_t type, ncclRedOp_t, ncclComm_t comm, cudaStream_t
+    const void*, void*, size_t count, ncclDataType_t type, ncclRedOp_t, ncclComm_t comm, cudaStream_t stream
 ) {
-    return collective("all_reduce", comm, count, type);
+    return collective("all_reduce", comm, count, type, stream);
 }
 EXPORT ncclResult_t ncclAlltoAll(
-    const void*, void*, size_t count, ncclDataType_t type, ncclComm_t comm, cudaStream_t
+    const void*, void*, size_t count, ncclDataType_t type, ncclComm_t comm, cudaStream_t stream
 ) {
-    return collective("all_to_all", comm, double(count) * comm->ranks, type);
+    return collective("all_to_all", comm, double(count) * comm->ranks, type, stream);
 }
 EXPORT ncclResult_t ncclBroadcast(
-    const void*, void*, size_t count, ncclDataType_t type, int, ncclComm_t comm, cudaStream_t
+    const void*, void*, size_t count, ncclDataType_t type, int, ncclComm_t comm, cudaStream_t stream
 ) {
-    return collective("broadcast", comm, count, type);
+    return collective("broadcast", comm, count, type, stream);
 }
-EXPORT ncclResult_t ncclBcast(void*, size_t count, ncclDataType_t type, int, ncclComm_t comm, cudaStream_t) {
-    return collective("broadcast", comm, count, type);
+EXPORT ncclResult_t ncclBcast(void*, size_t count, ncclDataType_t type, int, ncclComm_t comm, cudaStream_t stream) {
+    return collective("broadcast", comm, count, type, stream);
 }
 EXPORT ncclResult_t ncclReduce(
-    const void*, void*, size_t count, ncclDataType_t type, ncclRedOp_t, int, ncclComm_t comm, cudaStream_t
+    const void*, void*, size_t count, ncclDataType_t type, ncclRedOp_t, int, ncclComm_t comm, cudaStream_t stream
 ) {
-    return collective("reduce", comm, count, type);
+    return collective("reduce", comm, count, type, stream);
 }
-EXPORT ncclResult_t ncclSend(const void*, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, cudaStream_t) {
-    return point_to_point("send", comm, peer, count * size_of(type));
+EXPORT ncclResult_t ncclSend(const void*, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, cudaStream_t stream) {
+    return point_to_point("send", comm, peer, count * size_of(type), stream);
 }
-EXPORT ncclResult_t ncclRecv(void*, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, cudaStream_t) {
-    return point_to_point("receive", comm, peer, count * size_of(type));
+EXPORT ncclResult_t ncclRecv(void*, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, cudaStream_t stream) {
+    return point_to_point("receive", comm, peer, count * size_of(type), stream);
 }

@@ -88,15 +88,18 @@ const char* place_of(const void* place) {
 // replaced would be taken for the answer of another. More than this of zeros nobody looks at.
 constexpr size_t ZEROED_AT_MOST = 64 << 10;
 
-void copy(void* to, const void* from, size_t bytes, bool waits) {
+cudaError_t copy(void* to, const void* from, size_t bytes, bool waits, const void* stream) {
     std::string how = std::string(place_of(from)) + " to " + place_of(to);
-    record_copy(how.c_str(), bytes);
+    bool pageable = how.find("pageable") != std::string::npos;
+    if (cudaError_t error = waits ? call_is_allowed() : pageable ? wait_is_allowed(stream) : cudaSuccess) return error;
+    record_copy(how.c_str(), bytes, stream);
     // CUDA Runtime API, "API synchronization behavior": a copy from the device to pageable memory waits.
     if (waits || how == "device to pageable") {
         record_wait(("copy " + how).c_str());
         has_waited = true;
     }
     if (!on_device().contain(to) && bytes <= ZEROED_AT_MOST) memset(to, 0, bytes);
+    return cudaSuccess;
 }
 
 }  // namespace
@@ -157,31 +160,31 @@ EXPORT cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* s
     return cudaSuccess;
 }
 
-static cudaError_t launch(const void* function) {
+static cudaError_t launch(const void* function, cudaStream_t stream) {
     has_waited = false;
-    record_launch(function);
+    record_launch(function, stream);
     return cudaSuccess;
 }
 EXPORT cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* function) {
     *kernel = (cudaKernel_t)function;
     return cudaSuccess;
 }
-EXPORT cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3, dim3, void**, size_t, cudaStream_t) {
-    return launch(kernel);
+EXPORT cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3, dim3, void**, size_t, cudaStream_t stream) {
+    return launch(kernel, stream);
 }
-EXPORT cudaError_t cudaLaunchKernel(const void* function, dim3, dim3, void**, size_t, cudaStream_t) {
-    return launch(function);
+EXPORT cudaError_t cudaLaunchKernel(const void* function, dim3, dim3, void**, size_t, cudaStream_t stream) {
+    return launch(function, stream);
 }
-EXPORT cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t*, const void* function, void**) {
-    return launch(function);
+EXPORT cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* how, const void* function, void**) {
+    return launch(function, how->stream);
 }
 EXPORT cudaError_t cudaLaunchCooperativeKernel(
-    const void* function, dim3, dim3, void**, size_t, cudaStream_t
+    const void* function, dim3, dim3, void**, size_t, cudaStream_t stream
 ) {
-    return launch(function);
+    return launch(function, stream);
 }
-EXPORT cudaError_t cudaLaunchHostFunc(cudaStream_t, cudaHostFn_t function, void* argument) {
-    function(argument);
+EXPORT cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* argument) {
+    if (!captured(stream, [](Recorded&) {})) function(argument);
     return cudaSuccess;
 }
 EXPORT cudaError_t cudaStreamAddCallback(
@@ -322,6 +325,7 @@ EXPORT cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
     return cudaSuccess;
 }
 EXPORT cudaError_t cudaDeviceSynchronize() {
+    if (cudaError_t error = call_is_allowed()) return error;
     record_wait("device");
     return cudaSuccess;
 }
@@ -335,6 +339,11 @@ EXPORT const char* cudaGetErrorString(cudaError_t error) {
         case cudaSuccess: return "no error";
         case cudaErrorMemoryAllocation: return "out of memory";
         case cudaErrorNotSupported: return "operation not supported by the virtual GPU";
+        case cudaErrorStreamCaptureUnsupported: return "operation not permitted when stream is capturing";
+        case cudaErrorStreamCaptureInvalidated: return "operation failed due to a previous error during capture";
+        case cudaErrorStreamCaptureUnjoined: return "capturing stream has unjoined work";
+        case cudaErrorStreamCaptureIsolation: return "dependency created on uncaptured work in another stream";
+        case cudaErrorCapturedEvent: return "operation not permitted on an event last recorded in a capturing stream";
         default: return "error of the virtual GPU";
     }
 }
@@ -349,6 +358,7 @@ EXPORT cudaError_t cudaProfilerStop() { return cudaSuccess; }
 // Memory.
 
 EXPORT cudaError_t cudaMalloc(void** start, size_t bytes) {
+    if (cudaError_t error = call_is_allowed()) return error;
     *start = take(bytes) ? reserve(bytes) : nullptr;
     if (!*start) return cudaErrorMemoryAllocation;
     on_device().add(*start, bytes);
@@ -356,6 +366,7 @@ EXPORT cudaError_t cudaMalloc(void** start, size_t bytes) {
 }
 EXPORT cudaError_t cudaMallocAsync(void** start, size_t bytes, cudaStream_t) { return cudaMalloc(start, bytes); }
 EXPORT cudaError_t cudaFree(void* start) {
+    if (cudaError_t error = call_is_allowed()) return error;
     size_t bytes = on_device().remove(start);
     if (!bytes) return cudaSuccess;
     munmap(start, bytes);
@@ -366,6 +377,7 @@ EXPORT cudaError_t cudaFree(void* start) {
 }
 EXPORT cudaError_t cudaFreeAsync(void* start, cudaStream_t) { return cudaFree(start); }
 EXPORT cudaError_t cudaHostAlloc(void** start, size_t bytes, unsigned) {
+    if (cudaError_t error = call_is_allowed()) return error;
     record("pinned", double(bytes));
     *start = reserve(bytes);
     if (!*start) return cudaErrorMemoryAllocation;
@@ -398,22 +410,19 @@ EXPORT cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, c
                                                   : cudaMemoryTypeUnregistered;
     return cudaSuccess;
 }
-EXPORT cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
-    copy(to, from, bytes, false);
-    return cudaSuccess;
+EXPORT cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
+    return copy(to, from, bytes, false, stream);
 }
 EXPORT cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
-    copy(to, from, bytes, true);
-    return cudaSuccess;
+    return copy(to, from, bytes, true, nullptr);
 }
-EXPORT cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t bytes, cudaStream_t) {
-    copy(to, from, bytes, false);
-    return cudaSuccess;
+EXPORT cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t bytes, cudaStream_t stream) {
+    return copy(to, from, bytes, false, stream);
 }
 EXPORT cudaError_t cudaMemcpy2DAsync(
-    void* to, size_t, const void* from, size_t, size_t width, size_t height, cudaMemcpyKind, cudaStream_t
+    void* to, size_t, const void* from, size_t, size_t width, size_t height, cudaMemcpyKind, cudaStream_t stream
 ) {
-    record_copy((std::string(place_of(from)) + " to " + place_of(to)).c_str(), width * height);
+    record_copy((std::string(place_of(from)) + " to " + place_of(to)).c_str(), width * height, stream);
     return cudaSuccess;
 }
 EXPORT cudaError_t cudaMemcpyToSymbol(const void*, const void*, size_t, size_t, cudaMemcpyKind) {
@@ -424,8 +433,8 @@ EXPORT cudaError_t cudaGetSymbolAddress(void** place, const void*) {
     *place = symbols;
     return cudaSuccess;
 }
-EXPORT cudaError_t cudaMemsetAsync(void*, int, size_t bytes, cudaStream_t) {
-    record("memset", double(bytes));
+EXPORT cudaError_t cudaMemsetAsync(void*, int, size_t bytes, cudaStream_t stream) {
+    record("memset", double(bytes), stream);
     return cudaSuccess;
 }
 EXPORT cudaError_t cudaMemset(void* start, int value, size_t bytes) {
@@ -461,18 +470,16 @@ EXPORT cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) {
     *priority = 0;
     return cudaSuccess;
 }
-EXPORT cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
-    *status = cudaStreamCaptureStatusNone;
-    return cudaSuccess;
-}
-EXPORT cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
-EXPORT cudaError_t cudaStreamQuery(cudaStream_t) { return cudaSuccess; }
-EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t) {
+EXPORT cudaError_t cudaStreamQuery(cudaStream_t stream) { return wait_is_allowed(stream); }
+EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+    if (cudaError_t error = wait_is_allowed(stream)) return error;
     if (!has_waited) record_wait("stream");
     has_waited = false;
     return cudaSuccess;
 }
-EXPORT cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }
+EXPORT cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+    return wait_captured(stream, event, *(long*)event >= 0);
+}
 EXPORT cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
     *event = (cudaEvent_t)opaque();
     *(long*)*event = -1;
@@ -480,19 +487,23 @@ EXPORT cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
 }
 EXPORT cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
 EXPORT cudaError_t cudaEventDestroy(cudaEvent_t event) {
+    forget_captured(event);
     ::operator delete(event);
     return cudaSuccess;
 }
 // An event holds the step in which it was recorded.
-EXPORT cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t) {
-    *(long*)event = this_step();
+EXPORT cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+    if (!record_captured(event, stream)) *(long*)event = this_step();
     return cudaSuccess;
 }
 EXPORT cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
     return cudaEventRecord(event, stream);
 }
-EXPORT cudaError_t cudaEventQuery(cudaEvent_t) { return cudaSuccess; }
+EXPORT cudaError_t cudaEventQuery(cudaEvent_t event) {
+    return is_captured(event) ? cudaErrorCapturedEvent : cudaSuccess;
+}
 EXPORT cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+    if (is_captured(event)) return cudaErrorCapturedEvent;
     // For an earlier step the host waits while the device has this one to do.
     if (*(long*)event == this_step() || !has_launched()) record_wait("event");
     return cudaSuccess;
@@ -501,14 +512,3 @@ EXPORT cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t, cudaEv
     *milliseconds = 5;  // whoever measures kernels does not go on for long
     return cudaSuccess;
 }
-
-// The parameters changed from CUDA 12 to 13; only the first four matter.
-#undef cudaStreamGetCaptureInfo
-EXPORT cudaError_t virtual_gpu_capture_info(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* id) {
-    *status = cudaStreamCaptureStatusNone;
-    if (id) *id = 0;
-    return cudaSuccess;
-}
-asm(".globl cudaStreamGetCaptureInfo\n.set cudaStreamGetCaptureInfo, virtual_gpu_capture_info");
-asm(".globl cudaStreamGetCaptureInfo_v2\n.set cudaStreamGetCaptureInfo_v2, virtual_gpu_capture_info");
-asm(".globl cudaStreamGetCaptureInfo_v3\n.set cudaStreamGetCaptureInfo_v3, virtual_gpu_capture_info");
