@@ -36,6 +36,7 @@ LAYOUTS = {
     "ep": ["parallelism=fsdp", "parallelism.dp_shard=2", "parallelism.ep=2"],
     "tp_ep": ["parallelism=tp", "parallelism.tp=2", "parallelism.dp_shard=2", "parallelism.ep=2"],
     "pp": ["parallelism=pp", "parallelism.pp=2", "training.loss_chunks=3"],
+    "compiled": ["parallelism=tp", "parallelism.tp=2", "compile=on", "compile.backend=aot_eager"],
     "tp_cp": ["parallelism=tp", "parallelism.tp=2", "parallelism.cp=2", "training.loss_chunks=3"],
 }
 FAMILIES = ["llama", "qwen2", "mistral_wide", "mixtral_window", "qwen3", "qwen3_moe", "deepseek_v2"]
@@ -143,6 +144,8 @@ def test_scores(case: str, saved: Saved) -> None:
         ("generate", "deepseek_v3", "tp"),
         ("generate", "gpt_oss", "tp_ep"),
         ("generate", "llama4", "ep"),
+        ("generate", "gpt_oss", "compiled"),
+        ("evaluate", "deepseek_v3", "compiled"),
         ("evaluate", "llama", "pp"),
         ("evaluate", "llama", "tp_cp"),
         ("evaluate", "deepseek_v3", "ep"),
