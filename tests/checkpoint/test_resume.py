@@ -165,7 +165,7 @@ CHAINS = {
     ),
     # Codes and scales of 8-bit states move by blocks.
     "8bit": (
-        ("model.dim=256", "model.ffn_hidden_dim=512", "optimizer.state_dtype=8bit"),
+        (*ODD, "model.dim=256", "model.ffn_hidden_dim=512", "optimizer.state_dtype=8bit"),
         "parallelism=fsdp parallelism.dp_shard=4",
         "parallelism=fsdp_tp",
         "parallelism=fsdp parallelism.dp_shard=3",
