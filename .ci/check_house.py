@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # From the ground up, with budgets of lines. They go down with every deletion.
 BUDGETS = {
     "util": 1325,
-    "config": 4706,
+    "config": 4705,
     "data": 5190,
     "model": 2588,
     "metrics": 1440,
@@ -35,11 +35,11 @@ BUDGETS = {
     "train": 3472,
     "compose": 2796,
     "launch": 4540,
-    "tools": 15588,
+    "tools": 15587,
     "contrib": 4450,
 }
 ROOMS = tuple(BUDGETS)
-DOORS, FILES_AT_MOST, LINES_AT_MOST, TESTS_AT_MOST = 4, 278, 56_540, 35_487
+DOORS, FILES_AT_MOST, LINES_AT_MOST, TESTS_AT_MOST = 4, 278, 56_538, 35_497
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted((ROOT / "harness").rglob("*.py"))
