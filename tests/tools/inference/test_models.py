@@ -80,9 +80,11 @@ def scoring_job(folder: Path, *overrides: str) -> EvaluateJob:
     return with_value(job, "training.seq_len", WINDOW)
 
 
-def generated(job: GenerateJob, folder: Path, given: list[Prompt]) -> list[list[int]]:
+def generated(
+    job: GenerateJob, folder: Path, given: list[Prompt], device: torch.device = CPU
+) -> list[list[int]]:
     function = "harness.tools.inference.decode:generate"
-    outcome = with_model(job, CPU, function, find_source(str(folder)), given, False)
+    outcome = with_model(job, device, function, find_source(str(folder)), given, False)
     return [text.tokens for text in outcome.texts]
 
 
@@ -126,6 +128,15 @@ def test_greedy_text(case: str, saved: Saved) -> None:
     options = {"max_new_tokens": FEW, "do_sample": False, "use_cache": True, "pad_token_id": 0}
     own = theirs.generate(tokens, attention_mask=torch.ones_like(tokens), **options)
     assert made[0][:FEW] == own[0, len(given[0].ids) :].tolist()
+
+
+@pytest.mark.gpu
+def test_captured_pass(saved: Saved) -> None:
+    """The first batch captures the pass of a token, and the others repeat it."""
+    (folder, theirs), given, device = saved("llama"), prompts("llama"), torch.device("cuda", 0)
+    job = greedy_job(folder, "generate.batch_size=1", "cluster.device=cuda")
+    with process_group(job, device):
+        require_greedy(generated(job, folder, given, device), theirs, given)
 
 
 @pytest.mark.parametrize("case", ["llama", "deepseek_v3"])
