@@ -164,9 +164,14 @@ def check_chunked_loss(job: Job) -> None:
         raise ConfigError("training.loss_chunks", chunks, rule, "1, or parallelism.loss_parallel=true")
 
 
+GPU_OPTIONS_OFF = {"parallelism.async_tp": False, "parallelism.fsdp_prefetch": 1}
+
+
 def check_gpu_options(job: Job, *, on_cpu: bool) -> None:
     """Check that options of torch for GPUs would have an effect."""
     layout, inductor = job.parallelism, job.compile.backend == "inductor"
+    ring = layout.cp > 1 and layout.cp_method == "ring"
+    plain = job.training.attention == "sdpa" and not ring
     ranks_per_node, off = job.cluster.nodes_for(job.world_size)[1], "parallelism.async_tp=false"
     rules = (
         (
@@ -199,6 +204,30 @@ def check_gpu_options(job: Job, *, on_cpu: bool) -> None:
             ),
         ),
         (
+            *("training.flash", job.training.flash),
+            (on_cpu, "is a kernel of GPUs, and the ranks compute on CPUs", "default"),
+            (
+                job.precision.param_dtype == "float32",
+                "needs 16-bit formats, and precision.param_dtype is float32",
+                "default, or precision=bf16",
+            ),
+            (
+                job.training.attention not in ("sdpa", "varlen"),
+                f"training.attention={job.training.attention} has kernels of its own",
+                "default, or training.attention=varlen",
+            ),
+            (
+                plain and not job.data.attend_across_documents,
+                "sdpa masks documents, which flash attention cannot",
+                "default, or training.attention=varlen",
+            ),
+            (
+                plain and job.model.head_width != job.model.value_width,
+                f"in sdpa it needs keys and values of one width; {job.model.name} has two",
+                "default, or training.attention=varlen",
+            ),
+        ),
+        (
             *("compile.mode", job.compile.mode),
             (not (job.compile.enable and inductor), "inductor compiles nothing", "default, or compile=on"),
             (on_cpu, "tunes kernels of GPUs, and the ranks compute on CPUs", "default"),
@@ -210,8 +239,8 @@ def check_gpu_options(job: Job, *, on_cpu: bool) -> None:
         ),
     )
     for field, value, *checks in rules:
-        for broken, rule, works in checks if value not in (False, 1, "default") else ():
-            if broken:
+        for broken, rule, works in checks:
+            if broken and value != GPU_OPTIONS_OFF.get(field, "default"):
                 raise ConfigError(field, value, rule, works)
 
 

@@ -157,6 +157,7 @@ ATTENTION: Registry[Any] = Registry(
     expects="harness.model.kernels:Kernel",
 )
 """Backends of the attention operation."""
+FLASH = ("default", "FA3", "FA4")
 OBSERVERS: Registry[Any] = Registry(
     "observer",
     {
@@ -207,6 +208,9 @@ class TrainingConfig:
     """Backend of attention: ``sdpa``, ``flex`` (FlexAttention) or ``varlen`` (flash attention over
     concatenated documents). All compute the same. The last two need a GPU, and skip the masked blocks between
     documents. flex needs a head dimension of at least 16."""
+    flash: str = execution("default", choices=FLASH, id_omits_default=True)
+    """Flash attention of sdpa, varlen and the ring: torch's (default; sdpa prefers cuDNN's); FA3, of package
+    flash_attn_interface, for Hopper; or FA4, of flash_attn.cute, for Hopper and Blackwell."""
     objective_options: dict[str, Any] = numerics(factory=dict, id_omits_default=True)
     """Options of the objective, for an architecture that another package has added."""
     gc_interval: int = execution(50, least=0)

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend, activate_flash_attention_impl, sdpa_kernel
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 from harness.config.model import AttentionSpan
+from harness.util.errors import ConfigError
 
 # B: batch, T: sequence, H: query heads, K: key and value heads, D: head width, E: head width of values
 
@@ -250,6 +251,22 @@ class VarlenKernel(Kernel):
         )
         assert isinstance(out, Tensor)
         return out.unflatten(0, (B, T))[..., :width]
+
+
+def use_flash(name: str, device: torch.device) -> None:
+    """Have torch run FlashAttention-3 or 4 where it would run its own, and in place of cuDNN's attention."""
+    package, majors = {"FA3": ("flash_attn_interface", (9,)), "FA4": ("flash_attn.cute", (9, 10))}[name]
+    major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else None
+    if major not in majors:
+        rule = f"runs on GPUs of compute capability {' and '.join(f'{each}.0' for each in majors)}"
+        raise ConfigError("training.flash", name, f"{rule}, and this rank has none", ["default"])
+    try:
+        activate_flash_attention_impl(name)
+    except (ImportError, RuntimeError) as error:
+        raise ConfigError(
+            "training.flash", name, f"{package}: {error}", f"default, or install {package}"
+        ) from None
+    torch.backends.cuda.enable_cudnn_sdp(False)  # which sdpa prefers
 
 
 def sees(span: AttentionSpan, q: Tensor, k: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from harness.config.job import Job
 from harness.config.pipeline import split_modules, stages_of_rank
 from harness.config.training import ATTENTION
 from harness.model.architecture import architecture_of
+from harness.model.kernels import use_flash
 from harness.model.part import ModelPart
 from harness.parallelism.activation_checkpoint import apply_activation_checkpoint, wraps_compiled_blocks
 from harness.parallelism.compile import apply_compile, prepare_compiler
@@ -46,6 +47,8 @@ def build_on_meta(job: Job, mesh: Mesh, device: torch.device, *, plain: bool = F
     prepare_compiler(job.compile, job.activation_checkpoint, layout, lengths)
     if layout.async_tp:
         enable_async(mesh.axis("tp"), device)
+    if job.training.flash != "default":
+        use_flash(job.training.flash, device)
     architecture = architecture_of(job.model)
     modules = split_modules(layout, job.model.n_layers)
     converted = () if job.precision.linear == "none" else sort_linears(job.model, job.precision).converted

@@ -93,6 +93,8 @@ def settings(job: Job, run_dir: Path) -> dict[str, str]:
     return engines | {
         # Segments that grow avoid fragmentation where shapes vary.
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        # The rest was read in, and rehearsed with, the older implementation (pytorch/pytorch/pull/192281).
+        "TORCH_DIST_USE_NCCL2": "0",
         # A collective that fails ends the process, and the launcher notices that.
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
         # Pipeline stages share one communicator, made with the mesh. torch warns that it serializes its

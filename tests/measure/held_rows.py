@@ -1,8 +1,8 @@
 """Bands around the plan's figures, from the errors of experiments/published/held_out.csv.
 
 Rows of one source share a cluster, a trainer and what is wrong in both, so every source counts once. A class
-with fewer than ``FEWEST`` sources has the band of all rows. ``coverage`` counts the rows inside of bands that
-were made without the row's own source.
+with fewer than ``FEWEST`` sources has the band of all rows, or the hull of that and its hardware's, if the
+hardware has as many. ``coverage`` counts rows inside of bands that were made without the row's own source.
 """
 
 from __future__ import annotations
@@ -103,9 +103,18 @@ def evidence(rows: Sequence[Held], kind: Kind) -> dict[str, Evidence]:
 def _band(known: Sequence[Held], name: str, kind: Kind) -> tuple[float, float]:
     """Published over planned, from ``LOW`` to ``HIGH``, for a class."""
     error, class_of = kind
-    own = [row for row in known if class_of(row) == name]
-    rows = own if len({row.source for row in own}) >= FEWEST else known
-    return predicted([1 / (1 + (error(row) or 0.0)) for row in rows], [row.source for row in rows])
+
+    def of(rows: Sequence[Held]) -> tuple[float, float]:
+        return predicted([1 / (1 + (error(row) or 0.0)) for row in rows], [row.source for row in rows])
+
+    alike = (
+        [row for row in known if class_of(row).endswith(end)] for end in (name, name.partition(" on ")[2])
+    )
+    own, hardware = (of(rows) if len({row.source for row in rows}) >= FEWEST else None for rows in alike)
+    if own is not None:
+        return own
+    bands = [of(known), *([hardware] if hardware is not None else [])]
+    return min(low for low, _ in bands), max(high for _, high in bands)
 
 
 def predicted(ratios: Sequence[float], sources: Sequence[str]) -> tuple[float, float]:

@@ -9,6 +9,7 @@ from torch import Tensor
 from harness.config.model import AttentionSpan
 from harness.model import kernels
 from harness.model.kernels import AttentionSpec, FlexKernel, Kernel, SdpaKernel, VarlenKernel
+from harness.util.errors import ConfigError
 
 # E: width of values
 B, T, H, K, D, E = 2, 12, 6, 2, 8, 6
@@ -124,3 +125,19 @@ def test_output_and_gradients_on_a_gpu(name: str, documents: Tensor | None, kern
     for a, b in zip(found, expected, strict=True):
         assert a.grad is not None and b.grad is not None
         assert float((a.grad.cpu().float() - b.grad).norm() / b.grad.norm()) < 2e-2
+
+
+@pytest.mark.parametrize(
+    ("device", "major", "rule"),
+    [
+        ("cpu", 9, "runs on GPUs of compute capability 9.0, and this rank has none; would work: default"),
+        ("cuda", 8, "runs on GPUs of compute capability 9.0, and this rank has none; would work: default"),
+        ("cuda", 9, "flash_attn_interface: No module named 'flash_attn_interface'; would work: default, or"),
+    ],
+)
+def test_flash_attention_that_is_not_there_is_refused(
+    monkeypatch: pytest.MonkeyPatch, device: str, major: int, rule: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (major, 0))
+    with pytest.raises(ConfigError, match=rule):
+        kernels.use_flash("FA3", torch.device(device))

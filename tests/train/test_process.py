@@ -28,6 +28,7 @@ from harness.util.errors import UserError
 ROOT = Path(__file__).parents[2]
 OURS = {
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+    "TORCH_DIST_USE_NCCL2": "0",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
     "TORCH_FR_BUFFER_SIZE": "2000",

@@ -135,7 +135,7 @@ def _keep(
     calls: dict[str, list[Tensor]], name: str, pairs: bool, _: Any, inputs: tuple[Any, ...], output: Any
 ) -> None:
     """Forward hook: keep a copy of a module's output [B, T, ...] or [B, ...]."""
-    # Private, read in torch 2.13: not -1 inside of a backward pass, which recomputes modules.
+    # Private, read in torch 2.13 to 2.15: not -1 inside of a backward pass, which recomputes modules.
     if torch._C._current_graph_task_id() != -1:
         return
     if isinstance(output, Routing):

@@ -20,14 +20,9 @@ GENERATIONS |= dict.fromkeys(("MI300X", "MI325X"), "CDNA 3")
 """Generations with published rows, by the first word of an accelerator's name."""
 
 
-def generation_of(accelerator: str) -> str | None:
-    """Return the hardware generation of an accelerator; None without published rows."""
-    return GENERATIONS.get(accelerator.split()[0])
-
-
 def class_of(job: Job, accelerator: str) -> str | None:
     """Return the class of a job, such as "dense models on Hopper"; None without a generation."""
-    generation = generation_of(accelerator)
+    generation = GENERATIONS.get(accelerator.split()[0])
     return None if generation is None else f"{costs_of(job.model).kind(job.model)} on {generation}"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from harness.config.job import Job
 from harness.config.parallelism import AXES
-from harness.tools.plan.constants import ACHIEVED, OTHER, Achieved, Calibration, Constants, Software
+from harness.tools.plan.constants import ACHIEVED, HGX, OTHER, Achieved, Calibration, Constants, Software
 from harness.util.hardware import Accelerator
 
 # Boards of up to four of these have no switch (docs.nvidia.com, vGPU, NVSwitch lists boards of eight only).
@@ -66,7 +66,10 @@ class Machine:
     @cached_property
     def achieved(self) -> Achieved:
         shares: Any = self.device.achieved
-        return replace(ACHIEVED.get(self.device.name, OTHER), **shares)
+        found, clock = ACHIEVED.get(self.device.name, OTHER), self.constants.hgx
+        if self.device.name in HGX:
+            found = replace(found, half=found.half * clock, float8=found.float8 * clock)
+        return replace(found, **shares)
 
     def product_seconds(
         self,

@@ -46,8 +46,15 @@ def with_speed(plan: Plan, calibration: Calibration | None = None) -> Plan:
     machine = machine_of(plan.job, calibration)
     if machine is None:
         return plan
-    speed, traffic = StepModel(plan.job, machine).speed()
-    return replace(plan, speed=speed, traffic=traffic, phases=_phases(plan.job, machine))
+    model = StepModel(plan.job, machine)
+    (speed, traffic), busiest = model.speed(), model.worker.busiest
+    notes = plan.notes
+    if busiest > 1 and plan.job.model.moe.enabled:
+        least = (
+            f"time assumes a router near balance: the busiest rank has {busiest:.2f} times its share of rows"
+        )
+        notes = [*notes, f"{least}; one far from balance can halve the speed"]
+    return replace(plan, speed=speed, traffic=traffic, notes=notes, phases=_phases(plan.job, machine))
 
 
 def plan_memory(job: Job, calibration: Calibration | None = None) -> Plan:

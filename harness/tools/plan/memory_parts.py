@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from harness.config.job import Job
 from harness.model.architecture import block_kinds
@@ -94,7 +94,7 @@ class ActivationBytes(Memo):
         declared = self.costs.block_activations(job.model, layer, job.training.seq_len, on_cpu=self.cpu)
         # Blocks with experts on other ranks are compiled in pieces (compile.py), which save the same tensors.
         compiled = self.job.compile.blocks and self.job.compile.backend != "eager"
-        everything = self.total(declared.kept, compiled=compiled)
+        everything = self._without_recomputation(declared, layer, compiled=compiled)
         recomputed = self._recomputed(declared, layer, compiled=compiled)
         stream, partial = self._stream(), self._stream(ActivationSplit.PARTIAL)
         gradients = self.total(declared.backward, compiled=compiled)
@@ -124,6 +124,23 @@ class ActivationBytes(Memo):
         each += 2 * compute * (both - declared)  # they and their gradients
         return self.tokens * each / self.degree[ActivationSplit.INNER]
 
+    def _without_recomputation(self, declared: PartActivations, layer: int, *, compiled: bool) -> float:
+        """Bytes that a block saves where torch's partitioner chooses. With 8-bit products it saves results of
+        products in the place of inputs, which it computes and casts again, and the last one's input, cast."""
+        everything = self.total(declared.kept, compiled=compiled)
+        chosen = compiled and self.job.activation_checkpoint.mode not in ("full", "selective_op")
+        if not chosen or self.job.precision.linear == "none":
+            return everything
+        last = self.total(each for each in declared.kept if each.name.endswith(".product"))
+        width = BYTES["float8"] / BYTES[self.job.precision.param_dtype]
+        return min(everything, self._results(declared, layer) + width * last)
+
+    def _results(self, declared: PartActivations, layer: int) -> float:
+        """Bytes of a compiled block's input, and of results of products that its backward reads."""
+        products = self._products(replace(declared, products=declared.products[:-1]), layer, 1, compiled=True)
+        saved = (*declared.choices, *declared.always_saved, *self._collectives(), *products)
+        return self._stream() + self.total(saved)
+
     def _recomputed(
         self, declared: PartActivations, layer: int, *, compiled: bool
     ) -> tuple[float, float] | None:
@@ -138,14 +155,16 @@ class ActivationBytes(Memo):
         choices = 0.0 if self.job.parallelism.splits_backward else self.total(declared.choices)
         if how.mode == "memory_budget":
             # torch's partitioner fills a budget: a fraction between the minimum it has to save and what it
-            # saves without recomputation (torch/_functorch/partitioners.py, choose_saved_values_set).
-            everything = self.total(declared.kept, compiled=True)
-            return entering + how.memory_budget * (everything - entering), 0.0
+            # saves without recomputation. Below 1 it recomputes all that is not a result of a product first
+            # (torch/_functorch/partitioners.py, choose_saved_values_set, more_aggressive_options).
+            everything = self._without_recomputation(declared, layer, compiled=True)
+            filled = entering + how.memory_budget * (everything - entering)
+            return min(filled, self._results(declared, layer) if how.memory_budget < 1 else filled), 0.0
         if how.mode != "selective_op":
             return entering + choices, 0.0
         # In pieces both halves are recomputed, each from its own input.
         entering *= 2 if compiled and self._in_pieces(layer) else 1
-        products = self._products(declared, layer, compiled=compiled)
+        products = self._products(declared, layer, how.save_every_nth_matmul, compiled=compiled)
         saved = [*declared.always_saved, *self._collectives(), *products]
         recomputed = {tensor.name for tensor in declared.kept}
         extra = sum(self.bytes_of(tensor) for tensor in saved if tensor.name not in recomputed)
@@ -154,8 +173,10 @@ class ActivationBytes(Memo):
     def _in_pieces(self, layer: int) -> bool:
         return self.job.parallelism.has_expert_mesh and self.job.model.has_experts(layer)
 
-    def _products(self, declared: PartActivations, layer: int, *, compiled: bool) -> list[SavedTensor]:
-        nth, halves = self.job.activation_checkpoint.save_every_nth_matmul, [declared.products]
+    def _products(
+        self, declared: PartActivations, layer: int, nth: int, *, compiled: bool
+    ) -> list[SavedTensor]:
+        halves = [declared.products]
         if compiled and self._in_pieces(layer):
             # Those of the router and of shared experts are inside of compiled pieces.
             attention = tuple(each for each in declared.products if not each.name.startswith("moe."))

@@ -6,6 +6,7 @@
   device still reads it, but then gets a plausible one from this file: rows are routed to experts
   evenly (or skewed by ``rehearse.skew``), a sequence has four documents, stages agree that shapes are known.
 * **Data.** Batches of zeros, in the job's shape, and no tokenizer.
+* **FlashAttention-3 and 4**, which need packages: torch's own flash attention.
 * **cuDNN's attention**, whose plans the library cannot give: tensors of the same shapes, no workspace.
 """
 
@@ -25,8 +26,10 @@ from torch import Tensor
 from torch._meta_registrations import alloc_with_matching_layout
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import ProcessGroupAllocMixin
 from torch.distributed.pipelining.stage import InferenceMode, PipelineStage
+from torch.nn.attention._registry import _FLASH_ATTENTION_IMPLS
 
 from harness.config.job import Job
+from harness.config.training import FLASH
 from harness.data.loader import AnyBatch, Batch, Loader
 from harness.model.kernels import VarlenKernel
 from harness.parallelism.expert import ExpertExchange
@@ -52,6 +55,7 @@ def substitutes(job: Job, gpu: VirtualGpu, skew: float) -> Iterator[None]:
         undo.enter_context(patch.object(trainer, "RankGroup", lambda _: None))  # nothing is saved
         undo.enter_context(patch.object(trainer, "build_tokenizer", lambda _: None))
         undo.enter_context(patch.object(trainer, "loader_of", lambda job, _, rows: Zeros(job, len(rows))))
+        undo.enter_context(patch.dict(_FLASH_ATTENTION_IMPLS, dict.fromkeys(FLASH, lambda: None)))
         undo.enter_context(patch.object(ExpertExchange, "_lengths", _lengths(skew)))
         undo.enter_context(patch.object(VarlenKernel, "mask", _mask))
         undo.enter_context(patch.object(PipelineStage, "_prepare_forward_infra", _shapes_are_known))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import random
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -37,8 +38,15 @@ def test_the_tables_are_those_of_the_committed_rows() -> None:
 
 def test_the_defaults_are_fitted_to_all_rows() -> None:
     constants = Constants()
-    says = f"Fitted to all rows: matmul {constants.matmul}, float8 {constants.float8}."
+    says = f"Fitted to all rows: matmul {constants.matmul}, float8 {constants.float8}, hgx {constants.hgx}."
     assert says in held_out.REPORT.read_text()
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/measurements.md"])
+def test_pages_have_the_errors_of_the_report(page: str) -> None:
+    text, report = (held_out.ROOT / page).read_text(), held_out.REPORT.read_text()
+    rows, median = re.search(r"^\| all \| (\d+) \| ([\d.]+)%", report, re.MULTILINE).groups()
+    assert f"{rows} " in text and f"{median} %" in text
 
 
 def test_committed_rows_are_planned_as_today() -> None:
@@ -69,7 +77,7 @@ def test_four_of_five_rows_of_one_more_source_are_inside() -> None:
 
 def test_one_source_far_off_moves_the_constants_little() -> None:
     def response(source: str, off: float) -> Any:
-        terms = {"matmul": (1.0, 0.0), "float8": (0.0, 0.0)}
+        terms = {"matmul": (1.0, 0.0), "float8": (0.0, 0.0), "hgx": (0.0, 0.0)}
         return held_out.Response(source, math.log(off), terms)
 
     alike = [response(name, 0.9) for name in "abcd"]

@@ -166,7 +166,7 @@ def test_formats(rehearsals: Rehearsals, preset: str) -> None:
     [
         *(f"parallelism=hsdp_tp optimizer={preset}" for preset in options("optimizer")),
         *(f"parallelism=fsdp activation_checkpoint={preset}" for preset in options("activation_checkpoint")),
-        "parallelism=fsdp parallelism.fsdp_prefetch=3",
+        "parallelism=fsdp parallelism.fsdp_prefetch=3 training.flash=FA3",
         *(f"parallelism=hsdp parallelism.fsdp_buffers={buffers}" for buffers in ("registered", "symmetric")),
     ],
 )
