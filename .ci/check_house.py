@@ -22,24 +22,24 @@ ROOT = Path(__file__).resolve().parents[1]
 # From the ground up, with budgets of lines. They go down with every deletion.
 BUDGETS = {
     "util": 1325,
-    "config": 4700,
+    "config": 4705,
     "data": 5190,
     "model": 2588,
     "metrics": 1440,
     "run": 590,
     "precision": 600,
-    "parallelism": 2504,
-    "optimizer": 1145,
+    "parallelism": 2508,
+    "optimizer": 1223,
     "checkpoint": 2280,
     "weights": 3240,
     "train": 3472,
-    "compose": 2793,
+    "compose": 2796,
     "launch": 4540,
-    "tools": 15562,
+    "tools": 15587,
     "contrib": 4450,
 }
 ROOMS = tuple(BUDGETS)
-DOORS, FILES_AT_MOST, LINES_AT_MOST, TESTS_AT_MOST = 4, 278, 56_420, 35_472
+DOORS, FILES_AT_MOST, LINES_AT_MOST, TESTS_AT_MOST = 4, 278, 56_538, 35_642
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted((ROOT / "harness").rglob("*.py"))

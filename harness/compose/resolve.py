@@ -13,6 +13,7 @@ from harness.config.cluster import count_gpus
 from harness.config.data_kinds import DATA_KINDS
 from harness.config.fields import check_rules
 from harness.config.job import Job
+from harness.config.optimizer import EIGHT_BIT
 from harness.config.texts import validate_texts
 from harness.config.training import ScaleConfig
 from harness.model.architecture import architecture_of, resolve_model
@@ -351,6 +352,10 @@ def check_scheduled_sizes(job: Job) -> None:
 
 
 def check_optimizer_groups(job: Job) -> None:
+    if job.optimizer.state_dtype == EIGHT_BIT:
+        from harness.optimizer.settings import check_blocks
+
+        check_blocks(job.optimizer, tensors(job.model).values(), job.parallelism)
     if job.optimizer.groups:
         from harness.optimizer.settings import check_groups
 

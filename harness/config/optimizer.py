@@ -91,6 +91,8 @@ def lr_scale(name: str) -> Callable[[float, float], float]:
 
 IMPLEMENTATIONS = ("auto", "fused", "foreach", "for-loop")
 STATE_DTYPES = ("float32", "bfloat16")
+EIGHT_BIT, BLOCK = "8bit", 128
+"""Format of running means: 8-bit codes with a float32 scale for each block of so many values of a row."""
 # A mean m shrinks by (1 - beta) m per step. The change is rounded away if it is less than half a bfloat16
 # step, which is at most 2**-8 m.
 LARGEST_BFLOAT16_BETA = 0.99
@@ -173,9 +175,10 @@ class OptimizerConfig:
     ``convert.ema=true`` exports it."""
     options: dict[str, Any] = numerics(factory=dict, id_omits_default=True)
     """Options of a kind that another package has added."""
-    state_dtype: str | None = numerics(None, choices=STATE_DTYPES)
-    """Format of the running means, float32 or bfloat16; updates are computed in float32. null means that of
-    the parameters, precision.master_dtype."""
+    state_dtype: str | None = numerics(None, choices=(*STATE_DTYPES, EIGHT_BIT))
+    """Format of the running means: float32, bfloat16, or, for AdamW and Adam, 8bit (arXiv:2110.02861), which
+    leaves vectors and rows that 128 does not divide in float32. Updates are computed in float32. null means
+    that of the parameters, precision.master_dtype."""
     implementation: str = execution("auto", choices=IMPLEMENTATIONS)
     """torch's implementation of the update: auto (fused), fused, foreach or for-loop. bfloat16 state or
     parameters need auto, which uses our own loop: torch does not update them in float32. With foreach and
@@ -209,8 +212,11 @@ class OptimizerConfig:
                 rule = f"has no effect with optimizer.kind={self.kind}"
                 works = f"{'null' if default is None else default}, or {other}"
                 raise ConfigError(f"optimizer.{name}", value, rule, works)
-        if self.implementation != "auto" and "bfloat16" in (master_dtype, self.state_dtype):
-            rule = "torch's AdamW does not update bfloat16 parameters or state in float32"
+        if self.state_dtype == EIGHT_BIT and (others := sorted(self.kinds - {"adamw", "adam"})):
+            rule = f"is a format of AdamW's and Adam's state, and {others[0]} updates tensors too"
+            raise ConfigError("optimizer.state_dtype", EIGHT_BIT, rule, "bfloat16, or optimizer=adamw")
+        if self.implementation != "auto" and {"bfloat16", EIGHT_BIT} & {master_dtype, self.state_dtype}:
+            rule = "torch's AdamW does not update parameters or state of fewer bits in float32"
             works = "auto, or optimizer.state_dtype=float32 and precision.master_dtype=float32"
             raise ConfigError("optimizer.implementation", self.implementation, rule, works)
         if self.implementation != "auto" and not KINDS[self.kind].is_torchs and not KINDS[self.kind].others:

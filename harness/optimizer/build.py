@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.sgd import sgd
 
-from harness.config.optimizer import DECAYS, KINDS, OptimizerConfig, ScheduleConfig, lr_scale
+from harness.config.optimizer import DECAYS, EIGHT_BIT, KINDS, OptimizerConfig, ScheduleConfig, lr_scale
 from harness.config.registry import load_attribute
 from harness.model.spec import TensorSpec
 from harness.optimizer.base import CombinedOptimizer, local, parts_of
@@ -105,7 +105,7 @@ def muon(config: OptimizerConfig, groups: Groups, ranks: dist.ProcessGroup | Non
 
 
 def _state_dtype(config: OptimizerConfig) -> torch.dtype:
-    return getattr(torch, config.state_dtype or "float32")
+    return torch.uint8 if config.state_dtype == EIGHT_BIT else getattr(torch, config.state_dtype or "float32")
 
 
 def build_schedule(config: ScheduleConfig, optimizer: torch.optim.Optimizer, steps: int) -> LambdaLR:

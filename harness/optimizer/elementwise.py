@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from harness.config.optimizer import BLOCK
 from harness.optimizer.base import OwnOptimizer, local
+from harness.optimizer.settings import in_blocks
 from harness.precision.swap import plain
 
 
@@ -41,8 +45,12 @@ class RoundedAdamW(OwnOptimizer):
         if not state:
             # On the host, which reads the step to compute factors; reading it from a device would wait.
             state["step"] = torch.zeros((), dtype=torch.float32)
-            state["exp_avg"] = torch.zeros_like(parameter, dtype=self.state_dtype)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=self.state_dtype)
+            codes = self.state_dtype == torch.uint8
+            dtype = torch.float32 if codes and not in_blocks(parameter.shape) else self.state_dtype
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros_like(parameter, dtype=dtype)
+                if dtype == torch.uint8:
+                    state[f"{name}_scale"] = _scales(parameter)
 
     def _bias_corrections(
         self, parameters: list[Tensor], group: dict[str, Any], applied: Tensor | None
@@ -75,8 +83,8 @@ class RoundedAdamW(OwnOptimizer):
 
     def _update(self, parameter: Tensor, factors: _Factors, divisor: Any, rate: Any) -> None:
         state = self.state[parameter]
-        targets = [local(plain(each)) for each in (parameter, state["exp_avg"], state["exp_avg_sq"])]
-        value, mean, square = (each.float() for each in targets)
+        target = local(plain(parameter))
+        value, mean, square = target.float(), _read(state, "exp_avg"), _read(state, "exp_avg_sq")
         gradient = local(parameter.grad).float()  # type: ignore[arg-type]
         if factors.penalty:
             gradient = gradient.add(value, alpha=factors.penalty)
@@ -90,10 +98,54 @@ class RoundedAdamW(OwnOptimizer):
             value.addcdiv_(mean, root, value=-rate)
         else:
             value.addcdiv_(mean, root.div_(rate), value=-1)
-        for target, computed in zip(targets, (value, mean, square), strict=True):
-            # float32 targets were updated in place.
-            if target.dtype != torch.float32:
-                target.copy_(computed)
+        if target.dtype != torch.float32:  # else it was updated in place
+            target.copy_(value)
+        _write(state, "exp_avg", mean, factors.skipped)
+        _write(state, "exp_avg_sq", square, factors.skipped)
+
+
+def _scales(parameter: Tensor) -> Tensor:
+    """Scales of a parameter's blocks, all zero, sharded as it is."""
+    mine = local(parameter)
+    zeros = torch.zeros(*mine.shape[:-1], mine.shape[-1] // BLOCK, device=mine.device)
+    if not isinstance(parameter, DTensor):
+        return zeros
+    shape = torch.Size((*parameter.shape[:-1], parameter.shape[-1] // BLOCK))
+    stride = torch.empty(shape, device="meta").stride()
+    where = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(zeros, *where, run_check=False, shape=shape, stride=stride).to(parameter.device)
+
+
+@lru_cache
+def _values(name: str, device: torch.device) -> Tensor:
+    """Values of the 256 codes, in order, as torchao and bitsandbytes have them; squares have no sign."""
+    from torchao.optim.quant_utils import create_dynamic_map
+
+    return torch.tensor(create_dynamic_map(signed=name == "exp_avg"), device=device)
+
+
+def _read(state: dict[str, Tensor], name: str) -> Tensor:
+    kept = local(plain(state[name]))
+    if kept.dtype != torch.uint8:
+        return kept.float()
+    blocks = _values(name, kept.device)[kept.int()].unflatten(-1, (-1, BLOCK))
+    return (blocks * local(state[f"{name}_scale"]).unsqueeze(-1)).flatten(-2)
+
+
+def _write(state: dict[str, Tensor], name: str, computed: Tensor, skipped: Tensor | None) -> None:
+    """Round to the nearest code; a step that is skipped changes no code and no scale."""
+    kept = local(plain(state[name]))
+    if kept.dtype == torch.float32:
+        return  # it was updated in place
+    if kept.dtype != torch.uint8:
+        kept.copy_(computed)
+        return
+    values, blocks = _values(name, kept.device), computed.unflatten(-1, (-1, BLOCK))
+    scale = blocks.abs().amax(-1)
+    relative = blocks / scale.unsqueeze(-1).clamp(min=torch.finfo(torch.float32).tiny)
+    codes = torch.bucketize(relative, (values[1:] + values[:-1]) / 2, out_int32=True).flatten(-2)
+    for target, new in ((kept, codes.to(torch.uint8)), (local(state[f"{name}_scale"]), scale)):
+        target.copy_(new if skipped is None else torch.where(skipped, target, new))
 
 
 class _Factors(NamedTuple):

@@ -7,12 +7,21 @@ a job read it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from harness.config.fields import check_rules, from_dict, numerics
-from harness.config.optimizer import BETA_RULE, KINDS, LARGEST_BFLOAT16_BETA, OptimizerConfig, lr_scale
+from harness.config.optimizer import (
+    BETA_RULE,
+    BLOCK,
+    EIGHT_BIT,
+    KINDS,
+    LARGEST_BFLOAT16_BETA,
+    OptimizerConfig,
+    lr_scale,
+)
+from harness.config.parallelism import ParallelismConfig
 from harness.model.spec import TensorSpec
 from harness.util.errors import ConfigError
 
@@ -104,6 +113,23 @@ def _mup_factor(config: OptimizerConfig, kind: str, tensor: TensorSpec) -> float
     scale, outputs, inputs = lr_scale(config.lr_scale), tensor.outputs, tensor.inputs
     own, base = scale(outputs, inputs), scale(outputs / widths.outputs, inputs / widths.inputs)
     return (widths.outputs / widths.inputs) ** 0.5 * base / own
+
+
+def in_blocks(shape: Sequence[int]) -> bool:
+    """Whether the 8-bit state of a tensor has codes: on every layout the same tensors have."""
+    return len(shape) > 1 and shape[-1] % BLOCK == 0
+
+
+def check_blocks(config: OptimizerConfig, tensors: Iterable[TensorSpec], layout: ParallelismConfig) -> None:
+    """Check that tensor parallelism cuts no block of 8-bit state."""
+    for tensor in tensors if config.state_dtype == EIGHT_BIT else ():
+        splits = layout.splits_experts if tensor.is_expert else layout.tp > 1
+        of_row = splits and tensor.split_dim == len(tensor.shape) - 1
+        if of_row and in_blocks(tensor.shape) and tensor.shape[-1] % (BLOCK * layout.tp):
+            rule = f"parallelism.tp={layout.tp} cuts blocks of {BLOCK} values of {tensor.name}"
+            raise ConfigError(
+                "optimizer.state_dtype", EIGHT_BIT, rule, "bfloat16, or a smaller parallelism.tp"
+            )
 
 
 def check_mup(config: OptimizerConfig, base_dim: int, tensors: Iterable[TensorSpec]) -> None:

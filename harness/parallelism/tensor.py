@@ -313,9 +313,6 @@ def apply_tensor_parallel(
     part.tie_embeddings()
 
 
-_GATHERED = (Split.HEAD, Split.OUTPUT, Split.MODULATION)
-
-
 def apply_for_passes(part: ModelPart, mesh: DeviceMesh) -> None:
     """Split every module as its spec says, in place, for passes without gradients and a replicated stream.
 
@@ -332,24 +329,31 @@ def apply_for_passes(part: ModelPart, mesh: DeviceMesh) -> None:
                 _split(module, tensor.name, mesh, tensor.split_dim)
         if spec.split is Split.VOCABULARY:
             module.forward = partial(_look_up, module, mesh, None)  # type: ignore[method-assign]
-        elif spec.split in (Split.COLUMN, Split.ROW, *_GATHERED):
-            module.forward = partial(_multiply, module, spec.split, mesh.get_group())  # type: ignore[method-assign]
+        elif spec.split in (Split.COLUMN, Split.ROW, Split.HEAD, Split.OUTPUT, Split.MODULATION):
+            # Equal blocks share compiled code if their modules are alike; functions of their own are not.
+            module.__class__, module.split, module.group = PlainLinear, spec.split, mesh.get_group()
     part.tie_embeddings()
 
 
-def _multiply(module: nn.Linear, split: Split, group: dist.ProcessGroup, x: Tensor) -> Tensor:
-    weight, bias = local_shard(module, "weight"), None if module.bias is None else local_shard(module, "bias")
-    if split is Split.ROW:
-        out = summed(group, F.linear(x, weight))
-        return out if bias is None else out + bias
-    out = F.linear(x, weight, bias)
-    if split not in _GATHERED:
-        return out
-    missing = -(-module.out_features // group.size()) - out.shape[-1]
-    out = F.pad(out, (0, missing)) if missing else out
-    gathered = out.new_empty(group.size() * len(out), *out.shape[1:])
-    dist.all_gather_single(gathered, out, group)
-    return gathered.unflatten(0, (group.size(), -1)).movedim(0, -2).flatten(-2)[..., : module.out_features]
+class PlainLinear(nn.Linear):
+    """A linear on this rank's shard; the ranks' results are summed or gathered as ``split`` says."""
+
+    split: Split
+    group: dist.ProcessGroup
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = local_shard(self, "weight"), None if self.bias is None else local_shard(self, "bias")
+        if self.split is Split.ROW:
+            out = summed(self.group, F.linear(x, weight))
+            return out if bias is None else out + bias
+        out, ranks = F.linear(x, weight, bias), self.group.size()
+        if self.split is Split.COLUMN:
+            return out
+        missing = -(-self.out_features // ranks) - out.shape[-1]
+        out = F.pad(out, (0, missing)) if missing else out
+        gathered = out.new_empty(ranks * len(out), *out.shape[1:])
+        dist.all_gather_single(gathered, out, self.group)
+        return gathered.unflatten(0, (ranks, -1)).movedim(0, -2).flatten(-2)[..., : self.out_features]
 
 
 def summed(group: dist.ProcessGroup, x: Tensor) -> Tensor:

@@ -46,6 +46,9 @@ LAYOUTS = {
     ],
     # A replica that sends no piece of a matrix has its momentum all the same: checkpoints may take it there.
     "hsdp_muon": ["parallelism=hsdp", "optimizer=muon"],
+    "fsdp_tp_8bit": [
+        *("parallelism=fsdp_tp", "model.dim=256", "model.ffn_hidden_dim=512", "optimizer.state_dtype=8bit")
+    ],
     "full_bf16_in_backward": [
         *("parallelism=tp", "parallelism.tp=2", "precision=bf16_full", "checkpoint=async"),
         *("optimizer.in_backward=true", "training.max_norm=0"),
@@ -159,6 +162,14 @@ CHAINS = {
         "parallelism=fsdp_tp_ep parallelism.ep=4",
         "parallelism=tp parallelism.expert_tensor_parallel=true",
         "parallelism=ep",
+    ),
+    # Codes and scales of 8-bit states move by blocks.
+    "8bit": (
+        (*ODD, "model.dim=256", "model.ffn_hidden_dim=512", "optimizer.state_dtype=8bit"),
+        "parallelism=fsdp parallelism.dp_shard=4",
+        "parallelism=fsdp_tp",
+        "parallelism=fsdp parallelism.dp_shard=3",
+        "parallelism=single",
     ),
     "scheduled sizes": (SCHEDULE, "parallelism=cp", "parallelism=fsdp"),
 }

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
+from harness.config.cluster import count_gpus
 from harness.config.job import Job
 from harness.data.tokenizer import Tokenizer, build_tokenizer
 from harness.model.cache import CachedPass
@@ -144,6 +146,8 @@ PADDING = 0
 class Passes:
     """Passes over the tokens of batches. Lengths and new tokens stay on the device.
 
+    A GPU repeats the pass of one token as a CUDA graph, captured once for each number of sequences.
+
     Args:
         model: the model, with ``use_cache`` called.
     """
@@ -151,22 +155,41 @@ class Passes:
     def __init__(self, model: InferenceModel, sampler: Sampler) -> None:
         self.model, self.sampler = model, sampler
         self._tokens_B = self._lengths_B = torch.empty(0)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        # The host starts FSDP's collectives, and multiplies experts one by one if they are not in bfloat16.
+        # Virtual GPUs have no device file, and no graphs.
+        needs_host = model.job.model.moe.enabled and model.job.precision.param_dtype != "bfloat16"
+        of_fsdp = isinstance(model.part, FSDPModule)
+        has_graphs = model.device.type == "cuda" and count_gpus() > 0
+        self._captures = has_graphs and not (needs_host or of_fsdp)
 
     def begin(self, prompts: Sequence[Sequence[int]], numbers: Sequence[int], most: int) -> HostCopy:
         """Run the pass over prompts; return the first new token of each, [B]."""
         device, lengths = self.model.device, [len(prompt) for prompt in prompts]
         longest = max(lengths)
+        if len(prompts) != len(self._lengths_B):
+            self._graph = None
         tokens_BT = torch.tensor([[*prompt, *[PADDING] * (longest - len(prompt))] for prompt in prompts])
         self._tokens_B = kept(self._tokens_B, tokens_BT[:, 0].to(device))
         self._lengths_B = kept(self._lengths_B, torch.tensor(lengths, device=device))
         self.sampler.begin(numbers, most, device)
-        self._run(tokens_BT.to(device), longest)
+        with torch.compiler.set_stance("force_eager"):  # prompts have many lengths
+            self._run(tokens_BT.to(device), longest)
         return HostCopy(self._tokens_B)
 
     def next(self) -> HostCopy:
         """Run the pass over the newest token of each sequence; return the ones after them, [B]."""
-        self._run(self._tokens_B[:, None], None)
-        return HostCopy(self._tokens_B)
+        if self._graph is None:
+            self._run(self._tokens_B[:, None], None)
+        else:
+            self._graph.replay()
+        new = HostCopy(self._tokens_B)
+        if self._graph is None and self._captures:
+            self._graph = torch.cuda.CUDAGraph()
+            # Other threads may go on: NCCL's look at their events.
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+                self._run(self._tokens_B[:, None], None)
+        return new
 
     def _run(self, tokens_BT: Tensor, prompts: int | None) -> None:
         logits_BV = self.model.part(tokens_BT, cached=CachedPass(self._lengths_B, prompts))[:, 0]

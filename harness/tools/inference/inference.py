@@ -28,7 +28,6 @@ from harness.weights.tokenizer import gives_same_ids
 
 FIXED: dict[str, tuple[Any, str]] = {
     "precision.linear": ("none", "float8 products need many rows; a pass has few"),
-    "compile.blocks": (False, "passes have sequences of many lengths, and are not compiled"),
     "model.moe.force_balance": (False, "is for measurements of training"),
     "cluster.kind": ("local", "starts no SLURM job; use torchrun inside of an allocation"),
 }

@@ -24,6 +24,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from harness.config.job import Job
+from harness.config.optimizer import EIGHT_BIT
 from harness.config.pipeline import split_modules
 from harness.tools.plan.constants import Software
 from harness.tools.plan.costs import costs_of
@@ -523,7 +524,7 @@ class RankStep:
         """Temporary memory of torch's updates, and of ours in float32."""
         largest = self.parameters.largest
         how = self.job.optimizer.implementation
-        if "bfloat16" in (self.job.precision.master_dtype, self.job.optimizer.state_dtype):
+        if {"bfloat16", EIGHT_BIT} & {self.job.precision.master_dtype, self.job.optimizer.state_dtype}:
             return {"runtime": 5 * 4 * largest}  # optimizer/elementwise.py: value, means, gradient and root
         if how == "foreach":
             return {"runtime": float(self.parameters.parameter_bytes)}  # roots of all second moments

@@ -20,14 +20,14 @@ from typing import Any, TypeVar
 
 from harness.config.job import Job
 from harness.config.model import ModelConfig, of_one_model
-from harness.config.optimizer import KINDS, OptimizerConfig
+from harness.config.optimizer import BLOCK, EIGHT_BIT, KINDS, OptimizerConfig
 from harness.config.parallelism import ParallelismConfig
 from harness.config.pipeline import split_modules, stages_of_rank
 from harness.config.precision import PrecisionConfig
 from harness.model.architecture import block_kinds
 from harness.model.spec import TensorSpec, fsdp_groups, tensors
 from harness.optimizer.assignment import Matrices, MatrixGroup, assign, orthogonalization_flops
-from harness.optimizer.settings import TensorSettings, exchanges, kind_of, tensor_settings
+from harness.optimizer.settings import TensorSettings, exchanges, in_blocks, kind_of, tensor_settings
 from harness.tools.plan.costs import costs_of
 
 BYTES = {"float32": 4, "bfloat16": 2, "float8": 1}
@@ -88,12 +88,16 @@ class HeldModule(Memo):
         # The balancing biases of experts: float32, replicated.
         self.buffer_bytes = sum(4 * tensor.held_elements for tensor in tensors if tensor.spec.is_buffer)
         # The optimizer's state: tensors like the parameter, and the float32 step of some kinds.
-        self.optimizer_bytes, state_bytes = 0, BYTES[optimizer.state_dtype or "float32"]
+        self.optimizer_bytes = 0.0
         self.groups: dict[str, list[HeldTensor]] = {}
         """The parameters by FSDP group."""
         for tensor in parameters:
             self.groups.setdefault(tensor.group, []).append(tensor)
             kind = KINDS[kind_of(optimizer, tensor.spec)]
+            if optimizer.state_dtype == EIGHT_BIT:
+                state_bytes = 1 + 4 / BLOCK if in_blocks(tensor.spec.shape) else 4.0
+            else:
+                state_bytes = BYTES[optimizer.state_dtype or "float32"]
             tensors_of_state = len(kind.state) * state_bytes + 4 * (optimizer.ema_decay > 0)
             self.optimizer_bytes += tensor.held_elements * tensors_of_state + 4 * kind.counts_steps
 

@@ -36,6 +36,7 @@ LAYOUTS = {
     "ep": ["parallelism=fsdp", "parallelism.dp_shard=2", "parallelism.ep=2"],
     "tp_ep": ["parallelism=tp", "parallelism.tp=2", "parallelism.dp_shard=2", "parallelism.ep=2"],
     "pp": ["parallelism=pp", "parallelism.pp=2", "training.loss_chunks=3"],
+    "compiled": ["parallelism=tp", "parallelism.tp=2", "compile=on", "compile.backend=aot_eager"],
     "tp_cp": ["parallelism=tp", "parallelism.tp=2", "parallelism.cp=2", "training.loss_chunks=3"],
 }
 FAMILIES = ["llama", "qwen2", "mistral_wide", "mixtral_window", "qwen3", "qwen3_moe", "deepseek_v2"]
@@ -79,9 +80,11 @@ def scoring_job(folder: Path, *overrides: str) -> EvaluateJob:
     return with_value(job, "training.seq_len", WINDOW)
 
 
-def generated(job: GenerateJob, folder: Path, given: list[Prompt]) -> list[list[int]]:
+def generated(
+    job: GenerateJob, folder: Path, given: list[Prompt], device: torch.device = CPU
+) -> list[list[int]]:
     function = "harness.tools.inference.decode:generate"
-    outcome = with_model(job, CPU, function, find_source(str(folder)), given, False)
+    outcome = with_model(job, device, function, find_source(str(folder)), given, False)
     return [text.tokens for text in outcome.texts]
 
 
@@ -127,6 +130,15 @@ def test_greedy_text(case: str, saved: Saved) -> None:
     assert made[0][:FEW] == own[0, len(given[0].ids) :].tolist()
 
 
+@pytest.mark.gpu
+def test_captured_pass(saved: Saved) -> None:
+    """The first batch captures the pass of a token, and the others repeat it."""
+    (folder, theirs), given, device = saved("llama"), prompts("llama"), torch.device("cuda", 0)
+    job = greedy_job(folder, "generate.batch_size=1", "cluster.device=cuda")
+    with process_group(job, device):
+        require_greedy(generated(job, folder, given, device), theirs, given)
+
+
 @pytest.mark.parametrize("case", ["llama", "deepseek_v3"])
 def test_scores(case: str, saved: Saved) -> None:
     (folder, theirs), given = saved(case), rows(case)
@@ -143,6 +155,8 @@ def test_scores(case: str, saved: Saved) -> None:
         ("generate", "deepseek_v3", "tp"),
         ("generate", "gpt_oss", "tp_ep"),
         ("generate", "llama4", "ep"),
+        ("generate", "gpt_oss", "compiled"),
+        ("evaluate", "deepseek_v3", "compiled"),
         ("evaluate", "llama", "pp"),
         ("evaluate", "llama", "tp_cp"),
         ("evaluate", "deepseek_v3", "ep"),

@@ -25,7 +25,7 @@ def test_every_known_technique_runs_on_a_cpu_or_says_why_not() -> None:
     assert len(techniques) - len(skipped) > 25
     # The control, its twin and layouts compute the same numbers; precisions do not.
     other = {name for name, each in techniques.items() if each.differs_in}
-    assert other == {"bf16", "bf16_full", *(f"{name}_emulated" for name in hardware)}
+    assert other == {"bf16", "bf16_full", "state_8bit", *(f"{name}_emulated" for name in hardware)}
 
 
 def test_runs_are_paired_by_seed() -> None:
