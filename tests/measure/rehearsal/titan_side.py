@@ -3,8 +3,8 @@
     PYTHON tests/measure/rehearsal/titan_side.py 8b_fsdp8_sel_op 8b_fsdp8_sel_op_c ...
 
 PYTHON is of the rehearsal environment after ``pip install torchtitan==0.3.0``. Model, parallelisation, loss
-and step are those of torchtitan's ``Trainer``, without CUDA graphs, which replay the same kernels. Shardings are
-DTensors, because FSDP of torch 2.13 refuses its default (spmd_types). Its float8 is rowwise.
+and step are those of torchtitan's ``Trainer``, without CUDA graphs, which replay the same kernels. Shardings
+are DTensors, because FSDP of torch 2.13 refuses its default (spmd_types). Its float8 is rowwise.
 
 Prints a line of JSON for each job: what rank 0 called in its third step, which logs nothing.
 """
