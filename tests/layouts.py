@@ -53,9 +53,10 @@ def verdict_of(
     *,
     steps: int = STEPS,
     tolerances: tuple[float, float] = TOLERANCES,
+    run: Any = trace,
 ) -> Verdict:
-    """Compare a layout with one process."""
-    traces = pool.run(job.world_size, trace, job.to_json(), steps)
+    """Compare a layout, traced by ``run``, with one process."""
+    traces = pool.run(job.world_size, run, job.to_json(), steps)
     return compare(name, job.world_size, reference(pool, job, steps), traces, tolerances)
 
 

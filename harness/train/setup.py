@@ -178,11 +178,11 @@ def set_timeouts(seconds: int) -> None:
     Applies to the default group and to the groups of all mesh axes, but not to that of checkpoints, which has
     its own timeout. Ranks need not call it at the same time.
     """
-    limit = timedelta(seconds=seconds)
+    set_one = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)  # public since torch 2.14
     for group in list(dist.distributed_c10d._world.pg_map):
         if group.group_desc == CHECKPOINT_GROUP:
             continue
-        dist.distributed_c10d._set_pg_timeout(limit, group)
+        set_one(timedelta(seconds=seconds), group)
 
 
 @contextmanager
