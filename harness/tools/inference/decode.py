@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from harness.config.cluster import count_gpus
 from harness.config.job import Job
 from harness.data.tokenizer import Tokenizer, build_tokenizer
 from harness.model.cache import CachedPass
@@ -157,11 +156,9 @@ class Passes:
         self._tokens_B = self._lengths_B = torch.empty(0)
         self._graph: torch.cuda.CUDAGraph | None = None
         # The host starts FSDP's collectives, and multiplies experts one by one if they are not in bfloat16.
-        # Virtual GPUs have no device file, and no graphs.
         needs_host = model.job.model.moe.enabled and model.job.precision.param_dtype != "bfloat16"
         of_fsdp = isinstance(model.part, FSDPModule)
-        has_graphs = model.device.type == "cuda" and count_gpus() > 0
-        self._captures = has_graphs and not (needs_host or of_fsdp)
+        self._captures = model.device.type == "cuda" and not (needs_host or of_fsdp)
 
     def begin(self, prompts: Sequence[Sequence[int]], numbers: Sequence[int], most: int) -> HostCopy:
         """Run the pass over prompts; return the first new token of each, [B]."""
