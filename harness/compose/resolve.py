@@ -256,7 +256,7 @@ def check_cuda_graphs(job: Job, *, on_cpu: bool) -> None:
         "parallelism.ep": ([1], "the host waits for the rows of experts on other ranks"),
         "parallelism.reshard_after_forward": (
             ["default", "never"],
-            "always has not been captured yet",
+            "this policy was not tried in a graph",
         ),
         "parallelism.cpu_offload": ([False], "the host updates offloaded parameters"),
         "parallelism.async_tp": ([False], "GPUs signal each other by counts of steps"),

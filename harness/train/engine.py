@@ -246,11 +246,11 @@ class Engine:
     def _graphed_update(self, norm: Tensor, *rates: Tensor) -> tuple[Tensor, ...]:
         groups = self.optimizer.param_groups
         numbers = [group["lr"] for group in groups]
-        for values in (rates, numbers):
-            for group, value in zip(groups, values, strict=True):
-                group["lr"] = value
-            if values is rates:
-                self._update(norm)
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+        self._update(norm)
+        for group, number in zip(groups, numbers, strict=True):  # the schedule computes with numbers
+            group["lr"] = number
         return ()
 
     def _update(self, norm: Tensor | float) -> None:
