@@ -525,7 +525,8 @@ class RankStep:
         largest = self.parameters.largest
         how = self.job.optimizer.implementation
         if {"bfloat16", EIGHT_BIT} & {self.job.precision.master_dtype, self.job.optimizer.state_dtype}:
-            return {"runtime": 5 * 4 * largest}  # optimizer/elementwise.py: value, means, gradient and root
+            # optimizer/elementwise.py: value, means, gradient and root. A GPU has them in registers.
+            return {"runtime": 5.0 * 4 * largest if self.cpu else 0.0}
         if how == "foreach":
             return {"runtime": float(self.parameters.parameter_bytes)}  # roots of all second moments
         return {"runtime": 2.0 * 4 * largest if how == "for-loop" else 0.0}
