@@ -23,6 +23,7 @@ from harness.config.cluster import ClusterConfig
 from harness.config.registry import load_attribute
 from harness.tools.plan.config import REHEARSE, PlanJob
 from harness.util.errors import HarnessError
+from harness.util.tables import plural
 
 
 def plan(job: PlanJob, overrides: list[str]) -> Result:
@@ -95,7 +96,7 @@ def _calibrate(folder: Path, target: str | None, cluster: ClusterConfig) -> Resu
     calibration, runs = calibrate(measured, folder, cluster)
     path = target or str(folder / "calibration.json")
     calibration.write(path)
-    left_out = f"{len(rows) - len(runs)} rows without a throughput left out"
+    left_out = f"{plural(len(rows) - len(runs), 'row')} without a throughput left out"
     return Result(
         dataclasses.asdict(calibration) | {"written": path},
         f"{render_fit(calibration, runs)}\n{left_out}\nwritten: {path}\n",

@@ -247,7 +247,7 @@ def test_the_points_of_a_space(typed: str, what: str, expected: set[object]) -> 
         ("cluster=local cluster.ranks=null", "cluster.ranks=null: a search needs the number of ranks"),
         ("model.n_kv_heads=3", "model.n_kv_heads=3: must divide"),
         ("parallelism.tp=3", r"no layout has 8 ranks with .* \(parallelism.tp\); would work: fewer"),
-        ("training.seq_len=1000000", "none of the .* ways to run 8 ranks is legal.*training.seq_len=1000000"),
+        ("training.seq_len=1000000", "none of .* ways to run 8 ranks is legal.*training.seq_len=1000000"),
         (
             "model=llama3_405b parallelism=fsdp_tp",
             r"none .* fits; the closest is at least [\d,.]+ GiB too large on its fullest rank \(.*, full\)$",
