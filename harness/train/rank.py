@@ -38,7 +38,6 @@ from harness.util.errors import (
     UserError,
 )
 from harness.util.lifeline import end_with_parent
-from harness.util.tables import plural
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -198,7 +197,7 @@ def describe(job: Job, folder: RunFolder, device: Any) -> str:
     sizes = [f"{phase.batch_size} x {phase.seq_len}" for phase in (phases[0], phases[-1])]
     return (
         f"{job.name}: {counted.parameters:,} parameters, {degrees} on {device.type}, "
-        f"{' to '.join(dict.fromkeys(sizes))} tokens a step, {plural(job.steps, 'step')}\n"
+        f"{' to '.join(dict.fromkeys(sizes))} tokens a step, {job.steps} step{'s' * (job.steps != 1)}\n"
         f"run folder {folder.path}"
     )
 

@@ -63,20 +63,6 @@ class Candidate:
         return rounded(self.seconds), self.point.complexity, self.plan.peak
 
 
-class NothingFits(UserError):
-    """No legal point fits."""
-
-    def __init__(self, found: Search) -> None:
-        assert found.closest is not None, "a point that does not fit has a shortfall"
-        shortfall, self.closest = found.closest
-        self.search, space = found, found.space
-        where = f"{mesh_of(self.closest.layout(space.base.parallelism))}, {self.closest.mode}"
-        super().__init__(
-            f"none of {plural(found.too_large, 'legal way')} to run {space.world} ranks fits; the closest is "
-            f"at least {gib(shortfall)} GiB too large on its fullest rank ({where})"
-        )
-
-
 def rounded(seconds: float) -> float:
     """Round to three digits: the plan cannot tell smaller differences."""
     return float(f"{seconds:.3g}")
@@ -94,7 +80,12 @@ def search(space: Space, top: int, calibration: Calibration | None = None, headr
     if legal:
         found.rank(legal)
     if not found.best and found.closest:
-        raise NothingFits(found)
+        shortfall, closest = found.closest
+        raise UserError(
+            f"none of {plural(found.too_large, 'legal way')} to run {space.world} ranks fits; the closest is "
+            f"at least {gib(shortfall)} GiB too large on its fullest rank; would work: more ranks, or what "
+            f"harness plan says to {' '.join(closest.overrides(space.base.parallelism))}"
+        )
     if not found.best:
         name, count = found.illegal.most_common(1)[0]
         raise UserError(

@@ -60,16 +60,11 @@ def plan(job: PlanJob, overrides: list[str]) -> Result:
 def _search(job: PlanJob, overrides: list[str]) -> Result:
     from harness.tools.plan.make import calibration_of
     from harness.tools.plan.picture import draw
-    from harness.tools.plan.search import NothingFits, search
+    from harness.tools.plan.search import search
     from harness.tools.plan.search_result import commands, render_search, search_as_dict, sweep_path
     from harness.tools.plan.space import Space
 
-    try:
-        found = search(Space.of(job.plain, overrides), job.top, calibration_of(job), job.headroom)
-    except NothingFits as failed:
-        from harness.tools.plan.remedies import what_would_fit
-
-        return what_would_fit(failed, overrides)
+    found = search(Space.of(job.plain, overrides), job.top, calibration_of(job), job.headroom)
     path = sweep_path(job.name, job.sweep_file)
     picture = draw(job.picture, found.best[0].plan)
     data, text = search_as_dict(found) | {"sweep_file": path}, f"{render_search(found)}\n"
