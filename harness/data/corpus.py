@@ -159,11 +159,6 @@ class Manifest:
     shards: list[Shard]
     key: str
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of the tokenizer's tokens; every id is smaller."""
-        return int(self.tokenizer["vocab_size"])
-
 
 def read_manifest(folder: Path) -> Manifest:
     """Read a corpus' manifest.
