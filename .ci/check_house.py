@@ -33,7 +33,7 @@ BUDGETS = {
     "checkpoint": 2280,
     "weights": 3240,
     "train": 3516,
-    "compose": 2838,
+    "compose": 2834,
     "launch": 4534,
     "tools": 15496,
     "contrib": 4450,
