@@ -188,7 +188,7 @@ def check_gpu_options(job: Job, *, on_cpu: bool) -> None:
             (on_cpu, "needs GPUs with symmetric memory, and the ranks compute on CPUs", off),
             (
                 ranks_per_node % layout.tp != 0,
-                f"needs tensor-parallel ranks on one node; there are {ranks_per_node} ranks per node",
+                f"needs tensor-parallel ranks on one node; ranks per node: {ranks_per_node}",
                 f"{off}, or a parallelism.tp that divides {ranks_per_node}",
             ),
         ),
@@ -254,10 +254,6 @@ def check_cuda_graphs(job: Job, *, on_cpu: bool) -> None:
     allowed: dict[str, tuple[list[Any], str]] = {
         "parallelism.pp": ([1], "the host starts the passes of a pipeline"),
         "parallelism.ep": ([1], "the host waits for the rows of experts on other ranks"),
-        "parallelism.reshard_after_forward": (
-            ["default", "never"],
-            "this policy was not tried in a graph",
-        ),
         "parallelism.cpu_offload": ([False], "the host updates offloaded parameters"),
         "parallelism.async_tp": ([False], "GPUs signal each other by counts of steps"),
         "parallelism.fsdp_buffers": (["default"], "NCCL registers buffers outside of graphs"),

@@ -40,8 +40,8 @@ class RoundedAdamW(OwnOptimizer):
     """AdamW (groups of kind adam: Adam) in float32, with parameters and state rounded back to their dtypes.
 
     torch's AdamW keeps the state in the parameter's dtype, and rounds every intermediate value to it unless
-    it is fused. Here one parameter at a time is in float32 (on GPUs in registers only). Rounding is to nearest: stochastic rounding would
-    use different random numbers on every layout.
+    it is fused. Here one parameter at a time is in float32, on GPUs in registers. Rounding is to nearest:
+    stochastic rounding would use different random numbers on every layout.
 
     A parameter group has the keys of torch's AdamW: ``betas``, the decays of the running means of gradients
     and of squared gradients, and ``eps``, added to the root of the second moment.

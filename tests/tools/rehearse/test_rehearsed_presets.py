@@ -262,7 +262,7 @@ def test_a_single_sequence_is_split_without_copies(rehearsals: Rehearsals, local
         [*SMALL, "parallelism.dp_shard=1", "cluster.ranks_per_node=1", "training.local_batch_size=4"],
         [*SMALL, "parallelism=fsdp_cp", "optimizer.ema_decay=0.9", "optimizer=lion"],
         [*SMALL, "parallelism=fsdp", "precision=float8_tensorwise", GATHERS, "compile=on"],
-        [*MIXTURE, "parallelism=fsdp"],
+        [*MIXTURE, "parallelism=fsdp", "parallelism.reshard_after_forward=always"],
     ],
     ids=["fsdp", "muon", "alone", "ring", "float8", "experts"],
 )
