@@ -46,13 +46,7 @@ Bytes = dict[str, float]
 """Bytes by kind of memory. Three kinds are separate because they belong to other CUDA streams or pools:
 ``shards``, the gradients of shards; ``buffers``, FSDP's gather buffers; ``reducing``, the inputs of its
 reduce-scatters. Another one, ``unusable``, is free memory that the allocator cannot use."""
-DISPLAYED_AS = {
-    "shards": "gradients",
-    "buffers": "gathered",
-    "reducing": "communication",
-    "unusable": "runtime",
-}
-
+SHOWN_AS = {"shards": "gradients", "buffers": "gathered", "reducing": "communication", "unusable": "runtime"}
 
 IN_ATTENTION = re.compile(r"\.(\w+_)?(attention|attn)\.")
 """Names of tensors whose gradients are computed last in a block's backward."""
@@ -452,7 +446,7 @@ class RankStep:
         whole = {"shards": self.gradients, "buffers": buffers, "reducing": reducing}
         moment = moment | {kind: whole[kind] for kind in self.apart}
         displayed = {kind: size for kind, size in moment.items() if kind in KINDS}
-        return plus(displayed, {name: moment.get(kind, 0.0) for kind, name in DISPLAYED_AS.items()})
+        return plus(displayed, {name: moment.get(kind, 0.0) for kind, name in SHOWN_AS.items()})
 
     def _moments(self) -> Iterator[Bytes]:
         always = self._always()
