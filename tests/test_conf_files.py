@@ -207,5 +207,5 @@ def test_a_multirun_leaves_nothing_beside_the_runs(tmp_path: Path) -> None:
     """Hydra's own multirun would write files into the current folder."""
     done = python("-m", "harness.train", "-m", "training.steps=0,-1", cwd=tmp_path)
     assert done.returncode == 2
-    assert "none of the 2 points is a valid job" in done.stderr
+    assert "none of 2 points is a valid job" in done.stderr
     assert not any(tmp_path.iterdir())

@@ -23,6 +23,7 @@ from harness.run.folder import run_folders
 from harness.run.result import read_result
 from harness.util.encoding import flat_items, read_object
 from harness.util.errors import EXIT_OK, ConfigError, UserError, as_typed
+from harness.util.tables import plural
 
 # Lists checkpoint folders of the same experiment on other layouts, from which a run may resume.
 CONTINUES = "continues.json"
@@ -145,10 +146,10 @@ def _notes_on_similar_runs(job: Job, run_dir: Path) -> list[str]:
             how = "stopped" if was_stopped else "ended"
             what = _describe(job, newest) or f"training.steps={steps} there and {job.steps} here"
             allowed = f" checkpoint.allow_changed=[{','.join(names)}]" if names else ""
+            load = f"checkpoint.initial_load_path={path} checkpoint.initial_load_model_only=false"
             return [
-                f"this is a new run: {path} {how} after step {newest.step} with {what}; "
-                f"to go on from it: checkpoint.initial_load_path={newest.path} "
-                f"checkpoint.initial_load_model_only=false{allowed}"
+                f"this is a new run: {path} {how} after step {newest.step} with {what}",
+                f"to go on from it: {load}{allowed}",
             ]
     return []
 
@@ -179,7 +180,7 @@ def is_finished(job: Job, run_dir: Path) -> bool:
 def show_finished(job: Job, run_dir: Path) -> int:
     """Print that no steps are left; return the exit code."""
     sys.stdout.write(
-        f"{job.name}: all {job.steps} steps are done, see {run_dir}; checkpoint.resume=false trains "
+        f"{job.name}: done after {plural(job.steps, 'step')}, see {run_dir}; checkpoint.resume=false trains "
         "from the start again, harness convert exports the weights\n"
     )
     return EXIT_OK

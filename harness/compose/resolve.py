@@ -188,7 +188,7 @@ def check_gpu_options(job: Job, *, on_cpu: bool) -> None:
             (on_cpu, "needs GPUs with symmetric memory, and the ranks compute on CPUs", off),
             (
                 ranks_per_node % layout.tp != 0,
-                f"needs tensor-parallel ranks on one node; there are {ranks_per_node} ranks per node",
+                f"needs tensor-parallel ranks on one node; ranks per node: {ranks_per_node}",
                 f"{off}, or a parallelism.tp that divides {ranks_per_node}",
             ),
         ),

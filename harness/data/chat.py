@@ -29,6 +29,7 @@ from harness.data.tokenizer import Marked, Tokenizer
 from harness.data.tokenizer_json import CONFIG, read_transformers_settings, token_of
 from harness.util.encoding import read_object
 from harness.util.errors import DataError
+from harness.util.tables import plural
 
 if TYPE_CHECKING:
     from harness.data.loader import Loader
@@ -82,7 +83,7 @@ def load_conversations(reading: Reading) -> Loader:
 
 def describe(samples: PackedConversations, data: DataConfig, seq_len: int) -> str:
     """Return the numbers of conversations that were packed, cut and left out, in one line."""
-    packed = f"{samples.num_conversations} conversations in {samples.num_per_epoch} samples"
+    packed = (plural(samples.num_conversations, "conversation"), plural(samples.num_per_epoch or 0, "sample"))
     long = "cut" if data.long_conversations == "cut" else "left out"
     counts = (
         (samples.num_without_labels, "left out: without a turn of the assistant"),
@@ -90,7 +91,7 @@ def describe(samples: PackedConversations, data: DataConfig, seq_len: int) -> st
         (samples.num_cut_off, "left out: every turn of the assistant is cut off"),
     )
     notes = [f"{count} {what}" for count, what in counts if count]
-    return "; ".join([f"{packed}, {samples.fill:.1%} full", *notes])
+    return "; ".join([f"{' in '.join(packed)}, {samples.fill:.1%} full", *notes])
 
 
 class Conversations(LocalFiles):

@@ -53,7 +53,7 @@ from harness.data.tokenizing import (
 )
 from harness.data.tokens import map_file
 from harness.util.encoding import parse_object
-from harness.util.errors import ConfigError, DataError
+from harness.util.errors import ConfigError, DataError, as_typed
 from harness.util.files import is_file_name
 from harness.util.store import NO_FILE, Damaged, check_files, check_sizes, describe_files, only_builder
 
@@ -159,11 +159,6 @@ class Manifest:
     shards: list[Shard]
     key: str
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of the tokenizer's tokens; every id is smaller."""
-        return int(self.tokenizer["vocab_size"])
-
 
 def read_manifest(folder: Path) -> Manifest:
     """Read a corpus' manifest.
@@ -250,17 +245,17 @@ def open_shards(folder: Path, split: str, *, check: bool = True) -> list[Tokeniz
 
 
 def check_tokenizer(manifest: Manifest, tokenizer: Tokenizer, name: str) -> None:
-    """Check that a job's tokenizer is the corpus' one.
-
-    Args:
-        name: field and value of the corpus, for the error.
-    """
-    found = manifest.tokenizer
-    if found["fingerprint"] != tokenizer.fingerprint:
-        raise DataError(
-            f"{name}: was tokenized by {found['name']} ({found['vocab_size']} tokens), and the job has "
-            f"another tokenizer ({tokenizer.vocab_size} tokens); would work: the same tokenizer"
+    """Raise ConfigError unless a job's tokenizer is that of the corpus ``name``."""
+    found, own = manifest.tokenizer, tokenizer.config
+    if found["fingerprint"] != tokenizer.fingerprint and own and own.kind != "none":
+        field = "tokenizer.path" if own.has_file else "tokenizer.kind"
+        rule = (
+            f"has {tokenizer.vocab_size} tokens, and {name} was tokenized by another tokenizer: "
+            f"{found['name']}, {found['vocab_size']} tokens"
         )
+        others = {name: found.get(name) for name, value in asdict(own).items() if found.get(name) != value}
+        works = " ".join(f"tokenizer.{name}={as_typed(value)}" for name, value in others.items())
+        raise ConfigError(field, own.path or own.kind, rule, works or "the file as it was then")
 
 
 def content_key(source: Source, tokenizer: Tokenizer, held_out: float) -> str:

@@ -103,7 +103,7 @@ class PackedSamples:
         self._order = EpochOrder(count, reading.seed, shuffle=reading.shuffles)
         self.num_per_epoch: int | None = count
         if not count:
-            documents = "" if split.num_documents is None else f" in {split.num_documents} documents"
+            documents = "" if split.num_documents is None else f" (documents: {split.num_documents})"
             raise DataError(
                 f"{split.name}: {split.num_tokens} tokens{documents} are fewer than "
                 f"one sample of training.seq_len + 1 = {reading.seq_len + 1}"

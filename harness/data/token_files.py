@@ -155,9 +155,7 @@ def _files_of(path: Path, format: str) -> list[Path]:
 
 def _in_folder(folder: Path, format: str) -> list[Path]:
     if format in ("auto", "corpus"):
-        corpora = [
-            path.parent for path in (folder / MANIFEST, *folder.glob(f"*/{MANIFEST}")) if path.is_file()
-        ]
+        corpora = _corpora_in(folder)
         if corpora or format == "corpus":
             return corpora or [folder]  # whose missing manifest is reported
     formats = [*token_formats().values()] if format == "auto" else [TOKEN_FORMATS[format]]
@@ -174,6 +172,17 @@ def _in_folder(folder: Path, format: str) -> list[Path]:
             "would work: globs of one split in data.paths, and of the other in data.validation_paths"
         )
     return files
+
+
+def corpora_of(data: DataConfig) -> list[Path]:
+    """The folders among a job's files that are corpora, as far as they are here."""
+    patterns = [*data.paths, *data.validation_paths] if data.may_be_corpus else []
+    found = (Path(match) for pattern in patterns for match in matching(expand(pattern)))
+    return [corpus for folder in found if folder.is_dir() for corpus in _corpora_in(folder)]
+
+
+def _corpora_in(folder: Path) -> list[Path]:
+    return [path.parent for path in (folder / MANIFEST, *folder.glob(f"*/{MANIFEST}")) if path.is_file()]
 
 
 def _format_of(file: Path) -> str:
@@ -199,8 +208,7 @@ def _open_corpora(
     # Without held-out documents: the end of each shard of `train`.
     opened = sorted(splits) if held_out else ["train"]
     for folder, manifest in manifests.items():
-        if not isinstance(tokenizer, NoTokenizer):
-            check_tokenizer(manifest, tokenizer, str(folder))
+        check_tokenizer(manifest, tokenizer, str(folder))
         for each in opened:
             if manifest.counts.tokens[each]:
                 parts += open_shards(folder, each, check=check)

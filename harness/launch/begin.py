@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from harness.checkpoint.catalog import CheckpointFolder, is_url
 from harness.checkpoint.resume import CONTINUES, can_resume
@@ -175,7 +176,7 @@ def _require_files(data: DataConfig, is_seen: Callable[[str, str], bool]) -> Non
 def require_vocabulary(job: Job) -> None:
     """Check that the job's tokenizer fits into its model's vocabulary, if the tokenizer's file exists here.
 
-    For conversations, also check that there is a chat template.
+    Also check that its corpora that are here have this tokenizer, and conversations a chat template.
     """
     if job.cluster.is_here and job.tokenizer.has_file:
         from harness.data.tokenizer import read_tokenizer
@@ -183,23 +184,34 @@ def require_vocabulary(job: Job) -> None:
         read_tokenizer(job.tokenizer.file)
     kinds = [DATA_KINDS[kind] for kind in job.data.kinds]
     if any(kind.has_vocabulary and kind.batches == "tokens" for kind in kinds):
+        from harness.data.corpus import check_tokenizer, read_manifest
         from harness.data.documents import tokenizer_of
-        from harness.data.tokenizer import build_tokenizer, check_vocab_size
+        from harness.data.token_files import corpora_of
+        from harness.data.tokenizer import check_vocab_size
 
         tokenizer = job.tokenizer
-        num_tokens = _vocabulary_size(tokenizer.kind, tokenizer.path, tokenizer.special)
+        num_tokens = _vocabulary_size(tokenizer)
         check_vocab_size(num_tokens or 0, job.model.vocab_size)
-        for source, errors in sources_of(job.data):
-            if DATA_KINDS[source.kind].tokenizer and num_tokens is not None:
-                with errors:
-                    tokenizer_of(source, build_tokenizer(tokenizer))
+        for source, errors in sources_of(job.data) if num_tokens is not None else ():
+            with errors:
+                if DATA_KINDS[source.kind].tokenizer:
+                    tokenizer_of(source, _built(tokenizer))
+                for corpus in corpora_of(source):
+                    check_tokenizer(read_manifest(corpus), _built(tokenizer), str(corpus))
 
 
 @functools.cache
-def _vocabulary_size(kind: str, path: str | None, special: str) -> int | None:
+def _vocabulary_size(config: TokenizerConfig) -> int | None:
     from harness.data.tokenizer import vocabulary_size
 
-    return vocabulary_size(TokenizerConfig(kind, path, special))
+    return vocabulary_size(config)
+
+
+@functools.cache
+def _built(config: TokenizerConfig) -> Any:
+    from harness.data.tokenizer import build_tokenizer
+
+    return build_tokenizer(config)
 
 
 def require_tokenized(job: Job, passed: set[str] | None = None) -> None:
@@ -222,14 +234,13 @@ def _require_tokenized(data: DataConfig, job: Job) -> None:
     from harness.data.cache import cache_folder, is_small, too_large
     from harness.data.documents import source_of, tokenizer_of
     from harness.data.shards import MANIFEST
-    from harness.data.tokenizer import build_tokenizer
 
     for split in ("train", *(("validation",) if data.validation_paths and job.validation.interval else ())):
         source, held_out = source_of(data, split)
         try:
             if is_small(source):
                 continue
-            tokenizer = tokenizer_of(data, build_tokenizer(job.tokenizer))
+            tokenizer = tokenizer_of(data, _built(job.tokenizer))
             folder = cache_folder(source, tokenizer, held_out)
         except DataError:  # the ranks may see other files
             continue

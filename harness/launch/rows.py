@@ -185,7 +185,8 @@ def completed(row: Row) -> Row:
     if row["state"] != "completed" or total is None:
         return row
     rate = total / row["world_size"]
-    low, high = _range_of_steps(row)
+    ends = [row.get(f"window.tokens_per_second_p{percent}") for percent in (10, 90)]
+    low, high = (None if end is None else end / row["world_size"] for end in ends)
     measured = {
         "tokens_per_second_per_rank": rate,
         "low": low,
@@ -201,18 +202,6 @@ def completed(row: Row) -> Row:
 def fastest_first(rows: Iterable[Row]) -> list[Row]:
     """Sort rows by measured throughput per rank, fastest first; rows without one come last."""
     return sorted(rows, key=lambda row: -(row.get("measured.tokens_per_second_per_rank") or 0.0))
-
-
-def _range_of_steps(row: Row) -> tuple[float | None, float | None]:
-    # The 10th and 90th percentile of steps' tokens/s/rank; for older rows, from step seconds.
-    low, high = row.get("window.tokens_per_second_p10"), row.get("window.tokens_per_second_p90")
-    fast, slow = row.get("window.step_seconds_p10"), row.get("window.step_seconds_p90")
-    if low is None and fast and slow:
-        tokens = row["window.window_tokens"] / row["window.window_steps"]
-        low, high = tokens / slow, tokens / fast
-    if low is None or high is None:
-        return None, None
-    return low / row["world_size"], high / row["world_size"]
 
 
 def job_of(row: Row) -> Job | None:

@@ -22,6 +22,7 @@ from harness.util.encoding import read_object
 from harness.util.errors import EXIT_OK, ConfigError, UserError
 from harness.util.files import write_atomically
 from harness.util.store import only_builder
+from harness.util.tables import plural
 
 TASKS, JOB = "tasks", "job.json"
 J = TypeVar("J", bound=Job)
@@ -49,7 +50,7 @@ def submit(job: J, writer: ShardWriter, module: str, workers: int) -> int:
     tasks: list[Job] = [job] * len(shards)
     name = f"{writer.verb}.{home.name}.{writer.key[:12]}"
     submission = Submission(tasks, folders, home, name, module=module)
-    cost = f"{len(shards)} tasks with {workers} processes each, {cost_in_words(tasks)}"
+    cost = f"{plural(len(shards), 'task')} with {plural(workers, 'worker')} each, {cost_in_words(tasks)}"
     if job.cluster.dry_run:
         sys.stdout.write(f"{submission.script(planned=True)}\n# {cost}\n")
         return EXIT_OK

@@ -29,6 +29,7 @@ from harness.launch.state import SlurmJobRecord
 from harness.util import PACKAGE
 from harness.util.errors import DISK_FULL, ConfigError, MachineError, UserError
 from harness.util.files import write_atomically
+from harness.util.tables import plural
 
 
 @dataclass(frozen=True)
@@ -51,11 +52,7 @@ class Shape:
 
     def describe(self) -> str:
         """Return the shape as text, e.g. ``2 nodes x 8 ranks``."""
-        return f"{_count(self.nodes, 'node')} x {_count(self.ranks_per_node, 'rank')}"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+        return f"{plural(self.nodes, 'node')} x {plural(self.ranks_per_node, 'rank')}"
 
 
 def shape_of(job: Job) -> Shape:

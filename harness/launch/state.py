@@ -19,6 +19,7 @@ from harness.run.result import write_json_atomically
 from harness.train.finish import finish_run
 from harness.util.encoding import read_object
 from harness.util.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, MachineError, UserError
+from harness.util.tables import plural
 
 FILE = "slurm/job.json"
 # States in which a process runs the job, or SLURM will start or continue one.
@@ -269,9 +270,8 @@ def record_lost(run_dirs: Sequence[Path]) -> tuple[list[RunState], list[RunState
         return [each.job_record.key for each in lost() if each.job_record and each.job_record.job_id]
 
     if left := len(submitted()):
-        count = "1 job is" if left == 1 else f"{left} jobs are"
         wait = f"in {LAST_WRITES_SECONDS:.0f} s missing rows are written"
-        sys.stderr.write(f"{count} not in SLURM's queue and without a result; {wait}\n")
+        sys.stderr.write(f"{plural(left, 'job')} not in SLURM's queue, without a result; {wait}\n")
         sys.stderr.flush()
         time.sleep(LAST_WRITES_SECONDS)
         seen |= {each.run_dir: read_state(each.run_dir, listed) for each in lost()}

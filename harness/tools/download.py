@@ -26,6 +26,7 @@ from harness.config.job import from_dict
 from harness.config.model import ModelConfig
 from harness.config.texts import validate_texts
 from harness.util.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, UserError
+from harness.util.tables import plural
 from harness.weights.config_json import CONFIG, check_hf_config, model_from_config, read_object
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ def download(job: DownloadJob, overrides: list[str]) -> int:
     files = choose(job, repository)
     new = fetch(repository, files, job.folder)
     nbytes, existing = sum(file.size for file in new), len(files) - len(new)
-    downloaded = f"{len(new)} files, {nbytes / 1e9:.3f} GB downloaded"
+    downloaded = f"{plural(len(new), 'file')}, {nbytes / 1e9:.3f} GB downloaded"
     downloaded += f", {existing} already there" if existing else ""
     _print(f"{job.repo} at {repository.commit[:12]}: {downloaded}: {job.folder}")
     for line in next_commands(job):

@@ -23,6 +23,7 @@ from harness.data.shards import MANIFEST, write_here
 from harness.data.tokenizer import build_tokenizer
 from harness.data.tokenizing import bytes_of
 from harness.util.errors import ConfigError
+from harness.util.tables import plural
 
 WORKERS = 8
 """Default processes of a task of a SLURM array."""
@@ -109,7 +110,7 @@ def _complete_corpus(job: TokenizeJob, writer: CorpusWriter) -> Manifest | None:
             rule = "is a corpus of these files before they changed, or with another tokenizer or data field"
         raise ConfigError("tokenize.target", job.tokenize.target, rule, "another folder, or remove this one")
     if job.tokenize.shards not in (None, len(manifest.shards)):
-        rule = f"{writer.target} is complete with {len(manifest.shards)} shards"
+        rule = f"{writer.target} is complete with {plural(len(manifest.shards), 'shard')}"
         raise ConfigError("tokenize.shards", job.tokenize.shards, rule, f"null, {len(manifest.shards)}")
     return manifest
 
@@ -117,11 +118,11 @@ def _complete_corpus(job: TokenizeJob, writer: CorpusWriter) -> Manifest | None:
 def _result(writer: CorpusWriter, manifest: Manifest, title: str, seconds: float = 0.0) -> Result:
     counts = manifest.counts
     shown = [
-        f"{split} {counts.tokens[split]:,} tokens in {counts.documents[split]:,} documents"
+        f"{split} {plural(counts.tokens[split], 'token')} in {plural(counts.documents[split], 'document')}"
         for split in counts.tokens
         if counts.tokens[split]
     ]
-    damaged = [f"{counts.damaged:,} damaged documents"] if counts.damaged else []
+    damaged = [plural(counts.damaged, "damaged document")] if counts.damaged else []
     text = "; ".join([*shown, *damaged, f"shards: {len(manifest.shards)}"])
     data = {
         "target": str(writer.target),

@@ -6,7 +6,6 @@ A rank reads the resolved ``job.json`` and does not import Hydra.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import signal
@@ -38,6 +37,7 @@ from harness.util.errors import (
     UserError,
 )
 from harness.util.lifeline import end_with_parent
+from harness.util.tables import plural
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -85,8 +85,8 @@ def end_with_launcher(job: Job, folder: RunFolder, launcher: int) -> None:
             finish_run(job, folder, folder.record_error(None, gone)["exit_code"], quiet=True)
 
     # Otherwise rank 0 would see a peer disappear and record that as the cause.
-    wait_for_row = functools.partial(folder.wait_for_result, ROW_SECONDS)
-    end_with_parent(launcher, write_row if os.environ["RANK"] == "0" else wait_for_row)
+    others = folder.wait_for_result
+    end_with_parent(launcher, write_row if os.environ["RANK"] == "0" else lambda: others(ROW_SECONDS))
 
 
 class LauncherGone(MachineError):
@@ -197,7 +197,7 @@ def describe(job: Job, folder: RunFolder, device: Any) -> str:
     sizes = [f"{phase.batch_size} x {phase.seq_len}" for phase in (phases[0], phases[-1])]
     return (
         f"{job.name}: {counted.parameters:,} parameters, {degrees} on {device.type}, "
-        f"{' to '.join(dict.fromkeys(sizes))} tokens a step, {job.steps} step{'s' * (job.steps != 1)}\n"
+        f"{' to '.join(dict.fromkeys(sizes))} tokens a step, {plural(job.steps, 'step')}\n"
         f"run folder {folder.path}"
     )
 

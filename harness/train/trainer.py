@@ -331,7 +331,7 @@ class Trainer:
         elif changes and self.job.compile.enable:
             set_timeouts(self.job.cluster.step_timeout_seconds)
             graphs = self.compiler.unexpected
-            self._message(f"compiled {graphs} graphs for sequences of {seq_len} tokens, in step {step}")
+            self._message(f"graphs compiled for sequences of {seq_len} tokens, in step {step}: {graphs}")
         elif new := self.compiler.unexpected:
             self.compiler.recompiles += new
             self._message(f"WARNING step {step} compiled {new} graphs again: TORCH_LOGS=recompiles says why")

@@ -45,6 +45,11 @@ def counted(value: float) -> str:
     return f"{value:,.0f}"
 
 
+def plural(count: int, noun: str) -> str:
+    """Format a number of things: ``1 row``, ``2 rows``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def gib(value: float) -> str:
     """Format bytes in GiB with two decimals; zero is ``-``."""
     return "-" if value == 0 else f"{value / GIB:,.2f}" if value >= 0.005 * GIB else f"{value / GIB:.1g}"

@@ -332,7 +332,7 @@ def test_notes_say_how_to_go_on_from_an_earlier_run(tmp_path: Path, finished: Fi
     first = finished(tmp_path)
     assert start(tmp_path, "training.steps=10", PLAIN).start_step == 0
     said = capsys.readouterr().out
-    assert f"{first.path} ended after step 8 with training.steps=8 there and 10 here; to go on" in said
+    assert f"{first.path} ended after step 8 with training.steps=8 there and 10 here\n" in said
     # The suggested overrides work.
     named = said.split("to go on from it: ")[1].split("\n")[0].split()[:3]
     assert start(tmp_path / "again", "training.steps=10", *named).start_step == 8

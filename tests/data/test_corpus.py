@@ -27,6 +27,7 @@ from harness.data.corpus import CorpusWriter, open_shards, read_manifest
 from harness.data.documents import LocalFiles
 from harness.data.tokenizer import build_tokenizer
 from harness.data.tokenizing import is_held_out
+from harness.launch.begin import require_vocabulary
 from harness.tools.tokenize import TokenizeJob, tokenize
 from harness.util.errors import ConfigError, DataError, MachineError
 from harness.util.files import lock
@@ -279,10 +280,11 @@ def test_a_corpus_that_does_not_fit_and_several_of_them():
     run("tokenize.target=plain", "data.validation_fraction=0")
     with pytest.raises(ConfigError, match="has held-out documents of its own; would work: 0"):
         loader(tokens_of("corpus", validation_fraction=0.1))
-    with pytest.raises(
-        DataError, match=r"corpus: was tokenized by bytes \(258 tokens\), and the job has ano"
-    ):
+    says = r"model: has 2048 tokens, and .*corpus was .*: bytes, 258 tokens; .*: tokenizer.kind=bytes tok"
+    with pytest.raises(ConfigError, match=says):
         loader(tokens_of("corpus"), tokenizer=PYTHON, model_vocab_size=2048)
+    with pytest.raises(ConfigError, match=says):  # before anything starts
+        require_vocabulary(compose_job(["data=tokens", "data.paths=[.]", "tokenizer=python_2k"]))
     loader(tokens_of("corpus"), tokenizer=build_tokenizer(TokenizerConfig("none")))
     assert_equal(read(tokens_of(".")), read(tokens_of("corpus", "plain")), "the folder of both corpora")
     with pytest.raises(ConfigError, match="no tokens are held out for validation"):

@@ -161,10 +161,10 @@ def test_synthetic_masks_unevenly_and_never_everything() -> None:
 @pytest.mark.parametrize(
     ("text", "settings", "says"),
     [
-        ("ab", {}, r"4 tokens in 1 documents are fewer than one sample of training.seq_len \+ 1 = 17"),
-        ("a" * 14, {}, r"16 tokens in 1 documents are fewer than one sample"),
+        ("ab", {}, r"4 tokens \(documents: 1\) are fewer than one sample of training.seq_len \+ 1 = 17"),
+        ("a" * 14, {}, r"16 tokens \(documents: 1\) are fewer than one sample"),
         ("a" * 99, {"model_vocab_size": 257}, "model.vocab_size=257: the tokenizer has 258 tokens"),
-        ("a" * 99, {"split": "validation"}, r"validation documents: 0 tokens in 0 documents"),
+        ("a" * 99, {"split": "validation"}, r"validation documents: 0 tokens .documents: 0."),
         ("", {}, "holds no text"),
     ],
 )

@@ -139,7 +139,7 @@ def test_slurm_is_queried_once(mocked: Slurm) -> None:
     assert "7_0," not in called[1] and "7_2," not in called[2] and "7_11" in called[2]
     assert out.splitlines()[-1] == "1 pending, 9 failed, 1 running, 1 cancelled"
     kinds = "1 out_of_memory, 1 node, 1 cancelled, 1 preempted, 1 machine, 5 unknown"
-    left = "11 jobs are not in SLURM's queue and without a result; in 0 s missing rows are written"
+    left = "11 jobs not in SLURM's queue, without a result; in 0 s missing rows are written"
     assert err == f"{left}\n10 points ended without a result: {kinds}\n"
     row = json.loads((mocked.sweep.points()[3].run_dir / "result.json").read_text())
     assert (row["error.kind"], row["exit_reason"]) == ("node", "failed")
@@ -150,7 +150,7 @@ def test_slurm_is_queried_once(mocked: Slurm) -> None:
     # The others' rows are written; only the other user's job is queried again.
     out, err = mocked.verb("status")
     assert [call.split()[0] for call in mocked.calls()] == ["squeue", "squeue"]
-    assert err == "1 job is not in SLURM's queue and without a result; in 0 s missing rows are written\n"
+    assert err == "1 job not in SLURM's queue, without a result; in 0 s missing rows are written\n"
 
 
 def test_a_sweep_is_cancelled_by_one_command(mocked: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +200,7 @@ def test_without_slurm_jobs_may_run(mocked: Slurm, monkeypatch: pytest.MonkeyPat
     assert "no SLURM here to read its state from" in out
     out, err = mocked.verb("cancel", code=EXIT_USER)
     assert out == f"cancelled 0 of {POINTS} points\n"
-    assert f"{POINTS} points were submitted to SLURM, and there is no squeue here" in err
+    assert f"{POINTS} points submitted to SLURM, and there is no squeue here" in err
 
 
 def test_folders_are_shown_without_an_answer(mocked: Slurm) -> None:
@@ -278,7 +278,7 @@ def test_single_runs_have_the_same_verbs(mocked: Slurm) -> None:
     out, _ = mocked.verb("status", run="p0")
     assert "job 7_0 waits: Resources" in out and out.endswith("1 pending\n")
     out, _ = mocked.verb("cancel", run="p0")
-    assert out == "cancelled 1 of 1 points\n" and mocked.calls()[-1] == "scancel 7_[0]"
+    assert out == "cancelled 1 of 1 point\n" and mocked.calls()[-1] == "scancel 7_[0]"
     # A folder of all runs of one name.
     out, _ = mocked.verb("status")
     assert out.splitlines()[-1].startswith("1 pending, 1 running")

@@ -56,7 +56,7 @@ def test_two_nodes_of_two_ranks_compute_what_one_process_does(commands: Commands
     alone = dict(losses(commands.only_run("alone")))
     assert dict(losses(run)) == pytest.approx(alone, rel=1e-5)
     assert read(run / "result.json")["world_size"] == 4
-    assert commands.train(*layout).startswith("pair: all 6 steps are done")
+    assert commands.train(*layout).startswith("pair: done after 6 steps")
 
 
 DECAY = """

@@ -143,7 +143,7 @@ def test_files_that_are_there(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFi
     hub.sent.clear()
     run(f"repo={REPO}", "what=[tokenizer,index]", "to=out")
     assert hub.sent == ["model.safetensors.index.json"]
-    assert "1 files, 0.000 GB downloaded, 4 already there: out" in capsys.readouterr().out
+    assert "1 file, 0.000 GB downloaded, 4 already there: out" in capsys.readouterr().out
     # Also files from elsewhere, if the content is the same.
     for name in (WEIGHTS[0], "generation_config.json"):
         (out / name).write_bytes(FILES[name])

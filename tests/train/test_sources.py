@@ -221,4 +221,4 @@ def test_the_log_has_the_packing_of_conversations_in_a_mixture(tmp_path: Path) -
     options = ("data.attend_across_documents=false", f"data.cache_dir={tmp_path}", "model.vocab_size=258")
     job = jobs.tiny(*SMALL, "data=mixture", talk, "data.weights.talk=1", *options)
     loader = loader_of(job, build_tokenizer(job.tokenizer), range(8))
-    assert loader.note == "talk: data of train: 1 conversations in 1 samples, 68.8% full"
+    assert loader.note == "talk: data of train: 1 conversation in 1 sample, 68.8% full"

@@ -15,6 +15,7 @@ from harness.config.parallelism import degrees_in_words
 from harness.contrib.flux.config import SamplingConfig
 from harness.contrib.flux.pictures.config import EncodersConfig
 from harness.util.errors import EXIT_OK
+from harness.util.tables import plural
 from harness.weights.detect import WeightFolder
 
 
@@ -35,10 +36,9 @@ class Pictures(Generator):
         outcome = request.run(job, "harness.contrib.flux.sampling:generate", found, prompts)
         if outcome is None:
             return EXIT_OK
-        count = "1 picture" if len(prompts) == 1 else f"{len(prompts)} pictures"
         sys.stderr.write(
-            f"{count} of {outcome.size} x {outcome.size} pixels in {outcome.seconds:.1f} s; "
-            f"encoders and weights loaded in {outcome.load_seconds:.1f} s\n"
+            f"{plural(len(prompts), 'picture')} of {outcome.size} x {outcome.size} pixels in "
+            f"{outcome.seconds:.1f} s; encoders and weights loaded in {outcome.load_seconds:.1f} s\n"
         )
         text = "".join(f"{file}  {prompt}\n" for file, prompt in zip(outcome.files, prompts, strict=True))
         return Result(as_dict(job, found.path, prompts, outcome), text)

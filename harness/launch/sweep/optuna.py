@@ -40,7 +40,7 @@ from harness.launch.sweep.study import (
 )
 from harness.run.folder import RunFolder
 from harness.util.errors import EXIT_INTERRUPTED, EXIT_OK, STOPPED, ConfigError, UserError, one_line
-from harness.util.tables import to_text
+from harness.util.tables import plural, to_text
 
 if TYPE_CHECKING:
     import optuna
@@ -188,7 +188,7 @@ class Study:
             rule = f"has none of the {self._done} points of the stored study"
             raise UserError(f"{self.folder.path / FILE}: {rule}; would work: another name=NAME")
         left, total = max(0, self.settings.n_trials - self._done), self.settings.n_trials
-        words = f"{left} of {max(total, self._done)} trials left" if self._done else f"{total} trials"
+        words = f"{left} of {max(total, self._done)} trials left" if self._done else plural(total, "trial")
         sys.stderr.write(f"{self.folder.path}: {self.record.describe()} by optuna, {words}\n")
         distributions = {override_key(name): distribution(each) for name, each in self.space.axes.items()}
         while left:

@@ -36,7 +36,7 @@ from harness.metrics.console import progress
 from harness.metrics.views import log_sweep
 from harness.run.folder import RunFolder
 from harness.util.errors import EXIT_INTERRUPTED, EXIT_OK, STOPPED, UserError
-from harness.util.tables import to_text
+from harness.util.tables import plural, to_text
 
 # SLURM's default MaxArraySize is 1001.
 LARGEST_ARRAY = 1000
@@ -138,7 +138,8 @@ class Selection:
 
     def in_words(self, skipped: Sequence[Skipped]) -> str:
         """Say how many points run, where, and what is skipped."""
-        lines = [f"{self.folder.path}: {len(self.seen) + len(skipped)} points, {len(self.wanted)} to run"]
+        points = plural(len(self.seen) + len(skipped), "point")
+        lines = [f"{self.folder.path}: {points}, {len(self.wanted)} to run"]
         shapes = Counter(_resources(point.job) for point in self.wanted)
         lines += [f"  {count} x {resources}" for resources, count in shapes.items()]
         if self.remote:
@@ -208,7 +209,7 @@ def sweep(composed: Sequence[Composed]) -> int:
             skipped.append(Skipped(each.overrides, each.reason, swept))
     if not legal:
         reasons = "".join(f"  {line}\n" for line in _reasons(skipped))
-        raise UserError(f"none of the {len(composed)} points is a valid job:\n{reasons}".rstrip())
+        raise UserError(f"none of {plural(len(composed), 'point')} is a valid job:\n{reasons}".rstrip())
     folder = SweepFolder(folder_of([each.job for each in legal]))
     points = [in_group(point, folder) for point in unique_points(legal)]
     if legal[0].job.cluster.dry_run:
@@ -245,8 +246,7 @@ def states_of(points: Sequence[Point]) -> list[RunState]:
     if closed:
         counts = Counter(each.kind or each.state for each in closed)
         named = ", ".join(f"{count} {name}" for name, count in counts.items())
-        count = f"{len(closed)} point{'s' if len(closed) > 1 else ''}"
-        sys.stderr.write(f"{count} ended without a result: {named}\n")
+        sys.stderr.write(f"{plural(len(closed), 'point')} ended without a result: {named}\n")
     return seen
 
 
@@ -278,7 +278,7 @@ def _resources(job: Job) -> str:
         return shape_of(job).describe()
     kind = job.cluster.kind
     where = " here, one after another" if kind == "local" else f", cluster.kind={kind}"
-    return f"{job.world_size} rank{'s' if job.world_size > 1 else ''}{where}"
+    return f"{plural(job.world_size, 'rank')}{where}"
 
 
 def _reasons(skipped: Sequence[Skipped], others: Sequence[list[str]] = ()) -> list[str]:
@@ -369,7 +369,7 @@ def _finish(folder: SweepFolder, points: Sequence[Point], stopped: bool, submitt
     ]
     if left:
         sys.stderr.write(
-            f"{len(left)} of {len(seen)} points did not complete:\n{''.join(left)}"
+            f"{len(left)} of {plural(len(seen), 'point')} did not complete:\n{''.join(left)}"
             f"harness sweep resume {folder.path}\n"
         )
     if stopped:

@@ -229,8 +229,8 @@ def generate_batch(
 
 
 def _all_ended(ended: bool, model: InferenceModel) -> bool:
-    """Whether the sequences of all ranks have ended: data-parallel ranks make every pass together."""
-    if model.job.parallelism.data_parallel == 1:
+    """Whether the sequences of all ranks that share weights have ended: they make every pass together."""
+    if model.job.parallelism.dp_shard == 1:
         return ended
     running = torch.tensor(int(not ended))
     dist.all_reduce(running, group=model.ranks.group)

@@ -54,6 +54,11 @@ class InferenceJob(Job):
     """Whether the job computes one position at a time, with a cache."""
 
     @property
+    def fsdp_ranks(self) -> int:
+        """Ranks that share parameters; replicas without gradients have nothing to exchange."""
+        return super().fsdp_ranks // self.parallelism.dp_replicate
+
+    @property
     def wants_json(self) -> bool:
         """Whether the job itself asks for JSON."""
         return bool(getattr(self, self.WEIGHTS.partition(".")[0]).json)

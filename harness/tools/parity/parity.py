@@ -24,6 +24,7 @@ from harness.launch.begin import require_vocabulary
 from harness.metrics.console import progress
 from harness.tools.parity.random_jobs import random_job
 from harness.util.errors import EXIT_OK, ConfigError
+from harness.util.tables import plural
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -321,7 +322,7 @@ def parity(job: ParityJob, overrides: list[str]) -> Result:
 
 def _summary(config: ParityConfig, job: ParityJob, agree: int, compared: int) -> str:
     what = "compositions" if config.random else "layouts"
-    agreed = f"{agree} of {compared} {what} agree with one process over {config.steps} steps"
+    agreed = f"{agree} of {compared} {what} agree with one process over {plural(config.steps, 'step')}"
     if config.random:
         return f"{agreed} (seeds {config.seed} to {config.seed + config.random - 1})\n"
     loss, gradient = tolerances_of(job, config)

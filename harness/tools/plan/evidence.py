@@ -12,7 +12,7 @@ from harness.config.job import Job
 from harness.tools.plan.costs import costs_of
 from harness.tools.plan.evidence_table import EVIDENCE, MEMORY
 from harness.tools.plan.plan import Evidence, Plan
-from harness.util.tables import figure, gib
+from harness.util.tables import figure, gib, plural
 
 GENERATIONS = dict.fromkeys(("H100", "H200", "GH200"), "Hopper") | {"A100": "Ampere"}
 GENERATIONS |= dict.fromkeys(("B200", "GB200", "B300", "GB300"), "Blackwell")
@@ -76,7 +76,7 @@ def _memory(plan: Plan) -> tuple[str, Evidence | None]:
 
 
 def _by(name: str, found: Evidence) -> str:
-    sources = f"{found.sources} source{'s' * (found.sources > 1)}"
+    sources = plural(found.sources, "source")
     if found.pooled:
         return f"by all published rows ({name} have {found.rows}, of {sources})"
-    return f"by {found.rows} published rows of {name} ({sources})"
+    return f"by {plural(found.rows, 'published row')} of {name} ({sources})"

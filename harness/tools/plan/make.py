@@ -21,6 +21,7 @@ from harness.tools.plan.parameters import parameters_of_ranks
 from harness.tools.plan.plan import Plan, PlannedPhase
 from harness.tools.plan.step_time import StepModel
 from harness.util.errors import UserError
+from harness.util.tables import plural
 
 # Constants that a fit changes, and the start of the fit of the defaults. The other constants come from data
 # sheets and papers: rows of one cluster seldom determine them.
@@ -201,7 +202,7 @@ def calibrate(
     if len(devices) > 1:
         raise UserError(f"calibrate={folder}: runs are from several devices: {', '.join(sorted(devices))}")
     [device] = devices
-    source = f"{len(measured)} runs of {folder}, {device}"
+    source = f"{plural(len(measured), 'run')} of {folder}, {device}"
     described = None if cluster is None else cluster.with_device(device)
     known = [described or one.job.cluster.with_device(device) for one in measured]
     if "CPU" in device:

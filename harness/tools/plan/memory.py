@@ -521,11 +521,11 @@ class RankStep:
         return sum(sorted(sizes, reverse=True)[:STAGES_GATHERED])
 
     def _rounding(self) -> Bytes:
-        """Temporary memory of torch's updates, and of ours in float32."""
+        """Temporary memory of torch's updates, and of ours: value, means, gradient and root in float32."""
         largest = self.parameters.largest
         how = self.job.optimizer.implementation
         if {"bfloat16", EIGHT_BIT} & {self.job.precision.master_dtype, self.job.optimizer.state_dtype}:
-            return {"runtime": 5 * 4 * largest}  # optimizer/elementwise.py: value, means, gradient and root
+            return {"runtime": 5.0 * 4 * largest if self.cpu else 0.0}  # optimizer/elementwise.py
         if how == "foreach":
             return {"runtime": float(self.parameters.parameter_bytes)}  # roots of all second moments
         return {"runtime": 2.0 * 4 * largest if how == "for-loop" else 0.0}

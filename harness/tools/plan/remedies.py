@@ -1,48 +1,32 @@
-"""What would make a job fit: single changes of it, each composed and planned as if it had been typed.
-
-If no layout of a search fits: more ranks, or changes of the closest layout that a search does not try.
-"""
+"""What would make a job fit: single changes of it, each composed and planned as if it had been typed."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import gcd
 from typing import Any
 
 from harness.compose.composer import Composer
-from harness.compose.overrides import OVERRIDE
-from harness.compose.verb import Result
 from harness.config.cluster import ClusterConfig
-from harness.config.fields import with_value
 from harness.config.job import Job, differing_numerics
-from harness.tools.plan.config import GPUS, PLANNER_FIELDS, PlanJob
+from harness.tools.plan.config import GPUS, PlanJob
 from harness.tools.plan.make import calibration_of, make_plan
 from harness.tools.plan.plan import Plan
-from harness.tools.plan.render import device_name, mesh_of
-from harness.tools.plan.search import Candidate, NothingFits, Search, search
-from harness.tools.plan.space import MODES, Space
-from harness.util.errors import ConfigError, UserError, divisors
+from harness.tools.plan.render import device_name
+from harness.tools.plan.space import MODES
+from harness.util.errors import ConfigError, divisors
 from harness.util.tables import Column, Table, figure, gib, to_text
 
 Change = tuple[str, ...]
 """Overrides that are added to those of the job."""
 FACTORS = (2, 4, 8)
 """By how much a degree of parallelism, the number of chunks or the number of devices is multiplied."""
-FACTORS_OF_RANKS = (2, 4, 8, 16, 32, 64)
-"""By how much a failed search multiplies the number of ranks, until a layout fits."""
 LEAST_CONTEXT = 4096
 """Tokens that context parallelism leaves a rank at least. It is for long sequences: Llama 3 has 8,192 tokens
 on a rank (arXiv:2407.21783, table 4)."""
-LEAST_MEMORY = {
-    "activation_checkpoint.mode": "full",
-    "parallelism.pp_schedule": "1F1B",
-    "parallelism.pp_layers_per_stage": None,
-    "parallelism.pp_microbatch_size": 1,
-}
-"""Values of searched fields that take little memory. With them a search has a hundredth of the points."""
 CLOSEST = 3
 """Changes that are shown although they are not enough."""
 
@@ -102,11 +86,6 @@ def kinds_of_change(job: Job) -> Iterator[list[Change]]:
     if job.model.moe.enabled:
         yield [(f"parallelism.ep={layout.ep * factor}",) for factor in FACTORS]
     yield [change for factor in FACTORS if (change := _on_more_devices(job, factor))]
-    yield from kinds_not_searched(job)
-
-
-def kinds_not_searched(job: Job) -> Iterator[list[Change]]:
-    """Yield those of ``kinds_of_change`` that a search does not try."""
     yield [(f"training.loss_chunks={job.training.loss_chunks * factor}",) for factor in FACTORS]
     yield [("parallelism.reshard_after_forward=always",)]
     yield [("parallelism.cpu_offload=true",)]
@@ -160,39 +139,31 @@ def _on_more_devices(job: Job, factor: int) -> Change | None:
     return (f"parallelism.dp_shard={layout.dp_shard * factor}", *more, *batch)
 
 
-def remedies(
-    plan: Plan,
-    overrides: Sequence[str],
-    kinds: Callable[[Job], Iterable[list[Change]]] = kinds_of_change,
-    headroom: float = 0.0,
-) -> list[Remedy]:
+def remedies(plan: Plan, overrides: Sequence[str]) -> list[Remedy]:
     """Plan changes of a job that does not fit: of each kind the smallest that is enough, else the largest.
 
     If each that is enough has other numbers, more devices or an unknown time, a second change is added to
-    the one of the others that takes the least memory. ``overrides`` compose the job; ``headroom`` is the
-    fraction of the usable memory that must stay free.
+    the one of the others that takes the least memory. ``overrides`` compose the job.
 
     Returns:
         Those that fit, cheapest first: by device time for a token, then those with unknown time, on more
         devices, with other numbers. Then those that do not fit but take less memory, the smallest first.
     """
     composer = Composer("plan", PlanJob)
-    found = _smallest_changes(composer, plan, overrides, kinds(plan.job), headroom)
+    found = _smallest_changes(composer, plan, overrides)
     plain = [each for each in found if not (each.changes_numbers or each.takes_more or each.offloads)]
     if plain and not any(each.plan.fits for each in plain):
         first = min(plain, key=lambda each: each.plan.peak)
-        typed, more = [*overrides, *first.overrides], kinds(first.plan.job)
+        typed = [*overrides, *first.overrides]
         found += [
             replace(each, changes=(*first.changes, *each.changes))
-            for each in _smallest_changes(composer, first.plan, typed, more, headroom)
+            for each in _smallest_changes(composer, first.plan, typed)
             if each.plan.fits and not (each.takes_more or each.offloads)
         ]
     return sorted(found, key=lambda each: each.order)
 
 
-def _smallest_changes(
-    composer: Composer, plan: Plan, overrides: Sequence[str], kinds: Iterable[list[Change]], headroom: float
-) -> list[Remedy]:
+def _smallest_changes(composer: Composer, plan: Plan, overrides: Sequence[str]) -> list[Remedy]:
     """Plan the smallest change of each kind that fits, or else the best if it takes less memory.
 
     A larger change of a kind mostly takes less memory than a smaller one. More pipeline ranks may take more,
@@ -214,8 +185,7 @@ def _smallest_changes(
         job = composed(change)
         assert job is not None, "only legal changes are planned"
         numbers, more = differing_numerics(before, job.plain), job.world_size > before.world_size
-        made = make_plan(job.plain, calibration_of(job))
-        return Remedy((change,), with_headroom(made, headroom), bool(numbers), more)
+        return Remedy((change,), make_plan(job.plain, calibration_of(job)), bool(numbers), more)
 
     def placed(change: Change) -> tuple[Job, tuple[int, int]] | None:
         """The changed job and its nodes, however they are given."""
@@ -224,7 +194,8 @@ def _smallest_changes(
         return replace(job.plain, cluster=before.cluster), job.cluster.nodes_for(job.world_size)
 
     found = []
-    for legal in ([change for change in changes if composed(change)] for changes in kinds):
+    for changes in kinds_of_change(before):
+        legal = [change for change in changes if composed(change)]
         if not legal:
             continue
         best = remedy(legal[-1])
@@ -241,12 +212,6 @@ def _smallest_changes(
                 change = fewer if placed(fewer) == placed(change) else change
             found.append(replace(best, changes=(change,)))
     return found
-
-
-def with_headroom(plan: Plan, headroom: float) -> Plan:
-    """Return a plan whose memory limit leaves a fraction of it free."""
-    limit = plan.memory_limit
-    return plan if limit is None or not headroom else replace(plan, memory_limit=(1 - headroom) * limit)
 
 
 def render_remedies(plan: Plan, found: Sequence[Remedy]) -> str:
@@ -302,75 +267,3 @@ def remedies_as_dict(found: Sequence[Remedy]) -> list[dict[str, Any]]:
         }
         for each in found
     ]
-
-
-def what_would_fit(failed: NothingFits, overrides: Sequence[str]) -> Result:
-    """Return a failed search, of the job of ``overrides``, as a result whose error says what would work."""
-    found, space = failed.search, failed.search.space
-    layout = failed.closest.overrides(space.base.parallelism)
-    of_search = PLANNER_FIELDS - {"calibration"}
-    typed = [each for each in overrides if (match := OVERRIDE.match(each)) and match["key"] not in of_search]
-    closest = with_headroom(make_plan(failed.closest.job(space.base), found.calibration), found.headroom)
-    changed = remedies(closest, [*typed, *layout], kinds_not_searched, found.headroom)
-    ranks, more, best = more_ranks(found)
-    works = []
-    if best is not None:
-        assert best.plan.speed is not None
-        rate = figure(best.plan.speed.tokens_per_second_per_rank)
-        works.append(
-            f"{' '.join(more)} ({ranks} ranks: {mesh_of(best.plan.job.parallelism)}, {best.point.mode}, "
-            f"{gib(best.plan.peak)} GiB, {rate} tokens/s a {device_name(best.plan)})"
-        )
-    for each in changed:
-        if each.plan.fits:
-            numbers = ", changes the numbers" if each.changes_numbers else ""
-            works.append(f"{each.typed} (the closest layout then takes {gib(each.plan.peak)} GiB{numbers})")
-    too_few = f"; up to {ranks:,} ranks are too few" if best is None and ranks > space.world else ""
-    would_work = f"; would work: {', or '.join(works)}" if works else ""
-    data = {
-        "world_size": space.world,
-        "best": [],
-        "too_large": found.too_large,
-        "illegal": dict(found.illegal.most_common()),
-        "closest": {"overrides": layout, "memory_peak": closest.peak, "memory_limit": closest.memory_limit},
-        "remedies": remedies_as_dict(changed),
-        "more_ranks": {
-            "tried": ranks,
-            "overrides": list(more),
-            "fits": best is not None,
-            "layout": None if best is None else best.point.overrides(space.base.parallelism),
-            "memory_peak": None if best is None else best.plan.peak,
-            "step_seconds": None if best is None else best.seconds,
-        },
-    }
-    return Result(data, error=UserError(f"{failed}{too_few}{would_work}"))
-
-
-def more_ranks(failed: Search) -> tuple[int, Change, Candidate | None]:
-    """Search for layouts of 2, 4, 8, ... times as many ranks, until one fits.
-
-    Returns the most ranks that were tried, their overrides, and the fastest layout of those with the least
-    memory; None if even these do not fit.
-    """
-    base, space = failed.space.base, failed.space
-    fixed = {name: value for name, value in LEAST_MEMORY.items() if name not in space.typed}
-    if base.training.seq_len < 2 * LEAST_CONTEXT and "parallelism.cp" not in space.typed:
-        fixed["parallelism.cp"] = 1
-    tried: tuple[int, Change] = (space.world, ())
-    for factor in FACTORS_OF_RANKS:
-        change = multiply_ranks(base.cluster, space.world, factor)
-        if change is None:
-            break
-        larger = base
-        numbers = (override.split("=") for override in change)
-        for name, value in (fixed | {name: int(number) for name, number in numbers}).items():
-            larger = with_value(larger, name, value)
-        world = space.world * factor
-        wider = Space(larger, world, space.typed | set(fixed))
-        try:
-            return world, change, search(wider, 1, failed.calibration, failed.headroom).best[0]
-        except ConfigError:
-            break  # the network between nodes is unknown
-        except UserError:
-            tried = world, change  # no layout fits, or is legal
-    return *tried, None

@@ -21,6 +21,7 @@ from harness.util.tables import (
     dollars,
     figure,
     gib,
+    plural,
     seconds,
     to_text,
 )
@@ -133,7 +134,7 @@ def devices(plan: Plan) -> str:
     count = plan.job.world_size
     if plan.accelerator is not None:
         return f"{count} x {plan.accelerator.name}"
-    return f"{count} rank{'' if count == 1 else 's'}"
+    return plural(count, "rank")
 
 
 def nodes_in_words(job: Job) -> str:
@@ -274,7 +275,7 @@ def _verdict(plan: Plan) -> list[tuple[str, str]]:
         facts.append(("fits", fits))
     if (band := memory_band(plan)) is not None:
         facts.append(("", band))
-    total = f"{job.steps:,} steps, {counted(tokens_of(job))} tokens"
+    total = f"{plural(job.steps, 'step')}, {counted(tokens_of(job))} tokens"
     if plan.gpu_hours is not None:
         hours = plan.gpu_hours / job.world_size
         took = f"{hours / 24:,.1f} days" if hours >= 48 else f"{hours:,.1f} h"

@@ -38,7 +38,7 @@ from harness.tools.plan.render import mesh_of
 from harness.tools.plan.space import MODES, Key, LayoutPoint, Legality, Space
 from harness.util.errors import ConfigError, UserError
 from harness.util.hardware import ACCELERATORS, Accelerator
-from harness.util.tables import gib
+from harness.util.tables import gib, plural
 
 MOST_LAYOUTS, MOST_POINTS = 20_000, 1_000_000
 """Limit of a search: a few minutes."""
@@ -63,20 +63,6 @@ class Candidate:
         return rounded(self.seconds), self.point.complexity, self.plan.peak
 
 
-class NothingFits(UserError):
-    """No legal point fits."""
-
-    def __init__(self, found: Search) -> None:
-        assert found.closest is not None, "a point that does not fit has a shortfall"
-        shortfall, self.closest = found.closest
-        self.search, space = found, found.space
-        where = f"{mesh_of(self.closest.layout(space.base.parallelism))}, {self.closest.mode}"
-        super().__init__(
-            f"none of the {found.too_large:,} legal ways to run {space.world} ranks fits; the closest is at "
-            f"least {gib(shortfall)} GiB too large on its fullest rank ({where})"
-        )
-
-
 def rounded(seconds: float) -> float:
     """Round to three digits: the plan cannot tell smaller differences."""
     return float(f"{seconds:.3g}")
@@ -94,11 +80,16 @@ def search(space: Space, top: int, calibration: Calibration | None = None, headr
     if legal:
         found.rank(legal)
     if not found.best and found.closest:
-        raise NothingFits(found)
+        shortfall, closest = found.closest
+        raise UserError(
+            f"none of {plural(found.too_large, 'legal way')} to run {space.world} ranks fits; the closest is "
+            f"at least {gib(shortfall)} GiB too large on its fullest rank; would work: more ranks, or what "
+            f"harness plan says to {' '.join(closest.overrides(space.base.parallelism))}"
+        )
     if not found.best:
         name, count = found.illegal.most_common(1)[0]
         raise UserError(
-            f"none of the {found.points:,} ways to run {space.world} ranks is legal, "
+            f"none of {plural(found.points, 'way')} to run {space.world} ranks is legal, "
             f"for most of them ({count:,}): {found.rules[name]}"
         )
     found.seconds = time.perf_counter() - began
@@ -192,7 +183,7 @@ class Search:
         if not self.layouts:
             axes = ", ".join(sorted(name for name in space.typed if name.startswith("parallelism.")))
             raise UserError(
-                f"no layout has {space.world} ranks with the fields on the command line ({axes}); "
+                f"no layout has {plural(space.world, 'rank')} with the fields on the command line ({axes}); "
                 "would work: fewer of these fields, or other values"
             )
         return legal

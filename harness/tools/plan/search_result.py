@@ -26,7 +26,7 @@ from harness.tools.plan.search import Candidate, Search
 from harness.util import PACKAGE
 from harness.util.errors import ConfigError
 from harness.util.files import write_atomically
-from harness.util.tables import Column, Table, figure, gib, seconds, shortened, to_text
+from harness.util.tables import Column, Table, figure, gib, plural, seconds, shortened, to_text
 
 # Reasons that are shown one by one; the others are summed.
 _SHOWN = 6
@@ -39,8 +39,8 @@ def render_search(found: Search) -> str:
     job, unit = plan.job, device_name(plan)
     head = (
         f"{job.name} on {devices(plan)}{nodes_in_words(job)}; {batch_in_words(job)}\n"
-        f"{found.points:,} ways to run {found.layouts:,} layouts, {found.planned:,} of them fully planned, "
-        f"in {found.seconds:.1f} s\n"
+        f"{plural(found.points, 'way')} to run {plural(found.layouts, 'layout')}, {found.planned:,} of them "
+        f"fully planned, in {found.seconds:.1f} s\n"
     )
     kept = sorted(field for field in found.space.typed if field.startswith(_SEARCHED))
     head += f"kept as typed: {', '.join(kept)}\n" if kept else ""
@@ -73,7 +73,7 @@ def render_search(found: Search) -> str:
     table = to_text(Table(columns, rows, missing=""), "  ")
     hours = "unknown" if plan.gpu_hours is None else figure(plan.gpu_hours)
     cost = cost_in_words(plan)
-    budget = f"all {job.steps:,} steps: {hours} {unit}-hours{cost and f'; {cost}'}"
+    budget = f"{plural(job.steps, 'step')}: {hours} {unit}-hours{cost and f'; {cost}'}"
     trust = f"{_distinguished(found)}with the first, {budget}\n"
     return f"{head}\n{table}{trust}\nwhy the others lose\n{_losers(found)}"
 

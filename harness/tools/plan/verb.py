@@ -23,6 +23,7 @@ from harness.config.cluster import ClusterConfig
 from harness.config.registry import load_attribute
 from harness.tools.plan.config import REHEARSE, PlanJob
 from harness.util.errors import HarnessError
+from harness.util.tables import plural
 
 
 def plan(job: PlanJob, overrides: list[str]) -> Result:
@@ -59,16 +60,11 @@ def plan(job: PlanJob, overrides: list[str]) -> Result:
 def _search(job: PlanJob, overrides: list[str]) -> Result:
     from harness.tools.plan.make import calibration_of
     from harness.tools.plan.picture import draw
-    from harness.tools.plan.search import NothingFits, search
+    from harness.tools.plan.search import search
     from harness.tools.plan.search_result import commands, render_search, search_as_dict, sweep_path
     from harness.tools.plan.space import Space
 
-    try:
-        found = search(Space.of(job.plain, overrides), job.top, calibration_of(job), job.headroom)
-    except NothingFits as failed:
-        from harness.tools.plan.remedies import what_would_fit
-
-        return what_would_fit(failed, overrides)
+    found = search(Space.of(job.plain, overrides), job.top, calibration_of(job), job.headroom)
     path = sweep_path(job.name, job.sweep_file)
     picture = draw(job.picture, found.best[0].plan)
     data, text = search_as_dict(found) | {"sweep_file": path}, f"{render_search(found)}\n"
@@ -95,7 +91,7 @@ def _calibrate(folder: Path, target: str | None, cluster: ClusterConfig) -> Resu
     calibration, runs = calibrate(measured, folder, cluster)
     path = target or str(folder / "calibration.json")
     calibration.write(path)
-    left_out = f"{len(rows) - len(runs)} rows without a throughput left out"
+    left_out = f"{plural(len(rows) - len(runs), 'row')} without a throughput left out"
     return Result(
         dataclasses.asdict(calibration) | {"written": path},
         f"{render_fit(calibration, runs)}\n{left_out}\nwritten: {path}\n",

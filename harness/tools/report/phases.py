@@ -18,7 +18,7 @@ from harness.tools.plan.make import make_plan
 from harness.tools.report.runs import layout_and_schedule
 from harness.util.errors import UserError
 from harness.util.plots import new_figure, save
-from harness.util.tables import Block, Column, Document, Figure, Table
+from harness.util.tables import Block, Column, Document, Figure, Table, plural
 
 Row = dict[str, Any]
 FOLDER, PICTURE = "phases", "phases.png"
@@ -104,9 +104,8 @@ def report_phases(folder: Path, out: Path, calibration: Calibration | None) -> D
     step = sum(sum(seconds.values()) for seconds in means.values()) / len(means)
     parts = _rows_of_parts(job, means, step, calibration)
     steps = sum(row["steps"] for row in next(iter(by_rank.values())))
-    summary = [
-        f"{layout_and_schedule(job)}: {step:.4f} s a step, mean of {steps} steps on {len(means)} ranks"
-    ]
+    counted = f"{plural(steps, 'step')} on {plural(len(means), 'rank')}"
+    summary = [f"{layout_and_schedule(job)}: {step:.4f} s a step, mean of {counted}"]
     summary += [f"slow: {each}" for each in slow_ranks(folder)] or ["no rank was found slow"]
     text = (
         "Means over all ranks. A collective counts while computation waits for it; `pp` includes the bubble."

@@ -19,7 +19,7 @@ from harness.tools.plan.constants import Calibration
 from harness.tools.report import plots
 from harness.tools.report.experiment import Experiment, delta
 from harness.tools.report.published import ASKED, Recipe
-from harness.util.tables import NOT_MEASURED, Block, Column, Document, Figure, Table, formatted
+from harness.util.tables import NOT_MEASURED, Block, Column, Document, Figure, Table, formatted, plural
 
 Row = dict[str, Any]
 RATE, MEMORY = "tokens_per_second_per_rank", "memory_gib"
@@ -230,8 +230,8 @@ def tables_beside(rows: Sequence[Row]) -> list[Table]:
 
 def _summary(rows: Sequence[Row], measured: Sequence[Row]) -> list[str]:
     counts = Counter(row["state"] for row in rows)
-    points = "1 point" if len(rows) == 1 else f"{len(rows)} points"
-    lines = [f"{points}: {', '.join(f'{count} {state}' for state, count in counts.items())}."]
+    states = ", ".join(f"{count} {state}" for state, count in counts.items())
+    lines = [f"{plural(len(rows), 'point')}: {states}."]
     best = best_of(rows)
     if best is not None:
         spread = best.get("measured.spread")
@@ -278,7 +278,8 @@ def errors_in_words(rows: Sequence[Row], key: str) -> str:
     known = errors_of(rows, key)
     if not known:
         return ""
-    return f"median error {statistics.median(known):.1%}, worst {max(known):.1%} ({len(known)} rows)"
+    median, rows_in_words = statistics.median(known), plural(len(known), "row")
+    return f"median error {median:.1%}, worst {max(known):.1%} ({rows_in_words})"
 
 
 @dataclass(frozen=True)
@@ -389,7 +390,7 @@ def _summary_of_published(once: Sequence[Row], rows: Sequence[Row], found: Seque
         ("Predicted throughput against measured", errors_in_words(measured, f"delta.expected.{RATE}")),
         ("Predicted memory against measured", errors_in_words(measured, f"delta.expected.{MEMORY}")),
     )
-    first = f"{len(once)} published rows, {count} of them measured."
+    first = f"{plural(len(once), 'published row')}, {count} of them measured."
     return [first, *(f"{what}: {words}." for what, words in found_errors if words)]
 
 

@@ -19,7 +19,7 @@ from harness.launch.sweep.run import resume as resume_points
 from harness.launch.sweep.study import StudyRecord, best_in_words, counted, table_of_states
 from harness.tools.report.verb import report
 from harness.util.errors import EXIT_OK, UserError
-from harness.util.tables import to_text
+from harness.util.tables import plural, to_text
 
 
 def status(folder: Path, *, verify: bool = False) -> Result:
@@ -103,15 +103,15 @@ def cancel(folder: Path) -> int:
             replace(each.job_record, job_id=each.job_id, cancelled=True).write(each.run_dir)
             ids.append(each.job_id)
     cancel_jobs(ids)
-    sys.stdout.write(f"cancelled {len(ids)} of {len(points)} points\n")
+    sys.stdout.write(f"cancelled {len(ids)} of {plural(len(points), 'point')}\n")
     here = sum(each.job_record is None for each in busy)
     if here:
         sys.stdout.write(f"{here} run on this machine: ^C in their controller's terminal ends them\n")
     elsewhere = len(busy) - len(ids) - here
     if elsewhere:
         raise UserError(
-            f"{elsewhere} points were submitted to SLURM, and there is no squeue here; would work: a login "
-            "node of the cluster"
+            f"{plural(elsewhere, 'point')} submitted to SLURM, and there is no squeue here; would work: a "
+            "login node of the cluster"
         )
     for each in seen:
         if each.is_damaged:

@@ -25,7 +25,7 @@ from harness.metrics.jsonl import MetricsFile
 from harness.run.folder import RunFolder
 from harness.util.encoding import flatten
 from harness.util.errors import EXIT_INTERRUPTED, EXIT_OK, STOPPED, ConfigError, UserError
-from harness.util.tables import Table, to_text
+from harness.util.tables import Table, plural, to_text
 
 EXIT_FAILED = 1
 BASE = "base"
@@ -112,7 +112,7 @@ def bench(job: BenchJob, overrides: list[str]) -> int | Result:
     variants = compose_variants(config, overrides)
     out = Path(config.out)
     sys.stderr.write(
-        f"{job.name}: {config.rounds} rounds of {', '.join(variants)}; "
+        f"{job.name}: {plural(config.rounds, 'round')} of {', '.join(variants)}; "
         f"the first {job.metrics.warmup_steps} of {job.steps} steps do not count\n"
     )
     began, rows = time.time(), measure(variants, config.rounds)
@@ -241,8 +241,8 @@ def report(rows: Mapping[str, Mapping[int, Row]]) -> str:
     """Return the printed report: median and range of each quantity of every job, then the ratios."""
     text = ""
     for name, own in rows.items():
-        last, size = own[max(own)], own[max(own)].get("world_size")
-        ranks = f"{size} rank{'' if size == 1 else 's'}"
+        last, size = own[max(own)], own[max(own)]["world_size"]
+        ranks = plural(size, "rank")
         if failure := failure_of(own):
             text += f"{name} ({ranks})\n  {failure}\n"
             continue

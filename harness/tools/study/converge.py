@@ -35,7 +35,7 @@ from harness.tools.study.techniques import (
 )
 from harness.util.errors import EXIT_OK, STOPPED, UserError
 from harness.util.plots import COLORS, new_figure, save, smoothed
-from harness.util.tables import Block, Column, Document, Figure, Table, to_text
+from harness.util.tables import Block, Column, Document, Figure, Table, plural, to_text
 
 EXIT_DIFFERS = 1
 Row = dict[str, Any]
@@ -182,9 +182,9 @@ class Compared:
         if self.found is None:
             return self.technique.skipped
         if self.found.missing:
-            reasons = Counter(self.found.missing.values())
+            reasons, all_runs = Counter(self.found.missing.values()), len(self.technique.runs)
             return "; ".join(
-                f"{reason} ({count} of {len(self.technique.runs)} runs)" for reason, count in reasons.items()
+                f"{reason} ({count} of {plural(all_runs, 'run')})" for reason, count in reasons.items()
             )
         return self.verdict.reason if self.verdict is not None else ""
 

@@ -21,13 +21,14 @@ from harness.compose.resolve import resolve
 from harness.compose.verb import Result, Verb
 from harness.config.fields import label, part
 from harness.config.job import Job
+from harness.launch.begin import require_inputs, require_vocabulary
 from harness.metrics.console import progress
 from harness.model.architecture import require_decoder
 from harness.util.encoding import dumps
 from harness.util.errors import EXIT_OK, ConfigError
 from harness.util.files import write_atomically
 from harness.util.plots import COLORS, new_figure, save
-from harness.util.tables import Column, Table, to_text
+from harness.util.tables import Column, Table, plural, to_text
 
 if TYPE_CHECKING:
     from harness.tools.study.activations import Activation
@@ -98,12 +99,14 @@ def coordcheck(job: CoordCheckJob, overrides: list[str]) -> Result:
     config = job.coordcheck
     config.validate(job)
     jobs = config.jobs(job.plain)
+    require_inputs(job)
+    require_vocabulary(job)
     from harness.tools.study.activations import measure
 
     activations = []
     with progress(len(jobs)) as show:
         for width, of_width in jobs.items():
-            show(f"width {width}: {job.steps} steps")
+            show(f"width {width}: {plural(job.steps, 'step')}")
             activations += measure(of_width)
     found = judge(activations, config.bound)
     out = Path(config.out or Path(job.runs_dir) / job.name / "coordcheck")

@@ -33,6 +33,7 @@ WINDOW = 48
 LAYOUTS = {
     "tp": ["parallelism=tp", "parallelism.tp=2"],
     "fsdp": ["parallelism=fsdp", "parallelism.dp_shard=2"],
+    "ddp": ["parallelism=ddp", "parallelism.dp_replicate=2"],
     "ep": ["parallelism=fsdp", "parallelism.dp_shard=2", "parallelism.ep=2"],
     "tp_ep": ["parallelism=tp", "parallelism.tp=2", "parallelism.dp_shard=2", "parallelism.ep=2"],
     "pp": ["parallelism=pp", "parallelism.pp=2", "training.loss_chunks=3"],
@@ -152,6 +153,7 @@ def test_scores(case: str, saved: Saved) -> None:
     [
         ("generate", "llama", "tp"),
         ("generate", "llama", "fsdp"),
+        ("generate", "llama", "ddp"),
         ("generate", "deepseek_v3", "tp"),
         ("generate", "gpt_oss", "tp_ep"),
         ("generate", "llama4", "ep"),

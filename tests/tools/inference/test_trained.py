@@ -92,6 +92,7 @@ def test_one_process_holds_weights_once(trained: Trained, precision: str) -> Non
     job = trained.job(f"precision={precision}")
     cast = with_value(job, "precision.master_dtype", "float32")
     assert cast.uses_fsdp and not job.uses_fsdp
+    assert not trained.job(*LAYOUTS["ddp"]).uses_fsdp
     with process_group(job, CPU):
         made = [generated(each, trained.run_dir, trained.prompts) for each in (job, cast)]
     assert made[0] == made[1]

@@ -1,4 +1,4 @@
-"""What would make a job fit: legal changes, planned as typed, no larger than needed; and more ranks."""
+"""What would make a job fit: legal changes, planned as typed, and no larger than needed."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from harness.tools.plan import remedies as module
 from harness.tools.plan.config import PlanJob
 from harness.tools.plan.make import make_plan
 from harness.tools.plan.plan import Plan
-from harness.tools.plan.remedies import Remedy, multiply_ranks, remedies, render_remedies, what_would_fit
-from harness.tools.plan.search import NothingFits, search
-from harness.tools.plan.space import Space
+from harness.tools.plan.remedies import Remedy, multiply_ranks, remedies, render_remedies
 from harness.tools.plan.verb import plan
 from harness.util.encoding import dumps, loads
 from harness.util.errors import UserError
@@ -159,56 +157,10 @@ def test_more_ranks_of_a_cluster(fields: dict[str, Any], world: int, change: lis
     assert change is None or cluster.nodes_for(2 * world)
 
 
-SEARCH = [
-    *("model=llama3_debug", "cluster=slurm_h100", "cluster.nodes=1", "training.global_batch_size=64"),
-    "parallelism=fsdp_tp",
-]
-
-
-def failed(*overrides: str) -> tuple[NothingFits, list[str]]:
-    """A search in which nothing fits."""
-    typed = [*SEARCH, "search=true", *overrides]
-    job = compose_job(typed, config_name="plan", schema=PlanJob)
-    with pytest.raises(NothingFits) as caught:
-        search(Space.of(job.plain, typed), 10, None, job.headroom)
-    return caught.value, typed
-
-
-def test_a_search_in_which_nothing_fits_says_how_many_ranks_would_do(limit: Limit) -> None:
-    """With half of them nothing fits, of all points; the layout has the memory that its own plan has."""
+def test_a_search_in_which_nothing_fits_names_the_closest_layout(limit: Limit) -> None:
+    typed = [*UNPIPELINED, "parallelism=fsdp_tp", "search=true"]
     limit(0.07)
-    result = what_would_fit(*failed())
-    more = loads(dumps(result.data))["more_ranks"]
-    assert (more["fits"], more["tried"], more["overrides"]) == (True, 32, ["cluster.nodes=4"])
-    assert "; would work: cluster.nodes=4 (32 ranks: dp_shard 4 x tp 8, full, 0.07 GiB, " in str(result.error)
-    failed("cluster.nodes=2")
-    assert planned(*SEARCH, *more["overrides"], *more["layout"]).peak == more["memory_peak"] <= 0.07 * GIB
-
-
-def test_a_failed_search_tries_what_a_search_does_not() -> None:
-    """70B in bf16 has 1.1 TB of parameters, gradients and state: 16 GPUs of 80 GB are the fewest."""
-    result = what_would_fit(*failed("model=llama3_70b", "precision=bf16", "training.seq_len=8192"))
-    tried = {each["overrides"][0].partition("=")[0]: each for each in result.data["remedies"]}
-    assert tried["parallelism.cpu_offload"]["fits"] and not any("activation" in name for name in tried)
-    assert result.data["best"] == []
-    assert "; would work: cluster.nodes=2 (16 ranks: " in str(result.error)
-    assert ", or parallelism.cpu_offload=true (the closest layout then takes " in str(result.error)
-
-
-@pytest.mark.parametrize(
-    ("gib", "override", "tried", "ends"),
-    [
-        (0.001, "top=10", 512, ", full); up to 512 ranks are too few"),
-        (0.01, "cluster.network_gbps=null", 8, ""),
-        (0.14, "headroom=0.5", 32, ""),
-    ],
-)
-def test_limits_of_more_ranks(limit: Limit, gib: float, override: str, tried: int, ends: str) -> None:
-    """Those of an unknown network end at a node; headroom counts."""
-    limit(gib)
-    result = what_would_fit(*failed(override))
-    error, more = str(result.error), result.data["more_ranks"]
-    assert error.endswith(ends) and ("too few" in error) == bool(ends)
-    assert more["tried"] == tried
-    free = 0.5 if "headroom" in override else 1.0
-    assert result.data["closest"]["memory_limit"] == pytest.approx(free * gib * GIB)
+    with pytest.raises(UserError, match=r"fits; the closest .*; would work: more ranks") as caught:
+        plan(compose_job(typed, config_name="plan", schema=PlanJob), typed)
+    _, _, closest = str(caught.value).partition("what harness plan says to ")
+    assert planned(*UNPIPELINED, *closest.split()).fits is False

@@ -27,7 +27,7 @@ from harness.tools.plan.constants import Calibration, Constants
 from harness.tools.plan.machine import device_of, machine_of
 from harness.tools.plan.make import make_plan
 from harness.tools.plan.plan import Plan, Resolution
-from harness.tools.plan.search import MemoryBounds, NothingFits, TimeBounds, search
+from harness.tools.plan.search import MemoryBounds, TimeBounds, search
 from harness.tools.plan.search_result import sweep_path
 from harness.tools.plan.space import SCHEDULES_TRIED, LayoutPoint, Legality, Space
 from harness.tools.plan.verb import plan
@@ -247,10 +247,10 @@ def test_the_points_of_a_space(typed: str, what: str, expected: set[object]) -> 
         ("cluster=local cluster.ranks=null", "cluster.ranks=null: a search needs the number of ranks"),
         ("model.n_kv_heads=3", "model.n_kv_heads=3: must divide"),
         ("parallelism.tp=3", r"no layout has 8 ranks with .* \(parallelism.tp\); would work: fewer"),
-        ("training.seq_len=1000000", "none of the .* ways to run 8 ranks is legal.*training.seq_len=1000000"),
+        ("training.seq_len=1000000", "none of .* ways to run 8 ranks is legal.*training.seq_len=1000000"),
         (
             "model=llama3_405b parallelism=fsdp_tp",
-            r"none .* fits; the closest is at least [\d,.]+ GiB too large on its fullest rank \(.*, full\)$",
+            r"none .* fits; the closest is at least [\d,.]+ GiB too large on its fullest rank; .*mode=full$",
         ),
         ("cluster.accelerator=null", "cluster.accelerator=null: a search ranks by speed.*H100 SXM"),
         (
@@ -261,9 +261,8 @@ def test_the_points_of_a_space(typed: str, what: str, expected: set[object]) -> 
 )
 def test_searches_that_find_nothing(typed: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(UserError, match=f"^{message}") as caught:
+    with pytest.raises(UserError, match=f"^{message}"):
         search(space_of(*EIGHT, *typed.split()), 10)
-    assert isinstance(caught.value, NothingFits) == ("fits" in message)
 
 
 def test_from_the_command_line_to_a_sweep(tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ def test_published_tables_with_measurements(
     assert run(monkeypatch, LLAMA, "--out", tmp_path, "--runs", runs) == 0
     shown = capsys.readouterr().out
     assert "3 published rows, 1 of them measured." in shown
-    assert "Predicted throughput against measured: median error 4.8%, worst 4.8% (1 rows)." in shown
+    assert "Predicted throughput against measured: median error 4.8%, worst 4.8% (1 row)." in shown
     text = (tmp_path / "tables.md").read_text()
     [line] = [line for line in text.splitlines() if line.startswith("| compile, bf16 | 6,667 ")][:1]
     for cell in ("6,000 | -10.0%", "7,350 | 4.0% | +10.2%", "7,000 | -4.8%", DEVICE):
@@ -190,7 +190,7 @@ def test_a_program_of_experiments_has_its_rows_in_runs(
     }
     keep(tmp_path / "runs" / "gpu_single", report_rows(facts, [row]))
     assert run(monkeypatch, ROOT / "experiments" / "gpu_single", "--out", tmp_path / "out") == 0
-    assert "throughput median error 10.0%, worst 10.0% (1 rows)" in capsys.readouterr().out
+    assert "throughput median error 10.0%, worst 10.0% (1 row)" in capsys.readouterr().out
     text = (tmp_path / "out" / "tables.md").read_text()
     assert "| **tiny bf16 full** | single | 1 | 100.0 | 0.0% | 110.0 | +10.0% | 40.0% | 2.00 | 4.00 |" in text
 

@@ -20,6 +20,7 @@ from harness.contrib.flux.pictures.config import pictures_of
 from harness.data.shards import write_here
 from harness.train.process import importing_torch, openmp_environment
 from harness.util.errors import ConfigError
+from harness.util.tables import plural
 
 SOURCES = ("pictures", "hub_pictures", "drawn_shapes")
 
@@ -83,7 +84,7 @@ def encode(job: EncodeJob, overrides: list[str]) -> int | Result:
     def result(manifest: LatentManifest, title: str, seconds: float = 0.0) -> Result:
         counts = {split: manifest.count(split) for split in ("train", "validation")}
         data = {"target": str(writer.target), **counts, "files": len(manifest.files), "seconds": seconds}
-        shown = "; ".join(f"{split} {count:,} pictures" for split, count in counts.items() if count)
+        shown = "; ".join(f"{split} {plural(count, 'picture')}" for split, count in counts.items() if count)
         command = f"next: harness train ... data=latents 'data.paths=[{writer.target}]'"
         return Result(data, f"{title}\n{shown}; files: {len(manifest.files)}\n{command}\n")
 
