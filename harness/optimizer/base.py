@@ -33,8 +33,14 @@ class OwnOptimizer(torch.optim.Optimizer):
 
     @property
     def applied(self) -> Tensor | None:
-        """Device scalar in float64: 1 if the step is applied, 0 if not; None if it is for certain."""
-        return None if self.found_inf is None else 1 - self.found_inf.double()
+        """Scalar in float64: 1 if the step is applied, 0 if not. If it is for certain, None on CPUs.
+
+        On GPUs it is then one of the host, because numbers would be constants of the compiled update.
+        """
+        if self.found_inf is not None:
+            return 1 - self.found_inf.double()
+        on_gpu = self.param_groups[0]["params"][0].is_cuda
+        return torch.ones((), dtype=torch.float64) if on_gpu else None
 
 
 class CombinedOptimizer(torch.optim.Optimizer):

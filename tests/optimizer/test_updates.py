@@ -24,6 +24,7 @@ from harness.config.optimizer import (
 )
 from harness.model.decoder import Decoder
 from harness.model.spec import tensors
+from harness.optimizer import elementwise
 from harness.optimizer.build import build_optimizer
 from harness.optimizer.elementwise import Lion, RoundedAdamW
 from harness.optimizer.muon import Muon, orthogonalize
@@ -318,16 +319,19 @@ OWN = [("adamw bfloat16", B), ("adamw", B), ("adamw bfloat16", F), ("adamw", F),
 OWN += [("lion bfloat16", B)]
 
 
-def after(kind: str, master: torch.dtype, drop: list[bool] | None) -> tuple[Tensor, dict[str, Tensor]]:
+def after(
+    kind: str, master: torch.dtype, drop: list[bool] | None, device: str = "cpu", width: int = 6
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Parameter and state after a step for each entry; None: three steps without ``found_inf``."""
     torch.manual_seed(0)
-    parameter = torch.nn.Parameter(torch.randn(2, 8, 6).to(master))
-    built, gradients = own(kind, [parameter]), iter(torch.randn(3, 2, 8, 6))
+    shape = (2, 8, width)
+    parameter = torch.nn.Parameter(torch.randn(shape).to(device, master))
+    built, gradients = own(kind, [parameter]), iter(torch.randn(3, *shape))
     for dropped in drop or [False] * 3:
-        gradient = torch.full((2, 8, 6), torch.nan) if dropped else next(gradients)
-        parameter.grad = gradient.to(master)
+        gradient = torch.full(shape, torch.nan) if dropped else next(gradients)
+        parameter.grad = gradient.to(device, master)
         if drop is not None:
-            built.found_inf = torch.tensor(float(dropped))
+            built.found_inf = torch.tensor(float(dropped), device=device)
         built.step()
     return parameter.detach(), built.state[parameter]
 
@@ -347,6 +351,26 @@ def test_dropped_steps_have_no_effect(kind: str, master: torch.dtype) -> None:
         parameter, state = after(kind, master, drop)
         assert_equal(parameter, expected)
         assert_equal(state, expected_state)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("drop", [None, [False, True, False, False]], ids=["all", "dropped"])
+@pytest.mark.parametrize(("kind", "master"), [("adamw uint8", F), *OWN])
+def test_a_compiled_update_computes_the_same(
+    kind: str, master: torch.dtype, drop: list[bool] | None, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU compiles by itself. Where a sum is rounded to the other neighbour, a code is the next one."""
+    expected, expected_state = after(kind, master, drop, width=128)
+    torch._dynamo.reset()
+    for rule in ("_adamw", "_lion") if device == "cpu" else ():
+        compiled = torch.compile(getattr(elementwise, rule), backend="aot_eager", fullgraph=True)
+        monkeypatch.setattr(elementwise, rule, compiled)
+    found, state = after(kind, master, drop, device, 128)
+    close: dict[str, Any] = {"rtol": 2**-7 if master == B else 1e-5, "atol": 1e-5, "check_device": False}
+    torch.testing.assert_close(found, expected, **close)
+    for name, values in expected_state.items():
+        narrow = {"rtol": 2**-7} if values.dtype == B else {"atol": 1} if values.dtype == torch.uint8 else {}
+        torch.testing.assert_close(state[name], values, **close | narrow)
 
 
 @pytest.mark.parametrize(("kind", "master"), OWN)

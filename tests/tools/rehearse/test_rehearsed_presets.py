@@ -16,6 +16,7 @@ from test_docs import FIRST_HOUR, GPUS, runs_of_the_first_hour
 
 from harness.compose.composer import compose_job
 from harness.config.fields import with_value
+from harness.model.spec import tensors
 from harness.tools.plan.make import make_plan
 from harness.tools.plan.plan import Plan
 from harness.tools.rehearse.config import RehearseJob, ranks_to_rehearse
@@ -38,12 +39,11 @@ FLUX = [
 ]
 SMALL = ["model=llama3_debug", *SHAPE]
 MASK = "data.attend_across_documents=false"
+ON_RANK_3 = "parallelism=hsdp rehearse.ranks=[3]"
 GATHERS = "precision.enable_fsdp_float8_all_gather=true"
 
 EXPERTS = {"parallelism/expert.py", "model/grouped.py"}
 """Where rows travel to experts the host has to know how many."""
-WAITS = {"bf16_full": {"train/engine.py"}}
-"""What makes the host wait in a step: optimizers that are not fused ask whether the norm is finite."""
 
 SMALL_SUMS = 2**22
 """Bytes of a step's sums that the plan leaves out."""
@@ -125,8 +125,7 @@ def test_layouts(rehearsals: Rehearsals, preset: str) -> None:
             assert copied < 0.3 * figures.memory["gradients"]
     if found.plan.job.parallelism.pp == 1 and not experts:
         for figures in found.ranks:
-            lines = {line.name: line for line in memory_lines(figures, found.plan)}
-            check_close(lines["reserved"], 0.2)
+            check_close({line.name: line for line in memory_lines(figures, found.plan)}["reserved"], 0.2)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +152,7 @@ def test_flux(rehearsals: Rehearsals, choice: str) -> None:
 def test_formats(rehearsals: Rehearsals, preset: str) -> None:
     on = ["cluster.accelerator=B200"] if preset == "mxfp8" else []
     found = rehearsed(rehearsals, *SMALL, "parallelism=fsdp", f"precision={preset}", *on)
-    check(found, waits=WAITS.get(preset, set()))
+    check(found)
     [figures] = found.ranks
     formats = {product.formats for product in figures.products}
     narrow = [name for name in formats if name.startswith("float8")]
@@ -167,8 +166,9 @@ def test_formats(rehearsals: Rehearsals, preset: str) -> None:
     [
         *(f"parallelism=hsdp_tp optimizer={preset}" for preset in options("optimizer")),
         *(f"parallelism=fsdp activation_checkpoint={preset}" for preset in options("activation_checkpoint")),
+        "parallelism=fsdp_tp optimizer.state_dtype=8bit",
         "parallelism=fsdp parallelism.fsdp_prefetch=3 training.flash=FA3",
-        *(f"parallelism=hsdp parallelism.fsdp_buffers={buffers}" for buffers in ("registered", "symmetric")),
+        *(f"{ON_RANK_3} parallelism.fsdp_buffers={buffers}" for buffers in ("registered", "symmetric")),
     ],
 )
 def test_updates_and_recomputation(rehearsals: Rehearsals, override: str) -> None:
@@ -179,6 +179,9 @@ def test_updates_and_recomputation(rehearsals: Rehearsals, override: str) -> Non
     check_collectives(found)
     [figures] = found.ranks
     assert "muon" not in override or figures.launches < 1500, "most kernels are of many matrices"
+    if "lion" in override or "8bit" in override:
+        updates = sum(count for name, count in figures.kernels.items() if name.startswith("triton_"))
+        assert updates == len(tensors(found.plan.job.model)), "one kernel each"
     check_close({line.name: line for line in memory_lines(figures, found.plan)}["reserved"], 0.2)
 
 
