@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -43,10 +43,10 @@ from harness.util.hardware import Accelerator
 from harness.util.tables import GIB
 
 Bytes = dict[str, float]
-"""Bytes by kind of memory. Two kinds are separate because they belong to other CUDA streams: ``shards``, the
-gradients of shards, and ``buffers``, FSDP's gather buffers. A third one, ``unusable``, is free memory that
-the allocator cannot use."""
-
+"""Bytes by kind of memory. Three kinds are separate because they belong to other CUDA streams or pools:
+``shards``, the gradients of shards; ``buffers``, FSDP's gather buffers; ``reducing``, the inputs of its
+reduce-scatters. Another one, ``unusable``, is free memory that the allocator cannot use."""
+SHOWN_AS = {"shards": "gradients", "buffers": "gathered", "reducing": "communication", "unusable": "runtime"}
 
 IN_ATTENTION = re.compile(r"\.(\w+_)?(attention|attn)\.")
 """Names of tensors whose gradients are computed last in a block's backward."""
@@ -60,8 +60,16 @@ def plus(*parts: Bytes) -> Bytes:
     return total
 
 
-def heaviest(moments: Iterable[Bytes]) -> Bytes:
-    return max(moments, key=lambda moment: sum(moment.values()), default={})
+def heaviest(moments: Iterable[Bytes], but: Collection[str] = ()) -> Bytes:
+    """Return the moment with the most bytes, those of some kinds left out."""
+    return max(moments, key=lambda of: sum(size for kind, size in of.items() if kind not in but))
+
+
+def kinds_apart(job: Job) -> tuple[str, ...]:
+    """Kinds of a step's memory that CUDA's allocator does not give to others."""
+    if job.fsdp_ranks == 1 or on_cpu(job):
+        return ()
+    return ("shards", "buffers", *["reducing"] * (job.parallelism.fsdp_buffers != "default"))
 
 
 @dataclass(frozen=True)
@@ -119,6 +127,7 @@ class StageMemory:
         groups = parameters.groups(stage)
         self.has_head = "output" in self.names
         self.logits = LogitBytes(job, self.activations) if self.has_head else None
+        self.apart = kinds_apart(job)
         self._backward: dict[tuple[bool, bool], list[Bytes]] = {}
         self._held = parameters.modules[stage]
         self.modules = [self._module(name, part, groups) for name, part in self._parts()]
@@ -138,9 +147,12 @@ class StageMemory:
         # Of neighbouring modules one is copied while the next ones are gathered.
         buffers, self.ahead = [each.buffer for each in of], layout.fsdp_prefetch
         self.buffers = max(sum(buffers[i : i + 1 + self.ahead]) for i in range(len(buffers)))
+        if layout.fsdp_buffers != "default":  # blocks may be in the embedding's memory when the head needs it
+            self.buffers += min(buffers[0], buffers[-1])
         # Of two reduce-scatters that follow each other, one is in flight.
         reduced = (size for each in of for size in each.reduced)
         self.reduction = max(map(sum, pairwise([0.0, *reduced])), default=0.0)
+        self.reduced = max(sum(each.reduced) for each in of)
 
     def _parts(self) -> list[tuple[str, PartBytes]]:
         parts = []
@@ -237,9 +249,13 @@ class StageMemory:
         """Memory between backward for inputs and for weights: recomputed blocks have all of their tensors."""
         return {"activations": sum(max(module.part.kept, module.part.backward) for module in self.modules)}
 
+    def _peaks(self, moments: list[Bytes]) -> list[Bytes]:
+        """Those when most is allocated, and when most is in the memory that all kinds share."""
+        return [heaviest(moments, ["unusable"]), heaviest(moments, self.apart)]
+
     @cached_property
-    def forward(self) -> Bytes:
-        """Peak of a forward pass, in addition to the memory before it."""
+    def forward(self) -> list[Bytes]:
+        """Peaks of a forward pass, in addition to the memory before it."""
         moments, held, gathered = [], 0.0, 0.0
         for module in self.modules:
             own = module.parameters.gathered
@@ -253,19 +269,16 @@ class StageMemory:
             gathered += 0.0 if module.freed or self.pipelined else own
         if self.logits is not None:
             moments.append({"activations": held, "gathered": gathered, "logits": self.logits.forward})
-        return heaviest(moments)
+        return self._peaks(moments)
 
     def backward(self, *, gradients_there: bool, accumulates: bool) -> list[Bytes]:
-        """Peaks of a backward pass, with and without unusable memory and with what its microbatch has saved.
+        """Peaks of a backward pass, with what its microbatch has saved.
 
         The caller counts gradients of earlier passes. Gradients stay unsharded if it ``accumulates``.
         """
         how = gradients_there, accumulates
         if how not in self._backward:
-            moments = self._backward_moments(*how)
-            peaks = self._backward[how] = [heaviest(moments)]
-            if peaks[0].get("unusable"):
-                peaks.append(heaviest({**each, "unusable": 0.0} for each in moments))
+            self._backward[how] = self._peaks(self._backward_moments(*how))
         return self._backward[how]
 
     def _backward_moments(self, gradients_there: bool, accumulates: bool) -> list[Bytes]:
@@ -287,7 +300,7 @@ class StageMemory:
                 gathered += own.gathered if module.freed else 0.0
                 arriving = sum(each.parameters.buffer for each in before if each.freed)
             held -= part.kept
-            base = {"gathered": gathered, "buffers": arriving, "shards": shards, "communication": reducing}
+            base = {"gathered": gathered, "buffers": arriving, "shards": shards, "reducing": reducing}
             for activations, gradients in (
                 (part.backward, own.first_gradients),
                 (part.late_backward, own.late_gradients),
@@ -307,7 +320,7 @@ class StageMemory:
                     moments.append(plus(base, {"gradients": unsharded + own.gradients + own.accumulated}))
                 unsharded += 0.0 if gradients_there or at_once else own.accumulated
             else:
-                base["communication"] = reducing = sum(own.reduced)
+                base["reducing"] = reducing = sum(own.reduced)
                 moments.append(plus(base, {"gradients": unsharded + own.gradients, "shards": own.sharded}))
                 unsharded += 0.0 if own.reduced else own.gradients  # reduced with those of another module
                 shards += 0.0 if gradients_there or at_once else own.sharded
@@ -401,7 +414,7 @@ class RankStep:
         self.stages = {stage: made[first] for stage, first in equal.items()}
         self.numbers = Counter(equal.values())
         self.cpu, self.fsdp = on_cpu(job), job.uses_fsdp
-        self.streams = job.fsdp_ranks > 1 and not self.cpu  # FSDP allocates on streams of its own
+        self.apart = kinds_apart(job)
         self.pipelined = job.parallelism.pp > 1
         self.offloaded = job.parallelism.cpu_offload and not self.cpu
         passing = job.optimizer.in_backward or self.offloaded
@@ -415,7 +428,7 @@ class RankStep:
         if self.cpu:
             kinds["runtime"] += CPU_PROCESS
         else:
-            own = self.gradients if self.streams else 0.0
+            own = self.gradients if self.apart else 0.0
             kinds["runtime"] += FRAGMENTATION * (sum(kinds.values()) - own) + 2 * CUBLAS_WORKSPACE
             allocated += 2 * CUBLAS_WORKSPACE  # tensors of torch
         return RankMemory(self.parameters.pp_rank, self.parameters.stages, kinds, allocated)
@@ -425,15 +438,15 @@ class RankStep:
 
         FSDP2 allocates sharded gradients on its reduce stream, and gather buffers on its gather stream
         (_fsdp_collectives.py, foreach_reduce and foreach_all_gather). The allocator does not reuse freed
-        memory on other streams, so this memory counts at any moment.
+        memory on other streams, so this memory counts at any moment. With ``fsdp_buffers`` this is true of
+        inputs of reduce-scatters too: they are in the pool of NCCL's memory.
         """
-        shards, buffers = moment.get("shards", 0.0), moment.get("buffers", 0.0)
-        if self.streams:
-            shards = self.gradients
-            buffers = max(stage.buffers for stage in self.stages.values())
+        stages = self.stages.values()
+        buffers, reducing = max(each.buffers for each in stages), max(each.reduced for each in stages)
+        whole = {"shards": self.gradients, "buffers": buffers, "reducing": reducing}
+        moment = moment | {kind: whole[kind] for kind in self.apart}
         displayed = {kind: size for kind, size in moment.items() if kind in KINDS}
-        unusable = moment.get("unusable", 0.0)
-        return plus(displayed, {"gradients": shards, "gathered": buffers, "runtime": unusable})
+        return plus(displayed, {name: moment.get(kind, 0.0) for kind, name in SHOWN_AS.items()})
 
     def _moments(self) -> Iterator[Bytes]:
         always = self._always()
@@ -482,28 +495,20 @@ class RankStep:
                 counts["gradients", each] * after[each] + (count - counts["gradients", each]) * before[each]
                 for each, count in self.numbers.items()
             )
-            base = {
-                "gathered": self._gathered({each: counts["ran", each] for each in self.numbers}),
-                "gradients": sum(gradients),
-                "shards": sharded_before,
-            }
+            gathered = self._gathered({each: counts["ran", each] for each in self.numbers})
+            base = {"gathered": gathered, "gradients": sum(gradients), "shards": sharded_before}
             kept = plus(always, base, *self._waiting(counts))
-            if moment.kind == "F":
-                yield plus(kept, stage.forward)
-                continue
             own = (after if moment.again else before)[moment.stage]
-            has_gradients = sharded_before > 0 if reduces else own > 0
-            for peak in stage.backward(gradients_there=has_gradients, accumulates=not reduces):
-                yield plus(kept, peak)
+            there = sharded_before > 0 if reduces else own > 0
+            back = moment.kind != "F"
+            peaks = stage.backward(gradients_there=there, accumulates=not reduces) if back else stage.forward
+            yield from (plus(kept, peak) for peak in peaks)
         if self.pipelined and self.fsdp:
             # Group by group: unsharded gradients are freed as their shards are allocated.
-            reduction = {
-                "gathered": self._gathered(self.numbers),
-                "gradients": sum(count * after[stage] for stage, count in self.numbers.items()),
-                "shards": sharded_before,
-                "communication": max(stage.reduction for stage in self.stages.values()),
-            }
-            yield plus(always, reduction)
+            unsharded = sum(count * after[stage] for stage, count in self.numbers.items())
+            reduction = {"gathered": self._gathered(self.numbers), "gradients": unsharded}
+            reducing = max(stage.reduction for stage in self.stages.values())
+            yield plus(always, reduction, {"shards": sharded_before, "reducing": reducing})
 
     def _waiting(self, counts: dict[tuple[str, int], int]) -> Iterator[Bytes]:
         """Yield what microbatches keep: before their backward, before its second half, and after it."""

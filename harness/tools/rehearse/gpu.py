@@ -58,16 +58,10 @@ class VirtualGpu:
 
     def __init__(self, device: VirtualDevice) -> None:
         self._library = ctypes.CDLL(GPU_LIBRARY)
-        for name in ("bytes", "multiprocessors"):
-            assert getattr(device, name) > 0
+        assert device.bytes > 0 and device.multiprocessors > 0
         self._library.virtual_gpu_become(
-            device.name.encode(),
-            device.major,
-            device.minor,
-            ctypes.c_size_t(device.bytes),
-            device.multiprocessors,
-            device.shared_kib,
-            device.count,
+            *(device.name.encode(), device.major, device.minor, ctypes.c_size_t(device.bytes)),
+            *(device.multiprocessors, device.shared_kib, device.count),
         )
         self._library.virtual_gpu_take(ctypes.c_size_t(device.context_bytes))
         self._library.virtual_gpu_communicators_take(ctypes.c_size_t(device.communicator_bytes))
@@ -104,16 +98,12 @@ def read_calls(text: str, waits: Counter[tuple[str, str]]) -> Calls:
     readers: dict[str, Callable[[int, float, list[str]], None]] = {
         "kernel": lambda count, _, name: calls.kernels.update({name[0]: count}),
         "product": lambda count, flops, said: calls.products.__setitem__(tuple(said), (count, flops)),
-        "collective": lambda count, size, said: calls.collectives.__setitem__(
-            (said[0], said[1]), (count, size)
-        ),
+        "collective": lambda count, size, said: calls.collectives.update({(said[0], said[1]): (count, size)}),
         "communicator": lambda count, _, name: calls.communicators.append(name[0]),
         "copy": lambda count, size, how: calls.copies.__setitem__(how[0], (count, size)),
         "unknown": lambda count, _, name: calls.unknown.append(name[0]),
         "replay": lambda count, launched, _: setattr(calls, "replays", (count, launched)),
-        "point to point": lambda count, size, said: calls.sends.__setitem__(
-            (said[0], said[1]), (count, size)
-        ),
+        "point to point": lambda count, size, said: calls.sends.update({(said[0], said[1]): (count, size)}),
     }
     for line in text.splitlines():
         count, amount, kind, *said = line.split("\t")

@@ -48,9 +48,10 @@ def substitutes(job: Job, gpu: VirtualGpu, skew: float) -> Iterator[None]:
     """Put the substitutes in place while a rank is rehearsed."""
     with ExitStack() as undo:
         if job.world_size > 1:
+            device = torch.cuda.current_device()
             undo.enter_context(patch.object(setup, "backend_of", lambda _: "cpu:fake,cuda:nccl"))
             undo.enter_context(patch.object(dist, "init_process_group", _without_device))
-            undo.enter_context(patch.object(dist, "barrier", partial(dist.barrier, device_ids=[0])))
+            undo.enter_context(patch.object(dist, "barrier", partial(dist.barrier, device_ids=[device])))
             undo.enter_context(patch.object(ProcessGroupAllocMixin, "__init__", _after_barrier))
         undo.enter_context(patch.object(trainer, "RankGroup", lambda _: None))  # nothing is saved
         undo.enter_context(patch.object(trainer, "build_tokenizer", lambda _: None))

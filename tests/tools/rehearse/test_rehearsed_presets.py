@@ -39,6 +39,7 @@ FLUX = [
 ]
 SMALL = ["model=llama3_debug", *SHAPE]
 MASK = "data.attend_across_documents=false"
+ON_RANK_3 = "parallelism=hsdp rehearse.ranks=[3]"
 GATHERS = "precision.enable_fsdp_float8_all_gather=true"
 
 EXPERTS = {"parallelism/expert.py", "model/grouped.py"}
@@ -124,8 +125,7 @@ def test_layouts(rehearsals: Rehearsals, preset: str) -> None:
             assert copied < 0.3 * figures.memory["gradients"]
     if found.plan.job.parallelism.pp == 1 and not experts:
         for figures in found.ranks:
-            lines = {line.name: line for line in memory_lines(figures, found.plan)}
-            check_close(lines["reserved"], 0.2)
+            check_close({line.name: line for line in memory_lines(figures, found.plan)}["reserved"], 0.2)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_formats(rehearsals: Rehearsals, preset: str) -> None:
         "parallelism=hsdp_tp optimizer=muon optimizer.newton_schulz_half=true",
         "parallelism=fsdp_tp optimizer.state_dtype=8bit",
         "parallelism=fsdp parallelism.fsdp_prefetch=3 training.flash=FA3",
-        *(f"parallelism=hsdp parallelism.fsdp_buffers={buffers}" for buffers in ("registered", "symmetric")),
+        *(f"{ON_RANK_3} parallelism.fsdp_buffers={buffers}" for buffers in ("registered", "symmetric")),
     ],
 )
 def test_updates_and_recomputation(rehearsals: Rehearsals, override: str) -> None:
