@@ -22,24 +22,24 @@ ROOT = Path(__file__).resolve().parents[1]
 # From the ground up, with budgets of lines. They go down with every deletion.
 BUDGETS = {
     "util": 1325,
-    "config": 4700,
+    "config": 4710,
     "data": 5190,
-    "model": 2588,
-    "metrics": 1440,
+    "model": 2578,
+    "metrics": 1423,
     "run": 590,
     "precision": 600,
-    "parallelism": 2573,
-    "optimizer": 1251,
-    "checkpoint": 2280,
-    "weights": 3240,
+    "parallelism": 2617,
+    "optimizer": 1322,
+    "checkpoint": 2146,
+    "weights": 3189,
     "train": 3516,
-    "compose": 2834,
+    "compose": 2844,
     "launch": 4534,
     "tools": 15496,
     "contrib": 4450,
 }
 ROOMS = tuple(BUDGETS)
-DOORS, FILES_AT_MOST, LINES_AT_MOST, TESTS_AT_MOST = 4, 278, 56_626, 35_701
+DOORS, FILES_AT_MOST, LINES_AT_MOST, TESTS_AT_MOST = 4, 278, 56_557, 35_714
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted((ROOT / "harness").rglob("*.py"))

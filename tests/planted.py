@@ -248,7 +248,7 @@ def _gathering_wrongly(now: Callable[[], bool]) -> AbstractContextManager[Any]:
         def gather(_module, inputs):  # type: ignore[no-untyped-def]
             local = tensor._placed(inputs[0], other if now() else mesh, self.stream)
             whole = local.redistribute(placements=(Replicate(),)).to_local()
-            return (tensor._placed(whole, mesh, Replicate()), *inputs[1:])
+            return (tensor._of_parts(tensor._placed(whole, mesh, Replicate())), *inputs[1:])
 
         module.register_forward_pre_hook(gather)
         return module
@@ -258,14 +258,15 @@ def _gathering_wrongly(now: Callable[[], bool]) -> AbstractContextManager[Any]:
 
 def head_norms_not_summed() -> AbstractContextManager[Any]:
     """Every rank keeps the gradient that its own heads give the norm of queries and keys."""
-    original = tensor.SequenceParallel
+    original = tensor.Plain._apply
 
-    def style(*, sequence_dim, **options):  # type: ignore[no-untyped-def]
-        if sequence_dim == tensor.HEADS_DIM:
-            return tensor.replicated()
-        return original(sequence_dim=sequence_dim, **options)
+    def apply(self, module, device_mesh):  # type: ignore[no-untyped-def]
+        original(self, module, device_mesh)
+        if self.spec.split is tensor.Split.HEAD_NORM:
+            module.partial_gradients = {"weight": [Replicate()]}
+        return module
 
-    return patch.object(tensor, "SequenceParallel", style)
+    return patch.object(tensor.Plain, "_apply", apply)
 
 
 def router_gradients_not_summed() -> AbstractContextManager[Any]:

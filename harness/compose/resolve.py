@@ -167,7 +167,11 @@ def check_chunked_loss(job: Job) -> None:
         raise ConfigError("training.loss_chunks", chunks, rule, "1, or parallelism.loss_parallel=true")
 
 
-GPU_OPTIONS_OFF = {"parallelism.async_tp": False, "parallelism.fsdp_prefetch": 1}
+GPU_OPTIONS_OFF = {
+    "optimizer.newton_schulz_half": False,
+    "parallelism.async_tp": False,
+    "parallelism.fsdp_prefetch": 1,
+}
 
 
 def check_gpu_options(job: Job, *, on_cpu: bool) -> None:
@@ -176,6 +180,7 @@ def check_gpu_options(job: Job, *, on_cpu: bool) -> None:
     ring = layout.cp > 1 and layout.cp_method == "ring"
     plain = job.training.attention == "sdpa" and not ring
     ranks_per_node, off = job.cluster.nodes_for(job.world_size)[1], "parallelism.async_tp=false"
+    iterations, narrow = job.optimizer.newton_schulz_dtype, "optimizer.newton_schulz_dtype=bfloat16"
     rules = (
         (
             *("parallelism.async_tp", layout.async_tp),
@@ -229,6 +234,11 @@ def check_gpu_options(job: Job, *, on_cpu: bool) -> None:
                 f"in sdpa it needs keys and values of one width; {job.model.name} has two",
                 "default, or training.attention=varlen",
             ),
+        ),
+        (
+            *("optimizer.newton_schulz_half", job.optimizer.newton_schulz_half),
+            (on_cpu, "is a kernel of GPUs, and the ranks compute on CPUs", "false"),
+            (iterations == "float32", f"needs {narrow}", f"false, or {narrow}"),
         ),
         (
             *("compile.mode", job.compile.mode),

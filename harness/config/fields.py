@@ -313,6 +313,8 @@ def from_dict(
     known = {field.name for field in dataclasses.fields(cls)}
     if known_only:
         plain = {name: value for name, value in plain.items() if name in known}
+    elif unset is None:  # read from a file
+        plain = {name: value for name, value in plain.items() if f"{prefix}{name}" not in GONE}
     if unknown := set(plain) - known:
         name = sorted(unknown, key=str)[0]
         rule = no_such_field(str(name), hints, prefix, whole=cls.__name__)
@@ -341,10 +343,16 @@ def from_dict(
     return cls(**values)
 
 
+GONE = {"metrics.wandb_tags": "tags"}
+"""Labels of earlier versions, with the fields that took their place."""
+
+
 def no_such_field(
     name: str, known: Iterable[str], prefix: str, namesakes: Iterable[str] = (), whole: str = "the job"
 ) -> str:
     """Say which of the ``known`` fields below ``prefix``, or of its ``namesakes`` elsewhere, was meant."""
+    if instead := GONE.get(prefix + name):
+        return f"no such field; would work: {instead}"
     own = [each for each in namesakes if not prefix and each.endswith(f".{name}")]  # steps is no sweep
     close = own or [prefix + each for each in difflib.get_close_matches(name, known, n=1)] or list(namesakes)
     has = f"{prefix.rstrip('.') or whole} has: {', '.join(sorted(known))}"

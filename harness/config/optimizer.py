@@ -10,7 +10,7 @@ from typing import Any
 
 from harness.config.fields import execution, numerics
 from harness.config.registry import Registry, resolve_options
-from harness.util.errors import ConfigError
+from harness.util.errors import ConfigError, as_typed
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ EIGHT_BIT, BLOCK = "8bit", 128
 LARGEST_BFLOAT16_BETA = 0.99
 BETA_RULE = "a running mean in bfloat16 (eight bits) would lose its updates to rounding"
 LR_SCALES = ("original", "match_rms_adamw")
-OF_MUON = ("momentum", "newton_schulz_steps", "newton_schulz_dtype", "lr_scale")
+OF_MUON = ("momentum", "newton_schulz_steps", "newton_schulz_dtype", "newton_schulz_half", "lr_scale")
 """Fields that only Muon reads."""
 
 
@@ -165,6 +165,9 @@ class OptimizerConfig:
     """Muon: iterations of Newton-Schulz that orthogonalize an update."""
     newton_schulz_dtype: str | None = numerics(None, choices=STATE_DTYPES, id_omits_default=True)
     """Muon: format of these iterations, float32 or bfloat16; null: precision.param_dtype."""
+    newton_schulz_half: bool = execution(False, id_omits_default=True)
+    """Muon: compute half of the two products of an iteration that are symmetric, and copy the other half, by
+    a Triton kernel. On GPUs, in bfloat16; the last bit may differ."""
     lr_scale: str = numerics("match_rms_adamw", choices=LR_SCALES, id_omits_default=True)
     """Muon: factor of the learning rate for a matrix [outputs, inputs]. original:
     sqrt(max(1, outputs / inputs)); match_rms_adamw: 0.2 sqrt(max(outputs, inputs)), with which AdamW's
@@ -210,8 +213,7 @@ class OptimizerConfig:
             value, default = getattr(self, name), getattr(OptimizerConfig, name)
             if value != default:
                 rule = f"has no effect with optimizer.kind={self.kind}"
-                works = f"{'null' if default is None else default}, or {other}"
-                raise ConfigError(f"optimizer.{name}", value, rule, works)
+                raise ConfigError(f"optimizer.{name}", value, rule, f"{as_typed(default)}, or {other}")
         if self.state_dtype == EIGHT_BIT and (others := sorted(self.kinds - {"adamw", "adam"})):
             rule = f"is a format of AdamW's and Adam's state, and {others[0]} updates tensors too"
             raise ConfigError("optimizer.state_dtype", EIGHT_BIT, rule, "bfloat16, or optimizer=adamw")

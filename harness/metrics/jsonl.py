@@ -19,8 +19,7 @@ class MetricsFile:
     """The rows of a run, kept through crashes and resumes.
 
     Opening repairs a file that a crash left in mid-write: a broken last line is cut off, and a complete last
-    line gets its missing newline. Each row is flushed to the operating system. A file that is deleted while
-    it is open is written again.
+    line gets its missing newline. Each row is flushed to the operating system.
 
     Attributes:
         notes: warnings for the user, one line each; the caller removes those it has shown.
@@ -36,7 +35,6 @@ class MetricsFile:
     def write(self, row: Row) -> None:
         """Append one row."""
         line = dumps(row).encode() + b"\n"
-        self._restore_if_deleted()
         self._file.write(line)
         self._file.flush()
 
@@ -80,24 +78,12 @@ class MetricsFile:
         if self._file.closed:
             return
         try:
-            self._restore_if_deleted()
-            damaged = read_rows(self.path)[1]
-            if damaged:
+            if not self.path.exists():
+                self.notes.append(f"WARNING {self.path} was deleted while the run wrote it")
+            elif damaged := read_rows(self.path)[1]:
                 self.notes.append(_describe_damage(self.path, damaged))
         finally:
             self._file.close()
-
-    def _restore_if_deleted(self) -> None:
-        """Write the file again if it was deleted; its content is readable while the file is open."""
-        if self.path.exists():
-            return
-        self._file.seek(0)
-        content = self._file.read()
-        self._file.close()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.path, content)
-        self._file = self.path.open("a+b")
-        self.notes.append(f"WARNING {self.path} was deleted while the run wrote it, and is written again")
 
 
 def read_metrics(path: Path) -> list[Row]:

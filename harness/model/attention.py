@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from harness.config.model import ModelConfig
 from harness.model.cache import CachedKernel, Slots
-from harness.model.grouped import local_shard, to_local
+from harness.model.grouped import local_shard
 from harness.model.kernels import AttentionSpec, Kernel, SdpaKernel
 from harness.model.rope import rotate
 
@@ -124,13 +124,13 @@ class LatentAttention(nn.Module):
         latent_BTL, k_rotated = latents.split([latents.shape[-1] - self.rotated, self.rotated], dim=-1)
         latent_BTL = self.kv_norm(latent_BTL)
         q_nope, q_rotated = q_BTHD.split([self.nope, self.rotated], dim=-1)
-        k_rotated = to_local(k_rotated).unsqueeze(2)
+        k_rotated = k_rotated.unsqueeze(2)
         if self.is_rotated:
             q_rotated, k_rotated = rotate(q_rotated, k_rotated, rope_2TD, interleaved=self.interleaved)
         inner: Callable[..., Tensor] = self.inner
         if isinstance(mask, Slots):
             assert isinstance(self.inner, CachedKernel)
-            keys = self.inner.store_keys(torch.cat((to_local(latent_BTL).unsqueeze(2), k_rotated), -1), mask)
+            keys = self.inner.store_keys(torch.cat((latent_BTL.unsqueeze(2), k_rotated), -1), mask)
             if not mask.is_first:
                 return self.wo(self._attend_latents(q_nope, q_rotated, keys, mask).reshape(B, T, -1))
             inner, mask = partial(SdpaKernel.forward, self.inner), mask.visible

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor
 
 # R: rows, P: rows with padding between them, I: input width, O: output width, C: either, E: groups
 
@@ -229,10 +229,3 @@ def local_shard(module: nn.Module, name: str) -> Tensor:
         return parameter  # type: ignore[no-any-return]
     placements = getattr(module, "partial_gradients", {}).get(name)
     return parameter.to_local(grad_placements=placements)
-
-
-def to_local(x: Tensor) -> Tensor:
-    """A replicated activation as a plain tensor; the ranks' gradients are summed."""
-    if not isinstance(x, DTensor):
-        return x
-    return x.to_local(grad_placements=[Partial()] * len(x.placements))

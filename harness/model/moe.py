@@ -23,7 +23,6 @@ from harness.model.grouped import (
     local_shard,
     pad,
     padded_positions,
-    to_local,
     unpad,
 )
 
@@ -284,9 +283,8 @@ class MoE(nn.Module):
         Returns:
             The update [B, T, C], and the number of tokens per expert, int64 [E].
         """
-        tokens_BTC = to_local(x_BTC)
-        weights_NK, experts_NK = self.router(tokens_BTC, self.balance_bias)
-        load_E, order_R, place_R, x_RC = self.arrange(experts_NK, tokens_BTC.flatten(0, 1))
+        weights_NK, experts_NK = self.router(x_BTC, self.balance_bias)
+        load_E, order_R, place_R, x_RC = self.arrange(experts_NK, x_BTC.flatten(0, 1))
         if self.score_before_experts:
             weights_R1 = permute(weights_NK.view(-1, 1), order_R, place_R)
             x_RC = (x_RC * weights_R1).type_as(x_RC)
@@ -295,7 +293,7 @@ class MoE(nn.Module):
             out_NC = permute(out_RC, place_R, order_R).unflatten(0, (-1, self.top_k)).sum(1)
         else:
             out_NC = combine(out_RC, weights_NK, order_R, place_R)
-        out_BTC = out_NC.view(tokens_BTC.shape)
+        out_BTC = out_NC.view(x_BTC.shape)
         out_BTC = out_BTC if self.reduce_output is None else self.reduce_output(out_BTC)
         if self.shared_experts is not None:
             out_BTC = out_BTC + self.shared_experts(x_BTC)

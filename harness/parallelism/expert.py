@@ -22,7 +22,7 @@ from torch.distributed._functional_collectives import (
     wait_tensor,
 )
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distribute_tensor
 
 from harness.config.parallelism import ParallelismConfig
 from harness.model.grouped import on_host
@@ -31,7 +31,7 @@ from harness.model.part import ModelPart
 from harness.model.spec import block_prefix, tensors
 from harness.parallelism.context import local_positions
 from harness.parallelism.mesh import EXPERT, EXPERT_TENSOR, Mesh
-from harness.parallelism.tensor import summed
+from harness.parallelism.tensor import into_stream, place
 
 # R: rows that this rank routes, S: rows that it computes, C: residual width, E: experts
 
@@ -52,8 +52,8 @@ def apply_expert_parallel(part: ModelPart, mesh: Mesh, layout: ParallelismConfig
             dims = {name: specs[prefix + name].split_dim for name, _ in moe.experts.named_parameters()}
             _split_experts(moe.experts, dims, mesh, layout)
         if layout.splits_experts:
-            reduced = partial(_reduced, mesh.axis("tp"), stream)
-            moe.reduce_output = partial(summed, mesh.group("tp")) if plain else reduced
+            into = None if plain else stream
+            moe.reduce_output = partial(into_stream, mesh=mesh.axis("tp"), stream=into)
         if layout.ep > 1:
             assert mesh.experts is not None
             moe.exchange = ExpertExchange(mesh.experts.get_group(EXPERT))
@@ -79,9 +79,8 @@ def _replicate_router(moe: MoE, mesh: DeviceMesh) -> None:
 
     Ranks route different tokens, or the same tokens to different parts of experts.
     """
-    for name, parameter in list(moe.router.named_parameters()):
-        replicated = distribute_tensor(parameter, mesh, [Replicate()])
-        moe.router.register_parameter(name, nn.Parameter(replicated))
+    for name, _ in list(moe.router.named_parameters()):
+        place(moe.router, name, mesh, None)
     moe.router.partial_gradients = {"weight": [Partial()], "bias": [Partial()]}  # type: ignore[assignment]
 
 
@@ -100,12 +99,6 @@ def _split_experts(
         experts.output_shares = layout.tp
         summed: list[Placement] = [*([Shard(EXPERTS_DIM)] if layout.ep > 1 else []), Partial()]
         experts.partial_gradients = {"b2": summed}  # type: ignore[assignment]
-
-
-def _reduced(mesh: DeviceMesh, stream: Placement, out_BTC: Tensor) -> Tensor:
-    """Sum outputs over the ranks that split each expert, into the residual stream."""
-    partial_sum = DTensor.from_local(out_BTC, mesh, (Partial(),), run_check=False)
-    return partial_sum.redistribute(placements=(stream,)).to_local()
 
 
 def _summed(groups: list[dist.ProcessGroup], counts: Tensor) -> Tensor:

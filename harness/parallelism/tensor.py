@@ -32,22 +32,29 @@ from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     RowwiseParallel,
-    SequenceParallel,
     parallelize_module,
 )
 
 from harness.config.parallelism import ParallelismConfig
 from harness.model.grouped import local_shard
 from harness.model.part import ModelPart
-from harness.model.spec import Split, modules
+from harness.model.spec import ModuleSpec, Split, modules
 from harness.precision.swap import float8_style, region_cast
 from harness.util.errors import ConfigError
 
-SEQUENCE_DIM, HEADS_DIM = 1, 2
+SEQUENCE_DIM = 1
 
 
 def _placed(tensor: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
     return DTensor.from_local(tensor, mesh, (placement,), run_check=False)
+
+
+def into_stream(partial_sum: Tensor, mesh: DeviceMesh, stream: Placement | None) -> Tensor:
+    """Sum over the ranks, into the residual stream; None: in place, without gradients."""
+    if stream is None:
+        dist.all_reduce(partial_sum, group=mesh.get_group())
+        return partial_sum
+    return _placed(partial_sum, mesh, Partial()).redistribute(placements=(stream,)).to_local()
 
 
 def _replicated(_module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[Tensor, ...]:
@@ -79,7 +86,7 @@ class RegionParallel(ParallelStyle):
     Backward sums the ranks' contributions: a reduce-scatter if forward gathered, else an all-reduce.
 
     Args:
-        cast: applied to the input before it is gathered.
+        cast: applied to the input before it is gathered; the module then takes a DTensor.
     """
 
     def __init__(self, stream: Placement, cast: Callable[[DTensor], DTensor] | None = None) -> None:
@@ -90,15 +97,62 @@ class RegionParallel(ParallelStyle):
         def gather(_module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             local = _placed(inputs[0], device_mesh, self.stream)
             local = local if self.cast is None else self.cast(local)
-            return (local.redistribute(placements=(Replicate(),)), *inputs[1:])
+            whole = local.redistribute(placements=(Replicate(),))
+            return (_of_parts(whole) if self.cast is None else whole, *inputs[1:])
 
         module.register_forward_pre_hook(gather)
         return module
 
 
-def replicated() -> Distributed:
-    """Return the style of a replicated module that plain tensors enter and leave."""
-    return Distributed(None, _replicated, _to_local)
+def _of_parts(whole: DTensor) -> Tensor:
+    """A replicated tensor as a plain one; every rank has a summand of its gradient."""
+    return whole.to_local(grad_placements=(Partial(),))
+
+
+class Plain(ParallelStyle):
+    """A linear or norm that computes on plain tensors and this rank's shards.
+
+    DTensor's dispatch takes longer than small products, and blocks are not always compiled.
+    """
+
+    def __init__(self, spec: ModuleSpec, stream: Placement) -> None:
+        super().__init__()
+        self.spec, self.stream = spec, stream
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        split = self.spec.split
+        on_parts = split in (Split.ROW, Split.NORM, Split.STREAM) and not self.stream.is_replicate()
+        if on_parts or split in (Split.WHOLE, Split.HEAD_NORM):
+            whole = [tensor for tensor in self.spec.tensors if tensor.split_dim is None]
+            gradients = {tensor.name.rpartition(".")[2]: [Partial()] for tensor in whole}
+            module.partial_gradients = gradients  # type: ignore[assignment]
+        for tensor in self.spec.tensors:
+            place(module, tensor.name, device_mesh, tensor.split_dim)
+        _compute_plainly(module, split, device_mesh, self.stream)
+        return module
+
+
+def _compute_plainly(module: nn.Module, split: Split, mesh: DeviceMesh, stream: Placement | None) -> None:
+    # Equal blocks share compiled code if their modules are alike; functions of their own are not.
+    module.__class__ = PlainLinear if isinstance(module, nn.Linear) else PlainNorm
+    module.split, module.mesh, module.stream = split, mesh, stream  # type: ignore[assignment]
+
+
+def swapped(split: Split, stream: Placement) -> ParallelStyle:
+    """Style of a linear in another format, whose scales are of DTensors; plain tensors enter and leave it."""
+    if split is Split.ROW:
+        return RowwiseParallel(output_layouts=stream)
+    placement = stream if split is Split.STREAM else Replicate()
+    gradient = Partial() if split in (Split.COLUMN, Split.WHOLE) else placement
+
+    def enter(_module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[Tensor, ...]:
+        options: dict[str, Any] = {"run_check": False, "grad_placements": (gradient,)}
+        return (DTensor.from_local(inputs[0], mesh, (placement,), **options), *inputs[1:])
+
+    def leave(_module: nn.Module, output: DTensor, _mesh: DeviceMesh) -> Tensor:
+        return _of_parts(output) if split is Split.WHOLE else output.to_local()
+
+    return Distributed(_split_rows if split is Split.COLUMN else None, enter, leave)
 
 
 def entry(stream: Placement) -> Distributed:
@@ -131,7 +185,7 @@ def head_with_loss(stream: Placement) -> Distributed:
 
     def gather(_module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[Tensor, ...]:
         whole = _placed(inputs[0], mesh, stream).redistribute(placements=(Replicate(),))
-        return (whole.to_local(grad_placements=(Partial(),)), *inputs[1:])
+        return (_of_parts(whole), *inputs[1:])
 
     return Distributed(_split_rows, gather)
 
@@ -160,21 +214,19 @@ def _look_up(table: nn.Embedding, mesh: DeviceMesh, stream: Placement | None, to
     elsewhere_BT = (rows_BT < 0) | (rows_BT >= len(table_VC))
     own_BTC = F.embedding(rows_BT.masked_fill(elsewhere_BT, 0), table_VC)
     own_BTC = own_BTC.masked_fill(elsewhere_BT.unsqueeze(-1), 0)
-    if stream is None:
-        return summed(mesh.get_group(), own_BTC)
-    return _placed(own_BTC, mesh, Partial()).redistribute(placements=(stream,)).to_local()
+    return into_stream(own_BTC, mesh, stream)
 
 
 def _split_rows(_name: str, module: nn.Module, mesh: DeviceMesh) -> None:
     for name, _ in list(module.named_parameters(recurse=False)):
-        _split(module, name, mesh, 0)
+        place(module, name, mesh, 0)
 
 
-def _split(module: nn.Module, name: str, mesh: DeviceMesh, dim: int) -> None:
+def place(module: nn.Module, name: str, mesh: DeviceMesh, dim: int | None) -> None:
+    """Make a parameter a DTensor, split along a dimension or replicated."""
     name = name.rpartition(".")[2]
-    module.register_parameter(
-        name, nn.Parameter(distribute_tensor(getattr(module, name), mesh, [Shard(dim)]))
-    )
+    placement = Replicate() if dim is None else Shard(dim)
+    module.register_parameter(name, nn.Parameter(distribute_tensor(getattr(module, name), mesh, [placement])))
 
 
 # Functions of torch that run what the compiler has fused, by kind.
@@ -263,25 +315,13 @@ def apply_tensor_parallel(
     avoid_copies(layout.async_tp)
     stream: Placement = Shard(SEQUENCE_DIM) if layout.sequence_parallel else Replicate()
     logits: Placement = Shard(-1) if layout.loss_parallel else Replicate()
+    # Linears and norms of other kinds are plain, or swapped for another format.
     styles: dict[Split, Callable[[], ParallelStyle | None]] = {
         Split.VOCABULARY: lambda: VocabularyParallel(stream),
-        Split.COLUMN: ColwiseParallel,
-        Split.ROW: lambda: RowwiseParallel(output_layouts=stream),
-        Split.NORM: lambda: (
-            SequenceParallel(sequence_dim=SEQUENCE_DIM, use_local_output=True)
-            if layout.sequence_parallel
-            else replicated()
-        ),
-        Split.STREAM: lambda: styles[Split.NORM](),
         Split.ENTRY: lambda: entry(stream),
-        Split.REPLICATED: replicated,
         Split.MODULATION: lambda: modulation(stream),
         Split.OUTPUT: lambda: ColwiseParallel(input_layouts=stream, output_layouts=Replicate()),
         Split.REGION: lambda: RegionParallel(stream),
-        # Its input has this rank's heads, so its gradient is partial.
-        Split.HEAD_NORM: lambda: SequenceParallel(sequence_dim=HEADS_DIM, use_local_output=True),
-        # Maps DTensors to DTensors; partial gradients are reduced later.
-        Split.WHOLE: Distributed,
         # Experts that are split take the full stream; else each rank routes its part of it.
         Split.MIXTURE: lambda: RegionParallel(stream) if layout.splits_experts else None,
         Split.SHARED_EXPERTS: lambda: None if layout.splits_experts else RegionParallel(stream),
@@ -296,28 +336,35 @@ def apply_tensor_parallel(
         ),
     }
     specs, built = list(modules(part.config)), dict(part.named_modules())
+    casts: dict[str, Any] = {}
     for spec in specs:
-        module, style = built.get(spec.name), styles[spec.split]()
+        module = built.get(spec.name)
         if module is None:
             continue
+        if spec.split in styles:
+            style = styles[spec.split]()
+        else:
+            is_plain = type(module) in (nn.Linear, nn.RMSNorm)
+            style = Plain(spec, stream) if is_plain else swapped(spec.split, stream)
         if gather_float8:
             if isinstance(style, RegionParallel) and spec.split is not Split.MIXTURE:
                 inner = [(s.split, built[s.name]) for s in specs if s.name.startswith(f"{spec.name}.")]
-                style = RegionParallel(stream, region_cast(inner))
-            style = float8_style(module, spec.split, stream) or style
+                casts[spec.name] = region_cast(inner)
+                style = RegionParallel(stream, casts[spec.name])
+            if spec.split is Split.ROW or casts.get(spec.name.rpartition(".")[0]) is not None:
+                style = float8_style(module, spec.split, stream) or style
         if style is not None:
             parallelize_module(module, mesh, style)
         for tensor in spec.tensors:
             if tensor.split is Split.HEADS:
-                _split(module, tensor.name, mesh, 0)
+                place(module, tensor.name, mesh, 0)
     part.tie_embeddings()
 
 
 def apply_for_passes(part: ModelPart, mesh: DeviceMesh) -> None:
     """Split every module as its spec says, in place, for passes without gradients and a replicated stream.
 
-    The passes use plain tensors and one collective at the end of each pair of linears: DTensor's dispatch
-    would take longer than the product of one token. Parameters are DTensors until ``to_plain``.
+    One collective ends each pair of linears. Parameters are DTensors until ``to_plain``.
     """
     built = dict(part.named_modules())
     for spec in modules(part.config):
@@ -326,12 +373,11 @@ def apply_for_passes(part: ModelPart, mesh: DeviceMesh) -> None:
             continue
         for tensor in spec.tensors:
             if tensor.split_dim is not None and not tensor.is_expert:
-                _split(module, tensor.name, mesh, tensor.split_dim)
+                place(module, tensor.name, mesh, tensor.split_dim)
         if spec.split is Split.VOCABULARY:
             module.forward = partial(_look_up, module, mesh, None)  # type: ignore[method-assign]
         elif spec.split in (Split.COLUMN, Split.ROW, Split.HEAD, Split.OUTPUT, Split.MODULATION):
-            # Equal blocks share compiled code if their modules are alike; functions of their own are not.
-            module.__class__, module.split, module.group = PlainLinear, spec.split, mesh.get_group()
+            _compute_plainly(module, spec.split, mesh, None)
     part.tie_embeddings()
 
 
@@ -339,27 +385,32 @@ class PlainLinear(nn.Linear):
     """A linear on this rank's shard; the ranks' results are summed or gathered as ``split`` says."""
 
     split: Split
-    group: dist.ProcessGroup
+    mesh: DeviceMesh
+    stream: Placement | None
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = local_shard(self, "weight"), None if self.bias is None else local_shard(self, "bias")
         if self.split is Split.ROW:
-            out = summed(self.group, F.linear(x, weight))
+            out = into_stream(F.linear(x, weight), self.mesh, self.stream)
             return out if bias is None else out + bias
-        out, ranks = F.linear(x, weight, bias), self.group.size()
-        if self.split is Split.COLUMN:
+        out, ranks = F.linear(x, weight, bias), self.mesh.size()
+        if self.split is Split.COLUMN or self.stream is not None:
             return out
         missing = -(-self.out_features // ranks) - out.shape[-1]
         out = F.pad(out, (0, missing)) if missing else out
         gathered = out.new_empty(ranks * len(out), *out.shape[1:])
-        dist.all_gather_single(gathered, out, self.group)
+        dist.all_gather_single(gathered, out, self.mesh.get_group())
         return gathered.unflatten(0, (ranks, -1)).movedim(0, -2).flatten(-2)[..., : self.out_features]
 
 
-def summed(group: dist.ProcessGroup, x: Tensor) -> Tensor:
-    """Sum over the ranks of a group, in place."""
-    dist.all_reduce(x, group=group)
-    return x
+class PlainNorm(nn.RMSNorm):
+    """A norm with a replicated weight, of the values that this rank has."""
+
+    split: Split
+    stream: Placement
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, local_shard(self, "weight"), self.eps)
 
 
 def to_plain(part: ModelPart) -> None:

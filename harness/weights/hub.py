@@ -236,33 +236,15 @@ def _hub_error(error: BaseException, repo: str, revision: str) -> Exception:
 
 
 def _refusal(repo: str, revision: str, error: Any) -> Exception:
-    from huggingface_hub import errors, get_token
+    from huggingface_hub import errors
 
-    page, tokens = f"{_endpoint()}/{repo}", f"{_endpoint()}/settings/tokens"
-    has_token = get_token() is not None
-    status = error.response.status_code
-    login = f"set HF_TOKEN to one of {tokens}, or hf auth login"
-    if isinstance(error, errors.GatedRepoError):
-        if has_token:
-            rule = "is gated, and the account of your token (HF_TOKEN, or your login) has no access"
-            return ConfigError("repo", repo, rule, f"ask for it at {page} and wait for the answer")
-        rule = "is gated, and there is no token"
-        return ConfigError("repo", repo, rule, f"ask for access at {page}, then {login}")
-    if isinstance(error, errors.DisabledRepoError):
-        return ConfigError("repo", repo, "is disabled by the hub")
+    page, message = f"{_endpoint()}/{repo}", " ".join((error.server_message or "").split())
+    answer = f"HTTP {error.response.status_code}" + (f" ({message})" if message else "")
     if isinstance(error, errors.RevisionNotFoundError):
-        return ConfigError(
-            "revision", revision, f"{repo} has no such branch, tag or commit", f"one of {page}/commits"
-        )
-    if isinstance(error, errors.RepositoryNotFoundError):
-        rule = "no such repository, or a private one" + (" that your token may not read" if has_token else "")
-        works = f"a name from {_endpoint()}/models" + ("" if has_token else f"; for a private one, {login}")
-        return ConfigError("repo", repo, rule, works)
-    message = " ".join((error.server_message or "").split())
-    answer = f"HTTP {status}" + (f" ({message})" if message else "")
-    if status == 401:
-        rule = f"the hub rejects your token (HF_TOKEN, or your login): {answer}"
-        return UserError(f"{rule}; would work: a token of {tokens}, or none")
-    if status == 403:
-        return ConfigError("repo", repo, f"your token may not read it: {answer}", f"one of {tokens} that may")
+        rule = f"{repo} has no such branch, tag or commit"
+        return ConfigError("revision", revision, rule, f"one of {page}/commits")
+    if error.response.status_code in (401, 403, 404):
+        login = f"a token of {_endpoint()}/settings/tokens in HF_TOKEN, or hf auth login"
+        works = f"a name from {_endpoint()}/models; for a gated one, access from {page}, and {login}"
+        return ConfigError("repo", repo, f"the hub answers {answer}", works)
     return MachineError(f"{_endpoint()}: {answer}; {_AGAIN}")

@@ -1,8 +1,8 @@
 """Quantized weights in safetensors: which methods are read, and which tensors make a weight (no torch).
 
 FP8: ``NAME`` has float8_e4m3fn values [O, I], and ``NAME_scale_inv`` or ``NAME_scale`` the factors of its
-blocks; blocks at the edges may be partial. As in DeepSeek's inference/kernel.py (``weight_dequant``),
-transformers' integrations/fbgemm_fp8.py and compressed-tensors' ``float-quantized``.
+blocks; blocks at the edges may be partial. As in DeepSeek's inference/kernel.py (``weight_dequant``) and
+transformers' integrations/fbgemm_fp8.py.
 MXFP4: ``NAME_blocks`` [E, O, I/32, 16] has two e2m1 values a byte, and ``NAME_scales`` [E, O, I/32] the
 exponents of 32 values each, for a weight [E, I, O]. As in transformers' integrations/mxfp4.py.
 """
@@ -76,51 +76,18 @@ def _refusal(field: str, value: object, works: str) -> UserError:
 
 def _fp8(found: Mapping[str, Any]) -> Find:
     size = found.get("weight_block_size", [128, 128])
-    block = (None, None) if size is None else _block("weight_block_size", size)
-    return partial(_fp8_tensors, "_scale_inv", block)
-
-
-def _compressed(found: Mapping[str, Any]) -> Find:
-    if found.get("format") != "float-quantized":
-        raise _refusal("format", found.get("format"), "float-quantized")
-    groups = found.get("config_groups")
-    listed = list(groups.values()) if isinstance(groups, dict) else []
-    scheme = listed[0].get("weights") if len(listed) == 1 and isinstance(listed[0], dict) else None
-    if not isinstance(scheme, dict):
-        raise _refusal("config_groups", f"({len(listed)} groups)", "one group, with weights")
-    for name, value in {"num_bits": 8, "type": "float", "symmetric": True}.items():
-        if scheme.get(name, True) != value:
-            raise _refusal(f"weights.{name}", scheme.get(name), json.dumps(value))
-    return partial(_fp8_tensors, "_scale", _block_of_strategy(scheme))
-
-
-def _block_of_strategy(scheme: Mapping[str, Any]) -> Block:
-    strategy, size = scheme.get("strategy"), scheme.get("group_size")
-    if strategy == "tensor":
-        return None, None
-    if strategy == "channel":
-        return 1, None
-    if strategy == "group" and type(size) is int and size > 0:
-        return 1, size
-    if strategy == "group":
-        raise _refusal("weights.group_size", size, "128")
-    if strategy == "block":
-        return _block("weights.block_structure", scheme.get("block_structure"))
-    raise _refusal("weights.strategy", strategy, "tensor, channel, group, block")
+    if size is None:
+        return partial(_fp8_tensors, "_scale_inv", (None, None))
+    if not isinstance(size, list) or len(size) != 2 or not all(type(n) is int and n > 0 for n in size):
+        raise _refusal("weight_block_size", size, "[128, 128]")
+    return partial(_fp8_tensors, "_scale_inv", tuple(size))
 
 
 _METHODS: dict[str, Callable[[Mapping[str, Any]], Find]] = {
     "fp8": _fp8,
     "fbgemm_fp8": lambda _: partial(_fp8_tensors, "_scale", (1, None)),
-    "compressed-tensors": _compressed,
     "mxfp4": lambda _: _mxfp4_tensors,
 }
-
-
-def _block(field: str, value: object) -> Block:
-    if isinstance(value, list) and len(value) == 2 and all(type(each) is int and each > 0 for each in value):
-        return value[0], value[1]
-    raise _refusal(field, value, "[128, 128]")
 
 
 # -- tensors ----

@@ -1,11 +1,12 @@
 """Measures an update of harness's Muon against torch.optim.Muon, on one process.
 
     python tests/measure/muon_update.py --rounds 10
+    python tests/measure/muon_update.py cluster.device=cuda model=llama3_8b model.n_layers=2
 
-Both sides update the matrices of one model from the same gradients, and take turns in every round, in
-another order each time. torch's iterates in bfloat16 only, so ours does too; a third column is ours in
-float32. With ``--all``, AdamW updates the other tensors on both sides. Times are of the processor. Prints the
-median of each side and of the ratios of the rounds.
+All sides update the matrices of one model from the same gradients, and take turns in every round, in another
+order each time. torch's iterates in bfloat16 only, so ours does too; the last row is ours in float32, on a
+GPU ours with half of the symmetric products. With ``--all``, AdamW updates the other tensors too. Prints the
+median time of each side, of the processor or of the GPU, and of the ratios of the rounds.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +27,12 @@ from harness.model.spec import TensorSpec, tensors
 from harness.optimizer.build import build_optimizer
 
 WARMUP = 2
-SHAPE = ("experiment=cpu_baseline/shape", "cluster.device=cpu", "optimizer=muon")
+SHAPE = ("experiment=cpu_baseline/shape", "cluster.device=cpu")
 
 
 def parameters_of(specs: dict[str, TensorSpec]) -> dict[str, Tensor]:
     """Return parameters with gradients, the same at every call."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(0)
     made: dict[str, Tensor] = {}
     for name, spec in specs.items():
         made[name] = nn.Parameter(torch.randn(spec.shape, generator=generator) * 0.02)
@@ -38,10 +40,9 @@ def parameters_of(specs: dict[str, TensorSpec]) -> dict[str, Tensor]:
     return made
 
 
-def ours(config: OptimizerConfig, specs: dict[str, TensorSpec], dtype: str) -> Callable[[], None]:
-    """Return the step of our optimizer."""
-    config = replace(config, newton_schulz_dtype=dtype)
-    optimizer = build_optimizer(config, parameters_of(specs).items(), specs)
+def ours(config: OptimizerConfig, specs: dict[str, TensorSpec], **fields: Any) -> Callable[[], None]:
+    """Return the step of our optimizer, with other fields of its configuration."""
+    optimizer = build_optimizer(replace(config, **fields), parameters_of(specs).items(), specs)
     return lambda: optimizer.step()
 
 
@@ -63,31 +64,45 @@ def torchs(config: OptimizerConfig, specs: dict[str, TensorSpec]) -> Callable[[]
     return step
 
 
+def clock() -> float:
+    """Seconds: of the wall when the GPU has finished, of the processor without one."""
+    if not torch.cuda.is_available():
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 def main() -> None:
     """Measure, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("overrides", nargs="*", default=SHAPE, help="of a job")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--all", action="store_true", help="update the other tensors too")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    job = compose_job([*SHAPE])
-    specs = tensors(job.model)
+    job = compose_job(["optimizer=muon", *options.overrides])
+    specs, device = tensors(job.model), job.cluster.device
     if not options.all:
         specs = {name: spec for name, spec in specs.items() if spec.is_hidden_matrix}
+    torch.set_default_device(device)
+    narrow: dict[str, Any] = {"newton_schulz_dtype": "bfloat16"}
     sides = {
         "torch.optim.Muon": torchs(job.optimizer, specs),
-        "harness, bfloat16": ours(job.optimizer, specs, "bfloat16"),
-        "harness, float32": ours(job.optimizer, specs, "float32"),
+        "harness": ours(job.optimizer, specs, **narrow),
     }
+    if device == "cpu":
+        sides["harness, float32"] = ours(job.optimizer, specs, newton_schulz_dtype="float32")
+    else:
+        sides["harness, half"] = ours(job.optimizer, specs, **narrow, newton_schulz_half=True)
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(WARMUP + options.rounds):
         names = list(sides) if number % 2 else list(reversed(sides))
         for name in names:
-            start = time.process_time()
+            start = clock()
             sides[name]()
             if number >= WARMUP:
-                seconds[name].append(time.process_time() - start)
+                seconds[name].append(clock() - start)
     first = seconds["torch.optim.Muon"]
     values = sum(spec.size for spec in specs.values())
     print(f"{values / 1e6:.1f} million parameters, {options.rounds} rounds, torch {torch.__version__}\n")

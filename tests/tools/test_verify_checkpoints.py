@@ -1,4 +1,4 @@
-"""``harness verify``: which file and which entry of a checkpoint is damaged."""
+"""``harness verify``: which file of a checkpoint is damaged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jobs import tiny
 
 from harness.checkpoint import verify as module
 from harness.checkpoint.catalog import CheckpointFolder
-from harness.checkpoint.storage import Reader, Writer
+from harness.checkpoint.storage import Writer
 from harness.checkpoint.verify import verify
 from harness.compose.verb import guarded
 from harness.launch.sweep.folder import Point, SweepFolder
@@ -50,17 +50,14 @@ def test_a_flipped_bit_is_found_and_named(tmp_path: Path, capsys: Capture) -> No
     output = capsys.readouterr().out.splitlines()
     assert [line.split(": ")[1] for line in output] == ["ok", "ok"]
     assert "2 files, 0.000 GB" in output[0]
-    places = Reader(str(path), {}).read_metadata().storage_data
-    [place] = [place for index, place in places.items() if index.fqn == "b"]
-    flip(path / "__0_0.distcp", place.offset + place.length - 1)
+    flip(path / "__0_0.distcp", -1)
     assert run(run_dir, "--json") == EXIT_MACHINE
     verdicts = json.loads(capsys.readouterr().out)["checkpoints"]
     assert [each["state"] for each in verdicts] == ["ok", "damaged"] and verdicts[1]["path"] == str(path)
-    says = f"{path}: damaged: __0_0.distcp does not have the checksum it was written with: b (bytes "
+    says = f"{path}: damaged: __0_0.distcp does not have the checksum it was written with"
     for folder in (run_dir, run_dir / "checkpoints", path):
         assert run(folder) == EXIT_MACHINE
-        said = capsys.readouterr().out.splitlines()[-1]
-        assert says in said and "a (bytes" not in said
+        assert capsys.readouterr().out.splitlines()[-1] == says
     assert run("--newest", run_dir) == EXIT_MACHINE
     assert len(capsys.readouterr().out.splitlines()) == 1
 

@@ -85,12 +85,6 @@ def test_blocks_of_fp8(model: ModelConfig, tmp_path: Path) -> None:
     require_read(tmp_path, model, quantize_fp8(written(tmp_path, WITH_MTP), PARTIAL))
 
 
-def compressed(strategy: str, **fields: Any) -> dict[str, Any]:
-    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, **fields}
-    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
-    return {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups}
-
-
 def power_of_two(scales: Tensor) -> Tensor:
     return scales.log2().ceil().exp2().to(torch.float8_e8m0fnu)
 
@@ -98,11 +92,7 @@ def power_of_two(scales: Tensor) -> Tensor:
 FP8 = {"quant_method": "fp8"}
 OTHERS: dict[str, tuple[tuple[int, int], dict[str, Any], Callable[[Tensor], Tensor]]] = {
     "fbgemm": ((1, FULL), {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, Tensor.float),
-    "channel": ((1, FULL), compressed("channel"), Tensor.bfloat16),
-    "channel_1d": ((1, FULL), compressed("channel"), Tensor.flatten),
-    "tensor": ((FULL, FULL), compressed("tensor"), Tensor.flatten),
-    "group": ((1, 24), compressed("group", group_size=24), Tensor.float),
-    "block": (PARTIAL, compressed("block", block_structure=list(PARTIAL)), Tensor.half),
+    "fbgemm_1d": ((1, FULL), {"quant_method": "fbgemm_fp8"}, Tensor.half),
     "fp8_0d": ((FULL, FULL), {**FP8, "weight_block_size": None}, Tensor.squeeze),
     "e8m0": (PARTIAL, {**FP8, "weight_block_size": list(PARTIAL), "scale_fmt": "ue8m0"}, power_of_two),
 }
@@ -215,26 +205,17 @@ def test_damaged_folders(rows: Damages, tmp_path: Path) -> None:
         assert message.startswith(str(folder)) and says in message
 
 
-CHANNEL = compressed("channel")
-
-
 @pytest.mark.parametrize(
     ("quantization", "says"),
     [
-        ({"quant_method": "gptq"}, "quant_method gptq is not read; would work: fp8, fbgemm_fp8, compressed-"),
+        (
+            {"quant_method": "gptq"},
+            "quant_method gptq is not read; would work: fp8, fbgemm_fp8, mxfp4, or the",
+        ),
         ("x", "quant_method null is not read"),
         ({"quant_method": ["fp8"]}, 'quant_method ["fp8"] is not read'),
         ({**FP8, "weight_block_size": [128]}, "weight_block_size [128] is not read; would work: [128, 128]"),
         ({**FP8, "weight_block_size": [0, 128]}, "weight_block_size [0, 128] is not read"),
-        ({**CHANNEL, "format": "pack-quantized"}, "format pack-quantized is not read"),
-        ({**CHANNEL, "config_groups": {}}, "config_groups (0 groups) is not read; would work: one group"),
-        (compressed("channel", num_bits=4), "weights.num_bits 4 is not read; would work: 8"),
-        (compressed("channel", type="int"), 'weights.type int is not read; would work: "float"'),
-        (
-            compressed("token"),
-            "weights.strategy token is not read; would work: tensor, channel, group, block",
-        ),
-        (compressed("group"), "weights.group_size null is not read; would work: 128"),
     ],
     ids=str,
 )
