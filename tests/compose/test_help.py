@@ -19,7 +19,7 @@ def test_a_screen(capsys: pytest.CaptureFixture[str], verb: str) -> None:
     lines = shown(capsys, verb).splitlines()
     assert len(lines) <= 45 and max(map(len, lines)) <= 110
     assert lines[0].startswith(f"usage: harness {verb} [GROUP=OPTION ...] [FIELD=VALUE ...]")
-    assert any(line.startswith("  -cd FOLDER") for line in lines)
+    assert any(line.startswith("  -cd") and " FOLDER " in line for line in lines)  # Python 3.13 names it once
 
 
 def test_a_group_a_field_and_all(capsys: pytest.CaptureFixture[str]) -> None:
