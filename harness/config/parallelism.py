@@ -58,8 +58,8 @@ class ParallelismConfig:
     """With tp, sequence_parallel and compiled blocks: split matrix products and their collectives into
     pieces that overlap (torch's micro-pipeline pass over symmetric memory); GPUs of one node only."""
     reshard_after_forward: str = execution("default", choices=RESHARD)
-    """With dp_shard: free gathered parameters after forward: always, never, or default (only without a
-    pipeline)."""
+    """Free gathered parameters, or copies of them in param_dtype, after forward: always, never, or default
+    (those that are gathered, without a pipeline)."""
     fsdp_prefetch: int = execution(1, least=1, id_omits_default=True)
     """Blocks whose parameters FSDP gathers ahead, in forward and in backward. More hide gathers that take
     longer than a block computes, and take the memory of their parameters."""
@@ -118,12 +118,11 @@ class ParallelismConfig:
     def reshards_after_forward(self) -> bool:
         """Whether blocks free their gathered parameters after forward.
 
-        Not by default under a pipeline, which would gather them again for every microbatch.
+        Not by default under a pipeline, which would gather them again for every microbatch, nor without
+        shards, where they are copies in param_dtype.
         """
-        if self.parameter_shards == 1:
-            return False
         if self.reshard_after_forward == "default":
-            return self.pp == 1
+            return self.pp == 1 and self.parameter_shards > 1
         return self.reshard_after_forward == "always"
 
     def frees(self, group: str) -> bool:
