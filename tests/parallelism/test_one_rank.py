@@ -16,8 +16,10 @@ from harness.parallelism.materialize import materialize
 from harness.train.engine import Engine
 from harness.train.objective import loader_of
 
+TABLE, HEAD = "tok_embeddings.weight", "output.weight"
 KEEPS_FLOAT32 = torch.__version__ >= "2.15"
-"""Whether gradients of norms stay as a CPU computes them; before, autograd rounded them to param_dtype."""
+"""Whether gradients of norms stay as a CPU computes them, and both of a tied table are summed in float32;
+before, autograd rounded them to param_dtype."""
 
 
 def gradients(job: Job) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -37,9 +39,13 @@ def gradients(job: Job) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         cast = {name: each.detach().bfloat16().requires_grad_() for name, each in weights.items()}
         for each in cast.values() if KEEPS_FLOAT32 else ():
             each.grad_dtype = None
-        engine.loss(functional_call(model, cast, inputs_BT), labels_BT).backward()
+        if apart := job.model.tied_embeddings and KEEPS_FLOAT32:
+            cast[HEAD] = cast[TABLE].detach().requires_grad_()
+        engine.loss(functional_call(model, cast, inputs_BT, tie_weights=not apart), labels_BT).backward()
         for name, each in weights.items():
             each.grad = cast[name].grad.float() + (0 if each.grad is None else each.grad)
+        if apart:
+            weights[TABLE].grad += cast[HEAD].grad
     found = {name: full(each.grad) for name, each in engine.named_parameters()}
     return found, {name: each.grad for name, each in weights.items()}
 
