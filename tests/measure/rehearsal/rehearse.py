@@ -125,7 +125,7 @@ def write_tables() -> None:
     count = sum(len({row["job"] for row in found}) for found in of_sets.values())
     text = [
         f"# {count} rehearsed jobs\n",
-        "Written by `rehearse.py`; one line for each rehearsed rank, of its third step. Products are "
+        "Written by `rehearse.py`; one line for each rehearsed rank, of its last step. Products are "
         "cuBLAS's, kernels all others; the host launches a CUDA graph at once. Memory is at its peak, in "
         "GiB. Host seconds are processor time on the machine of the rehearsal.\n",
         "## Debug models\n",
