@@ -21,25 +21,25 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 # From the ground up, with budgets of lines. They go down with every deletion.
 BUDGETS = {
-    "util": 1325,
-    "config": 4710,
+    "util": 1306,
+    "config": 4698,
     "data": 5190,
-    "model": 2578,
-    "metrics": 1423,
+    "model": 2573,
+    "metrics": 1406,
     "run": 590,
     "precision": 600,
     "parallelism": 2617,
     "optimizer": 1322,
     "checkpoint": 2146,
     "weights": 3189,
-    "train": 3516,
-    "compose": 2844,
+    "train": 3509,
+    "compose": 2840,
     "launch": 4534,
     "tools": 15496,
     "contrib": 4450,
 }
 ROOMS = tuple(BUDGETS)
-DOORS, FILES_AT_MOST, LINES_AT_MOST, TESTS_AT_MOST = 4, 278, 56_557, 35_720
+DOORS, FILES_AT_MOST, LINES_AT_MOST, TESTS_AT_MOST = 4, 278, 56_510, 35_720
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted((ROOT / "harness").rglob("*.py"))

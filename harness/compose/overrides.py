@@ -273,10 +273,6 @@ def to_user_error(error: BaseException) -> UserError:
             return UserError(f"{_marked(each)}; would work: YAML, indented by spaces, each key once")
         if isinstance(each, yaml.reader.ReaderError):
             return not_yaml(each.name, each)
-        if isinstance(each, ValueError) and "integer string conversion" in str(each):
-            return UserError("an override or a file of conf/ has a number of more than 4300 digits")
-        if isinstance(each, RecursionError):
-            return UserError("an override or a file of conf/ is nested too deeply")
         if isinstance(each, OverrideParseException):
             works = "closed brackets and quotes, and quotes around other signs: field='\"a b\"'"
             message, *more = _lines(each)

@@ -319,8 +319,8 @@ def from_dict(
         name = sorted(unknown, key=str)[0]
         rule = no_such_field(str(name), hints, prefix, whole=cls.__name__)
         raise ConfigError(f"{prefix}{name}", plain[name], rule)
-    required = [field.name for field in dataclasses.fields(cls) if _has_no_default(field)]
-    if missing := [name for name in required if name not in plain]:
+    required = (each for each in dataclasses.fields(cls) if each.default is each.default_factory)  # MISSING
+    if missing := [each.name for each in required if each.name not in plain]:
         raise ConfigError(f"{prefix}{missing[0]}", None, "must be given")
 
     def built(kind: Any, value: Any, name: str) -> Any:
@@ -357,10 +357,6 @@ def no_such_field(
     close = own or [prefix + each for each in difflib.get_close_matches(name, known, n=1)] or list(namesakes)
     has = f"{prefix.rstrip('.') or whole} has: {', '.join(sorted(known))}"
     return f"no such field; did you mean {' or '.join(close)}?" if close else f"no such field; {has}"
-
-
-def _has_no_default(field: dataclasses.Field[Any]) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 @functools.cache

@@ -50,15 +50,11 @@ class PrecisionConfig:
     """Round to float8 and multiply in float32: for CPUs and GPUs without float8; slow."""
 
     @property
-    def is_mixed(self) -> bool:
-        """Whether computation needs copies of the parameters in another format."""
-        return self.param_dtype != self.master_dtype
-
-    @property
     def needs_fsdp(self) -> bool:
         """Whether FSDP has something to cast, even where nothing is sharded."""
         mixed_reduction = self.reduce_dtype != self.master_dtype and self.master_dtype != "float32"
-        return self.is_mixed or mixed_reduction or self.enable_fsdp_float8_all_gather
+        mixed = self.param_dtype != self.master_dtype or mixed_reduction
+        return mixed or self.enable_fsdp_float8_all_gather
 
     @property
     def block(self) -> int:

@@ -83,7 +83,8 @@ class Registry(Generic[Value]):
         from importlib.metadata import entry_points
 
         found: dict[str, EntryPoint] = {}
-        for entry in sorted(entry_points(group=f"harness.{self.kind}"), key=_sort_key):
+        entries = entry_points(group=f"harness.{self.kind}")
+        for entry in sorted(entries, key=lambda entry: (entry.name, _package(entry))):
             if entry.name in self._builtins or entry.name in found:
                 other = _package(found[entry.name]) if entry.name in found else "harness"
                 raise UserError(
@@ -133,10 +134,6 @@ class Choices:
             if name not in seen:
                 seen.add(name)
                 yield name
-
-
-def _sort_key(entry: EntryPoint) -> tuple[str, str]:
-    return entry.name, _package(entry)
 
 
 def _package(entry: EntryPoint, separator: str = " ") -> str:

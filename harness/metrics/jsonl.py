@@ -41,16 +41,14 @@ class MetricsFile:
     def truncate_after(self, step: int) -> int:
         """Drop the rows of later steps: a run that resumes from ``step`` will write them again.
 
-        Damaged lines are dropped too, with a note; a copy of the original file is kept.
+        Damaged lines are dropped too, with a note and a copy of the file.
         """
         rows, damaged = read_rows(self.path)
         kept = [row for row in rows if _step(row) <= step]
         if damaged:
-            stem, end = self.path.stem, self.path.suffix
-            names = (self.path.with_name(f"{stem}.damaged-{n}{end}") for n in itertools.count(1))
-            copy = next(name for name in names if not name.exists())
+            copy = self.path.with_suffix(".damaged.jsonl")
             shutil.copy2(self.path, copy)
-            self.notes.append(f"{_describe_damage(self.path, damaged)}; {copy.name} is the original file")
+            self.notes.append(f"{_gaps(self.path, damaged)}; {copy.name} is the file as it was")
         if damaged or len(kept) < len(rows):
             self._file.close()
             write_atomically(self.path, b"".join(dumps(row).encode() + b"\n" for row in kept))
@@ -74,16 +72,14 @@ class MetricsFile:
             )
 
     def close(self) -> None:
-        """Close the file; add a note if lines in it are damaged."""
+        """Close the file; add a note if it is gone, or lines in it are damaged."""
         if self._file.closed:
             return
-        try:
-            if not self.path.exists():
-                self.notes.append(f"WARNING {self.path} was deleted while the run wrote it")
-            elif damaged := read_rows(self.path)[1]:
-                self.notes.append(_describe_damage(self.path, damaged))
-        finally:
-            self._file.close()
+        self._file.close()
+        if not self.path.exists():
+            self.notes.append(f"WARNING {self.path} was deleted while the run wrote it")
+        elif damaged := read_rows(self.path)[1]:
+            self.notes.append(_gaps(self.path, damaged))
 
 
 def read_metrics(path: Path) -> list[Row]:
@@ -97,28 +93,18 @@ def read_metrics(path: Path) -> list[Row]:
     """
     rows, damaged = read_rows(path)
     if damaged:
-        raise UserError(f"{path}: line {damaged[0][0]} is not a JSON object; remove it to use the file")
+        raise UserError(f"{path}: line {damaged[0]} is not a JSON object; remove it to use the file")
     return rows
 
 
-def read_rows(path: Path) -> tuple[list[Row], list[tuple[int, int]]]:
-    """Return the rows of a file that may be damaged.
-
-    Returns:
-        The rows, and for each damaged line before the last one its number and the step of the row before it.
-    """
+def read_rows(path: Path) -> tuple[list[Row], list[int]]:
+    """Return the rows of a file, and the numbers of damaged lines before the last one."""
     lines = path.read_bytes().split(b"\n")
     if lines[-1] == b"":
         lines.pop()
-    rows: list[Row] = []
-    damaged: list[tuple[int, int]] = []
-    for number, line in enumerate(lines, start=1):
-        row = _row(line)
-        if row is not None:
-            rows.append(row)
-        elif number < len(lines):
-            damaged.append((number, _step(rows[-1]) if rows else 0))
-    return rows, damaged
+    rows = [_row(line) for line in lines]
+    damaged = [number for number, row in enumerate(rows[:-1], start=1) if row is None]
+    return [row for row in rows if row is not None], damaged
 
 
 def _step(row: Row) -> int:
@@ -127,11 +113,8 @@ def _step(row: Row) -> int:
     return step if isinstance(step, int) else 0
 
 
-def _describe_damage(path: Path, damaged: list[tuple[int, int]]) -> str:
-    lines = ", ".join(str(number) for number, _ in damaged[:_SHOWN]) + (", ..." if damaged[_SHOWN:] else "")
-    steps = ", ".join(str(step) for step in list(dict.fromkeys(step for _, step in damaged))[:_SHOWN])
-    what = "line is" if len(damaged) == 1 else "lines are"
-    return f"WARNING {path}: {len(damaged)} {what} damaged ({lines}); the curve has a gap after step {steps}"
+def _gaps(path: Path, damaged: list[int]) -> str:
+    return f"WARNING {path}: damaged, the curve has a gap at line {', '.join(map(str, damaged[:_SHOWN]))}"
 
 
 def _row(line: bytes) -> Row | None:

@@ -8,7 +8,6 @@ sequence is split over ranks: parallelism replaces these modules.
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -232,10 +231,6 @@ class VarlenKernel(Kernel):
             mask = torch.arange(0, B * T + 1, T, dtype=torch.int32, device=q_BTHD.device)
         width = v_BTKE.shape[-1]
         v_BTKE = F.pad(v_BTKE, (0, q_BTHD.shape[-1] - width))
-        # Older versions always support grouped queries, and have no such argument.
-        gqa: dict[str, Any] = (
-            {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-        )
         out = varlen_attn(
             q_BTHD.flatten(0, 1),
             k_BTKD.flatten(0, 1),
@@ -247,7 +242,7 @@ class VarlenKernel(Kernel):
             T,
             scale=self.spec.scale,
             window_size=(-1 if self.spec.span.window is None else self.spec.span.window - 1, 0),
-            **gqa,
+            enable_gqa=True,
         )
         assert isinstance(out, Tensor)
         return out.unflatten(0, (B, T))[..., :width]

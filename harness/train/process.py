@@ -21,10 +21,7 @@ from types import FrameType
 from typing import Any
 
 from harness.config.job import Job
-from harness.util.errors import LONGEST_VALUE, UserError
-
-LONGEST_NUMBER = 9
-"""Maximum digits of a number that a launcher sets."""
+from harness.util.errors import UserError
 
 
 def launched_ranks() -> int | None:
@@ -52,12 +49,10 @@ def _launcher_number(name: str, least: int, below: int | None = None) -> int:
     value = os.environ.get(name)
     if value is None:
         raise _launcher_error(name, "is missing")
-    # Python refuses to parse very long numbers.
-    number = int(value) if value.isdecimal() and len(value) <= LONGEST_NUMBER else -1
+    number = int(value) if value.isdecimal() else -1
     if number < least or (below is not None and number >= below):
         end = "" if below is None else f" and less than {below}"
-        shown = value if len(value) <= LONGEST_VALUE else f"{value[:LONGEST_VALUE]}..."
-        raise _launcher_error(f"{name}={shown}", f"must be a whole number of at least {least}{end}")
+        raise _launcher_error(f"{name}={value}", f"must be a whole number of at least {least}{end}")
     return number
 
 
@@ -244,9 +239,7 @@ def openmp_environment(job: Job) -> dict[str, str]:
     return {name: value for name, value in wanted.items() if name == from_job or name not in os.environ}
 
 
-STOP_SIGNALS = tuple(
-    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR2") if hasattr(signal, name)
-)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
 
 # A key press can arrive twice: from the terminal, and from a parent program that forwards it.
 SAME_KEY_PRESS_SECONDS = 0.5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import glob
 import os
 import shutil
@@ -96,11 +97,6 @@ def _folders(folder: str, above: frozenset[tuple[int, int]]) -> Iterator[str]:
         yield from _folders(each, above)
 
 
-try:
-    import fcntl
-except ImportError:  # POSIX only
-    fcntl = None  # type: ignore[assignment]
-
 # Errors of file systems without locks (some Lustre mounts).
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
@@ -119,8 +115,6 @@ def lock(path: Path, *, shared: bool = False, create: bool = False) -> IO[bytes]
         OSError: the file cannot be opened.
     """
     file = path.open("ab" if create else "rb" if shared else "rb+")
-    if fcntl is None:
-        return file
     try:
         fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:

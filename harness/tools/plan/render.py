@@ -94,7 +94,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
             "global": job.global_batch_size,
             "local": job.local_batch_size,
             "accumulation_steps": job.accumulation_steps,
-            "microbatches": _microbatches(job),
+            "microbatches": job.microbatches,
         },
         **dataclasses.asdict(plan.accounting),
         "parameters_per_rank": plan.parameters_per_rank,
@@ -185,7 +185,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     batch = f"{batch_in_words(job)}; {share} on each data-parallel rank"
     batch += f", {times} passes of {job.local_batch_size}" if times > 1 else ""
     if job.parallelism.pp > 1:
-        batch += f", as {_microbatches(job)} microbatches of {job.parallelism.pp_microbatch_size}"
+        batch += f", as {job.microbatches} microbatches of {job.parallelism.pp_microbatch_size}"
     facts = [
         ("job", f"{job.name} on {devices(plan)}{where}: legal"),
         ("mesh", mesh_of(job.parallelism)),
@@ -212,10 +212,6 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
         ),
         ("FLOPs", flops),
     ]
-
-
-def _microbatches(job: Job) -> int:
-    return job.local_batch_size // job.parallelism.pp_microbatch_size if job.parallelism.pp > 1 else 1
 
 
 def _memory(plan: Plan) -> Table:

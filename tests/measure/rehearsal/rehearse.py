@@ -4,7 +4,7 @@
     .venv-rehearsal/bin/python tests/measure/rehearsal/rehearse.py small fsdp fsdp_tp       these, anew
     python tests/measure/rehearsal/rehearse.py tables                         the tables, from the rows
 
-Rows stand in results.jsonl, one for each rehearsed rank; the last one of a job and rank counts.
+Rows stand in results.jsonl, one for each rehearsed rank; of a job and rank the last one is kept.
 """
 
 from __future__ import annotations
@@ -99,6 +99,7 @@ def row_of(of: str, name: str, overrides: list[str], world_size: int, figures: R
         "world_size": world_size,
         **plain,
         "launches": figures.launches,
+        "host_launches": figures.host_launches,
         "product_count": figures.product_count,
         "product_flops": figures.product_flops,
     }
@@ -118,14 +119,15 @@ def rows() -> list[dict[str, Any]]:
 
 
 def write_tables() -> None:
-    """Writes experiments/rehearsal/TABLES.md."""
+    """Writes experiments/rehearsal/TABLES.md, and the rows without those that others replaced."""
+    ROWS.write_text("".join(f"{json.dumps(row)}\n" for row in rows()))
     of_sets = {name: [row for row in rows() if row["set"] == name] for name in SETS}
     count = sum(len({row["job"] for row in found}) for found in of_sets.values())
     text = [
         f"# {count} rehearsed jobs\n",
-        "Written by `rehearse.py`; one line for each rehearsed rank, of its third step. Products are "
-        "cuBLAS's, kernels all others. Memory is at its peak, in GiB. Host seconds are processor time on the "
-        "machine of the rehearsal.\n",
+        "Written by `rehearse.py`; one line for each rehearsed rank, of its last step. Products are "
+        "cuBLAS's, kernels all others; the host launches a CUDA graph at once. Memory is at its peak, in "
+        "GiB. Host seconds are processor time on the machine of the rehearsal.\n",
         "## Debug models\n",
         small_table(of_sets["small"]),
         "## Full sizes: memory\n",
@@ -137,16 +139,8 @@ def write_tables() -> None:
 
 
 def small_table(found: list[dict[str, Any]]) -> str:
-    header = [
-        "job",
-        "rank",
-        "kernels",
-        "products",
-        "collectives",
-        "host waits",
-        "allocated / reserved",
-        "graphs",
-    ]
+    header = ["job", "rank", "kernels", "products", "launched by the host", "collectives", "host waits"]
+    header += ["allocated / reserved", "compiled graphs"]
     lines = []
     for row in found:
         kinds = [f"{each['axis']} {each['kind']} {each['count']}" for each in row["collectives"]]
@@ -155,7 +149,8 @@ def small_table(found: list[dict[str, Any]]) -> str:
         peak = f"{memory['allocated'] / GIB:.2f} / {memory['reserved'] / GIB:.2f}"
         if row["failure"] is not None:
             kinds, waits = [f"**{row['failure']['kind']}** {row['failure']['where']}"], []
-        cells = [row["job"], row["rank"], f"{row['launches']:,}", row["product_count"], ", ".join(kinds)]
+        cells = [row["job"], row["rank"], f"{row['launches']:,}", row["product_count"]]
+        cells += [f"{row['host_launches']:,}", ", ".join(kinds)]
         lines.append([*cells, ", ".join(waits) or "none", peak, row["graphs"] or ""])
     return table(header, lines)
 

@@ -79,7 +79,7 @@ def test_out_of_memory_is_one_line(
         ("empty.txt", "\n \n", "is empty; would work: a prompt on each line"),
         ("rows.jsonl", "{}\n", 'has no text in "prompt"'),
         ("bad.jsonl", "\n{\n", "line 2: is not JSON"),
-        ("digits.jsonl", "9" * 5000, "line 1: is not JSON: a number has more than 4300 digits"),
+        ("digits.jsonl", "9" * 5000, "line 1: is not JSON: Exceeds the limit (4300 digits)"),
         ("long.txt", "a\n" + "b" * 4_000_001, "line 2: has more than 4000000 characters"),
         ("half.jsonl", '{"prompt": "\\ud800"}', "line 1: has half a surrogate pair"),
         ("-", "a\udcff", "generate.prompt_file=-: is not UTF-8 text"),  # the byte 0xFF
