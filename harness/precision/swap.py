@@ -22,6 +22,7 @@ from harness.model.moe import Experts
 from harness.model.spec import Split
 from harness.precision.grouped import build_grouped_product
 from harness.precision.linears import require_device
+from harness.util.errors import ConfigError
 
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
@@ -69,9 +70,13 @@ def _float8(precision: PrecisionConfig) -> Any:
 
 
 def _mxfp8(precision: PrecisionConfig) -> Any:
-    from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear
     from torchao.quantization.quantize_.common import KernelPreference
 
+    try:
+        from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear
+    except ValueError as error:  # torchao 0.18 on Blackwell
+        rule = f"torchao's kernels of mxfp8 do not load with the Triton of torch {torch.__version__}: {error}"
+        raise ConfigError("precision.linear", "mxfp8", rule, "torch 2.14, or precision=bf16") from error
     preference = KernelPreference.EMULATED if precision.emulate else KernelPreference.AUTO
 
     def make(linear: nn.Linear) -> nn.Module:

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch._meta_registrations import alloc_with_matching_layout
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import ProcessGroupAllocMixin
 from torch.distributed.pipelining.stage import InferenceMode, PipelineStage
+from torch.nn.attention import varlen
 from torch.nn.attention._registry import _FLASH_ATTENTION_IMPLS
 
 from harness.config.job import Job
@@ -59,6 +60,8 @@ def substitutes(job: Job, gpu: VirtualGpu, skew: float) -> Iterator[None]:
         undo.enter_context(patch.dict(_FLASH_ATTENTION_IMPLS, dict.fromkeys(FLASH, lambda: None)))
         undo.enter_context(patch.object(ExpertExchange, "_lengths", _lengths(skew)))
         undo.enter_context(patch.object(VarlenKernel, "mask", _mask))
+        # torch 2.15 prefers cuDNN also for documents; flash attention has tensors of the same shapes.
+        undo.enter_context(patch.object(varlen, "_should_use_cudnn", lambda _: False, create=True))
         undo.enter_context(patch.object(PipelineStage, "_prepare_forward_infra", _shapes_are_known))
         kernels = _cudnn_attention(gpu)
         yield

@@ -84,7 +84,7 @@ def test_formats_of_products(tmp_path: Path) -> None:
     alone = ["parallelism.dp_shard=1", "training.steps=2"]
     done = train(tmp_path / "tf32", *alone, "training.matmul_precision=high")
     assert done.returncode == 0 and "dense tf32" in done.stdout + done.stderr, done.stderr
-    narrow = ["precision=float8_tensorwise", "training.attention=varlen"]
+    narrow = ["precision=float8_tensorwise", "training.attention=flex"]
     done = train(tmp_path / "float8", *alone, *narrow, gpus="0")
     assert done.returncode == 0 and "WARNING" in done.stdout + done.stderr, done.stderr
     assert "compile=on" in done.stdout + done.stderr
