@@ -267,7 +267,11 @@ EXPORT CUresult cuTensorMapEncodeTiled(
 }
 
 // Profilers get no events. CUPTI 13.2 would ask for tables of the driver's functions until its stack is full.
-EXPORT int cuptiSubscribe(void*, void*, void*) { return 999; }  // CUPTI_ERROR_UNKNOWN
+EXPORT int cuptiGetVersion(uint32_t*) { return 999; }  // CUPTI_ERROR_UNKNOWN
+EXPORT int cuptiGetResultString(int, const char** text) {
+    *text = "there is no CUPTI";
+    return 0;
+}
 
 // Entry points by name: the newest of a function's versions, as the driver does.
 
