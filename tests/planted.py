@@ -248,7 +248,7 @@ def _gathering_wrongly(now: Callable[[], bool]) -> AbstractContextManager[Any]:
         def gather(_module, inputs):  # type: ignore[no-untyped-def]
             local = tensor._placed(inputs[0], other if now() else mesh, self.stream)
             whole = local.redistribute(placements=(Replicate(),)).to_local()
-            return (tensor._of_parts(tensor._placed(whole, mesh, Replicate())), *inputs[1:])
+            return (tensor._with_partial_gradient(tensor._placed(whole, mesh, Replicate())), *inputs[1:])
 
         module.register_forward_pre_hook(gather)
         return module

@@ -1,8 +1,8 @@
 """Tensor parallelism: applies the ``Split`` of every module in ``model/spec.py``.
 
 Megatron's column-row pairs (arXiv:1909.08053) with the residual stream split along the sequence between
-them (arXiv:2205.05198) or, with sequence_parallel=false, replicated. Blocks pass plain local tensors to
-each other, so that pipeline, checkpointing and compile see nothing of it.
+them (arXiv:2205.05198) or, with sequence_parallel=false, replicated. Modules pass plain local tensors to
+each other, so that pipeline, checkpointing and compile see nothing of it; parameters are DTensors.
 """
 
 from __future__ import annotations
@@ -98,13 +98,13 @@ class RegionParallel(ParallelStyle):
             local = _placed(inputs[0], device_mesh, self.stream)
             local = local if self.cast is None else self.cast(local)
             whole = local.redistribute(placements=(Replicate(),))
-            return (_of_parts(whole) if self.cast is None else whole, *inputs[1:])
+            return (_with_partial_gradient(whole) if self.cast is None else whole, *inputs[1:])
 
         module.register_forward_pre_hook(gather)
         return module
 
 
-def _of_parts(whole: DTensor) -> Tensor:
+def _with_partial_gradient(whole: DTensor) -> Tensor:
     """A replicated tensor as a plain one; every rank has a summand of its gradient."""
     return whole.to_local(grad_placements=(Partial(),))
 
@@ -138,8 +138,8 @@ def _compute_plainly(module: nn.Module, split: Split, mesh: DeviceMesh, stream: 
     module.split, module.mesh, module.stream = split, mesh, stream  # type: ignore[assignment]
 
 
-def swapped(split: Split, stream: Placement) -> ParallelStyle:
-    """Style of a linear in another format, whose scales are of DTensors; plain tensors enter and leave it."""
+def converted_linear(split: Split, stream: Placement) -> ParallelStyle:
+    """Style of a linear in another format, which scales DTensors by maxima over all their shards."""
     if split is Split.ROW:
         return RowwiseParallel(output_layouts=stream)
     placement = stream if split is Split.STREAM else Replicate()
@@ -150,7 +150,7 @@ def swapped(split: Split, stream: Placement) -> ParallelStyle:
         return (DTensor.from_local(inputs[0], mesh, (placement,), **options), *inputs[1:])
 
     def leave(_module: nn.Module, output: DTensor, _mesh: DeviceMesh) -> Tensor:
-        return _of_parts(output) if split is Split.WHOLE else output.to_local()
+        return _with_partial_gradient(output) if split is Split.WHOLE else output.to_local()
 
     return Distributed(_split_rows if split is Split.COLUMN else None, enter, leave)
 
@@ -185,7 +185,7 @@ def head_with_loss(stream: Placement) -> Distributed:
 
     def gather(_module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[Tensor, ...]:
         whole = _placed(inputs[0], mesh, stream).redistribute(placements=(Replicate(),))
-        return (_of_parts(whole), *inputs[1:])
+        return (_with_partial_gradient(whole), *inputs[1:])
 
     return Distributed(_split_rows, gather)
 
@@ -315,7 +315,7 @@ def apply_tensor_parallel(
     avoid_copies(layout.async_tp)
     stream: Placement = Shard(SEQUENCE_DIM) if layout.sequence_parallel else Replicate()
     logits: Placement = Shard(-1) if layout.loss_parallel else Replicate()
-    # Linears and norms of other kinds are plain, or swapped for another format.
+    # Linears and norms of other kinds compute on plain tensors, or were converted to another format.
     styles: dict[Split, Callable[[], ParallelStyle | None]] = {
         Split.VOCABULARY: lambda: VocabularyParallel(stream),
         Split.ENTRY: lambda: entry(stream),
@@ -345,7 +345,7 @@ def apply_tensor_parallel(
             style = styles[spec.split]()
         else:
             is_plain = type(module) in (nn.Linear, nn.RMSNorm)
-            style = Plain(spec, stream) if is_plain else swapped(spec.split, stream)
+            style = Plain(spec, stream) if is_plain else converted_linear(spec.split, stream)
         if gather_float8:
             if isinstance(style, RegionParallel) and spec.split is not Split.MIXTURE:
                 inner = [(s.split, built[s.name]) for s in specs if s.name.startswith(f"{spec.name}.")]
