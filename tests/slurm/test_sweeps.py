@@ -78,7 +78,8 @@ def test_a_sweep_names_its_failures_and_is_resumed(commands: Commands) -> None:
 
     # The remaining points are started by resume.
     resumed = commands.run("sweep", "resume", str(home), code=1)
-    named = resumed.split("3 of 8 points did not complete:\n")[1].splitlines()
+    assert "3 of 8 points did not complete:\n" in resumed
+    named = resumed.split("did not complete:\n")[1].splitlines()
     kinds = {line.split(": ")[0].strip(): line.split(": ")[1] for line in named[:3]}
     assert kinds == {RAISES: "bug", STARVES: "out_of_memory", KILLED: "unknown"}
     commands.run("sweep", "collect", str(home))
