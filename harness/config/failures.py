@@ -53,7 +53,7 @@ _MEMORY_SIGNS = (
     "Out Of Memory",
     "memory limit",
 )
-_TIMEOUT_SIGNS = ("Timed out waiting", "Watchdog caught collective operation timeout")
+_TIMED_OUT = re.compile(r"Timed out waiting (?!for job step)|Watchdog caught collective operation timeout")
 # Messages of NVIDIA's driver and CUDA about broken hardware, and of disks that do not answer.
 _NODE_SIGNS = (
     "uncorrectable ECC",
@@ -117,7 +117,7 @@ def kind_of_text(text: str) -> str | None:
         return "node"
     if any(sign in text for sign in _PEER_SIGNS):
         return "peer"
-    return "collective_timeout" if any(sign in text for sign in _TIMEOUT_SIGNS) else None
+    return "collective_timeout" if _TIMED_OUT.search(text) else None
 
 
 def is_consequence(text: str) -> bool:

@@ -259,7 +259,8 @@ class StepFailed(MachineError):
 
     def __init__(self, code: int, logs: Path) -> None:
         tail = last_lines(logs / SRUN_LOG)
-        self.kind = "machine" if code < 0 else kind_of_text(tail) or "unknown"
+        said = "\n".join([tail, *map(last_lines, logs.glob("rank*.err"))])
+        self.kind = "machine" if code < 0 else kind_of_text(said) or "unknown"
         how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
         super().__init__(f"srun {how}{tail}")
 

@@ -107,6 +107,7 @@ def test_an_exception_over_another(
         ("slurmstepd-n1: error: StepId=7.0 exceeded memory limit (2 > 1), being killed", "out_of_memory"),
         ("NVRM: GPU at PCI:0000:3b:00: GPU has fallen off the bus.", "node"),
         ("Traceback (most recent call last):", None),
+        ("srun: error: Timed out waiting for job step to complete", None),
     ],
 )
 def test_kind_of_text(text: str, kind: str | None) -> None:
