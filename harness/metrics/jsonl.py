@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +40,15 @@ class MetricsFile:
     def truncate_after(self, step: int) -> int:
         """Drop the rows of later steps: a run that resumes from ``step`` will write them again.
 
-        Damaged lines are dropped too, with a note and a copy of the file.
+        Damaged lines are dropped too, with a note, after the file was added to a copy.
         """
         rows, damaged = read_rows(self.path)
         kept = [row for row in rows if _step(row) <= step]
         if damaged:
             copy = self.path.with_suffix(".damaged.jsonl")
-            shutil.copy2(self.path, copy)
-            self.notes.append(f"{_gaps(self.path, damaged)}; {copy.name} is the file as it was")
+            with copy.open("ab") as file:  # after that of an earlier start
+                file.write(self.path.read_bytes())
+            self.notes.append(f"{_gaps(self.path, damaged)}; {copy.name} has the file as it was")
         if damaged or len(kept) < len(rows):
             self._file.close()
             write_atomically(self.path, b"".join(dumps(row).encode() + b"\n" for row in kept))

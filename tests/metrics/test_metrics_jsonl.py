@@ -74,13 +74,14 @@ def test_damage_in_the_middle_is_reported(path: Path) -> None:
     with pytest.raises(UserError, match="line 2 is not a JSON object"):
         read_metrics(path)
     assert [row["step"] for row in read_rows(path)[0]] == [1, 2]
-    found = path.read_bytes()
+    found, copy = path.read_bytes(), path.with_name("metrics.damaged.jsonl")
+    copy.write_bytes(b"of an earlier start\n")
     with closing(MetricsFile(path)) as file:
         file.truncate_after(2)
         [note] = file.notes
-    assert "the curve has a gap at line 2; metrics.damaged.jsonl is the file as it was" in note
+    assert "the curve has a gap at line 2; metrics.damaged.jsonl has the file as it was" in note
     assert steps(path) == [1, 2], "the file can be read again"
-    assert path.with_name("metrics.damaged.jsonl").read_bytes() == found
+    assert copy.read_bytes() == b"of an earlier start\n" + found
 
 
 def test_damage_done_while_the_run_writes_is_reported_at_the_end(path: Path) -> None:
