@@ -45,8 +45,8 @@ from harness.util.errors import ConfigError
 SEQUENCE_DIM = 1
 
 
-def _placed(tensor: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
-    return DTensor.from_local(tensor, mesh, (placement,), run_check=False)
+def _placed(tensor: Tensor, mesh: DeviceMesh, placement: Placement, gradients: Any = None) -> DTensor:
+    return DTensor.from_local(tensor, mesh, (placement,), run_check=False, grad_placements=gradients)
 
 
 def into_stream(partial_sum: Tensor, mesh: DeviceMesh, stream: Placement | None) -> Tensor:
@@ -146,8 +146,7 @@ def converted_linear(split: Split, stream: Placement) -> ParallelStyle:
     gradient = Partial() if split in (Split.COLUMN, Split.WHOLE) else placement
 
     def enter(_module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[Tensor, ...]:
-        options: dict[str, Any] = {"run_check": False, "grad_placements": (gradient,)}
-        return (DTensor.from_local(inputs[0], mesh, (placement,), **options), *inputs[1:])
+        return (_placed(inputs[0], mesh, placement, (gradient,)), *inputs[1:])
 
     def leave(_module: nn.Module, output: DTensor, _mesh: DeviceMesh) -> Tensor:
         return _with_partial_gradient(output) if split is Split.WHOLE else output.to_local()
