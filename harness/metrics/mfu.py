@@ -4,8 +4,11 @@ Defined in PaLM (https://arxiv.org/abs/2204.02311, appendix B): observed tokens 
 tokens per second at peak. Recomputed activations do not count. There are two ways to count causal attention;
 both are reported, because values of different conventions cannot be compared:
 
-* ``mfu`` counts the full square of scores, as torchtitan, PaLM and nanoGPT do;
-* ``mfu_causal`` counts the half below the diagonal, as some vendors do.
+* ``mfu`` counts the full square of scores in every layer, as torchtitan, PaLM and nanoGPT do;
+* ``mfu_causal`` counts the scores that masks leave: the half below the diagonal, as some vendors do,
+  and of a layer with a window or chunks only these.
+
+The formula is that of ``account_decoder`` in ``harness/model/accounting.py``.
 
 Hardware that is not in the table has no MFU, because its peak is unknown.
 """
@@ -30,17 +33,22 @@ UTILIZATION = (
     Metric(
         "tflops_per_device",
         "TFLOP/s",
-        "Model FLOPs per second and rank, attention counted in full.",
+        "Model FLOPs per second and rank, attention counted in full, as in `mfu`.",
         line=lambda v: f"TFLOP/s {v:,.1f}" if v >= 1 else f"TFLOP/s {v:.2g}",
     ),
     Metric(
         "mfu",
         "0 to 1",
-        "Model FLOPs utilization, attention counted in full; null without a known peak.",
+        "Model FLOPs utilization, attention counted in full, also of windows and chunks; null without "
+        "a known peak.",
         line="mfu {:.1%}",
         in_summary=True,
     ),
-    Metric("mfu_causal", "0 to 1", "Model FLOPs utilization with half of attention, as a causal mask needs."),
+    Metric(
+        "mfu_causal",
+        "0 to 1",
+        "The same with the attention that masks leave: half, or less with windows or chunks.",
+    ),
 )
 
 

@@ -18,7 +18,7 @@ class Accounting:
     active_parameters: int
     """Parameters that one token uses: top_k of the experts, and all others, both tables included."""
     flops_per_token_full: float
-    """FLOPs of forward and backward per token, with attention over the full square (or band) of scores."""
+    """FLOPs of forward and backward per token by the published convention: ``account_decoder``."""
     flops_per_token_causal: float
     """The same, with attention over the positions that are attended to."""
 
@@ -51,10 +51,11 @@ def account_decoder(model: ModelConfig, seq_len: int) -> Accounting:
 
     FLOPs per token are 6 per multiplied parameter (2 forward, 4 backward) plus attention's
     6 * L * H * (d_qk + d_v) * T, the convention of PaLM (arXiv:2204.02311, appendix B) that torchtitan
-    follows; vendors halve the attention term because half of the causal square is masked. Only the experts
-    that a token goes to count. A layer with local attention has a band instead of the square. A tied table
-    counts once, as the head; with multi-token prediction the head counts once more. Attention is counted as
-    if documents attended to each other.
+    follows: every layer counts the full square of scores, also one with a window or chunks. The causal
+    count has the positions that a layer attends to instead of T: T / 2, or the mean of its band or
+    chunk. Only the experts that a token goes to count. A tied table counts once, as the head; with
+    multi-token prediction the head counts once more. Attention is counted as if documents attended to
+    each other.
     """
     parameters = [tensor for tensor in tensors(model).values() if not tensor.is_buffer]
     active, table = sum(tensor.active_size for tensor in parameters), model.vocab_size * model.dim
@@ -65,7 +66,6 @@ def account_decoder(model: ModelConfig, seq_len: int) -> Accounting:
     return Accounting(
         parameters=sum(tensor.size for tensor in parameters),
         active_parameters=active,
-        flops_per_token_full=6.0 * multiplied
-        + 3 * attention_flops(model, sum(span.most_reach(seq_len) for span in spans)),
+        flops_per_token_full=6.0 * multiplied + 3 * attention_flops(model, seq_len * len(spans)),
         flops_per_token_causal=6.0 * multiplied + 3 * attention_flops(model, sum(causal)),
     )

@@ -91,7 +91,9 @@ _RESULT = (
     Metric("recompiles", "count", "Graphs compiled again after the first step."),
     Metric("parameters", "count", "Parameters of the model."),
     Metric("flops_per_token_full", "FLOP", "Model FLOPs per token of the window, attention counted in full."),
-    Metric("flops_per_token_causal", "FLOP", "Model FLOPs per token with half of attention."),
+    Metric(
+        "flops_per_token_causal", "FLOP", "The same with the attention that masks leave, as in `mfu_causal`."
+    ),
     Metric("peak_flops", "FLOP/s", "Peak of the device that MFU is computed against; null if unknown."),
     Metric("peak_origin", "text", "Source of that peak, or why there is none."),
     Metric("device", "text", "Name of the device."),

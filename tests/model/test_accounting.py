@@ -55,15 +55,29 @@ def test_parameters_and_those_that_a_token_meets(name: str) -> None:
 
 
 def test_flops_of_a_mixture_by_hand() -> None:
-    """gpt_oss_20b: of experts four count, of the tables one; half of the layers have a band of 128."""
+    """gpt_oss_20b: of experts four count, of the tables one; half of the layers have a band of 128.
+
+    MFU's convention has no bands: torchtitan's formula gives 31.314 GFLOP a token at 8,192.
+    """
     config, seq_len = shipped("gpt_oss_20b"), 4096
     multiplied = PUBLISHED["gpt_oss_20b"][1] - 201088 * 2880
     per_position = 6 * 64 * (64 + 64)
-    full = 12 * seq_len + 12 * 128
     band = (128 * 129 / 2 + (seq_len - 128) * 128) / seq_len
     counted = account(config, seq_len)
-    assert counted.flops_per_token_full == 6 * multiplied + per_position * full
+    assert counted.flops_per_token_full == 6 * multiplied + per_position * 24 * seq_len
+    assert account(config, 8192).flops_per_token_full == pytest.approx(31.314e9, abs=0.0005e9)
     assert counted.flops_per_token_causal == 6 * multiplied + per_position * (12 * seq_len / 2 + 12 * band)
+
+
+def test_flops_of_chunks_by_hand() -> None:
+    """llama4_scout: three of four layers have chunks of 8,192, which MFU's convention ignores."""
+    config, seq_len = shipped("llama4_scout"), 16384
+    multiplied = PUBLISHED["llama4_scout"][1] - 202048 * 5120
+    per_position = 6 * 40 * (128 + 128)
+    counted = account(config, seq_len)
+    assert counted.flops_per_token_full == 6 * multiplied + per_position * 48 * seq_len
+    attended = 12 * seq_len / 2 + 36 * 8193 / 2
+    assert counted.flops_per_token_causal == 6 * multiplied + per_position * attended
 
 
 def test_flops_of_latent_attention_by_hand() -> None:
