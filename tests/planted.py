@@ -296,9 +296,9 @@ def loads_not_summed() -> AbstractContextManager[Any]:
     """Biases of experts follow the loads of this rank's tokens."""
     original = Balance.update_biases
 
-    def update(self):  # type: ignore[no-untyped-def]
+    def update(self, norm):  # type: ignore[no-untyped-def]
         with patch.object(dist, "all_reduce", lambda *_, **__: None):
-            original(self)
+            original(self, norm)
 
     return patch.object(Balance, "update_biases", update)
 

@@ -55,8 +55,8 @@ class Balance:
                 moe.router.aux_scale = 1 / (batch_size * self.copies)
 
     @torch.no_grad()
-    def update_biases(self) -> None:
-        """Sum the step's counts over the world and update the biases by them."""
+    def update_biases(self, norm: Tensor | float) -> None:
+        """Sum the step's counts over the world; update the biases by them if the gradient norm is finite."""
         if not self.rows:
             return
         load_ME = torch.zeros(
@@ -69,10 +69,12 @@ class Balance:
             with annotated("ep.all_reduce"):
                 dist.all_reduce(load_ME)
         self.load_ME = load_ME // self.copies
+        # A factor, so that the host does not wait for the device.
+        is_finite = torch.as_tensor(norm).isfinite()
         for part in self.parts:
             for layer, moe in part.mixtures.items():
                 if moe.balance_bias is not None:
-                    moe.balance_bias += self._bias_update(self.load_ME[self.rows[layer]])
+                    moe.balance_bias += is_finite * self._bias_update(self.load_ME[self.rows[layer]])
 
     def _bias_update(self, load_E: Tensor) -> Tensor:
         """Update of a layer's biases: positive where the load is below the mean; the mean update is 0."""

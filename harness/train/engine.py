@@ -254,7 +254,7 @@ class Engine:
         return ()
 
     def _update(self, norm: Tensor | float) -> None:
-        self.balance.update_biases()
+        self.balance.update_biases(norm)
         if self.updater is not None:
             return
         if self.skips_on_device:

@@ -142,16 +142,27 @@ def changed_by_an_update(job: Job, spoilt: bool) -> tuple[set[str], int]:
     return changed, engine.schedule.last_epoch
 
 
-@pytest.mark.parametrize(("layout", "implementation"), [("single", "foreach"), ("fsdp_tp", "fused")])
+WEIGHTS = {"output.weight", "optimizer.state.output.weight.step"}
+BIASES = {f"layers.{layer}.moe.balance_bias" for layer in (1, 2, 3)}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "moved"),
+    [
+        (["parallelism=single", "optimizer.implementation=foreach"], WEIGHTS),
+        (["parallelism=fsdp_tp", "optimizer.implementation=fused"], WEIGHTS),
+        (["parallelism=ep", "model=deepseek_v3_debug"], WEIGHTS | BIASES),
+    ],
+)
 def test_an_update_that_is_not_finite_changes_only_the_rate(
-    pool: RankPool, layout: str, implementation: str
+    pool: RankPool, overrides: list[str], moved: set[str]
 ) -> None:
     """Here only the loss is infinite; the gradients are finite."""
-    job = job_of(f"parallelism={layout}", f"optimizer.implementation={implementation}")
+    job = job_of(*overrides)
     for changed, steps in pool.run(job.world_size, changed_by_an_update, job, True):
         assert (changed, steps) == (set(), 2)
     for changed, _ in pool.run(job.world_size, changed_by_an_update, job, False):
-        assert {"output.weight", "optimizer.state.output.weight.step"} <= changed
+        assert moved <= changed
 
 
 SKIP = "debug.non_finite=skip"

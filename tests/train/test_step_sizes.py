@@ -37,7 +37,7 @@ def gradients(engine: Engine, rows: int, length: int) -> tuple[float, list[torch
     loss = engine.gradients(Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())).loss
     found = [parameter.grad.clone() for parameter in engine.parameters if parameter.grad is not None]
     engine.optimizer.zero_grad()
-    engine.balance.update_biases()
+    engine.balance.update_biases(0.0)
     return loss, found
 
 
