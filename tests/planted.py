@@ -322,8 +322,8 @@ def router_gradients_too_large() -> AbstractContextManager[Any]:
     """A tenth too large: less than other choices of experts change them, which rounding causes."""
     original = Router.forward
 
-    def forward(self, x_BTC, balance_bias_E):  # type: ignore[no-untyped-def]
-        routing = original(self, x_BTC, balance_bias_E)
+    def forward(self, *inputs):  # type: ignore[no-untyped-def]
+        routing = original(self, *inputs)
         routing.weights_NK.register_hook(lambda gradient: 1.1 * gradient)
         return routing
 

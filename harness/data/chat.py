@@ -24,7 +24,7 @@ from harness.config.data import DataConfig
 from harness.data.cache import open_documents
 from harness.data.corpus import TokenizedSplit
 from harness.data.documents import LocalFiles, Span, file_stats, list_names, read_columns
-from harness.data.samples import IGNORE_INDEX, EpochOrder, Reading, random_stream
+from harness.data.samples import IGNORE_INDEX, PADDING, EpochOrder, Reading, random_stream
 from harness.data.tokenizer import Marked, Tokenizer
 from harness.data.tokenizer_json import CONFIG, read_transformers_settings, token_of
 from harness.util.encoding import read_object
@@ -192,8 +192,8 @@ class PackedConversations:
     The conversations are packed once, in an order given by the seed. Every epoch has the same samples in
     another order, so the number of samples is fixed.
 
-    Labels are the assistant's tokens. Conversations in a sample, and its padding, have different document
-    numbers.
+    Labels are the assistant's tokens. Conversations in a sample have different document numbers; its
+    padding has PADDING.
 
     A conversation with more than T inputs is left out, or cut at T (``data.long_conversations``). Without
     ``shuffles`` conversations and samples are in stored order.
@@ -241,7 +241,7 @@ class PackedConversations:
         inputs_T = np.full(T, self._pad_id, dtype=np.int64)
         labels_T = np.full(T, IGNORE_INDEX, dtype=np.int64)
         conversations = self._conversations[self._bounds[index] : self._bounds[index + 1]]
-        documents_T = np.full(T, len(conversations), dtype=np.int64)
+        documents_T = np.full(T, PADDING, dtype=np.int64)
         begin = 0
         for document, conversation in enumerate(conversations):
             tokens, learned = self._read(conversation)

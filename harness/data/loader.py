@@ -23,7 +23,7 @@ from harness.config.data_kinds import DATA_KINDS
 from harness.config.registry import load_attribute
 from harness.config.training import Sizes
 from harness.data.cache import open_documents
-from harness.data.samples import IGNORE_INDEX, PackedSamples, Reading, Samples, SyntheticSamples
+from harness.data.samples import IGNORE_INDEX, PADDING, PackedSamples, Reading, Samples, SyntheticSamples
 from harness.data.tokenizer import check_vocab_size
 from harness.util.errors import DataError
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from harness.data.streaming import RowStream
 
 
-__all__ = ["IGNORE_INDEX", "Batch", "Loader", "Reading", "build_loader", "merge_states"]
+__all__ = ["IGNORE_INDEX", "PADDING", "Batch", "Loader", "Reading", "build_loader", "merge_states"]
 
 
 class Batch(NamedTuple):
@@ -44,7 +44,8 @@ class Batch(NamedTuple):
     inputs_BT: Tensor
     labels_BT: Tensor
     documents_BT: Tensor | None = None
-    """With data.attend_across_documents=false: the number of each input's document within its row."""
+    """With data.attend_across_documents=false: the number of each input's document within its row,
+    or PADDING."""
     sources_B: Tensor | None = None
     """With data.kind=mixture: the index of each row's source in ``DataConfig.source_names``."""
 
@@ -211,8 +212,8 @@ class NumberedSource(SampleSource):
             self._known = piece.number, self._samples.sample(piece.number)
         cut = slice(piece.first, piece.first + piece.length)
         inputs_T, labels_T, *documents = (array[cut] for array in self._known[1])
-        # A piece numbers its documents from 0.
-        return inputs_T, labels_T, *(documents_T - documents_T[0] for documents_T in documents)
+        # A piece numbers its documents from 0. Samples with padding are not cut.
+        return inputs_T, labels_T, *(numbers_T - max(0, numbers_T[0]) for numbers_T in documents)
 
 
 class SampleLoader(Loader):

@@ -21,6 +21,8 @@ from harness.util.errors import DataError
 
 IGNORE_INDEX = -100
 """The label of a position that does not count towards the loss."""
+PADDING = -1
+"""The document number of padding: no position learns from it, and no other attends to it."""
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,13 @@ class MTP(nn.Module):
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
 
     def forward(
-        self, x_BTC: Tensor, later_BTC: Tensor, rope_2TD: Tensor, mask: Any | None, positions_T: Tensor
+        self,
+        x_BTC: Tensor,
+        later_BTC: Tensor,
+        rope_2TD: Tensor,
+        mask: Any | None,
+        positions_T: Tensor,
+        tokens_BT: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Map the stream before the decoder's final norm to the output projection's input.
 
@@ -79,7 +85,7 @@ class MTP(nn.Module):
             The normed stream [B, T, C], and the number of tokens per expert, None without experts.
         """
         both = torch.cat((self.embedding_norm(later_BTC), self.hidden_norm(x_BTC)), dim=-1)
-        out_BTC, load_E = self.block(self.proj(both), rope_2TD, mask, positions_T)
+        out_BTC, load_E = self.block(self.proj(both), rope_2TD, mask, positions_T, tokens_BT)
         return self.norm(out_BTC), load_E
 
 
@@ -98,26 +104,31 @@ class Block(nn.Module):
         )
 
     def forward(
-        self, x_BTC: Tensor, rope_2TD: Tensor, mask: Any | None = None, positions_T: Tensor | None = None
+        self,
+        x_BTC: Tensor,
+        rope_2TD: Tensor,
+        mask: Any | None = None,
+        positions_T: Tensor | None = None,
+        tokens_BT: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Map the residual stream [B, T, C] to the next block's input.
+        """Map the residual stream [B, T, C] to the next block's input; ``tokens_BT`` as in ``MoE``.
 
         Returns:
             The stream, and the number of tokens per expert, None without experts.
         """
-        return self.feed(self.attend(x_BTC, rope_2TD, mask, positions_T))
+        return self.feed(self.attend(x_BTC, rope_2TD, mask, positions_T), tokens_BT)
 
     def attend(self, x_BTC: Tensor, rope_2TD: Tensor, mask: Any | None, positions_T: Tensor | None) -> Tensor:
         """The first half of a block: attention with its residual sum."""
         return x_BTC + self.attention(self.attention_norm(x_BTC), rope_2TD, mask, positions_T)
 
-    def feed(self, x_BTC: Tensor) -> tuple[Tensor, Tensor | None]:
+    def feed(self, x_BTC: Tensor, tokens_BT: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """The second half: the feed-forward or the experts, with their residual sum."""
         normed_BTC = self.ffn_norm(x_BTC)
         if self.moe is None:
             assert self.feed_forward is not None
             return x_BTC + self.feed_forward(normed_BTC), None
-        out_BTC, load_E = self.moe(normed_BTC)
+        out_BTC, load_E = self.moe(normed_BTC, tokens_BT)
         return x_BTC + out_BTC, load_E
 
 
@@ -224,8 +235,9 @@ class Decoder(ModelPart):
             x: token ids [B, T] for a part with the embedding, else the residual stream [B, T, C]. Token ids
                 of the full model may be shorter than ``seq_len``, for passes without gradients.
             labels_BT: labels, for a part whose output projection computes the loss.
-            documents_BT: the document number of each position, if documents do not attend to each other.
-                Positions do not restart: rotation depends on the distance of two tokens only.
+            documents_BT: the document number of each position, if documents do not attend to each
+                other; negative for padding, which experts leave out. Positions do not restart: rotation
+                depends on the distance of two tokens only.
             later_BT: tokens one position later, for multi-token prediction; None: run without it.
             later_labels_BT: labels of ``later_BT``, if there are labels.
             cached: after ``use_cache``: the new tokens of a generation; x has them, [B, T] or [B, 1].
@@ -245,6 +257,7 @@ class Decoder(ModelPart):
         elif self.tok_embeddings is not None:
             x = self.tok_embeddings(x)
         rope, positions, blocks = self.rope, self.positions, self.blocks
+        tokens_BT = self._tokens(documents_BT)
         if cached is None:
             masks = self._masks(documents_BT, x, length)
             if length < self.seq_len:
@@ -254,7 +267,8 @@ class Decoder(ModelPart):
             rope = self.rope[:, positions]
             masks = {spec: cached.slots_of(kernel) for spec, kernel in self._by_spec.items()}
         for layer in map(int, self.layers):
-            x, load_E = blocks[layer](x, rope, masks[blocks[layer].attention.inner.spec], positions)
+            mask = masks[blocks[layer].attention.inner.spec]
+            x, load_E = blocks[layer](x, rope, mask, positions, tokens_BT)
             self._count(layer, load_E)
         x = x if cached is None else cached.last_of(x)
         stream = x
@@ -262,8 +276,8 @@ class Decoder(ModelPart):
         if later_BTC is not None:
             assert self.mtp is not None
             layer = self.config.n_layers
-            mask = masks[blocks[layer].attention.inner.spec]
-            further_BTC, load_E = self.mtp(stream, later_BTC, self.rope, mask, self.positions)
+            shared = masks[blocks[layer].attention.inner.spec], self.positions, tokens_BT
+            further_BTC, load_E = self.mtp(stream, later_BTC, self.rope, *shared)
             self._count(layer, load_E)
             x = torch.cat((x, further_BTC))
         if self.output is None:
@@ -282,6 +296,15 @@ class Decoder(ModelPart):
             reach: kernel.mask(documents_BT, x.shape[0], length, x.device)
             for reach, kernel in self._by_spec.items()
         }
+
+    def _tokens(self, documents_BT: Tensor | None) -> Tensor | None:
+        """Whether each position that this rank's routers route has a token; None: all have."""
+        routers = [moe.router for moe in self.mixtures.values()]
+        if documents_BT is None or not routers:
+            return None
+        positions_T = routers[0].positions_T
+        tokens_BT = documents_BT >= 0
+        return tokens_BT if positions_T is None else tokens_BT.index_select(1, positions_T)
 
     def _count(self, layer: int, load_E: Tensor | None) -> None:
         """Add to a block's loads. Outside of the block, so that recomputation does not count twice."""

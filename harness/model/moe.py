@@ -34,9 +34,9 @@ class Routing(NamedTuple):
     """Experts of each token."""
 
     weights_NK: Tensor
-    """Score of each chosen expert, float32."""
+    """Score of each chosen expert, float32; 0 of padding."""
     experts_NK: Tensor
-    """The chosen experts, int64."""
+    """The chosen experts, int64; of padding the number of experts, which is no expert's."""
 
 
 class Router(nn.Linear):
@@ -45,7 +45,7 @@ class Router(nn.Linear):
     Attributes:
         multiplier: factor of the products, muP's; a bias has none.
         aux_scale: factor that makes the sum of auxiliary losses over all passes and ranks a mean over the
-            global batch.
+            global batch's sequences that have tokens.
         sequence_parts: number of ranks that the tokens of a sequence are split over.
         over_sequence: function that sums counts over those ranks; None: there is only one.
         positions_T: positions of the sequence that this rank routes, in order; None: all.
@@ -54,20 +54,26 @@ class Router(nn.Linear):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config.dim, config.moe.num_experts, bias=config.moe.router_bias)
         self.config, self.multiplier = config.moe, config.output_multiplier
-        self.aux_scale, self.sequence_parts = 1.0, 1
+        self.aux_scale: float | Tensor = 1.0
+        self.sequence_parts = 1
         self.over_sequence: Callable[[Tensor], Tensor] | None = None
         self.positions_T: Tensor | None = None
 
-    def forward(self, x_BTC: Tensor, balance_bias_E: Tensor | None) -> Routing:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, x_BTC: Tensor, balance_bias_E: Tensor | None, tokens_BT: Tensor | None = None
+    ) -> Routing:
         """Route every token.
 
         Args:
             x_BTC: normed residual stream.
             balance_bias_E: added to the scores for the choice only, not to the weights (arXiv:2408.15664).
+            tokens_BT: false where a position is padding; None: all are tokens.
         """
         scores_NE, choice_NE = self.score(x_BTC, balance_bias_E)
         experts_NK = self._choose(choice_NE, x_BTC.shape[1])
-        return Routing(self.weigh(scores_NE, experts_NK, x_BTC.shape[1]), experts_NK)
+        if tokens_BT is not None:
+            experts_NK = experts_NK.masked_fill(~tokens_BT.reshape(-1, 1), self.config.num_experts)
+        return Routing(self.weigh(scores_NE, experts_NK, x_BTC.shape[1], tokens_BT), experts_NK)
 
     def score(self, x_BTC: Tensor, balance_bias_E: Tensor | None) -> tuple[Tensor, Tensor]:
         """Scores of every token for every expert, and what is compared for the choice: float32 [N, E]."""
@@ -79,11 +85,15 @@ class Router(nn.Linear):
             choice_NE = choice_NE.masked_fill(~self._allowed(choice_NE), float("-inf"))
         return scores_NE, choice_NE
 
-    def weigh(self, scores_NE: Tensor, experts_NK: Tensor, length: int) -> Tensor:
+    def weigh(
+        self, scores_NE: Tensor, experts_NK: Tensor, length: int, tokens_BT: Tensor | None = None
+    ) -> Tensor:
         """Weights of the chosen experts, float32 [N, K]; backward adds the auxiliary loss's gradient."""
         of = self.config
         if of.aux_loss_coeff:
-            scores_NE = self._with_aux_loss(scores_NE, experts_NK, length)
+            scores_NE = self._with_aux_loss(scores_NE, experts_NK, length, tokens_BT)
+        if tokens_BT is not None:
+            scores_NE = F.pad(scores_NE, (0, 1))  # for the number that padding has
         weights_NK = scores_NE.gather(1, experts_NK)
         if of.normalize_scores:
             weights_NK = weights_NK / (weights_NK.sum(-1, keepdim=True) + 1e-20)
@@ -117,7 +127,9 @@ class Router(nn.Linear):
         allowed = torch.zeros_like(best, dtype=torch.bool).scatter(1, groups, True)
         return allowed.unsqueeze(-1).expand_as(grouped).flatten(-2)
 
-    def _with_aux_loss(self, scores_NE: Tensor, experts_NK: Tensor, length: int) -> Tensor:
+    def _with_aux_loss(
+        self, scores_NE: Tensor, experts_NK: Tensor, length: int, tokens_BT: Tensor | None
+    ) -> Tensor:
         """Add the gradient of the sequence-wise auxiliary loss to that of the scores.
 
         The loss of a sequence is the sum over experts of f * P: f is the expert's fraction of the choices
@@ -127,7 +139,10 @@ class Router(nn.Linear):
         share_NE = scores_NE if of.score == "softmax" else scores_NE / scores_NE.sum(-1, keepdim=True)
         load_BE = count_by_expert(experts_NK.unflatten(0, (-1, length)), of.num_experts)
         load_BE = load_BE if self.over_sequence is None else self.over_sequence(load_BE)
-        tokens = length * self.sequence_parts
+        tokens: int | Tensor = length * self.sequence_parts
+        if tokens_BT is not None:
+            share_NE = share_NE * tokens_BT.reshape(-1, 1)
+            tokens = (load_BE.sum(1, keepdim=True) / of.top_k).clamp_min(1)
         f_BE = load_BE * (of.num_experts / (of.top_k * tokens))
         weight_BE = of.aux_loss_coeff * self.aux_scale / tokens * f_BE
         aux_loss = (share_NE.unflatten(0, (-1, length)) * weight_BE.unsqueeze(1)).sum()
@@ -149,10 +164,13 @@ class _WithLoss(torch.autograd.Function):
 
 
 def count_by_expert(experts: Tensor, num_experts: int) -> Tensor:
-    """Count how often each expert was chosen: int64 [E]; for experts [B, T, K], [B, E]."""
+    """Count how often each expert was chosen: int64 [E]; for experts [B, T, K], [B, E].
+
+    The choices of padding do not count.
+    """
     rows = experts.flatten(1) if experts.ndim == 3 else experts.reshape(1, -1)
-    counts = torch.zeros(rows.shape[0], num_experts, dtype=torch.int64, device=rows.device)
-    counts = counts.scatter_add(1, rows, torch.ones_like(rows))
+    counts = torch.zeros(rows.shape[0], num_experts + 1, dtype=torch.int64, device=rows.device)
+    counts = counts.scatter_add(1, rows, torch.ones_like(rows))[:, :num_experts]
     return counts if experts.ndim == 3 else counts.squeeze(0)
 
 
@@ -186,10 +204,11 @@ class Experts(nn.Module):
         """Map rows sorted by expert to the experts' outputs [R, C].
 
         Args:
-            x_RC: rows; the first ``load_E[0]`` are the first expert's, and so on.
+            x_RC: rows; the first ``load_E[0]`` are the first expert's, and so on. The rest is padding.
             load_E: number of rows for each of this rank's experts.
         """
-        ends_E = load_E.cumsum(0).int()
+        # The last expert computes padding too, which weighs 0: only the device knows its length.
+        ends_E = F.pad(load_E[:-1].cumsum(0), (0, 1), value=x_RC.shape[0]).int()
         if self.row_block == 1:
             return self._feed_forward(x_RC, ends_E)
         place_R, padded_ends_E, places = padded_positions(ends_E, x_RC.shape[0], self.row_block)
@@ -243,7 +262,7 @@ class Exchange(nn.Module):
     """Applies experts to their rows; here this rank has all experts."""
 
     def forward(self, x_RC: Tensor, load_E: Tensor, experts: Experts) -> Tensor:
-        """Outputs [R, C] of rows sorted by expert, ``load_E[e]`` for expert e."""
+        """Outputs [R, C] of rows sorted by expert, ``load_E[e]`` for expert e, and then padding."""
         return experts(x_RC, load_E)
 
 
@@ -277,14 +296,18 @@ class MoE(nn.Module):
         if self.balance_bias is not None:
             self.balance_bias = torch.zeros(self.num_experts, device=device)
 
-    def forward(self, x_BTC: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x_BTC: Tensor, tokens_BT: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Map the normed residual stream to the update that is added to the stream.
+
+        Args:
+            tokens_BT: false where a position is padding, which is not routed; None: all are tokens.
 
         Returns:
             The update [B, T, C], and the number of tokens per expert, int64 [E].
         """
-        weights_NK, experts_NK = self.router(x_BTC, self.balance_bias)
-        load_E, order_R, place_R, x_RC = self.arrange(experts_NK, x_BTC.flatten(0, 1))
+        weights_NK, experts_NK = self.router(x_BTC, self.balance_bias, tokens_BT)
+        has_padding = tokens_BT is not None
+        load_E, order_R, place_R, x_RC = self.arrange(experts_NK, x_BTC.flatten(0, 1), has_padding)
         if self.score_before_experts:
             weights_R1 = permute(weights_NK.view(-1, 1), order_R, place_R)
             x_RC = (x_RC * weights_R1).type_as(x_RC)
@@ -299,10 +322,10 @@ class MoE(nn.Module):
             out_BTC = out_BTC + self.shared_experts(x_BTC)
         return out_BTC, load_E
 
-    def arrange(self, experts_NK: Tensor, x_NC: Tensor) -> tuple[Tensor, ...]:
+    def arrange(self, experts_NK: Tensor, x_NC: Tensor, has_padding: bool) -> tuple[Tensor, ...]:
         """Rows per expert [E], the order of rows by expert, its inverse, and a row for each choice [R, C]."""
-        # A GPU sorts 8 bits at a time.
-        narrow = torch.uint8 if self.num_experts <= 256 else torch.int16
+        # A GPU sorts 8 bits at a time. Padding has one more number.
+        narrow = torch.uint8 if self.num_experts + has_padding <= 256 else torch.int16
         order_R = experts_NK.flatten().to(narrow).sort(stable=True).indices
         place_R, load_E = inverse_of(order_R), count_by_expert(experts_NK, self.num_experts)
         return load_E, order_R, place_R, permute(x_NC, order_R, place_R)

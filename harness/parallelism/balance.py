@@ -45,18 +45,18 @@ class Balance:
         # Ranks that split every expert route the same tokens: each token is counted that many times, and the
         # gradient of an auxiliary loss is summed over these ranks.
         self.copies = job.parallelism.tp if job.parallelism.splits_experts else 1
-        self.set_size(job.global_batch_size, job.training.seq_len)
+        self.set_rows(job.global_batch_size)
         self.load_ME: Tensor | None = None
 
-    def set_size(self, batch_size: int, seq_len: int) -> None:
-        """Set the sequences of the next step's global batch, and their length."""
+    def set_rows(self, rows: float | Tensor) -> None:
+        """Set the number of sequences of the next global batch, without those that are all padding."""
         for part in self.parts:
             for moe in part.mixtures.values():
-                moe.router.aux_scale = 1 / (batch_size * self.copies)
+                moe.router.aux_scale = 1 / (rows * self.copies)
 
     @torch.no_grad()
     def update_biases(self, norm: Tensor | float) -> None:
-        """Sum the step's counts over the world; update the biases by them if the gradient norm is finite."""
+        """Sum the step's counts over the world; move the biases if the gradient norm is finite."""
         if not self.rows:
             return
         load_ME = torch.zeros(
@@ -74,7 +74,8 @@ class Balance:
         for part in self.parts:
             for layer, moe in part.mixtures.items():
                 if moe.balance_bias is not None:
-                    moe.balance_bias += is_finite * self._bias_update(self.load_ME[self.rows[layer]])
+                    update_E = self._bias_update(self.load_ME[self.rows[layer]])
+                    moe.balance_bias += is_finite * update_E
 
     def _bias_update(self, load_E: Tensor) -> Tensor:
         """Update of a layer's biases: positive where the load is below the mean; the mean update is 0."""

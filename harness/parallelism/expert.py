@@ -14,6 +14,7 @@ from math import prod
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import (
     all_reduce,
@@ -124,11 +125,14 @@ class ExpertExchange(Exchange):
         got = wait_tensor(all_to_all_single(load_E, None, None, self.group)).view(self.ranks, -1)
         sent, arrived = self._lengths(given, got, len(x_RC))
         received = [sum(row) for row in arrived]
+        padding = len(x_RC) - sum(sent)
+        x_RC = x_RC[:-padding] if padding else x_RC
         x_SC = all_to_all_single_autograd(x_RC, received, sent, self.group)
         # Rows arrive by rank, then by expert.
         out_SC = experts(transposed(x_SC, arrived), got.sum(0))
         out_SC = transposed(out_SC, [*zip(*arrived, strict=True)])
-        return all_to_all_single_autograd(out_SC, sent, received, self.group)
+        out_RC = all_to_all_single_autograd(out_SC, sent, received, self.group)
+        return F.pad(out_RC, (0, 0, 0, padding)) if padding else out_RC
 
     def _lengths(self, given: Tensor, got: Tensor, rows: int) -> tuple[list[int], list[list[int]]]:
         """Numbers of rows to send to each rank, and to receive from it for each expert.

@@ -14,7 +14,7 @@ from torch import Tensor
 from harness.config.fields import with_value
 from harness.config.job import Job
 from harness.data.loader import AnyBatch, Batch
-from harness.data.prefetch import count_valid, place
+from harness.data.prefetch import count_tokens, count_valid, place
 from harness.model.part import ModelPart
 from harness.model.spec import tensors
 from harness.optimizer.base import drops_on_device, parts_of
@@ -138,28 +138,28 @@ class Engine:
             stop_requested: whether this rank was asked to stop; summed together with the token counts.
             beside: more values to sum over the world; their sums are the outcome's.
         """
-        num_rows, length = batch.shape
-        self._set_length(length)
-        self.balance.set_size(num_rows * self.job.parallelism.data_parallel, length)
+        self._set_length(batch.shape[1])
         local_tokens = count_valid(batch)
         # Summed in host memory: on the device this would wait for the previous step.
-        counted = [local_tokens, *self.sources.tokens(batch)]
+        counted = [local_tokens, *count_tokens(batch), *self.sources.tokens(batch)]
         tokens = counted if self.counts_tokens else [0] * len(counted)
         summed = self.world_sum([float(stop_requested), *tokens, *beside], HOST)
-        (stops, valid_tokens, *source_tokens), beside = summed[: 1 + len(tokens)], summed[1 + len(tokens) :]
+        (stops, *counts), beside = summed[: 1 + len(tokens)], summed[1 + len(tokens) :]
+        valid_tokens, all_tokens, rows, *source_tokens = counts
         # The loss of a batch without valid tokens is 0, not 0/0.
         denominator = max(1.0, valid_tokens)
         batch = place(batch, self.device)
         if self._graphs:
             assert isinstance(batch, Batch)
-            sums, loss, squares = self._graphs[0](denominator, *batch)
+            sums, loss, squares = self._graphs[0](denominator, max(1.0, rows), *batch)
         else:
-            sums, loss, squares = self._passes(denominator, batch)
+            sums, loss, squares = self._passes(denominator, max(1.0, rows), batch)
         reports_loss = self.counts_tokens and local_tokens > 0
         return StepOutcome(
             sums,
             loss,
             squares,
+            tokens=int(all_tokens),
             valid_tokens=int(valid_tokens),
             source_tokens=list(map(int, source_tokens)),
             local_weight=denominator / local_tokens if reports_loss else None,
@@ -167,10 +167,18 @@ class Engine:
             beside=beside,
         )
 
-    def _passes(self, denominator: float | Tensor, batch: AnyBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Run the passes of a batch on the device; return the first three arguments of a ``StepOutcome``."""
+    def _passes(
+        self, denominator: float | Tensor, rows: float | Tensor, batch: AnyBatch
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Run the passes of a batch on the device; return the first arguments of a ``StepOutcome``.
+
+        Args:
+            denominator: valid tokens of the global batch.
+            rows: its rows that are not all padding.
+        """
         self._scale_weights()
         self.loss.denominator = denominator
+        self.balance.set_rows(rows)
         with annotated("forward_backward"):
             pieces = split_batch(batch, self.job.local_batch_size)
             losses = torch.zeros(1 + self.job.model.mtp.depth, device=self.device)
@@ -187,9 +195,10 @@ class Engine:
             sums = self.world_total([squares.sum(), *own])
         return sums, self._loss_of_sequences(losses[0]), squares
 
-    def _graphed_passes(self, denominator: Tensor, *batch: Tensor | None) -> tuple[Tensor, ...]:
+    def _graphed_passes(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        denominator, rows, *batch = inputs
         self.weights_changed = True  # scales are computed inside of the graph, also after a validation
-        return self._passes(denominator, Batch(*batch))  # type: ignore[arg-type]
+        return self._passes(denominator, rows, Batch(*batch))  # type: ignore[arg-type]
 
     def _build_executor(self, job: Job) -> Executor:
         return self.objective.build_executor(job, self.mesh, self.parts, self.loss, self.device)

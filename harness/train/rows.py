@@ -23,7 +23,7 @@ Row = dict[str, Any]
 _STEP = Metric("step", "count", "Optimizer step, from 1.")
 _TIME = Metric("time", "s", "Unix time at which the row was written.")
 _SOURCES = (
-    Metric("tokens.*", "tokens", "Tokens of a source since step 1.", "`data=mixture`"),
+    Metric("tokens.*", "tokens", "Tokens of a source since step 1, with padding.", "`data=mixture`"),
     Metric("epochs.*", "count", "Epochs of a source since step 1; not of streams.", "`data=mixture`"),
 )
 _ROW = (
@@ -46,7 +46,7 @@ _ROW = (
     ),
     Metric("grad_norm", "2-norm", "Norm of all gradients before clipping.", line="grad_norm {:.3f}"),
     Metric("lr", "1", "Learning rate of this step.", line="lr {:.2e}"),
-    Metric("tokens", "tokens", "Tokens processed since step 1, masked ones included."),
+    Metric("tokens", "tokens", "Tokens processed since step 1, masked ones included, padding not."),
     Metric("valid_tokens", "tokens", "Tokens of this step whose label is not masked."),
     Metric("loss.*", "nats/token", "Loss of a source; null if the step has none of it.", "`data=mixture`"),
     Metric("valid_tokens.*", "tokens", "Tokens of a source in this step, not masked.", "`data=mixture`"),
@@ -76,7 +76,7 @@ _RESULT = (
     Metric("checkpoint.saves", "count", "Checkpoints written by this attempt."),
     Metric("checkpoint.failed", "count", "Saves that failed."),
     Metric("checkpoint.seconds", "s", "Time that training waited for checkpoints."),
-    Metric("tokens", "tokens", "Tokens processed since step 1.", in_summary=True),
+    Metric("tokens", "tokens", "Tokens processed since step 1, without padding.", in_summary=True),
     Metric("loss", "nats/token", "Loss of the last step.", in_summary=True),
     Metric(
         "validation_loss", "nats/token", "Loss of the last validation; null without one.", in_summary=True
@@ -91,9 +91,7 @@ _RESULT = (
     Metric("recompiles", "count", "Graphs compiled again after the first step."),
     Metric("parameters", "count", "Parameters of the model."),
     Metric("flops_per_token_full", "FLOP", "Model FLOPs per token of the window, attention counted in full."),
-    Metric(
-        "flops_per_token_causal", "FLOP", "The same with the attention that masks leave, as in `mfu_causal`."
-    ),
+    Metric("flops_per_token_causal", "FLOP", "The same with the attention that masks leave."),
     Metric("peak_flops", "FLOP/s", "Peak of the device that MFU is computed against; null if unknown."),
     Metric("peak_origin", "text", "Source of that peak, or why there is none."),
     Metric("device", "text", "Name of the device."),
@@ -159,7 +157,7 @@ def _rates() -> Iterator[Metric]:
 
 def step_row(step: Step, trainer: Trainer, loss_max: float) -> Row:
     """Return the row of a training step; ``loss_max`` is the largest mean loss of a rank's rows."""
-    outcome, noted, phase = step.outcome, step.noted, trainer.run.sizes.at(step.number)
+    outcome, noted = step.outcome, step.noted
     assert noted is not None, f"step {step.number} is not logged"
     progress, interval, loads = trainer.progress, trainer.window.interval(), noted.loads
     return {
@@ -178,7 +176,7 @@ def step_row(step: Step, trainer: Trainer, loss_max: float) -> Row:
         **progress.maxima,
         "skipped_steps": progress.skipped_steps,
         **_scheduled_sizes(step.number, trainer),
-        **({} if loads is None else trainer.engine.balance.metrics(loads.read(), phase.tokens)),
+        **({} if loads is None else trainer.engine.balance.metrics(loads.read(), outcome.tokens)),
         **noted.columns,
         "time": time.time(),
     }

@@ -43,7 +43,8 @@ class StepOutcome:
         sums: summed over the world, on the device: square of the gradient norm, loss, the loss of
             multi-token prediction if the model has it, and of a mixture each source's share of the loss.
         squares: this rank's share of each gradient's squared norm.
-        valid_tokens: tokens of the global batch that the loss counts.
+        tokens: tokens of the global batch, without padding.
+        valid_tokens: those that the loss counts.
         source_tokens: the same for each source of a mixture.
         local_weight: factor from ``loss`` to the mean loss of this rank's tokens; None on ranks that compute
             no loss.
@@ -57,13 +58,15 @@ class StepOutcome:
         loss: Tensor,
         squares: Tensor,
         *,
+        tokens: int,
         valid_tokens: int,
         source_tokens: Sequence[int],
         local_weight: float | None,
         stop_requested: bool,
         beside: Sequence[float] = (),
     ) -> None:
-        self.valid_tokens, self.stop_requested, self.beside = valid_tokens, stop_requested, beside
+        self.tokens, self.valid_tokens = tokens, valid_tokens
+        self.stop_requested, self.beside = stop_requested, beside
         self.source_tokens = source_tokens
         self.squares, self._local_weight = squares, local_weight
         square_sum, *loss_sums = sums.unbind()

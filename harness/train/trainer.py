@@ -293,7 +293,7 @@ class Trainer:
         while len(self.unread) > late:
             step = self.unread.popleft()
             self._read_outcome(step)
-            self._record_time(step.number)
+            self._record_time(step)
             if step.noted is not None:
                 self._log(step, step.noted)
 
@@ -303,18 +303,18 @@ class Trainer:
             self.progress.skipped_steps += 1
             self._message(skipped)
         self.progress.step, self.progress.loss = step.number, step.outcome.loss
-        self.progress.tokens += self.run.sizes.at(step.number).tokens
+        self.progress.tokens += step.outcome.tokens
 
-    def _record_time(self, step: int) -> None:
+    def _record_time(self, step: Step) -> None:
         """Record the time since the step before was read: that of the device, if the host is ahead."""
-        lap, phase = self.timer.lap(), self.run.sizes.at(step)
+        lap = self.timer.lap()
         self.window.add(
             lap.seconds,
-            phase.tokens,
+            step.outcome.tokens,
             lap.spent["data"],
-            profiled=self._is_slowed(step),
-            warms_up=self.run.sizes.changes_length(step),
-            seq_len=phase.seq_len,
+            profiled=self._is_slowed(step.number),
+            warms_up=self.run.sizes.changes_length(step.number),
+            seq_len=self.run.sizes.at(step.number).seq_len,
         )
         if self.progress.first_step_seconds is None:
             self.progress.first_step_seconds = time.monotonic() - self.started

@@ -15,7 +15,7 @@ from loaders import BYTES, EOS, B, Sample, loader, permutation, ranks_of, resume
 
 from harness.config.data import DataConfig
 from harness.data.chat import ConversationTokenizer, first_fit, template_of
-from harness.data.loader import IGNORE_INDEX
+from harness.data.loader import IGNORE_INDEX, PADDING
 from harness.data.tokenizing import is_held_out
 from harness.util.errors import ConfigError, DataError
 
@@ -82,7 +82,7 @@ def packed(config: DataConfig, epochs: int, split: str = "train") -> list[Sample
             row[1].extend(t if w else IGNORE_INDEX for t, w in zip(tokens[1:], written[1:], strict=True))
             row[2].extend([number] * (len(tokens) - 1))
         padding = T - len(row[0])
-        for part, value in zip(row, (EOS, IGNORE_INDEX, len(content)), strict=True):
+        for part, value in zip(row, (EOS, IGNORE_INDEX, PADDING), strict=True):
             part.extend([value] * padding)
         rows.append(row)
     orders = [

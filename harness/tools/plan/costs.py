@@ -144,7 +144,9 @@ class DecoderCosts(Costs):
 
         shape = rows, job.training.seq_len
         batch = DeviceBatch(torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64))
-        batch.valid_by_source = {0: rows * job.training.seq_len}
+        tokens = rows * job.training.seq_len
+        batch.valid_by_source = {0: tokens}
+        batch.counts = tokens, rows
         return batch
 
 

@@ -1,0 +1,113 @@
+"""Padding is no token: losses, gradients, loads, biases and counts are those of a batch without it."""
+
+from __future__ import annotations
+
+import json
+import random
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+import torch
+from jobs import tiny, train
+from layouts import layout, reference, require_parity
+
+from harness.data.loader import IGNORE_INDEX, PADDING, Batch
+from harness.data.tokenizer import build_tokenizer
+from harness.launch.pool import RankPool
+from harness.train.engine import Engine
+from harness.train.objective import loader_of
+from harness.train.setup import process_group
+
+CPU = torch.device("cpu")
+LENGTHS = [20, 14]
+"""Tokens of two conversations in a row."""
+MODELS = {
+    "mixtral": ["model=mixtral_debug"],
+    "deepseek_v3": ["model=deepseek_v3_debug", "model.moe.aux_loss_coeff=0.1"],
+    "qwen3_moe": ["model=qwen3_moe_debug", "model.moe.aux_loss_coeff=0.1"],
+    # Biases of experts.
+    "gpt_oss": ["model=gpt_oss_debug"],
+    # Experts get scaled inputs.
+    "llama4": ["model=llama4_debug"],
+    "compiled": ["model=deepseek_v3_debug", "compile=on", "compile.backend=aot_eager"],
+}
+
+
+def batch_of(rows: int, length: int) -> Batch:
+    """Two conversations in the first of some rows."""
+    tokens = torch.randint(0, 256, (sum(LENGTHS) + 1,), generator=torch.Generator().manual_seed(0))
+    columns = [torch.full((rows, length), value) for value in (7, IGNORE_INDEX, PADDING)]
+    contents = tokens[:-1], tokens[1:], torch.repeat_interleave(torch.tensor(LENGTHS))
+    for column, content in zip(columns, contents, strict=True):
+        column[0, : len(content)] = content
+    return Batch(*columns)
+
+
+def stepped(rows: int, length: int, *overrides: str) -> tuple[float, int, dict[str, torch.Tensor]]:
+    """The loss and tokens of a step, and its gradients, loads and biases."""
+    job = tiny(f"training.seq_len={length}", f"training.global_batch_size={rows}", *overrides)
+    with process_group(job, CPU):
+        engine = Engine(job, CPU)
+        outcome = engine.gradients(batch_of(rows, length))
+        tensors = {name: p.grad.clone() for name, p in engine.named_parameters() if p.grad is not None}
+        engine.update(outcome.norm)
+        assert engine.balance.load_ME is not None
+        tensors["loads"] = engine.balance.load_ME
+        for layer, moe in engine.parts[0].mixtures.items():
+            if moe.balance_bias is not None:
+                tensors[f"layers.{layer}.moe.balance_bias"] = moe.balance_bias.clone()
+    return outcome.loss, outcome.tokens, tensors
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_is_that_of_its_conversations_without_padding(name: str) -> None:
+    loss, tokens, expected = stepped(1, sum(LENGTHS), *MODELS[name])
+    padded_loss, padded_tokens, found = stepped(2, sum(LENGTHS) + 30, *MODELS[name])
+    assert padded_loss == pytest.approx(loss, rel=1e-6)
+    assert padded_tokens == tokens == sum(LENGTHS)
+    assert found.keys() == expected.keys() and "layers.3.moe.router.weight" in found
+    for tensor, value in expected.items():
+        torch.testing.assert_close(found[tensor], value, rtol=1e-4, atol=1e-6, msg=tensor)
+
+
+@pytest.fixture(scope="module")
+def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("padding") / "c.jsonl"
+    generator, lines = random.Random(0), []
+    for _ in range(40):
+        question, answer = (
+            "".join(generator.choices("abcdef ", k=generator.randint(1, 22))) for _ in range(2)
+        )
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        lines.append(json.dumps({"messages": messages}))
+    file.write_text("\n".join(lines))
+    return file
+
+
+def chat(file: Path) -> list[str]:
+    data = ["data=chat", f"data.paths=[{file}]", "data.chat_template=plain", "model.vocab_size=258"]
+    return [*data, f"data.cache_dir={file.parent}", "data.validation_fraction=0"]
+
+
+@pytest.mark.parametrize(
+    "name", ["ep", "tp_ep", "fsdp_tp_ep_experts", "cp_ep", "fsdp_ep_pp", "fsdp_ep_compiled_recompute_op"]
+)
+def test_layouts_agree_on_conversations(pool: RankPool, conversations: Path, name: str) -> None:
+    """Ranks have different numbers of tokens, of rows and of parts of a sequence."""
+    model = ["model=deepseek_v3_debug", "model.moe.aux_loss_coeff=1"]
+    job = layout(name, *chat(conversations), *model)
+    require_parity(pool, name, job)
+    assert len(set(reference(pool, job).valid_tokens)) > 1
+
+
+def test_rows_and_throughput_count_no_padding(tmp_path: Path, conversations: Path) -> None:
+    sizes = ("training.seq_len=64", "training.global_batch_size=4", "training.steps=5")
+    done = train(tmp_path, "model=mixtral_debug", *sizes, *chat(conversations))
+    loader = loader_of(done.job, build_tokenizer(done.job.tokenizer), range(4))
+    batches = [loader.next() for _ in range(5)]
+    counts = [int((batch.documents_BT != PADDING).sum()) for batch in batches]
+    assert max(counts) < 4 * 64
+    assert [row["tokens"] for row in done.rows] == list(accumulate(counts))
+    assert {row["moe.dropped"] for row in done.rows} == {0}
+    assert done.folder.row["window.window_tokens"] == sum(counts[3:])
