@@ -110,8 +110,7 @@ def _check_parts(job: Job) -> None:
     check_conversations(job)
     check_precision(job)
     job.compile.validate()
-    job.activation_checkpoint.validate(job.compile, splits_backward=job.parallelism.splits_backward)
-    check_compiled_experts(job)
+    job.activation_checkpoint.validate(job.compile)
     check_chunked_loss(job)
     job.data.validate()
     if job.feeds_model:
@@ -138,19 +137,6 @@ def _check_parts(job: Job) -> None:
 
 FLEX_HEAD = 16
 """torch._inductor.kernel.flex: "embedding dimension of the query, key, and value must be at least 16"."""
-
-
-def check_compiled_experts(job: Job) -> None:
-    """Check that selective_op is off where neither the compiler nor torch can save operations."""
-    in_pieces = job.compile.blocks and job.model.moe.enabled and job.parallelism.has_expert_mesh
-    selective = job.activation_checkpoint.mode == "selective_op" and job.parallelism.splits_backward
-    if in_pieces and selective:
-        rule = (
-            "saves operations for one backward pass, where this schedule has two, in blocks with experts on "
-            "other ranks, because these are compiled in pieces"
-        )
-        works = "full, selective_layer, memory_budget, or another parallelism.pp_schedule"
-        raise ConfigError("activation_checkpoint.mode", "selective_op", rule, works)
 
 
 def check_tokenizer(job: Job) -> None:

@@ -449,11 +449,7 @@ class ActivationCheckpointConfig:
     memory_budget: float = execution(0.5, least=0, most=1)
     """memory_budget: fraction of the activation memory that may be used, 0 (like full) to 1 (like none)."""
 
-    def validate(self, compiler: CompileConfig, *, splits_backward: bool) -> None:
-        if self.mode == "selective_op" and splits_backward and not compiler.blocks:
-            rule = "saves results for one backward pass, and the pipeline schedule has two (inputs, weights)"
-            works = "compile=on, activation_checkpoint=full, or another parallelism.pp_schedule"
-            raise ConfigError("activation_checkpoint.mode", self.mode, rule, works)
+    def validate(self, compiler: CompileConfig) -> None:
         if self.mode == "memory_budget" and not (compiler.blocks and compiler.backend != "eager"):
             rule = "is applied by the compiler's partitioner, and blocks are not compiled"
             works = "compile=on, or activation_checkpoint=selective_op"

@@ -6,12 +6,16 @@ dropout, so no random state is restored.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import (
     SAC_IGNORED_OPS,
     CheckpointPolicy,
@@ -68,8 +72,8 @@ def apply_activation_checkpoint(
     """Make the blocks of a model part recompute their activations in backward, in place.
 
     Args:
-        splits_backward: whether the pipeline takes gradients in two passes. Nothing can be saved for both,
-            so routing is then recomputed, by the same operations on the same values.
+        splits_backward: whether the pipeline takes gradients in two passes. The first one recomputes, and
+            the tensors are kept for the second.
         in_pieces: whether blocks with experts are compiled in pieces. Operations are saved by the compiler in
             the first half, and one by one between the pieces of the second.
     """
@@ -84,10 +88,10 @@ def apply_activation_checkpoint(
         if config.mode == "selective_op":
             parts = ["attend", "feed"] if in_pieces and block.moe is not None else parts
             options["context_fn"] = partial(_selective_contexts, SAVED, config.save_every_nth_matmul)
-        elif block.moe is not None and not splits_backward:
+        elif block.moe is not None:
             options["context_fn"] = partial(_selective_contexts, ALWAYS_SAVED, 0)
         for name in parts:
-            setattr(block, name, _checkpointed(getattr(block, name), options))
+            setattr(block, name, _checkpointed(getattr(block, name), splits_backward, options))
 
 
 def wraps_compiled_blocks(
@@ -101,11 +105,67 @@ def wraps_compiled_blocks(
     return compiler.blocks and layout.tp > 1 and config.mode in ("full", "selective_layer")
 
 
-def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+def _checkpointed(forward: Callable[..., Any], splits_backward: bool, options: dict[str, Any]) -> Any:
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        # The compiler knows torch's function, and recomputes inside of a graph.
+        if splits_backward and not torch.compiler.is_compiling():
+            contexts = options.get("context_fn", _no_contexts)()
+            return _recomputed_once(partial(forward, *args, **kwargs), *contexts)
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs)
 
     return checkpointed
+
+
+class _Saved:
+    """The place of a saved tensor in the autograd graph, empty until the tensor has been recomputed."""
+
+    tensor: Tensor | None = None
+
+
+class _AllRecomputed(Exception):
+    """Ends a recomputation: what follows the last saved tensor is not needed."""
+
+
+def _recomputed_once(forward: Callable[[], Any], saving: Any, recomputing: Any) -> Any:
+    """Call ``forward``; recompute it when backward reads the first of its tensors, and keep all of them.
+
+    torch's ``checkpoint`` recomputes again for every call of autograd, which a split backward pass makes for
+    the inputs and then for each group of weights.
+
+    Args:
+        saving: context manager of the call.
+        recomputing: context manager of the recomputation.
+    """
+    places: list[ref[_Saved]] = []
+
+    def pack(_tensor: Tensor) -> _Saved:
+        place = _Saved()
+        places.append(ref(place))
+        return place
+
+    def unpack(place: _Saved) -> Any:
+        if place.tensor is None:
+            waiting = deque(places)
+
+            def keep(tensor: Tensor) -> None:
+                # Operations save the same tensors again, in the same order.
+                found = waiting.popleft()()
+                if found is not None:
+                    found.tensor = tensor.detach()
+                if not waiting:
+                    raise _AllRecomputed
+
+            hooks = saved_tensors_hooks(keep, lambda nothing: nothing)
+            with suppress(_AllRecomputed), recomputing, torch.enable_grad(), hooks:
+                forward()
+        return place.tensor
+
+    with saving, saved_tensors_hooks(pack, unpack):
+        return forward()
+
+
+def _no_contexts() -> tuple[Any, Any]:
+    return nullcontext(), nullcontext()
 
 
 def _selective_contexts(saved: set[str], every_nth_matmul: int) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from memory import Ledger
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from harness.compose.composer import compose_job
 from harness.model.decoder import Decoder
@@ -64,6 +65,26 @@ def test_what_is_recomputed_and_what_kept(
     assert backward.calls[MATMULS] - plain[2].calls[MATMULS] == recomputed_matmuls
     assert backward.calls[ATTENTION] - plain[2].calls[ATTENTION] == recomputed_attentions
     assert least < kept / plain[0] < most
+
+
+@pytest.mark.parametrize(("mode", "recomputed_matmuls"), [("none", 0), ("full", 6), ("selective_op", 3)])
+def test_a_split_backward_pass_recomputes_once(mode: str, recomputed_matmuls: int) -> None:
+    """torch calls autograd for the inputs, and then for each group of parameters."""
+    job = compose_job([*TINY, f"activation_checkpoint={mode}", "cluster.device=cpu"])
+    torch.manual_seed(0)
+    part, gradients = Decoder(job.model, 64, ["layers.1"]), []
+    part.materialize_buffers(CPU)
+    x_BTC = torch.randn(2, 64, job.model.dim, requires_grad=True)
+    for _ in range(2):
+        loss = part(x_BTC).square().mean()
+        with Ledger() as backward:
+            _, groups = stage_backward_input([loss], None, [x_BTC], iter(part.parameters()))
+            stage_backward_weight(iter(part.parameters()), groups)
+        gradients.append([parameter.grad for parameter in part.parameters()])
+        assert backward.calls[MATMULS] == 14 + recomputed_matmuls * (len(gradients) - 1)
+        part.zero_grad()
+        apply_activation_checkpoint(part, job.activation_checkpoint, splits_backward=True)
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=0)
 
 
 def test_memory_budget_moves_the_partitioner() -> None:

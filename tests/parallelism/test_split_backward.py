@@ -22,6 +22,8 @@ TABLE = [
     "InterleavedZeroBubble-never-device-full-cp",
     "ZBVZeroBubble-always-offload-full-dp_shard",
     "ZBVZeroBubble-always-device-selective_layer-cp",
+    "ZBVZeroBubble-always-device-selective_op-dp_shard",
+    "InterleavedZeroBubble-never-device-selective_op-cp",
     "DualPipeV-default-offload-selective_layer-dp_shard",
 ]
 # Its split passes leave gradients of one FSDP group in two dtypes.

@@ -152,7 +152,7 @@ class ActivationBytes(Memo):
         if not self._is_recomputed(layer):
             return None
         entering = self._stream()
-        choices = 0.0 if self.job.parallelism.splits_backward else self.total(declared.choices)
+        choices = self.total(declared.choices)
         if how.mode == "memory_budget":
             # torch's partitioner fills a budget: a fraction between the minimum it has to save and what it
             # saves without recomputation. Below 1 it recomputes all that is not a result of a product first

@@ -316,8 +316,7 @@ class Legality(Memo):
 
     def _check_mode(self, point: LayoutPoint) -> None:
         recompute = replace(self.base.activation_checkpoint, mode=point.mode)
-        layout = point.layout(self.base.parallelism)
-        recompute.validate(self.base.compile, splits_backward=layout.splits_backward)
+        recompute.validate(self.base.compile)
 
     def _check_all(self, point: LayoutPoint) -> None:
         """Check all rules except those of formats; once those that no layout has an effect on."""
