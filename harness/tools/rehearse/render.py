@@ -14,6 +14,7 @@ from harness.config.pipeline import split_modules, stages_of_rank
 from harness.model.spec import block_tensors
 from harness.tools.plan.costs import costs_of
 from harness.tools.plan.machine import machine_of
+from harness.tools.plan.order import pipeline_order
 from harness.tools.plan.parameters import parameters_of, planned_update, tp_of
 from harness.tools.plan.plan import Plan
 from harness.tools.plan.render import mesh_of
@@ -251,22 +252,57 @@ def traffic_lines(figures: RankFigures, plan: Plan) -> list[Quantity]:
 
 
 def product_flops(job: Job, pp_rank: int) -> float:
-    """Return the FLOPs of a rank's cuBLAS products: forward, backward without recomputation, and update.
+    """Return the FLOPs of a rank's cuBLAS products: forward, backward with recomputation, and update.
 
-    Attention and experts run in other kernels.
+    Attention and experts run in other kernels. What the compiler recomputes for a budget is not counted.
     """
     layout, model = job.parallelism, job.model
-    modules = split_modules(layout, model.n_layers)
-    own = [name for stage in stages_of_rank(layout, model.n_layers, pp_rank) for name in modules[stage]]
-    layers = [int(name.removeprefix("layers.")) for name in own if name.startswith("layers.")]
-    costs, values = costs_of(model), 0.0
-    for layer in layers:
-        for tensor in block_tensors(model, layer):
-            if tensor.is_matrix and not tensor.is_expert:
-                share = costs.row_share(model, tensor, job.training.seq_len)
-                values += share * tensor.size / tp_of(layout, tensor)
-    if "output" in own:
-        values += costs.outputs(model) * model.dim / layout.tp
+    modules, costs, values = split_modules(layout, model.n_layers), costs_of(model), 0.0
+    order = pipeline_order(layout, model.n_layers, job.microbatches)[pp_rank]
+    passes = Counter((action.stage, action.kind) for action in order)
+    for stage in stages_of_rank(layout, model.n_layers, pp_rank):
+        # Either half of a split backward pass calls all of a compiled block's; the first stage has one half.
+        split = passes[stage, "I"] / job.microbatches if job.compile.blocks and stage > 0 else 0.0
+        blocks = (name for name in modules[stage] if name.startswith("layers."))
+        for layer in (int(name.removeprefix("layers.")) for name in blocks):
+            around = _is_around(job, layer)
+            recomputed = _recomputed(job, layer, whole=job.compile.blocks and around)
+            again = 1.0 if around else 1 + split
+            for tensor in block_tensors(model, layer):
+                if tensor.is_matrix and not tensor.is_expert:
+                    share = costs.row_share(model, tensor, job.training.seq_len)
+                    times = 1 + 2 * (1 + split) + (again if tensor.name in recomputed else 0)
+                    values += times * share * tensor.size / tp_of(layout, tensor)
+        if "output" in modules[stage]:
+            values += 3 * costs.outputs(model) * model.dim / layout.tp
     rows = job.global_batch_size // layout.data_parallel * job.training.seq_len / layout.cp
     update = planned_update(job, parameters_of(job, pp_rank))
-    return 6.0 * rows * values + (0.0 if update is None else update.flops)
+    return 2.0 * rows * values + (0.0 if update is None else update.flops)
+
+
+def _is_around(job: Job, layer: int) -> bool:
+    """Whether a block is recomputed around compiled code: once, where code that has it in it repeats it."""
+    layout = job.parallelism
+    in_pieces = layout.has_expert_mesh and job.model.has_experts(layer)
+    return job.activation_checkpoint.mode != "selective_op" and (layout.tp > 1 or in_pieces)
+
+
+def _recomputed(job: Job, layer: int, *, whole: bool) -> set[str]:
+    """Names of the matrices of a block whose products backward computes again; ``whole``: to its end."""
+    how = job.activation_checkpoint
+    thinned = how.mode == "selective_layer" and layer % how.every_nth_layer > 0
+    if thinned or how.mode in ("none", "memory_budget"):
+        return set()
+    names = [tensor.name for tensor in block_tensors(job.model, layer) if tensor.is_matrix]
+    if how.mode == "selective_op" and how.save_every_nth_matmul:
+        # A feed-forward computes w2 after w3.
+        parents = [_parent(name) for name in names]
+        names.sort(key=lambda name: (parents.index(_parent(name)), ".w2" in name))
+        del names[how.save_every_nth_matmul - 1 :: how.save_every_nth_matmul]
+    # Backward does not need a block's last result.
+    last = () if whole else ("feed_forward.w2.weight", "shared_experts.w2.weight")
+    return {name for name in names if not name.endswith(last)}
+
+
+def _parent(tensor: str) -> str:
+    return tensor.removesuffix(".weight").rpartition(".")[0]

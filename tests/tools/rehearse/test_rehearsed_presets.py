@@ -17,6 +17,7 @@ from test_docs import FIRST_HOUR, GPUS, runs_of_the_first_hour
 
 from harness.compose.composer import compose_job
 from harness.config.fields import with_value
+from harness.config.job import Job
 from harness.model.spec import tensors
 from harness.tools.plan.make import make_plan
 from harness.tools.plan.plan import Plan
@@ -91,7 +92,16 @@ def check(found: Rehearsed, *, waits: set[str] = frozenset()) -> None:  # type: 
         memory = {line.name: line for line in memory_lines(figures, found.plan)}
         for name in ("parameters", "gradients", "optimizer"):
             check_close(memory[name], 0.02)
+        check_products(figures, found.plan.job)
         assert figures.allocation_retries == 0
+
+
+def check_products(figures: RankFigures, job: Job) -> None:
+    """Check that a block is recomputed once at most, and what of it is planned."""
+    # The compiler chooses what it recomputes for a budget; half of symmetric products is no cuBLAS product.
+    is_known = job.activation_checkpoint.mode != "memory_budget" and not job.optimizer.newton_schulz_half
+    planned = product_flops(job, figures.pp_rank)
+    assert figures.product_flops == pytest.approx(planned, rel=0.02 if is_known else 0.1)
 
 
 def check_close(line: Quantity, tolerance: float) -> None:
@@ -190,6 +200,34 @@ def test_updates_and_recomputation(rehearsals: Rehearsals, override: str) -> Non
         updates = sum(count for name, count in figures.kernels.items() if name.startswith("triton_"))
         assert updates == len(tensors(found.plan.job.model)), "one kernel each"
     check_close({line.name: line for line in memory_lines(figures, found.plan)}["reserved"], 0.2)
+
+
+ZERO_BUBBLE = [
+    *("parallelism.pp=2", "training.local_batch_size=8", "training.global_batch_size=null"),
+    *("training.seq_len=512", "cluster=slurm_h100"),
+]
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "selective_op", "full compile=on"])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "model=llama3_debug parallelism=pp parallelism.pp_schedule=InterleavedZeroBubble",
+        "model=llama3_debug parallelism=tp_pp parallelism.pp_schedule=ZBVZeroBubble",
+        "model=deepseek_v3_debug parallelism=fsdp_ep_pp parallelism.pp_schedule=ZBVZeroBubble",
+    ],
+    ids=["pp", "tp", "ep"],
+)
+def test_a_split_backward_pass_recomputes_a_block_once(
+    rehearsals: Rehearsals, overrides: str, mode: str
+) -> None:
+    """torch calls autograd for the inputs, and then again for every group of parameters."""
+    typed = [*ZERO_BUBBLE, *overrides.split(), *f"activation_checkpoint={mode}".split()]
+    found = rehearsed(rehearsals, *typed)
+    check(found, waits=EXPERTS)
+    for figures in found.ranks:
+        waits = sum(wait.count for wait in figures.waits)
+        assert waits in (0, 24), "one for a layer with experts and a microbatch"
 
 
 @pytest.mark.parametrize(
