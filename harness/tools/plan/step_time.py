@@ -100,7 +100,13 @@ class StepModel:
         forward.append(always[0])
         inputs.append(always[1])
         passes = {"F": sum(forward, Pass()), "I": sum(inputs, Pass()), "W": sum(weights, Pass())}
-        return StageTimes(passes | {"B": passes["I"] + passes["W"]}, gathers, tuple(sharing), once)
+        passes["B"] = passes["I"] + passes["W"]
+        if self.job.compile.blocks and "tok_embeddings" not in names:
+            # Either half of a split backward pass calls all of a compiled block's backward; autograd has no
+            # half for inputs of the first stage.
+            passes["I"] += passes["W"]
+            passes["W"] += sum((block.recompute + block.inputs for block in blocks), Pass())
+        return StageTimes(passes, gathers, tuple(sharing), once)
 
     # -- FSDP ----
 

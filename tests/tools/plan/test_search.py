@@ -177,7 +177,8 @@ def split(plan: Plan) -> set[str]:
 
 @pytest.mark.parametrize(
     ("overrides", "every", "time", "size"),
-    [(LONG, 7, 0.9, 0.3), (EXPERTS, 7, 0.8, 0.1), (COMPILED, 7, 0.8, 0.29), (LARGE, 150, 0.8, 0.7)],
+    # The bounds do not know that split passes repeat the backward pass of a compiled block.
+    [(LONG, 7, 0.9, 0.3), (EXPERTS, 7, 0.8, 0.1), (COMPILED, 7, 0.65, 0.29), (LARGE, 150, 0.55, 0.7)],
     ids=["dense", "experts", "compiled", "large"],
 )
 def test_bounds_and_floors_are_below_the_plan(

@@ -274,6 +274,17 @@ def test_other_software_has_other_kernels() -> None:
     assert 1.15 * here < with_software(speed=1.2) < 1.2 * here
 
 
+@pytest.mark.parametrize("compiled", ["on", "off"])
+def test_either_half_of_a_split_pass_calls_all_of_a_compiled_block(compiled: str) -> None:
+    layout = ["parallelism.pp=2", "parallelism.pp_schedule=ZBVZeroBubble", "training.local_batch_size=8"]
+    job = job_of(*layout, "training.global_batch_size=8", "activation_checkpoint=full", f"compile={compiled}")
+    stages = [stage.passes for stage in StepModel(job, machine_for(job)).stages]
+    halves = [passes["I"].seconds + passes["W"].seconds for passes in stages]
+    whole = [passes["B"].seconds for passes in stages]
+    assert halves[0] == pytest.approx(whole[0])
+    assert halves[1] == pytest.approx(whole[1] * (2 if compiled == "on" else 1))
+
+
 def test_experts_wait_for_the_busiest_rank() -> None:
     """64 experts of a load with a deviation of 0.25 on 8 ranks: the sum of 8 has 0.25 / sqrt(8), and the
     largest of 8 sums is 1.42 of that above the mean."""
