@@ -89,6 +89,20 @@ def test_gpu_table_judges_the_targets_by_ratios_within_a_round() -> None:
     )
 
 
+def test_no_ratio_is_taken_across_versions() -> None:
+    older, newer = ({"torch": torch_version, "triton": "3.9"} for torch_version in ("2.13.0", "2.15.0"))
+    rows = [
+        gpu_row("bf16_compile", "harness", 0, 1000.0, software=newer),
+        gpu_row("bf16_compile", "torchtitan", 0, 500.0, software=newer),
+    ]
+    assert "| 2.000 | torchtitan 2.000 of 1.05: yes |" in gpu_cases.render(FACTS, rows)
+    rows[0]["software"] = older
+    table = gpu_cases.render(FACTS, rows)
+    assert "| 500 | - | - |" in table and "torchtitan's tokens/s: not measured" in table
+    assert "harness: torch 2.13.0, triton 3.9.\ntorchtitan: torch 2.15.0, triton 3.9." in table
+    assert "No ratio over torchtitan is taken across versions." in table
+
+
 def test_gpu_table_shows_what_failed_and_leaves_smaller_targets_alone() -> None:
     out = {"failed": "out_of_memory", "message": "Tried to allocate 2 GiB"}
     starved = {
@@ -144,7 +158,10 @@ def has_precision_of(mode: str) -> bool:
     return precision == "bf16" or (EXPERIMENTS.parent / "conf" / "precision" / f"{precision}.yaml").is_file()
 
 
-@pytest.mark.parametrize("mode", [mode for mode in gpu_cases.MODES if has_precision_of(mode)])
+ON_A_CPU = [mode for mode in gpu_cases.MODES if has_precision_of(mode) and "graphs" not in mode]
+
+
+@pytest.mark.parametrize("mode", ON_A_CPU)
 @pytest.mark.parametrize("checkpointing", gpu_cases.ACTIVATION_CHECKPOINTS)
 def test_gpu_cases_compose(mode: str, checkpointing: str) -> None:
     case = gpu_cases.Case("tiny", checkpointing, mode, n_layers=2, device="cpu")
@@ -158,7 +175,7 @@ def test_gpu_cases_compose(mode: str, checkpointing: str) -> None:
 
 @pytest.mark.parametrize("mode", gpu_cases.TITAN_MODES)
 def test_torchtitan_is_told_the_same(mode: str, tmp_path: Path) -> None:
-    case = gpu_cases.Case("tiny", "selective_op", mode, n_layers=2, device="cpu", batch=2)
+    case = gpu_cases.Case("tiny", "selective_op", mode, n_layers=2, batch=2, elsewhere=True)
     python = argparse.Namespace(titan_python="python")
     words = run.titan_command(python, case, tmp_path / "x")
     told = titan_gpu.parse_arguments(words[words.index("--model") :])
@@ -264,6 +281,25 @@ def test_relations_that_do_not_hold_are_named() -> None:
     assert "| memory_budget, compiled | 95.0 | 1.056 | 500 |" in table
 
 
+def test_gpu_command_lists_the_jobs_of_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    words = ["run.py", "--dry-run", "--shapes", "1B", "--activation-checkpoint", "none"]
+    monkeypatch.setattr(sys, "argv", [*words, "--memory", "141", "--titan-python", "python"])
+    assert run.main() == 0
+    listed = capsys.readouterr().out
+    jobs = [line for line in listed.splitlines() if line.startswith("  model=")]
+    assert len(jobs) == len(gpu_cases.MODES)
+    assert all("cluster.device=cuda" in job and "emulate" not in job for job in jobs)
+    assert sum("compile.cuda_graphs=true" in job for job in jobs) == 2
+    titan = [line.split() for line in listed.splitlines() if line.startswith("  torchtitan:")]
+    assert all(line[1].endswith("python") and line[2] == "-m" for line in titan)
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit, match="needs --memory"):
+        run.main()
+
+
 def test_gpu_command_without_a_gpu(tmp_path: Path) -> None:
     """One mode, end to end on a CPU: rows, facts and table."""
     command = [
@@ -279,6 +315,7 @@ def test_gpu_command_without_a_gpu(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     [row] = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert (row["shape"], row["n_layers"], row["mfu"]) == ("tiny", 4, None)
+    assert row["software"]["torch"] == torch.__version__
     [of_report] = load(tmp_path)
     assert of_report["measured.tokens_per_second_per_rank"] == row["tokens_per_second"]
     assert row["tokens_per_second"] == pytest.approx(64 / row["step_seconds"], rel=1e-6)

@@ -43,11 +43,15 @@ TARGET_SHAPE = "8B"
 MODES = {
     "bf16": ["precision=bf16", "compile=off"],
     "bf16_compile": ["precision=bf16", "compile=on"],
+    "bf16_graphs": ["precision=bf16", "compile=on", "compile.cuda_graphs=true"],
     "float8_tensorwise": ["precision=float8_tensorwise", "compile=on"],
     "float8_rowwise": ["precision=float8_rowwise", "compile=on"],
+    "float8_rowwise_graphs": ["precision=float8_rowwise", "compile=on", "compile.cuda_graphs=true"],
 }
 BASELINE = "bf16_compile"
-TITAN_MODES = ("bf16", "bf16_compile", "float8_rowwise")  # 0.3.0 has no float8 that scales by tensors
+# torchtitan captures CUDA graphs by default and we do not, so one pair of rows compares defaults with
+# defaults and one graphs with graphs. 0.3.0 has no float8 that scales by tensors.
+TITAN_MODES = ("bf16", "bf16_compile", "bf16_graphs", "float8_rowwise", "float8_rowwise_graphs")
 ACTIVATION_CHECKPOINTS = ("none", "selective_op", "full")
 
 
@@ -73,6 +77,8 @@ class Case:
     batch: int = 1
     steps: int = 20
     device: str = "cuda"
+    elsewhere: bool = False
+    """Whether the GPU is not this machine's: the case is planned, and does not run here."""
 
     @property
     def compiled(self) -> bool:
@@ -107,7 +113,7 @@ class Case:
         Raises:
             UserError: this machine, or this version, cannot do it.
         """
-        return compose_job(self.overrides())
+        return compose_job([*self.overrides(), *(["cluster=slurm"] if self.elsewhere else [])])
 
     def with_layers(self, n_layers: int | None) -> Case:
         return replace(self, n_layers=n_layers)
@@ -168,6 +174,7 @@ def layers_that_fit(case: Case, memory_bytes: float, *, whole_logits: bool) -> i
 
 
 Row = dict[str, Any]
+SIDES = ("harness", "torchtitan")
 TORCHTITAN = "torchtitan.tokens_per_second_per_rank"
 HEADER = (
     *("shape", "layers", "activation checkpoint", "mode", "tokens/s (range)", "MFU", "MFU, causal half"),
@@ -199,7 +206,7 @@ def render(facts: Row, rows: Sequence[Row]) -> str:
         to_markdown(Table.of_cells(HEADER, table)),
         f"MFU is against bfloat16 in every mode: {'; '.join(origins) or 'nothing ran'}.",
     ]
-    lines += [*targets_in_words(facts, best), ""]
+    lines += [*versions_in_words(rows), *targets_in_words(facts, best), ""]
     lines += [f"{row_name(row)}: {row['failed']}: {row.get('message', '')}" for row in failures(rows)]
     return "\n".join(lines).rstrip()
 
@@ -216,6 +223,25 @@ def about(facts: Row) -> str:
         f"{facts['device']}, {facts['memory'] / GIB:.1f} GiB, {platform}; {packages}; {commit}; "
         f"{facts['rounds']} rounds of {facts['steps']} steps, batch {facts['batch']}."
     )
+
+
+def versions_in_words(rows: Sequence[Row]) -> list[str]:
+    """The libraries of each side, and that no ratio is taken if they differ."""
+    sides = {side: sorted({stack_of(row) for row in rows if row["side"] == side}) for side in SIDES}
+    lines = [f"{side}: {' and '.join(stacks)}." for side, stacks in sides.items() if any(stacks)]
+    if sides["torchtitan"] and sides["harness"] != sides["torchtitan"]:
+        lines.append("No ratio over torchtitan is taken across versions.")
+    return lines
+
+
+def stack_of(row: Row) -> str:
+    """The versions of torch, Triton and cuDNN that a row was measured with; empty if it does not say."""
+    return ", ".join(f"{name} {version}" for name, version in row.get("software", {}).items())
+
+
+def is_comparable(rows: Sequence[Row]) -> bool:
+    """Whether all runs of these rows had the same libraries."""
+    return len({stack_of(row) for row in rows if "failed" not in row}) == 1
 
 
 def groups_of(rows: Sequence[Row]) -> list[list[Row]]:
@@ -243,7 +269,8 @@ def line_of(group: Sequence[Row], mode: str) -> tuple[list[str], dict[str, float
     }
     rate = own["tokens_per_second"]
     theirs = figures(group, mode, "torchtitan", "tokens_per_second")
-    over_titan = ratios_by_round(rate, theirs)
+    comparable = is_comparable([row for row in group if row["mode"] == mode])
+    over_titan = ratios_by_round(rate, theirs) if comparable else []
     over_baseline = ratios_by_round(rate, figures(group, BASELINE, "harness", "tokens_per_second"))
     reached: dict[str, float] = {}
     if group[0]["shape"] == TARGET_SHAPE:
@@ -356,6 +383,7 @@ def _of_case(rows: Sequence[Row], facts: Row) -> Row:
         "overrides": first.get("overrides", []),
         "command": "python experiments/gpu_single/run.py",
         **{f"code.versions.{name}": value for name, value in facts["versions"].items()},
+        **{f"code.versions.{name}": value for name, value in first.get("software", {}).items()},
         "code.commit": facts["commit"],
         "code.dirty": facts["dirty"],
         **_described(first.get("overrides"), facts["device"]),
@@ -379,7 +407,7 @@ def _of_case(rows: Sequence[Row], facts: Row) -> Row:
     if all(each.get("mfu") is not None for each in ours):
         row["measured.mfu"] = statistics.median(each["mfu"] for each in ours)
     others = [each for each in rows if each["side"] == "torchtitan" and "failed" not in each]
-    if others:
+    if others and is_comparable([*ours, *others]):
         row[TORCHTITAN] = statistics.median(each["tokens_per_second"] for each in others)
     return row
 

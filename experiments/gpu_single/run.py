@@ -3,7 +3,7 @@
     python experiments/gpu_single/run.py                                 # all of it: some hours
     python experiments/gpu_single/run.py --titan-python ENV/bin/python   # torchtitan 0.3.0 in turn with it
     python experiments/gpu_single/run.py --shapes 8B --activation-checkpoint selective_op --rounds 1
-    python experiments/gpu_single/run.py --dry-run                       # what would run, and what would fit
+    python experiments/gpu_single/run.py --dry-run --memory 141          # what would run, and what would fit
     python experiments/gpu_single/run.py --device cpu --shapes tiny      # the same without a GPU, to try it
     python experiments/gpu_single/run.py --render runs/gpu_single        # the table of rows that are there
 
@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -44,17 +45,6 @@ from harness.util.tables import GIB
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 Row = dict[str, Any]
-# Said by the interpreter that measures, and not by this one, which must not take memory on the device.
-FACTS = """
-import json, torch
-cuda = torch.cuda.is_available()
-properties = torch.cuda.get_device_properties(0) if cuda else None
-print(json.dumps({
-    "cuda": torch.version.cuda, "hip": torch.version.hip, "devices": torch.cuda.device_count(),
-    "device": torch.cuda.get_device_name(0) if cuda else None,
-    "memory": properties.total_memory if cuda else None,
-}))
-"""
 
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
@@ -119,13 +109,16 @@ def main() -> int:
 def gather_facts(arguments: argparse.Namespace) -> dict[str, Any]:
     """What is measured on, with what."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""} if arguments.device == "cpu" else None
-    done = subprocess.run(
-        [sys.executable, "-c", FACTS], env=environment, capture_output=True, text=True, check=True
-    )
+    # By a process of its own: this one must not take memory on the device.
+    command = [sys.executable, str(HERE / "machine.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
-    if arguments.device == "cuda" and found["device"] is None:
+    arguments.elsewhere = arguments.dry_run and arguments.device != "cpu" and found["device"] is None
+    if arguments.elsewhere and not arguments.memory:
+        raise SystemExit("--dry-run without a GPU needs --memory, the GiB of the GPU to plan for")
+    if arguments.device == "cuda" and found["device"] is None and not arguments.elsewhere:
         raise SystemExit("torch sees no GPU here; --device cpu --shapes tiny tries the command without one")
-    if found["device"] is None:
+    if found["device"] is None and not arguments.elsewhere:
         arguments.device = "cpu"
         found |= {"device": "CPU", "memory": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")}
     else:
@@ -143,7 +136,9 @@ def name_of(row: Row) -> str:
 
 
 def case_of(arguments: argparse.Namespace, shape: str, checkpointing: str, mode: str) -> cases.Case:
-    return cases.Case(shape, checkpointing, mode, None, arguments.batch, arguments.steps, arguments.device)
+    sizes = {"batch": arguments.batch, "steps": arguments.steps}
+    where = {"device": arguments.device, "elsewhere": arguments.elsewhere}
+    return cases.Case(shape, checkpointing, mode, **sizes, **where)
 
 
 def layers_to_begin_with(arguments: argparse.Namespace, facts: Row, case: cases.Case) -> int | None:
@@ -206,8 +201,11 @@ def run_rounds(arguments: argparse.Namespace, facts: Row, sized: dict[str, cases
         for mode, side in order_of(pairs, number):
             if (mode, side) in failed:
                 continue
-            run = run_harness if side == "harness" else run_torchtitan
-            row = {"round": number, "mode": mode, "side": side, **run(arguments, sized[mode])}
+            row = {"round": number, "mode": mode, "side": side}
+            if side == "harness":
+                row |= {"software": facts["software"], **run_harness(arguments, sized[mode])}
+            else:
+                row |= run_torchtitan(arguments, sized[mode])
             if "failed" in row:
                 failed.add((mode, side))
             else:
@@ -312,7 +310,7 @@ def dry_lines(arguments: argparse.Namespace, facts: Row, shape: str, checkpointi
         left_out = "; would be left out" if n_layers == 0 else ""
         lines.append(f"{shape}, {checkpointing}, {mode}: {size}{left_out}\n  {' '.join(case.overrides())}")
         if arguments.titan_python and mode in cases.TITAN_MODES:
-            lines.append(f"  torchtitan: {' '.join(titan_command(arguments, case, Path('out.json'))[5:])}")
+            lines.append(f"  torchtitan: {shlex.join(titan_command(arguments, case, Path('out.json')))}")
     return lines
 
 

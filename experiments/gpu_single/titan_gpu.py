@@ -24,6 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "cpu_baseline"))
 
+from machine import software
 from torchtitan_side import Shape, configuration, run, run_torchtitan_on_cpu
 
 PRECISIONS = {"bf16": None, "float8_rowwise": "rowwise"}
@@ -63,8 +64,8 @@ def measured_configuration(arguments: argparse.Namespace, shape: Shape, folder: 
     recomputation = {"none": None, "selective_op": SelectiveAC.Config(), "full": FullAC.Config()}
     config.activation_checkpoint = recomputation[arguments.activation_checkpoint]
     config.compile.enable = arguments.compile
-    # Graphs on by default capture the step; ours are off too.
-    config.training.disable_cuda_graphs = True
+    # Its default on GPUs are CUDA graphs.
+    config.training.disable_cuda_graphs = arguments.device == "cpu"
     # Logging waits for the device; it does so in the first step only.
     config.metrics.log_freq = arguments.steps + 1
     return config
@@ -112,7 +113,10 @@ def measured_trainer(arguments: argparse.Namespace, report: dict[str, Any]) -> t
 def main() -> None:
     arguments = parse_arguments()
     shape = Shape(**json.loads(arguments.model))
-    report: dict[str, Any] = {"torchtitan": importlib.metadata.version("torchtitan")}
+    report: dict[str, Any] = {
+        "torchtitan": importlib.metadata.version("torchtitan"),
+        "software": software(),
+    }
     if arguments.device == "cpu":
         run_torchtitan_on_cpu()
     with tempfile.TemporaryDirectory() as folder:
