@@ -137,6 +137,12 @@ class Job:
         """Forward and backward passes per optimizer step; with schedule.batch_size, in the last phase."""
         return self.global_batch_size // (self.local_batch_size * self.parallelism.data_parallel)
 
+    def compiles(self, *, on_gpu: bool) -> bool:
+        """Whether steps call the compiler: with ``compile.enable``; on GPUs also FlexAttention and some
+        optimizers, whatever is asked for."""
+        always = self.training.attention == "flex" or self.optimizer.compiles(self.precision.master_dtype)
+        return self.compile.enable or (on_gpu and always)
+
     @property
     def plain(self) -> Job:
         """The job without the options of a verb."""

@@ -217,7 +217,7 @@ class OptimizerConfig:
         if self.state_dtype == EIGHT_BIT and (others := sorted(self.kinds - {"adamw", "adam"})):
             rule = f"is a format of AdamW's and Adam's state, and {others[0]} updates tensors too"
             raise ConfigError("optimizer.state_dtype", EIGHT_BIT, rule, "bfloat16, or optimizer=adamw")
-        if self.implementation != "auto" and {"bfloat16", EIGHT_BIT} & {master_dtype, self.state_dtype}:
+        if self.implementation != "auto" and self._is_rounded(master_dtype):
             rule = "torch's AdamW does not update parameters or state of fewer bits in float32"
             works = "auto, or optimizer.state_dtype=float32 and precision.master_dtype=float32"
             raise ConfigError("optimizer.implementation", self.implementation, rule, works)
@@ -229,6 +229,13 @@ class OptimizerConfig:
             if getattr(self, name) > LARGEST_BFLOAT16_BETA:
                 rule, works = BETA_RULE, f"at most {LARGEST_BFLOAT16_BETA}, or optimizer.state_dtype=float32"
                 raise ConfigError(f"optimizer.{name}", getattr(self, name), rule, works)
+
+    def compiles(self, master_dtype: str) -> bool:
+        """Whether GPUs update a parameter by compiled code (optimizer/elementwise.py)."""
+        return "lion" in self.kinds or self._is_rounded(master_dtype)
+
+    def _is_rounded(self, master_dtype: str) -> bool:
+        return bool({"bfloat16", EIGHT_BIT} & {master_dtype, self.state_dtype})
 
     @property
     def kinds(self) -> set[str]:

@@ -14,34 +14,33 @@ from torch import Tensor
 from torch._dynamo.utils import calculate_time_spent, counters
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, wait_tensor
 
+from harness.config.job import Job
 from harness.config.parallelism import ParallelismConfig
-from harness.config.training import ActivationCheckpointConfig, CompileConfig
+from harness.config.training import CompileConfig
 from harness.model.part import ModelPart
 
 _seconds_before_reset = 0.0
 
 
-GRAPHS_PER_LENGTH = 4
-"""Graphs of a block for one length of sequences, at most: with and without gradients, two masks."""
+GRAPHS_PER_LENGTH = 8
+"""Graphs of a function for one length of sequences, at most: with and without gradients, two masks, two sizes
+of a batch. torch's limit is for one length."""
 
 
-def prepare_compiler(
-    config: CompileConfig, recompute: ActivationCheckpointConfig, layout: ParallelismConfig, lengths: int
-) -> None:
-    """Set torch's process-wide compiler options, and drop code compiled for another job.
-
-    Args:
-        lengths: number of different lengths of sequences in the run.
-    """
-    if not config.enable:
+def prepare_compiler(job: Job, device: torch.device) -> None:
+    """Set torch's process-wide compiler options, and drop code compiled for another job."""
+    if not job.compiles(on_gpu=device.type == "cuda"):
         return
     global _seconds_before_reset
     _seconds_before_reset = _seconds_so_far()
     torch._dynamo.reset()  # which also sets its own clock to zero
-    if lengths > 1:
-        # Beyond the limit torch runs eagerly.
-        limit = max(torch._dynamo.config.recompile_limit, GRAPHS_PER_LENGTH * lengths)
-        torch._dynamo.config.recompile_limit = limit
+    options, config, layout = torch._dynamo.config, job.compile, job.parallelism
+    options.recompile_limit = max(options.recompile_limit, GRAPHS_PER_LENGTH * len(job.sizes.lengths))
+    options.accumulated_recompile_limit = max(options.accumulated_recompile_limit, options.recompile_limit)
+    # Beyond the limit torch runs eagerly: FlexAttention then materializes all scores. Who suppresses errors
+    # wants that.
+    options.fail_on_recompile_limit_hit = not options.suppress_errors
+    recompute = job.activation_checkpoint
     budgeted = recompute.mode == "memory_budget"
     torch._functorch.config.activation_memory_budget = recompute.memory_budget if budgeted else 1.0
     # Tensor parallel puts device meshes into the graph. torch 2.13 refuses to estimate their size; it is 0.

@@ -43,6 +43,11 @@ class Run:
         return self.job.sizes
 
     @functools.cached_property
+    def compiles(self) -> bool:
+        """Whether steps call the compiler."""
+        return self.job.compiles(on_gpu=self.engine.device.type == "cuda")
+
+    @functools.cached_property
     def validation_loader(self) -> Loader:
         """The loader of held-out samples, which observers share: reset it first. ``validation`` closes it."""
         return loader_of(self.job, self.tokenizer, self.engine.rows, "validation")
@@ -54,8 +59,9 @@ class Run:
 
     def limit_seconds(self, step: int) -> int:
         """Return the timeout of a step's collectives: longer in a step that is expected to compile."""
-        compiles = self.job.compile.enable and self.sizes.changes_length(step)
-        longer = compiles or self.progress.first_step_seconds is None
+        longer = (
+            self.compiles and self.sizes.changes_length(step)
+        ) or self.progress.first_step_seconds is None
         cluster = self.job.cluster
         return cluster.start_timeout_seconds if longer else cluster.step_timeout_seconds
 

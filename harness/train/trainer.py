@@ -152,7 +152,7 @@ class Trainer:
             batch = self.loader.next()
         if self.job.optimizer.in_backward:
             self._wait_for_staging()
-        if self.job.compile.enable and self.run.sizes.changes_length(number):
+        if self.run.compiles and self.run.sizes.changes_length(number):
             set_timeouts(self.run.limit_seconds(number))
         self.progress.running = number
         begun = [each.begin_step(number) for each in self.observers]
@@ -323,12 +323,12 @@ class Trainer:
         changes, seq_len = self.run.sizes.changes_length(step), self.run.sizes.at(step).seq_len
         if step == self.progress.start_step + 1:
             set_timeouts(self.job.cluster.step_timeout_seconds)
-            if self.job.compile.enable:
+            if self.run.compiles:
                 graphs, seconds = self.compiler.graphs, self.compiler.seconds
                 self._message(f"compiled {graphs} graphs in {seconds:.1f} s, in the first step")
             if self.job.parallelism.async_tp:
                 self._message(describe_fused(fused))
-        elif changes and self.job.compile.enable:
+        elif changes and self.run.compiles:
             set_timeouts(self.job.cluster.step_timeout_seconds)
             graphs = self.compiler.unexpected
             self._message(f"graphs compiled for sequences of {seq_len} tokens, in step {step}: {graphs}")

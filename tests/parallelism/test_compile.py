@@ -9,12 +9,13 @@ from unittest import mock
 import jobs
 import pytest
 import torch
+from torch._dynamo.exc import FailOnRecompileLimitHit
 
 from harness.config.fields import with_value
 from harness.config.job import Job
 from harness.data.loader import Batch
 from harness.launch.pool import RankPool
-from harness.parallelism.compile import CompileWatch
+from harness.parallelism.compile import CompileWatch, prepare_compiler
 from harness.parallelism.tensor import describe_fused
 from harness.train.engine import Engine
 from harness.train.setup import process_group
@@ -111,6 +112,28 @@ def test_a_graph_break_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(torch._dynamo.exc.Unsupported):
         graphs_after_two_steps()
     assert graphs_after_two_steps("compile.fullgraph=false") > 2
+
+
+@pytest.mark.parametrize(
+    ("override", "compiles"),
+    [
+        ("optimizer=adamw", False),
+        *((f"optimizer={options}", True) for options in ("lion", "adamw optimizer.state_dtype=8bit")),
+        ("precision=bf16_full", True),
+        ("model=llama3_debug training.attention=flex", True),
+    ],
+)
+def test_what_is_compiled_on_gpus_without_being_asked_for(override: str, compiles: bool) -> None:
+    job = jobs.tiny("cluster=slurm", "cluster.device=cuda", *override.split())
+    assert (job.compiles(on_gpu=True), job.compiles(on_gpu=False)) == (compiles, False)
+
+
+def test_more_graphs_than_the_limit_are_an_error() -> None:
+    prepare_compiler(jobs.tiny(*COMPILED), CPU)
+    doubled = torch.compile(lambda x: 2 * x, backend="eager", dynamic=False)
+    with torch._dynamo.config.patch(recompile_limit=1), pytest.raises(FailOnRecompileLimitHit):
+        for length in (2, 3):
+            doubled(torch.ones(length))
 
 
 def test_a_run_prints_what_it_compiled(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:

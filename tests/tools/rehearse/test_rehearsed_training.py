@@ -140,6 +140,24 @@ def test_mixtures_of_scheduled_sizes(tmp_path: Path, overrides: str) -> None:
     assert {"valid_tokens.web", "epochs.code"} <= steps[-1].keys()
 
 
+def test_flex_attention_of_many_lengths_is_compiled(tmp_path: Path) -> None:
+    """Two masks, with gradients and without, for each length; torch's limit is eight graphs of a function."""
+    lengths = [
+        "training.seq_len=128",
+        "schedule.warmup_steps=1",
+        "validation.interval=1",
+        "validation.steps=1",
+    ]
+    lengths += ["schedule.seq_len=[{until_step:1,tokens:32},{until_step:2,tokens:64}]"]
+    model = ["model=gpt_oss_debug", "training.attention=flex", "parallelism.dp_shard=1"]
+    done = train(tmp_path, *model, *lengths, gpus="0")
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    assert "recompile_limit" not in output and "unfused" not in output
+    assert "in the first step" in output and "graphs compiled for sequences of 128 tokens" in output
+    assert result(tmp_path)["recompiles"] == 0
+
+
 def test_conversations(tmp_path: Path) -> None:
     """Packed conversations; the kernel of varlen needs lengths that a virtual GPU does not compute."""
     file = tmp_path / "a.jsonl"
