@@ -88,7 +88,16 @@ def apply_compile(
         for owner, name in pieces:
             setattr(owner, name, compiled(getattr(owner, name)))
         # Numbers of rows differ in every step.
-        moe.experts.gate = compiled(moe.experts.gate, dynamic=True)
+        moe.experts.gate = _of_several_rows(moe.experts.gate, compiled(moe.experts.gate, dynamic=True))
+
+
+def _of_several_rows(gate: Callable[..., Tensor], compiled: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The compiled gate, for two rows or more: torch compiles for 0 and for 1 anew, on one rank of many."""
+
+    def chosen(rows: Tensor, other: Tensor) -> Tensor:
+        return (compiled if len(rows) > 1 else gate)(rows, other)
+
+    return chosen
 
 
 def _wait(_module: Any, _inputs: Any, output: Tensor) -> Tensor:

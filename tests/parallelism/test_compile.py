@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,7 +16,8 @@ from harness.config.fields import with_value
 from harness.config.job import Job
 from harness.data.loader import Batch
 from harness.launch.pool import RankPool
-from harness.parallelism.compile import CompileWatch, prepare_compiler
+from harness.model.feed_forward import gated
+from harness.parallelism.compile import CompileWatch, _of_several_rows, prepare_compiler
 from harness.parallelism.tensor import describe_fused
 from harness.train.engine import Engine
 from harness.train.setup import process_group
@@ -126,6 +128,18 @@ def test_a_graph_break_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_compiled_on_gpus_without_being_asked_for(override: str, compiles: bool) -> None:
     job = jobs.tiny("cluster=slurm", "cluster.device=cuda", *override.split())
     assert (job.compiles(on_gpu=True), job.compiles(on_gpu=False)) == (compiles, False)
+
+
+def test_numbers_of_rows_of_an_expert_rank_share_a_graph() -> None:
+    """Peers wait for a rank that compiles; torch compiles for 0 and for 1 row anew."""
+    gate = partial(gated, activation="swiglu")
+    torch._dynamo.reset()
+    watch = CompileWatch()
+    chosen = _of_several_rows(gate, torch.compile(gate, backend="aot_eager", dynamic=True))
+    for rows in (5, 0, 1, 7, 2):
+        both = (torch.randn(rows, 4, requires_grad=True) for _ in range(2))
+        chosen(*both).sum().backward()
+    assert watch.graphs == 1
 
 
 def test_more_graphs_than_the_limit_are_an_error() -> None:
