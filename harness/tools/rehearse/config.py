@@ -20,9 +20,9 @@ class RehearseConfig:
     last pipeline rank."""
     steps: int = label(3, least=2)
     """Steps of each rank; the last one is counted. The first one compiles and makes the optimizer's state."""
-    skew: float = label(0.0, least=0, below=1)
-    """Expert parallel: share of rows that the first rank of a group gets beyond even routing. The others get
-    fewer."""
+    skew: float = label(0.0, least=-1, below=1)
+    """Expert parallel: share of rows that the first rank of a group gets beyond even routing, -1: none at
+    all. The others share the rest."""
     timeout_seconds: int = label(1800, least=1)
     """Time limit for one rank."""
     real_gpu: bool = label(False)

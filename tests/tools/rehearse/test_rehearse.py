@@ -71,7 +71,7 @@ def test_a_virtual_gpu_says_what_the_driver_would(name: str) -> None:
         ("rehearse.ranks=[0,8]", "rehearse.ranks=[0,8]: the job has 8 ranks; would work: ranks from 0 to 7"),
         ("rehearse.ranks=[]", "rehearse.ranks=[]: must name a rank; would work: null, or [0]"),
         ("rehearse.steps=1", "rehearse.steps=1: must be at least 2"),
-        ("rehearse.skew=1.0", "rehearse.skew=1.0: must be in [0, 1)"),
+        ("rehearse.skew=1.0", "rehearse.skew=1.0: must be in [-1, 1)"),
         ("rehearse.timeout_seconds=0", "rehearse.timeout_seconds=0: must be at least 1"),
     ],
 )
@@ -88,7 +88,7 @@ def test_ranks_that_differ_are_the_first_ones_of_three_pipeline_ranks() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-@pytest.mark.parametrize("skew", [0.0, 0.5])
+@pytest.mark.parametrize("skew", [-1.0, 0.0, 0.5])
 def test_every_row_goes_to_some_rank(ranks: int, skew: float) -> None:
     sent = rows_by_rank(1000, ranks, skew)
     assert (len(sent), sum(sent)) == (ranks, 1000)

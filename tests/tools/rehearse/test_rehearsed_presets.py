@@ -361,6 +361,16 @@ def test_skewed_routing_takes_more_memory_on_the_first_rank(rehearsals: Rehearsa
     assert skewed.memory["allocated"] > even.memory["allocated"]
 
 
+@pytest.mark.parametrize("compiled", ["off", "on"])
+@pytest.mark.parametrize("precision", ["bf16", "float8_rowwise"])
+def test_a_rank_of_experts_without_rows(rehearsals: Rehearsals, precision: str, compiled: str) -> None:
+    typed = [*MIXTURE, "parallelism=fsdp_ep", f"precision={precision}", f"compile={compiled}"]
+    empty, even = (rehearsed(rehearsals, *typed, f"rehearse.skew={skew}") for skew in (-1.0, 0.0))
+    check(empty, waits=EXPERTS)
+    assert empty.ranks[0].memory["allocated"] < even.ranks[0].memory["allocated"]
+    assert empty.ranks[0].graphs <= even.ranks[0].graphs, "its peers would wait for a graph of its own"
+
+
 def test_every_rank_of_a_world_can_be_rehearsed(rehearsals: Rehearsals) -> None:
     """Ranks that hold equal shares do the same."""
     found = rehearsed(rehearsals, *SMALL, "parallelism=hsdp_tp", "rehearse.ranks=[0,3,7]")
