@@ -201,7 +201,7 @@ def run_rounds(arguments: argparse.Namespace, facts: Row, sized: dict[str, cases
         for mode, side in order_of(pairs, number):
             if (mode, side) in failed:
                 continue
-            row = {"round": number, "mode": mode, "side": side}
+            row: Row = {"round": number, "mode": mode, "side": side}
             if side == "harness":
                 row |= {"software": facts["software"], **run_harness(arguments, sized[mode])}
             else:

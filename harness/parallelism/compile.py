@@ -92,7 +92,7 @@ def apply_compile(
 
 
 def _of_several_rows(gate: Callable[..., Tensor], compiled: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The compiled gate, for two rows or more: torch compiles for 0 and for 1 anew, on one rank of many."""
+    """The compiled gate, for two rows or more: torch compiles again for 0 and for 1, on one rank of many."""
 
     def chosen(rows: Tensor, other: Tensor) -> Tensor:
         return (compiled if len(rows) > 1 else gate)(rows, other)

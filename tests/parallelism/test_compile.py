@@ -143,7 +143,7 @@ def test_numbers_of_rows_of_an_expert_rank_share_a_graph() -> None:
 
 
 def test_the_limit_of_graphs_is_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two masks, with gradients and without, for each length: FlexAttention is compiled without being asked."""
+    """Two masks, with gradients and without, for each length; nobody asks to compile FlexAttention."""
     lengths = [{"until_step": step, "tokens": 16 * step} for step in range(1, 4)]
     job = jobs.tiny("model=llama3_debug", "training.attention=flex", "cluster=slurm", "cluster.device=cuda")
     job = with_value(job, "schedule.seq_len", lengths)
