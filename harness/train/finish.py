@@ -83,27 +83,22 @@ def format_failure(error: dict[str, Any], world_size: int, folder: RunFolder) ->
     return f"{text}  errors and logs of all ranks: {folder.path}\n"
 
 
-# Positions written up to this long after the first error still show what a rank did before it.
-LATE_SECONDS = 0.5
-
-
 def absent_ranks(run_dir: Path, error: dict[str, Any]) -> list[int]:
     """Return the ranks that did not reach a collective; empty if they are not known.
 
     ``FlightRecorder`` has each rank write its position to ``flight_recorder/place-rank<r>.json``: the last
     collective that it began, and the number of collectives begun in each group. A rank waits for the members
     of that group that have begun fewer. A rank that others wait for, and that waits for nobody, is the cause.
-    A stopped rank writes nothing.
+    A stopped rank writes nothing, or says that it wrote late: after its own timeout.
 
     Args:
         error: the error of the first rank whose collective timed out.
     """
     positions = _read_positions(run_dir)
     own = positions.get(error["rank"])
-    if own is None or own.get("timed_out") or own["time"] > error["time"]:
+    if own is None or own.get("timed_out") or own.get("late"):
         return []  # outside of a step positions are written only after the timeout
-    last = error["time"] + LATE_SECONDS
-    in_time = {rank: position for rank, position in positions.items() if position["time"] <= last}
+    in_time = {rank: position for rank, position in positions.items() if not position.get("late")}
     waits = {rank: _waits_for(position, in_time) for rank, position in in_time.items()}
     awaited = {rank for ranks in waits.values() for rank in ranks}
     return sorted(rank for rank in awaited if not waits.get(rank))

@@ -287,8 +287,9 @@ def test_git_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert git_commit(tmp_path) == nothing
 
 
-def position(group: str, members: list[int], time: float = 90.0, **begun: int) -> dict[str, Any]:
-    return {"group": group, "number": begun[group], "members": members, "begun": begun, "time": time}
+def position(group: str, members: list[int], *marks: str, time: float = 90.0, **begun: int) -> dict[str, Any]:
+    place = {"group": group, "number": begun[group], "members": members, "begun": begun, "time": time}
+    return {**place, **dict.fromkeys(marks, True)}
 
 
 PAIR = [0, 1]
@@ -296,7 +297,12 @@ CASES = {
     "one is behind": ({0: position("a", PAIR, a=7), 1: position("a", PAIR, a=6)}, [1]),
     "one is stopped and wrote nothing": ({0: position("a", PAIR, a=7)}, [1]),
     "one was continued when the other had failed": (
-        {0: position("a", PAIR, a=7), 1: position("a", PAIR, time=101.0, a=7)},
+        {0: position("a", PAIR, a=7), 1: position("a", PAIR, "late", a=7)},
+        [1],
+    ),
+    "the node of one has another clock": (
+        {0: position("a", [0, 1, 2], a=7), 1: position("a", [0, 1, 2], a=6)}
+        | {2: position("a", [0, 1, 2], time=105.0, a=7)},
         [1],
     ),
     "one waits for the other, which waits for a third": (
@@ -306,7 +312,8 @@ CASES = {
     "none is missing": ({0: position("a", PAIR, a=7), 1: position("a", PAIR, a=7)}, []),
     "two are missing": ({0: position("a", [0, 1, 2, 3], a=7), 2: position("a", [0, 1, 2, 3], a=7)}, [1, 3]),
     "no positions": ({}, []),
-    "the position was written after the error": ({0: position("a", PAIR, time=100.1, a=7)}, []),
+    "the position was written after the timeout": ({0: position("a", PAIR, "timed_out", a=7)}, []),
+    "all were stopped": ({rank: position("a", PAIR, "late", a=7) for rank in PAIR}, []),
 }
 
 

@@ -6,11 +6,14 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
+from unittest import mock
 
 import jobs
 import pytest
 import torch
+from processes import until
 
 from harness.config.job import Job
 from harness.config.training import OBSERVERS
@@ -19,6 +22,7 @@ from harness.metrics.jsonl import read_metrics
 from harness.run.folder import RunFolder
 from harness.train.engine import Engine
 from harness.train.observer import Observer, Row
+from harness.train.observers import flight_recorder
 from harness.train.setup import process_group
 from harness.train.trainer import Trainer
 
@@ -155,3 +159,20 @@ def test_rows_of_a_rank_are_its_own_and_continue(tmp_path: Path) -> None:
         assert row["loss"] == of_all["loss"]  # there is no other rank
         assert row["memory_gib"] > 0 and row["step_seconds"] == of_all["step_seconds"]
         assert (row["rank"], row["stage"]) == (0, 0)
+
+
+@pytest.mark.parametrize(("seconds", "late"), [(550.0, False), (601.0, True)])
+def test_a_rank_that_was_stopped_says_that_its_position_is_late(
+    seconds: float, late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the monotonic clock of its own node: nodes may differ in their time of day."""
+    run = mock.Mock(folder=tmp_path, limit_seconds=lambda _: 600)
+    run.ranks.rank, run.progress.running = 1, 3
+    recorder = flight_recorder.FlightRecorder(run)
+    recorder.begin_step(3)
+    later = SimpleNamespace(monotonic=lambda: time.monotonic() + seconds, time=lambda: 0.0)
+    monkeypatch.setattr(flight_recorder, "time", later)
+    place = tmp_path / "flight_recorder" / "place-rank1.json"
+    until(place.exists, 30)
+    recorder.close(None)
+    assert json.loads(place.read_text())["late"] == late

@@ -30,6 +30,8 @@ from harness.train.process import FLIGHT_RECORDER
 # Fraction of the timeout after which ranks write, so that a rank that waits in a collective is still in it.
 _SHARE = 0.9
 _POLL_SECONDS = 1.0
+# A rank that writes later than this after the timeout was stopped; the others may have ended meanwhile.
+_LATE_SECONDS = 0.5
 
 
 class FlightRecorder(Observer):
@@ -38,7 +40,7 @@ class FlightRecorder(Observer):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self._folder, self._rank = run.folder / FLIGHT_RECORDER, run.ranks.rank
-        self._last_second = float("inf")
+        self._last_second = self._too_late = float("inf")
         self._step = 0
         self._written: int | None = None
         self._lock, self._closed = threading.Lock(), threading.Event()
@@ -46,7 +48,10 @@ class FlightRecorder(Observer):
         self._thread.start()
 
     def begin_step(self, step: int) -> Sequence[float]:
-        self._step, self._last_second = step, time.monotonic() + _SHARE * self.run.limit_seconds(step)
+        now, limit = time.monotonic(), self.run.limit_seconds(step)
+        self._last_second = now + _SHARE * limit
+        self._too_late = now + limit + _LATE_SECONDS
+        self._step = step
         return ()
 
     def close(self, error: BaseException | None) -> None:
@@ -63,7 +68,11 @@ class FlightRecorder(Observer):
 
     @property
     def _deadline(self) -> float:
-        return self._last_second if self.run.progress.running == self._step else float("inf")
+        return self._last_second if self._is_in_step else float("inf")
+
+    @property
+    def _is_in_step(self) -> bool:
+        return self.run.progress.running == self._step
 
     def _write(self, why: str, *, timed_out: bool = False) -> None:
         with self._lock:
@@ -74,6 +83,8 @@ class FlightRecorder(Observer):
                 self._folder.mkdir(parents=True, exist_ok=True)
                 trace = pickle.loads(c10d._dump_fr_trace())  # type: ignore[attr-defined]
                 place = {"rank": self._rank, "step": self._step, "time": time.time(), **_place(trace)}
+                # By this rank's clock, because clocks of nodes differ.
+                place["late"] = self._is_in_step and time.monotonic() > self._too_late
                 place["timed_out"] = timed_out
                 (self._folder / f"place-rank{self._rank}.json").write_text(json.dumps(place) + "\n")
                 with (self._folder / f"stacks-rank{self._rank}.txt").open("w") as file:
