@@ -9,6 +9,7 @@ import contextlib
 import functools
 import getpass
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -30,6 +31,10 @@ LONGEST_COMMAND = 200  # characters of a command that an error message shows
 _SEPARATOR = "|"
 # The last line of SLURM's commands on a machine that is not part of a cluster.
 _NO_CONFIGURATION = "Could not establish a configuration source"
+# What commands say while the controller is restarted, fails over, or ends many jobs at once.
+_NO_ANSWER = re.compile("Unable to contact slurm controller|Socket timed out|Unable to confirm allocation")
+# How long srun is started again, and how often.
+START_SECONDS, RETRY_SECONDS = 60.0, 5.0
 # The limit that SLURM uses for UNLIMITED.
 UNLIMITED_MINUTES = 365 * 24 * 60
 
@@ -159,10 +164,26 @@ def submit_script(script: Path) -> str:
         message = " ".join((err or out).split()) or f"exit code {process.returncode}"
         if _NO_CONFIGURATION in message:
             raise NoSlurm("sbatch", "finds no configuration")
-        if "Unable to contact slurm controller" in message or "Socket timed out" in message:
+        if _NO_ANSWER.search(message):
             raise SlurmError(f"sbatch: {message}")
         raise UserError(f"sbatch refuses the job: {message}")
     return number
+
+
+def until_answered(start: Callable[[], str]) -> None:
+    """Start srun, and again while SLURM's controller does not answer; raise SlurmError after a minute.
+
+    Args:
+        start: runs srun and returns its complaint; empty if tasks have started.
+    """
+    deadline = time.monotonic() + START_SECONDS
+    while _NO_ANSWER.search(said := start()):
+        message = " ".join(said.split())
+        if time.monotonic() > deadline:
+            raise SlurmError(message)
+        sys.stderr.write(f"WARNING {message}; it is started again in {RETRY_SECONDS:.0f} s\n")
+        sys.stderr.flush()
+        time.sleep(RETRY_SECONDS)
 
 
 def jobs() -> Jobs:

@@ -134,9 +134,8 @@ def run(folder: RunFolder, allocation: Allocation, received: Received) -> int:
             check_nodes(job, folder.path)
         code = _run_ranks(job, folder, allocation, started, received)
     except Exception as error:
-        may_requeue = job.cluster.node_check == "exclude" and allocation.restarts < job.cluster.max_requeues
-        if isinstance(error, UnfitNodes) and may_requeue:
-            return _requeue_without(error, job, folder, allocation)
+        if _may_pass(error, job) and allocation.restarts < job.cluster.max_requeues:
+            return _requeue_after(error, job, folder, allocation)
         code = folder.record_error(None, error)["exit_code"]
     if code in STOPPED:
         _exclude_slow_nodes(job, folder, allocation)
@@ -151,6 +150,12 @@ def run(folder: RunFolder, allocation: Allocation, received: Received) -> int:
         folder.record_error(None, NoProgress())
         return finish_run(job, folder, NoProgress.exit_code)
     return _requeue(job, folder, allocation, time.monotonic() - started)
+
+
+def _may_pass(error: Exception, job: Job) -> bool:
+    """Whether the ranks may start elsewhere, or later: SLURM's controller was away."""
+    unfit = isinstance(error, UnfitNodes) and job.cluster.node_check == "exclude"
+    return unfit or isinstance(error, queue.SlurmError)
 
 
 def _has_progress(folder: RunFolder) -> bool:
@@ -203,12 +208,23 @@ def _run_ranks(
         if "OMP_NUM_THREADS" not in job.cluster.env:
             os.environ.pop("OMP_NUM_THREADS", None)  # of the submitting shell, passed on by sbatch
         environment = {**os.environ, **rank_environment(job, port, started)}  # srun sets each task's rank
-        if received.last is not None:
-            return EXIT_INTERRUPTED  # the signal would kill srun before it can handle it
-        srun = subprocess.Popen(srun_command(job, folder.path), env=environment, stderr=log)
-        received.forward_to(srun.pid)
-        returned = srun.wait()
-        received.process = None
+        returned = None
+
+        def start() -> str:
+            nonlocal returned
+            returned, before = None, os.fstat(log.fileno()).st_size
+            if received.last is not None:
+                return ""  # the signal would kill srun before it can handle it
+            srun = subprocess.Popen(srun_command(job, folder.path), env=environment, stderr=log)
+            received.forward_to(srun.pid)
+            returned = srun.wait()
+            received.process = None
+            has_started = any(logs.glob("rank*"))
+            return "" if has_started else (logs / SRUN_LOG).read_bytes()[before:].decode(errors="replace")
+
+        queue.until_answered(start)
+    if returned is None:
+        return EXIT_INTERRUPTED
     return _verdict(folder, allocation, returned, job.world_size)
 
 
@@ -312,15 +328,17 @@ def _exclude_slow_nodes(job: Job, folder: RunFolder, allocation: Allocation) -> 
         sys.stderr.write(f"WARNING cannot exclude {', '.join(slow)} from this job: {error}\n")
 
 
-def _requeue_without(unfit: UnfitNodes, job: Job, folder: RunFolder, allocation: Allocation) -> int:
-    """Requeue the job without the nodes that failed the check; fail if that is not possible."""
-    sys.stderr.write(f"WARNING requeueing without {', '.join(unfit.nodes)}: {unfit}\n")
+def _requeue_after(error: Exception, job: Job, folder: RunFolder, allocation: Allocation) -> int:
+    """Requeue the job whose ranks could not start, without unfit nodes; fail if that is not possible."""
+    nodes = error.nodes if isinstance(error, UnfitNodes) else []
+    without = f" without {', '.join(nodes)}" if nodes else ""
+    sys.stderr.write(f"WARNING requeueing{without}: {error}\n")
     _end(folder)
     # If SLURM has taken the nodes, the job is in the queue anyway, and may get these nodes again.
-    is_queued = _put_back(folder, allocation, unfit.nodes, " without these nodes")
+    is_queued = _put_back(folder, allocation, nodes, without)
     if is_queued or allocation.state() in _TAKEN:
         return EXIT_RESUMABLE
-    return finish_run(job, folder, folder.record_error(None, unfit)["exit_code"])
+    return finish_run(job, folder, folder.record_error(None, error)["exit_code"])
 
 
 def _why_not_requeued(job: Job, seconds: float) -> str:

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,43 @@ def test_a_signal_before_srun_is_no_failure(
     assert code == EXIT_INTERRUPTED
 
 
+AWAY = "srun: error: Unable to confirm allocation for job 7: Unable to contact slurm controller"
+
+
+@pytest.mark.parametrize(
+    ("times", "scontrol", "ends"),
+    [
+        (2, "echo JobId=7 JobState=RUNNING Restarts=0", (EXIT_OK, "completed")),
+        (9, "echo JobId=7 JobState=RUNNING Restarts=0", (EXIT_RESUMABLE, "requeued")),
+        (9, "echo 'Unable to contact slurm controller' >&2; exit 1", (EXIT_MACHINE, "failed")),
+    ],
+)
+def test_srun_is_started_again_while_the_controller_is_away(
+    times: int,
+    scontrol: str,
+    ends: tuple[int, str],
+    submitted: RunFolder,
+    job: Job,
+    put: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After a minute the job is requeued; it has failed if SLURM is still away."""
+    for module, name in ((attempt.queue, "RETRY_SECONDS"), (attempt, "ANSWER_SECONDS")):
+        monkeypatch.setattr(module, name, 0.0)
+    if times > 2:
+        monkeypatch.setattr(attempt.queue, "START_SECONDS", 0.0)
+    monkeypatch.setattr(attempt.queue.time, "sleep", lambda _: None)
+    monkeypatch.setenv("SLURM_JOB_NAME", "a")
+    run = submitted.path
+    ended = json.dumps({"exit_code": EXIT_OK, "exit_reason": "completed", "state": "completed"})
+    tried = f"echo >> {run}/tried; [ $(wc -l < {run}/tried) -le {times} ] && echo '{AWAY}' >&2 && exit 1"
+    rank = f"touch {run}/logs/rank0.out; echo '{ended}' | tee {run}/status.json > {run}/result.json"
+    put(srun=f"{tried}\n{rank}", scontrol=scontrol)
+    assert attempt.run(submitted, Allocation("7", 0), Received()) == ends[0]
+    assert submitted.state == ends[1]
+    assert submitted.row.get("error.kind") == ("machine" if ends[1] == "failed" else None)
+
+
 @pytest.mark.parametrize(
     ("refused", "state", "ends"),
     [
@@ -159,7 +197,7 @@ def test_an_unfit_node_of_a_job_that_cannot_be_requeued_is_the_error(
 
     monkeypatch.setattr(attempt.queue, "requeue", requeue_without)
     folder = RunFolder(tmp_path)
-    code = attempt._requeue_without(UnfitNodes({"node1": ["bad"]}), job, folder, Granted(state))
+    code = attempt._requeue_after(UnfitNodes({"node1": ["bad"]}), job, folder, Granted(state))
     assert (code, folder.state) == ends
     assert folder.row.get("error.message") == ("node1: bad" if ends[1] == "failed" else None)
 
