@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import getpass
 import os
 import re
 import shutil
@@ -187,9 +186,9 @@ def until_answered(start: Callable[[], str]) -> None:
 
 
 def jobs() -> Jobs:
-    """List this user's jobs."""
+    """List this user's jobs: of the user that sbatch submits as, whatever $LOGNAME says."""
     _require_configuration()
-    return Jobs(_listed(f"--user={getpass.getuser()}"))
+    return Jobs(_listed(f"--user={os.getuid()}"))
 
 
 def _listed(which: str) -> list[Queued]:
@@ -213,7 +212,8 @@ def describe(job_id: str) -> dict[str, str]:
         if "Invalid job id" in str(error) or f"Job {job_id} not found" in str(error):
             return {}
         raise
-    return _facts(text)
+    # A name may hold anything, too; the user's id follows it.
+    return _facts(text.partition(" UserId=")[2] or text)
 
 
 def last_states(wanted: Sequence[tuple[str, str]]) -> dict[tuple[str, str], str]:
@@ -262,7 +262,12 @@ def partition_minutes(partition: str | None) -> int:
 
 
 def _facts(line: str) -> dict[str, str]:
-    return dict(part.split("=", 1) for part in line.split() if "=" in part)
+    facts: dict[str, str] = {}
+    for part in line.split():
+        name, equals, value = part.partition("=")
+        if equals:
+            facts.setdefault(name, value)  # comments follow the state, and may hold anything
+    return facts
 
 
 def requeue(job_id: str, without: Sequence[str] = ()) -> None:

@@ -318,6 +318,18 @@ def test_a_scheduler_without_answer_has_not_forgotten(put: Put, monkeypatch: pyt
     assert attempt.Allocation("7", 0).state() == "UNKNOWN"
 
 
+def test_what_users_write_is_not_read_as_facts(put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = (
+        "JobId=7 JobName=a JobState=COMPLETED UserId=root(0) JobState=RUNNING Restarts=0 ExcNodeList=node9"
+    )
+    put(scontrol=f"echo '{names} Comment=a Restarts=99 ExcNodeList=node1'", squeue='echo "$@" >&2; exit 1')
+    assert attempt.Allocation("7", 0).state() == "RUNNING"
+    assert queue._with_excluded("7", ["node2"]) == "excnodelist=node9,node2"
+    monkeypatch.setenv("LOGNAME", "somebody")
+    with pytest.raises(SlurmError, match=f"--user={os.getuid()} "):
+        queue.jobs()
+
+
 def test_a_missing_configuration_of_slurm_is_named(put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
     put(sbatch="sleep 60", srun="", squeue="sleep 60")
     monkeypatch.setenv("SLURM_CONF", "/nonexistent")
