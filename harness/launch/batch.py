@@ -140,6 +140,8 @@ def _record(run_dir: Path, error: Exception, kind: str, code: int) -> NoReturn:
         "result.json": {**row, **{f"error.{key}": value for key, value in shown.items()}},
         "status.json": {**now, "state": "failed", "pid": os.getpid(), "exit_code": code},
     }
+    if record := _read(run_dir / "slurm" / "job.json"):
+        files["slurm/job.json"] = {**record, "begun": False}  # of an attempt that was killed
     for name, content in files.items():
         path = run_dir / name
         path.parent.mkdir(exist_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 import time
@@ -10,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from harness.config.failures import VICTIMS
 from harness.config.fields import from_dict
 from harness.config.job import Job
 from harness.launch.queue import ENDED, Jobs, Queued, SlurmError, is_live, jobs, last_states
@@ -29,6 +31,7 @@ HELD = (*BUSY, "blocked")
 FACTS = ("tokens_per_second", "tokens_per_second_per_rank", "mfu", "memory_gib", "loss")
 # A shared file system may show a job's last writes up to this long after the job has left the queue.
 LAST_WRITES_SECONDS = 15.0
+_NODE_FAILURE = re.compile(r"srun: error: Node failure on (\S+)")
 
 
 @dataclass(frozen=True)
@@ -117,21 +120,27 @@ def state_of(
         listed: SLURM's jobs; None if they are not known, for the reason ``silent``.
     """
     status = folder.state
-    found = None if record is None or listed is None else record.find(listed)
-    if status in ("completed", "failed"):  # also while SLURM is cleaning up
+    if status == "completed":
         return status, "", None
+    found = None if record is None or listed is None else record.find(listed)
+    # SLURM ends an attempt that has not said how it ended, and may put its job back into the queue.
+    has_begun = record is not None and record.begun and listed is not None
+    kind, cause = _failure(folder) if status == "failed" else (None, "")
+    if kind and not has_begun and (found is None or found.state == "COMPLETING"):
+        return status, cause, kind
     if found is not None:
         again = f", started {record.restarts + 1} times" if record is not None and record.restarts else ""
+        after = f", after {kind}: {cause}" if kind else ""
         if found.state in ("SUSPENDED", "STOPPED"):
             return "suspended", f"job {found.id}: scontrol resume {found.id} continues it{again}", None
         if found.never_starts:
             works = "cancel it (harness sweep cancel), then a request that SLURM can meet"
             return "blocked", f"job {found.id} can never start: {found.reason}; would work: {works}", "user"
         if found.is_waiting:
-            return "pending", f"job {found.id} waits: {found.reason}{again}", None
-        return "running", f"job {found.id}{again}", None
-    is_killed = record is not None and record.begun and listed is not None
-    if status == "interrupted" and not is_killed:
+            requeued = f", requeued by SLURM{after}" if after else ""
+            return "pending", f"job {found.id} waits: {found.reason}{again}{requeued}", None
+        return "running", f"job {found.id}{again}{after}", None
+    if status == "interrupted" and not has_begun:
         if record is not None and record.cancelled:
             return "cancelled", "", None
         return "stopped", folder.stop_reason or "before its end; the same command continues it", None
@@ -184,6 +193,11 @@ class RunState:
         return "; ".join([*([reason] if reason else []), *(f"slow: {each}" for each in self.slow)])
 
     @property
+    def is_held(self) -> bool:
+        """Whether SLURM has a job of the run, which must not be submitted again."""
+        return self.state in HELD and self.job_record is not None
+
+    @property
     def is_damaged(self) -> bool:
         """Whether a damaged file hides the state; ``reason`` names the file."""
         return self.state == "lost" and self.kind == "user"
@@ -224,12 +238,6 @@ def read_state(
         return RunState(run_dir, "lost", kind="user", reason=str(error))
     state, reason, kind = state_of(folder, record, listed, silent)
     row = folder.row
-    if state == "failed":
-        kind = row.get("error.kind", "unknown")
-        reason = " ".join(str(row.get("error.message", "")).split())
-        rank = row.get("error.rank")
-        if rank is not None and not reason.startswith(f"rank {rank}"):
-            reason = f"rank {rank}: {reason}"
     facts = _facts(row) if row and state != "running" else folder.last_metrics
     found = None if record is None or listed is None else record.find(listed)
     return RunState(
@@ -244,6 +252,19 @@ def read_state(
         job_id=None if found is None else found.id,
         slow=tuple(slow_ranks(run_dir)),
     )
+
+
+def _failure(folder: RunFolder) -> tuple[str, str]:
+    """Return the class of a failure and its message; a node that failed is the cause of a lost connection."""
+    row = folder.row
+    kind, rank = row.get("error.kind", "unknown"), row.get("error.rank")
+    dead = _NODE_FAILURE.findall(last_lines(folder.path / "logs" / "srun.err")) if kind in VICTIMS else []
+    if dead:
+        return "node", f"{', '.join(dead)} failed"
+    reason = " ".join(str(row.get("error.message", "")).split())
+    if rank is not None and not reason.startswith(f"rank {rank}"):
+        reason = f"rank {rank}: {reason}"
+    return kind, reason
 
 
 def _facts(row: dict[str, Any]) -> dict[str, Any]:
@@ -281,8 +302,9 @@ def record_lost(run_dirs: Sequence[Path]) -> tuple[list[RunState], list[RunState
     for each in lost():
         state = None if each.job_record is None else states.get(each.job_record.key)
         if is_live(state):
-            reason = f"another user's job, which is {state}"
-            seen[each.run_dir] = replace(each, state="running", kind=None, reason=reason)
+            ident = None if each.job_record is None else each.job_record.job_id
+            reason = f"another user's job {ident}, which is {state}"
+            seen[each.run_dir] = replace(each, state="running", kind=None, reason=reason, job_id=ident)
             continue
         try:
             if _close_unless_held(each, state):
@@ -319,9 +341,10 @@ def close_run(
     ``state`` is SLURM's final one. This process holds the folder.
     """
     lost = None if record is None else JobLost(record, state)
-    if lost is None or lost.kind == "cancelled":
-        if record is not None and not record.cancelled:
-            replace(record, cancelled=True).write(folder.path)
+    is_cancelled = lost is not None and lost.kind == "cancelled"
+    if record is not None:
+        replace(record, begun=False, cancelled=is_cancelled).write(folder.path)
+    if lost is None or is_cancelled:
         return finish_run(job, folder, EXIT_INTERRUPTED, quiet=quiet)
     folder.record_error(None, lost)
     return finish_run(job, folder, lost.exit_code, quiet=quiet)

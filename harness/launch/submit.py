@@ -9,9 +9,9 @@ from pathlib import Path
 
 from harness.config.job import Job
 from harness.launch.begin import begin, require_inputs
-from harness.launch.queue import Jobs, Queued, SlurmError, describe, is_live, jobs, last_states, require_slurm
+from harness.launch.queue import Queued, SlurmError, describe, jobs, require_slurm
 from harness.launch.slurm import Submission, device_hours, shape_of
-from harness.launch.state import BUSY, SlurmJobRecord, close_run, read_state, record_lost
+from harness.launch.state import BUSY, RunState, SlurmJobRecord, record_lost
 from harness.run.folder import RunFolder
 from harness.train.finish import format_failure
 from harness.util.errors import EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_OK, ConfigError, UserError
@@ -28,23 +28,24 @@ def submit_one(job: Job, folder: RunFolder, overrides: list[str]) -> int:
         sys.stdout.write(f"{script}\n# {submission.shape.describe()}, {cost_in_words([job])}\n")
         return EXIT_OK
     require_slurm()
-    found = _queued_unless_failed(folder, submission)
-    if found is None:
+    seen = _last_state(folder, submission)
+    if not seen.is_held:
         confirm([job])
         folder.hold()
         # Another controller may have submitted the job meanwhile.
-        found = _queued_unless_failed(folder, submission)
-        if found is None:
-            _close_lost(job, folder)
+        seen = _last_state(folder, submission)
+        if not seen.is_held:
             [ident] = submit(submission, [folder], [overrides], adopt=True)
         folder.release()
-    there = job if found is None else folder.read_job()
-    how = "submitted" if found is None else f"already submitted ({found.state})"
-    if found is not None:
-        ident = found.id  # if another controller submitted the job, it may have died before it wrote the id
+    there, how, about = job, "submitted", ""
+    if seen.is_held:
+        there, how, about = folder.read_job(), f"already submitted ({seen.state})", f"{seen.about}\n"
+        ident = (
+            seen.job_id
+        )  # if another controller submitted the job, it may have died before it wrote the id
     words = (
         f"{job.name}: {how} as job {ident}, {shape_of(there).describe()}, {cost_in_words([there])}"
-        f"{_kept_in_words(there, job)}\nrun folder {folder.path}\n"
+        f"{_kept_in_words(there, job)}\n{about}run folder {folder.path}\n"
     )
     if job.cluster.parsable:
         sys.stderr.write(words)
@@ -62,8 +63,8 @@ def _kept_in_words(submitted: Job, typed: Job) -> str:
     return f"; it keeps {words}, scancel it first to change that" if kept else ""
 
 
-def _queued_unless_failed(folder: RunFolder, submission: Submission) -> Queued | None:
-    """Return the job in the queue; None if it has failed and SLURM is only cleaning up."""
+def _last_state(folder: RunFolder, submission: Submission) -> RunState:
+    """Return the state of a run that may have a job; write the row of a job that is lost."""
     if SlurmJobRecord.read(folder.path) is None:
         found = SlurmJobRecord(submission.name).find(jobs())
         # A job of that name may have another runs_dir. SLURM cuts StdOut at a space.
@@ -73,17 +74,10 @@ def _queued_unless_failed(folder: RunFolder, submission: Submission) -> Queued |
                 f"{folder.path}: SLURM job {found.id} ({found.state}) belongs to this run, but its run "
                 f"folder was removed; would work: scancel {found.id}, then the same command"
             )
-        return None
-    return None if folder.state == "failed" else queued(folder.path)
-
-
-def _close_lost(job: Job, folder: RunFolder) -> None:
-    earlier = read_state(folder.path, Jobs([]))
-    record = earlier.job_record
-    if earlier.state == "lost" and record is not None and record.job_id is not None:
-        state = last_states([record.key]).get(record.key)
-        if not is_live(state):
-            close_run(job, folder, record, state)
+    [[seen], closed] = record_lost([folder.path])
+    for each in closed:
+        sys.stderr.write(f"its last attempt: {each.state}, {each.about}\n")
+    return seen
 
 
 def submit(

@@ -28,11 +28,24 @@ COLUMNS = r"^(.{12})(.{10})(.{10})(\w+)(.*)$"
 
 SENT = SlurmJobRecord("a", None, "7")
 QUEUED = {"waits": "PENDING|Resources", "runs": "RUNNING|None", "ends": "COMPLETING|None"}
-QUEUED |= {"held back": "SUSPENDED|None", "never": "PENDING|PartitionConfig", "gone": "NODE_FAIL|None"}
+QUEUED |= {
+    "held back": "SUSPENDED|None",
+    "held": "REQUEUE_HOLD|JobHeldUser",
+    "never": "PENDING|PartitionConfig",
+    "gone": "NODE_FAIL|None",
+}
 # What status.json says, the record, the queue (None: unknown), and the state. The first row that holds wins.
 STATES = """
 completed   sent      waits     completed
-failed      sent      waits     failed
+failed      sent      waits     pending    job 7 waits: Resources, requeued by SLURM, after peer: rank 0: lost
+failed      begun     waits     pending    job 7 waits: Resources, requeued by SLURM, after peer: rank 0: lost
+failed      sent      held      pending    job 7 waits: JobHeldUser, requeued by SLURM, after peer: rank
+failed      begun     runs      running    job 7, after peer: rank 0: lost
+failed      begun     ends      running    job 7, after peer: rank 0: lost
+failed      sent      ends      failed     rank 0: lost
+failed      sent      gone      failed     rank 0: lost
+failed      begun     None      failed     rank 0: lost
+failed      begun     gone      lost       SLURM job 7 ended without a result
 running     sent      held back suspended  job 7: scontrol resume 7 continues it
 submitted   sent      never     blocked    job 7 can never start: PartitionConfig
 submitted   sent      waits     pending    job 7 waits: Resources
@@ -63,14 +76,15 @@ RECORDS = {
 
 
 @pytest.mark.parametrize("row", STATES.splitlines()[1:])
-def test_the_state_of_a_run_is_that_of_the_first_row_that_holds(row: str) -> None:
+def test_the_state_of_a_run_is_that_of_the_first_row_that_holds(row: str, tmp_path: Path) -> None:
     status, record, listed, state, reason = (each.strip() for each in re.split(COLUMNS, row)[1:-1])
     queue = Jobs([Queued("7", "a", *QUEUED[listed].split("|"))]) if listed in QUEUED else Jobs([])
-    folder = mock.Mock(RunFolder, may_be_running=listed == "alive", stop_reason=None)
+    row = {"error.kind": "peer", "error.rank": 0, "error.message": "lost"}
+    folder = mock.Mock(RunFolder, may_be_running=listed == "alive", stop_reason=None, row=row, path=tmp_path)
     folder.state = None if status == "-" else status
     found = state_of(folder, RECORDS[record], None if listed == "None" else queue, "silent")
     assert found[0] == state and found[1].startswith(reason), found
-    assert found[2] == {"blocked": "user", "lost": "unknown"}.get(state)
+    assert found[2] == {"blocked": "user", "lost": "unknown", "failed": "peer"}.get(state)
 
 
 class Slurm:
@@ -235,6 +249,36 @@ def test_suspended_and_blocked_points(mocked: Slurm) -> None:
     assert [point.id for point in wanted] == [point.id for point in points[4:]]
     out, _ = mocked.verb("cancel")
     assert out == f"cancelled 4 of {POINTS} points\n"
+
+
+def test_failed_points_that_slurm_puts_back_into_its_queue_are_started_once(mocked: Slurm) -> None:
+    """One lost a node, one was requeued by a person, SLURM is ending one, and one died with its node."""
+    rows = {0: ("peer", "reset by peer"), 1: ("bug", "no"), 2: ("bug", "no"), 3: ("peer", "reset by peer")}
+    points = mocked.sweep.points()
+    for n, point in enumerate(points):
+        folder = RunFolder(point.run_dir)
+        kind, message = rows.get(n, ("bug", "no"))
+        row = {"error.kind": kind, "error.rank": 0, "error.message": message, "exit_code": EXIT_MACHINE}
+        (folder.path / "result.json").write_text(json.dumps(row))
+        folder.set_status("failed")
+        SlurmJobRecord("sweep.1", n, f"7_{n}", begun=n in (0, 3)).write(folder.path)
+    said = "srun: error: Node failure on node2\n"
+    (points[0].run_dir / "logs").mkdir(exist_ok=True)
+    (points[0].run_dir / "logs" / "srun.err").write_text(said)
+    mocked.prints("squeue", "7_0|sweep.1|PENDING|BeginTime", "7_1|sweep.1|REQUEUE_HOLD|JobHeldUser")
+    with (mocked.folder / "squeue.out").open("a") as out:
+        out.write("7_2|sweep.1|COMPLETING|None\n7_3|sweep.1|NODE_FAIL|None\n")
+    out, _ = mocked.verb("status")
+    assert out.splitlines()[-1] == f"2 pending, {POINTS - 2} failed"
+    assert "job 7_0 waits: BeginTime, requeued by SLURM, after node: node2 failed" in out
+    assert "requeued by SLURM, after bug: rank 0: no" in out
+    row = json.loads((points[3].run_dir / "result.json").read_text())
+    assert row["error.kind"] == "node" and "SLURM says NODE_FAIL" in row["error.message"]
+    assert not mocked.verb("status")[1], "its row is written once"
+    wanted = Selection.of(mocked.sweep, points, states_of(points)).wanted
+    assert [point.id for point in wanted] == [point.id for point in points[2:]]
+    out, _ = mocked.verb("cancel")
+    assert out == f"cancelled 2 of {POINTS} points\n" and mocked.calls()[-1] == "scancel 7_[0,1]"
 
 
 @pytest.mark.parametrize("trouble", ["held", "job.json", "slurm/job.json"])

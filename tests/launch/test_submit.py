@@ -33,8 +33,8 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> list[Queued]:
     monkeypatch.setattr(slurm, "submit_script", lambda _: "12")
     monkeypatch.setattr(submit, "jobs", lambda: Jobs(waiting))
     monkeypatch.setattr(lost, "queued_jobs", lambda _: Jobs(waiting))
-    for module in (submit, lost):
-        monkeypatch.setattr(module, "last_states", lambda wanted: dict.fromkeys(wanted, "FAILED"))
+    monkeypatch.setattr(lost, "last_states", lambda wanted: dict.fromkeys(wanted, "FAILED"))
+    monkeypatch.setattr(lost, "LAST_WRITES_SECONDS", 0.0)
     return waiting
 
 
@@ -91,7 +91,7 @@ def test_an_interrupt_leaves_a_correct_status_and_a_job_that_is_found(
     if state == "submitted":  # and the id was not written
         scheduler.append(Queued("12", f"one.{job.id}", "PENDING", "Resources"))
         submit.submit_one(job, folder, [])
-        assert "one: already submitted (PENDING) as job 12, " in capsys.readouterr().out
+        assert "one: already submitted (pending) as job 12, " in capsys.readouterr().out
 
 
 def test_all_that_a_job_reads_is_there_before_sbatch(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,12 +137,32 @@ def test_the_end_of_a_lost_job_is_shown_before_the_next(job: Job, capsys: pytest
     assert "JobLost" in (job.run_dir / "attempts" / "1" / "result.json").read_text()
 
 
+@pytest.mark.parametrize("why", ["requeued", "another user's"])
+def test_a_job_that_slurm_will_start_is_not_submitted_again(
+    why: str,
+    job: Job,
+    scheduler: list[Queued],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = RunFolder(job.run_dir)
+    submit.submit_one(job, folder, [])
+    monkeypatch.setattr(slurm, "submit_script", fail(AssertionError("submitted twice")))
+    if why == "requeued":
+        folder.write_result(job, "failed", EXIT_MACHINE, {})
+        scheduler.append(Queued("12", f"one.{job.id}", "PENDING", "BeginTime"))
+    else:
+        monkeypatch.setattr(lost, "last_states", lambda wanted: dict.fromkeys(wanted, "PENDING"))
+    assert submit.submit_one(job, folder, []) == EXIT_OK
+    said = capsys.readouterr().out
+    assert "one: already submitted (" in said and why in said and ") as job 12, " in said
+
+
 @pytest.fixture
 def followed(job: Job, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     """A run whose job has left the queue."""
     for name in ("POLL_SECONDS", "QUEUE_SECONDS"):
         monkeypatch.setattr(submit, name, 0.01)
-    monkeypatch.setattr(lost, "LAST_WRITES_SECONDS", 0.0)
     folder = RunFolder(job.run_dir)
     submit.submit_one(job, folder, [])
     return folder

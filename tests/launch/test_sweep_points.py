@@ -11,8 +11,9 @@ import pytest
 
 from harness.compose.composer import compose_job, compose_points
 from harness.config.job import Job
+from harness.launch import state as state_module
 from harness.launch import submit as submit_module
-from harness.launch.queue import Queued
+from harness.launch.queue import Jobs, Queued
 from harness.launch.rows import names_of, of_sweep
 from harness.launch.state import RunState, SlurmJobRecord
 from harness.launch.sweep import run
@@ -243,11 +244,12 @@ def test_a_point_that_never_began_gets_the_labels_of_the_last_command(
     assert Point("", folder.path, []).job.cluster.time == "2:00:00"
 
     SlurmJobRecord("n.x", None, "5").write(folder.path)
-    monkeypatch.setattr(submit_module, "queued", lambda _: Queued("5", "n.x", "PENDING", "Priority"))
+    waiting = Jobs([Queued("5", "n.x", "PENDING", "Priority")])
+    monkeypatch.setattr(state_module, "queued_jobs", lambda _: waiting)
     later = compose_job([*common, "cluster.time=4:00:00", "cluster.partition=fast"])
     assert submit_module.submit_one(later, folder, []) == 0
     assert capsys.readouterr().out.splitlines()[0] == (
-        "n: already submitted (PENDING) as job 5, 1 node x 1 rank, at most 2 GPU-hours; it keeps "
+        "n: already submitted (pending) as job 5, 1 node x 1 rank, at most 2 GPU-hours; it keeps "
         "no partition, time=120, scancel it first to change that"
     )
 

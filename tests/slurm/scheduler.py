@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 from processes import until
@@ -70,6 +71,15 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def _processes_with(*variables: str) -> Iterator[Path]:
+    """The folders in /proc of processes that have these variables in their environment."""
+    wanted = {each.encode() for each in variables}
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and wanted <= set((entry / "environ").read_bytes().split(b"\0")):
+                yield entry
+
+
 class Scheduler:
     """SLURM's daemons in their own folder; leaving the context ends them.
 
@@ -100,11 +110,9 @@ class Scheduler:
         for name in sorted(self._daemons, key=lambda each: each in ("slurmctld", "munged")):
             self._end(name)
         # Processes of a failed test outlive the daemons; their environment names our configuration.
-        mark = f"SLURM_CONF={self.configuration}".encode()
-        for entry in Path("/proc").iterdir():
+        for entry in _processes_with(f"SLURM_CONF={self.configuration}"):
             with contextlib.suppress(OSError):
-                if entry.name.isdigit() and mark in (entry / "environ").read_bytes().split(b"\0"):
-                    os.kill(int(entry.name), signal.SIGKILL)
+                os.kill(int(entry.name), signal.SIGKILL)
 
     @property
     def configuration(self) -> Path:
@@ -123,11 +131,20 @@ class Scheduler:
         """Start the daemon of a node."""
         self._start(node, "slurmd", "-D", "-f", str(self.configuration), "-N", node)
 
-    def kill_node(self, node: str) -> None:
-        """Kill the daemon of a node; processes of the node keep running."""
+    def kill_node(self, node: str, job: str) -> None:
+        """Kill the daemon of a node and a job's processes there, as a crash does: connections are reset."""
         daemon = self._daemons.pop(node)
         daemon.kill()
         daemon.wait()
+        mark = f"SLURM_CONF={self.configuration}"
+        tasks = list(_processes_with(mark, f"SLURMD_NODENAME={node}", f"SLURM_JOB_ID={job}"))
+        stats = [(task / "stat").read_text().rpartition(")")[2].split() for task in tasks]
+        parents = {Path("/proc") / stat[1] for stat in stats}
+        # A parent that outlived its task would report the task's end.
+        steps = [each for each in parents if (each / "cmdline").read_bytes().startswith(b"slurmstepd")]
+        for each in (*steps, *tasks):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(each.name), signal.SIGKILL)
 
     def run(self, *command: str) -> str:
         """Return the output of a client command."""

@@ -165,7 +165,7 @@ def test_a_job_that_is_cancelled_and_submitted_again(commands: Commands) -> None
     run = commands.only_run("ended")
     job = job_of(run)
     until(lambda: step_of(run) > 10, "steps")
-    assert f"already submitted (RUNNING) as job {job}" in commands.train(*layout)
+    assert f"already submitted (running) as job {job}" in commands.train(*layout)
     commands.slurm.run("scancel", job)
     until(lambda: read(run / "status.json").get("state") == "interrupted", "it to end")
     until(lambda: not commands.slurm.run("squeue", "--noheader", f"--jobs={job}").strip(), "the queue", 60)

@@ -16,6 +16,7 @@ from commands import (
     misbehaving,
     nodes_in,
     read,
+    restarts_of,
     step_of,
     until,
     until_done,
@@ -52,21 +53,29 @@ def take_nodes_away(slurm: Scheduler, run: Path) -> None:
     def until_requeued(times: int) -> None:
         until(lambda: facts_of(slurm, run)["Restarts"] == str(times), "the job to be requeued")
 
+    def until_started(times: int) -> None:
+        until(lambda: restarts_of(run) == times, "it to be started again")
+
     def last_node() -> str:
         return nodes_in(slurm, facts_of(slurm, run)["NodeList"])[-1]
 
     down = last_node()
     slurm.run("scontrol", "update", f"nodename={down}", "state=down", "reason=test")
     until_requeued(1)
-    until(lambda: read(run / "slurm" / "job.json").get("restarts") == 1, "its second start")
+    until_started(1)
     began = until(lambda: step_of(run), "steps")
     until(lambda: step_of(run) > began, "more steps")
     dead = last_node()
     assert dead != down
-    slurm.kill_node(dead)
+    slurm.kill_node(dead, job_of(run))
+    until(lambda: read(run / "status.json").get("state") == "failed", "rank 0 to lose its peer", 60)
     until_requeued(2)
+    # Too few nodes are left for it to start again.
+    shown = Commands(slurm, run.parents[1]).run("sweep", "status", str(run))
+    assert f"requeued by SLURM, after node: {dead} failed" in shown and shown.endswith("\n1 pending\n"), shown
     slurm.start_node(dead)
     slurm.run("scontrol", "update", f"nodename={down}", "state=resume")
+    until_started(2)
     until_done(run)
 
 
