@@ -11,12 +11,11 @@ import os
 import signal
 import sys
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.checkpoint.catalog import DamagedCheckpoint, reading
+from harness.checkpoint.catalog import DamagedCheckpoint
 from harness.compose.verb import Verb
 from harness.config.checkpoint import EXPORT_DTYPES
 from harness.config.data import TokenizerConfig
@@ -26,7 +25,7 @@ from harness.config.model import FAMILIES, ModelConfig
 from harness.config.registry import WEIGHT_FORMATS, Choices, load_attribute
 from harness.metrics.console import progress
 from harness.util.errors import EXIT_OK, ConfigError, UserError
-from harness.weights.detect import WeightFolder, choose_model, choose_tokenizer, find_source, open_source
+from harness.weights.detect import WeightFolder, choose_model, choose_tokenizer, chosen_source, open_source
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,12 +91,11 @@ def convert(job: ConvertJob, overrides: list[str]) -> int:
     assert config.source is not None and config.target is not None
     found = None
     try:
-        found = find_source(config.source, "convert.source")
+        found = chosen_source(config.source, "convert.source")
         found = found.averaged("convert.ema") if config.ema else found
         model = choose_model(job, overrides, found)
         tokenizer = choose_tokenizer(job, overrides, found)
-        with reading(found.path) if found.manifest else nullcontext():
-            _convert(config, found, model, tokenizer, Path(config.target))
+        _convert(config, found, model, tokenizer, Path(config.target))
     except DamagedCheckpoint as error:
         raise UserError(f"{found.path if found else config.source}: {error}") from error
     return EXIT_OK

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from harness.checkpoint.catalog import (
     DamagedCheckpoint,
     is_url,
     open_checkpoint,
+    reading,
 )
 from harness.config.data import DataConfig, TokenizerConfig
 from harness.config.fields import LABEL
@@ -65,8 +67,10 @@ def find_source(source: str, field: str = "convert.source") -> WeightFolder:
     known format, DamagedCheckpoint if the checkpoint is incomplete.
     """
     for folder in (CheckpointFolder(f"{source}/checkpoints"), CheckpointFolder(source)):
-        if folder.steps():
+        if steps := folder.steps():
             complete, wrong = folder.complete()
+            if not complete and folder.steps() != steps:
+                return find_source(source, field)  # the run wrote another one and removed this
             if not complete:
                 first, reason = next(iter(wrong.items()))
                 rule = f"none of its {len(wrong)} checkpoints is complete; {first}: {reason}"
@@ -91,6 +95,22 @@ def find_source(source: str, field: str = "convert.source") -> WeightFolder:
     files = ", ".join(("*.safetensors", *(each.files for each in weight_formats().values())))
     works = f"a folder with {files}, or a run's folder"
     raise ConfigError(field, source, "holds no weights", works)
+
+
+_READ = contextlib.ExitStack()
+
+
+def chosen_source(source: str, field: str) -> WeightFolder:
+    """As ``find_source``; a run that still trains keeps the checkpoint until this process has ended."""
+    while True:
+        found = find_source(source, field)
+        if not found.manifest:
+            return found
+        # Between the two calls the run may remove it; then there is a newer one.
+        with contextlib.suppress(DamagedCheckpoint):
+            _READ.enter_context(reading(found.path))
+            open_checkpoint(found.path)
+            return found
 
 
 def _of_other_software(source: str) -> WeightFolder | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from harness.checkpoint import save
 from harness.checkpoint.catalog import CheckpointFolder, reading, remove
 from harness.checkpoint.storage import Writer
 from harness.util.errors import EXIT_BUG, EXIT_MACHINE, EXIT_USER, UserError
+from harness.weights import detect
 
 Finished = Callable[..., Run]
 EVERY_2, EVERY_4 = "checkpoint.interval=2", "checkpoint.interval=4"
@@ -55,6 +58,26 @@ def test_what_is_not_purged(tmp_path: Path, finished: Finished) -> None:
         data.write_bytes(data.read_bytes()[:-1])
     run.checkpoints.purge(1)
     assert [each.step for each in run.checkpoints.complete()[0]] == [4]
+
+
+def test_a_checkpoint_that_is_chosen_from_a_running_run(
+    tmp_path: Path, finished: Finished, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run removes the newest one before it is locked; the next newest is chosen, and stays."""
+    run = finished(tmp_path, EVERY_2)
+    lock = detect.reading
+    shutil.copytree(run.step(8), tmp_path / "newer")
+
+    def remove_then_lock(path: str) -> AbstractContextManager[None]:
+        monkeypatch.setattr(detect, "reading", lock)
+        remove(path)
+        return lock(path)
+
+    monkeypatch.setattr(detect, "reading", remove_then_lock)
+    assert detect.chosen_source(str(run.path), "checkpoint").path == run.checkpoints.path_of(6)
+    (tmp_path / "newer").rename(run.step(8))
+    run.checkpoints.purge(1)
+    assert run.checkpoints.steps() == [6, 8]
 
 
 def test_a_finished_checkpoint_is_never_written_over(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from harness.config.job import Job
 from harness.data.tokenizer import build_tokenizer
 from harness.train.process import importing_torch, keep_freed_memory, launched_ranks, openmp_environment
 from harness.util.errors import ConfigError, DataError, HarnessError, MachineError, UserError, one_line
-from harness.weights.detect import WeightFolder, choose_tokenizer, find_source
+from harness.weights.detect import WeightFolder, choose_tokenizer, chosen_source
 from harness.weights.tokenizer import gives_same_ids
 
 FIXED: dict[str, tuple[Any, str]] = {
@@ -116,7 +116,7 @@ def use_checkpoint(
             "checkpoint", None, "must be given", "checkpoint=runs/NAME/ID, or a folder with weights"
         )
     try:
-        found = find_source(path, field)
+        found = chosen_source(path, field)
     except DamagedCheckpoint as error:
         raise UserError(f"{path}: {error}") from error
     if job.ema:
