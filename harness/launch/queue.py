@@ -34,6 +34,8 @@ _NO_CONFIGURATION = "Could not establish a configuration source"
 _NO_ANSWER = re.compile("Unable to contact slurm controller|Socket timed out|Unable to confirm allocation")
 # How long srun is started again, and how often.
 START_SECONDS, RETRY_SECONDS = 60.0, 5.0
+# SLURM's default MaxArraySize.
+LARGEST_ARRAY = 1001
 # The limit that SLURM uses for UNLIMITED.
 UNLIMITED_MINUTES = 365 * 24 * 60
 
@@ -259,6 +261,17 @@ def partition_minutes(partition: str | None) -> int:
             limits.append(facts.get("MaxTime", "UNLIMITED") if limit == "NONE" else limit)
     minutes = [UNLIMITED_MINUTES if limit == "UNLIMITED" else minutes_of(limit) for limit in limits]
     return max(minutes, default=UNLIMITED_MINUTES)
+
+
+@functools.cache
+def largest_array() -> int:
+    """Return how many tasks an array may have; SLURM's default if there is no SLURM here."""
+    if shutil.which("scontrol") is None:
+        return LARGEST_ARRAY
+    with contextlib.suppress(NoSlurm):
+        found = re.search(r"^MaxArraySize *= *(\d+)", _run("scontrol", "show", "config"), re.MULTILINE)
+        return LARGEST_ARRAY if found is None else max(1, int(found[1]))
+    return LARGEST_ARRAY
 
 
 def _facts(line: str) -> dict[str, str]:

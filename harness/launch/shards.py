@@ -14,7 +14,7 @@ from harness.config.fields import from_dict, with_value
 from harness.config.job import Job
 from harness.data.shards import ShardWriter
 from harness.launch.batch import folder_of_task, parse_task
-from harness.launch.queue import jobs, require_slurm
+from harness.launch.queue import jobs, largest_array, require_slurm
 from harness.launch.slurm import Submission
 from harness.launch.state import SlurmJobRecord
 from harness.launch.submit import confirm, cost_in_words
@@ -55,6 +55,9 @@ def submit(job: J, writer: ShardWriter, module: str, workers: int) -> int:
         sys.stdout.write(f"{submission.script(planned=True)}\n# {cost}\n")
         return EXIT_OK
     require_slurm()
+    if len(tasks) > largest_array():
+        rule = f"{len(tasks)} tasks, and this SLURM takes arrays of at most {largest_array()}"
+        raise ConfigError(f"{writer.verb}.shards", len(writer.shards), rule, [largest_array()])
     listed = jobs()
     records = [SlurmJobRecord.read(folder) for folder in folders]
     found = [None if record is None else record.find(listed) for record in records]

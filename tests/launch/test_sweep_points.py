@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from harness.compose.composer import compose_job, compose_points
 from harness.config.job import Job
+from harness.launch import queue
 from harness.launch import state as state_module
 from harness.launch import submit as submit_module
 from harness.launch.queue import Jobs, Queued
@@ -263,6 +265,20 @@ def most_at_once(arrays: list[Array]) -> int:
         running = min(array.at_once, len(array.points))
         chains[first[index]] = max(chains.get(first[index], 0), running)
     return sum(chains.values())
+
+
+@pytest.mark.parametrize(("site", "lengths"), [("3", [3, 3, 1]), ("1001", [7]), ("0", [1] * 7)])
+def test_arrays_are_as_long_as_the_site_allows(
+    site: str,
+    lengths: list[int],
+    tmp_path: Path,
+    put: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    put(scontrol=f"echo 'MaxArraySize            = {site}'")
+    monkeypatch.setattr(run, "largest_array", queue.largest_array.__wrapped__)
+    own = points(tmp_path, "training.seed=1,2,3,4,5,6,7")
+    assert [len(array.points) for array in arrays_of(own, 100)] == lengths
 
 
 def test_the_limit_holds_over_all_shapes(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from harness.config.cluster import CLUSTERS
 from harness.config.fields import with_value
 from harness.config.job import Job
 from harness.launch.begin import begin
-from harness.launch.queue import SlurmError
+from harness.launch.queue import SlurmError, largest_array
 from harness.launch.slurm import Shape, Submission, shape_of
 from harness.launch.state import BUSY, HELD, RunState, SlurmJobRecord, read_states, record_lost
 from harness.launch.submit import confirm, cost_in_words, submit
@@ -38,8 +38,6 @@ from harness.run.folder import RunFolder
 from harness.util.errors import EXIT_INTERRUPTED, EXIT_OK, STOPPED, UserError
 from harness.util.tables import plural, to_text
 
-# SLURM's default MaxArraySize is 1001.
-LARGEST_ARRAY = 1000
 SKIPPED_SHOWN = 10
 # Interval between queries of the queue: short after a change, then increasing.
 FOLLOW_SECONDS, LONGEST_FOLLOW_SECONDS = 2.0, 30.0
@@ -64,13 +62,12 @@ def arrays_of(points: Sequence[Point], limit: int) -> list[Array]:
     than the limit, some wait until another one has ended.
     """
     groups: dict[Shape, list[Point]] = {}
+    most = largest_array()
     for point in points:
         groups.setdefault(shape_of(point.job), []).append(point)
-    pieces = [
-        group[start : start + LARGEST_ARRAY]
-        for group in groups.values()
-        for start in range(0, len(group), LARGEST_ARRAY)
-    ]
+    pieces = []
+    for group in groups.values():
+        pieces += [group[start : start + most] for start in range(0, len(group), most)]
     # One for each array, then one at a time to the array with the longest queue.
     shares = [1] * len(pieces)
     for _ in range(limit - len(pieces)):
