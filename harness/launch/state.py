@@ -95,7 +95,11 @@ class SlurmJobRecord:
         """A message that the job ended without a result, or its process was killed, with its log's path."""
         named = f"SLURM job {self.job_id}" if self.job_id else f"the SLURM job {self.name}"
         how = f"the batch process of {named} was killed" if is_killed else f"{named} ended without a result"
-        return how if self.log is None else f"{how}, see {self.log}"
+        if self.log is None:
+            return how
+        if not self.log.is_file():
+            return f"{how} and without {self.log}: its node may not be able to write this folder"
+        return f"{how}, see {self.log}"
 
 
 class JobLost(MachineError):

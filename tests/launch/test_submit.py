@@ -194,6 +194,8 @@ def test_a_lost_job_gets_its_row(job: Job, followed: RunFolder, monkeypatch: pyt
     monkeypatch.setattr(lost, "last_states", release_when_asked_twice)
     assert submit.follow(job, followed) == EXIT_MACHINE
     assert followed.row["error.kind"] == "node"
+    unwritten = f"without {job.run_dir}/slurm/12_0_log.out: its node may not be able to write this folder"
+    assert unwritten in followed.row["error.message"]
 
 
 @pytest.mark.parametrize(("state", "code"), [("completed", EXIT_OK), ("failed", EXIT_MACHINE)])
