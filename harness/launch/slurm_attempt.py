@@ -126,6 +126,8 @@ def run(folder: RunFolder, allocation: Allocation, received: Received) -> int:
     job = folder.read_job()
     if is_finished(job, folder.path):  # the script was submitted again by hand
         return show_finished(job, folder.path)
+    if not folder.path.name.startswith(job.id):  # a point of a sweep adds a digest
+        sys.stderr.write(f"WARNING {folder.path}/job.json was edited: this job is {job.id}\n")
     _begin(job, folder, allocation)
     sys.stdout.write(f"run folder {folder.path}\noutput of rank 0 {folder.path}/logs/rank0.out\n")
     sys.stdout.flush()

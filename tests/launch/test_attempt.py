@@ -238,10 +238,27 @@ def start(run: Path, code: Path, *arguments: str, **environment: str) -> subproc
 
 @pytest.fixture
 def submitted(tmp_path: Path, job: Job) -> RunFolder:
-    folder = RunFolder(tmp_path / "run")
+    folder = RunFolder(tmp_path / job.id)
     begin(folder, job, [], state="submitted")
     folder.release()
     return folder
+
+
+def test_a_job_that_was_edited_after_its_submission_says_so(
+    submitted: RunFolder,
+    job: Job,
+    put: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    put(srun="exit 1", scontrol="echo JobState=FAILED")
+    monkeypatch.setenv("SLURM_JOB_NAME", "a")
+    for made, says in ((job, False), (with_value(job, "training.seed", 99), True)):
+        (submitted.path / "job.json").write_text(made.to_json())
+        attempt.run(submitted, Allocation("7", 0), Received())
+        submitted.release()
+        warning = f"WARNING {submitted.path}/job.json was edited: this job is {made.id}"
+        assert (warning in capsys.readouterr().err) == says
 
 
 def test_code_that_is_gone_is_not_replaced_by_other_code(submitted: RunFolder, job: Job) -> None:
