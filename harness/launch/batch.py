@@ -19,7 +19,7 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
-# SLURM sends these signals to this process, which forwards them to the ranks.
+# SLURM sends these to this process, which forwards the second one: srun obeys SIGTERM by killing the ranks.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 
 
@@ -28,7 +28,7 @@ class Received:
 
     def __init__(self) -> None:
         self.process: int | None = None
-        self.last: int | None = None
+        self.has_any = False
 
     def install(self) -> None:
         """Install the signal handlers."""
@@ -38,20 +38,20 @@ class Received:
             signal.signal(number, self._handle)
 
     def forward_to(self, process: int) -> None:
-        """Forward signals to a process, including the last one received before it started."""
+        """Forward signals to a process, including one received before it started."""
         self.process = process
-        if self.last is not None:
-            self._send(self.last)
+        if self.has_any:
+            self._send()
 
-    def _handle(self, number: int, _frame: object) -> None:
-        self.last = number
+    def _handle(self, *_: object) -> None:
+        self.has_any = True
         if self.process is not None:
-            self._send(number)
+            self._send()
 
-    def _send(self, number: int) -> None:
+    def _send(self) -> None:
         assert self.process is not None
         try:
-            os.kill(self.process, number)
+            os.kill(self.process, signal.SIGUSR2)
         except ProcessLookupError:
             self.process = None
 

@@ -215,7 +215,7 @@ def _run_ranks(
         def start() -> str:
             nonlocal returned
             returned, before = None, os.fstat(log.fileno()).st_size
-            if received.last is not None:
+            if received.has_any:
                 return ""  # the signal would kill srun before it can handle it
             srun = subprocess.Popen(srun_command(job, folder.path), env=environment, stderr=log)
             received.forward_to(srun.pid)
@@ -248,6 +248,8 @@ def _verdict(folder: RunFolder, allocation: Allocation, returned: int, ranks: in
     if returned < 0:  # srun was killed, and its end has ended the ranks
         return int(folder.record_error(None, StepFailed(returned, logs))["exit_code"])
     said = (logs / SRUN_LOG).read_text(errors="replace")
+    if "forcing job termination" in said:  # srun got SIGTERM, as from scancel --full --signal=TERM
+        return EXIT_INTERRUPTED
     dead = record_dead(folder, dead_ranks(said, logs))
     if not dead and only_victims(folder):
         dead = record_dead(folder, dead_ranks(said, logs, late=True))

@@ -34,6 +34,7 @@ ENDED = (
     "slurmstepd: error: *** STEP 7.0 ON node1 CANCELLED AT 2026-11-22T12:00:00 ***\n"
 )
 EXITED = "srun: error: node1: task 0: Exited with exit code 3\n"
+FORCED = "srun: forcing job termination\n"
 KILLED = "srun: error: node1: task 1: Killed\n"
 ENDED_TOO = KILLED.replace("Killed", "Terminated")
 BOTH = "srun: error: node1: tasks 0-1: Exited with exit code 3\n"
@@ -71,13 +72,18 @@ VERDICTS = {
     "lags": (EXITED + ENDED, "RUNNING", EXIT_MACHINE, TIMEOUT, (0, "RuntimeError")),
     "stopped": ("", "RUNNING", EXIT_RESUMABLE, None, None),
     "stopped early": ("", "RUNNING", EXIT_INTERRUPTED, STOP, (0, "KeyboardInterrupt")),
+    "srun told to end": (FORCED + KILLED + ENDED, "RUNNING", None, None, None),
     "cancelled": (ENDED + KILLED, "CANCELLED", None, None, None),
     "done": ("", "RUNNING", EXIT_OK, None, None),
     "srun fails": ("srun: error: Unable to create step\n", "RUNNING", None, None, (None, "StepFailed")),
     "srun killed": (BOTH, "RUNNING", EXIT_MACHINE, PEER, (None, "StepFailed")),
 }
-CODES = {"cancelled": EXIT_INTERRUPTED, "srun fails": StepFailed.exit_code}
-RETURNED = {"srun killed": -9, "all leave": 0}
+CODES = {
+    "cancelled": EXIT_INTERRUPTED,
+    "srun told to end": EXIT_INTERRUPTED,
+    "srun fails": StepFailed.exit_code,
+}
+RETURNED = {"srun told to end": 137, "srun killed": -9, "all leave": 0}
 
 
 @pytest.mark.parametrize("case", VERDICTS)
@@ -133,7 +139,7 @@ def test_a_signal_before_srun_is_no_failure(
     (tmp_path / "logs").mkdir()
     monkeypatch.setenv("PATH", "/nowhere")
     received = Received()
-    received.last = signal.SIGUSR2
+    received.has_any = True
     code = attempt._run_ranks(job, RunFolder(tmp_path), Granted("RUNNING"), 0.0, received)
     assert code == EXIT_INTERRUPTED
 
@@ -173,6 +179,15 @@ def test_srun_is_started_again_while_the_controller_is_away(
     assert attempt.run(submitted, Allocation("7", 0), Received()) == ends[0]
     assert submitted.state == ends[1]
     assert submitted.row.get("error.kind") == ("machine" if ends[1] == "failed" else None)
+
+
+def test_srun_is_not_sent_the_signal_by_which_it_kills_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda process, number: sent.append((process, number)))
+    received = Received()
+    received._handle(signal.SIGTERM, None)
+    received.forward_to(7)
+    assert sent == [(7, signal.SIGUSR2)]
 
 
 @pytest.mark.parametrize(

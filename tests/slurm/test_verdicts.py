@@ -46,14 +46,15 @@ def test_a_job_whose_controller_died_is_found_and_requeued_once(commands: Comman
     assert "already submitted (" in said and f") as job {job}, " in said
     until(lambda: step_of(orphan) > 0, "steps")
     assert job_of(orphan) == job
-    commands.slurm.run("scancel", "--batch", "--signal=USR2", job)
+    commands.slurm.run("scancel", "--batch", "--signal=TERM", job)
     until(lambda: restarts_of(orphan) == 1, "it to be started again")
     began = step_of(orphan)
     until(lambda: step_of(orphan) > began, "more steps")
-    commands.slurm.run("scancel", "--full", "--signal=USR2", job)
+    commands.slurm.run("scancel", "--full", "--signal=TERM", job)
     until(lambda: read(orphan / "status.json").get("reason"), "it to end")
     status, row = read(orphan / "status.json"), read(orphan / "result.json")
-    assert (status["state"], row["exit_code"], row["saved"]) == ("interrupted", EXIT_RESUMABLE, True)
+    # srun gets the signal too, and ends the ranks before they have saved.
+    assert (status["state"], row["exit_code"]) == ("interrupted", EXIT_RESUMABLE)
     assert status["reason"].startswith("SLURM stopped the job, and cluster.max_requeues=1"), logs_of(orphan)
     assert read(orphan / "attempts" / "1" / "result.json")["saved"]
 
