@@ -19,7 +19,7 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
-# SLURM sends these to this process, which forwards the second one: srun obeys SIGTERM by killing the ranks.
+# SLURM sends these to this process. It forwards the second one: at SIGTERM srun kills the ranks.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 
 

@@ -160,15 +160,17 @@ def check_nodes(job: Job, run_dir: Path) -> None:
     command += ["--mpi=none", "--export=ALL"]
     command += [sys.executable, "-m", "harness.launch.faults", str(run_dir)]
     command += ["--gpus", str(ranks if job.cluster.device == "cuda" else 0)]
-    complaint, answers = "", ""
+    complaint = answers = ""
 
     def ask() -> str:
         nonlocal complaint, answers
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=CHECK_SECONDS)
-            complaint, answers = done.stderr, done.stdout
         except subprocess.TimeoutExpired as error:
-            complaint, answers = "", error.stdout.decode() if isinstance(error.stdout, bytes) else ""
+            answers = error.stdout.decode() if isinstance(error.stdout, bytes) else ""
+            return ""
+        complaint = done.stderr
+        answers = done.stdout
         return "" if answers else complaint
 
     queue.until_answered(ask)

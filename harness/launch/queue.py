@@ -172,7 +172,7 @@ def submit_script(script: Path) -> str:
 
 
 def until_answered(start: Callable[[], str]) -> None:
-    """Start srun, and again while SLURM's controller does not answer; raise SlurmError after a minute.
+    """Start srun, and again while SLURM's controller is away; raise SlurmError after a minute.
 
     Args:
         start: runs srun and returns its complaint; empty if tasks have started.
@@ -269,7 +269,8 @@ def largest_array() -> int:
     if shutil.which("scontrol") is None:
         return LARGEST_ARRAY
     with contextlib.suppress(NoSlurm):
-        found = re.search(r"^MaxArraySize *= *(\d+)", _run("scontrol", "show", "config"), re.MULTILINE)
+        shown = _run("scontrol", "show", "config")
+        found = re.search(r"^MaxArraySize *= *(\d+)", shown, re.MULTILINE)
         return LARGEST_ARRAY if found is None else max(1, int(found[1]))
     return LARGEST_ARRAY
 

@@ -214,15 +214,17 @@ def _run_ranks(
 
         def start() -> str:
             nonlocal returned
-            returned, before = None, os.fstat(log.fileno()).st_size
+            returned = None
+            before = os.fstat(log.fileno()).st_size
             if received.has_any:
                 return ""  # the signal would kill srun before it can handle it
             srun = subprocess.Popen(srun_command(job, folder.path), env=environment, stderr=log)
             received.forward_to(srun.pid)
             returned = srun.wait()
             received.process = None
-            has_started = any(logs.glob("rank*"))
-            return "" if has_started else (logs / SRUN_LOG).read_bytes()[before:].decode(errors="replace")
+            if any(logs.glob("rank*")):
+                return ""
+            return (logs / SRUN_LOG).read_bytes()[before:].decode(errors="replace")
 
         queue.until_answered(start)
     if returned is None:
@@ -333,7 +335,7 @@ def _exclude_slow_nodes(job: Job, folder: RunFolder, allocation: Allocation) -> 
 
 
 def _requeue_after(error: Exception, job: Job, folder: RunFolder, allocation: Allocation) -> int:
-    """Requeue the job whose ranks could not start, without unfit nodes; fail if that is not possible."""
+    """Requeue a job whose ranks could not start, without unfit nodes; fail if that is impossible."""
     nodes = error.nodes if isinstance(error, UnfitNodes) else []
     without = f" without {', '.join(nodes)}" if nodes else ""
     sys.stderr.write(f"WARNING requeueing{without}: {error}\n")

@@ -131,7 +131,7 @@ def state_of(
     has_begun = record is not None and record.begun and listed is not None
     kind, cause = _failure(folder) if status == "failed" else (None, "")
     if kind and not has_begun and (found is None or found.state == "COMPLETING"):
-        return status, cause, kind
+        return "failed", cause, kind
     if found is not None:
         again = f", started {record.restarts + 1} times" if record is not None and record.restarts else ""
         after = f", after {kind}: {cause}" if kind else ""
@@ -259,11 +259,12 @@ def read_state(
 
 
 def _failure(folder: RunFolder) -> tuple[str, str]:
-    """Return the class of a failure and its message; a node that failed is the cause of a lost connection."""
+    """Return the class of a failure and its message: of a lost connection, the node that failed."""
     row = folder.row
-    kind, rank = row.get("error.kind", "unknown"), row.get("error.rank")
-    dead = _NODE_FAILURE.findall(last_lines(folder.path / "logs" / "srun.err")) if kind in VICTIMS else []
-    if dead:
+    kind = row.get("error.kind", "unknown")
+    rank = row.get("error.rank")
+    dead = _NODE_FAILURE.findall(last_lines(folder.path / "logs" / "srun.err"))
+    if dead and kind in VICTIMS:
         return "node", f"{', '.join(dead)} failed"
     reason = " ".join(str(row.get("error.message", "")).split())
     if rank is not None and not reason.startswith(f"rank {rank}"):
@@ -308,7 +309,8 @@ def record_lost(run_dirs: Sequence[Path]) -> tuple[list[RunState], list[RunState
         if is_live(state):
             ident = None if each.job_record is None else each.job_record.job_id
             reason = f"another user's job {ident}, which is {state}"
-            seen[each.run_dir] = replace(each, state="running", kind=None, reason=reason, job_id=ident)
+            now = replace(each, state="running", kind=None, reason=reason, job_id=ident)
+            seen[each.run_dir] = now
             continue
         try:
             if _close_unless_held(each, state):

@@ -37,12 +37,14 @@ def submit_one(job: Job, folder: RunFolder, overrides: list[str]) -> int:
         if not seen.is_held:
             [ident] = submit(submission, [folder], [overrides], adopt=True)
         folder.release()
-    there, how, about = job, "submitted", ""
+    there = job
+    how = "submitted"
+    about = ""
     if seen.is_held:
-        there, how, about = folder.read_job(), f"already submitted ({seen.state})", f"{seen.about}\n"
-        ident = (
-            seen.job_id
-        )  # if another controller submitted the job, it may have died before it wrote the id
+        there = folder.read_job()
+        how = f"already submitted ({seen.state})"
+        about = f"{seen.about}\n"
+        ident = seen.job_id  # another controller may have died before it wrote the id
     words = (
         f"{job.name}: {how} as job {ident}, {shape_of(there).describe()}, {cost_in_words([there])}"
         f"{_kept_in_words(there, job)}\n{about}run folder {folder.path}\n"

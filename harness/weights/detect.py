@@ -101,7 +101,7 @@ _READ = contextlib.ExitStack()
 
 
 def chosen_source(source: str, field: str) -> WeightFolder:
-    """As ``find_source``; a run that still trains keeps the checkpoint until this process has ended."""
+    """As ``find_source``; a run that still trains keeps the checkpoint until this process ends."""
     while True:
         found = find_source(source, field)
         if not found.manifest:

@@ -132,7 +132,7 @@ class Scheduler:
         self._start(node, "slurmd", "-D", "-f", str(self.configuration), "-N", node)
 
     def kill_node(self, node: str, job: str) -> None:
-        """Kill the daemon of a node and a job's processes there, as a crash does: connections are reset."""
+        """Kill the daemon of a node and a job's processes there: connections are reset."""
         daemon = self._daemons.pop(node)
         daemon.kill()
         daemon.wait()

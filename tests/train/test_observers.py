@@ -167,7 +167,8 @@ def test_a_rank_that_was_stopped_says_that_its_position_is_late(
 ) -> None:
     """By the monotonic clock of its own node: nodes may differ in their time of day."""
     run = mock.Mock(folder=tmp_path, limit_seconds=lambda _: 600)
-    run.ranks.rank, run.progress.running = 1, 3
+    run.ranks.rank = 1
+    run.progress.running = 3
     recorder = flight_recorder.FlightRecorder(run)
     recorder.begin_step(3)
     later = SimpleNamespace(monotonic=lambda: time.monotonic() + seconds, time=lambda: 0.0)

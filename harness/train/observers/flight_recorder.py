@@ -30,7 +30,7 @@ from harness.train.process import FLIGHT_RECORDER
 # Fraction of the timeout after which ranks write, so that a rank that waits in a collective is still in it.
 _SHARE = 0.9
 _POLL_SECONDS = 1.0
-# A rank that writes later than this after the timeout was stopped; the others may have ended meanwhile.
+# A rank that writes later than this after the timeout was stopped; others may have ended meanwhile.
 _LATE_SECONDS = 0.5
 
 
@@ -48,7 +48,8 @@ class FlightRecorder(Observer):
         self._thread.start()
 
     def begin_step(self, step: int) -> Sequence[float]:
-        now, limit = time.monotonic(), self.run.limit_seconds(step)
+        now = time.monotonic()
+        limit = self.run.limit_seconds(step)
         self._last_second = now + _SHARE * limit
         self._too_late = now + limit + _LATE_SECONDS
         self._step = step
