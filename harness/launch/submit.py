@@ -28,6 +28,7 @@ def submit_one(job: Job, folder: RunFolder, overrides: list[str]) -> int:
         sys.stdout.write(f"{script}\n# {submission.shape.describe()}, {cost_in_words([job])}\n")
         return EXIT_OK
     require_slurm()
+    ident: str | None
     seen = _last_state(folder, submission)
     if not seen.is_held:
         confirm([job])
