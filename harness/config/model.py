@@ -183,7 +183,9 @@ class RopeConfig:
                 )
         if (self.mscale is None) != (self.mscale_all_dim is None):
             rule = "belongs with model.rope.mscale_all_dim: both are set or neither is"
-            raise ConfigError("model.rope.mscale", self.mscale, rule, f"{self.mscale_all_dim}")
+            one = self.mscale_all_dim if self.mscale is None else self.mscale
+            works = f"model.rope.mscale={one} and model.rope.mscale_all_dim={one}, or null for both"
+            raise ConfigError("model.rope.mscale", self.mscale, rule, works)
 
     @property
     def rotation_scale(self) -> float:

@@ -17,7 +17,8 @@ from harness.config.model import FAMILIES, ModelConfig, named_fields
 from harness.model.architecture import architecture_of, resolve_model
 from harness.util import encoding
 from harness.util.errors import ConfigError, UserError
-from harness.weights.families.core import NEEDED, ConfigField, Family, undetermined
+from harness.weights.families.core import NEEDED, ConfigField, Family
+from harness.weights.families.harmless import is_harmless
 from harness.weights.quantization import quantization_of
 
 CONFIG = "config.json"
@@ -43,6 +44,22 @@ STRETCHING: dict[str, dict[str, tuple[str, object]]] = {
         "mscale_all_dim": ("mscale_all_dim", None),
     },
 }
+
+_ROTATION = list(
+    dict.fromkeys(
+        [
+            "rope_type",
+            "type",
+            "rope_theta",
+            "attention_factor",
+            *(theirs for fields in STRETCHING.values() for theirs, _ in fields.values()),
+        ]
+    )
+)
+
+# Fields that ``rotation_of`` and ``quantization_of`` read.
+_READ = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
+_READ_BY_ALL = {*_READ, "quantization_config"}
 
 # Fields that only affect training.
 _TRAINING = ("embedding_std", "moe.aux_loss_coeff", "mtp.loss_weight")
@@ -183,7 +200,29 @@ def check_hf_config(model: ModelConfig, found: Mapping[str, Any]) -> None:
         facts.append(fact if works is None else f"{fact}, which is model.{field.ours}={_typed(works)}")
     if facts:
         raise UserError(f"{'; '.join(facts)}; would work: model=from_config, which takes all of them")
+    _check_attention_factor(model, rotation_of(family, found))
+    _refuse_unread(family, model, found)
     family_of(model)
+
+
+def _refuse_unread(family: Family, model: ModelConfig, found: Mapping[str, Any]) -> None:
+    """Refuse fields that neither the family reads nor ``harmless.txt`` has."""
+    known = {*_READ_BY_ALL, *family.trained, *family.harmless, "architectures", family.type_key}
+    known |= set(family.written(model)) if family.written else set()
+    for field in family.config_fields(model):
+        known |= {field.theirs, field.alias or field.theirs}
+    spans = [model.span(layer) for layer in range(model.n_layers)]
+    same = {"layer_types": ["full_attention" if span.is_whole else "sliding_attention" for span in spans]}
+    unread = []
+    for name, value in found.items():
+        if name not in known and value != same.get(name, NEEDED) and not is_harmless(name, value):
+            unread.append(f"{name} {_typed(value)}")
+    if unread:
+        shown = ", ".join(unread[:_SHOWN_ITEMS])
+        raise UserError(
+            f"config.json has {shown}, which model.family={family.name} does not read, so its output may "
+            "differ; would work: config.json without it, if it changes nothing"
+        )
 
 
 def _shown(field: ConfigField) -> object:
@@ -257,12 +296,22 @@ def rotation_of(family: Family, found: Mapping[str, Any]) -> dict[str, Any]:
             "max_position_embeddings by its own length, and shorter ones not at all; "
             "would work: rope_scaling null"
         )
-    return {
+    for key, value in parameters.items():
+        if key not in _ROTATION and value is not None and (key, value) != ("partial_rotary_factor", 1):
+            raise UserError(
+                f"config.json has {key} {_typed(value)} in {name}, which is not read; "
+                f"would work: {name} with {', '.join(_ROTATION)}"
+            )
+    rotation = {
         "rope_theta": found.get("rope_theta", family.theta),
         "original_max_position_embeddings": found.get("max_position_embeddings", 2048),
         **parameters,
         "rope_type": "none" if kind == "default" else kind,
     }
+    original = found.get("original_max_position_embeddings")
+    if original is not None:  # transformers prefers the one outside of the object
+        rotation["original_max_position_embeddings"] = original
+    return rotation
 
 
 def _rope_fields(model: ModelConfig, rotation: Mapping[str, Any]) -> Iterator[ConfigField]:
@@ -274,11 +323,23 @@ def _rope_fields(model: ModelConfig, rotation: Mapping[str, Any]) -> Iterator[Co
         return
     for name, (theirs, default) in STRETCHING[rope.scaling].items():
         yield ConfigField(theirs, getattr(rope, name), f"rope.{name}", default=default, nullable=True)
-    if rope.scaling == "yarn":
-        # It would replace the factor that follows from mscale.
-        yield ConfigField(
-            "attention_factor", None, "rope.mscale", shown=rope.mscale, default=None, to_ours=undetermined
-        )
+
+
+def _check_attention_factor(model: ModelConfig, rotation: Mapping[str, Any]) -> None:
+    """Check that a factor of the rotation is the one that follows from mscale, which it would replace."""
+    rope, given = model.rope, rotation.get("attention_factor")
+    if rope.scaling != "yarn" or given is None:
+        return
+    is_number = type(given) in (int, float)
+    if is_number and math.isclose(given, rope.rotation_scale, rel_tol=1e-6):
+        return
+    works = "attention_factor null"
+    if is_number and rope.factor > 1 and not model.attention.is_latent:
+        stretch = 0.1 * math.log(rope.factor)
+        mscale = (given * (stretch + 1) - 1) / stretch
+        works = f"in its place mscale {mscale!r} and mscale_all_dim 1.0, which is the same rotation"
+    rule = f"the rotation is scaled by {rope.rotation_scale:.6g}, which follows from the other fields"
+    raise UserError(f"config.json has attention_factor {_typed(given)}: {rule}; would work: {works}")
 
 
 # -- read a model ----

@@ -318,6 +318,8 @@ def _opened(file: Path) -> Iterator[Any]:
 
 def _weight_files(folder: Path) -> list[Path]:
     """The files that transformers or diffusers would read; the folder may also hold other formats."""
+    if os.path.isfile(folder / SINGLE):  # first, as in transformers: an index beside it is an older one
+        return [folder / SINGLE]
     index_name = INDEX
     if not (folder / INDEX).exists():  # diffusers' files have another name
         index_name = next((file.name for file in sorted(folder.glob(f"*.{INDEX_ENDING}"))), INDEX)
@@ -337,4 +339,4 @@ def _weight_files(folder: Path) -> list[Path]:
                 f"{folder}: {missing[0]} is missing, one of {len(files)} files that {index_name} names"
             )
         return files
-    return [folder / SINGLE] if (folder / SINGLE).exists() else sorted(folder.glob("*.safetensors"))
+    return sorted(folder.glob("*.safetensors"))

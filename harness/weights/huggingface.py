@@ -50,7 +50,6 @@ from harness.weights.source import (
     WeightSource,
     bytes_view,
     multipliers,
-    refuse_untied,
     total_bytes,
 )
 
@@ -83,30 +82,38 @@ class HuggingFaceSource:
 
     def read(self, name: str) -> Tensor:
         """Return one tensor, after comparing tied and copied tensors with it."""
-        facts, [first, *_] = self.tensors[name], self._pieces[name]
-        if first.is_same:
-            tensor = self._stored.read(first.theirs).to(facts.dtype)
-            tensor = tensor / self._multipliers[name] if name in self._multipliers else tensor
-        else:
-            tensor = torch.empty(facts.shape, dtype=facts.dtype)
-            self.fill(name, tensor, [range(size) for size in facts.shape])
-        if name == EMBEDDING and self._tied and HF_HEAD in self._stored.tensors:
-            refuse_untied(tensor, self._stored.read(HF_HEAD), str(self._folder))
-        for copy in self._copies.get(name, ()):
-            if copy.theirs in self._stored.tensors and not torch.equal(
-                tensor, self._stored.read(copy.theirs).to(facts.dtype)
-            ):
-                raise UserError(
-                    f"{self._folder}: {copy.theirs} differs from {first.theirs}, and multi-token prediction "
-                    "must share that table; would work: model.mtp.depth=0"
-                )
+        facts = self.tensors[name]
+        tensor = torch.empty(facts.shape, dtype=facts.dtype)
+        self.fill(name, tensor, [range(size) for size in facts.shape])
         return tensor
 
     def fill(self, name: str, out: Tensor, ranges: Sequence[range]) -> None:
-        """Fill a slice of one tensor, reading only that slice where the file's layout allows."""
+        """Fill a slice of one tensor and compare it with its copies, reading only that slice if possible."""
         fill(out, self._pieces[name], self.tensors[name].shape, ranges, self._stored.read_slice)
+        self._require_same_copies(name, out, ranges)
         if name in self._multipliers:
             out.div_(self._multipliers[name])
+
+    def _require_same_copies(self, name: str, values: Tensor, ranges: Sequence[range]) -> None:
+        """Compare a slice of one tensor with the same slice of each tensor that repeats it."""
+        part = tuple(slice(each.start, each.stop) for each in ranges)
+        copies = [copy.theirs for copy in self._copies.get(name, ())]
+        if name == EMBEDDING and self._tied:
+            copies.append(HF_HEAD)
+        for copy in copies:
+            if copy not in self._stored.tensors or not values.numel():
+                continue
+            if torch.equal(values, self._stored.read_slice(copy, part).to(values)):
+                continue
+            if copy == HF_HEAD:
+                raise UserError(
+                    f"{self._folder}: the output projection {copy} differs from the embedding table, and "
+                    f"{CONFIG} has tie_word_embeddings true; would work: tie_word_embeddings false there"
+                )
+            raise UserError(
+                f"{self._folder}: {copy} differs from {self._pieces[name][0].theirs}, and multi-token "
+                "prediction must share that table; would work: model.mtp.depth=0"
+            )
 
 
 def write_huggingface(

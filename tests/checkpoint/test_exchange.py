@@ -12,6 +12,7 @@ import pytest
 import torch
 from quantized_files import quantize_fp8, rewrite, stored_in
 from resumable_runs import SMALL, Outcome, train
+from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
 from harness.checkpoint.catalog import open_checkpoint
@@ -162,3 +163,25 @@ def test_export_dtype_and_tied_embeddings(pool: RankPool, tmp_path: Path) -> Non
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     assert model.dtype == torch.bfloat16
     assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_a_head_that_differs_from_the_table_is_not_dropped(pool: RankPool, tmp_path: Path) -> None:
+    """transformers keeps both tables; only the rank whose rows differ can see it."""
+    job = job_of(tmp_path, *FSDP2, "model.tied_embeddings=true", source="hf")
+    reference_of(job).save_pretrained(tmp_path / "hf")
+    tensors = load_file(file := tmp_path / "hf" / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].clone()
+    save_file({**tensors, "lm_head.weight": head}, file, metadata={"format": "pt"})
+    run(pool, job, tmp_path / "same")
+    head[VOCAB - 1] += 1
+    save_file({**tensors, "lm_head.weight": head}, file, metadata={"format": "pt"})
+    with pytest.raises(
+        RankFailed, match=r"lm_head\.weight differs from the embedding table.*would work: tie_"
+    ):
+        run(pool, job, tmp_path / "other")
+    config = tmp_path / "hf" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "tie_word_embeddings": False}))
+    untied = job_of(tmp_path, *FSDP2, source="hf")
+    expected = loss_of(AutoModelForCausalLM.from_pretrained(tmp_path / "hf"), untied)
+    for outcome in run(pool, untied, tmp_path / "untied"):
+        assert outcome.losses[1] == pytest.approx(expected, rel=1e-5)

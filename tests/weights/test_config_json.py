@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from test_families import as_stored
 from harness.config.model import FAMILIES, ModelConfig
 from harness.model.rope import rope_table
 from harness.util.errors import UserError
-from harness.weights.config_json import check_hf_config, hf_config
+from harness.weights.config_json import check_hf_config, hf_config, model_from_config
 from harness.weights.hf_tensors import check_hf_tensors, hf_shapes
 
 transformers = pytest.importorskip("transformers")
@@ -120,6 +121,25 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
             "model.attention.qkv_bias=false: config.json has attention_bias true; model.attention.output_bi",
         ),
         ({"mlp_bias": True}, "config.json has mlp_bias true: "),
+        (
+            {"attn_logit_softcapping": 30.0, "clip_qkv": 8},
+            "config.json has attn_logit_softcapping 30.0, clip_qkv 8, which model.family=llama does not read",
+        ),
+        ({"is_causal": False}, "config.json has is_causal false, which"),
+        ({"partial_rotary_factor": 0.5}, "config.json has partial_rotary_factor 0.5, which"),
+        ({"layer_types": ["sliding_attention"] * 32}, 'config.json has layer_types ["sliding_attention", "'),
+        (
+            scaled("llama3_8b", mrope_section=[8, 12, 12]),
+            "config.json has mrope_section [8, 12, 12] in rope_scaling, which is not read; would work: ",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {}}, "rope_scaling": None},
+            "config.json has full_attention {}",
+        ),
+        (
+            {"original_max_position_embeddings": 4096},
+            "model.rope.original_max_position=8192: config.json has original_max_position_embeddings 4096",
+        ),
         ({"model_type": "mistral"}, "config.json has model_type mistral: only checkpoints with model_t"),
         ({"model_type": None}, "config.json has no model_type: only checkpoints with model_type llama"),
     ],
@@ -131,8 +151,9 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ),
         (
             scaled("gpt_oss_20b", attention_factor=1.5),
-            "model.rope.mscale=null: config.json has attention_factor 1.",
+            "config.json has attention_factor 1.5: the rotation is scaled by 1.34657, which follows",
         ),
+        (scaled("gpt_oss_20b", attention_factor=1.5), "...in its place mscale 2.94"),
     ],
     "deepseek_v2_lite_16b": [
         ({"norm_topk_prob": True}, "config.json has norm_topk_prob true: the decoder"),
@@ -143,7 +164,13 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"n_shared_experts": 2}, "...which is model.moe.shared_hidden_dim=4096"),
         ({"vocab_size": None}, "model.vocab_size=129280: config.json has vocab_size null"),
     ],
-    "mistral_7b": [({"sliding_window": 7}, "...would work: model=from_config")],
+    "mistral_7b": [
+        ({"sliding_window": 7}, "...would work: model=from_config"),
+        (
+            {"layer_types": ["full_attention"] + ["sliding_attention"] * 31},
+            'config.json has layer_types ["full_attention", "sliding_attention", ',
+        ),
+    ],
     "qwen3_8b": [
         ({"use_sliding_window": True}, "config.json has use_sliding_window true: the decoder only"),
         ({"rope_scaling": "linear"}, '...rope_scaling "linear": must be an object or null'),
@@ -166,6 +193,42 @@ def test_a_file_that_differs_is_refused(name: str, change: dict[str, Any], says:
     message = str(caught.value)
     assert says[3:] in message if says.startswith("...") else message.startswith(says)
     assert "\n" not in message
+
+
+def test_fields_that_change_nothing_are_taken() -> None:
+    harmless = {
+        "unsloth_fixed": True,
+        "_attn_implementation": "sdpa",
+        "partial_rotary_factor": 1.0,
+        "is_causal": True,
+        "attn_logit_softcapping": None,
+        "use_mrope": False,
+        "pruned_heads": {},
+        "layer_types": ["full_attention"] * 32,
+        "vision_token_id": 7,
+        "top_p": 0.9,
+    }
+    check_hf_config(shipped("llama3_8b"), {**LLAMA, **harmless})
+    sliding = {"layer_types": ["sliding_attention"] * 32}
+    check_hf_config(shipped("mistral_7b"), {**RELEASED_CONFIGS["mistral_7b"], **sliding})
+    implied = scaled("gpt_oss_20b", attention_factor=0.1 * math.log(32) + 1)
+    check_hf_config(shipped("gpt_oss_20b"), {**RELEASED_CONFIGS["gpt_oss_20b"], **implied})
+
+
+@pytest.mark.parametrize("kind", ["yarn", "llama3"])
+def test_the_original_length_outside_of_the_rotation_wins(kind: str, tmp_path: Path) -> None:
+    """transformers rotates by the field at the top level, even if the object has another one."""
+    inside = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 128}
+    inside |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if kind == "llama3" else {}
+    content = content_of(CASES["llama"]) | {"rope_scaling": inside, "original_max_position_embeddings": 32}
+    del content["rope_parameters"]
+    read = transformers.LlamaConfig(**content)
+    compute = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[kind]
+    frequencies, scale = compute(read, "cpu")
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    rope = model_from_config(str(tmp_path)).rope
+    table = rope_table(rope, 2 * len(frequencies), 9)
+    torch.testing.assert_close(table[0, 8], (8 * frequencies).cos() * scale)
 
 
 # -- tensors ----

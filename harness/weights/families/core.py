@@ -168,6 +168,8 @@ class Family:
         written: further fields to write to config.json, which are not read.
         theta: default of rope_theta.
         assumed: values of fields in ``kept`` for a model that is read from config.json alone.
+        harmless: fields of config.json that change nothing beside ``config_fields``; all families' are in
+            ``harness.weights.families.harmless``.
         trained: from fields of config.json that only affect training to ours, for reading and writing.
         nested: a larger model whose files can be read too.
         ignored: prefixes of names of tensors that are not the decoder's.
@@ -191,6 +193,7 @@ class Family:
     theta: float = 10000.0
     assumed: Callable[[ModelConfig], dict[str, object]] | None = None
     trained: Mapping[str, str] = field(default_factory=dict)
+    harmless: tuple[str, ...] = ()
     nested: Nested | None = None
     ignored: Callable[[ModelConfig], tuple[str, ...]] | None = None
     mtp: Names = field(default_factory=dict)

@@ -127,12 +127,14 @@ def _refuse_v3(model: ModelConfig) -> None:
 
 
 _TRAINED = {"aux_loss_alpha": "moe.aux_loss_coeff"}
+_DERIVED = ("head_dim", "qk_head_dim")  # transformers computes both from the widths above
 
 
 DEEPSEEK_V2 = Family(
     name="deepseek_v2",
     model_type="deepseek_v2",
     architecture="DeepseekV2ForCausalLM",
+    harmless=_DERIVED,
     names=_NAMES,
     config_fields=_v2,
     requires={"attention.kind": "mla", "rope.interleaved": True},
@@ -146,6 +148,7 @@ DEEPSEEK_V3 = Family(
     name="deepseek_v3",
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
+    harmless=_DERIVED,
     names=_NAMES | {"moe.balance_bias": TensorSlot("mlp.gate.e_score_correction_bias")},
     config_fields=_v3,
     requires={"attention.kind": "mla", "moe.score": "sigmoid", "moe.group_score": "top2_sum"},

@@ -55,6 +55,7 @@ GPT_OSS = Family(
     name="gpt_oss",
     model_type="gpt_oss",
     architecture="GptOssForCausalLM",
+    harmless=("initial_context_length",),
     names=NORMS
     | ATTENTION
     | {"attention.sinks": TensorSlot("self_attn.sinks"), "moe.router": "mlp.router"}

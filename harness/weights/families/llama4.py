@@ -129,6 +129,7 @@ LLAMA4 = Family(
     name="llama4",
     model_type="llama4_text",
     architecture="Llama4ForCausalLM",
+    harmless=("no_rope_layer_interval", "attn_scale", "floor_scale"),
     names=NORMS
     | ATTENTION
     | projections("feed_forward", "feed_forward")

@@ -24,6 +24,7 @@ from harness.weights.families.core import (
 )
 
 _TRAINED = {"router_aux_loss_coef": "moe.aux_loss_coeff"}  # of mixtures
+_WINDOWS = ("sliding_window", "max_window_layers")  # of Qwen, while use_sliding_window is false
 _NAMES = NORMS | ATTENTION | DENSE
 
 
@@ -154,6 +155,7 @@ QWEN2 = Family(
     name="qwen2",
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
+    harmless=_WINDOWS,
     names=_NAMES,
     config_fields=_qwen2,
     requires={"attention.qkv_bias": True},
@@ -163,6 +165,7 @@ QWEN3 = Family(
     name="qwen3",
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
+    harmless=_WINDOWS,
     names=_QWEN3_NAMES,
     config_fields=_qwen3,
     requires={"attention.qk_norm": "learned"},
@@ -172,6 +175,7 @@ QWEN3_MOE = Family(
     name="qwen3_moe",
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
+    harmless=_WINDOWS,
     names=_QWEN3_NAMES | {"moe.router": "mlp.gate"} | per_expert("mlp.experts"),
     config_fields=_qwen3_moe,
     requires={"attention.qk_norm": "learned"},
