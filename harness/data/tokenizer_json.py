@@ -183,8 +183,8 @@ def token_of(settings: dict[str, Any], name: str) -> str | None:
 def copy_tokenizer(config: TokenizerConfig, folder: Path) -> None:
     """Copy a tokenizer.json and transformers' files in its folder.
 
-    If tokenizer.bos or tokenizer.eos differs from the files, the copies get its value: the model was trained
-    with it.
+    The files stay as they are. Only if none of them names a bos or eos token, the copies get that of
+    tokenizer.bos or tokenizer.eos. The ids that the model was trained with are in config.json.
 
     Raises:
         DataError: the tokenizer is invalid.
@@ -203,7 +203,7 @@ def copy_tokenizer(config: TokenizerConfig, folder: Path) -> None:
         theirs = (
             read_object(path, DataError) if path.is_file() else {"tokenizer_class": "PreTrainedTokenizerFast"}
         )
-        changed = {key: token for key, token in ours.items() if token and token != token_of(theirs, key)}
+        changed = {key: token for key, token in ours.items() if token and key not in theirs}
         if changed or not path.is_file():
             text = json.dumps({**theirs, **changed}, indent=2, ensure_ascii=False) + "\n"
             (folder / name).write_text(text, encoding="utf-8")

@@ -18,14 +18,21 @@ from typing import TYPE_CHECKING, Any
 from harness.checkpoint.catalog import DamagedCheckpoint
 from harness.compose.verb import Verb
 from harness.config.checkpoint import EXPORT_DTYPES
-from harness.config.data import TokenizerConfig
+from harness.config.data import DataConfig, TokenizerConfig
 from harness.config.fields import label, part
 from harness.config.job import Job
 from harness.config.model import FAMILIES, ModelConfig
 from harness.config.registry import WEIGHT_FORMATS, Choices, load_attribute
 from harness.metrics.console import progress
 from harness.util.errors import EXIT_OK, ConfigError, UserError
-from harness.weights.detect import WeightFolder, choose_model, choose_tokenizer, chosen_source, open_source
+from harness.weights.detect import (
+    WeightFolder,
+    choose_data,
+    choose_model,
+    choose_tokenizer,
+    chosen_source,
+    open_source,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -95,7 +102,8 @@ def convert(job: ConvertJob, overrides: list[str]) -> int:
         found = found.averaged("convert.ema") if config.ema else found
         model = choose_model(job, overrides, found)
         tokenizer = choose_tokenizer(job, overrides, found)
-        _convert(config, found, model, tokenizer, Path(config.target))
+        data = choose_data(job, overrides, found)
+        _convert(config, found, model, tokenizer, data, Path(config.target))
     except DamagedCheckpoint as error:
         raise UserError(f"{found.path if found else config.source}: {error}") from error
     return EXIT_OK
@@ -106,6 +114,7 @@ def _convert(
     found: WeightFolder,
     model: ModelConfig,
     tokenizer: TokenizerConfig | None,
+    data: DataConfig | None,
     target: Path,
 ) -> None:
     import torch
@@ -146,9 +155,14 @@ def _convert(
         shown = watched(source, lambda name, _: show(name))
         remark = ""  # what a user has to know of the written weights
         if config.format == "hf":
+            from harness.weights.generation import Origin
             from harness.weights.huggingface import write_huggingface
 
-            write_huggingface(shown, model, tokenizer, temporary, config.max_shard_gb)
+            trained = (found.manifest.get("job") or {}).get("checkpoint") or {}
+            folder = trained.get("initial_load_path") if trained.get("initial_load_in_hf") else None
+            folder = found.path if found.kind == "hf" else folder
+            origin = Origin(None if folder is None else Path(folder), data)
+            write_huggingface(shown, model, tokenizer, temporary, config.max_shard_gb, origin=origin)
         elif config.format == "torch":
             write_torch(folded(shown, model), temporary, tied=model.tied_embeddings)
         elif config.format == "dcp":

@@ -25,14 +25,14 @@ from harness.checkpoint.storage import write_last
 from harness.config.data import TokenizerConfig
 from harness.config.job import Job
 from harness.config.model import FAMILIES, ModelConfig
-from harness.data.tokenizer import build_tokenizer
 from harness.model.spec import is_buffer, tensor_shapes
 from harness.parallelism.materialize import local_ranges
-from harness.util.errors import ConfigError, UserError
+from harness.util.errors import UserError
 from harness.util.files import sync_file, sync_folder
 from harness.util.store import file_digest
 from harness.weights.config_json import CONFIG, check_hf_config, decoder_part, hf_config, read_object
 from harness.weights.dcp import DistributedSource
+from harness.weights.generation import GENERATION, Origin, special_ids, with_ends
 from harness.weights.hf_tensors import (
     DTYPES,
     HF_HEAD,
@@ -123,6 +123,7 @@ def write_huggingface(
     folder: Path,
     max_shard_gb: float = MAX_SHARD_GB,
     *,
+    origin: Origin = Origin(),  # noqa: B008 - it is frozen
     share: tuple[int, int] = (0, 1),
     finish: bool = True,
 ) -> None:
@@ -134,7 +135,7 @@ def write_huggingface(
     """
     folder.mkdir(parents=True, exist_ok=True)
     if finish:  # first, because the user's errors show here
-        finish_huggingface(source, model, tokenizer, folder, max_shard_gb)
+        finish_huggingface(source, model, tokenizer, folder, origin, max_shard_gb)
     rank, ranks = share
     renamed = HuggingFaceNames(source, model)
     shards = plan_shards(renamed, max_shard_gb, FAMILIES[model.family].stem)
@@ -148,17 +149,24 @@ def finish_huggingface(
     model: ModelConfig,
     tokenizer: TokenizerConfig | None,
     folder: Path,
+    origin: Origin,
     max_shard_gb: float = MAX_SHARD_GB,
 ) -> None:
-    """Write everything except the weights: the index, config.json, the tokenizer's files."""
+    """Write everything except the weights: the index, config.json, generation_config.json, the tokenizer."""
     from harness.weights.tokenizer import export_tokenizer  # training without an export needs no such library
 
     # config.json has one dtype; if the source mixes several, it is the embedding table's, the first tensor.
     first, family = next(iter(tensor_shapes(model))), FAMILIES[model.family]
     name = str(source.tensors[first].dtype).removeprefix("torch.")
     tokenizer = None if family.is_diffusers else tokenizer
-    bos, eos = _special_ids(model, tokenizer)
-    _write_json(folder / CONFIG, hf_config(model, dtype=name, bos_id=bos, eos_id=eos))
+    bos, ends = special_ids(model, tokenizer, origin)
+    content = hf_config(model, dtype=name, bos_id=bos, eos_id=None)
+    if not family.is_diffusers:
+        kept = origin.config(model)
+        content = {**kept, **content, "bos_token_id": kept.get("bos_token_id", bos)}
+        content["eos_token_id"] = with_ends(ends, kept.get("eos_token_id"))
+        _write_generation(folder / GENERATION, origin.generation(), content, ends)
+    _write_json(folder / CONFIG, content)
     renamed = HuggingFaceNames(source, model)
     shards = plan_shards(renamed, max_shard_gb, family.stem)
     if len(shards) > 1:
@@ -171,15 +179,15 @@ def finish_huggingface(
         export_tokenizer(tokenizer, folder)
 
 
-def _special_ids(model: ModelConfig, tokenizer: TokenizerConfig | None) -> tuple[int | None, int | None]:
-    if tokenizer is None:
-        return None, None
-    built = build_tokenizer(tokenizer)
-    if built.vocab_size > model.vocab_size:
-        rule = f"has {built.vocab_size} ids, more than model.vocab_size={model.vocab_size}"
-        works = "the tokenizer that the model was trained with, or tokenizer=none, which writes none"
-        raise ConfigError("tokenizer", tokenizer.path or tokenizer.kind, rule, works)
-    return built.bos_id, built.eos_id
+def _write_generation(
+    file: Path, found: dict[str, Any], config: Mapping[str, Any], ends: Sequence[int]
+) -> None:
+    """Write generation_config.json: the one that was found, with the ends, or the ids of config.json."""
+    if not found:
+        names = ("bos_token_id", "eos_token_id", "pad_token_id")
+        found = {name: config[name] for name in names if config.get(name) is not None}
+    if found:
+        _write_json(file, {**found, "eos_token_id": with_ends(ends, found.get("eos_token_id"))})
 
 
 def plan_shards(source: WeightSource, max_shard_gb: float, stem: str = "model") -> dict[str, list[str]]:
@@ -265,7 +273,12 @@ class _Announced:
 def check_export(job: Job) -> None:
     """Try to write config.json, index and tokenizer, so that errors appear before training and not after."""
     with tempfile.TemporaryDirectory() as folder:
-        finish_huggingface(_Announced(job), job.model, job.tokenizer, Path(folder))
+        finish_huggingface(_Announced(job), job.model, job.tokenizer, Path(folder), _origin(job))
+
+
+def _origin(job: Job) -> Origin:
+    path = job.checkpoint.initial_load_path if job.checkpoint.initial_load_in_hf else None
+    return Origin(None if path is None else Path(path), job.data)
 
 
 def write_share(source: str, target: str, job: Job, share: tuple[int, int]) -> None:
@@ -276,7 +289,7 @@ def write_share(source: str, target: str, job: Job, share: tuple[int, int]) -> N
 def finish(source: str, target: str, job: Job, manifest: dict[str, Any]) -> None:
     """Write config.json, index and tokenizer, then the manifest; on one rank, after all shares."""
     folder = Path(target)
-    finish_huggingface(_source(source, job), job.model, job.tokenizer, folder)
+    finish_huggingface(_source(source, job), job.model, job.tokenizer, folder, _origin(job))
     files = {
         file.name: {"size": file.stat().st_size, CHECKSUM: file_digest(file, xxhash.xxh3_128)}
         for file in sorted(folder.iterdir())

@@ -16,6 +16,11 @@ def is_harmless(name: str, value: object) -> bool:
     return not value
 
 
+def is_listed(name: str) -> bool:
+    """Whether a field of config.json is harmless with any value."""
+    return any(fnmatchcase(name, pattern) for pattern, only in _table().items() if only is None)
+
+
 @cache
 def _table() -> dict[str, str | None]:
     """Patterns of names, and the only harmless value (JSON) of those that have one."""
