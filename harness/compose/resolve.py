@@ -56,7 +56,11 @@ def resolve_layout(job: J, *, launched_ranks: int | None = None, gpus: int | Non
     if gpus is None:
         gpus = count_gpus() if here and job.cluster.device != "cpu" else 0
     default = job.cluster.default_world_size or gpus or None
-    layout = job.parallelism.resolve(launched_ranks or job.cluster.world_size, default)
+    if not here:
+        launched_ranks = None  # a launcher here starts no ranks there
+    by_launcher = " by WORLD_SIZE, which a launcher sets" if launched_ranks else ""
+    ranks = launched_ranks or job.cluster.world_size
+    layout = job.parallelism.resolve(ranks, default, by_launcher)
     if launched_ranks is None:
         job.cluster.nodes_for(layout.world_size)
         if here:

@@ -28,7 +28,7 @@ from harness.compose.hydra import search_path, shadowed
 from harness.compose.paths import config_folders
 from harness.config.registry import Registry
 from harness.config.texts import masked
-from harness.train.process import launched_ranks
+from harness.train.process import refuse_launched
 from harness.util.encoding import dumps
 from harness.util.errors import (
     EXIT_BUG,
@@ -258,8 +258,8 @@ class Verb:
         if verb.job is None:
             yield run, line.json
             return
-        if verb.is_alone and launched_ranks() is not None:
-            raise UserError(f"{self.command} starts its processes itself; start it without torchrun")
+        if verb.is_alone:
+            refuse_launched(f"{self.command} starts its processes itself; start it without torchrun")
         name = (self.name if line.config_name is None else line.config_name).removesuffix(".yaml")
         typed = spelled_out(line.overrides, verb.job)
         with search_path(typed, name, folders=line.config_dir or (), primaries={self.name: name}) as found:

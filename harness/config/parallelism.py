@@ -165,22 +165,25 @@ class ParallelismConfig:
     def uses_sequence_parallel(self) -> bool:
         return self.tp > 1 and self.sequence_parallel
 
-    def resolve(self, world_size: int | None, default_world: int | None) -> ParallelismConfig:
+    def resolve(
+        self, world_size: int | None, default_world: int | None, origin: str = ""
+    ) -> ParallelismConfig:
         """Check the product of the degrees; return the layout with dp_shard and the schedule's digest set.
 
         Args:
             world_size: number of ranks, if determined outside the layout.
             default_world: number of ranks that dp_shard=-1 fills otherwise; None means dp_shard=2.
+            origin: what determined ``world_size``, for messages.
         """
         if self.dp_shard == -1:
             others = prod(degree for axis, degree in self.degrees.items() if axis != "dp_shard")
             world = world_size or default_world or 2 * others
             if world % others:
                 named = degrees_in_words(self.degrees, between="=", none="")
-                rule = f"{named} does not divide the world size {world}"
+                rule = f"{named} does not divide the world size {world}{origin}"
                 works = f"a world size that is a multiple of {others}, or degrees that divide {world}"
                 raise ConfigError("parallelism.dp_shard", -1, rule, works)
-            return replace(self, dp_shard=world // others).resolve(world_size, default_world)
+            return replace(self, dp_shard=world // others).resolve(world_size, default_world, origin)
         if world_size is not None and self.world_size != world_size:
             named = degrees_in_words(self.degrees, between="=", none="")
             others = self.world_size // self.dp_shard
@@ -191,7 +194,7 @@ class ParallelismConfig:
             )
             rule = (
                 f"the degrees multiply to {self.world_size}{f' ({named})' if named else ''}, "
-                f"but there are {world_size} ranks"
+                f"but there are {world_size} ranks{origin}"
             )
             works = f"{rest}, or {self.world_size} ranks"
             raise ConfigError("parallelism.dp_shard", self.dp_shard, rule, works)

@@ -8,7 +8,6 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from datetime import timedelta
 from pathlib import Path
 from subprocess import Popen
 from typing import TYPE_CHECKING, NoReturn
@@ -27,6 +26,7 @@ from harness.train.process import (
     openmp_environment,
     rank_environment,
     rendezvous_store,
+    stop_signals_end,
     stop_signals_ignored,
     stop_signals_interrupt,
 )
@@ -38,7 +38,6 @@ from harness.util.errors import (
     EXIT_USER,
     STOPPED,
     ConfigError,
-    MachineError,
     UserError,
 )
 
@@ -186,8 +185,16 @@ def run_launched_rank(job: Job, folder: RunFolder, overrides: list[str]) -> NoRe
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # Only if the parent is known to be the launcher: a shell in between may end earlier.
         end_with_launcher(job, folder, os.getppid())
+    else:
+        variables = f"RANK={rank} and WORLD_SIZE={job.world_size}"
+        sys.stderr.write(f"this is rank {rank} of {job.world_size}, because a launcher set {variables}\n")
     with stop_signals_interrupt():
-        store = _rendezvous(job) if job.world_size > 1 else None
+        store = None
+        if job.world_size > 1:
+            with importing_torch():
+                from harness.train.setup import rendezvous
+
+            store = rendezvous(job)
         outcome = _begin_on_rank_0(job, folder, overrides, rank, store)
         if outcome != _BEGUN:
             leave(EXIT_OK if outcome == _FINISHED else EXIT_USER)
@@ -197,32 +204,13 @@ def run_launched_rank(job: Job, folder: RunFolder, overrides: list[str]) -> NoRe
     leave(code)
 
 
-def _rendezvous(job: Job) -> dist.Store:
-    # The store that all ranks share before there is a process group.
-    with importing_torch():
-        import torch.distributed as dist
-
-    timeout = timedelta(seconds=job.cluster.start_timeout_seconds)
-    try:
-        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-    except dist.DistError as error:
-        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        raise MachineError(
-            f"rank {os.environ['RANK']} cannot connect to the store at {address} (MASTER_ADDR, MASTER_PORT): "
-            f"{str(error).splitlines()[0]}"
-        ) from error
-    store.set_timeout(timeout)
-    # torchrun may restart the ranks, and its store keeps their keys.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"harness-{attempt}", store)
-
-
 def _begin_on_rank_0(
     job: Job, folder: RunFolder, overrides: list[str], rank: int, store: dist.Store | None
 ) -> str:
     # The other ranks wait: none may write into an earlier attempt.
     if rank != 0 and store is not None:
-        return store.get("folder").decode()
+        with stop_signals_end():
+            return store.get("folder").decode()
     outcome = _BEGUN
     try:
         if is_finished(job, folder.path):

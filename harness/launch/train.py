@@ -22,8 +22,10 @@ from harness.config.cluster import CLUSTERS
 from harness.config.job import Job
 from harness.launch.begin import require_inputs, require_tokenized, require_vocabulary
 from harness.run.folder import RunFolder
-from harness.train.process import launched_ranks
+from harness.train.process import launched_ranks, refuse_launched
 from harness.util.errors import UserError
+
+_ONE_JOB = "a multirun (-m) starts the ranks of all its jobs; start it without torchrun"
 
 
 def train(job: Job, overrides: list[str]) -> int:
@@ -32,6 +34,10 @@ def train(job: Job, overrides: list[str]) -> int:
     if launched_ranks() is not None:
         from harness.launch.local import run_launched_rank
 
+        if job.cluster.kind != "local":
+            refuse_launched(f"so the job would train here, and not by cluster.kind={job.cluster.kind}")
+        if job.cluster.dry_run:
+            refuse_launched("so the job would train here, and cluster.dry_run=true shows it")
         run_launched_rank(job, folder, overrides)
     if is_finished(job, folder.path):
         return show_finished(job, folder.path)
@@ -45,7 +51,7 @@ def train_sweep(points: list[Composed]) -> int:
     """Train the points of a multirun; return the exit code."""
     from harness.launch.sweep.run import sweep
 
-    _refuse_torchrun()
+    refuse_launched(_ONE_JOB)
     passed: set[str] = set()
     return sweep([_checked(point, passed) for point in points])
 
@@ -54,13 +60,8 @@ def train_study(overrides: list[str], config_name: str) -> int:
     """Train points that Optuna chooses by their results; return the exit code."""
     from harness.launch.sweep.optuna import run_study
 
-    _refuse_torchrun()
+    refuse_launched(_ONE_JOB)
     return run_study(overrides, config_name=config_name, check=partial(_checked, passed=set()))
-
-
-def _refuse_torchrun() -> None:
-    if launched_ranks() is not None:
-        raise UserError("torchrun starts the ranks of one job; start a multirun (-m) without it")
 
 
 def _checked(point: Composed, passed: set[str]) -> Composed:

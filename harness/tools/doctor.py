@@ -28,8 +28,8 @@ from harness.config.job import Job
 from harness.launch.faults import gpu_faults
 from harness.launch.queue import require_slurm
 from harness.launch.slurm import shape_of
-from harness.train.process import importing_torch, launched_ranks
-from harness.util.errors import EXIT_OK, EXIT_USER, LONGEST_VALUE, ConfigError, MachineError, UserError
+from harness.train.process import importing_torch, refuse_launched
+from harness.util.errors import EXIT_OK, EXIT_USER, LONGEST_VALUE, ConfigError, MachineError
 from harness.util.hardware import Accelerator, node_name
 from harness.util.tables import Table, to_text
 
@@ -67,8 +67,7 @@ def judged(found: str, is_right: object, advice: str) -> Finding:
 
 def doctor(job: Job, _overrides: list[str]) -> Result:
     """Look at this machine, or at a node of the job's cluster."""
-    if launched_ranks() is not None:
-        raise UserError("harness doctor starts ranks itself; start it without torchrun")
+    refuse_launched("harness doctor starts ranks itself; start it without torchrun")
     if job.cluster.dry_run:
         return Result({"command": _srun(job)}, f"{shlex.join(_srun(job))}\n")
     findings = look(job) if job.cluster.is_here else _look_at_a_node(job)

@@ -59,8 +59,18 @@ def _launcher_number(name: str, least: int, below: int | None = None) -> int:
 def _launcher_error(name: str, rule: str) -> UserError:
     return UserError(
         f"{name}: {rule}; RANK={os.environ['RANK']} means that a launcher started this process; would work: "
-        "torchrun, or unset RANK"
+        f"torchrun, or {_WITHOUT_LAUNCHER}"
     )
+
+
+_WITHOUT_LAUNCHER = "env -u RANK -u WORLD_SIZE before the command, if no launcher started it"
+
+
+def refuse_launched(rule: str) -> None:
+    """Refuse what a rank of another launcher cannot do, with a UserError that names its variables."""
+    if launched_ranks() is not None:
+        variables = f"RANK={os.environ['RANK']} and WORLD_SIZE={os.environ['WORLD_SIZE']} are set"
+        raise UserError(f"{variables}, as torchrun does: {rule}; would work: {_WITHOUT_LAUNCHER}")
 
 
 CONTROLLER = "HARNESS_CONTROLLER"
@@ -294,6 +304,11 @@ class StopRequest:
 def stop_signals_interrupt() -> AbstractContextManager[None]:
     """Make SIGTERM, SIGHUP and SIGUSR2 raise KeyboardInterrupt inside the context, as SIGINT does."""
     return _handled_by(signal.default_int_handler)
+
+
+def stop_signals_end() -> AbstractContextManager[None]:
+    """Let the stop signals end the process inside the context: C++ that waits for peers sees no Python."""
+    return _handled_by(signal.SIG_DFL)
 
 
 def stop_signals_ignored() -> AbstractContextManager[None]:

@@ -7,9 +7,12 @@ import os
 import platform
 import re
 import socket
+import sys
+import threading
+import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -21,8 +24,13 @@ from harness.checkpoint.state import CHECKPOINT_GROUP
 from harness.config.cluster import count_gpus
 from harness.config.job import Job
 from harness.metrics.mfu import Peak, peak_of
-from harness.util.errors import ConfigError, UserError
+from harness.train.process import stop_signals_end
+from harness.util.errors import ConfigError, MachineError, UserError
 from harness.util.hardware import node_name
+
+WAITING_SECONDS = 1.0
+"""Time after which a rank says that it waits for others."""
+MEETING_SECONDS = 0.05
 
 
 def local_rank() -> int:
@@ -128,6 +136,60 @@ def _is_not_known_noise(record: logging.LogRecord) -> bool:
     return not (text.startswith(begins) or "is now natively supported by torch.compile as an opaque" in text)
 
 
+def rendezvous(job: Job) -> dist.Store:
+    """Meet the other ranks that torchrun or another launcher started; return the store that all share.
+
+    A stop signal ends a rank that waits. Raises MachineError if ranks are missing after
+    ``cluster.start_timeout_seconds``.
+    """
+    rank, host, port = int(os.environ["RANK"]), os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    patience = job.cluster.start_timeout_seconds
+    deadline = time.monotonic() + patience
+    is_master = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    timeout = timedelta(seconds=patience)
+    told = threading.Timer(WAITING_SECONDS, _tell, [f"rank {rank} is waiting for the store at {host}:{port}"])
+    told.start()
+    try:
+        with stop_signals_end():
+            connected = dist.TCPStore(
+                host, port, None, is_master, timeout, wait_for_workers=False, multi_tenant=True
+            )
+        told.cancel()
+        # torchrun may restart the ranks, and its store keeps their keys.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"harness-{attempt}", connected)
+        _meet(job.world_size, store, f"{host}:{port}", deadline)
+    except dist.DistError as error:
+        raise MachineError(
+            f"rank {rank} cannot connect to the store at {host}:{port} (MASTER_ADDR, MASTER_PORT): "
+            f"{str(error).splitlines()[0]}"
+        ) from error
+    finally:
+        told.cancel()
+    return store
+
+
+def _meet(world_size: int, store: dist.Store, address: str, deadline: float) -> None:
+    """Wait until all ranks have the store; rank 0 says how many it waits for."""
+    arrived = store.add("arrived", 1)
+    shown_at = time.monotonic() + WAITING_SECONDS if os.environ["RANK"] == "0" else deadline
+    while arrived < world_size:
+        waiting = f"waiting for {world_size - arrived} of {world_size} ranks at {address}"
+        if time.monotonic() > deadline:
+            works = "all WORLD_SIZE ranks, or env -u RANK -u WORLD_SIZE before the command"
+            raise MachineError(f"{waiting} took cluster.start_timeout_seconds; would work: {works}")
+        if time.monotonic() > shown_at:
+            _tell(waiting)
+            shown_at = deadline
+        time.sleep(MEETING_SECONDS)
+        arrived = store.add("arrived", 0)
+
+
+def _tell(line: str) -> None:
+    sys.stderr.write(f"{line} (WORLD_SIZE, MASTER_ADDR and MASTER_PORT of a launcher)\n")
+    sys.stderr.flush()
+
+
 @contextmanager
 def process_group(job: Job, device: torch.device, store: dist.Store | None = None) -> Iterator[None]:
     """Create the default process group, and destroy it at the end.
@@ -141,15 +203,17 @@ def process_group(job: Job, device: torch.device, store: dist.Store | None = Non
         if alone:
             dist.init_process_group(backend_of(device), store=dist.HashStore(), rank=0, world_size=1)
         else:
-            dist.init_process_group(
-                backend_of(device),
-                timeout=timedelta(seconds=job.cluster.start_timeout_seconds),
-                store=store,
-                # Only with a store; without one they also come from the variables.
-                rank=-1 if store is None else int(os.environ["RANK"]),
-                world_size=-1 if store is None else job.world_size,
-                device_id=device if device.type == "cuda" else None,
-            )
+            # Ranks of another launcher come with a store.
+            with nullcontext() if store is None else stop_signals_end():
+                dist.init_process_group(
+                    backend_of(device),
+                    timeout=timedelta(seconds=job.cluster.start_timeout_seconds),
+                    store=store,
+                    # Only with a store; without one they also come from the variables.
+                    rank=-1 if store is None else int(os.environ["RANK"]),
+                    world_size=-1 if store is None else job.world_size,
+                    device_id=device if device.type == "cuda" else None,
+                )
         try:
             yield
         except BaseException:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -24,9 +25,9 @@ from torch.distributed.flight_recorder.components.loader import read_dump
 from harness.config.fields import with_value
 from harness.config.job import Job
 from harness.launch.begin import begin
-from harness.launch.local import _rendezvous
 from harness.run.folder import RunFolder
 from harness.train.rank import Rank
+from harness.train.setup import rendezvous
 from harness.util.errors import (
     EXIT_BUG,
     EXIT_INTERRUPTED,
@@ -35,6 +36,7 @@ from harness.util.errors import (
     EXIT_OK,
     EXIT_RESUMABLE,
     EXIT_USER,
+    ConfigError,
     MachineError,
 )
 
@@ -308,8 +310,55 @@ def test_a_store_that_cannot_be_reached_is_one_line(monkeypatch: pytest.MonkeyPa
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(MachineError, match=r"^rank 1 cannot connect to the store at 127.0.0.1:1 ") as failed:
-        _rendezvous(job)
+        rendezvous(job)
     assert "\n" not in str(failed.value)
+
+
+LONE = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_lone_rank_says_what_it_waits_for_and_can_be_stopped(launch: Start, number: signal.Signals) -> None:
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    job = launch(*TWO_RANKS, environment={**LONE, "MASTER_PORT": str(port)})
+    until(lambda: f"waiting for 1 of 2 ranks at localhost:{port} (WORLD_SIZE, " in job.err, PATIENCE)
+    assert "this is rank 0 of 2, because a launcher set RANK=0 and WORLD_SIZE=2" in job.err
+    job.process.send_signal(number)
+    assert job.finish() != EXIT_OK
+    assert "Traceback" not in job.err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (
+            ["cluster=slurm_cpu", "cluster.dry_run=true"],
+            "so the job would train here, and not by cluster.kind=sl",
+        ),
+        (
+            ["cluster=slurm_cpu"],
+            "so the job would train here, and not by cluster.kind=slurm",
+        ),
+        (["cluster.dry_run=true"], "so the job would train here, and cluster.dry_run=true shows it"),
+        (["-m", "training.seed=1,2"], "a multirun (-m) starts the ranks of all its jobs"),
+    ],
+)
+def test_variables_of_a_launcher_that_started_nothing(launch: Start, overrides: list[str], says: str) -> None:
+    job = launch(*overrides, environment={"RANK": "0", "WORLD_SIZE": "1"})
+    assert job.finish() == EXIT_USER
+    assert f"error: RANK=0 and WORLD_SIZE=1 are set, as torchrun does: {says}" in job.err
+    assert "would work: env -u RANK -u WORLD_SIZE" in job.err
+    assert not list(job.folder.rglob("metrics.jsonl"))
+
+
+def test_a_layout_that_does_not_fit_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**LONE, "RANK": "5", "WORLD_SIZE": "8", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"but there are 8 ranks by WORLD_SIZE, which a launcher sets"):
+        tiny(*TWO_RANKS)
+    with pytest.raises(ConfigError, match=r"does not divide the world size 8 by WORLD_SIZE"):
+        tiny("parallelism.dp_shard=-1", "parallelism.tp=3")
 
 
 def sweep(folder: Path, *arguments: str, code: int = EXIT_OK) -> str:

@@ -216,13 +216,14 @@ def _on_rank(job: Job, function: str, *arguments: Any) -> Any:
 
 def _in_this_process(job: Job, function: str, *arguments: Any) -> Any:
     with importing_torch():
-        from harness.train.setup import pick_device, process_group, set_up_process
+        from harness.train.setup import pick_device, process_group, rendezvous, set_up_process
 
     device = pick_device(job)
     set_up_process(job)
     if device.type == "cpu":
         keep_freed_memory()
-    with process_group(job, device):
+    store = rendezvous(job) if job.world_size > 1 else None
+    with process_group(job, device, store):
         return _imported(function)(job, device, *arguments)
 
 
