@@ -233,6 +233,8 @@ def _inner(hint: Any) -> Any:
     return next((kind for kind in kinds if dataclasses.is_dataclass(kind)), None)
 
 
+# Signs that Hydra reads in quoted texts only.
+_UNREADABLE = re.compile(r"[=#~&;!<>`^]")
 # Starts of lines that only concern Python or Hydra.
 _HIDDEN = (
     "full_key:",
@@ -282,8 +284,12 @@ def to_user_error(error: BaseException) -> UserError:
                 message = message.partition("': ")[2]
                 works = "a function of Hydra, such as range(1,3), or quotes around a text: field='\"a(b)\"'"
                 return UserError(f"{each.override}: {message}; would work: {works}")
-            # The lexer only repeats the override.
+            # The lexer only repeats the override, and the parser says what it expects.
+            value = str(each.override).partition("=")[2]
+            sign = _UNREADABLE.search(re.sub(_QUOTED.rstrip("|"), "", value))
             why = "" if message.startswith("Lexer") else f", {message}"
+            if sign is not None:
+                why = f", because of the sign {sign[0]} without quotes"
             return UserError(f"{each.override}: cannot be read{why}; would work: {works}")
         if isinstance(each, MissingConfigException) and each.missing_cfg_file:
             group, _, option = str(each.missing_cfg_file).rpartition("/")

@@ -26,7 +26,7 @@ from harness.data.corpus import TokenizedSplit
 from harness.data.documents import LocalFiles, Span, file_stats, list_names, read_columns
 from harness.data.samples import IGNORE_INDEX, PADDING, EpochOrder, Reading, random_stream
 from harness.data.tokenizer import Marked, Tokenizer
-from harness.data.tokenizer_json import CONFIG, read_transformers_settings, token_of
+from harness.data.tokenizer_json import CONFIG, SPECIAL_NAMES, read_transformers_settings, token_of
 from harness.util.encoding import read_object
 from harness.util.errors import DataError
 from harness.util.tables import plural
@@ -59,7 +59,6 @@ ASSISTANT = "assistant"
 _ROLES = {"human": "user", "gpt": ASSISTANT}
 _EXAMPLE = '{"role": "user", "content": "Hello"}'
 _NEEDED = {"chatml": ("<|im_start|>", "<|im_end|>")}
-_VARIABLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 # Of surrogates: JSON can spell it, and no tokenizer can read it.
 HALF_PAIR = re.compile("[\ud800-\udfff]")
@@ -473,7 +472,7 @@ def find_template(
     if "default" not in texts:
         where = f"no {JINJA} and no chat_template in {CONFIG} in {folder}" if folder else "it has no files"
         raise DataError(f"the tokenizer has no chat template ({where}); would work: {setting}={_WORKS}")
-    tokens = {variable: token_of(settings, variable) for variable in _VARIABLES}
+    tokens = {variable: token_of(settings, variable) for variable in SPECIAL_NAMES}
     by_id = {id: token for token, id in tokenizer.special_ids.items()}
     for variable, id in (("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id)):
         tokens[variable] = tokens[variable] or by_id.get(-1 if id is None else id)
@@ -533,7 +532,9 @@ def _stored_texts(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
     stored = settings.get("chat_template")
     if stored is None and (folder / PROCESSOR).is_file():
         stored = read_object(folder / PROCESSOR, DataError).get("chat_template")
-    if isinstance(stored, list) and all(isinstance(each, dict) for each in stored):
+    if isinstance(stored, list) and all(
+        isinstance(each, dict) and isinstance(each.get("name"), str) for each in stored
+    ):
         stored = {each.get("name"): each.get("template") for each in stored}
     texts = stored if isinstance(stored, dict) else {"default": stored} if stored else {}
     if not all(isinstance(text, str) for text in texts.values()):

@@ -288,7 +288,7 @@ class CorpusWriter(ShardWriter):
         shards: int | None = None,
     ) -> None:
         self.target, self.held_out, self._unit_mib = target, held_out, unit_mib
-        self._source, self._tokenizer = source, tokenizer
+        self._source, self.tokenizer = source, tokenizer
         self.source_name = source.name
         self._dtype = token_dtype(tokenizer)
         self._units_folder = self.work / "units"
@@ -301,13 +301,13 @@ class CorpusWriter(ShardWriter):
 
     @property
     def key(self) -> str:
-        return content_key(self._source, self._tokenizer, self.held_out)
+        return content_key(self._source, self.tokenizer, self.held_out)
 
     @property
     def plan(self) -> dict[str, Any]:
         return {
             "data": [self._source.name, *self._source.reading],
-            "tokenizer": self._tokenizer.fingerprint,
+            "tokenizer": self.tokenizer.fingerprint,
             "data.validation_fraction": self.held_out,
             "tokenize.shards": len(self.shards),
             "tokenize.unit_mib": self._unit_mib,
@@ -326,7 +326,7 @@ class CorpusWriter(ShardWriter):
     def write(self, shards: Sequence[int], workers: int | None) -> None:
         units = [unit for shard in shards for unit in self.shards[shard] if not self.folder(shard).exists()]
         self._units_folder.mkdir(parents=True, exist_ok=True)
-        tokenize(self._units_folder, units, self._source, self._tokenizer, workers=workers)
+        tokenize(self._units_folder, units, self._source, self.tokenizer, workers=workers)
 
     def finish(self) -> Manifest | None:
         """Write all shards whose documents can be numbered, and the manifest when all shards are there."""
@@ -413,7 +413,7 @@ class CorpusWriter(ShardWriter):
         for unit in self.units:
             for span in unit.spans:
                 sizes[span.name] += span.nbytes
-        tokenizer = self._tokenizer
+        tokenizer = self.tokenizer
         config = {} if tokenizer.config is None else asdict(tokenizer.config)  # of conversations
         return Manifest(
             version=FORMAT_VERSION,

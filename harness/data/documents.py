@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bz2
 import codecs
+import contextlib
 import gzip
 import io
 import lzma
@@ -17,6 +18,7 @@ import re
 import sys
 import sysconfig
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
@@ -126,11 +128,32 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
+# Not .jl, which is Julia too: JSON in it is recognized by its first line.
+_JSON_LINES = (".jsonl", ".json", ".ndjson", ".jsonlines", ".ldjson", ".ndjsonl")
+_ONE_A_LINE = "one object on each line"
+# An array of objects, on one line or on several.
+_ARRAY = re.compile(rb"\s*\[\s*\{\s*\"")
+
+
+def _refuse_json(file: Path, beginning: bytes) -> None:
+    """Refuse a file that is not named as JSON and begins with a line of an object, or an array of them."""
+    beginning = beginning.removeprefix(codecs.BOM_UTF8)
+    first_line = beginning.lstrip().partition(b"\n")[0]
+    is_object = False
+    if first_line.startswith(b"{"):
+        with contextlib.suppress(ValueError):
+            is_object = bool(parse_object(first_line))
+    if is_object or _ARRAY.match(beginning):
+        works = "data.format=jsonl" if is_object else f"data.format=jsonl with {_ONE_A_LINE}"
+        rule = "its first line is a JSON object" if is_object else "it is a JSON array"
+        raise DataError(f"{file}: {rule}, not text; would work: {works}, or data.format=text for its text")
+
+
 def format_of(file: Path) -> str:
     name = file.stem if file.suffix in COMPRESSIONS else file.name
-    if name.endswith((".jsonl", ".json")):
+    if name.lower().endswith(_JSON_LINES):
         return "jsonl"
-    return "parquet" if name.endswith(".parquet") else "text"
+    return "parquet" if name.lower().endswith(".parquet") else "text"
 
 
 def open_file(file: Path) -> IO[bytes]:
@@ -342,6 +365,8 @@ class LocalFiles(Source):
         # bytes, not text mode: newlines stay as they are
         with open_file(file) as content:
             text = content.read(LONG_FILE_BYTES + 1)
+        if self.config.format == "auto":
+            _refuse_json(file, text)
         if len(text) <= LONG_FILE_BYTES:
             yield self._decoded(text, str(file))
             return
@@ -381,7 +406,8 @@ class LocalFiles(Source):
                     try:
                         row = parse_object(text) if text else None
                     except ValueError as error:
-                        raise DataError(f"{where}: not a JSON object ({error})") from error
+                        works = f"would work: {_ONE_A_LINE}"
+                        raise DataError(f"{where}: not a JSON object ({error}); {works}") from error
                     yield "" if row is None else self.document_of(row, where)
 
     def _decoded(self, content: bytes, where: object, start: int = 0) -> str:
@@ -413,6 +439,14 @@ def find_files(patterns: list[str], exclude: list[str]) -> list[Path]:
     found = {os.path.abspath(name) for pattern in patterns for name in matching(expand(pattern))}
     kept = (name for name in found if not any(regex.fullmatch(name) for regex in excluded))
     return sorted(Path(name) for name in kept if os.path.isfile(name))
+
+
+def repeated_files(patterns: list[str]) -> list[str]:
+    """Files that several of the patterns name; ``find_files`` has them once."""
+    names = Counter(
+        name for pattern in patterns for name in set(map(os.path.abspath, matching(expand(pattern))))
+    )
+    return sorted(name for name, times in names.items() if times > 1 and os.path.isfile(name))
 
 
 def folder_hint(patterns: list[str]) -> str:

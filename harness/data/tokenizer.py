@@ -64,6 +64,8 @@ class Tokenizer(Protocol):
     """Ids of the special tokens, by their text."""
     file: Path | None = None
     """The tokenizer's file, if it has one."""
+    unknown_id: int | None = None
+    """Id of what has no token, if the tokenizer has one."""
 
     @classmethod
     def count_ids(cls, config: TokenizerConfig) -> int:
@@ -323,6 +325,7 @@ class SentencePieceTokenizer(Tokenizer):
             raise DataError(f"tokenizer file {file} is not a sentencepiece model") from error
         self.bos_id = _none_if_negative(self._model.bos_id())
         self.eos_id = _none_if_negative(self._model.eos_id())
+        self.unknown_id = _none_if_negative(self._model.unk_id())
         control = [id for id in range(self.vocab_size) if self._model.is_control(id)]
         self.special_ids = {self._model.id_to_piece(id): id for id in control}
         self.file = file

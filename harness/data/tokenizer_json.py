@@ -26,7 +26,7 @@ from harness.data.tokenizer import (
 from harness.util.encoding import parse_object, read_object
 from harness.util.errors import DataError, one_line
 
-TOKENIZER, CONFIG, SPECIAL_TOKENS = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
+TOKENIZER, CONFIG, SPECIALSPECIAL_NAMES = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 # Other tokenizer files of a repository, copied together with tokenizer.json.
 _COMPANIONS = (
     "added_tokens.json",
@@ -36,6 +36,7 @@ _COMPANIONS = (
     "tokenizer.model",
     "vocab.json",
 )
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _SHOWN = 6  # special tokens named in an error message
 
 
@@ -63,6 +64,10 @@ class HuggingFaceTokenizer(Tokenizer):
                 raise DataError(f"tokenizer file {config.file} is not a tokenizer.json: {reason}") from error
         self._model.no_truncation()
         self._model.no_padding()
+        # Sampling of subwords would give other ids each time: dropout of BPE, and alpha of Unigram.
+        for name in ("dropout", "alpha", "nbest_size"):
+            if hasattr(self._model.model, name):
+                setattr(self._model.model, name, None)
         ids = self._model.get_vocab(with_added_tokens=True)
         if not ids:
             raise DataError(f"tokenizer file {config.file} has no tokens")
@@ -79,6 +84,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self.vocab_size = max(self._known) + 1
         self.bos_id = ids[bos] if bos else None
         self.eos_id = ids[eos] if eos else None
+        self.unknown_id = ids.get(getattr(self._model.model, "unk_token", None) or "")
         self.special_ids = {token.content: ids[token.content] for token in self._special_tokens()}
         self.fingerprint = fingerprint_of(f"huggingface/{bos}/{eos}", content)
 
@@ -167,15 +173,22 @@ def read_transformers_settings(file: Path) -> dict[str, Any]:
     """Merge transformers' files in the same folder as transformers does: special_tokens_map.json, which older
     versions wrote, takes precedence unless tokenizer_config.json has the added tokens.
     """
-    config, special = (
-        read_object(path, DataError) if path.is_file() else {}
-        for path in (file.with_name(CONFIG), file.with_name(SPECIAL_TOKENS))
-    )
+    config, special = (_read_settings(file.with_name(name)) for name in (CONFIG, SPECIALSPECIAL_NAMES))
     return config if "added_tokens_decoder" in config else config | special
 
 
-def token_of(settings: dict[str, Any], name: str) -> str | None:
-    """A token in transformers' format: its text, or a mapping with the text as ``content``."""
+def _read_settings(file: Path) -> dict[str, Any]:
+    settings = read_object(file, DataError) if file.is_file() else {}
+    for name in SPECIAL_NAMES:
+        token = token_of(settings, name)
+        if token is not None and not isinstance(token, str):
+            rule = "must be a text, an object with the text as content, or null"
+            raise DataError(f"{file}: {name} is {one_line(json.dumps(settings[name]))}: {rule}")
+    return settings
+
+
+def token_of(settings: dict[str, Any], name: str) -> Any:
+    """A token in transformers' format: its text, or a mapping with it as ``content``; None without one."""
     token = settings.get(name)
     return token.get("content") if isinstance(token, dict) else token
 
@@ -196,9 +209,9 @@ def copy_tokenizer(config: TokenizerConfig, folder: Path) -> None:
         if config.file.with_name(name).is_file():
             (folder / name).write_bytes(config.file.with_name(name).read_bytes())
     ours = {"bos_token": config.bos, "eos_token": config.eos}
-    for name in (CONFIG, SPECIAL_TOKENS):
+    for name in (CONFIG, SPECIALSPECIAL_NAMES):
         path = config.file.with_name(name)
-        if name == SPECIAL_TOKENS and not path.is_file():
+        if name == SPECIALSPECIAL_NAMES and not path.is_file():
             continue
         theirs = (
             read_object(path, DataError) if path.is_file() else {"tokenizer_class": "PreTrainedTokenizerFast"}

@@ -235,6 +235,8 @@ class Submission:
             # These signals would end bash before it execs the job's process, which handles them.
             "trap : TERM USR2",
             f"[ -f {shlex.quote(str(needed))} ] || {{ echo {shlex.quote(missing)} >&2; exit 2; }}",
+            # The GPUs of the shell that submitted; SLURM sets those of each rank.
+            "unset CUDA_VISIBLE_DEVICES",
             *self.shape.exports,
         ]
         code = ""

@@ -9,15 +9,18 @@ The same command continues after a kill. The corpus does not depend on the numbe
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import numpy as np
 
 from harness.compose.verb import Result, Verb
 from harness.config.data import DataConfig
 from harness.config.data_kinds import DATA_KINDS
 from harness.config.fields import label, part
 from harness.config.job import Job
-from harness.data.corpus import CorpusWriter, Manifest, read_manifest
+from harness.data.corpus import CorpusWriter, Manifest, open_shards, read_manifest
 from harness.data.documents import source_of
 from harness.data.shards import MANIFEST, write_here
 from harness.data.tokenizer import build_tokenizer
@@ -27,6 +30,10 @@ from harness.util.tables import plural
 
 WORKERS = 8
 """Default processes of a task of a SLURM array."""
+
+LOOKED_AT = 10_000_000
+"""Tokens of a corpus that are looked at for unknown ones."""
+LAYOUT = "a\n\n  b"
 
 
 @dataclass(frozen=True)
@@ -130,8 +137,23 @@ def _result(writer: CorpusWriter, manifest: Manifest, title: str, seconds: float
         "shards": len(manifest.shards),
         "seconds": seconds,
     }
+    remarks = "".join(f"note: {each}\n" for each in _losses(writer))
     command = f"next: harness train data=tokens 'data.paths=[{writer.target}]'"
-    return Result(data, f"{title}\n{text}\n{command}\n")
+    return Result(data, f"{title}\n{text}\n{remarks}{command}\n")
+
+
+def _losses(writer: CorpusWriter) -> Iterator[str]:
+    """What the tokenizer lost of the text: characters without a token, and a changed layout."""
+    tokenizer = writer.tokenizer
+    if tokenizer.unknown_id is not None and read_manifest(writer.target).counts.tokens["train"]:
+        shards = open_shards(writer.target, "train", check=False)
+        ids = np.concatenate([shard.tokens[:LOOKED_AT] for shard in shards])[:LOOKED_AT]
+        unknown = np.count_nonzero(ids == tokenizer.unknown_id) / len(ids)
+        if unknown:
+            works = "a tokenizer with byte pieces (byte_fallback)"
+            yield f"{unknown:.2%} of the ids are unknown ({len(ids):,} looked at); would work: {works}"
+    if LAYOUT not in (read := tokenizer.decode(tokenizer.encode(LAYOUT))):
+        yield f"the tokenizer does not keep line breaks or spaces: {LAYOUT!r} is read back as {read!r}"
 
 
 VERB = Verb("tokenize", tokenize, job=TokenizeJob, has_json=True, is_alone=True)

@@ -72,6 +72,9 @@ def is_file_name(name: object) -> bool:
 
 def matching(pattern: str) -> Iterator[str]:
     """Yield what matches a glob, some of it twice; ``**`` enters no link to a folder that is on its path."""
+    if os.path.lexists(pattern):  # a name with brackets means itself
+        yield pattern
+        return
     parts = pattern.split("/")
     if "**" not in parts:
         yield from glob.iglob(pattern)

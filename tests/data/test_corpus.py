@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 from equal import assert_equal
 from loaders import BOS, BYTES, EOS, loader, steps
 from processes import ROOT
+from tokenizer_files import write_sentencepiece
 
 import harness.data.cache as cache
 import harness.util.store as store
@@ -89,6 +91,28 @@ def texts_of(split):
 
 def documents(split):
     return [text for shard in open_shards(Path("corpus"), split) for text in texts_of(shard)]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            {"byte_fallback": False},
+            r"note: \d+\.\d\d% of the ids are unknown \([\d,]+ looked at\); would work: ",
+        ),
+        (
+            {"normalization_rule_name": "nmt_nfkc", "remove_extra_whitespaces": True},
+            r"note: the tokenizer does not keep line breaks or spaces: 'a\\n\\n  b' is read back as 'a b'",
+        ),
+        ({}, None),
+    ],
+)
+def test_what_a_tokenizer_loses_is_said(options, says):
+    Path("a.jsonl").write_text(json.dumps({"text": "one\n\ntwo  three ☃\n"}) + "\n")
+    write_sentencepiece(Path("pieces"), **options)
+    typed = ("tokenizer.kind=sentencepiece", "tokenizer.path=pieces", "data.validation_fraction=0")
+    text = run(*typed).text
+    assert re.search(says, text) if says else "note:" not in text
 
 
 @pytest.mark.parametrize("shards", [1, 2, 7, 1000])

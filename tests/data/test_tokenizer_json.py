@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 import shlex
 from pathlib import Path
@@ -138,3 +139,31 @@ def test_a_panic_of_the_library_is_one_line(file: Path) -> None:
         with pytest.raises(DataError, match=r"tokenizer\.json: .*cannot encode a text: .*Regex") as caught:
             call(text)
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "value", [["<eos>"], [], 3, 1.5, True, {}, {"content": ["<eos>"]}, {"content": None}]
+)
+@pytest.mark.parametrize("name", ["tokenizer_config", "special_tokens_map"])
+def test_tokens_of_any_type(value: Any, name: str, file: Path) -> None:
+    """Each is a line with the field, or a token that must be given."""
+    write_settings(file, **{name: {"eos_token": value}})
+    for use in (build_tokenizer, lambda config: export_tokenizer(config, file.parent / "out")):
+        with pytest.raises(DataError, match=r"eos_token is |defines eos_token") as refused:
+            use(huggingface(file, bos=""))
+        assert "\n" not in str(refused.value)
+
+
+def test_sampling_of_subwords_is_off(tmp_path: Path) -> None:
+    """BPE's dropout and Unigram's alpha would give other ids each time."""
+    file = write_huggingface(tmp_path / "bpe", CHAT, pads=False)
+    ids = build_tokenizer(huggingface(file)).encode(TEXTS[0])
+    content = json.loads(file.read_text())
+    content["model"]["dropout"] = 0.5
+    file.write_text(json.dumps(content))
+    ours = build_tokenizer(huggingface(file))
+    again = pickle.loads(pickle.dumps(ours))
+    for tokenizer in (ours, again):
+        assert tokenizer.encode(TEXTS[0]) == tokenizer.encode_prompt(TEXTS[0]) == ids
+        assert tokenizer.encode_batch([TEXTS[0]]) == [ids]
+        assert tokenizer.encode_marked([TEXTS[0]])[0].ids == ids

@@ -141,3 +141,13 @@ def open_train(job: Job) -> None:
     source, held_out = source_of(job.data, "train")
     options = {"held_out": held_out, "wait_for_all": None, "is_builder": True}
     open_cache(source, build_tokenizer(job.tokenizer), split="train", **options)
+
+
+def test_a_file_that_is_named_twice_is_read_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("x")
+    require(*LOCAL, f"data.paths=[{tmp_path}/a.txt,{tmp_path}/b.txt]")
+    assert "more than once" not in capsys.readouterr().err
+    require(*LOCAL, f"data.paths=[{tmp_path}/b.txt,{tmp_path}/*.txt]")
+    says = f"NOTE data.paths names {tmp_path}/b.txt more than once, and it is read once; would work: "
+    assert says in capsys.readouterr().err

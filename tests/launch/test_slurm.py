@@ -68,6 +68,7 @@ GOLDEN = """\
 trap : TERM USR2
 [ -f HOME/job.json ] || { echo 'error: HOME/job.json is missing: \
 submit the job with the harness, and without cluster.dry_run' >&2; exit 2; }
+unset CUDA_VISIBLE_DEVICES
 export NCCL_IB_HCA=mlx5_0,mlx5_3
 export NCCL_SOCKET_IFNAME==bond0
 export GLOO_SOCKET_IFNAME=bond0
