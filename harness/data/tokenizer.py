@@ -65,7 +65,7 @@ class Tokenizer(Protocol):
     file: Path | None = None
     """The tokenizer's file, if it has one."""
     unknown_id: int | None = None
-    """Id of what has no token, if the tokenizer has one."""
+    """Id of unknown characters; None without one."""
 
     @classmethod
     def count_ids(cls, config: TokenizerConfig) -> int:

@@ -143,7 +143,7 @@ def _result(writer: CorpusWriter, manifest: Manifest, title: str, seconds: float
 
 
 def _losses(writer: CorpusWriter) -> Iterator[str]:
-    """What the tokenizer lost of the text: characters without a token, and a changed layout."""
+    """Yield notes on losses: characters without a token, and a changed layout."""
     tokenizer = writer.tokenizer
     if tokenizer.unknown_id is not None and read_manifest(writer.target).counts.tokens["train"]:
         shards = open_shards(writer.target, "train", check=False)

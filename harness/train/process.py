@@ -67,7 +67,7 @@ _WITHOUT_LAUNCHER = "env -u RANK -u WORLD_SIZE before the command, if no launche
 
 
 def refuse_launched(rule: str) -> None:
-    """Refuse what a rank of another launcher cannot do, with a UserError that names its variables."""
+    """Raise a UserError that names the variables of a launcher, if they are set."""
     if launched_ranks() is not None:
         variables = f"RANK={os.environ['RANK']} and WORLD_SIZE={os.environ['WORLD_SIZE']} are set"
         raise UserError(f"{variables}, as torchrun does: {rule}; would work: {_WITHOUT_LAUNCHER}")

@@ -23,7 +23,7 @@ def is_listed(name: str) -> bool:
 
 @cache
 def _table() -> dict[str, str | None]:
-    """Patterns of names, and the only harmless value (JSON) of those that have one."""
+    """Patterns of names, each with its only harmless value as JSON; None: any value."""
     table: dict[str, str | None] = {}
     for line in Path(__file__).with_name("harmless.txt").read_text(encoding="utf-8").splitlines():
         name, _, value = line.partition(" ")
