@@ -199,7 +199,10 @@ def check_files(path: str, files: dict[str, Any]) -> None:
     """Raise DamagedCheckpoint unless this process sees a checkpoint's files with their recorded sizes."""
     fs, root = _open_url(path)
     fs.invalidate_cache()
-    entries = fs.ls(root, detail=True)
+    try:
+        entries = fs.ls(root, detail=True)
+    except FileNotFoundError:
+        raise DamagedCheckpoint("it has been removed") from None
     sizes = {_name(entry["name"]): entry["size"] for entry in entries if entry["type"] == "file"}
     for name, facts in files.items():
         if name not in sizes:

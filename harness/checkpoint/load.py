@@ -113,7 +113,7 @@ class CheckpointLoader:
         if written_by(self.job, checkpoint):
             excluded = set()  # this command excluded them when it started, and has saved its own since
         with opened(checkpoint, self.ranks) as reader:
-            sizes = self.ranks.on_rank_zero(lambda: _sizes(reader, OPTIMIZER, RNG))
+            sizes = _sizes(reader, OPTIMIZER, RNG)
             wanted = model_state(self.engine)
             # A checkpoint from before the first update has no optimizer state.
             if "optimizer" not in excluded and any(name.startswith(OPTIMIZER) for name in sizes):
@@ -181,7 +181,9 @@ def opened(checkpoint: Checkpoint, ranks: RankGroup) -> Iterator[Reader]:
     try:
         with contextlib.ExitStack() as stack:
             ranks.on_rank_zero(lambda: stack.enter_context(reading(checkpoint.path)))
-            yield Reader(checkpoint.path, checkpoint.manifest)
+            reader = Reader(checkpoint.path, checkpoint.manifest)
+            ranks.everywhere(reader.read_metadata)
+            yield reader
     except CheckpointException as error:
         rank, cause = next((rank, cause) for rank, (cause, _) in error.failures.items())
         if isinstance(cause, DamagedCheckpoint | FileNotFoundError):
@@ -190,6 +192,8 @@ def opened(checkpoint: Checkpoint, ranks: RankGroup) -> Iterator[Reader]:
             # The checkpoint may be intact, so do not silently fall back to an older one.
             raise MachineError(f"{checkpoint.path}: rank {rank} cannot read it: {cause}") from error
         raise
+    except OSError as error:
+        raise MachineError(f"{checkpoint.path}: cannot be read: {error}") from error
 
 
 def _sizes(reader: Reader, *prefixes: str) -> dict[str, tuple[int, ...]]:

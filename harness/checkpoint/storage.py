@@ -317,11 +317,23 @@ class Reader(FileSystemReader):
         self.fs: Any = RemoteFileSystem() if is_url(path) else LocalFileSystem()
         self.path = self.fs.init_path(path)
         self.manifest = manifest
+        self._metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return DCP's metadata; unlike torch's own method, run no code that a forged file names."""
-        with self.fs.create_stream(self.fs.concat_path(self.path, METADATA), "rb") as stream:
-            content = stream.read()
+        """Return DCP's metadata, which is read once; run no code that a forged file names.
+
+        Call it before ``dcp.load``, which turns its errors into text from torch 2.13 on.
+        """
+        if self._metadata is None:
+            self._metadata = self._read_metadata()
+        return self._metadata
+
+    def _read_metadata(self) -> Metadata:
+        try:
+            with self.fs.create_stream(self.fs.concat_path(self.path, METADATA), "rb") as stream:
+                content = stream.read()
+        except FileNotFoundError as error:
+            raise DamagedCheckpoint(f"{METADATA} is missing") from error
         if self.manifest and xxhash.xxh3_128_hexdigest(content) != self.manifest["files"][METADATA][CHECKSUM]:
             raise DamagedCheckpoint(f"{METADATA} does not have the checksum it was written with")
         metadata = parse_metadata(content)

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 import harness
 from harness.checkpoint.catalog import CheckpointFolder, DamagedCheckpoint, encode_manifest
 from harness.checkpoint.metadata import CHECKSUM, parse_metadata
-from harness.checkpoint.storage import Writer
+from harness.checkpoint.storage import Reader, Writer
 
 OPTIONS = ("model.n_layers=1", "checkpoint.interval=2", "metrics.console=plain")
 
@@ -160,6 +160,21 @@ def test_forged_checkpoints_of_others(tmp_path: Path, finished: Callable[..., Ru
     (tmp_path / "out").mkdir()
     assert f".metadata {CODE}" in refused(step, tmp_path / "out" / "new", "model=llama3_tiny")
     assert not list(tmp_path.rglob("ran"))
+
+
+def test_initial_values_removed_while_they_are_read(
+    tmp_path: Path, finished: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = finished(tmp_path, *OPTIONS).step(8)
+    read = Reader.read_metadata
+
+    def remove_and_read(reader: Reader) -> Any:
+        shutil.rmtree(step, ignore_errors=True)
+        return read(reader)
+
+    monkeypatch.setattr(Reader, "read_metadata", remove_and_read)
+    said = failed(tmp_path / "other", *OPTIONS, f"checkpoint.initial_load_path={step}")
+    assert said == f"checkpoint.initial_load_path={step}: .metadata is missing"
 
 
 @pytest.mark.parametrize("kind", ["dangling link", "link to a folder", "file"])

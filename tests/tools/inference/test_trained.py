@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import keyword
+import pkgutil
+import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,10 +18,13 @@ from test_models import CPU, LAYOUTS, NEW, generated, require_greedy
 from harness.compose.composer import compose_job
 from harness.config.fields import with_value
 from harness.data.tokenizer import build_tokenizer
-from harness.launch.pool import RankPool
+from harness.launch.pool import RankFailed, RankPool
 from harness.tools.inference.generate import GenerateJob, Prompt, read_prompts, read_texts
 from harness.tools.inference.inference import use_checkpoint
+from harness.tools.inference.model import InferenceModel
 from harness.train.setup import process_group
+from harness.util.errors import UserError
+from harness.weights.detect import find_source
 
 TRAINED = (
     *("model=mixtral_debug", "model.vocab_size=258", "data=python_stdlib", "data.validation_fraction=0"),
@@ -72,6 +77,47 @@ def test_ranks(trained: Trained, layout: str, pool: RankPool) -> None:
     job = trained.job(*LAYOUTS[layout])
     for made in pool.run(job.world_size, generated, job, trained.run_dir, trained.prompts):
         require_greedy(made, trained.theirs, trained.prompts)
+
+
+@pytest.mark.parametrize(
+    ("place", "says"),
+    [
+        ("tools.inference.model.open_checkpoint", "there is no manifest.json"),
+        ("checkpoint.catalog.check_files", "it has been removed"),
+        ("checkpoint.load.reading", ".metadata is missing (rank 0)"),
+        ("checkpoint.storage.Reader.read_data", "No such file or directory"),
+    ],
+)
+def test_weights_removed_while_they_are_read(
+    place: str, says: str, trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = tmp_path / "step-50"
+    shutil.copytree(trained.run_dir / "checkpoints" / "step-50", step)
+    job, found = trained.job(), find_source(str(step))
+    original = pkgutil.resolve_name(f"harness.{place}")
+
+    def remove_and_call(*arguments: Any) -> Any:
+        shutil.rmtree(step, ignore_errors=True)
+        return original(*arguments)
+
+    monkeypatch.setattr(f"harness.{place}", remove_and_call)
+    with process_group(job, CPU), pytest.raises(UserError) as raised:
+        InferenceModel(job, CPU).load(found)
+    assert str(raised.value).startswith(f"{step}: ") and says in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_damaged_metadata(trained: Trained, tmp_path: Path, pool: RankPool) -> None:
+    """From torch 2.13 on, DCP turns what its reader raises into text."""
+    step = tmp_path / "step-50"
+    shutil.copytree(trained.run_dir / "checkpoints" / "step-50", step)
+    (step / ".metadata").write_bytes((step / ".metadata").read_bytes()[::-1])
+    job = trained.job(*LAYOUTS["tp"])
+    with pytest.raises(RankFailed) as raised:
+        pool.run(job.world_size, generated, job, step, trained.prompts)
+    failure = raised.value.failure
+    assert failure is not None and failure.kind == "user"
+    assert failure.message == f"{step}: .metadata does not have the checksum it was written with (rank 0)"
 
 
 def test_another_tokenizer(trained: Trained, capfd: pytest.CaptureFixture[str]) -> None:
