@@ -33,6 +33,14 @@ FORMAT = 1
 CHECKSUM = "xxh3_128"
 
 
+# Keys that readers use, with the types of their values: of every manifest, of one that a run can resume from,
+# of a file, and of parts that may be absent.
+_NEEDED = {"step": int, "files": {}, "state": {}, "options": {}}
+_TO_RESUME = {"train_state": {"step": int}, "lr_scheduler": {"last_epoch": int}, "data_loader": {"step": int}}
+_FILE = {"size": int, CHECKSUM: str}
+_RECORDED = {"job": {"training": {"steps": int}, "parallelism": {}}, "model": {}, "tokenizer": {}}
+
+
 def encode_manifest(manifest: dict[str, Any]) -> bytes:
     """Encode a manifest as JSON and add its checksum."""
     # Round-trip through JSON first: the reader computes the checksum from the decoded values.
@@ -47,8 +55,30 @@ def decode_manifest(content: bytes) -> dict[str, Any]:
         raise ValueError("it does not have the checksum it was written with")
     version = manifest.get("format")
     if version != FORMAT:
-        raise DamagedCheckpoint(f"it has format {version}, and this version reads {FORMAT}")
+        raise DamagedCheckpoint(f"{MANIFEST} has format {version}, and this version reads {FORMAT}")
+    # Another version may have left keys out without another format.
+    _require(manifest, _NEEDED, "manifest")
+    files = dict.fromkeys(manifest["files"], _FILE)
+    if manifest.get("holds") != "hf":
+        files[METADATA] = _FILE
+    pattern: dict[str, Any] = {key: _RECORDED[key] for key in _RECORDED if manifest.get(key) is not None}
+    is_full = manifest.get("holds", "full") == "full"
+    if is_full:
+        pattern["state"] = _TO_RESUME
+    _require(manifest, {**pattern, "files": files}, "manifest")
+    if is_full and "slots" not in manifest["state"]["data_loader"]:  # a stream counts none
+        _require(manifest["state"]["data_loader"], {"samples": int}, "manifest.state.data_loader")
     return manifest
+
+
+def _require(value: Any, pattern: Any, name: str) -> None:
+    """Raise ValueError unless a value is of a type, or an object with the keys and types of a pattern."""
+    kind = pattern if isinstance(pattern, type) else dict
+    if type(value) is not kind:
+        raise ValueError(f"{name} is {value!r:.40}, not of type {kind.__name__}")
+    if kind is dict:
+        for key, inner in pattern.items():
+            _require(value.get(key), inner, f"{name}.{key}")
 
 
 def _checksum(body: dict[str, Any]) -> str:

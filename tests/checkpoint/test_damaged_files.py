@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +23,7 @@ from harness.launch.sweep.study import table_of_states
 from harness.run.folder import RunFolder
 from harness.train.finish import format_failure
 from harness.train.rows import Progress
+from harness.util.encoding import dumps
 from harness.util.errors import UserError
 from harness.util.tables import to_text
 from harness.weights.detect import find_source
@@ -59,7 +59,6 @@ def manifest_of(step: int) -> dict[str, Any]:
             "lr_scheduler": {"last_epoch": step},
             "data_loader": {"step": step, "samples": 2 * step},
         },
-        # Fields of the job are only compared, so any value is valid.
         "model": {},
         "tokenizer": {},
         "job": {"training": {"steps": 4}, "parallelism": {"tp": 1}},
@@ -125,7 +124,24 @@ RECORD = {"name": "n", "index": 0, "job_id": "7", "restarts": 0, "cancelled": Fa
 PARTS = ("model", "training", "cluster", "profiling", "name")  # one for each type of field
 MANIFEST = "checkpoints/step-3/manifest.json"
 FILES = {
-    MANIFEST: Damaged(manifest_of(3), use_manifest, 3, ("step negative", "job.training.steps null")),
+    # The checksum is right: another version, or a forger, wrote these.
+    MANIFEST: Damaged(
+        manifest_of(3),
+        use_manifest,
+        3,
+        (
+            "step negative",
+            "step removed",
+            "files removed",
+            "files..metadata removed",
+            "files..metadata array",
+            "state removed",
+            "state.lr_scheduler removed",
+            "state.data_loader.samples removed",
+            "options removed",
+            "job.training.steps null",
+        ),
+    ),
     "job.json": Damaged(
         {part: JOB.to_dict()[part] for part in PARTS},
         lambda path: Job.read(path / "job.json"),
@@ -164,8 +180,7 @@ def changes(plain: dict[str, Any], depth: int) -> Iterator[tuple[str, dict[str, 
 
 def write(run_dir: Path, name: str, content: dict[str, Any]) -> None:
     (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
-    checksum = {"checksum": json.loads(encode_manifest(manifest_of(3)))["checksum"]}
-    (run_dir / name).write_text(json.dumps(content | checksum if name == MANIFEST else content))
+    (run_dir / name).write_bytes(encode_manifest(content) if name == MANIFEST else dumps(content).encode())
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -182,7 +197,8 @@ def test_every_key_of_every_file(name: str, tmp_path: Path) -> None:
         try:
             file.read(tmp_path)
         except (DamagedCheckpoint, UserError) as error:
-            assert file.refused and path.name in str(error) and "\n" not in str(error), what
+            assert file.refused and "\n" not in str(error), what
+            assert name == MANIFEST or path.name in str(error), what
             refused.add(what)
     assert refused >= set(file.refused)
     for content in (*NO_OBJECTS, *([b"{}"] if file.refused and name != "job.json" else [])):
@@ -209,12 +225,16 @@ def as_a_folder(manifest: Path) -> None:
     ("damage", "says"),
     [
         (lambda manifest: manifest.write_bytes(b'{"format": 1}'), "damaged: it does not have the checksum"),
+        (
+            lambda manifest: manifest.write_bytes(encode_manifest({})),
+            "damaged: manifest.step is None, not of",
+        ),
         (lambda manifest: manifest.write_bytes(TOO_DEEP), "nested deeper than"),
         (lambda manifest: manifest.write_bytes(b"[" * 200 + b"]" * 200), "an array, not an object"),
         (of_itself, ""),
         (as_a_folder, ""),
     ],
-    ids=range(5),
+    ids=range(6),
 )
 def test_the_checkpoint_before_is_used(damage: Callable[[Path], Any], says: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, 2, encode_manifest(manifest_of(2)))

@@ -91,6 +91,9 @@ def copy(theirs: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(theirs, tmp_path / "theirs"))
 
 
+RECORDED = {"name": "x", "training": {"steps": 3}, "parallelism": {}}
+
+
 def read_dcp(path: Path, model: ModelConfig) -> DistributedSource:
     checkpoint = open_checkpoint(str(path))
     return DistributedSource(checkpoint.path, checkpoint.manifest, model)
@@ -103,7 +106,7 @@ def save_training(folder: Path, step: int, weights: Weights, model: ModelConfig)
         **model_manifest(FOUND, model, TokenizerConfig(kind="bytes")),
         "step": step,
         "holds": "full",
-        "job": {"name": "x"},
+        "job": RECORDED,
         "state": {
             "train_state": {"step": step},
             "lr_scheduler": {"last_epoch": step},
@@ -199,7 +202,7 @@ def test_a_run_gives_its_newest_complete_checkpoint(
     run(place if "://" in place else tmp_path / place, tmp_path / "step-9")
     assert "step-3 is skipped: __0_0.distcp has 3 bytes instead of" in capsys.readouterr().out
     checkpoint = open_checkpoint(str(tmp_path / "step-9"))
-    assert (checkpoint.step, checkpoint.holds, checkpoint.job) == (2, "model", {"name": "x"})
+    assert (checkpoint.step, checkpoint.holds, checkpoint.job) == (2, "model", RECORDED)
     assert checkpoint.manifest["tokenizer"]["kind"] == "bytes"
     require_same(read_dcp(tmp_path / "step-9", MODEL), weights)
     assert [c.step for c in CheckpointFolder(str(tmp_path)).complete()[0]] == [2]
