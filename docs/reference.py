@@ -202,7 +202,7 @@ def purpose(verb: Verb) -> str:
     """The documentation of a verb, with commands as code."""
     return "\n\n".join(
         f"```text\n{inspect.cleandoc(paragraph)}\n```" if paragraph.startswith("    ") else plain(paragraph)
-        for paragraph in verb.documentation.split("\n\n")
+        for paragraph in verb.help.strip().split("\n\n")
     )
 
 
@@ -219,7 +219,7 @@ def arguments_of(verb: Verb, name: str) -> Iterator[str]:
     own = [*verb.arguments, *([JSON] if verb.has_json else [])]
     if verb.name != name:
         positional = " ".join(shown_argument(each) for each in own if not each.names[0].startswith("-"))
-        yield f"\n`harness {name} {positional}`: {plain(verb.description)}\n"
+        yield f"\n`harness {name} {positional}`: {plain(verb.help)}\n"
     if own:
         yield "\n" + table(("argument", "meaning"), argument_rows(own))
 

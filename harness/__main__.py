@@ -1,10 +1,4 @@
-"""``harness VERB``: run a verb of the harness, or of a package that extends it.
-
-    harness train model=llama3_8b
-    harness --help                          list all verbs
-
-``python -m harness`` is the same command.
-"""
+"""The command ``harness``."""
 
 from __future__ import annotations
 
@@ -15,6 +9,14 @@ from typing import NoReturn
 from harness.compose.verb import VERBS, Verb, prepare_process, reported, typed_arguments
 from harness.util.errors import EXIT_OK, UserError
 
+HELP = """`harness VERB`: run a verb of the harness, or of a package that extends it.
+
+    harness train model=llama3_8b
+    harness --help                          list all verbs
+
+`python -m harness` is the same command.
+"""
+
 
 def main() -> NoReturn:
     """Run the verb that the first argument names, and exit."""
@@ -22,7 +24,7 @@ def main() -> NoReturn:
     try:
         name, *arguments = typed_arguments() or ["--help"]
         if name in ("-h", "--help"):
-            sys.stdout.write(f"{(__doc__ or '').strip().replace('``', '`')}\n\n{_table()}")
+            sys.stdout.write(f"{HELP}\n{_table()}")
             code = EXIT_OK
         else:
             code = _verb(name).run_line(arguments, own_process=True)
@@ -41,7 +43,7 @@ def _verb(name: str) -> Verb:
 
 
 def _table() -> str:
-    """All verbs, each with the first line of its documentation."""
+    """All verbs, each with the first line of its help."""
     width = max(map(len, VERBS))
     return "".join(f"  {name:<{width}}  {_purpose(name)}\n" for name in VERBS)
 
@@ -51,7 +53,7 @@ def _purpose(name: str) -> str:
         verb: Verb = VERBS[name]
     except UserError as error:
         return str(error)
-    first = verb.documentation.split("\n\n")[0].replace("\n", " ")
+    first = verb.help.strip().split("\n\n")[0].replace("\n", " ")
     return first.partition("`: ")[2] or first
 
 

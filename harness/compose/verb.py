@@ -161,6 +161,8 @@ class Verb:
         name: its name; a verb with a job composes ``conf/NAME.yaml``.
         run: its function; None if it has ``parts``. Gets the job and its overrides, if the verb takes a job,
             and ``arguments`` by name. Returns the exit code or a ``Result``.
+        help: what it does and its commands, from which ``--help`` and the reference are made; of a part one
+            line.
         job: dataclass of the job that overrides compose; None for a verb that takes no job.
         arguments: arguments and flags of its own.
         has_json: whether ``run`` returns a ``Result``, so that ``--json`` can print it.
@@ -174,6 +176,7 @@ class Verb:
 
     name: str
     run: Callable[..., int | Result] | None = None
+    help: str = ""
     job: type | None = None
     arguments: Sequence[Argument] = ()
     has_json: bool = False
@@ -187,7 +190,7 @@ class Verb:
         """Return its parser, without overrides, which are the remaining arguments."""
         parser = Parser(
             prog=self.command,
-            description=self.documentation,
+            description=self.help.strip(),
             formatter_class=partial(argparse.RawDescriptionHelpFormatter, width=100, max_help_position=36),
             add_help=self.job is None,
         )
@@ -201,24 +204,11 @@ class Verb:
         if self.parts:
             parts = parser.add_subparsers(required=True, metavar="|".join(part.name for part in self.parts))
             for part in self.parts:
-                part._declare(
-                    parts.add_parser(part.name, help=part.description, description=part.description)
-                )
+                part._declare(parts.add_parser(part.name, help=part.help, description=part.help))
 
     @property
     def command(self) -> str:
         return f"harness {self.name}"
-
-    @property
-    def documentation(self) -> str:
-        """The docstring of its module, with which its help begins."""
-        run = self.run or self.parts[0].run
-        return (sys.modules[run.__module__].__doc__ or "").strip().replace("``", "`")
-
-    @property
-    def description(self) -> str:
-        """What its function does, in one line."""
-        return (self.run.__doc__ or "").split("\n")[0]
 
     def parse(self, arguments: Sequence[str]) -> CommandLine:
         line = self.parser().parse_line(arguments, self.job)

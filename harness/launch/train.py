@@ -1,14 +1,4 @@
-"""``harness train``: train the job that the overrides describe.
-
-    harness train experiment=quickstart                                  a small Llama, on this machine
-    harness train model=llama3_8b parallelism=fsdp_tp parallelism.tp=4   another model and layout
-    harness train ... cluster=slurm_h100 cluster.nodes=4                 on SLURM
-    harness train ... -m parallelism=fsdp,hsdp training.seed=1,2         a job for each combination
-    harness train ... --cfg job                                          print the composed job
-    torchrun --nproc-per-node 8 -m harness train ...                     as ranks of torchrun
-
-Without a launcher it checks the job and starts the ranks. The same command resumes a run.
-"""
+"""The verb ``train``."""
 
 from __future__ import annotations
 
@@ -25,6 +15,17 @@ from harness.run.folder import RunFolder
 from harness.train.process import launched_ranks, refuse_launched
 from harness.util.errors import UserError
 
+HELP = """`harness train`: train the job that the overrides describe.
+
+    harness train experiment=quickstart                                  a small Llama, on this machine
+    harness train model=llama3_8b parallelism=fsdp_tp parallelism.tp=4   another model and layout
+    harness train ... cluster=slurm_h100 cluster.nodes=4                 on SLURM
+    harness train ... -m parallelism=fsdp,hsdp training.seed=1,2         a job for each combination
+    harness train ... --cfg job                                          print the composed job
+    torchrun --nproc-per-node 8 -m harness train ...                     as ranks of torchrun
+
+Without a launcher it checks the job and starts the ranks. The same command resumes a run.
+"""
 _ONE_JOB = "a multirun (-m) starts the ranks of all its jobs; start it without torchrun"
 
 
@@ -76,4 +77,4 @@ def _checked(point: Composed, passed: set[str]) -> Composed:
     return point
 
 
-VERB = Verb("train", train, job=Job, sweep=train_sweep, study=train_study)
+VERB = Verb("train", train, help=HELP, job=Job, sweep=train_sweep, study=train_study)

@@ -1,8 +1,4 @@
-"""``harness convert``: convert weights between our checkpoints and other formats.
-
-The source's format is detected, the target's is ``convert.format``. A checkpoint of the harness records its
-model and tokenizer; for other sources, name them with ``model=`` and ``tokenizer=``.
-"""
+"""The verb ``convert``."""
 
 from __future__ import annotations
 
@@ -38,6 +34,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from harness.weights.format import WeightFormat
+
+HELP = """`harness convert`: convert weights between our checkpoints and other formats.
+
+The source's format is detected, the target's is `convert.format`. A checkpoint of the harness records its
+model and tokenizer; for other sources, name them with `model=` and `tokenizer=`.
+"""
 
 FORMATS = Choices(
     lambda: (name for name in WEIGHT_FORMATS if not (of := WEIGHT_FORMATS[name]) or of.write is not None)
@@ -210,4 +212,4 @@ def _end_with_interrupt() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
-VERB = Verb("convert", convert, job=ConvertJob, prepare=_end_with_interrupt)
+VERB = Verb("convert", convert, help=HELP, job=ConvertJob, prepare=_end_with_interrupt)

@@ -1,11 +1,4 @@
-"""``harness doctor``: look at a machine, and say what works, what does not, and what to do.
-
-    harness doctor                                 this machine
-    harness doctor cluster=slurm_h100              a node of the cluster, or of this allocation
-    harness doctor precision=float8_tensorwise     what a job in float8 needs, too
-
-Exit code 0: nothing fails that training needs; 2: something does.
-"""
+"""The verb ``doctor``."""
 
 from __future__ import annotations
 
@@ -32,6 +25,15 @@ from harness.train.process import importing_torch, refuse_launched
 from harness.util.errors import EXIT_OK, EXIT_USER, LONGEST_VALUE, ConfigError, MachineError
 from harness.util.hardware import Accelerator, node_name
 from harness.util.tables import Table, to_text
+
+HELP = """`harness doctor`: look at a machine, and say what works, what does not, and what to do.
+
+    harness doctor                                 this machine
+    harness doctor cluster=slurm_h100              a node of the cluster, or of this allocation
+    harness doctor precision=float8_tensorwise     what a job in float8 needs, too
+
+Exit code 0: nothing fails that training needs; 2: something does.
+"""
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 HEADINGS = ("what", "found", "verdict", "what to do")
@@ -87,8 +89,7 @@ def look(job: Job) -> dict[str, Finding]:
         cluster = job.cluster.with_device(cuda.get_device_name())
         known = None if cluster is None else cluster.gpu
         machine = Machine(job, cuda.device_count(), known)
-    for check in CHECKS:
-        what = (check.__doc__ or "").partition(":")[0]
+    for what, check in CHECKS.items():
         try:
             findings[what] = check(machine)
         except ConfigError as error:
@@ -131,7 +132,7 @@ def main() -> None:
 
 
 def _host(machine: Machine) -> Finding:
-    """machine: its processor cores, memory and limits."""
+    """Its processor cores, memory and limits."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     shared = shutil.disk_usage("/dev/shm").total if os.path.exists("/dev/shm") else 0
@@ -148,7 +149,7 @@ def _host(machine: Machine) -> Finding:
 
 
 def _driver(machine: Machine) -> Finding:
-    """driver: whether torch can use the GPUs that are there."""
+    """Whether torch can use the GPUs that are there."""
     import torch
 
     from harness.train.setup import driver_version, pick_device
@@ -166,7 +167,7 @@ def _driver(machine: Machine) -> Finding:
 
 
 def _gpus(machine: Machine) -> Finding:
-    """GPUs: names, formats, free memory, errors, power, and whether they have the job's format."""
+    """Names, formats, free memory, errors, power, and whether they have the job's format."""
     from torch import cuda, device
 
     from harness.precision.linears import CAPABILITY, require_device
@@ -191,7 +192,7 @@ def _gpus(machine: Machine) -> Finding:
 
 
 def _links(machine: Machine) -> Finding:
-    """links: the bus bandwidth of NCCL, as github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md, defines it."""
+    """The bus bandwidth of NCCL, as github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md, defines it."""
     from torch.cuda import can_device_access_peer
 
     from harness.launch.pool import RankPool
@@ -228,7 +229,7 @@ def all_reduce_seconds() -> float:
 
 
 def _attention(machine: Machine) -> Finding:
-    """attention: the kernels of torch, and the one that it takes."""
+    """The kernels of torch, and the one that it takes."""
     import torch
     from torch.nn.attention import SDPBackend
 
@@ -245,7 +246,7 @@ def _attention(machine: Machine) -> Finding:
 
 
 def _compiler(machine: Machine) -> Finding:
-    """compiler: a compiled function, by Triton for a GPU and by the C++ compiler for a CPU."""
+    """A compiled function, by Triton for a GPU and by the C++ compiler for a CPU."""
     import torch
 
     tool = shutil.which(os.environ.get("CC", "gcc") if machine.gpus else os.environ.get("CXX", "g++"))
@@ -258,7 +259,7 @@ def _compiler(machine: Machine) -> Finding:
 
 
 def _slurm(machine: Machine) -> Finding:
-    """SLURM: its partitions, nodes and their GPUs."""
+    """Its partitions, nodes and their GPUs."""
     if shutil.which("sinfo") is None:
         return Finding("none")
     partitions = "; ".join(_output("sinfo", "-h", "-o", "%P %D x %G").splitlines())
@@ -266,7 +267,7 @@ def _slurm(machine: Machine) -> Finding:
 
 
 def _hub(machine: Machine) -> Finding:
-    """hub: whether it answers."""
+    """Whether it answers."""
     from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
 
     if HF_HUB_OFFLINE:
@@ -280,7 +281,7 @@ def _hub(machine: Machine) -> Finding:
 
 
 def _space(machine: Machine) -> Finding:
-    """free space: of run folders and data."""
+    """Of run folders and data."""
     free = {}
     for name, folder in (("runs_dir", machine.job.runs_dir), ("data.cache_dir", machine.job.data.cache_dir)):
         path = Path(folder).expanduser().absolute()
@@ -306,8 +307,18 @@ def _output(*command: str) -> str:
         return ""
 
 
-CHECKS = (_host, _driver, _gpus, _links, _attention, _compiler, _slurm, _hub, _space)
-VERB = Verb("doctor", doctor, job=Job, has_json=True)
+CHECKS = {
+    "machine": _host,
+    "driver": _driver,
+    "GPUs": _gpus,
+    "links": _links,
+    "attention": _attention,
+    "compiler": _compiler,
+    "SLURM": _slurm,
+    "hub": _hub,
+    "free space": _space,
+}
+VERB = Verb("doctor", doctor, help=HELP, job=Job, has_json=True)
 
 if __name__ == "__main__":
     main()

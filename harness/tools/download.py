@@ -1,10 +1,4 @@
-"""``harness download``: download a published model's files from the Hugging Face hub.
-
-    harness download repo=Qwen/Qwen3-8B what=tokenizer
-    harness download repo=Qwen/Qwen3-8B                all files that training needs
-
-Files go to ``assets/hf/<repo>``, where conf/tokenizer expects them; existing files are not downloaded again.
-"""
+"""The verb ``download``."""
 
 from __future__ import annotations
 
@@ -31,6 +25,14 @@ from harness.weights.config_json import CONFIG, check_hf_config, model_from_conf
 
 if TYPE_CHECKING:
     from harness.weights.hub import RemoteFile, Repository
+
+HELP = """`harness download`: download a published model's files from the Hugging Face hub.
+
+    harness download repo=Qwen/Qwen3-8B what=tokenizer
+    harness download repo=Qwen/Qwen3-8B                all files that training needs
+
+Files go to `assets/hf/<repo>`, where conf/tokenizer expects them; existing files are not downloaded again.
+"""
 
 ASSETS = Path("assets/hf")
 
@@ -214,4 +216,4 @@ def _end_at_once() -> None:
         signal.signal(each, lambda number, frame: os._exit(EXIT_INTERRUPTED))
 
 
-VERB = Verb("download", download, job=DownloadJob, prepare=_end_at_once)
+VERB = Verb("download", download, help=HELP, job=DownloadJob, prepare=_end_at_once)

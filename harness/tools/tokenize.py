@@ -1,11 +1,4 @@
-"""``harness tokenize``: tokenize a source into a corpus, which training reads with ``data=tokens``.
-
-    harness tokenize data=local_jsonl 'data.paths=[web/*.jsonl]' tokenize.target=corpus/web
-    harness tokenize ... tokenizer=llama3 tokenize.workers=16
-    harness tokenize ... cluster=slurm tokenize.shards=32      one task of an array for each shard
-
-The same command continues after a kill. The corpus does not depend on the number of processes and tasks.
-"""
+"""The verb ``tokenize``."""
 
 from __future__ import annotations
 
@@ -27,6 +20,15 @@ from harness.data.tokenizer import build_tokenizer
 from harness.data.tokenizing import bytes_of
 from harness.util.errors import ConfigError
 from harness.util.tables import plural
+
+HELP = """`harness tokenize`: tokenize a source into a corpus, which training reads with `data=tokens`.
+
+    harness tokenize data=local_jsonl 'data.paths=[web/*.jsonl]' tokenize.target=corpus/web
+    harness tokenize ... tokenizer=llama3 tokenize.workers=16
+    harness tokenize ... cluster=slurm tokenize.shards=32      one task of an array for each shard
+
+The same command continues after a kill. The corpus does not depend on the number of processes and tasks.
+"""
 
 WORKERS = 8
 """Default processes of a task of a SLURM array."""
@@ -156,7 +158,7 @@ def _losses(writer: CorpusWriter) -> Iterator[str]:
         yield f"the tokenizer does not keep line breaks or spaces: {LAYOUT!r} is read back as {read!r}"
 
 
-VERB = Verb("tokenize", tokenize, job=TokenizeJob, has_json=True, is_alone=True)
+VERB = Verb("tokenize", tokenize, help=HELP, job=TokenizeJob, has_json=True, is_alone=True)
 
 if __name__ == "__main__":  # a task of a SLURM array
     from harness.launch.shards import run_task

@@ -1,9 +1,4 @@
-"""``harness verify FOLDER...``: compare checkpoints with their recorded checksums.
-
-FOLDER is a run folder, a folder of checkpoints, or one checkpoint. Exit code 0: all are intact, apart from
-those that a stopped run has not finished; 3: one is damaged, or a folder has no complete one; 2: there is no
-checkpoint.
-"""
+"""The verb ``verify``."""
 
 from __future__ import annotations
 
@@ -12,6 +7,13 @@ from dataclasses import asdict
 
 from harness.compose.arguments import Argument
 from harness.compose.verb import Result, Verb
+
+HELP = """`harness verify FOLDER...`: compare checkpoints with their recorded checksums.
+
+FOLDER is a run folder, a folder of checkpoints, or one checkpoint. Exit code 0: all are intact, apart from
+those that a stopped run has not finished; 3: one is damaged, or a folder has no complete one; 2: there is no
+checkpoint.
+"""
 
 
 def verify(folders: Sequence[str], *, newest: bool) -> Result:
@@ -25,6 +27,7 @@ def verify(folders: Sequence[str], *, newest: bool) -> Result:
 VERB = Verb(
     "verify",
     verify,
+    help=HELP,
     arguments=(
         Argument(
             "folders",

@@ -25,7 +25,8 @@ def work(folder: str, *, fails: bool) -> Result:
 
 
 ARGUMENTS = (Argument("folder", help="a folder"), Argument("--fails", help="fail"))
-VERB = Verb("work", work, arguments=ARGUMENTS, has_json=True)
+HELP = "Verbs: flags, results as text and as `--json`, errors after a result."
+VERB = Verb("work", work, help=HELP, arguments=ARGUMENTS, has_json=True)
 JSON = '{\n  "folder": "here"\n}\n'
 
 
@@ -69,7 +70,7 @@ def test_a_result(
 
 def test_help_and_version(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(monkeypatch, capfd, "--help")
-    assert code == 0 and "\nVerbs: flags, results as text and as `--json`, errors after a result.\n" in out
+    assert code == 0 and f"\n{HELP}\n" in out
     assert all(flag in out for flag in ("--fails", "--json", "--version", "folder"))
     code, out, _ = run(monkeypatch, capfd, "--version")
     assert code == 0 and "\nharness " in out

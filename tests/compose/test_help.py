@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
+import harness
 from harness.compose.verb import VERBS
 from harness.config.fields import leaves
 from harness.config.job import Job
@@ -34,3 +39,18 @@ def test_a_group_a_field_and_all(capsys: pytest.CaptureFixture[str]) -> None:
     listed = {line.partition("=")[0] for line in shown(capsys, "train", "all").splitlines()}
     assert {name for name, *_ in leaves(Job())} <= listed
     assert shown(capsys, "plan", "training.steps=3") == shown(capsys, "plan")
+
+
+@pytest.mark.parametrize("arguments", ["--help", "sweep --help", "doctor --help"])
+def test_help_without_docstrings(arguments: str) -> None:
+    command = ["-m", "harness", *arguments.split()]
+    plain, stripped = (
+        subprocess.check_output([sys.executable, *flags, *command], text=True) for flags in ([], ["-OO"])
+    )
+    assert plain == stripped
+
+
+def test_docstrings_are_no_data() -> None:
+    """A name, a key or a text that a user sees is declared; ``python -OO`` has no docstrings."""
+    files = list(Path(harness.__file__).parent.rglob("*.py"))
+    assert len(files) > 200 and not [file for file in files if "__doc__" in file.read_text()]

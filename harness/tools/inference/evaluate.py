@@ -1,12 +1,4 @@
-"""``harness evaluate``: evaluate the weights of a run, a checkpoint, or safetensors.
-
-Every layout computes the same metrics.
-
-    harness evaluate checkpoint=runs/NAME/ID
-    harness evaluate checkpoint=... data=local_text data.paths=[book.txt] evaluate.split=all
-    harness evaluate checkpoint=... evaluate.tasks=[questions.jsonl] --json
-    harness evaluate checkpoint=... evaluate.tasks=[lm_eval:hellaswag] parallelism=fsdp
-"""
+"""The verb ``evaluate``."""
 
 from __future__ import annotations
 
@@ -32,6 +24,16 @@ from harness.util.encoding import dumps, flatten
 from harness.util.errors import EXIT_OK, ConfigError, MachineError, UserError
 from harness.util.tables import aligned
 from harness.weights.detect import WeightFolder, choose_data
+
+HELP = """`harness evaluate`: evaluate the weights of a run, a checkpoint, or safetensors.
+
+Every layout computes the same metrics.
+
+    harness evaluate checkpoint=runs/NAME/ID
+    harness evaluate checkpoint=... data=local_text data.paths=[book.txt] evaluate.split=all
+    harness evaluate checkpoint=... evaluate.tasks=[questions.jsonl] --json
+    harness evaluate checkpoint=... evaluate.tasks=[lm_eval:hellaswag] parallelism=fsdp
+"""
 
 
 @dataclass(frozen=True)
@@ -183,4 +185,4 @@ def evaluate(job: EvaluateJob, overrides: list[str]) -> int | Result:
     return Result({"rows": rows, "written": str(file)}, f"{table(results)}wrote {file}\n")
 
 
-VERB = Verb("evaluate", evaluate, job=EvaluateJob, has_json=True)
+VERB = Verb("evaluate", evaluate, help=HELP, job=EvaluateJob, has_json=True)

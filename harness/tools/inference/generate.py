@@ -1,13 +1,4 @@
-"""``harness generate``: generate text with the weights of a run or a checkpoint.
-
-Tensor, data and expert parallel generate the same as one process. Text goes to stdout, rates to stderr.
-Models of other architectures make what their `Generator` says.
-
-    harness generate checkpoint=runs/NAME/ID prompt="The parser reads"
-    harness generate checkpoint=... prompt=... generate.temperature=0.8 generate.top_p=0.95
-    harness generate checkpoint=... generate.prompt_file=prompts.txt --json
-    harness generate checkpoint=... prompt=... parallelism=tp parallelism.tp=2
-"""
+"""The verb ``generate``."""
 
 from __future__ import annotations
 
@@ -33,6 +24,17 @@ from harness.tools.inference.tasks import STDIN, numbered_lines, parse_json
 from harness.train.objective import objective_of
 from harness.train.process import launched_ranks
 from harness.util.errors import EXIT_OK, ConfigError, UserError
+
+HELP = """`harness generate`: generate text with the weights of a run or a checkpoint.
+
+Tensor, data and expert parallel generate the same as one process. Text goes to stdout, rates to stderr.
+Models of other architectures make what their `Generator` says.
+
+    harness generate checkpoint=runs/NAME/ID prompt="The parser reads"
+    harness generate checkpoint=... prompt=... generate.temperature=0.8 generate.top_p=0.95
+    harness generate checkpoint=... generate.prompt_file=prompts.txt --json
+    harness generate checkpoint=... prompt=... parallelism=tp parallelism.tp=2
+"""
 
 
 @dataclass(frozen=True)
@@ -288,4 +290,4 @@ def generate(job: GenerateJob, overrides: list[str]) -> int | Result:
     return generator.generate(Request(job, overrides, found, read_texts(job), run))
 
 
-VERB = Verb("generate", generate, job=GenerateJob, has_json=True)
+VERB = Verb("generate", generate, help=HELP, job=GenerateJob, has_json=True)

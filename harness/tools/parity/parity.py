@@ -1,9 +1,4 @@
-"""``harness parity``: check on CPU ranks that every layout computes the same as one process.
-
-The same job is trained from the same seed with each layout and in one process. Losses, gradient norms and
-gradients, before clipping, are compared. The gradients are the most sensitive: clipping and Adam hide an
-error of scale from the loss.
-"""
+"""The verb ``parity``."""
 
 from __future__ import annotations
 
@@ -30,6 +25,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from harness.launch.pool import RankPool
+
+HELP = """`harness parity`: check on CPU ranks that every layout computes the same as one process.
+
+The same job is trained from the same seed with each layout and in one process. Losses, gradient norms and
+gradients, before clipping, are compared. The gradients are the most sensitive: clipping and Adam hide an
+error of scale from the loss.
+"""
 
 EXIT_DIFFERS = 1
 KEPT_REFERENCES = 8
@@ -409,4 +411,4 @@ def _largest(expected: list[float], found: list[list[float]]) -> float:
     return math.nan if any(math.isnan(d) for d in differences) else max(differences)
 
 
-VERB = Verb("parity", parity, job=ParityJob, has_json=True, is_alone=True)
+VERB = Verb("parity", parity, help=HELP, job=ParityJob, has_json=True, is_alone=True)

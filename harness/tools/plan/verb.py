@@ -1,14 +1,4 @@
-"""``harness plan``: predict memory, traffic and speed of a job in seconds, without a GPU.
-
-harness plan model=llama3_8b parallelism=fsdp_tp cluster=slurm_h100
-harness plan ... --json                        the plan as JSON
-harness plan -m parallelism.tp=1,2,4 ...       one table of several jobs
-harness plan ... against="parallelism.tp=8"    line by line beside the job with these
-harness plan ... picture=plan.png              memory by stage, and the pipeline's timeline
-harness plan ... search=true cluster.nodes=32  the fastest layouts on 32 nodes
-harness plan ... rehearse=true                 compared with a run on virtual GPUs
-harness plan calibrate=runs/NAME               fit the plan's constants to measured runs
-"""
+"""The verb ``plan``."""
 
 from __future__ import annotations
 
@@ -24,6 +14,18 @@ from harness.config.registry import load_attribute
 from harness.tools.plan.config import REHEARSE, PlanJob
 from harness.util.errors import HarnessError
 from harness.util.tables import plural
+
+HELP = """`harness plan`: predict memory, traffic and speed of a job in seconds, without a GPU.
+
+harness plan model=llama3_8b parallelism=fsdp_tp cluster=slurm_h100
+harness plan ... --json                        the plan as JSON
+harness plan -m parallelism.tp=1,2,4 ...       one table of several jobs
+harness plan ... against="parallelism.tp=8"    line by line beside the job with these
+harness plan ... picture=plan.png              memory by stage, and the pipeline's timeline
+harness plan ... search=true cluster.nodes=32  the fastest layouts on 32 nodes
+harness plan ... rehearse=true                 compared with a run on virtual GPUs
+harness plan calibrate=runs/NAME               fit the plan's constants to measured runs
+"""
 
 
 def plan(job: PlanJob, overrides: list[str]) -> Result:
@@ -100,4 +102,13 @@ def _calibrate(folder: Path, target: str | None, cluster: ClusterConfig) -> Resu
 
 # Garbage collection takes a quarter of the time of importing torch, and a third of a search, and finds
 # little.
-VERB = Verb("plan", plan, job=PlanJob, has_json=True, sweep=compare_points, prepare=gc.disable, is_alone=True)
+VERB = Verb(
+    "plan",
+    plan,
+    help=HELP,
+    job=PlanJob,
+    has_json=True,
+    sweep=compare_points,
+    prepare=gc.disable,
+    is_alone=True,
+)

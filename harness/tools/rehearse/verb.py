@@ -1,12 +1,4 @@
-"""``harness rehearse``: run a job's code on virtual GPUs, and compare it with its plan.
-
-The code is torch's for CUDA, over libraries that compute nothing.
-
-    harness rehearse model=llama3_8b parallelism=fsdp precision=bf16 cluster=slurm_h100
-    harness rehearse ... --json                      the result as JSON
-    harness rehearse ... rehearse.ranks=[0,5]        only these ranks
-    harness rehearse ... cluster.accelerator=B200    on another device
-"""
+"""The verb ``rehearse``."""
 
 from __future__ import annotations
 
@@ -17,6 +9,16 @@ from harness.tools.rehearse.config import RehearseConfig, RehearseJob, ranks_to_
 from harness.tools.rehearse.render import as_dict, render
 from harness.tools.rehearse.server import Rehearsals, require_no_gpu
 from harness.util.errors import EXIT_OK
+
+HELP = """`harness rehearse`: run a job's code on virtual GPUs, and compare it with its plan.
+
+The code is torch's for CUDA, over libraries that compute nothing.
+
+    harness rehearse model=llama3_8b parallelism=fsdp precision=bf16 cluster=slurm_h100
+    harness rehearse ... --json                      the result as JSON
+    harness rehearse ... rehearse.ranks=[0,5]        only these ranks
+    harness rehearse ... cluster.accelerator=B200    on another device
+"""
 
 EXIT_FAILED = 1
 
@@ -40,4 +42,4 @@ def rehearse_plan(plan: Plan, config: RehearseConfig | None = None) -> Result:
     return Result(as_dict(plan, ranks), render(plan, ranks), EXIT_FAILED if failed else EXIT_OK)
 
 
-VERB = Verb("rehearse", rehearse, job=RehearseJob, has_json=True, is_alone=True)
+VERB = Verb("rehearse", rehearse, help=HELP, job=RehearseJob, has_json=True, is_alone=True)

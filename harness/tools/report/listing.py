@@ -1,4 +1,4 @@
-"""``harness runs [FOLDER]``: all runs, the last written first."""
+"""The verb ``runs``."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from harness.launch.sweep.study import LONGEST_REASON
 from harness.run.folder import METRICS, STATUS, RunFolder, run_folders
 from harness.util.errors import UserError
 from harness.util.tables import Column, Table, shortened, to_text
+
+HELP = """`harness runs [FOLDER]`: all runs, the last written first."""
 
 
 def list_runs(folder: Path) -> Result:
@@ -57,6 +59,7 @@ def _age(seconds: float) -> str:
 VERB = Verb(
     "runs",
     list_runs,
+    help=HELP,
     arguments=(Argument("folder", nargs="?", type=Path, default=Path("runs"), help="default: runs"),),
     has_json=True,
 )

@@ -1,4 +1,4 @@
-"""``harness sweep VERB FOLDER``: show, resume, tabulate or cancel a sweep, or single runs."""
+"""The verb ``sweep``."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from harness.launch.sweep.study import StudyRecord, best_in_words, counted, tabl
 from harness.tools.report.verb import report
 from harness.util.errors import EXIT_OK, UserError
 from harness.util.tables import plural, to_text
+
+HELP = """`harness sweep VERB FOLDER`: show, resume, tabulate or cancel a sweep, or single runs."""
 
 
 def status(folder: Path, *, verify: bool = False) -> Result:
@@ -125,10 +127,12 @@ def _folder(also: str = "") -> Argument:
 
 VERB = Verb(
     "sweep",
+    help=HELP,
     parts=(
         Verb(
             "status",
             status,
+            help="Show every point: state, step, speed, memory, reason of failure.",
             arguments=(
                 _folder(", or of a run"),
                 Argument(
@@ -141,12 +145,23 @@ VERB = Verb(
         Verb(
             "resume",
             resume,
+            help="Start the points that are not complete.",
             arguments=(
                 _folder(),
                 Argument("--out-of-memory", help="also start points that ran out of memory"),
             ),
         ),
-        Verb("collect", collect, arguments=(_folder(),)),
-        Verb("cancel", cancel, arguments=(_folder(", or of a run"),)),
+        Verb(
+            "collect",
+            collect,
+            help="Write what `harness report` writes, and log the table to W&B if the runs are there.",
+            arguments=(_folder(),),
+        ),
+        Verb(
+            "cancel",
+            cancel,
+            help="Cancel waiting and running SLURM jobs; their checkpoints are kept.",
+            arguments=(_folder(", or of a run"),),
+        ),
     ),
 )

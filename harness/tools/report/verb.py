@@ -1,4 +1,4 @@
-"""``harness report FOLDER``: tables and plots of runs, a sweep or an experiment."""
+"""The verb ``report``."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from harness.tools.report.plots import can_draw
 from harness.tools.report.runs import report_published, report_runs
 from harness.util.errors import UserError
 from harness.util.tables import Document, Table, to_markdown
+
+HELP = """`harness report FOLDER`: tables and plots of runs, a sweep or an experiment."""
 
 FILES = ("tables.md", "table.csv", "index.html")
 OF_PHASES = ("phases.md", "phases.csv", "phases.html")
@@ -142,6 +144,7 @@ def _source_of(folder: Path) -> Path:
 VERB = Verb(
     "report",
     report,
+    help=HELP,
     arguments=(
         Argument(
             "folder",

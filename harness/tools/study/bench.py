@@ -1,9 +1,4 @@
-"""``harness bench``: measure the speed of a job on this machine, alone or against variants.
-
-Every round runs each job once, from a cold start, as ``harness train`` would start it. The order alternates
-between rounds, so that a drift of the machine's speed affects all jobs. Compare jobs by their ratio within a
-round. The first steps of a run do not count (``metrics.warmup_steps``).
-"""
+"""The verb ``bench``."""
 
 from __future__ import annotations
 
@@ -26,6 +21,13 @@ from harness.run.folder import RunFolder
 from harness.util.encoding import flatten
 from harness.util.errors import EXIT_INTERRUPTED, EXIT_OK, STOPPED, ConfigError, UserError
 from harness.util.tables import Table, plural, to_text
+
+HELP = """`harness bench`: measure the speed of a job on this machine, alone or against variants.
+
+Every round runs each job once, from a cold start, as `harness train` would start it. The order alternates
+between rounds, so that a drift of the machine's speed affects all jobs. Compare jobs by their ratio within a
+round. The first steps of a run do not count (`metrics.warmup_steps`).
+"""
 
 EXIT_FAILED = 1
 BASE = "base"
@@ -264,4 +266,4 @@ def _block(title: str, lines: Sequence[tuple[str, ...]]) -> str:
     return to_text(Table.of_cells((title, "median", "range"), lines, right=(1,)))
 
 
-VERB = Verb("bench", bench, job=BenchJob, has_json=True, is_alone=True)
+VERB = Verb("bench", bench, help=HELP, job=BenchJob, has_json=True, is_alone=True)

@@ -1,9 +1,4 @@
-"""``harness converge``: show that techniques train as well as a control.
-
-The same job is trained under techniques (layouts, precisions, schedules, recomputation, compilation) and
-without them, each with several seeds, as a sweep: the same command again starts the runs that are not
-complete. Loss curves are compared in pairs of equal seed, and every technique gets a verdict.
-"""
+"""The verb ``converge``."""
 
 from __future__ import annotations
 
@@ -36,6 +31,13 @@ from harness.tools.study.techniques import (
 from harness.util.errors import EXIT_OK, STOPPED, UserError
 from harness.util.plots import COLORS, new_figure, save, smoothed
 from harness.util.tables import Block, Column, Document, Figure, Table, plural, to_text
+
+HELP = """`harness converge`: show that techniques train as well as a control.
+
+The same job is trained under techniques (layouts, precisions, schedules, recomputation, compilation) and
+without them, each with several seeds, as a sweep: the same command again starts the runs that are not
+complete. Loss curves are compared in pairs of equal seed, and every technique gets a verdict.
+"""
 
 EXIT_DIFFERS = 1
 Row = dict[str, Any]
@@ -354,4 +356,4 @@ def draw_differences(
     save(figure, path)
 
 
-VERB = Verb("converge", converge, job=ConvergeJob, has_json=True, is_alone=True)
+VERB = Verb("converge", converge, help=HELP, job=ConvergeJob, has_json=True, is_alone=True)

@@ -1,11 +1,4 @@
-"""``harness coordcheck``: check that activations do not depend on the width of the model.
-
-The job trains for a few steps at several widths, in this process. After every step the activations of each
-module are measured on the first batch: attention, its scores, feed-forwards, experts, routers, the residual
-stream, logits. With muP (``model.mup.base_dim``) neither they nor their change during training follow a power
-of the width; in the standard parametrization they do (arXiv:2203.03466, appendix D.1). The command fails if
-an exponent exceeds ``coordcheck.bound``.
-"""
+"""The verb ``coordcheck``."""
 
 from __future__ import annotations
 
@@ -32,6 +25,15 @@ from harness.util.tables import Column, Table, plural, to_text
 
 if TYPE_CHECKING:
     from harness.tools.study.activations import Activation
+
+HELP = """`harness coordcheck`: check that activations do not depend on the width of the model.
+
+The job trains for a few steps at several widths, in this process. After every step the activations of each
+module are measured on the first batch: attention, its scores, feed-forwards, experts, routers, the residual
+stream, logits. With muP (`model.mup.base_dim`) neither they nor their change during training follow a power
+of the width; in the standard parametrization they do (arXiv:2203.03466, appendix D.1). The command fails if
+an exponent exceeds `coordcheck.bound`.
+"""
 
 EXIT_DRIFTS = 1
 STEADY, GROWS, VANISHES, UNDEFINED = "steady", "grows", "vanishes", "undefined"
@@ -244,4 +246,4 @@ def _draw_kind(axis: Any, activations: Sequence[Activation], name: str, last: in
     axis.spines[["top", "right"]].set_visible(False)
 
 
-VERB = Verb("coordcheck", coordcheck, job=CoordCheckJob, has_json=True, is_alone=True)
+VERB = Verb("coordcheck", coordcheck, help=HELP, job=CoordCheckJob, has_json=True, is_alone=True)

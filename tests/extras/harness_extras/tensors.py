@@ -1,13 +1,15 @@
-"""``harness tensors``: list the tensors of a model.
-
-harness tensors model=arcee_debug
-"""
+"""The verb ``tensors``."""
 
 from __future__ import annotations
 
 from harness.compose.verb import Result, Verb
 from harness.config.job import Job
 from harness.model.spec import tensor_shapes
+
+HELP = """`harness tensors`: list the tensors of a model.
+
+harness tensors model=arcee_debug
+"""
 
 
 def tensors(job: Job, overrides: list[str]) -> Result:
@@ -16,4 +18,4 @@ def tensors(job: Job, overrides: list[str]) -> Result:
     return Result(dict(shapes), "".join(f"{name} {list(shape)}\n" for name, shape in shapes.items()))
 
 
-VERB = Verb("tensors", tensors, job=Job, has_json=True)
+VERB = Verb("tensors", tensors, help=HELP, job=Job, has_json=True)

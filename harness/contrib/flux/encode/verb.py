@@ -1,11 +1,4 @@
-"""``harness encode``: encode pictures with captions, which training reads with ``data=latents``.
-
-    harness encode data=cc12m data.options.crop=center ... encode.target=latents/cc12m
-    harness encode data=drawn_shapes encode.samples=10000 encode.target=latents/shapes
-    harness encode ... cluster=slurm_h100 encode.shards=32      one task of an array for each shard
-
-The same command continues after a kill. The latents do not depend on the number of processes and tasks.
-"""
+"""The verb ``encode``."""
 
 from __future__ import annotations
 
@@ -21,6 +14,15 @@ from harness.data.shards import write_here
 from harness.train.process import importing_torch, openmp_environment
 from harness.util.errors import ConfigError
 from harness.util.tables import plural
+
+HELP = """`harness encode`: encode pictures with captions, which training reads with `data=latents`.
+
+    harness encode data=cc12m data.options.crop=center ... encode.target=latents/cc12m
+    harness encode data=drawn_shapes encode.samples=10000 encode.target=latents/shapes
+    harness encode ... cluster=slurm_h100 encode.shards=32      one task of an array for each shard
+
+The same command continues after a kill. The latents do not depend on the number of processes and tasks.
+"""
 
 SOURCES = ("pictures", "hub_pictures", "drawn_shapes")
 
@@ -105,4 +107,4 @@ def encode(job: EncodeJob, overrides: list[str]) -> int | Result:
     return result(read_manifest(writer.target), f"{writer.target}: {rate}", seconds)
 
 
-VERB = Verb("encode", encode, job=EncodeJob, has_json=True, is_alone=True)
+VERB = Verb("encode", encode, help=HELP, job=EncodeJob, has_json=True, is_alone=True)
