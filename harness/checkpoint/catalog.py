@@ -33,10 +33,14 @@ FORMAT = 1
 CHECKSUM = "xxh3_128"
 
 
-# Keys that readers use, with the types of their values: of every manifest, of one that a run can resume from,
-# of a file, and of parts that may be absent.
+# Keys that readers use, with the types of their values: of every manifest, of one that a run can
+# resume from, of a file, and of parts that may be absent.
 _NEEDED = {"step": int, "files": {}, "state": {}, "options": {}}
-_TO_RESUME = {"train_state": {"step": int}, "lr_scheduler": {"last_epoch": int}, "data_loader": {"step": int}}
+_TO_RESUME = {
+    "train_state": {"step": int},
+    "lr_scheduler": {"last_epoch": int},
+    "data_loader": {"step": int},
+}
 _FILE = {"size": int, CHECKSUM: str}
 _RECORDED = {"job": {"training": {"steps": int}, "parallelism": {}}, "model": {}, "tokenizer": {}}
 
@@ -61,7 +65,8 @@ def decode_manifest(content: bytes) -> dict[str, Any]:
     files = dict.fromkeys(manifest["files"], _FILE)
     if manifest.get("holds") != "hf":
         files[METADATA] = _FILE
-    pattern: dict[str, Any] = {key: _RECORDED[key] for key in _RECORDED if manifest.get(key) is not None}
+    present = [part for part in _RECORDED if manifest.get(part) is not None]
+    pattern: dict[str, Any] = {part: _RECORDED[part] for part in present}
     is_full = manifest.get("holds", "full") == "full"
     if is_full:
         pattern["state"] = _TO_RESUME
@@ -72,7 +77,7 @@ def decode_manifest(content: bytes) -> dict[str, Any]:
 
 
 def _require(value: Any, pattern: Any, name: str) -> None:
-    """Raise ValueError unless a value is of a type, or an object with the keys and types of a pattern."""
+    """Raise ValueError unless a value is of a type, or has the keys and types of a pattern."""
     kind = pattern if isinstance(pattern, type) else dict
     if type(value) is not kind:
         raise ValueError(f"{name} is {value!r:.40}, not of type {kind.__name__}")

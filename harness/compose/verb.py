@@ -161,8 +161,7 @@ class Verb:
         name: its name; a verb with a job composes ``conf/NAME.yaml``.
         run: its function; None if it has ``parts``. Gets the job and its overrides, if the verb takes a job,
             and ``arguments`` by name. Returns the exit code or a ``Result``.
-        help: what it does and its commands, from which ``--help`` and the reference are made; of a part one
-            line.
+        help: what it does, and its commands, for ``--help`` and the reference; of a part one line.
         job: dataclass of the job that overrides compose; None for a verb that takes no job.
         arguments: arguments and flags of its own.
         has_json: whether ``run`` returns a ``Result``, so that ``--json`` can print it.

@@ -154,7 +154,7 @@ VERB = Verb(
         Verb(
             "collect",
             collect,
-            help="Write what `harness report` writes, and log the table to W&B if the runs are there.",
+            help="Write what `harness report` writes; log the table to W&B if the runs are there.",
             arguments=(_folder(),),
         ),
         Verb(
