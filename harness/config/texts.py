@@ -19,8 +19,9 @@ from harness.util.errors import ConfigError
 _REFUSED = ("Cc", "Zl", "Zp", "Cs")
 
 _SECRET_NAME = re.compile(
-    r"(?:^|[_.-])(?:key|sig|signature|jwt|\w*(?:token|secret|password|passwd|passphrase|api_?key|credentials?))"
-    r"(?:$|[_.\d-])|(?:^|_)(?:pat|pass|tok|auth|authorization)\d*$|_pwd$",
+    r"(?:^|[_.-])(?:keys?|sig|signature|jwt|creds?|pw"
+    r"|\w*(?:token|secrets?|passwords?|passwd|passphrase|api_?keys?|credentials?|connection_?string))"
+    r"(?:$|[_.\d-])|(?:^|_)(?:pat|pass|tok|auth|authorization)\d*$|_pwd$|_webhook(?:_url)?$",
     re.IGNORECASE,
 )
 _NO_SECRET_NAME = re.compile(r"_(?:file|path|dir|sock)$", re.IGNORECASE)
@@ -29,19 +30,39 @@ _SWITCHES = ("0", "1", "true", "false", "yes", "no")
 # because `key=5/` and `eos_token=` are no secrets.
 _ASSIGNMENT = re.compile(
     r"(?<![\w-])(?P<name>[A-Z_][A-Z0-9_]*)(?:=|:\s*)[\"']?(?P<value>[^\s\"'$`,;{}\[\]*][^\s\"'`,;{}\[\]]*)"
-    r"|(?<![\w/-])(?P<small>\w*(?:secret|password|passwd|passphrase|api_?key)"
-    r"|(?:\w*(?:hf|hub|auth|access|api|github|wandb|bearer)_)?token)=[\"']?(?P<quoted>[^\s\"'$`,;/*\]}]{6,})"
+    r"|(?<![\w/-])(?P<small>\w*(?:secret|password|passwd|passphrase|api_?key)(?=[=:])"
+    r"|(?:\w*(?:hf|hub|auth|access|api|github|wandb|bearer)_)?token(?==))(?:=|:\s*)[\"']?(?P<quoted>[^\s\"'$`,;/*\]}]{6,})"
 )
 _URL = re.compile(r"(?P<scheme>[A-Za-z][\w+.-]*)://(?:(?P<user>[^/?#\s]*)@)?\S*")
 _PARAMETER = re.compile(r"[?&](?P<name>[\w.-]+)=(?P<value>[^&\s]+)")
+TOKENS = {
+    "hf_": r"hf_(?:(?=[A-Za-z]*\d)[A-Za-z0-9]{16,}|[A-Za-z0-9]{30,})(?!\w)",
+    "ghp_": r"gh[a-z]_[A-Za-z0-9]{20,}",
+    "github_pat_": r"github_pat_\w{20,}",
+    "glpat-": r"glpat-[\w-]{20,}",
+    "sk-": r"sk-(?:(?:proj|ant|svcacct|admin|or)-[\w-]{16,}|[A-Za-z0-9]{20,})",
+    "AKIA": r"(?:AKIA|ASIA)[A-Z0-9]{12,}",
+    "AIza": r"AIza[\w-]{30,}",
+    "xox": r"xox[a-z]-[\w-]{10,}",
+    "eyJ": r"eyJ[\w-]{16,}(?:\.[\w-]+)*",
+    "wandb_v1_": r"wandb_v1_\w{16,}",
+    "npm_": r"npm_[A-Za-z0-9]{30,}",
+    "pypi-": r"pypi-(?=[a-z]*[A-Z\d])\w{16,}",
+    "nvapi-": r"nvapi-[\w-]{20,}",
+}
+"""How known tokens begin, and the patterns of the complete ones."""
 # What looks like a secret wherever it is. Names of runs and files, commit ids, digests of images and
 # references to variables ($NAME) do not.
 _FORMS = re.compile(
-    r"(?<![A-Za-z0-9])(?P<key>"
-    r"hf_(?:(?=[A-Za-z]*\d)[A-Za-z0-9]{16,}|[A-Za-z0-9]{30,})(?!\w)"
-    r"|gh[a-z]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{20,}"
-    r"|sk-(?:(?:proj|ant|svcacct|admin|or)-[\w-]{16,}|[A-Za-z0-9]{20,})"
-    r"|(?:AKIA|ASIA)[A-Z0-9]{12,}|xox[a-z]-[\w-]{10,})"
+    rf"(?<![A-Za-z0-9])(?P<key>{'|'.join(TOKENS.values())})"
+    r"|-----BEGIN (?P<pem>[A-Z ]*PRIVATE KEY.*)"
+    r"|\bhooks\.slack\.com/services/(?P<webhook>[\w/]{10,})"
+    r"|(?:Account|SharedAccess)Key=(?P<account>[^\s;\"'$]{6,})"
+    r"|\b(?i:x-api-key|x-auth-token|private-token):\s*(?P<header>[^\s\"'$]{6,})"
+    r"|\baws_(?:secret_access_key|session_token)\s+[\"']?(?P<aws>[^\s\"'$=]{6,})"
+    r"|\b(?:mysql|mariadb)[\w-]*\s(?:[^|;&]*\s)?-p[\"']?(?P<mysql>[^\s\"'$]+)"
+    r"|\b(?:docker|podman|skopeo|buildah|oras|registry)\s+login\s(?:[^|;&]*\s)?-p\s*[\"']?(?P<registry>[^\s\"'$]+)"
+    r"|\blogin\s+\S+\s+password\s+(?P<netrc>[^\s\"'$]+)"
     r"|\b[Bb]earer\s+(?P<bearer>[\w.~+/=-]{6,})"
     r"|--[\w-]*(?:password|passwd|secret)[ =][\"']?(?P<password>[^\s\"'$/-][^\s\"']*)"
     r"|--[\w-]*(?:token|api-?key)[ =][\"']?(?P<token>[\w.+~][\w.+~:=/-]{7,})"

@@ -14,7 +14,7 @@ from harness.compose.composer import compose_job, compose_points
 from harness.compose.resolve import resolve
 from harness.config.fields import leaves, with_value
 from harness.config.job import Job
-from harness.config.texts import SecretError, masked, validate_texts
+from harness.config.texts import TOKENS, SecretError, masked, validate_texts
 from harness.launch.begin import begin
 from harness.launch.slurm import Submission
 from harness.run.folder import RunFolder
@@ -81,8 +81,13 @@ def test_other_verbs_check_their_texts() -> None:
 
 SECRET = f"hf_{'AbCdEf012' * 4}"
 WORD = SECRET[3:]  # it looks like no token
-NAMES = "GITHUB_PAT DB_PASS MYSQL_PWD HF_TOK HF_AUTH HF_TOKEN WANDB_API_KEY AWS_SECRET_ACCESS_KEY DB_PASSWORD"
-PREFIXES = "ghp_ gho_ github_pat_ sk- sk-proj- sk-ant-api03- xoxb- glpat-"
+NAMES = (
+    "GITHUB_PAT DB_PASS MYSQL_PWD HF_TOK HF_AUTH HF_TOKEN WANDB_API_KEY AWS_SECRET_ACCESS_KEY DB_PASSWORD "
+    "SECRETS KEYS CREDS PW DB_PW SLACK_WEBHOOK TEAMS_WEBHOOK_URL AZURE_STORAGE_CONNECTION_STRING"
+)
+PREFIXES = (
+    "ghp_ gho_ github_pat_ sk- sk-proj- sk-ant-api03- xoxb- glpat- eyJ wandb_v1_ npm_ pypi- nvapi- AIza"
+)
 SETUPS = [
     f"export HF_TOKEN='{SECRET}'",
     f"huggingface-cli login --token {WORD}",
@@ -94,6 +99,15 @@ SETUPS = [
     f"export hf_token={WORD}",
     f"pip install git+https://{WORD}@github.com/owner/name",
     f"scp me:{WORD}@host:file .",
+    f"aws configure set aws_secret_access_key {WORD}",
+    f"mysql -h host -p{WORD} db",
+    f"docker login -u me -p {WORD} nvcr.io",
+    f"curl -H 'X-Api-Key: {WORD}' https://host",
+    f"printf 'machine host login me password {WORD}' > ~/.netrc",
+    f"az login; x AccountName=a;AccountKey={WORD};EndpointSuffix=b",
+    f"curl -d hi https://hooks.slack.com/services/T0/B0/{WORD}",
+    f"echo '-----BEGIN RSA PRIVATE KEY-----{WORD}'",
+    f"echo 'password: {WORD}'",
 ]
 SECRETS: list[tuple[str, object]] = [
     *(("cluster.env", {name: WORD}) for name in NAMES.split()),
@@ -139,6 +153,18 @@ def test_secrets_are_refused_and_not_repeated(name: str, value: object) -> None:
         ("cluster.setup", ["export HF_TOKEN=$(cat ~/.token)", 'export A_KEY="$B_KEY"', "module load cuda"]),
         ("cluster.setup", ["cd $HOME", "curl -u $ME https://a", "hf auth login --token $HF_TOKEN"]),
         ("cluster.setup", ["x --tokens 5", "docker run --user 1000:1000 x", "git clone git@host:a/b -b v1"]),
+        ("cluster.setup", ["ssh login -p 2222", "mysql -h host -P 3306 -p", "docker run -p 8080:80 x"]),
+        (
+            "cluster.setup",
+            ["docker login -u me -p $PW x", "npm_config_cache=/tmp/npm x", "pip -i pypi-mirror"],
+        ),
+        ("cluster.setup", ["ssh-keygen -l", "aws configure list", "export KEYS_DIR=/keys SORT_KEYS=1"]),
+        (
+            "cluster.env",
+            {"MAX_TOKENS": "512", "MONKEYS": "7", "SCREDS": "x", "GIT_PWD": "0", "SWEBHOOK": "x"},
+        ),
+        ("cluster.sbatch", {"comment": "password: see the wiki; keys, creds, private key"}),
+        ("name", "pypi-packages-of-2026_and_a_name_that_is_long"),
         ("cluster.srun_args", ["--export=ALL,HF_TOKEN"]),
         (
             "cluster.sbatch",
@@ -156,6 +182,12 @@ def test_secrets_are_refused_and_not_repeated(name: str, value: object) -> None:
 )
 def test_what_is_no_secret_is_taken(name: str, value: object) -> None:
     validate_texts(with_value(composed(), name, value))
+
+
+def test_every_known_token_is_documented_and_tested() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
+    assert [prefix for prefix in TOKENS if f"`{prefix}`" not in page] == []
+    assert {prefix for prefix in TOKENS if prefix not in PREFIXES} == {"hf_", "AKIA"}
 
 
 def test_the_value_of_a_secret_of_the_environment_is_refused_wherever_it_is(
@@ -179,6 +211,8 @@ def test_the_value_of_a_secret_of_the_environment_is_refused_wherever_it_is(
         "cluster.evn.HF_TOKEN=SECRET",
         "cluster.evn={HF_TOKEN: SECRET}",
         "nope='login --token SECRET'",
+        "nope='password: geheim12345SECRET'",
+        "cluster.evn={password: geheim12345SECRET}",
         "training.steps=${oc.env:HF_TOKEN}",
         "SECRET",
         "experiment=SECRET",
@@ -196,7 +230,7 @@ def test_a_mistake_does_not_repeat_a_secret(
         VERBS["train"].main()
     out, err = capsys.readouterr()
     assert ended.value.code == EXIT_USER and err.startswith("error: ")
-    assert SECRET not in out + err and "***" in err
+    assert SECRET not in out + err and "geheim" not in out + err and "***" in err
     assert list(tmp_path.iterdir()) == []
 
 
