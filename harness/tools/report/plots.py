@@ -10,19 +10,21 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from math import inf, isfinite, isnan, nan
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median_low
 from typing import TYPE_CHECKING
 
 from harness.launch.rows import job_of
 from harness.metrics.jsonl import read_rows
 from harness.run.folder import METRICS
 from harness.util.plots import COLORS, new_figure, save, smoothed, ticks
-from harness.util.tables import NOT_MEASURED, Row, counted, shortened
+from harness.util.tables import NOT_MEASURED, Row, counted, plural, shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
 
+LARGEST_CUT = 0.05
+"""Share of a run's losses after its first tenth that a picture leaves out at most."""
 WORDS = {
     "published": "published",
     "predicted": "predicted",
@@ -152,13 +154,13 @@ def losses(path: Path, title: str, rows: Sequence[Row], smooth: int = 1) -> bool
             _draw_losses(axis, curves, by, sides[by][1], loss, over)
             axis.locator_params(axis="x", nbins=6)
             axis.xaxis.set_major_formatter(lambda value, _: counted(value) if value >= 1e6 else f"{value:,g}")
-        # The first steep steps, and runs that diverge, leave the picture at the top.
         known = [[row[loss] for row in run if isfinite(row.get(loss, nan))] for c in curves for run in c.runs]
-        early = [value for each in known for value in each[len(each) // 50 : len(each) // 10 + 1]]
-        lowest = min((value for each in known for value in each), default=nan)
-        height = 1.1 * (max(early, default=nan) - lowest)
-        if height > 0:
-            line[0].set_ylim(lowest - 0.05 * height, min(lowest + height, line[0].get_ylim()[1]))
+        shown = _shown_losses(known)
+        if shown is not None:
+            line[0].set_ylim(shown[0], min(shown[1], line[0].get_ylim()[1]))
+            above = sum(value > shown[1] for run in known for value in run)
+            place = {"transform": line[0].transAxes, "ha": "right", "va": "top"}
+            line[0].text(0.97, 0.95, f"{plural(above, 'point')} above" if above else "", **place)
         line[0].set_ylabel(LOSSES[loss] + (f", mean of {over} rows" if over > 1 else ""))
     for axis, (words, _) in zip(panels[-1], sides.values(), strict=True):
         axis.set_xlabel(words)
@@ -169,6 +171,23 @@ def losses(path: Path, title: str, rows: Sequence[Row], smooth: int = 1) -> bool
     figure.suptitle(title, fontsize=11)
     save(figure, path)
     return True
+
+
+def _shown_losses(runs: list[list[float]]) -> tuple[float, float] | None:
+    """Limits that cut the first steep steps, and runs that diverge; None to show all.
+
+    Of runs that do not fall, the first steps say nothing about the others: if most runs would lose
+    ``LARGEST_CUT`` of what follows, all is shown.
+    """
+    early = [value for run in runs for value in run[len(run) // 50 : len(run) // 10 + 1]]
+    lowest = min((value for run in runs for value in run), default=nan)
+    height = 1.1 * (max(early, default=nan) - lowest)
+    top = lowest + height
+    later = [run[len(run) // 10 + 1 :] for run in runs if len(run) > 1]
+    lost = [sum(value > top for value in run) / len(run) for run in later]
+    if not lost or median_low(lost) >= LARGEST_CUT or not height > 0:
+        return None
+    return lowest - 0.05 * height, top
 
 
 def _draw_losses(axis: Axes, curves: Sequence[Curve], by: str, size: float, loss: str, smooth: int) -> None:

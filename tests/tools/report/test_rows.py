@@ -292,6 +292,35 @@ def test_losses_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
             assert band.get_paths()[0].get_extents().y1 == 3.2
 
 
+FALLING = [9.0, 6.0, 4.0, *(3 - 0.02 * step for step in range(47))]
+
+
+@pytest.mark.parametrize(
+    ("losses", "above"),
+    [
+        ([[5.944, 6.079, 5.931, 6.1, 6.045, 6.001]], None),  # it does not fall
+        ([FALLING], "1 point above"),
+        ([FALLING, [*FALLING[:20], *(1e4 for _ in range(30))]], "32 points above"),  # one diverges
+        ([FALLING[:1]], None),
+    ],
+)
+def test_what_a_picture_of_losses_leaves_out(
+    losses: list[list[float]], above: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed, run in enumerate(losses):
+        leave_run(tmp_path, "model=llama3_tiny", f"optimizer.lr={seed + 1}e-3")
+        [path] = [each for each in tmp_path.glob("*/*") if not (each / "metrics.jsonl").exists()]
+        facts = [{"step": n + 1, "loss": loss, "tokens": n, "step_seconds": 1} for n, loss in enumerate(run)]
+        (path / "metrics.jsonl").write_text("".join(dumps(row) + "\n" for row in facts))
+    figures: list[Any] = []
+    monkeypatch.setattr(plots, "save", lambda figure, path: figures.append(figure))
+    assert plots.losses(tmp_path / "x.png", "t", load(tmp_path))
+    axis = figures[0].axes[0]
+    assert [text.get_text() for text in axis.texts] == ([] if above is None else [above])
+    outside = sum(value > axis.get_ylim()[1] for run in losses for value in run)
+    assert outside == int((above or "0").split()[0])
+
+
 def test_a_plot_has_room_for_long_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     leave_run(tmp_path / "runs", "model=llama3_tiny")
     [row] = load(tmp_path / "runs")
