@@ -176,8 +176,8 @@ def losses(path: Path, title: str, rows: Sequence[Row], smooth: int = 1) -> bool
 def _shown_losses(runs: list[list[float]]) -> tuple[float, float] | None:
     """Limits that cut the first steep steps, and runs that diverge; None to show all.
 
-    Of runs that do not fall, the first steps say nothing about the others: if most runs would lose
-    ``LARGEST_CUT`` of what follows, all is shown.
+    Of runs that do not fall, the first steps say nothing about the others. All is shown if most runs would
+    lose ``LARGEST_CUT`` of their later losses.
     """
     early = [value for run in runs for value in run[len(run) // 50 : len(run) // 10 + 1]]
     lowest = min((value for run in runs for value in run), default=nan)
