@@ -25,7 +25,11 @@ def python(*arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.
     )
 
 
-def until(condition: Callable[[], Any], seconds: float, what: str = "a condition") -> Any:
+PATIENCE = 180.0
+"""Seconds after which a test takes what it waits for as hung: a busy machine is many times slower."""
+
+
+def until(condition: Callable[[], Any], seconds: float = PATIENCE, what: str = "a condition") -> Any:
     """Wait until a function returns a true value; return the value."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):

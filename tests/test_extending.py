@@ -10,13 +10,12 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from plugins import install
-from processes import python
+from processes import python, until
 
 from harness.compose import paths
 from harness.config.job import Job
@@ -167,10 +166,7 @@ def test_the_model_is_that_of_transformers_and_of_the_plan(extras: Installed, tr
 def test_a_cluster_of_a_package(extras: Installed, trained: Path) -> None:
     shown = extras.succeed(*command("train", "cluster=background"))
     run = Path(re.search(r"^run folder (.+)$", shown, re.MULTILINE)[1])  # type: ignore[index]
-    deadline = time.monotonic() + SECONDS
-    while not (extras.home / run / "result.json").is_file():
-        assert time.monotonic() < deadline, (extras.home / run / "background.log").read_text()
-        time.sleep(0.1)
+    until((extras.home / run / "result.json").is_file)
     row = json.loads((extras.home / run / "result.json").read_text())
     assert (row["exit_reason"], row["step"]) == ("completed", 2)
     assert "step     2/2" in (extras.home / run / "background.log").read_text()

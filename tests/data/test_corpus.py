@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from equal import assert_equal
 from loaders import BOS, BYTES, EOS, loader, steps
-from processes import ROOT
+from processes import PATIENCE, ROOT
 from tokenizer_files import write_sentencepiece
 
 import harness.data.cache as cache
@@ -262,7 +262,7 @@ def test_the_command_is_killed_with_its_processes_and_continued():
         while len(list(units.glob("*.index"))) < least and killed.poll() is None:
             time.sleep(0.005)
         killed.send_signal(signal.SIGKILL)
-        _, words = killed.communicate(timeout=60)  # the processes have the pipe, so they have ended too
+        _, words = killed.communicate(timeout=PATIENCE)  # the processes have the pipe, so they have ended too
         assert killed.returncode == -signal.SIGKILL, words
         assert len(list(units.glob("*.index"))) >= least
     tokens = (index.with_suffix(".tokens") for index in units.glob("*.index"))
@@ -382,7 +382,7 @@ def test_one_of_two_builders_builds_and_the_other_waits(monkeypatch):
     write_documents("ab", "cd")
     builds, write, waits = [], CorpusWriter.write_all, threading.Event()
     monkeypatch.setattr(
-        CorpusWriter, "write_all", lambda *each: (builds.append(1), waits.wait(20), write(*each))
+        CorpusWriter, "write_all", lambda *each: (builds.append(1), waits.wait(PATIENCE), write(*each))
     )
     sleep = time.sleep
     monkeypatch.setattr(store.time, "sleep", lambda seconds: (waits.set(), sleep(seconds)))

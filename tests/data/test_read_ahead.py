@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 import torch
 from equal import assert_equal
 from loaders import loader, write_jsonl
+from processes import PATIENCE, until
 
 from harness.config.data import DataConfig
 from harness.data.loader import Loader
@@ -23,8 +23,6 @@ from harness.util.errors import DataError, MachineError
 
 # The library starts them, which tests/uses.py does not see.
 pytestmark = pytest.mark.process
-
-SECONDS = 60  # much longer than anything here takes
 
 
 def write(shards: int = 3) -> None:
@@ -136,11 +134,8 @@ def test_they_end_with_the_rank() -> None:
     processes = rank.stdout.readline().split()
     assert len(processes) == 2
     rank.kill()
-    rank.communicate(timeout=SECONDS)
-    deadline = time.monotonic() + SECONDS
-    while any(is_alive(process) for process in processes):
-        assert time.monotonic() < deadline, "processes are left"
-        time.sleep(0.02)
+    rank.communicate(timeout=PATIENCE)
+    until(lambda: not any(is_alive(process) for process in processes), what="the end of the processes")
 
 
 def is_alive(process: str) -> bool:

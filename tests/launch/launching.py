@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from processes import until
+from processes import PATIENCE, until
 
 from harness.metrics.jsonl import read_metrics
 
@@ -26,7 +26,6 @@ TINY = [
 ]
 LONG = ["training.steps=1000000", "metrics.log_interval=5"]
 TWO_RANKS = ["parallelism=fsdp", "parallelism.dp_shard=2"]
-PATIENCE = 180.0
 
 
 class Launch:
@@ -122,7 +121,7 @@ class Launch:
             except (OSError, ValueError):
                 return False
 
-        until(trains, PATIENCE)
+        until(trains)
 
     def kill(self) -> None:
         """Kill all processes of the job."""

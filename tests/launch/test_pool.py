@@ -92,7 +92,7 @@ def test_a_killed_owner_leaves_no_ranks() -> None:
     assert all(is_alive(pid) for pid in pids) and len(pids) == 2
     owner.kill()
     owner.join()
-    until(lambda: not any(is_alive(pid) for pid in pids), 5)
+    until(lambda: not any(is_alive(pid) for pid in pids))
 
 
 def is_alive(pid: int) -> bool:

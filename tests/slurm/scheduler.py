@@ -18,7 +18,7 @@ PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "squeue", "scontr
 NODES = 4
 CPUS = 8
 MEGABYTES = 20000
-START_SECONDS = 60
+START_SECONDS = 300
 CONFIGURATION = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -149,7 +149,11 @@ class Scheduler:
     def run(self, *command: str) -> str:
         """Return the output of a client command."""
         done = subprocess.run(
-            command, env={**os.environ, **self.environment}, capture_output=True, text=True, timeout=60
+            command,
+            env={**os.environ, **self.environment},
+            capture_output=True,
+            text=True,
+            timeout=START_SECONDS,
         )
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout

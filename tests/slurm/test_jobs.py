@@ -97,7 +97,7 @@ def test_an_array_writes_the_corpus_of_one_process(slurm: Scheduler, tmp_path: P
     array = (*typed, "tokenize.shards=3", f"tokenize.target={tmp_path / 'array'}", *ON_SLURM)
     commands = Commands(slurm, tmp_path)
     assert "submitted as job" in commands.run("tokenize", *array)
-    until((tmp_path / "array" / "manifest.json").exists, "a manifest", 120)
+    until((tmp_path / "array" / "manifest.json").exists, "a manifest")
     commands.run("tokenize", *typed, f"tokenize.target={tmp_path / 'one'}", "cluster.device=cpu")
     assert "is complete" in commands.run("tokenize", *array)
     for split in ("train", "validation"):
@@ -168,7 +168,7 @@ def test_a_job_that_is_cancelled_and_submitted_again(commands: Commands) -> None
     assert f"already submitted (running) as job {job}" in commands.train(*layout)
     commands.slurm.run("scancel", job)
     until(lambda: read(run / "status.json").get("state") == "interrupted", "it to end")
-    until(lambda: not commands.slurm.run("squeue", "--noheader", f"--jobs={job}").strip(), "the queue", 60)
+    until(lambda: not commands.slurm.run("squeue", "--noheader", f"--jobs={job}").strip(), "the queue")
     row = read(run / "result.json")
     assert (row["exit_code"], row["error.kind"], row["saved"]) == (EXIT_INTERRUPTED, "cancelled", True)
     assert "1 cancelled" in commands.run("sweep", "status", str(run))

@@ -123,7 +123,7 @@ def test_a_sweep_that_is_cancelled(commands: Commands) -> None:
         assert submitted in commands.run("train", *sweep, "cluster.sbatch={hold: true}")
     assert "3 pending" in commands.run("sweep", "status", home)
     assert "cancelled 3 of 3" in commands.run("sweep", "cancel", home)
-    until(lambda: "\n3 cancelled" in commands.run("sweep", "status", home), "the jobs to be gone", 60)
+    until(lambda: "\n3 cancelled" in commands.run("sweep", "status", home), "the jobs to be gone")
 
 
 def test_batches_are_arrays_whose_values_are_waited_for(commands: Commands) -> None:

@@ -69,7 +69,7 @@ def test_the_first_cause_is_the_verdict_and_no_requeue_hides_it(commands: Comman
         return str(read(run / "result.json").get("error.message")).startswith(message)
 
     try:
-        until(has_message, message, 180)
+        until(has_message, message)
     except AssertionError as error:
         raise AssertionError(f"{error}\n{read(run / 'result.json')}\n{logs_of(run)}") from None
     row = read(run / "result.json")

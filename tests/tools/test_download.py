@@ -10,14 +10,13 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import pytest
-from processes import python
+from processes import PATIENCE, python, until
 from stand_in_hub import Hub, commit_of, serving
 
 from harness.compose.composer import compose_job
@@ -188,18 +187,16 @@ def test_an_interrupted_download_goes_on(hub: Hub, tmp_path: Path) -> None:
             return False
         handler.wfile.write(content[: 2 * MIB])
         handler.wfile.flush()
-        go_on.wait(60)
+        go_on.wait(PATIENCE)
         return True
 
     hub.mishap = stall
     arguments = [sys.executable, "-m", "harness", "download", f"repo={REPO}", "what=weights", "to=out"]
     process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while not (out / WEIGHTS[1]).exists() or WEIGHTS[0] not in hub.sent:
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.05)
+    until(lambda: (out / WEIGHTS[1]).exists() and WEIGHTS[0] in hub.sent)
+    assert process.poll() is None
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=PATIENCE)
     go_on.set()
     assert (process.returncode, err) == (EXIT_INTERRUPTED, "")
     assert json.loads((out / "download.json").read_text())["repo"] == REPO

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from jobs import tiny
+from processes import until
 
 from harness.config.job import Job
 from harness.data.cache import cache_folder
@@ -89,10 +90,7 @@ def test_a_process_ends_with_its_parent_and_takes_its_own_children_along(tmp_pat
     pids = [int(pid) for pid in process.stdout.readline().split()]
     process.kill()
     process.communicate()
-    deadline = time.monotonic() + 10
-    while any(is_running(pid) for pid in pids):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: not any(is_running(pid) for pid in pids))
     assert said.read_text() == "said"
 
 

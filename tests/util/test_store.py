@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from processes import PATIENCE
 
 from harness.util import store
 from harness.util.store import HEARTBEAT, LOCK, only_builder
@@ -35,7 +36,7 @@ def test_the_second_takes_over_when_the_first_fails(tmp_path: Path) -> None:
         time.sleep(0.1)
         assert not built
         raise KeyError
-    thread.join(20)
+    thread.join(PATIENCE)
     assert built == ["second"] and not (tmp_path / "work" / HEARTBEAT).exists()
 
 
@@ -64,7 +65,7 @@ def test_a_builder_of_another_node_is_dead_when_its_heart_stops(
         time.sleep(0.1)
         heart.write_text(f"other-node 1 {beat}")
     assert not built, "it beats"
-    thread.join(20)
+    thread.join(PATIENCE)
     assert built == ["second"]
 
 
