@@ -7,7 +7,7 @@ every communicator) and profiled steps. A step's time excludes validation, savin
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ SUMMARY = (
     Metric("window.window_steps", "count", "Steps after warm-up, without profiled ones."),
     Metric("window.window_seconds", "s", "Their total time."),
     Metric("window.window_tokens", "tokens", "Their total tokens."),
-    Metric("window.step_seconds_median", "s", "Median time of a step."),
+    Metric("window.step_seconds_median", "s", "Median time of a step, as all quantiles of the last 1,000."),
     Metric("window.step_seconds_p10", "s", "10th percentile of the time of a step."),
     Metric("window.step_seconds_p90", "s", "90th percentile of the time of a step."),
     Metric("window.step_seconds_spread", "ratio", "(p90 - p10) / median."),
@@ -129,13 +129,18 @@ class StepTimer:
         return self._clock()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Step:
     seconds: float
     tokens: int
     data_seconds: float
     profiled: bool
     seq_len: int
+    measured: bool
+
+
+LATEST_STEPS = 1_000
+"""Steps of which quantiles are computed; totals are those of all steps."""
 
 
 class Window:
@@ -148,10 +153,12 @@ class Window:
     def __init__(self, warmup_steps: int = 3) -> None:
         self._warmup_steps = warmup_steps
         self._seen = 0
-        self._measured: list[_Step] = []
+        self._latest: deque[_Step] = deque(maxlen=LATEST_STEPS)
         self._unlogged: list[_Step] = []
-        self._logged = 0
-        self._profiled = 0
+        self._steps = self._tokens = self._profiled = 0
+        self._seconds = self._data_seconds = 0.0
+        self.lengths: Counter[int] = Counter()
+        """Tokens by length of sequence, of the steps that ``summary`` measures."""
         self.interval_lengths: dict[int, int] = {}
         """Tokens by length of sequence, of the steps that the last ``interval`` measured."""
 
@@ -174,21 +181,26 @@ class Window:
             profiled: whether a profiler ran, which slows the step down.
             warms_up: whether the step counts as warm-up wherever it is: it compiles again.
         """
-        step = _Step(seconds, tokens, data_seconds, profiled, seq_len)
         self._seen += 1
+        self._profiled += profiled
+        measured = self._seen > self._warmup_steps and not warms_up and not profiled
+        step = _Step(seconds, tokens, data_seconds, profiled, seq_len, measured)
         self._unlogged.append(step)
-        if profiled:
-            self._profiled += 1
-        elif self._seen > self._warmup_steps and not warms_up:
-            self._measured.append(step)
+        if measured:
+            self._latest.append(step)
+            self._steps += 1
+            self._tokens += tokens
+            self._seconds += seconds
+            self._data_seconds += data_seconds
+            self.lengths[seq_len] += tokens
 
     def interval(self) -> dict[str, float | int | None]:
         """Return ``RATE`` and ``INTERVAL`` since the last call (or the start), and begin the next interval.
 
         A value is None without a step to compute it from.
         """
-        steps, measured = self._unlogged, self._measured[self._logged :]
-        self._unlogged, self._logged = [], len(self._measured)
+        steps, self._unlogged = self._unlogged, []
+        measured = [step for step in steps if step.measured]
         self.interval_lengths = _lengths(measured)
         profiled = sum(step.profiled for step in steps)
         return {
@@ -198,22 +210,16 @@ class Window:
             **({"profiled_steps": profiled} if profiled else {}),
         }
 
-    @property
-    def lengths(self) -> dict[int, int]:
-        """Tokens by length of sequence, of the steps that ``summary`` measures."""
-        return _lengths(self._measured)
-
     def summary(self) -> dict[str, float | int | None]:
         """Return ``SUMMARY``, without the prefix; values other than counts are None without a step."""
-        steps = self._measured
-        ordered = sorted(step.seconds for step in steps)
+        ordered = sorted(step.seconds for step in self._latest)
         middle = median(ordered) if ordered else None
-        rates = sorted(step.tokens / step.seconds for step in steps if step.seconds > 0)
-        tokens, seconds = _total("tokens", steps), _total("seconds", steps)
+        rates = sorted(step.tokens / step.seconds for step in self._latest if step.seconds > 0)
+        steps, tokens, seconds = self._steps, self._tokens, self._seconds
         p10, p90 = _quantile(ordered, 0.1), _quantile(ordered, 0.9)
         spread = _ratio(p90 - p10, middle) if p10 is not None and p90 is not None else None
         return {
-            "window_steps": len(steps),
+            "window_steps": steps,
             "window_seconds": seconds if steps else None,
             "window_tokens": tokens if steps else None,
             "step_seconds_median": middle,
@@ -223,8 +229,8 @@ class Window:
             "tokens_per_second": _ratio(tokens, seconds),
             "tokens_per_second_p10": _quantile(rates, 0.1),
             "tokens_per_second_p90": _quantile(rates, 0.9),
-            "tokens_per_second_median": _ratio(tokens / len(steps), middle) if steps else None,
-            "data_share": _ratio(_total("data_seconds", steps), seconds),
+            "tokens_per_second_median": _ratio(tokens / steps, middle) if steps else None,
+            "data_share": _ratio(self._data_seconds, seconds),
             "profiled_steps": self._profiled or None,
         }
 

@@ -156,6 +156,10 @@ def keep_freed_memory() -> bool:
     return mallopt is not None and bool(mallopt(_M_MMAP_MAX, 0) and mallopt(_M_TRIM_THRESHOLD, -1))
 
 
+COMPLETE_COLLECTION = 10
+"""Every so many collections one is of all generations, which takes some ten times as long."""
+
+
 @contextmanager
 def garbage_collection(interval: int) -> Iterator[Callable[[int], None]]:
     """Collect garbage every ``interval`` steps (0: when Python decides); call what it yields at each step.
@@ -167,7 +171,10 @@ def garbage_collection(interval: int) -> Iterator[Callable[[int], None]]:
         return
 
     def collect(step: int) -> None:
-        if step % interval == 0:
+        # What outlives a collection becomes garbage of the oldest generation, as classes that a save makes.
+        if step % (COMPLETE_COLLECTION * interval) == 0:
+            gc.collect()
+        elif step % interval == 0:
             gc.collect(1)
 
     gc.disable()

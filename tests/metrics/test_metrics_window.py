@@ -5,13 +5,14 @@ from __future__ import annotations
 import statistics
 import subprocess
 import sys
+import tracemalloc
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from harness.metrics import memory
+from harness.metrics import memory, window
 from harness.metrics.mfu import Peak, describe_inputs, mfu, peak_of, utilization
 from harness.metrics.window import StepTimer, Window
 
@@ -186,3 +187,22 @@ def test_units_of_getrusage(
     usage = SimpleNamespace(ru_maxrss=2**30 // unit)
     monkeypatch.setattr(memory.resource, "getrusage", lambda who: usage)
     assert memory.peak_memory_gib("cpu") == 1.0
+
+
+def test_a_long_run_keeps_the_times_of_its_latest_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Totals are those of all steps."""
+    monkeypatch.setattr(window, "LATEST_STEPS", 100)
+    steps = Window(warmup_steps=0)
+    traced = []
+    tracemalloc.start()
+    for step in range(1, 2001):
+        steps.add(2.0 if step <= 1000 else 1.0, 8, seq_len=4)
+        if step % 5 == 0:
+            assert steps.interval()["tokens_per_second"] == (4 if step <= 1000 else 8)
+        if step in (500, 2000):
+            traced.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    assert traced[1] - traced[0] < 1500, "memory grows by a byte or more at each step"
+    summary = steps.summary()
+    assert (summary["window_steps"], summary["window_seconds"], steps.lengths) == (2000, 3000, {4: 16000})
+    assert summary["step_seconds_median"] == 1

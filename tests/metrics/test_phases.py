@@ -179,7 +179,7 @@ def train(job: Job, run_dir: str, base: float = 0.0, slow: dict[int, float] | No
     [phases] = [each for each in trainer.observers if isinstance(each, PhaseLog)]
     with annotated("after the run"):  # no recorder any more
         pass
-    return [each.seconds for each in trainer.window._measured], phases.slow.found
+    return [each.seconds for each in trainer.window._latest], phases.slow.found
 
 
 def rows_of(folder: Path, rank: int) -> list[dict[str, Any]]:

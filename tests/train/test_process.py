@@ -7,6 +7,7 @@ import platform
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -270,3 +271,17 @@ def test_a_row_that_is_being_written_is_not_interrupted(
     assert code == 1 and row["error.type"] == "LookupError"
     send(TERM)  # the interpreter takes a while to end
     assert seen == ["write_result", "ensure_result"] * 2
+
+
+def test_garbage_that_outlives_a_collection_is_freed() -> None:
+    class Cycle:
+        def __init__(self) -> None:
+            self.itself = self
+
+    made: list[weakref.ref[Cycle]] = []
+    with process.garbage_collection(2) as collect:
+        for step in range(1, 401):
+            each = Cycle()  # the one before is garbage after a collection has seen it
+            made.append(weakref.ref(each))
+            collect(step)
+        assert sum(each() is not None for each in made) <= process.COMPLETE_COLLECTION
