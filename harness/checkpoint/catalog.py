@@ -42,7 +42,11 @@ _TO_RESUME = {
     "data_loader": {"step": int},
 }
 _FILE = {"size": int, CHECKSUM: str}
-_RECORDED = {"job": {"training": {"steps": int}, "parallelism": {}}, "model": {}, "tokenizer": {}}
+_RECORDED: dict[str, Any] = {
+    "job": {"training": {"steps": int}, "parallelism": {}},
+    "model": {},
+    "tokenizer": {},
+}
 
 
 def encode_manifest(manifest: dict[str, Any]) -> bytes:
@@ -65,23 +69,22 @@ def decode_manifest(content: bytes) -> dict[str, Any]:
     files = dict.fromkeys(manifest["files"], _FILE)
     if manifest.get("holds") != "hf":
         files[METADATA] = _FILE
-    present = [part for part in _RECORDED if manifest.get(part) is not None]
-    pattern: dict[str, Any] = {part: _RECORDED[part] for part in present}
-    is_full = manifest.get("holds", "full") == "full"
-    if is_full:
-        pattern["state"] = _TO_RESUME
+    pattern = {key: part for key, part in _RECORDED.items() if manifest.get(key) is not None}
     _require(manifest, {**pattern, "files": files}, "manifest")
-    if is_full and "slots" not in manifest["state"]["data_loader"]:  # a stream counts none
-        _require(manifest["state"]["data_loader"], {"samples": int}, "manifest.state.data_loader")
+    if manifest.get("holds", "full") == "full":
+        _require(manifest["state"], _TO_RESUME, "manifest.state")
+        position = manifest["state"]["data_loader"]
+        if "slots" not in position:  # a stream counts none
+            _require(position, {"samples": int}, "manifest.state.data_loader")
     return manifest
 
 
 def _require(value: Any, pattern: Any, name: str) -> None:
     """Raise ValueError unless a value is of a type, or has the keys and types of a pattern."""
-    kind = pattern if isinstance(pattern, type) else dict
+    kind = dict if isinstance(pattern, dict) else pattern
     if type(value) is not kind:
         raise ValueError(f"{name} is {value!r:.40}, not of type {kind.__name__}")
-    if kind is dict:
+    if isinstance(value, dict):
         for key, inner in pattern.items():
             _require(value.get(key), inner, f"{name}.{key}")
 

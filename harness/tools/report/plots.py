@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from itertools import chain
 from math import inf, isfinite, isnan, nan
 from pathlib import Path
 from statistics import fmean, median_low
@@ -158,7 +159,7 @@ def losses(path: Path, title: str, rows: Sequence[Row], smooth: int = 1) -> bool
         shown = _shown_losses(known)
         if shown is not None:
             line[0].set_ylim(shown[0], min(shown[1], line[0].get_ylim()[1]))
-            above = sum(value > shown[1] for run in known for value in run)
+            above = sum(value > shown[1] for value in chain.from_iterable(known))
             place = {"transform": line[0].transAxes, "ha": "right", "va": "top"}
             line[0].text(0.97, 0.95, f"{plural(above, 'point')} above" if above else "", **place)
         line[0].set_ylabel(LOSSES[loss] + (f", mean of {over} rows" if over > 1 else ""))
@@ -180,7 +181,7 @@ def _shown_losses(runs: list[list[float]]) -> tuple[float, float] | None:
     lose ``LARGEST_CUT`` of their later losses.
     """
     early = [value for run in runs for value in run[len(run) // 50 : len(run) // 10 + 1]]
-    lowest = min((value for run in runs for value in run), default=nan)
+    lowest = min(chain.from_iterable(runs), default=nan)
     height = 1.1 * (max(early, default=nan) - lowest)
     top = lowest + height
     later = [run[len(run) // 10 + 1 :] for run in runs if len(run) > 1]
