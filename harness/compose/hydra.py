@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType, UnionType
 from typing import Any, cast, get_args, get_origin
 
 from harness.compose.overrides import (
@@ -25,10 +24,12 @@ from harness.compose.overrides import (
     quoted,
     user_errors,
     with_quotes,
+    without_null,
 )
 from harness.compose.paths import Stamp, config_folders, folder_of_package, folders_with, using_folders
 from harness.config.fields import default_of, type_hints
-from harness.util.errors import UserError
+from harness.config.job import Job
+from harness.util.errors import ConfigError, UserError
 
 SCHEMA = "job_schema"
 """Config that every primary one starts from: the defaults of the job's dataclass."""
@@ -90,10 +91,11 @@ class Hydra:
         self._contents: dict[str, dict[str, Any]] = {}
         self._composed: dict[Any, dict[str, Any]] = {}
 
-    def parse(self, override: str) -> Any:
-        if override not in self._parsed:
-            [self._parsed[override]] = self.parser.parse_overrides([with_quotes(override)])
-        return self._parsed[override]
+    def parse(self, override: str, schema: type = Job) -> Any:
+        typed = with_quotes(override, schema)
+        if typed not in self._parsed:
+            [self._parsed[typed]] = self.parser.parse_overrides([typed])
+        return self._parsed[typed]
 
     def layers(
         self, primary: str, choices: tuple[str, ...], schema: type, model: Callable[[], dict[str, Any]]
@@ -119,6 +121,7 @@ class Hydra:
                 raise UserError(f"{name}.yaml: {rule}; would work: --config-dir FOLDER")
             for part in reversed(package.split(".") if package else []):
                 content = {part: content}
+            check_time(name, content)
             yield Layer(name, content)
 
     def composed(
@@ -152,6 +155,16 @@ class Hydra:
         return self._contents[name]
 
 
+def check_time(name: str, content: dict[str, Any]) -> None:
+    """Refuse a file's time limit that YAML has read in base 60: seconds, taken as minutes."""
+    cluster = content.get("cluster")
+    time = cluster.get("time") if isinstance(cluster, dict) else None
+    if isinstance(time, int) and time >= 3600 and time % 60 == 0:
+        text = f"{time // 3600}:{time // 60 % 60:02}:00"
+        rule = f"{time} minutes; without quotes YAML reads {text} as this number (in {name}.yaml)"
+        raise ConfigError("cluster.time", time, rule, f'"{text}", or {time // 60}')
+
+
 @functools.cache
 def hydra_of(_stamp: Stamp) -> Hydra:
     """Return Hydra for the files in use, which have this stamp."""
@@ -178,11 +191,11 @@ def copied(value: Any) -> Any:
 
 
 def merge(config: dict[str, Any], content: dict[str, Any]) -> None:
-    """Merge values into a config; lists are replaced, and ``???`` changes nothing."""
+    """Merge values into a config; lists are replaced, and ``???`` demands a later value."""
     for key, value in content.items():
         if isinstance(value, dict) and isinstance(config.get(key), dict):
             merge(config[key], value)
-        elif value != UNSET or key not in config:
+        else:
             config[key] = copied(value)
 
 
@@ -204,8 +217,6 @@ def apply_value(config: dict[str, Any], parsed: Any) -> None:
         del place[last]
     elif parsed.is_add() and place.get(last) is not None and not isinstance(value, dict | list):
         raise UserError(f"{typed}: the field exists already; would work: {typed[1:]}")
-    elif value == UNSET:
-        place[last] = value
     else:
         merge(place, {last: value})
 
@@ -259,15 +270,13 @@ def with_types(value: Any, hint: Any) -> Any:
 
     What has no such type is left to ``from_dict``. So are mappings of dataclasses and lists of mappings.
     """
-    if get_origin(hint) is UnionType:
-        kinds = [each for each in get_args(hint) if each is not NoneType]
-        hint = kinds[0] if len(kinds) == 1 else Any
+    hint = without_null(hint)
     kind, arguments = get_origin(hint), get_args(hint)
     if dataclasses.is_dataclass(hint) and isinstance(value, dict):
         hints = type_hints(hint)  # type: ignore[arg-type]
         return {key: with_types(each, hints.get(key, Any)) for key, each in value.items()}
     if kind is dict and isinstance(value, dict) and not dataclasses.is_dataclass(arguments[1]):
-        return {key: with_types(each, arguments[1]) for key, each in value.items()}
+        return {str(key): with_types(each, arguments[1]) for key, each in value.items()}
     if kind is list and isinstance(value, list) and get_origin(arguments[0]) is not dict:
         return [with_types(each, arguments[0]) for each in value]
     return value if value is None or is_special(value) else _as_scalar(value, hint)
@@ -284,8 +293,8 @@ def _as_scalar(value: Any, hint: Any) -> Any:
         if hint is bool and isinstance(value, int | str):
             text = str(value).lower()
             return _SWITCHES[text] if text in _SWITCHES else int(text) != 0
-    except ValueError:
-        pass  # from_dict will refuse it
+    except (ValueError, OverflowError):
+        pass  # from_dict or check_rules will refuse it
     return value
 
 

@@ -9,6 +9,7 @@ import functools
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
 
 from harness.compose.paths import config_folders
@@ -50,6 +51,16 @@ _QUOTED = r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"|"
 _NON_ASCII = re.compile(
     _QUOTED + r"(?<![^,\[:{])[^\s,\[\]{}()'\":=$\\]*[^\x00-\x7f][^,\[\]{}()'\":=$\\]*(?![^,\]}])"
 )
+
+# A number or switch that Hydra would write in another way: 12.10 as 12.1, true as True. Not integers.
+_NUMBER_ALONE = (
+    r"\s*(?!(?:0|-?[1-9]\d*)\s*(?:$|[,\])}]))"
+    r"(?P<number>[+-]?(?:[\d.][\w.+-]*|(?i:true|false|nan|inf)))"
+    r"\s*(?![^,\])}])"
+)
+# It is an element of a list or sweep, or one of a mapping, which follows its key.
+_OF_LIST = re.compile(_QUOTED + r"(?P<key>(?<![^,\[(]))" + _NUMBER_ALONE)
+_OF_MAPPING = re.compile(_QUOTED + r"(?P<key>(?<![^,{])\s*[\w.-]+\s*:)" + _NUMBER_ALONE)
 
 
 def check_setting(key: str, shown: str) -> None:
@@ -98,9 +109,9 @@ def check_overrides(overrides: Iterable[str], schema: type = Job) -> None:
             raise UserError(f"{override}: every job needs an option of it; would work: {key}={options}")
 
 
-def with_quotes(override: str) -> str:
-    """Add the quotes that Hydra needs: around options that look like numbers (debug=nan), and around
-    characters that are not ASCII.
+def with_quotes(override: str, schema: type = Job) -> str:
+    """Add the quotes that Hydra needs: around options that look like numbers (debug=nan), around numbers in
+    fields of texts, and around characters that are not ASCII.
     """
     match = OVERRIDE.match(override)
     if match is None or match["value"] is None:
@@ -109,9 +120,36 @@ def with_quotes(override: str) -> str:
     if match["key"] in groups():
         options = [f"'{option}'" if _NUMBER.match(option) else option for option in value.split(",")]
         value = ",".join(options)
-    elif not value.isascii() and "${" not in value:
-        value = _NON_ASCII.sub(lambda text: text[0] if text[0][0] in "'\"" else f"'{text[0]}'", value)
+    elif "${" not in value:
+        if ("(" not in value or value.startswith("choice(")) and _has_texts(match["key"], schema):
+            element = _OF_MAPPING if "{" in value else _OF_LIST
+            value = element.sub(_with_quoted_number, value)
+        if not value.isascii():
+            value = _NON_ASCII.sub(lambda text: text[0] if text[0][0] in "'\"" else f"'{text[0]}'", value)
     return f"{match['sign'] or ''}{match['key']}={value}"
+
+
+def _has_texts(key: str, schema: Any) -> bool:
+    """Whether a field is a text, or a list or mapping of texts."""
+    hint = schema
+    for name in key.split("."):
+        if dataclasses.is_dataclass(hint):
+            hint = without_null(type_hints(hint).get(name))  # type: ignore[arg-type]
+        else:  # of a list or mapping
+            hint = (get_args(hint) or (None,))[-1]
+    while get_origin(hint) in (dict, list):
+        hint = get_args(hint)[-1]
+    return hint is str
+
+
+def without_null(hint: Any) -> Any:
+    """Return the type of an optional value; any other type as it is."""
+    kinds = [each for each in get_args(hint) if each is not NoneType]
+    return kinds[0] if get_origin(hint) is UnionType and len(kinds) == 1 else hint
+
+
+def _with_quoted_number(found: re.Match[str]) -> str:
+    return f"{found['key']}'{found['number']}'" if found["number"] else found[0]
 
 
 def with_quoted_text(override: str, field: str) -> str:

@@ -116,6 +116,14 @@ def test_points_are_what_composing_each_of_them_gives() -> None:
     assert [point.job.data.kind for point in points[4:6]] == ["synthetic"] * 2
 
 
+@pytest.mark.parametrize("text", ["12.10", "12e4567", "1e-4", "1_000", "+5", "true", "NaN", "a:1.10"])
+def test_a_text_is_what_was_typed(text: str) -> None:
+    typed = [f"name={text}", f"tags=[{text}, {text}]", "cluster=slurm", f"cluster.env={{A: {text},B:x}}"]
+    made = compose_job(typed)
+    assert (made.name, made.tags, made.cluster.env) == (text, [text, text], {"A": text, "B": "x"})
+    assert [point.job.name for point in compose_points([f"name={text},{text}b"])] == [text, f"{text}b"]
+
+
 def test_a_changed_file_is_composed_again(tmp_path: Path) -> None:
     typed = [f"hydra.searchpath=[{tmp_path}]", "experiment=own", "model=llama3_tiny"]
     for seed in (1, 23):
