@@ -393,10 +393,25 @@ class ClusterConfig:
                 )
         check_sbatch(self.sbatch, gres=self.gres)
         check_srun(self.srun_args)
+        self._validate_memory()
+        container = self.container or ""
         try:
-            shlex.split(self.container or "")
+            shlex.split(container)
         except ValueError as error:
-            raise ConfigError("cluster.container", self.container, f"cannot be parsed: {error}") from None
+            raise ConfigError("cluster.container", container, f"cannot be parsed: {error}") from None
+        if _IMAGE.fullmatch(container):
+            works = f'"--container-image={container}", or apptainer exec --nv {container}'
+            rule = "is an image, which no rank can execute"
+            raise ConfigError("cluster.container", container, rule, works)
+
+    def _validate_memory(self) -> None:
+        if self.mem and self.mem.isdecimal() and int(self.mem):
+            rule = f"is {self.mem} megabytes for SLURM"
+            raise ConfigError("cluster.mem", self.mem, rule, f"{self.mem}G, or {self.mem}M")
+        others = [option for option in self.sbatch if option.startswith(("mem-per", "mem_per"))]
+        if self.mem is not None and others:
+            rule = f"sbatch takes one of --mem and cluster.sbatch.{others[0]}"
+            raise ConfigError("cluster.mem", self.mem, rule, "null")
 
     def nodes_for(self, world_size: int) -> tuple[int, int]:
         """Return the number of nodes for ``world_size`` ranks, and the ranks on each."""
@@ -486,6 +501,9 @@ _FORMS = {
         "mlx5, mlx5_0,mlx5_3, '^mlx5_1'",
     ),
 }
+
+# Not a command around Python: the file of an image, or its name and tag in a registry.
+_IMAGE = re.compile(r"[^\s-]\S*(\.(sqsh|squashfs|sif|simg|img)|:\S+)")
 
 _TIME = re.compile(
     r"(?:(?P<days>\d+)-(?P<dh>\d+)(?::(?P<dm>\d+)(?::(?P<ds>\d+))?)?"

@@ -15,7 +15,7 @@ from harness.launch.state import BUSY, RunState, SlurmJobRecord, record_lost
 from harness.run.folder import RunFolder
 from harness.train.finish import format_failure
 from harness.util.errors import EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_OK, ConfigError, UserError
-from harness.util.tables import dollars, summed
+from harness.util.tables import dollars, figure, summed
 
 POLL_SECONDS, QUEUE_SECONDS = 1.0, 5.0
 
@@ -124,7 +124,7 @@ def cost_in_words(jobs: list[Job]) -> str:
     if hours is None:
         return f"{unit} up to the partition's time limit, which is not known here{of}"
     price = None if unit == "rank-hours" else summed(map(_dollars, jobs))
-    return f"at most {hours:.4g} {unit}{of}{'' if price is None else f', {dollars(price)}'}"
+    return f"at most {figure(hours)} {unit}{of}{'' if price is None else f', {dollars(price)}'}"
 
 
 def _dollars(job: Job) -> float | None:

@@ -230,7 +230,7 @@ def test_a_time_limit_that_is_not_given_is_the_partitions(put: Put, monkeypatch:
         confirm([made])
     monkeypatch.setenv("PATH", "/bin:/usr/bin")
     put(scontrol=f"printf '{PARTITIONS.strip()}'")
-    for partition, hours in ((None, "2.5"), ("free,long", "8760"), ("long", "24")):
+    for partition, hours in ((None, "2.5"), ("free,long", "8,760"), ("long", "24")):
         queue.partition_minutes.cache_clear()
         found = cost_in_words([with_value(made, "cluster.partition", partition)])
         assert found == f"at most {hours} GPU-hours"
