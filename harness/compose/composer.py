@@ -11,7 +11,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
@@ -42,7 +42,7 @@ from harness.compose.overrides import (
 )
 from harness.compose.paths import config_folders
 from harness.compose.resolve import resolve
-from harness.config.fields import from_dict, type_hints
+from harness.config.fields import EXECUTION, LABEL, from_dict, type_hints, without_effect
 from harness.config.job import Job
 from harness.config.texts import SecretError, masked
 from harness.metrics.console import progress
@@ -101,7 +101,13 @@ class Composer:
         return self.point(overrides)
 
     def point(self, overrides: list[str]) -> Any:
-        """Compose one job from overrides that are already checked."""
+        """Compose one job from checked overrides, all of which have an effect."""
+        job = self._point(overrides)
+        for error in self._idle(job, overrides).values():
+            raise error
+        return job
+
+    def _point(self, overrides: list[str]) -> Any:
         overrides = with_one_length(overrides)
         config, _, missing = self._merged(overrides, resolve=True)
         path = config.get("model", {}).get("path")
@@ -121,9 +127,14 @@ class Composer:
         return (own or partial(resolve, job))(launched_ranks=launched_ranks())
 
     def point_of_sweep(self, overrides: list[str]) -> Composed:
-        """Compose a job like ``point``, or find the reason why it is not valid."""
+        """Compose a job like ``point``, or find the reason why it is not valid.
+
+        Values without an effect are left to ``with_effect``.
+        """
         try:
-            return Composed(overrides, self.point(overrides))
+            job = self._point(overrides)
+            idle = {source: str(error) for source, error in self._idle(job, overrides).items()}
+            return Composed(overrides, job, idle=idle)
         except SecretError:
             raise  # not a skipped point: a sweep writes the reasons of those to disk
         except UserError as error:
@@ -136,7 +147,7 @@ class Composer:
     def parsed(self, overrides: Iterable[str]) -> list[Any]:
         """Parse overrides; Hydra's objects say their keys, values and axes."""
         with user_errors():
-            return [self._hydra.parse(each) for each in overrides]
+            return [self._hydra.parse(each, self.schema) for each in overrides]
 
     def axes(self, overrides: Iterable[str]) -> dict[str, Any]:
         """Axes of the sweep in the job's files, of overrides with one value.
@@ -190,7 +201,7 @@ class Composer:
         chosen: dict[str, str] = {}
         others, values = [], []
         for typed in overrides:
-            parsed = self._hydra.parse(typed)
+            parsed = self._hydra.parse(typed, self.schema)
             if parsed.is_sweep_override():
                 raise sweep_error(parsed)
             key, group = parsed.get_key_element(), parsed.key_or_group
@@ -206,17 +217,44 @@ class Composer:
                 others.append(str(parsed.input_line))
         return [*chosen.values(), *others], values
 
-    def _with_file(self, error: ConfigError, overrides: list[str]) -> UserError:
-        """Add the file with the wrong value to an error, unless the value is typed, or a default."""
+    def _idle(self, job: Any, overrides: list[str]) -> dict[str, UserError]:
+        """Errors of a job's values that have no effect, by the override or file that gives each.
+
+        A group's option may have them: it is made for many jobs. So may an experiment, if an override
+        turns the switch off, or for options of a layout, which points of its sweep can use.
+        """
+        idle: dict[str, UserError] = {}
+        for role, switch, error in without_effect(job):
+            source, is_typed = self._source(error.field, overrides)
+            names = [self._hydra.parse(each, self.schema).key_or_group for each in overrides]
+            is_decided = any(f"{switch}.".startswith(f"{name}.") for name in names)
+            if role != LABEL and getattr(job, "varies", False):
+                continue
+            of_experiment = source.startswith("experiment/") and role != EXECUTION
+            if is_typed or (of_experiment and not is_decided):
+                idle.setdefault(source, self._with_file(error, overrides))
+        return idle
+
+    def _source(self, field: str, overrides: list[str]) -> tuple[str, bool]:
+        """The override or file that gives a value, empty for a default; and whether it is typed."""
         choices, values = self._split(overrides)
-        place, is_typed = "", any(f"{error.field}.".startswith(f"{each.key_or_group}.") for each in values)
-        model = partial(self._model, overrides)
+        for each in reversed(values):
+            key = each.key_or_group
+            if f"{field}.".startswith(f"{key}.") or key.startswith(f"{field}."):
+                return str(each.input_line), True
+        source, model = "", partial(self._model, overrides)
         for layer in self._hydra.layers(self.config_name, tuple(choices), self.schema, model):
             content: Any = layer.content
-            for part in error.field.split("."):
+            for part in field.split("."):
                 content = content.get(part, MISSING) if isinstance(content, dict) else MISSING
-            if content is not MISSING and not is_typed and layer.name not in ("train", "job_schema"):
-                place = f" (in {layer.name}.yaml)"
+            if content is not MISSING and layer.name not in ("train", "job_schema"):
+                source = layer.name
+        return source, False
+
+    def _with_file(self, error: ConfigError, overrides: list[str]) -> UserError:
+        """Add the file with the wrong value to an error, unless it is typed or a default."""
+        source, is_typed = self._source(error.field, overrides)
+        place = f" (in {source}.yaml)" if source and not is_typed else ""
         if place and error.field in ("experiment", "sweep"):
             return UserError(f"In '{place[5:-6]}': the file must begin with '# @package _global_'")
         if error.rule.startswith("no such field"):
@@ -277,11 +315,32 @@ def sweep_error(parsed: Any) -> UserError:
 
 @dataclass(frozen=True)
 class Composed:
-    """A point of a sweep: its overrides, and its job, or the reason why it has none."""
+    """A point of a sweep: its overrides, and its job, or the reason why it has none.
+
+    Attributes:
+        idle: errors of values that have no effect in the job, by their overrides.
+    """
 
     overrides: list[str]
     job: Any
     reason: str = ""
+    idle: dict[str, str] = field(default_factory=dict)
+
+
+def with_effect(points: list[Composed]) -> list[Composed]:
+    """Refuse the points with a value that has no effect in any of them.
+
+    So an option of one layout may be typed for a sweep over layouts.
+    """
+    used: set[str] = set()
+    for point in points:
+        if point.job:
+            used |= set(point.overrides) - point.idle.keys()
+    checked = []
+    for point in points:
+        reasons = [reason for typed, reason in point.idle.items() if typed not in used]
+        checked.append(Composed(point.overrides, None, masked(reasons[0])) if reasons else point)
+    return checked
 
 
 def require_one_point(overrides: list[str], config_name: str, schema: type, *, can_sweep: bool) -> None:
@@ -423,7 +482,7 @@ def compose_points(
             for point in spelled:
                 show("composing")
                 points.append(composer.point_of_sweep(point))
-    return points
+    return with_effect(points)
 
 
 def with_one_value(composer: Composer, typed: list[str]) -> list[str]:

@@ -129,7 +129,6 @@ def _check_parts(job: Job) -> None:
     job.schedule.validate(job.steps)
     job.checkpoint.validate()
     job.profiling.validate(job.steps, job.world_size)
-    check_slow_ranks(job)
     if job.cluster.device == "cpu":
         job.checkpoint.refuse_pinned_memory("cluster.device=cpu")
         job.profiling.refuse_snapshots("cluster.device=cpu")
@@ -160,7 +159,6 @@ def check_chunked_loss(job: Job) -> None:
 GPU_OPTIONS_OFF = {
     "optimizer.newton_schulz_half": False,
     "parallelism.async_tp": False,
-    "parallelism.fsdp_prefetch": 1,
 }
 
 
@@ -174,7 +172,6 @@ def check_gpu_options(job: Job, *, on_cpu: bool) -> None:
     rules = (
         (
             *("parallelism.async_tp", layout.async_tp),
-            (not layout.uses_sequence_parallel, "needs parallelism.tp and sequence_parallel", off),
             (
                 not (job.compile.blocks and inductor),
                 "is a pass of the compiler, and blocks are not compiled by inductor",
@@ -188,12 +185,7 @@ def check_gpu_options(job: Job, *, on_cpu: bool) -> None:
             ),
         ),
         (
-            *("parallelism.fsdp_prefetch", layout.fsdp_prefetch),
-            (layout.parameter_shards == 1, "FSDP gathers nothing: dp_shard x cp = 1", "1, or more dp_shard"),
-        ),
-        (
             *("parallelism.fsdp_buffers", layout.fsdp_buffers),
-            (layout.parameter_shards == 1, "FSDP gathers nothing: dp_shard x cp = 1", "default"),
             (on_cpu, "is memory of GPUs, and the ranks compute on CPUs", "default"),
             (
                 layout.fsdp_buffers == "symmetric" and layout.async_tp,
@@ -232,7 +224,6 @@ def check_gpu_options(job: Job, *, on_cpu: bool) -> None:
         ),
         (
             *("compile.mode", job.compile.mode),
-            (not (job.compile.enable and inductor), "inductor compiles nothing", "default, or compile=on"),
             (on_cpu, "tunes kernels of GPUs, and the ranks compute on CPUs", "default"),
             (
                 job.debug.deterministic,
@@ -432,12 +423,6 @@ def check_update_in_backward(job: Job) -> None:
         )
         works = f"{job.local_batch_size * job.accumulation_steps}, or optimizer.in_backward=false"
         raise ConfigError("training.local_batch_size", job.local_batch_size, rule, works)
-
-
-def check_slow_ranks(job: Job) -> None:
-    if job.cluster.exclude_slow and not job.profiling.phases:
-        rule = "slow ranks are found by their phases, which are off"
-        raise ConfigError("cluster.exclude_slow", True, rule, "profiling.phases=true")
 
 
 def check_batches(job: Job) -> None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
-from harness.config.fields import label, numerics
+from harness.config.fields import Switch, label, numerics
 from harness.util.errors import ConfigError
 
 ASYNC_MODES = ("disabled", "async", "async_with_pinned_mem")
 EXPORT_DTYPES = ("float32", "bfloat16", "float16")
 PARTS = ("optimizer", "lr_scheduler", "data_loader", "train_state", "rng")
+
+ENABLE = Switch("checkpoint.enable")
+saving_label = functools.partial(label, needs=ENABLE)
+WEIGHTS_ONLY = Switch("checkpoint.last_save_model_only")
+INITIAL = Switch("checkpoint.initial_load_path", "checkpoint.initial_load_path=FOLDER")
 
 
 @dataclass(frozen=True)
@@ -21,69 +27,57 @@ class CheckpointConfig:
     folder: str = label("checkpoints", nonempty=True)
     """Folder of the checkpoints ``step-<n>``: relative to the run folder, or an absolute path or fsspec URL
     (``s3://bucket/run``), which jobs of different layouts can share."""
-    interval: int = label(500, least=1, works="500, or checkpoint=disabled")
+    interval: int = saving_label(500, least=1, works="500, or checkpoint=disabled")
     """Optimizer steps between checkpoints. One more is written after the last step and on a stop."""
-    async_mode: str = label("disabled", choices=ASYNC_MODES)
+    async_mode: str = saving_label("disabled", choices=ASYNC_MODES)
     """``disabled`` writes while training waits. ``async`` copies the state to host memory during the next
     step's forward and backward, and writes the copy in the background; ``async_with_pinned_mem`` copies to
     pinned memory (needs a GPU)."""
-    keep_latest_k: int = label(10, least=0)
+    keep_latest_k: int = saving_label(10, least=0)
     """Number of complete checkpoints to keep; older ones are removed. 0 keeps all."""
     resume: bool = label(True)
     """Whether the same command resumes from the newest complete checkpoint. If false, it starts over
     and moves existing checkpoints to ``superseded/``."""
-    load_step: int = label(-1, least=0, also=-1)
+    load_step: int = saving_label(-1, least=0, also=-1)
     """Step of the checkpoint to resume from; -1 is the newest. Later ones are moved to ``superseded/``."""
     initial_load_path: str | None = numerics(None)
     """Initial values of a run without checkpoints of its own: a checkpoint (``.../step-<n>``), a run folder,
     or a Hugging Face folder."""
-    initial_load_model_only: bool = numerics(True)
+    initial_load_model_only: bool = numerics(True, needs=INITIAL)
     """Load only the weights of initial_load_path, not the optimizer, step, data position, ..."""
-    initial_load_in_hf: bool = numerics(False)
+    initial_load_in_hf: bool = numerics(False, needs=INITIAL)
     """Whether initial_load_path holds Hugging Face's safetensors."""
-    exclude_from_loading: list[str] = label(factory=list, choices=PARTS)
+    exclude_from_loading: list[str] = saving_label(factory=list, choices=PARTS)
     """Parts of a checkpoint not to load: any of optimizer, lr_scheduler, data_loader, train_state, rng.
     Checkpoints that the same command writes afterwards are loaded completely again."""
-    allow_changed: list[str] = label(factory=list)
+    allow_changed: list[str] = saving_label(factory=list)
     """Numerics fields that may differ from the job that wrote the checkpoint, e.g.
     [training.steps, optimizer.lr]."""
-    last_save_model_only: bool = label(False)
+    last_save_model_only: bool = saving_label(False)
     """Whether the checkpoint after the last step holds the weights alone, in export_dtype."""
-    export_dtype: str = label("float32", choices=EXPORT_DTYPES)
+    export_dtype: str = label("float32", choices=EXPORT_DTYPES, needs=(ENABLE, WEIGHTS_ONLY))
     """Format of the weights in a model-only last checkpoint: float32, bfloat16 or float16."""
-    last_save_in_hf: bool = label(False)
+    last_save_in_hf: bool = label(False, needs=(ENABLE, WEIGHTS_ONLY))
     """Write the model-only last checkpoint as Hugging Face safetensors, with config.json and tokenizer."""
     create_seed_checkpoint: bool = label(False)
     """Write the initial state as ``step-0`` and stop."""
-    enable_first_step_checkpoint: bool = label(False)
+    enable_first_step_checkpoint: bool = saving_label(False)
     """Also write a checkpoint after step 1, to find saving errors early."""
-    load_only: bool = label(False)
+    load_only: bool = saving_label(False)
     """Load, but write nothing."""
-    max_failed_saves: int = label(1, least=0)
+    max_failed_saves: int = saving_label(1, least=0)
     """Consecutive saves that may fail (disk full, file system unavailable) before the run stops; 0 stops at
     the first failure. The last save of a run has to succeed."""
     timeout_seconds: int = label(3600, least=1)
     """Timeout of collectives while saving and loading."""
 
     def validate(self) -> None:
-        if self.last_save_in_hf and not self.last_save_model_only:
-            rule = "Hugging Face's format holds only weights"
-            works = "checkpoint.last_save_model_only=true too"
-            raise ConfigError("checkpoint.last_save_in_hf", True, rule, works)
         if self.last_save_in_hf and "://" in self.folder:
             rule = "last_save_in_hf writes to local file systems only"
             raise ConfigError("checkpoint.folder", self.folder, rule, "a local path")
-        if self.export_dtype != "float32" and not self.last_save_model_only:
-            rule = "only a model-only last checkpoint is written in another format"
-            works = "checkpoint.last_save_model_only=true too"
-            raise ConfigError("checkpoint.export_dtype", self.export_dtype, rule, works)
         if self.initial_load_in_hf and not self.initial_load_model_only:
             rule = "Hugging Face's format holds only weights"
             raise ConfigError("checkpoint.initial_load_model_only", False, rule, "true")
-        if self.initial_load_in_hf and self.initial_load_path is None:
-            raise ConfigError(
-                "checkpoint.initial_load_path", None, "must be given with initial_load_in_hf", "a folder"
-            )
         if self.initial_load_path is not None and not self.enable:
             raise ConfigError(
                 "checkpoint.enable", False, "nothing is loaded without it", "checkpoint.load_only=true"

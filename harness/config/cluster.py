@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shlex
@@ -11,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.config.fields import execution, label, part
+from harness.config.fields import Switch, execution, label, part
 from harness.config.registry import Registry, load_attribute, resolve_options
 from harness.util.errors import ConfigError
 from harness.util.hardware import ACCELERATORS, Accelerator, find_accelerator, node_name
@@ -203,6 +204,13 @@ CLUSTERS: Registry[ClusterKind] = Registry(
 DEVICES = ("auto", "cpu", "cuda")
 NODE_CHECKS = ("off", "fail", "exclude")
 
+SLURM = Switch("cluster.kind", "cluster=slurm", lambda kind: kind != "local")
+slurm_label = functools.partial(label, needs=SLURM)
+"""Kinds of other packages may read what SLURM does."""
+NETWORK = Switch("cluster.network_gbps", "cluster.network_gbps=400")
+LEAVES = Switch("cluster.leaf_nodes", "cluster.leaf_nodes=32")
+UPLINKS = Switch("cluster.oversubscription", "cluster.oversubscription=2")
+
 
 @dataclass(frozen=True)
 class ClusterConfig:
@@ -227,13 +235,13 @@ class ClusterConfig:
     """Numbers of an accelerator of the user's own."""
     network_gbps: float | None = label(None, above=0)
     """Bandwidth of a network adapter in Gbit/s; null means unknown."""
-    network_adapters: int | None = label(None, least=1)
+    network_adapters: int | None = label(None, least=1, needs=NETWORK)
     """Network adapters of a node, which its ranks share evenly; null means one for each."""
     link_nodes: int = label(1, least=1)
     """Neighbouring nodes whose accelerators are joined like those of one node: 18 in a GB200 NVL72."""
-    leaf_nodes: int | None = label(None, least=1)
+    leaf_nodes: int | None = label(None, least=1, needs=UPLINKS)
     """Neighbouring nodes under the same leaf switches; null: the network is as fast between all nodes."""
-    oversubscription: float | None = label(None, least=1)
+    oversubscription: float | None = label(None, least=1, needs=LEAVES)
     """Bandwidth of the nodes under a leaf switch divided by that of its links to other leaves; with
     leaf_nodes."""
     dollars_per_gpu_hour: float | None = label(None, above=0)
@@ -249,70 +257,70 @@ class ClusterConfig:
     """Timeout of collectives after the first step."""
     stop_timeout_seconds: int = label(300, least=1)
     """Time that ranks have after ^C or SIGTERM to finish their step and save, before they are killed."""
-    partition: str | None = label(None)
+    partition: str | None = slurm_label(None)
     """SLURM's --partition."""
-    account: str | None = label(None)
+    account: str | None = slurm_label(None)
     """SLURM's --account."""
-    qos: str | None = label(None)
+    qos: str | None = slurm_label(None)
     """SLURM's --qos."""
-    constraint: str | None = label(None)
+    constraint: str | None = slurm_label(None)
     """SLURM's --constraint."""
-    exclude: str | None = label(None)
+    exclude: str | None = slurm_label(None)
     """SLURM's --exclude."""
-    time: str | None = label("1:00:00")
+    time: str | None = slurm_label("1:00:00")
     """SLURM's --time: minutes, h:m:s, d-h:m:s; a longer job is requeued. Null means the partition's limit."""
-    cpus_per_rank: int | None = label(None, least=1)
+    cpus_per_rank: int | None = slurm_label(None, least=1)
     """SLURM's --cpus-per-task; null means one, or the partition's default."""
-    mem: str | None = label(None)
+    mem: str | None = slurm_label(None)
     """SLURM's --mem per node, e.g. 500G; 0 means all memory, null the partition's default."""
     gpu_type: str | None = label(None)
     """Type in --gpus-per-node=TYPE:N, for nodes with several types; null means any."""
-    gres: bool = label(False)
+    gres: bool = slurm_label(False)
     """Request GPUs by --gres=gpu:TYPE:N instead of --gpus-per-node, for sites that support only --gres."""
-    gpu_bind: str | None = label(None)
+    gpu_bind: str | None = slurm_label(None)
     """SLURM's --gpu-bind, e.g. closest or single:1; null lets each rank see all GPUs of its node."""
-    distribution: str | None = label("block:block")
+    distribution: str | None = slurm_label("block:block")
     """SLURM's --distribution. With block:block neighbouring ranks share a socket, as neighbouring GPUs do.
     Null is SLURM's default, which assigns ranks to sockets round-robin."""
-    socket_ifname: str | None = label(None)
+    socket_ifname: str | None = slurm_label(None)
     """Network interface for NCCL and gloo sockets (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME), e.g. bond0."""
-    ib_hca: str | None = label(None)
+    ib_hca: str | None = slurm_label(None)
     """InfiniBand adapters that NCCL uses (NCCL_IB_HCA), e.g. mlx5_0,mlx5_3; null means all."""
-    node_check: str = label("off", choices=NODE_CHECKS)
+    node_check: str = slurm_label("off", choices=NODE_CHECKS)
     """Check of each node's GPUs, memory and run folder before ranks start. off: none; fail: a bad node ends
     the job; exclude: the job is requeued without the bad node."""
-    exclude_slow: bool = label(False)
+    exclude_slow: bool = label(False, needs=(SLURM, Switch("profiling.phases")))
     """Requeue the job without the nodes of ranks that profiling.phases found slow."""
-    exclusive: bool = label(False)
+    exclusive: bool = slurm_label(False)
     """SLURM's --exclusive: do not share nodes with other jobs."""
-    sbatch: dict[str, Any] = label(factory=dict)
+    sbatch: dict[str, Any] = slurm_label(factory=dict)
     """More sbatch options by their long names, e.g. {reservation: maintenance, mail-type: END}."""
-    srun_args: list[str] = label(factory=list)
+    srun_args: list[str] = slurm_label(factory=list)
     """More options for the srun that starts the ranks."""
-    setup: list[str] = label(factory=list)
+    setup: list[str] = slurm_label(factory=list)
     """Shell lines run on the first node before anything else, e.g. module load cuda. A line that fails ends
     the job."""
-    env: dict[str, str] = label(factory=dict)
+    env: dict[str, str] = slurm_label(factory=dict)
     """Environment variables of the job, e.g. {NCCL_DEBUG: INFO}."""
-    container: str | None = label(None)
+    container: str | None = slurm_label(None)
     """Container for ranks: srun options (--container-image=...) or a command (apptainer exec --nv x.sif)."""
-    python: str | None = label(None)
+    python: str | None = slurm_label(None)
     """Python executable of the ranks, e.g. the container's; null means the submitting one."""
-    signal_seconds: int = label(120, least=1)
+    signal_seconds: int = slurm_label(120, least=1)
     """Seconds before the time limit at which SLURM signals the job to save and requeue."""
-    max_requeues: int = label(100, least=0)
+    max_requeues: int = slurm_label(100, least=0)
     """How often a job is requeued automatically after a preemption or its time limit; 0 means never."""
-    max_running: int = label(16, least=1)
+    max_running: int = slurm_label(16, least=1)
     """Maximum number of a sweep's points that run on SLURM at once, over all arrays."""
-    snapshot: bool = label(True)
+    snapshot: bool = slurm_label(True)
     """Run a copy of the code made at submission, not the code as it is when the job starts."""
-    wait: bool = label(False)
+    wait: bool = slurm_label(False)
     """Follow the job to its end; ^C stops the following, not the job."""
-    dry_run: bool = label(False)
+    dry_run: bool = slurm_label(False)
     """Show what would be submitted and its maximum cost; submit nothing."""
-    parsable: bool = label(False)
+    parsable: bool = slurm_label(False)
     """Print only the ids of submitted jobs on stdout, as sbatch --parsable does; the rest goes to stderr."""
-    confirm_gpu_hours: float = label(100.0)
+    confirm_gpu_hours: float = slurm_label(100.0)
     """Ask before submitting jobs of more GPU-hours than this (ranks x time limit; on CPU rank-hours)."""
 
     def resolve(self) -> ClusterConfig:
@@ -361,18 +369,6 @@ class ClusterConfig:
     def _validate_network(self) -> None:
         if self.link_nodes > 1 and self.is_here:
             raise ConfigError("cluster.link_nodes", self.link_nodes, "this machine is one node", "1")
-        if self.network_adapters is not None and self.network_gbps is None:
-            rule = "needs the bandwidth of an adapter, cluster.network_gbps"
-            raise ConfigError(
-                "cluster.network_adapters", self.network_adapters, rule, "cluster.network_gbps=400"
-            )
-        for name, other, works in (
-            ("leaf_nodes", "oversubscription", 2),
-            ("oversubscription", "leaf_nodes", 32),
-        ):
-            if getattr(self, name) is not None and getattr(self, other) is None:
-                rule = f"has no effect without cluster.{other}"
-                raise ConfigError(f"cluster.{name}", getattr(self, name), rule, f"cluster.{other}={works}")
         if self.leaf_nodes is not None and self.leaf_nodes % self.link_nodes:
             rule = f"must be a multiple of cluster.link_nodes={self.link_nodes}"
             raise ConfigError("cluster.leaf_nodes", self.leaf_nodes, rule, f"{self.link_nodes}")

@@ -18,7 +18,7 @@ from harness.config.data_kinds import (
     errors_of_source,
     source_config,
 )
-from harness.config.fields import execution, label, numerics
+from harness.config.fields import Switch, execution, label, numerics
 from harness.config.registry import Registry, load_attribute, resolve_options
 from harness.util import PACKAGE
 from harness.util.errors import ConfigError
@@ -222,6 +222,11 @@ class DataConfig:
         return sorted(self.sources)
 
 
+TIKTOKEN = Switch("tokenizer.kind", on="tiktoken")
+NAMING = ("huggingface", "none")
+NAMES = Switch("tokenizer.kind", "tokenizer.kind=huggingface", NAMING.__contains__)
+
+
 @dataclass(frozen=True)
 class TokenizerConfig:
     """How text becomes token ids."""
@@ -232,14 +237,14 @@ class TokenizerConfig:
     path: str | None = numerics(None)
     """sentencepiece, tiktoken, huggingface: the tokenizer's file, relative to the working directory;
     `asset:NAME` is a file that ships with the harness."""
-    special: str = numerics("")
+    special: str = numerics("", needs=TIKTOKEN)
     """tiktoken: name of the set of special tokens and of the word-splitting pattern (`llama3`, `llama4`,
     `o200k_harmony`)."""
-    bos: str | None = numerics(None)
+    bos: str | None = numerics(None, needs=NAMES)
     """huggingface: the token put before every document. Null takes bos_token of tokenizer_config.json, or of
     special_tokens_map.json, in the file's folder; '' puts none.
     none: id of the token that begins documents."""
-    eos: str | None = numerics(None)
+    eos: str | None = numerics(None, needs=NAMES)
     """huggingface: the token put after every document, likewise. In repositories of chat models it is the
     token that ends a turn, which is seldom the one that ended documents in pretraining. none: id of the token
     that ends documents."""
@@ -257,15 +262,8 @@ class TokenizerConfig:
             )
         if self.kind == "tiktoken" and self.special not in SETS:
             raise ConfigError("tokenizer.special", self.special or "''", "no such choice", SETS)
-        if self.kind != "tiktoken" and self.special:
-            rule = f"has no effect with tokenizer.kind={self.kind}; only tokenizer.kind=tiktoken uses it"
-            raise ConfigError("tokenizer.special", self.special, rule, "''")
         for name in ("bos", "eos"):
             token = getattr(self, name)
-            if token is not None and self.kind not in ("huggingface", "none"):
-                users = "tokenizer.kind=huggingface or none"
-                rule = f"has no effect with tokenizer.kind={self.kind}; only {users} uses it"
-                raise ConfigError(f"tokenizer.{name}", token or "''", rule, "null")
             if token and self.kind == "none" and not token.isdecimal():
                 rule = "must be a token id, because tokenizer.kind=none has no names of tokens"
                 raise ConfigError(f"tokenizer.{name}", token, rule, "an id, such as 50256")

@@ -16,6 +16,7 @@ import difflib
 import functools
 import inspect
 import itertools
+import operator
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
@@ -48,6 +49,33 @@ LONGEST_NAME, LONGEST_PATH = 255, 4095
 """Most bytes of a name and of a path in a file system of Linux."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Switch:
+    """A field without which others have no effect."""
+
+    field: str
+    """Its dotted name in the job."""
+    works: str = ""
+    """Override that switches it on, if it is not the field with the value ``on``."""
+    is_on: Callable[[Any], bool] | None = None
+    """Whether a value is on; None: if it is ``on``, or without that true."""
+    reads: str = ""
+    """Attribute of the job with this value, if it is not the field."""
+    on: str | None = None
+    """The value that is on."""
+
+    def error(self, job: Any, name: str, value: Any) -> ConfigError | None:
+        """The error of a value that the off switch leaves without effect; None if it is on."""
+        state = operator.attrgetter(self.reads or self.field)(job)
+        is_on = self.is_on or (bool if self.on is None else self.on.__eq__)
+        if is_on(state):
+            return None
+        shown = as_typed(operator.attrgetter(self.field)(job))
+        works = self.works or f"{self.field}={self.on or 'true'}"
+        rule = f"has no effect with {self.field}={shown}"
+        return ConfigError(name, value, rule, f"{works} {name}={as_typed(value)}, or leave it out")
+
+
 class Rule(TypedDict, total=False):
     """Values that a field may have, besides null if its type allows that. ``check_rules`` checks them."""
 
@@ -65,6 +93,8 @@ class Rule(TypedDict, total=False):
     """The allowed values; of a list, the allowed elements."""
     nonempty: bool
     """An empty text is not allowed; the default would work."""
+    needs: Switch | tuple[Switch, ...]
+    """Switches without which the field has no effect (``without_effect``)."""
     written: str
     """The harness writes this path of the disk: a ``file``, a ``folder``, or a ``path`` of either kind."""
     works: str
@@ -227,6 +257,20 @@ def check_rules(config: Any, prefix: str = "") -> None:
             # A table that packages extend says so: the job may be that of another machine.
             more = getattr(rule["choices"], "more", [])
             raise ConfigError(name, shown, "no such choice", [*rule["choices"], *null, *more])
+
+
+def without_effect(job: Any) -> Iterator[tuple[str, str, ConfigError]]:
+    """Yield ``(role, switch, error)`` for each value that an off switch leaves without effect.
+
+    The default of a field is no such value. Nor may be one that nobody has given for this job,
+    which only the caller knows.
+    """
+    for name, field, value in leaf_fields(job):
+        needs = field.metadata.get("needs", ())
+        for switch in needs if isinstance(needs, tuple) else (needs,):
+            if value != default_of(field) and (error := switch.error(job, name, value)):
+                yield field.metadata["role"], switch.field, error
+                break
 
 
 def check_written(name: str, value: str, kind: str, works: str) -> None:

@@ -40,6 +40,8 @@ class Job:
 
     feeds_model: ClassVar[bool] = True
     """Whether batches of the data pass through the model."""
+    varies: ClassVar[bool] = False
+    """Whether the verb makes other jobs from it, in which more values may have an effect."""
     name: str = label("???")
     """Folder inside runs_dir that holds the run folders of jobs with this name."""
     runs_dir: str = label("runs", written="folder")

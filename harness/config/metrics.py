@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
-from harness.config.fields import label
+from harness.config.fields import Switch, label
 from harness.config.registry import Registry, resolve_options
 from harness.util.errors import ConfigError
 
@@ -51,6 +52,10 @@ WANDB_MODES = ("online", "offline", "disabled")
 _SWITCHES = ("wandb", "tensorboard")
 """Views with a field of their own that switches them on."""
 
+WANDB = Switch("metrics.wandb")
+PROFILING = Switch("profiling.enable")
+tracing_label = functools.partial(label, needs=PROFILING)
+
 
 @dataclass(frozen=True)
 class MetricsConfig:
@@ -66,13 +71,13 @@ class MetricsConfig:
     """auto: a progress bar on a terminal and plain lines elsewhere; rich, plain or none choose one."""
     wandb: bool = label(False)
     """Also log to Weights & Biases; offline when there is no API key."""
-    wandb_project: str | None = label(None)
+    wandb_project: str | None = label(None, needs=WANDB)
     """W&B project; null: WANDB_PROJECT, or else ``harness``."""
-    wandb_entity: str | None = label(None)
+    wandb_entity: str | None = label(None, needs=WANDB)
     """W&B team or user; null: WANDB_ENTITY, or else the default of the account."""
-    wandb_group: str | None = label(None)
+    wandb_group: str | None = label(None, needs=WANDB)
     """W&B group of this run, e.g. the name of a sweep; null: WANDB_RUN_GROUP."""
-    wandb_mode: str | None = label(None, choices=WANDB_MODES)
+    wandb_mode: str | None = label(None, choices=WANDB_MODES, needs=WANDB)
     """online, offline or disabled; null: online with an API key, else offline. WANDB_MODE wins over it."""
     tensorboard: bool = label(False)
     """Also write TensorBoard event files into the ``tensorboard`` folder of the run."""
@@ -108,21 +113,21 @@ class ProfilingConfig:
 
     enable: bool = label(False)
     """Write traces."""
-    interval: int = label(100)
+    interval: int = tracing_label(100)
     """Steps from one trace to the next; the first trace ends this many steps after the process starts."""
-    warmup: int = label(3, least=0)
+    warmup: int = tracing_label(3, least=0)
     """Steps before each trace in which the profiler already runs but records nothing."""
-    active: int = label(1, least=1)
+    active: int = tracing_label(1, least=1)
     """Steps per trace."""
-    with_stack: bool = label(False)
+    with_stack: bool = tracing_label(False)
     """Record the Python stack of every operation; makes steps slow and traces large."""
-    record_shapes: bool = label(True)
+    record_shapes: bool = tracing_label(True)
     """Record the input shapes of every operation."""
-    ranks: list[int] = label(factory=lambda: [0])
+    ranks: list[int] = tracing_label(factory=lambda: [0])
     """Ranks that write traces."""
     phases: bool = label(False)
     """Write the time of each phase of a step on each rank (``phases/``), and warn about slow ranks."""
-    memory_snapshot: bool = label(False)
+    memory_snapshot: bool = tracing_label(False)
     """Also write snapshots of GPU memory by source line: with each trace, and when memory runs out."""
 
     def validate(self, steps: int, world_size: int) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, TypeVar, cast
 
-from harness.config.fields import NUMERICS, from_dict, label, leaves, numerics, part, with_value
+from harness.config.fields import NUMERICS, Switch, from_dict, label, leaves, numerics, part, with_value
 from harness.config.registry import Registry
 from harness.util.errors import ConfigError, divisors
 
@@ -336,7 +336,12 @@ class MupConfig:
     base_dim: int | None = numerics(None, least=1, id_omits_default=True)
     """Width of the base model's residual stream; null: the standard parametrization. At the base model's
     widths both parametrizations are the same."""
-    base_widths: dict[str, int] = numerics(factory=dict, least=1, id_omits_default=True)
+    base_widths: dict[str, int] = numerics(
+        factory=dict,
+        least=1,
+        id_omits_default=True,
+        needs=Switch("model.mup.base_dim", "model.mup.base_dim=WIDTH"),
+    )
     """Widths of the base model that are not proportional to base_dim: {head_dim: 32, ffn_hidden_dim: 512}.
     Without an entry a head's width is that of this model, and all others are proportional."""
 

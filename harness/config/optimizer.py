@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from harness.config.fields import execution, numerics
+from harness.config.fields import Switch, execution, numerics
 from harness.config.registry import Registry, resolve_options
-from harness.util.errors import ConfigError, as_typed
+from harness.util.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -98,8 +99,11 @@ EIGHT_BIT, BLOCK = "8bit", 128
 LARGEST_BFLOAT16_BETA = 0.99
 BETA_RULE = "a running mean in bfloat16 (eight bits) would lose its updates to rounding"
 LR_SCALES = ("original", "match_rms_adamw")
-OF_MUON = ("momentum", "newton_schulz_steps", "newton_schulz_dtype", "newton_schulz_half", "lr_scale")
-"""Fields that only Muon reads."""
+MUON = Switch("optimizer.kind", "optimizer=muon", lambda kinds: "muon" in kinds, "optimizer.kinds")
+muon_numerics = functools.partial(numerics, needs=MUON)
+BETAS = Switch("optimizer.kind", "optimizer=adamw", reads="optimizer.has_betas")
+EPS = Switch("optimizer.kind", "optimizer=adamw", reads="optimizer.has_eps")
+DECAY = Switch("schedule.decay_ratio", "schedule=wsd", lambda ratio: ratio != 0)
 
 
 @dataclass(frozen=True)
@@ -143,11 +147,11 @@ class OptimizerConfig:
     output projection, routers, norms and other vectors."""
     lr: float = numerics(8e-4, least=0)
     """Peak learning rate, reached at the end of the warm-up."""
-    beta1: float = numerics(0.9, least=0, below=1)
+    beta1: float = numerics(0.9, least=0, below=1, needs=BETAS)
     """Decay of the running mean of gradients, per step; Lion: weight of that mean in the update."""
-    beta2: float = numerics(0.95, least=0, below=1)
+    beta2: float = numerics(0.95, least=0, below=1, needs=BETAS)
     """Decay of the running mean of squared gradients, per step; Lion: of the mean of gradients."""
-    eps: float = numerics(1e-8, above=0)
+    eps: float = numerics(1e-8, above=0, needs=EPS)
     """Added to the root of the second moment (AdamW, Adam)."""
     weight_decay: float = numerics(0.1, least=0)
     """Weight decay per step, multiplied by the learning rate; Adam: added to the gradient, as the gradient of
@@ -159,16 +163,16 @@ class OptimizerConfig:
     groups: list[dict[str, Any]] = numerics(factory=list, id_omits_default=True)
     """Settings of the tensors whose name matches a regular expression:
     [{match: 'layers\\..*\\.wq', lr_factor: 0.5, weight_decay: 0, betas: [0.9,0.98], kind: adamw}]."""
-    momentum: float = numerics(0.95, least=0, below=1, id_omits_default=True)
+    momentum: float = muon_numerics(0.95, least=0, below=1, id_omits_default=True)
     """Muon: decay of the running mean of gradients, per step (with Nesterov's momentum)."""
-    newton_schulz_steps: int = numerics(5, least=1, most=99, id_omits_default=True)
+    newton_schulz_steps: int = muon_numerics(5, least=1, most=99, id_omits_default=True)
     """Muon: iterations of Newton-Schulz that orthogonalize an update."""
-    newton_schulz_dtype: str | None = numerics(None, choices=STATE_DTYPES, id_omits_default=True)
+    newton_schulz_dtype: str | None = muon_numerics(None, choices=STATE_DTYPES, id_omits_default=True)
     """Muon: format of these iterations, float32 or bfloat16; null: precision.param_dtype."""
-    newton_schulz_half: bool = execution(False, id_omits_default=True)
+    newton_schulz_half: bool = execution(False, id_omits_default=True, needs=MUON)
     """Muon: compute half of the two products of an iteration that are symmetric, and copy the other half, by
     a Triton kernel. On GPUs, in bfloat16; the last bit may differ."""
-    lr_scale: str = numerics("match_rms_adamw", choices=LR_SCALES, id_omits_default=True)
+    lr_scale: str = muon_numerics("match_rms_adamw", choices=LR_SCALES, id_omits_default=True)
     """Muon: factor of the learning rate for a matrix [outputs, inputs]. original:
     sqrt(max(1, outputs / inputs)); match_rms_adamw: 0.2 sqrt(max(outputs, inputs)), with which AdamW's
     learning rate and weight decay apply (arXiv:2502.16982, section 2.2)."""
@@ -204,16 +208,6 @@ class OptimizerConfig:
         )
 
     def validate(self, master_dtype: str = "float32") -> None:
-        unused = {} if "muon" in self.kinds else dict.fromkeys(OF_MUON, "optimizer=muon")
-        if not any(KINDS[kind].has_betas for kind in self.kinds):
-            unused |= dict.fromkeys(("beta1", "beta2"), "optimizer=adamw")
-        if not any(KINDS[kind].has_eps for kind in self.kinds):
-            unused |= {"eps": "optimizer=adamw"}
-        for name, other in unused.items():
-            value, default = getattr(self, name), getattr(OptimizerConfig, name)
-            if value != default:
-                rule = f"has no effect with optimizer.kind={self.kind}"
-                raise ConfigError(f"optimizer.{name}", value, rule, f"{as_typed(default)}, or {other}")
         if self.state_dtype == EIGHT_BIT and (others := sorted(self.kinds - {"adamw", "adam"})):
             rule = f"is a format of AdamW's and Adam's state, and {others[0]} updates tensors too"
             raise ConfigError("optimizer.state_dtype", EIGHT_BIT, rule, "bfloat16, or optimizer=adamw")
@@ -238,6 +232,14 @@ class OptimizerConfig:
         return bool({"bfloat16", EIGHT_BIT} & {master_dtype, self.state_dtype})
 
     @property
+    def has_betas(self) -> bool:
+        return any(KINDS[kind].has_betas for kind in self.kinds)
+
+    @property
+    def has_eps(self) -> bool:
+        return any(KINDS[kind].has_eps for kind in self.kinds)
+
+    @property
     def kinds(self) -> set[str]:
         """Every kind that may update a tensor; a group's kind that does not exist is left out."""
         others = KINDS[self.kind].others
@@ -254,11 +256,11 @@ class ScheduleConfig:
     """Steps of linear warm-up from 0 to optimizer.lr."""
     decay_ratio: float | None = numerics(None, least=0, most=1)
     """Fraction of the curve, at the end, in which the rate decays; null: all steps after the warm-up."""
-    decay_type: str = numerics("linear", choices=DECAYS)
+    decay_type: str = numerics("linear", choices=DECAYS, needs=DECAY)
     """Shape of the decay: linear, sqrt (1 - sqrt) or cosine."""
     options: dict[str, Any] = numerics(factory=dict, id_omits_default=True)
     """Options of a shape that another package has added."""
-    min_lr_factor: float = numerics(0.0, least=0, most=1)
+    min_lr_factor: float = numerics(0.0, least=0, most=1, needs=DECAY)
     """Learning rate at the end of the decay, as a fraction of optimizer.lr."""
     total_steps: int | None = numerics(None, least=1, id_omits_default=True)
     """Steps of the learning-rate curve, if more than training.steps: a shorter run then has the learning

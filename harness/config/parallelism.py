@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import lcm, prod
 
-from harness.config.fields import execution
+from harness.config.fields import Switch, execution
 from harness.config.model import ModelConfig
 from harness.config.pipeline import SCHEDULES, check_pipeline, read_csv_schedule
 from harness.util.errors import ConfigError, divisors
@@ -20,6 +21,19 @@ KEPT_AFTER_FORWARD = ("head", "root")
 FSDP_BUFFERS = ("default", "registered", "symmetric")
 CP_METHODS = ("ring", "ulysses")
 CP_ROTATE_METHODS = ("allgather", "alltoall")
+
+
+def _several(count: int) -> bool:
+    return count > 1
+
+
+TENSOR = Switch("parallelism.tp", "parallelism.tp=2", _several)
+SEQUENCE = Switch("parallelism.sequence_parallel")
+PIPELINE = Switch("parallelism.pp", "parallelism.pp=2", _several)
+pipeline_execution = functools.partial(execution, needs=PIPELINE)
+CONTEXT = Switch("parallelism.cp", "parallelism.cp=2", _several)
+RING = Switch("parallelism.cp_method", on="ring")
+SHARDS = Switch("parallelism.dp_shard", "parallelism.dp_shard=2", _several, "parallelism.parameter_shards")
 
 
 @dataclass(frozen=True)
@@ -39,51 +53,51 @@ class ParallelismConfig:
     ep: int = execution(1, least=1)
     """Ranks that the experts are distributed over (expert parallel); divides dp_shard x cp, or with tp
     dp_shard x cp x tp unless expert_tensor_parallel."""
-    expert_tensor_parallel: bool = execution(False)
+    expert_tensor_parallel: bool = execution(False, needs=TENSOR)
     """With tp: split every expert over the tensor-parallel ranks, like a dense feed-forward. Otherwise each
     of these ranks routes its part of the sequence to unsplit experts."""
-    cp_method: str = execution("ring", choices=CP_METHODS)
+    cp_method: str = execution("ring", choices=CP_METHODS, needs=CONTEXT)
     """With cp: ``ring`` (keys and values rotate, arXiv:2310.01889) or ``ulysses`` (positions are exchanged
     for heads, arXiv:2309.14509)."""
-    cp_rotate_method: str = execution("allgather", choices=CP_ROTATE_METHODS)
+    cp_rotate_method: str = execution("allgather", choices=CP_ROTATE_METHODS, needs=(CONTEXT, RING))
     """With the ring: gather keys and values at once (``allgather``) or pass them on step by step
     (``alltoall``)."""
-    cp_load_balance: bool = execution(True)
+    cp_load_balance: bool = execution(True, needs=(CONTEXT, RING))
     """With the ring: give each rank a chunk of the sequence's head and one of its tail, for equal work."""
-    sequence_parallel: bool = execution(True)
+    sequence_parallel: bool = execution(True, needs=TENSOR)
     """With tp: split norms and residuals along the sequence (arXiv:2205.05198)."""
-    loss_parallel: bool = execution(True)
+    loss_parallel: bool = execution(True, needs=TENSOR)
     """With tp: compute the cross entropy on vocabulary shards; logits are never gathered."""
-    async_tp: bool = execution(False)
+    async_tp: bool = execution(False, needs=(TENSOR, SEQUENCE))
     """With tp, sequence_parallel and compiled blocks: split matrix products and their collectives into
     pieces that overlap (torch's micro-pipeline pass over symmetric memory); GPUs of one node only."""
     reshard_after_forward: str = execution("default", choices=RESHARD)
     """Free gathered parameters, or copies of them in param_dtype, after forward: always, never, or default
     (those that are gathered, without a pipeline)."""
-    fsdp_prefetch: int = execution(1, least=1, id_omits_default=True)
+    fsdp_prefetch: int = execution(1, least=1, id_omits_default=True, needs=SHARDS)
     """Blocks whose parameters FSDP gathers ahead, in forward and in backward. More hide gathers that take
     longer than a block computes, and take the memory of their parameters."""
-    fsdp_buffers: str = execution("default", choices=FSDP_BUFFERS, id_omits_default=True)
+    fsdp_buffers: str = execution("default", choices=FSDP_BUFFERS, id_omits_default=True, needs=SHARDS)
     """Memory that FSDP's collectives use: of torch's allocator (default); registered with NCCL, for transfers
     without copies; or symmetric, for the GPU's copy engines on one node."""
     cpu_offload: bool = execution(False)
     """Keep parameters, gradients and optimizer state in host memory (FSDP2's CPUOffloadPolicy)."""
-    pp_schedule: str = execution("1F1B", choices=tuple(SCHEDULES))
+    pp_schedule: str = pipeline_execution("1F1B", choices=tuple(SCHEDULES))
     """Name of torch's pipeline schedule."""
-    pp_schedule_csv: str | None = execution(None)
+    pp_schedule_csv: str | None = pipeline_execution(None)
     """A compute-only schedule in torch's CSV form (a row per rank, cells like 0F0); replaces pp_schedule."""
     pp_schedule_csv_digest: str | None = execution(None)
     """Digest of that file, set when the job is composed: another schedule is another job."""
-    pp_microbatch_size: int = execution(1, least=1)
+    pp_microbatch_size: int = pipeline_execution(1, least=1)
     """Sequences per microbatch."""
-    pp_layers_per_stage: int | None = execution(None, least=1)
+    pp_layers_per_stage: int | None = pipeline_execution(None, least=1)
     """Layers per stage, counting embedding and head by their weights below; null makes as many stages as the
     schedule needs."""
-    pp_first_stage_less_layers: int = execution(1, least=0)
+    pp_first_stage_less_layers: int = pipeline_execution(1, least=0)
     """Weight of the embedding in the automatic split, in layers."""
-    pp_last_stage_less_layers: int = execution(1, least=0)
+    pp_last_stage_less_layers: int = pipeline_execution(1, least=0)
     """Weight of the final norm and head in the automatic split, in layers."""
-    pp_modules_per_stage: list[list[str]] = execution(factory=list)
+    pp_modules_per_stage: list[list[str]] = pipeline_execution(factory=list)
     """Module names of every stage, e.g. [[tok_embeddings,layers.0],[layers.1,norm,output]]; empty means
     automatic."""
 
@@ -260,11 +274,6 @@ class ParallelismConfig:
     def _validate_context(self, model: ModelConfig) -> None:
         if self.cp == 1 or self.cp_method == "ring":
             return
-        for name, default in (("cp_rotate_method", "allgather"), ("cp_load_balance", True)):
-            if getattr(self, name) != default:
-                rule = f"applies to the ring only, and parallelism.cp_method is {self.cp_method}"
-                works = f"parallelism.cp_method=ring, or {str(default).lower()}"
-                raise ConfigError(f"parallelism.{name}", getattr(self, name), rule, works)
         heads = {f"model.{name}": getattr(model, name) // self.tp for name in ("n_heads", "n_kv_heads")}
         broken = [name for name, share in heads.items() if share % self.cp]
         if broken:

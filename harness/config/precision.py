@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from harness.config.fields import execution, numerics
-from harness.util.errors import ConfigError, as_typed
+from harness.config.fields import Switch, execution, numerics
+from harness.util.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16")
 FLOAT8 = ("float8_tensorwise", "float8_rowwise", "float8_rowwise_hp")
@@ -13,11 +13,8 @@ LINEARS = ("none", *FLOAT8, "mxfp8")
 # Formats in which torchao 0.18 has a grouped matrix product, which experts need.
 GROUPED = ("float8_rowwise", "mxfp8")
 DEFAULT_FILTER = ("output",)
-OF_FLOAT8 = (
-    *("enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp"),
-    *("auto_filter_small_kn", "emulate", "filter_fqns"),
-)
-"""Fields without an effect if linears multiply in param_dtype."""
+LINEAR = Switch("precision.linear", "precision=float8_rowwise", lambda linear: linear != "none")
+GATHER = Switch("precision.enable_fsdp_float8_all_gather")
 
 
 @dataclass(frozen=True)
@@ -34,19 +31,19 @@ class PrecisionConfig:
     """Format in which linears multiply: none (param_dtype); float8_tensorwise, float8_rowwise or mxfp8 (one
     scale per tensor, row or 32 values); float8_rowwise_hp (weight gradients in param_dtype). Experts use it
     with float8_rowwise and mxfp8 only."""
-    filter_fqns: list[str] = numerics(factory=lambda: list(DEFAULT_FILTER))
+    filter_fqns: list[str] = numerics(factory=lambda: list(DEFAULT_FILTER), needs=LINEAR)
     """Linears whose name contains one of these stay in param_dtype. Experts are named
     layers.N.moe.experts."""
-    auto_filter_small_kn: bool = numerics(False)
+    auto_filter_small_kn: bool = numerics(False, needs=LINEAR)
     """Keep linears in param_dtype if they are too small to gain, by torchao's measurements of tensorwise and
     rowwise on an H100. Experts are not filtered: torchao has no measurements for them."""
-    enable_fsdp_float8_all_gather: bool = numerics(False)
+    enable_fsdp_float8_all_gather: bool = numerics(False, needs=LINEAR)
     """Let FSDP cast weights to float8 before it gathers them (tensorwise): half the bytes. Master weights are
     then cast directly instead of through bfloat16, which changes the numbers slightly."""
-    precompute_float8_dynamic_scale_for_fsdp: bool = execution(False)
+    precompute_float8_dynamic_scale_for_fsdp: bool = execution(False, needs=(LINEAR, GATHER))
     """With enable_fsdp_float8_all_gather: compute the scales of all weights in one reduction after an update
     instead of one per weight. Always done with tp."""
-    emulate: bool = execution(False)
+    emulate: bool = execution(False, needs=LINEAR)
     """Round to float8 and multiply in float32: for CPUs and GPUs without float8; slow."""
 
     @property
@@ -79,20 +76,11 @@ class PrecisionConfig:
             works = "float32, or precision=bf16_full"
             raise ConfigError("precision.master_dtype", self.master_dtype, rule, works)
         if self.linear == "none":
-            for name in OF_FLOAT8:
-                value, default = getattr(self, name), getattr(PrecisionConfig(), name)
-                if value != default:
-                    rule = "has no effect, because precision.linear=none"
-                    works = f"{as_typed(default)}, or precision=float8_rowwise"
-                    raise ConfigError(f"precision.{name}", value, rule, works)
+            return
         if self.enable_fsdp_float8_all_gather and self.linear != "float8_tensorwise":
             rule = f"needs one scale for all shards of a weight, which {self.linear} does not have"
             works = "false, or precision.linear=float8_tensorwise"
             raise ConfigError("precision.enable_fsdp_float8_all_gather", True, rule, works)
-        if self.precompute_float8_dynamic_scale_for_fsdp and not self.enable_fsdp_float8_all_gather:
-            rule = "applies only to weights gathered in float8"
-            works = "false, or precision.enable_fsdp_float8_all_gather=true"
-            raise ConfigError("precision.precompute_float8_dynamic_scale_for_fsdp", True, rule, works)
         if self.auto_filter_small_kn and self.linear not in ("float8_tensorwise", "float8_rowwise"):
             rule = f"torchao has measurements of float8_tensorwise and float8_rowwise, not of {self.linear}"
             works = "false, and precision.filter_fqns by name"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.data import DataConfig
-from harness.config.fields import LARGEST_INTEGER, execution, label, numerics
+from harness.config.fields import LARGEST_INTEGER, Switch, execution, label, numerics
 from harness.config.optimizer import ScheduleConfig
 from harness.config.registry import Registry
 from harness.util.errors import ConfigError, divisors
@@ -282,13 +282,18 @@ def parse_count(name: str, value: int | float | str) -> int:
     return int(count)
 
 
+VALIDATION = Switch("validation.interval", "validation.interval=100")
+EVALUATION = Switch("evaluation.interval", "evaluation.interval=100")
+SKIP = Switch("debug.non_finite", on="skip")
+
+
 @dataclass(frozen=True)
 class ValidationConfig:
     """Loss on held-out samples."""
 
     interval: int = label(0, least=0)
     """Steps between validations (one more after the last step); 0 means none."""
-    steps: int = label(10, least=1)
+    steps: int = label(10, least=1, needs=VALIDATION)
     """Global batches per validation."""
     options: dict[str, Any] = label(factory=dict)
     """Options of validation, for an architecture that another package has added."""
@@ -300,11 +305,11 @@ class EvaluationConfig:
 
     interval: int = label(0, least=0)
     """Steps between evaluations (one more after the last step); 0 means none."""
-    tasks: list[str] = label(factory=lambda: ["data"])
+    tasks: list[str] = label(factory=lambda: ["data"], needs=EVALUATION)
     """Each is ``data`` (all held-out documents), or a ``.jsonl`` file of questions."""
-    stride: int | None = label(None, least=1)
+    stride: int | None = label(None, least=1, needs=EVALUATION)
     """Task ``data``: tokens that each window of ``training.seq_len`` scores; null: all."""
-    limit: int | None = label(None, least=1)
+    limit: int | None = label(None, least=1, needs=EVALUATION)
     """Use the first examples (or documents) of each task only; null: all."""
 
     def validate(self, data: DataConfig, seq_len: int) -> None:
@@ -337,7 +342,7 @@ class DebugConfig:
     """Collectives that each rank records, to be dumped if one takes too long; 0 disables the recorder."""
     non_finite: str = numerics("stop", choices=NON_FINITE)
     """If the loss or gradient norm is not finite: stop the run, or skip the update. Evidence is saved."""
-    max_skipped_steps: int = numerics(10, least=1)
+    max_skipped_steps: int = numerics(10, least=1, needs=SKIP)
     """With skip: stop the run after more than this many consecutive skipped updates."""
 
     def validate(self, tp: int, compiled: bool) -> None:
@@ -395,6 +400,9 @@ BACKENDS = ("inductor", "aot_eager", "eager", "aot_eager_decomp_partition", "cud
 COMPONENTS = ("blocks", "loss")
 TUNING = ("default", "coordinate-descent", "max-autotune-no-cudagraphs")
 
+COMPILE = Switch("compile.enable")
+INDUCTOR = Switch("compile.backend", on="inductor")
+
 
 @dataclass(frozen=True)
 class CompileConfig:
@@ -402,16 +410,16 @@ class CompileConfig:
 
     enable: bool = execution(False)
     """Compile the components below."""
-    components: list[str] = execution(factory=lambda: list(COMPONENTS), choices=COMPONENTS)
+    components: list[str] = execution(factory=lambda: list(COMPONENTS), choices=COMPONENTS, needs=COMPILE)
     """What is compiled: blocks, loss, or both."""
-    backend: str = execution("inductor")
+    backend: str = execution("inductor", needs=COMPILE)
     """Backend of torch.compile: inductor, or aot_eager and eager, which need no C++ compiler."""
-    fullgraph: bool = execution(True)
+    fullgraph: bool = execution(True, needs=COMPILE)
     """Make a graph break inside a block an error; false runs Python between the graphs."""
     cuda_graphs: bool = execution(False, id_omits_default=True)
     """Capture the passes of a step in one CUDA graph and its update in another, which the host launches in
     place of their kernels; with or without compiled components."""
-    mode: str = execution("default", choices=TUNING, id_omits_default=True)
+    mode: str = execution("default", choices=TUNING, id_omits_default=True, needs=(COMPILE, INDUCTOR))
     """What inductor tunes on the GPU in the first step: default, little; coordinate-descent, its Triton
     kernels; max-autotune-no-cudagraphs, also matrix products, which Triton may then compute."""
 
@@ -442,11 +450,17 @@ class ActivationCheckpointConfig:
     """What is recomputed. none; full: every block; selective_layer: every n-th block; selective_op: every
     block except expensive results (attention, collectives, every n-th matrix product); memory_budget: what
     torch's partitioner chooses, in compiled blocks only."""
-    every_nth_layer: int = execution(2, least=1)
+    every_nth_layer: int = execution(
+        2, least=1, needs=Switch("activation_checkpoint.mode", on="selective_layer")
+    )
     """selective_layer: recompute the blocks whose index is a multiple of this."""
-    save_every_nth_matmul: int = execution(2, least=0)
+    save_every_nth_matmul: int = execution(
+        2, least=0, needs=Switch("activation_checkpoint.mode", on="selective_op")
+    )
     """selective_op: save every n-th matrix product of a block; 0 saves none."""
-    memory_budget: float = execution(0.5, least=0, most=1)
+    memory_budget: float = execution(
+        0.5, least=0, most=1, needs=Switch("activation_checkpoint.mode", on="memory_budget")
+    )
     """memory_budget: fraction of the activation memory that may be used, 0 (like full) to 1 (like none)."""
 
     def validate(self, compiler: CompileConfig) -> None:

@@ -37,7 +37,6 @@ from harness.util.errors import (
     EXIT_RESUMABLE,
     EXIT_USER,
     STOPPED,
-    ConfigError,
     UserError,
 )
 
@@ -52,9 +51,6 @@ LEAVING_SECONDS = 2.0
 
 def start(job: Job, folder: RunFolder, overrides: list[str]) -> int:
     """Run a job as the work of this process; return the exit code."""
-    if job.cluster.dry_run:
-        rule = "shows a job for SLURM, and cluster.kind is local"
-        raise ConfigError("cluster.dry_run", True, rule, "cluster=slurm, or false with --cfg job")
     begin(folder, job, overrides, adopt=True)
     return launch(job, folder, ends_process=True)
 

@@ -105,9 +105,6 @@ class DecoderArchitecture(Architecture):
 
 def _validate_mup(model: ModelConfig) -> None:
     of, field = model.mup, "model.mup.base_widths"
-    if of.base_widths and of.base_dim is None:
-        rule = "has no effect without model.mup.base_dim"
-        raise ConfigError(field, of.base_widths, rule, "{}, or model.mup.base_dim set")
     heads = LATENT_HEAD_WIDTHS if model.attention.is_latent else HEAD_WIDTHS
     widths = [name for name in (*PROPORTIONAL, *heads) if field_of(model, name)]
     for name in of.base_widths:

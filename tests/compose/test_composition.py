@@ -103,7 +103,7 @@ def test_options_of_all_groups_together(primary: str, rest: list[str]) -> None:
 
 
 def test_points_are_what_composing_each_of_them_gives() -> None:
-    typed = ["model=llama3_8b,llama3_tiny", "parallelism={tp:2},{pp:3}", "cluster.env.A=x"]
+    typed = ["model=llama3_8b,llama3_tiny", "parallelism={tp:2},{pp:3}", "+user.a=x"]
     # Set groups by option and by value, with experiments that set fields of other groups.
     mixed = ["precision=bf16,fp32", "cluster=slurm_h100,local", "experiment=quickstart", "compile=on"]
     twice = ["data=python_stdlib", "data=synthetic", "training.seed=1,2"]
@@ -114,6 +114,15 @@ def test_points_are_what_composing_each_of_them_gives() -> None:
         alone = Composer().point_of_sweep(point.overrides)
         assert (alone.job, alone.reason) == (point.job, point.reason)
     assert [point.job.data.kind for point in points[4:6]] == ["synthetic"] * 2
+
+
+def test_a_value_has_an_effect_in_some_point_of_a_sweep() -> None:
+    """So an option of one layout may be typed for a sweep over layouts."""
+    points = compose_points(["parallelism=single,cp", "parallelism.cp_method=ulysses"])
+    assert [point.job.parallelism.cp for point in points] == [1, 2]
+    for unused in ("parallelism.cp_method=ulysses", "cluster.partition=gpu"):
+        points = compose_points(["parallelism=single,tp", unused])
+        assert all(point.reason.startswith(f"{unused}: has no effect with ") for point in points)
 
 
 @pytest.mark.parametrize("text", ["12.10", "12e4567", "1e-4", "1_000", "+5", "true", "NaN", "a:1.10"])

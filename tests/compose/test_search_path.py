@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -162,3 +163,41 @@ def test_the_command_line(
     out = capsys.readouterr().out
     assert "\n  ablation               a, b\n" in out and "\nmodel.n_layers=5 " in out
     assert config_folders().added == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "typed", "error"),
+    [
+        ("experiment", "training:\n  steps: ???", "", "training.steps: must be given, on the command line"),
+        ("experiment", "training:\n  steps: ???", "training.steps=7", ""),
+        (
+            "experiment",
+            "checkpoint: {enable: false, interval: 10}",
+            "",
+            "checkpoint.interval=10: has no effect with checkpoint.enable=false (in experiment/mine.yaml); "
+            "would work: checkpoint.enable=true checkpoint.interval=10, or leave it out",
+        ),
+        ("experiment", "checkpoint: {interval: 10}", "checkpoint=disabled", ""),
+        ("experiment", "compile: {components: [blocks]}", "", ""),  # for the points that compile
+        ("experiment", "parallelism: {cp: 2, cp_method: ulysses}", "parallelism=tp parallelism.cp=1", ""),
+        (
+            "cluster",
+            "time: 24:00:00",
+            "",
+            "cluster.time=86400: 86400 minutes; without quotes YAML reads 24:00:00 as this number (in "
+            'cluster/mine.yaml); would work: "24:00:00", or 1440',
+        ),
+        ("cluster", 'time: "24:00:00"', "", ""),
+    ],
+)
+def test_a_value_of_a_file_has_the_effect_that_it_says(
+    name: str, content: str, typed: str, error: str, tmp_path: Path
+) -> None:
+    head = "# @package _global_\n" if name == "experiment" else ""
+    written(tmp_path, {f"{name}/mine": f"{head}{content}\n"})
+    overrides = [f"hydra.searchpath=[{tmp_path}]", *VALID, f"{name}=mine", *typed.split()]
+    if not error:
+        compose_job(overrides)
+        return
+    with pytest.raises(UserError, match=rf"^{re.escape(error)}"):
+        compose_job(overrides)

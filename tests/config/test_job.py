@@ -63,8 +63,8 @@ CHANGES = {
     """,
     EXECUTION: """
         parallelism=ddp parallelism=fsdp parallelism=hsdp_tp parallelism=fsdp_tp_pp
-        parallelism.reshard_after_forward=never parallelism.sequence_parallel=false
-        parallelism.pp_schedule=ZBVZeroBubble training.local_batch_size=2 training.gc_interval=0
+        parallelism.reshard_after_forward=never parallelism.cpu_offload=true
+        training.local_batch_size=2 training.gc_interval=0
         optimizer.implementation=foreach debug=deterministic
     """,
 }
@@ -267,6 +267,8 @@ def test_the_first_steps_that_train_as_many_tokens(tokens: str, steps: int) -> N
 
 
 def test_a_typed_length_replaces_the_one_in_a_file() -> None:
+    # A new field has id_omits_default=True: without it no run would find its folder.
+    assert compose_job(["experiment=quickstart"]).id == "472fb45583b2"
     assert job("experiment=quickstart").steps == 100
     assert job("experiment=quickstart", "training.tokens=10240").steps == 40
     assert job("experiment=quickstart", "training.tokens=10240", "training.steps=null").steps == 40

@@ -204,7 +204,7 @@ def test_a_setting_or_a_file_with_one_chooses_points_by_results(typed: str, choo
     [
         ("sweep.storage=sqlite:////none/there.db", "sweep.storage=sqlite:////none/there.db: "),
         (
-            "cluster.dry_run=true",
+            "cluster=slurm_cpu cluster.dry_run=true",
             "cluster.dry_run=true: shows a sweep whose points are known",
         ),
         ("cluster.wait=true,false", "cluster.wait: configures the command, not its runs; "),
@@ -212,7 +212,7 @@ def test_a_setting_or_a_file_with_one_chooses_points_by_results(typed: str, choo
 )
 def test_what_is_refused_once_the_study_is_known(study: Study, typed: str, says: str) -> None:
     with pytest.raises(UserError) as caught:
-        study("optimizer.lr=1e-3,1e-4", typed)
+        study("optimizer.lr=1e-3,1e-4", *typed.split())
     assert str(caught.value).startswith(says) and "\n" not in str(caught.value)
 
 

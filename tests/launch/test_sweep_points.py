@@ -141,7 +141,8 @@ def test_names_of_points_are_what_differs(typed: list[str], others: list[str], n
     ],
 )
 def test_each_value_of_a_label_is_a_point(axis: str, field: str, tmp_path: Path) -> None:
-    typed = [*COMMON, f"runs_dir={tmp_path}", "training.seed=1,2", axis]
+    switches = ["cluster=slurm_cpu", "cluster.ranks_per_node=1", "metrics=wandb"]
+    typed = [*COMMON, *switches, f"runs_dir={tmp_path}", "training.seed=1,2", axis]
     found = unique_points(compose_points(typed))
     assert len({point.run_dir for point in found}) == 4
     assert len({point.id for point in found}) == 2
@@ -160,7 +161,7 @@ def test_each_value_of_a_label_is_a_point(axis: str, field: str, tmp_path: Path)
 
 def test_no_folder_changes_without_a_sweep_over_labels(tmp_path: Path) -> None:
     """Labels that vary with the id, or with the name, are no reason for another folder."""
-    for axes in (["training.seed=1,2", "cluster.partition=a"], ["name=a,b"]):
+    for axes in (["training.seed=1,2", "cluster.threads_per_rank=2"], ["name=a,b"]):
         for point in unique_points(compose_points([*COMMON, f"runs_dir={tmp_path}", *axes])):
             assert point.run_dir == point.job.run_dir
 

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.compose.composer import SETTINGS, Composed, Composer, SweepSpace, read_space
+from harness.compose.composer import SETTINGS, Composed, Composer, SweepSpace, read_space, with_effect
 from harness.compose.hydra import UNSET, sets_search_path
 from harness.config.fields import check_rules, from_dict, label
 from harness.config.job import Job
@@ -114,9 +114,12 @@ def run_study(
         folder = SweepFolder(_folder(composer, space.fixed))
         with folder.controlled():
             _start_record(folder, record)
-            study = Study(
-                folder, record, settings, space, lambda point: check(composer.point_of_sweep(point))
-            )
+
+            def composed(point: list[str]) -> Composed:
+                [found] = with_effect([composer.point_of_sweep(point)])
+                return check(found)
+
+            study = Study(folder, record, settings, space, composed)
             try:
                 study.run()
             except KeyboardInterrupt:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self
 from harness.compose.generator import Generator, Request, generator_of
 from harness.compose.overrides import with_quoted_text
 from harness.compose.verb import Result, Verb
-from harness.config.fields import label, part, with_value
+from harness.config.fields import Switch, label, part, with_value
 from harness.config.job import Job
 from harness.config.parallelism import degrees_in_words
 from harness.config.registry import resolve_options
@@ -53,7 +53,9 @@ class GenerateConfig:
     """Chat template: ``own`` (that of the tokenizer's repository), ``chatml``, ``plain``, or the path of one.
     Each prompt is then a message of the user, or the field ``messages`` of a line of a .jsonl file, and the
     next turn of the assistant is generated. Null: prompts are text."""
-    special_tokens: bool = label(True)
+    special_tokens: bool = label(
+        True, needs=Switch("generate.chat", "generate.chat=null", lambda chat: chat is None)
+    )
     """Whether the text of a special token (``<|im_start|>``) in a prompt is that token, as in transformers;
     false: plain text, as in training documents. In chat templates it always is."""
     max_new_tokens: int = label(100, least=1)
@@ -98,9 +100,6 @@ class GenerateJob(InferenceJob):
         """Also check the options of the generation; raise ConfigError for a wrong one."""
         if "" in self.generate.stop:
             raise ConfigError("generate.stop", self.generate.stop, "an empty string is in every text", "[]")
-        if self.generate.chat and not self.generate.special_tokens:
-            rule = f"has no effect with generate.chat={self.generate.chat}"
-            raise ConfigError("generate.special_tokens", False, rule, "leave it out")
         generator, config = generator_of(self.model), self.generate
         self._refuse_fields(generator.ignores)
         owner = f"model.architecture={self.model.architecture}"

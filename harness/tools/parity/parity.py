@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from harness.compose.composer import Composer
 from harness.compose.resolve import resolve
@@ -74,6 +74,8 @@ class ParityConfig:
 @dataclass(frozen=True)
 class ParityJob(Job):
     """A job plus the options of the comparison."""
+
+    varies: ClassVar[bool] = True
 
     parity: ParityConfig = part(ParityConfig)
     """Layouts to compare, and tolerances."""

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from harness.compose.overrides import with_quoted_text
 from harness.compose.resolve import resolve, scale
-from harness.config.fields import check_rules, label
+from harness.config.fields import Switch, check_rules, label
 from harness.config.job import Job
 from harness.util.errors import ConfigError
 from harness.util.hardware import CUDA_DEVICES
@@ -20,6 +20,7 @@ GPUS = 8
 """GPUs per node of rehearsed jobs that do not say."""
 REHEARSE = "harness.tools.rehearse.verb:rehearse_plan"
 """Where the function is that rehearses a plan's job: it gets the plan, and returns a ``Result``."""
+SEARCH = Switch("search")
 AnyJob = TypeVar("AnyJob", bound=Job)
 
 
@@ -33,9 +34,9 @@ class PlanJob(Job):
     top: int = label(10, least=1)
     """With search: number of the fastest layouts to show; the simplest is shown too, and the fastest FSDP and
     HSDP layouts."""
-    headroom: float = label(0.0, least=0, below=1)
+    headroom: float = label(0.0, least=0, below=1, needs=SEARCH)
     """With search: fraction of the usable memory that a layout must leave free."""
-    sweep_file: str | None = label(None)
+    sweep_file: str | None = label(None, needs=SEARCH)
     """With search: file of the sweep that measures the shown layouts; null: sweeps/search/<name>.yaml,
     or sweep/<name>-search.yaml in the current folder if the former cannot be written."""
     rehearse: bool = label(False)
@@ -50,6 +51,11 @@ class PlanJob(Job):
     """Overrides, separated by spaces, of a second job to compare with line by line: this job with them."""
     picture: str | None = label(None)
     """PNG file to draw: memory by stage, and the pipeline's timeline; with search, of the best layout."""
+
+    @property
+    def varies(self) -> bool:  # type: ignore[override]
+        """Whether the layouts of a search are planned in place of the job's."""
+        return self.search
 
     @classmethod
     def spelled_out(cls, overrides: Iterable[str]) -> list[str]:
@@ -78,9 +84,6 @@ class PlanJob(Job):
         if self.against is not None and asked:
             rule = f"compares the plans of two jobs, and {asked[0]} works on one"
             raise ConfigError("against", self.against or "''", rule, f"against without {asked[0]}")
-        for name in () if self.search else ("headroom", "sweep_file"):
-            if value := getattr(self, name):
-                raise ConfigError(name, value, "is used by a search only", "search=true")
         written = [("picture", ".png"), ("sweep_file", ".yaml")]
         for name, suffix in (*written, *([("calibration", ".json")] if self.calibrate is not None else [])):
             path = getattr(self, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from harness.compose.resolve import resolve
 from harness.config.fields import label, part
@@ -41,6 +42,8 @@ class RehearseConfig:
 @dataclass(frozen=True)
 class RehearseJob(Job):
     """A job with options of its rehearsal."""
+
+    varies: ClassVar[bool] = True
 
     rehearse: RehearseConfig = part(RehearseConfig)
     """Options of the rehearsal."""

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from harness.compose.composer import compose_job
 from harness.compose.verb import Result, Verb
@@ -75,6 +75,8 @@ class BenchConfig:
 @dataclass(frozen=True)
 class BenchJob(Job):
     """A job plus the options of the measurement."""
+
+    varies: ClassVar[bool] = True
 
     bench: BenchConfig = part(BenchConfig)
     """Rounds, variants and output file."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from harness.compose.composer import Composed, Composer
 from harness.config.fields import label, part, with_value
@@ -86,6 +87,8 @@ class ConvergeConfig:
 @dataclass(frozen=True)
 class ConvergeJob(Job):
     """A job plus the options of the comparison."""
+
+    varies: ClassVar[bool] = True
 
     converge: ConvergeConfig = part(ConvergeConfig)
     """Control, techniques, seeds and bounds."""

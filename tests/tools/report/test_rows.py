@@ -236,7 +236,7 @@ def leave_run(runs: Path, *typed: str) -> None:
 def test_runs_are_named_by_the_fewest_fields(tmp_path: Path) -> None:
     leave_run(tmp_path, "name=a", "model=llama3_tiny", "optimizer.lr=1e-3", "training.seed=1")
     leave_run(tmp_path, "name=b", "model=llama3_tiny", "optimizer.lr=2e-3", "training.seed=2")
-    more = ["cluster.env.A=b", "training.seed=1"]
+    more = ["cluster.threads_per_rank=2", "training.seed=1"]
     leave_run(tmp_path, "name=c", "model=llama3_tiny", "optimizer.lr=3e-3", *more)
     assert sorted(row["point"] for row in load(tmp_path)) == ["lr=0.001", "lr=0.002", "lr=0.003"]
     # Fields without override have a value too; runs with the same value are distinguished by a second field.
