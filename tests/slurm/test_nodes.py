@@ -68,7 +68,7 @@ def take_nodes_away(slurm: Scheduler, run: Path) -> None:
     dead = last_node()
     assert dead != down
     slurm.kill_node(dead, job_of(run))
-    until(lambda: read(run / "status.json").get("state") == "failed", "rank 0 to lose its peer", 60)
+    until(lambda: read(run / "status.json").get("state") == "failed", "rank 0 to lose its peer")
     until_requeued(2)
     # Too few nodes are left for it to start again.
     until(lambda: facts_of(slurm, run)["JobState"] == "PENDING", "its processes to end")

@@ -174,6 +174,6 @@ def test_a_rank_that_was_stopped_says_that_its_position_is_late(
     later = SimpleNamespace(monotonic=lambda: time.monotonic() + seconds, time=lambda: 0.0)
     monkeypatch.setattr(flight_recorder, "time", later)
     place = tmp_path / "flight_recorder" / "place-rank1.json"
-    until(place.exists, 30)
+    until(place.exists)
     recorder.close(None)
     assert json.loads(place.read_text())["late"] == late
