@@ -15,6 +15,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from harness.checkpoint.catalog import Checkpoint, CheckpointFolder, DamagedCheckpoint, reading
+from harness.checkpoint.optimizer_state import (
+    allocate_optimizer_state,
+    clear_optimizer_state,
+    set_numbers,
+    tensors_to_load,
+)
 from harness.checkpoint.resume import find_start, folder_of, no_usable_error, written_by
 from harness.checkpoint.state import (
     OPTIMIZER,
@@ -22,11 +28,9 @@ from harness.checkpoint.state import (
     RankGroup,
     Trained,
     WeightExchange,
-    allocate_optimizer_state,
     is_finite,
     model_state,
     non_finite_warning,
-    optimizer_state,
     rng_key,
     set_rng_state,
 )
@@ -113,19 +117,23 @@ class CheckpointLoader:
         if written_by(self.job, checkpoint):
             excluded = set()  # this command excluded them when it started, and has saved its own since
         with opened(checkpoint, self.ranks) as reader:
-            sizes = _sizes(reader, OPTIMIZER, RNG)
+            sizes = _sizes(reader, RNG)
             wanted = model_state(self.engine)
             # A checkpoint from before the first update has no optimizer state.
-            if "optimizer" not in excluded and any(name.startswith(OPTIMIZER) for name in sizes):
-                allocate_optimizer_state(self.engine)
-                wanted |= optimizer_state(self.engine)
+            saved = _dtypes(reader, OPTIMIZER)
+            if "optimizer" in excluded or not saved:
+                clear_optimizer_state(self.engine)
+                saved = {}
             else:
-                self.engine.optimizer.state.clear()  # left by a damaged candidate, tried before
+                allocate_optimizer_state(self.engine)
+                wanted |= tensors_to_load(self.engine, saved)
             key = rng_key(self.engine.mesh)
             random = torch.empty(sizes.get(key, (0,)), dtype=torch.uint8)
             if "rng" not in excluded and random.numel():
                 wanted[key] = random
             dcp.load(dict(wanted), storage_reader=reader, process_group=self.ranks.group)
+        if saved:
+            set_numbers(self.engine, wanted)
         if key in wanted:
             set_rng_state(random, self.engine.device)
         if "lr_scheduler" not in excluded:
@@ -201,6 +209,14 @@ def _sizes(reader: Reader, *prefixes: str) -> dict[str, tuple[int, ...]]:
         name: tuple(facts.size)
         for name, facts in reader.read_metadata().state_dict_metadata.items()
         if name.startswith(prefixes) and hasattr(facts, "size")
+    }
+
+
+def _dtypes(reader: Reader, prefix: str) -> dict[str, torch.dtype]:
+    return {
+        name: facts.properties.dtype
+        for name, facts in reader.read_metadata().state_dict_metadata.items()
+        if name.startswith(prefix) and hasattr(facts, "properties")
     }
 
 

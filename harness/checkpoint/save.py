@@ -24,13 +24,13 @@ from harness.checkpoint.catalog import (
     remove,
     remove_unfinished,
 )
+from harness.checkpoint.optimizer_state import optimizer_state, require_owned
 from harness.checkpoint.resume import folder_of
 from harness.checkpoint.state import (
     RankGroup,
     Trained,
     WeightExchange,
     model_state,
-    optimizer_state,
     rng_key,
     rng_state,
 )
@@ -239,6 +239,8 @@ class Saver:
         dcp.save(dict(state), storage_writer=Writer(path, manifest), process_group=self.ranks.group)
 
     def _everything(self) -> dict[str, Tensor]:
+        if self.account.saves == 0:
+            self.ranks.everywhere(lambda: require_owned(self.engine))
         return {
             **model_state(self.engine),
             **optimizer_state(self.engine),

@@ -2,12 +2,10 @@
 
     <parameter>                         weights, as DTensors if sharded
     <buffer>                            biases that balance experts
-    optimizer.state.<parameter>.<key>   the optimizer's tensors of that parameter (exp_avg, exp_avg_sq, step)
+    optimizer.<...>                     what the optimizer keeps (optimizer_state.py)
     rng.<coordinates>                   random states of the rank at these mesh coordinates, as bytes
 
-Keyed by parameter, optimizer state is resharded like the parameter: over FSDP, tensor parallel and pipeline.
-The optimizer's hyperparameters are not included: they come from the job. ``RankGroup`` has the calls that all
-ranks make, and that fail on all ranks if they fail on one.
+``RankGroup`` has the calls that all ranks make, and that fail on all ranks if they fail on one.
 """
 
 from __future__ import annotations
@@ -160,34 +158,6 @@ def model_state(model: HasWeights, dtype: torch.dtype | None = None) -> dict[str
     weights = weights if dtype is None else {name: weight.to(dtype) for name, weight in weights.items()}
     buffers = (named for part in model.parts for named in part.named_buffers())
     return weights | {name: buffer for name, buffer in buffers if is_buffer(name)}
-
-
-def optimizer_state(engine: Trained) -> dict[str, Tensor]:
-    """The optimizer's tensors for this rank's parameters; empty before its first step."""
-    return {
-        f"{OPTIMIZER}state.{name}.{key}": value
-        for name, parameter in engine.named_parameters()
-        for key, value in engine.optimizer.state.get(parameter, {}).items()
-    }
-
-
-def allocate_optimizer_state(engine: Trained) -> None:
-    """Make the optimizer create its state tensors, if it has none, so that they can be loaded.
-
-    Optimizers create them in ``step``; a step with learning rate 0 and zero gradients changes no weight.
-    """
-    optimizer = engine.optimizer
-    if optimizer.state:
-        return
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for parameter in engine.parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    optimizer.step()
-    optimizer.zero_grad()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
 
 
 def rng_key(mesh: Mesh) -> str:

@@ -20,10 +20,11 @@ class Kind:
 
     build: str
     """``module:function`` that returns the optimizer for an ``OptimizerConfig``, parameter groups with
-    ``params``, ``kind``, ``lr``, ``weight_decay``, ``betas`` and ``eps``, and the process group of the ranks
-    that hold shards of them (None for one rank). Options are a fourth argument."""
+    ``params``, ``kind``, ``lr``, ``weight_decay``, ``betas`` and ``eps`` (if it has them), and the process
+    group of the ranks that hold shards of them (None for one rank). Options are a fourth argument."""
     state: tuple[str, ...]
-    """Names of its state tensors that have the parameter's shape."""
+    """Names of its state tensors that have the parameter's shape. Checkpoints have these, and the numbers
+    that it keeps for each parameter or in its parameter groups; the first save refuses anything else."""
     counts_steps: bool = False
     """Whether the state also has a float32 scalar ``step`` for every tensor."""
     has_betas: bool = True

@@ -9,6 +9,15 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+SETTINGS = "settings"
+"""Key of a parameter group: its settings as the job made them, without ``params``."""
+
+
+def keep_settings(optimizer: torch.optim.Optimizer) -> None:
+    """Note the settings of an optimizer's groups: what differs from them later is state (checkpoints)."""
+    for group in optimizer.param_groups:
+        group[SETTINGS] = {key: value for key, value in group.items() if key != "params"}
+
 
 class OwnOptimizer(torch.optim.Optimizer):
     """Base of our optimizers: they compute in float32, and a device can drop their update.

@@ -47,9 +47,12 @@ def build_optimizer(
             "kind": settings.kind,
             "lr": config.lr * settings.lr_factor,
             "weight_decay": settings.weight_decay,
-            "betas": settings.betas,
-            "eps": settings.eps,
         }
+        # An optimizer without these fields may have others of the same name, such as three betas.
+        if KINDS[settings.kind].has_betas:
+            made["betas"] = settings.betas
+        if KINDS[settings.kind].has_eps:
+            made["eps"] = settings.eps
         by_kind.setdefault(settings.kind, []).append(made)
     built = {kind: _build(kind, config, groups, ranks) for kind, groups in by_kind.items()}
     optimizer = next(iter(built.values())) if len(built) == 1 else CombinedOptimizer(built)

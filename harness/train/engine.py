@@ -17,7 +17,7 @@ from harness.data.loader import AnyBatch, Batch
 from harness.data.prefetch import count_tokens, count_valid, place
 from harness.model.part import ModelPart
 from harness.model.spec import tensors
-from harness.optimizer.base import drops_on_device, parts_of
+from harness.optimizer.base import drops_on_device, keep_settings, parts_of
 from harness.optimizer.build import UpdateInBackward, build_optimizer, build_schedule
 from harness.optimizer.settings import exchanges
 from harness.parallelism.balance import Balance
@@ -77,6 +77,7 @@ class Engine:
             self._graphs = [Graphed(each, *shared) for each in (self._graphed_passes, self._graphed_update)]
             for settings in self.optimizer.param_groups:
                 settings |= {"capturable": True} if "capturable" in settings else {}
+        keep_settings(self.optimizer)
 
     def close(self) -> None:
         """Delete what must be gone before the process groups are."""

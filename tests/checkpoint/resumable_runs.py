@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from jobs import TINY
 
-from harness.checkpoint.state import model_state, optimizer_state, rng_state
+from harness.checkpoint.optimizer_state import optimizer_state
+from harness.checkpoint.state import model_state, rng_state
 from harness.config.job import Job
 from harness.run.folder import RunFolder
 from harness.train.engine import Engine

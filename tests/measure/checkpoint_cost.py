@@ -22,8 +22,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from harness.checkpoint.load import CheckpointLoader
+from harness.checkpoint.optimizer_state import allocate_optimizer_state, optimizer_state
 from harness.checkpoint.save import Saver
-from harness.checkpoint.state import RankGroup, allocate_optimizer_state, model_state, optimizer_state
+from harness.checkpoint.state import RankGroup, model_state
 from harness.compose.composer import compose_job
 from harness.config.fields import with_value
 from harness.config.job import Job

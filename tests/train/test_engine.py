@@ -8,7 +8,8 @@ import torch.distributed as dist
 from jobs import tiny
 from waits import waits
 
-from harness.checkpoint.state import model_state, optimizer_state
+from harness.checkpoint.optimizer_state import optimizer_state
+from harness.checkpoint.state import model_state
 from harness.config.job import Job
 from harness.data.loader import IGNORE_INDEX, Batch
 from harness.launch.pool import RankPool

@@ -1,0 +1,84 @@
+"""Optimizers as other packages write them: they count in parameter groups, or keep undeclared tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from resumable_runs import Outcome, train
+
+from harness.config.optimizer import KINDS, Kind
+
+
+class Counting(torch.optim.Optimizer):
+    """Momentum with a rate that grows, as Prodigy's, and counters in three forms."""
+
+    def __init__(self, groups: Any, lr: float) -> None:
+        defaults = {"lr": lr, "betas": (0.9, 0.99, 0.999), "estimate": 0.5, "scale": torch.ones(())}
+        super().__init__(groups, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            first, _, _ = group["betas"]
+            group["step"] = group.get("step", 0) + 1
+            group["estimate"] *= 1.1
+            group["scale"].mul_(0.9)
+            rate = group["lr"] * group["estimate"] * float(group["scale"]) / group["step"]
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["seen"] = state.get("seen", 0) + 1
+                state.setdefault("mean", torch.zeros_like(parameter)).lerp_(parameter.grad, 1 - first)
+                parameter.add_(state["mean"], alpha=-rate / state["seen"])
+
+
+class Hoarding(torch.optim.SGD):
+    """SGD that keeps the last gradient, which its Kind does not name."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["last"] = parameter.grad.clone()
+
+
+class Listing(torch.optim.SGD):
+    """SGD that keeps a list in its groups."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            group["history"] = [*group.get("history", []), 1.0]
+
+
+def counting(config: Any, groups: Any, _: Any) -> torch.optim.Optimizer:
+    return Counting(groups, config.lr)
+
+
+def hoarding(config: Any, groups: Any, _: Any) -> torch.optim.Optimizer:
+    return Hoarding(groups, config.lr, momentum=0.9)
+
+
+def listing(config: Any, groups: Any, _: Any) -> torch.optim.Optimizer:
+    return Listing(groups, config.lr, momentum=0.9)
+
+
+OUTSIDE = {
+    "counting": Kind("outside_optimizers:counting", ("mean",), has_betas=False, has_eps=False),
+    "hoarding": Kind("outside_optimizers:hoarding", ("momentum_buffer",), has_betas=False, has_eps=False),
+    "listing": Kind("outside_optimizers:listing", ("momentum_buffer",), has_betas=False, has_eps=False),
+}
+
+
+def installed() -> Any:
+    """Add the optimizers to ``optimizer.kind``, as the entry points of a package do."""
+    return patch.dict(KINDS._builtins, OUTSIDE)
+
+
+def train_outside(job_json: str, run_dir: str, stop_after: int | None = None) -> Outcome:
+    """Train on this rank with the optimizers of this file."""
+    with installed():
+        return train(job_json, run_dir, stop_after)

@@ -1,0 +1,49 @@
+"""Optimizers of other packages resume as themselves, or are refused at the first save."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from outside_optimizers import installed, train_outside
+from resumable_runs import SMALL, Outcome
+
+from harness.compose.composer import compose_job
+from harness.launch.pool import RankFailed, RankPool
+
+STEPS = 6
+
+
+def run(pool: RankPool, run_dir: Path, *overrides: str, stop: int | None = None) -> list[Outcome]:
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with installed():
+        job = compose_job([*SMALL, f"training.steps={STEPS}", f"runs_dir={run_dir}", *overrides])
+    return pool.run(job.world_size, train_outside, job.to_json(), str(run_dir), stop)
+
+
+LAYOUTS = {
+    "fsdp_tp": ["parallelism=fsdp_tp", "parallelism.dp_shard=2", "parallelism.tp=2"],
+    "pp": ["parallelism=pp", "parallelism.pp=2", "checkpoint=async", "optimizer.ema_decay=0.9"],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_numbers_in_groups_are_resumed(pool: RankPool, tmp_path: Path, layout: str) -> None:
+    overrides = [*LAYOUTS[layout], "optimizer.kind=counting"]
+    straight = run(pool, tmp_path / "straight", *overrides)
+    run(pool, tmp_path / "stopped", *overrides, stop=3)
+    resumed = run(pool, tmp_path / "stopped", *overrides)
+    for whole, after in zip(straight, resumed, strict=True):
+        assert after.resumed_from is not None
+        assert after.losses == {step: loss for step, loss in whole.losses.items() if step > 3}
+        assert after.state == whole.state
+        for key in ("step", "estimate", "scale"):
+            assert any(name.startswith("optimizer.group.") and name.endswith(key) for name in after.state)
+
+
+@pytest.mark.parametrize("kind, text", [("hoarding", "keeps 'last'"), ("listing", "keeps history=list")])
+def test_what_a_checkpoint_would_lose_is_refused(
+    pool: RankPool, tmp_path: Path, kind: str, text: str
+) -> None:
+    with pytest.raises(RankFailed, match=f"optimizer.kind={kind}: {text}"):
+        run(pool, tmp_path, f"optimizer.kind={kind}", "parallelism=fsdp", "parallelism.dp_shard=2", stop=2)
