@@ -182,6 +182,7 @@ class _Measured:
     departure: Estimate | None
     p_values: list[float]
     needs_twin: bool
+    same_numerics: bool
 
 
 def _measure(
@@ -210,7 +211,9 @@ def _measure(
             departure = Estimate.of(ratios, config.level)
             p_values.append(departure.p_of_at_most(math.log10(config.rounding_factor)))
         needs_twin = not ratios
-    return _Measured(final, speed, departure, p_values, needs_twin=needs_twin)
+    return _Measured(
+        final, speed, departure, p_values, needs_twin=needs_twin, same_numerics=curves.same_numerics
+    )
 
 
 def _decide(measured: _Measured, p_values: list[float], config: ConvergeConfig) -> TechniqueVerdict:
@@ -221,10 +224,12 @@ def _decide(measured: _Measured, p_values: list[float], config: ConvergeConfig) 
     def verdict(word: str, reason: str) -> TechniqueVerdict:
         return TechniqueVerdict(word, final, speed, departure, min(p_values), reason)
 
+    # A technique that claims the control's numbers and learns faster does not compute them.
+    gain = DIFFERENT if measured.same_numerics else BETTER
     if is_significant[0] and abs(final.mean) > config.final_bound:
-        return verdict(WORSE if final.mean > 0 else BETTER, "final loss")
+        return verdict(WORSE if final.mean > 0 else gain, "final loss")
     if is_significant[1] and abs(speed.mean) > config.speed_bound:
-        return verdict(WORSE if speed.mean < 0 else BETTER, "learning speed")
+        return verdict(WORSE if speed.mean < 0 else gain, "learning speed")
     if departure is not None and is_significant[2]:
         return verdict(DIFFERENT, "departs farther than rounding")
     open_ends = [

@@ -102,6 +102,14 @@ def test_shares_of_verdicts(differences: dict[str, float], word: str, least: flo
     assert least <= rates(**differences)[0][word] <= most
 
 
+def test_a_gain_of_one_who_claims_the_same_numbers_is_different() -> None:
+    random = np.random.default_rng(1)
+    control, techniques = experiment(random, drift=0.001, speed=0.02)
+    assert judge(control, None, {"a": techniques["0"]}, CONFIG)["a"].word == BETTER
+    claiming = replace(techniques["0"], same_numerics=True)
+    assert judge(control, None, {"a": claiming}, CONFIG)["a"].word == DIFFERENT
+
+
 def test_significant_difference_below_the_bound_is_equal() -> None:
     random = np.random.default_rng(1)
     control, techniques = experiment(random, drift=1e-6, offset=0.002)
