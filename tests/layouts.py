@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from functools import cache
 from typing import Any
 
@@ -56,7 +57,8 @@ def verdict_of(
     run: Any = trace,
 ) -> Verdict:
     """Compare a layout, traced by ``run``, with one process."""
-    traces = pool.run(job.world_size, run, job.to_json(), steps)
+    with tempfile.TemporaryDirectory() as folder:
+        traces = pool.run(job.world_size, run, job.to_json(), steps, folder)
     return compare(name, job.world_size, reference(pool, job, steps), traces, tolerances)
 
 

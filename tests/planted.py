@@ -14,13 +14,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import Replicate
 
+from harness.checkpoint import load
 from harness.data.loader import IGNORE_INDEX
 from harness.data.prefetch import count_valid
 from harness.launch.pool import RankPool
 from harness.model.decoder import Decoder
 from harness.model.moe import Experts, Router
+from harness.optimizer.base import local
 from harness.parallelism import context, execute, expert, fsdp, loss, materialize, parallelize, tensor
 from harness.parallelism.balance import Balance
+from harness.train import engine
 from harness.train.engine import Engine
 
 Plant = Callable[[], AbstractContextManager[Any]]
@@ -301,6 +304,75 @@ def loads_not_summed() -> AbstractContextManager[Any]:
             original(self, norm)
 
     return patch.object(Balance, "update_biases", update)
+
+
+def clipped_by_own_norm() -> AbstractContextManager[Any]:
+    """Every rank clips by the norm of its own shards; the norm that it reports is right."""
+    original = engine.clip_gradients
+
+    def clip(parameters, _norm, max_norm):  # type: ignore[no-untyped-def]
+        shards = [local(parameter.grad) for parameter in parameters]
+        original(parameters, float(sum(shard.square().sum() for shard in shards) ** 0.5), max_norm)
+
+    return patch.object(engine, "clip_gradients", clip)
+
+
+def unclipped_stage() -> AbstractContextManager[Any]:
+    """The first pipeline rank does not clip."""
+    original = engine.clip_gradients
+
+    def clip(*arguments):  # type: ignore[no-untyped-def]
+        if dist.get_rank():
+            original(*arguments)
+
+    return patch.object(engine, "clip_gradients", clip)
+
+
+def average_of_earlier_weights() -> AbstractContextManager[Any]:
+    """The average takes the weights of before the update."""
+    original = Engine.update
+
+    def update(self, norm):  # type: ignore[no-untyped-def]
+        before = [local(parameter).clone() for parameter in self.parameters]
+        original(self, norm)
+        weight = 1 - self.job.optimizer.ema_decay
+        with torch.no_grad():
+            for parameter, old in zip(self.parameters, before, strict=True):
+                local(self.optimizer.state[parameter]["ema"]).add_(old - local(parameter), alpha=weight)
+
+    return patch.object(Engine, "update", update)
+
+
+def validation_too_large() -> AbstractContextManager[Any]:
+    """The loss of validation is one percent too large."""
+    original = Engine.evaluate
+
+    def evaluate(self, batch):  # type: ignore[no-untyped-def]
+        return [sums._replace(loss=1.01 * sums.loss) for sums in original(self, batch)]
+
+    return patch.object(Engine, "evaluate", evaluate)
+
+
+def loads_of_copies() -> AbstractContextManager[Any]:
+    """Loads count the tokens of every tensor-parallel rank."""
+    original = Balance.update_biases
+
+    def update(self, norm):  # type: ignore[no-untyped-def]
+        original(self, norm)
+        self.load_ME *= 2
+
+    return patch.object(Balance, "update_biases", update)
+
+
+def counted_from_the_resume() -> AbstractContextManager[Any]:
+    """A resume does not load how many steps the optimizer has counted."""
+    original = load.tensors_to_load
+
+    def wanted(*arguments):  # type: ignore[no-untyped-def]
+        tensors = original(*arguments)
+        return {name: value for name, value in tensors.items() if not name.endswith(".step")}
+
+    return patch.object(load, "tensors_to_load", wanted)
 
 
 def auxiliary_loss_of_own_counts() -> AbstractContextManager[Any]:

@@ -7,28 +7,41 @@ process, so nothing is gathered.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from harness.checkpoint.load import CheckpointLoader
+from harness.checkpoint.save import Saver
+from harness.checkpoint.state import RankGroup
+from harness.config.checkpoint import CheckpointConfig
 from harness.config.job import Job
 from harness.config.parallelism import ParallelismConfig
-from harness.data.loader import Loader
+from harness.data.loader import AnyBatch, Loader
 from harness.data.tokenizer import build_tokenizer
 from harness.model.moe import Routing
 from harness.model.spec import BALANCE_BIAS, block_prefix
+from harness.optimizer.build import EMA
 from harness.parallelism.context import local_positions
+from harness.precision.swap import plain
 from harness.train.engine import Engine
 from harness.train.objective import loader_of
 from harness.train.setup import set_up_process
 from harness.train.step import StepOutcome
+from harness.weights import huggingface
+
+UPDATE = "update"
+VALIDATION = "validation loss"
+UPDATE_TOLERANCE = 10  # times that of gradients
 
 
 @dataclass(frozen=True)
@@ -43,7 +56,8 @@ class Record:
     gradients: dict[str, Tensor]
     squares: dict[str, float]
     norm: float
-    biases: dict[str, Tensor]
+    results: dict[str, Tensor]
+    """What the update has left: ``results_of``."""
     rows: range
     """This rank's rows of the global batch."""
     segments: tuple[int, ...]
@@ -87,14 +101,61 @@ def share_differences(expected: dict[str, float], found: Sequence[dict[str, floa
     return {name: _off(math.sqrt(sums[name]), math.sqrt(expected[name])) for name in expected}
 
 
-def biases_of(engine: Engine) -> dict[str, Tensor]:
-    """Balancing biases of this rank's experts."""
-    return {
-        block_prefix(engine.job.model, layer) + BALANCE_BIAS: moe.balance_bias
-        for part in engine.parts
-        for layer, moe in part.mixtures.items()
-        if moe.balance_bias is not None
-    }
+def weights_of(engine: Engine) -> dict[str, Tensor]:
+    """Full weights of this rank's parameters; call on all ranks."""
+    return {name: _full(plain(parameter.detach())) for name, parameter in engine.named_parameters()}
+
+
+def results_of(engine: Engine, start: dict[str, Tensor], batch: AnyBatch) -> dict[str, Tensor]:
+    """What updates have left on this rank, by the words that name it; call on all ranks.
+
+    Args:
+        start: weights before the first update. What is compared is how far the weights have moved: an error
+            of one update in a thousand is then as large as it is.
+        batch: a batch to validate.
+    """
+    results = {}
+    for name, weight in weights_of(engine).items():
+        results[f"{UPDATE} of {name}"] = weight - start[name]
+    for name, parameter in engine.named_parameters():
+        average = engine.optimizer.state.get(parameter, {}).get(EMA)
+        if average is not None:
+            results[f"average of {name}"] = _full(average) - start[name]
+    for part in engine.parts:
+        for layer, moe in part.mixtures.items():
+            prefix = block_prefix(engine.job.model, layer)
+            assert engine.balance.load_ME is not None
+            results[f"loads of {prefix}moe"] = engine.balance.load_ME[engine.balance.rows[layer]]
+            if moe.balance_bias is not None:
+                results[f"value of {prefix}{BALANCE_BIAS} after the step"] = moe.balance_bias
+    sums = [loss / tokens for loss, tokens in engine.evaluate(batch)]
+    results[VALIDATION] = torch.tensor(sums, dtype=torch.float64)
+    return results
+
+
+def tolerance_of(result: str, tolerances: tuple[float, float]) -> float:
+    """Tolerance of one of ``results_of``: loads and biases are integers, or computed from them, so equal.
+
+    An update divides a gradient by its size, so where gradients are small it differs more than they do.
+    """
+    if result == VALIDATION:
+        return tolerances[0]
+    return UPDATE_TOLERANCE * tolerances[1] if result.startswith((UPDATE, "average")) else 0.0
+
+
+def resume(engine: Engine, loader: Loader, job_json: str, folder: str) -> tuple[Engine, Loader]:
+    """Save a checkpoint, build the engine and the loader of this rank again, and load it."""
+    job = dataclasses.replace(Job.from_json(job_json), checkpoint=CheckpointConfig())
+    step = engine.schedule.last_epoch
+    ranks = RankGroup(job.checkpoint.timeout_seconds)
+    saver = Saver(job, Path(folder), engine, loader, ranks, huggingface, lambda _: None)
+    saver.save(step, {"step": step}, final=True)
+    saver.close()
+    loader.close()
+    engine.close()
+    engine, loader = start(job_json)
+    CheckpointLoader(job, Path(folder), engine, loader, ranks, huggingface).start()
+    return engine, loader
 
 
 def record(job_json: str, step: int) -> Record:
@@ -102,7 +163,7 @@ def record(job_json: str, step: int) -> Record:
     engine, loader = start(job_json)
     for _ in range(step):
         engine.update(engine.gradients(loader.next()).norm)
-    weights = {name: _full(parameter.detach()) for name, parameter in engine.named_parameters()}
+    weights = weights_of(engine)
     calls = defaultdict[str, list[Tensor]](list)
     for part in engine.parts:
         for name, module in part.named_modules():
@@ -116,14 +177,15 @@ def record(job_json: str, step: int) -> Record:
     scalars |= {} if outcome.mtp_loss is None else {"loss of multi-token prediction": outcome.mtp_loss}
     gradients, squares = full_gradients(engine), squares_of(engine, outcome)
     engine.update(outcome.norm)
+    outputs = {name: torch.cat(each) for name, each in calls.items()}
     return Record(
         weights,
-        {name: torch.cat(each) for name, each in calls.items()},
+        outputs,
         scalars,
         gradients,
         squares,
         outcome.grad_norm,
-        biases_of(engine),
+        results_of(engine, weights, loader.next()),
         range(engine.mesh.data_rank * rows, (engine.mesh.data_rank + 1) * rows),
         engine.parts[0].segments,
         engine.mesh.rank("cp"),
@@ -159,7 +221,10 @@ def first_wrong(
         tolerances: of losses, and of everything else.
     """
     for what, off in _in_order(expected, found, layout):
-        if not off <= tolerances[what not in expected.scalars]:
+        tolerance = tolerances[what not in expected.scalars]
+        if what in expected.results:
+            tolerance = tolerance_of(what, tolerances)
+        if not off <= tolerance:
             return f"{what}, relative difference {off:.1e}"
     return None
 
@@ -184,8 +249,13 @@ def _in_order(
     for name, off in share_differences(expected.squares, [each.squares for each in found]).items():
         yield f"share of {name} in the gradient norm", off
     yield "gradient norm", max(_off(each.norm, expected.norm) for each in found)
-    for name, whole in expected.biases.items():
-        yield f"value of {name} after the step", _worst(name, whole, [each.biases for each in found])
+    for name, whole in expected.results.items():
+        yield name, _worst(name, whole, [each.results for each in found])
+
+
+def result_differences(expected: dict[str, Tensor], found: Sequence[dict[str, Tensor]]) -> dict[str, float]:
+    """Relative differences of ``results_of``, the largest over ranks; infinite if no rank has one."""
+    return {name: _worst(name, whole, found) for name, whole in expected.items()}
 
 
 def _worst(name: str, whole: Tensor, found: Sequence[dict[str, Tensor]]) -> float:

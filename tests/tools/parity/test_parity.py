@@ -160,7 +160,7 @@ PLANTED = [
     (planted.auxiliary_loss_of_own_counts, "tp_ep", AUXILIARY, "gradient of layers.3.moe.router.weight"),
     (planted.biases_of_every_rank, "tp_experts", SINKS, "gradient of layers.3.moe.experts.b2"),
     (planted.rows_by_rank, "ep", DEEPSEEK, "output of layers.1.moe,"),
-    (planted.loads_not_summed, "tp", FURTHER, "value of layers.1.moe.balance_bias after the step"),
+    (planted.loads_not_summed, "tp", FURTHER, "loads of layers.1.moe,"),
 ]
 
 
@@ -178,13 +178,39 @@ def test_a_planted_error_is_found(pool: RankPool, plant: Any, name: str, typed: 
     assert verdict.first_wrong.startswith(f"step 1, {first}")
 
 
+# Errors behind right gradients. Adam divides a gradient by its size, so a wrong clip shows after some steps.
+AVERAGED = "optimizer.ema_decay=0.9"
+PLANTED_BEHIND = [
+    (planted.clipped_by_own_norm, "fsdp", "", r"step \d+, (update|value) of "),
+    (planted.unclipped_stage, "pp_1f1b", "", r"step \d+, (update|value) of "),
+    (planted.average_of_earlier_weights, "fsdp", AVERAGED, "step 1, average of tok_embeddings.weight"),
+    (planted.validation_too_large, "fsdp", "", "step 1, validation loss"),
+    (planted.loads_of_copies, "tp", "model=mixtral_debug", "step 1, loads of layers.0.moe"),
+    (planted.counted_from_the_resume, "fsdp", "", "nothing in a second run, which does not resume"),
+]
+
+
+@pytest.mark.parametrize(
+    ("plant", "name", "typed", "first"), PLANTED_BEHIND, ids=[row[0].__name__ for row in PLANTED_BEHIND]
+)
+def test_an_error_behind_right_gradients_is_found(
+    pool: RankPool, plant: Any, name: str, typed: str, first: str
+) -> None:
+    job, config = layout(name, *typed.split()), ParityConfig(steps=6)
+    require_agreement(LayoutComparer(pool, config, references).verdict(name, job))
+    verdict = LayoutComparer(planted.PlantedPool(pool, plant), config, references).verdict(name, job)
+    assert not verdict.passed
+    assert re.match(first, verdict.first_wrong)
+
+
 # -- the comparison itself ----
 
 
 def made_up(scale: float = 1.0) -> Trace:
     gradient = {"a": torch.tensor([3.0, 4.0]) * scale, "b": torch.tensor([1.0])}
     squares = {"a": 25.0 * scale**2, "b": 1.0}
-    return Trace([2.0, 1.0], [5.0, 5.0], [100, 90], [gradient] * 2, squares=[squares] * 2)
+    results = {"update of a": torch.ones(2), "loads of b": torch.tensor([3, 4])}
+    return Trace([2.0, 1.0], [5.0, 5.0], [100, 90], [gradient] * 2, results, [squares] * 2)
 
 
 def test_compare_takes_the_worst_of_every_rank() -> None:
@@ -203,10 +229,24 @@ def test_compare_takes_the_worst_of_every_rank() -> None:
         {"norms": [5.0, 5.001]},
         {"valid_tokens": [100, 180]},
         {"squares": [{"a": 25.0}] * 2},
+        {"results": {"update of a": torch.ones(2), "loads of b": torch.tensor([3, 5])}},
+        {"results": {"update of a": torch.full((2,), 1.01), "loads of b": torch.tensor([3, 4])}},
+        {"results": {"update of a": torch.ones(2)}},
         {"gradients": [{"a": torch.tensor([3.0, 4.0])}] * 2},
         {"gradients": [{"a": torch.tensor([3.0, math.nan]), "b": torch.tensor([1.0])}] * 2},
     ],
-    ids=["nan loss", "loss", "norm", "tokens", "share", "missing gradient", "nan gradient"],
+    ids=[
+        "nan loss",
+        "loss",
+        "norm",
+        "tokens",
+        "share",
+        "loads",
+        "update",
+        "missing result",
+        "missing gradient",
+        "nan gradient",
+    ],
 )
 def test_compare_fails(changes: dict[str, Any]) -> None:
     assert not compare("x", 1, made_up(), [replace(made_up(), **changes)], TOLERANCES).passed
