@@ -95,7 +95,9 @@ def _of_several_rows(gate: Callable[..., Tensor], compiled: Callable[..., Tensor
     """The compiled gate, for two rows or more: torch compiles again for 0 and for 1, on one rank of many."""
 
     def chosen(rows: Tensor, other: Tensor) -> Tensor:
-        return (compiled if len(rows) > 1 else gate)(rows, other)
+        if len(rows) > 1:
+            return compiled(rows, other)
+        return gate(rows, other)
 
     return chosen
 

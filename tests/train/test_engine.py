@@ -237,3 +237,39 @@ def test_resharding_default_depends_on_the_pipeline() -> None:
     ):
         job = tiny(*SMALL, *f"parallelism={layout}".split())
         assert job.parallelism.reshards_after_forward == reshards
+
+
+def updated(job: Job) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[float]]:
+    """Weights after two steps of the engine, and of torch's own clip and AdamW; norms of the steps."""
+    engine = Engine(job, CPU)
+    copies = {name: weight.detach().clone() for name, weight in engine.named_parameters()}
+    decayed = [weight for weight in copies.values() if weight.dim() > 1]
+    others = [weight for weight in copies.values() if weight.dim() < 2]
+    config = job.optimizer
+    groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    betas = (config.beta1, config.beta2)
+    reference = torch.optim.AdamW(groups, config.lr, betas, config.eps, config.weight_decay)
+    norms = []
+    for step, counts in enumerate(COUNTS):
+        outcome = engine.gradients(batch_of(engine, counts))
+        norms.append(outcome.grad_norm)
+        for name, weight in engine.named_parameters():
+            assert weight.grad is not None
+            copies[name].grad = weight.grad.clone()
+        torch.nn.utils.clip_grad_norm_([*copies.values()], job.training.max_norm)
+        for group in reference.param_groups:
+            group["lr"] = config.lr * (step + 1) / job.schedule.warmup_steps
+        reference.step()
+        engine.update(outcome.norm)
+    return {name: weight.detach() for name, weight in engine.named_parameters()}, copies, norms
+
+
+def test_updates_are_those_of_torch_with_an_active_limit(pool: RankPool) -> None:
+    """What the engine hands to the clip and the optimizer. With a large eps Adam does not cancel a wrong factor."""
+    job = job_of(
+        "training.max_norm=0.45", "schedule.warmup_steps=2", "optimizer.lr=0.01", "optimizer.eps=1e-3"
+    )
+    [(found, expected, norms)] = pool.run(1, updated, job)
+    assert min(norms) > 0.45
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-5, atol=1e-6)
