@@ -255,8 +255,10 @@ def check_field(
 def namesakes(schema: type, name: str, prefix: str = "") -> list[str]:
     found = []
     for field, inner in fields_of(schema).items():
-        found += [prefix + field] if field == name else []
-        found += namesakes(inner, name, f"{prefix}{field}.") if inner is not None else []
+        if field == name:
+            found.append(prefix + field)
+        if inner is not None:
+            found += namesakes(inner, name, f"{prefix}{field}.")
     return found
 
 

@@ -203,7 +203,11 @@ def open_shard(folder: Path, shard: Shard, split: str, name: str, *, check: bool
     meta, files = read_meta(path), files_of(split)
     if check and xxhash.xxh3_64_hexdigest((path / META).read_bytes()) != shard.meta_xxh3_64:
         raise Damaged(f"{META} does not have the checksum in {MANIFEST}")
-    (check_files if check else check_sizes)(path, {file: meta["files"][file] for file in files})
+    expected = {file: meta["files"][file] for file in files}
+    if check:
+        check_files(path, expected)
+    else:
+        check_sizes(path, expected)
     tokens, starts = (
         map_file(str(path / file), dtype, 0, meta["files"][file]["size"] // np.dtype(dtype).itemsize)
         for file, dtype in zip(files, (meta["dtype"], "int64"), strict=True)

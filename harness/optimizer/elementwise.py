@@ -27,7 +27,9 @@ def _update(rule: Callable[..., None], parameter: Tensor, *arguments: Any) -> No
     value = _rows(parameter)
     if value.numel():
         gradient = local(parameter.grad).reshape(value.shape)  # type: ignore[arg-type]
-        (_compiled(rule) if value.is_cuda else rule)(value, gradient, *arguments)
+        if value.is_cuda:
+            rule = _compiled(rule)
+        rule(value, gradient, *arguments)
 
 
 def _rows(tensor: Tensor) -> Tensor:

@@ -162,7 +162,7 @@ class Flux(ModelPart):
         self.guidance_in = Embedder(flux.time_dim, dim) if first and flux.guidance else None
         self.layers = nn.ModuleDict(
             {
-                str(i): (DoubleBlock if i < flux.double_layers else SingleBlock)(config)
+                str(i): DoubleBlock(config) if i < flux.double_layers else SingleBlock(config)
                 for i in range(config.n_layers)
                 if has(f"layers.{i}")
             }

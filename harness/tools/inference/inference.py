@@ -188,7 +188,9 @@ def run_on_ranks(job: Job, function: str, *arguments: Any) -> Any:
                 raise
             if failure.kind == "out_of_memory":
                 raise _out_of_memory(failure.message) from error
-            raise (UserError if failure.kind == UserError.kind else MachineError)(failure.message) from error
+            if failure.kind == UserError.kind:
+                raise UserError(failure.message) from error
+            raise MachineError(failure.message) from error
 
 
 def _out_of_memory(message: str) -> MachineError:

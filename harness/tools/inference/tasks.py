@@ -123,8 +123,12 @@ class Setting:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a question's text, after the token that begins a document, if there is one."""
-        of = self.tokenizer
-        return with_bos((of.encode_prompt if self.special_tokens else of.encode)(text) if text else [], of)
+        tokens: list[int] = []
+        if text and self.special_tokens:
+            tokens = self.tokenizer.encode_prompt(text)
+        elif text:
+            tokens = self.tokenizer.encode(text)
+        return with_bos(tokens, self.tokenizer)
 
     @property
     def prefix(self) -> list[int]:

@@ -128,7 +128,10 @@ def gathering_passes(actions: Sequence[Action]) -> set[Action]:
     for action in actions:
         if action.stage not in gathered:
             found.add(action)
-        (gathered.discard if action.kind == "F" else gathered.add)(action.stage)
+        if action.kind == "F":
+            gathered.discard(action.stage)
+        else:
+            gathered.add(action.stage)
     return found
 
 
