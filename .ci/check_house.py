@@ -39,7 +39,7 @@ BUDGETS = {
     "parallelism": 22_000,
     "optimizer": 10_200,
     "checkpoint": 13_500,
-    "weights": 21_400,
+    "weights": 22_900,
     "train": 27_000,
     "compose": 19_700,
     "launch": 32_000,
@@ -47,20 +47,20 @@ BUDGETS = {
     "contrib": 31_900,
 }
 SLACK = 1.03
-HARNESS_AT_MOST = 392_000
-TESTS_AT_MOST = 302_000
+HARNESS_AT_MOST = 397_000
+TESTS_AT_MOST = 311_000
 DOORS_AT_MOST = 4
 # The most places of a habit in harness/. In brackets: well-kept projects, for a tree of this size.
 HABITS = {
     "star of a literal": 54,  # *("a", b) [0]
     "conditional expression inside another": 13,  # a if b else c if d else e [0 to 6]
     "comparison as a factor": 14,  # size * (a > 1) [0 to 2]
-    "conditional callee": 6,  # (f if a else g)(x) [0]
+    "conditional callee": 0,  # (f if a else g)(x) [0]
     "augmented by a conditional": 40,  # x |= a if b else c [0 to 4]
     "tuple assignment of a display": 820,  # a, b = c, d [30 to 110]
     "comprehension inside another, or with two loops": 239,  # [13 to 68]
     "lambda that assigns": 2,  # lambda: d.__setitem__(...) [0]
-    "line over 100 columns": 3_450,  # 2 % of the lines [0.4 to 5 %]
+    "line over 100 columns": 3_500,  # 2 % of the lines [0.4 to 5 %]
 }
 TOKENS = {tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING}
 # From Python 3.12 on an f-string is several tokens; its beginning and its texts count.
