@@ -38,7 +38,7 @@ BUDGETS = {
     "precision": 3_500,
     "parallelism": 22_000,
     "optimizer": 10_200,
-    "checkpoint": 13_500,
+    "checkpoint": 14_600,
     "weights": 22_900,
     "train": 27_000,
     "compose": 19_700,
@@ -60,7 +60,7 @@ HABITS = {
     "tuple assignment of a display": 820,  # a, b = c, d [30 to 110]
     "comprehension inside another, or with two loops": 239,  # [13 to 68]
     "lambda that assigns": 2,  # lambda: d.__setitem__(...) [0]
-    "line over 100 columns": 3_500,  # 2 % of the lines [0.4 to 5 %]
+    "line over 100 columns": 3_510,  # 2 % of the lines [0.4 to 5 %]
 }
 TOKENS = {tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING}
 # From Python 3.12 on an f-string is several tokens; its beginning and its texts count.

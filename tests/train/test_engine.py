@@ -265,7 +265,7 @@ def updated(job: Job) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor],
 
 
 def test_updates_are_those_of_torch_with_an_active_limit(pool: RankPool) -> None:
-    """What the engine hands to the clip and the optimizer. With a large eps Adam does not cancel a wrong factor."""
+    """What the engine hands to the clip and the optimizer: with a large eps Adam cancels no wrong factor."""
     job = job_of(
         "training.max_norm=0.45", "schedule.warmup_steps=2", "optimizer.lr=0.01", "optimizer.eps=1e-3"
     )
