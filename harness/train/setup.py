@@ -28,7 +28,7 @@ from harness.train.process import stop_signals_end
 from harness.util.errors import ConfigError, MachineError, UserError
 from harness.util.hardware import node_name
 
-WAITING_SECONDS = 1.0
+WAITING_SECONDS = 3.0
 """Time after which a rank says that it waits for others."""
 MEETING_SECONDS = 0.05
 
