@@ -335,7 +335,6 @@ def test_a_lone_rank_says_what_it_waits_for_and_can_be_stopped(launch: Start, nu
             ["cluster=slurm_cpu"],
             "so the job would train here, and not by cluster.kind=slurm",
         ),
-        (["cluster.dry_run=true"], "so the job would train here, and cluster.dry_run=true shows it"),
         (["-m", "training.seed=1,2"], "a multirun (-m) starts the ranks of all its jobs"),
     ],
 )
