@@ -322,5 +322,5 @@ def test_a_missing_file_is_found_before_ranks_start(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_of_a_local_job_does_not_train() -> None:
-    with pytest.raises(ConfigError, match=r"^cluster\.dry_run=true: shows a job for SLURM, .*cluster=slurm"):
+    with pytest.raises(ConfigError, match=r"^cluster\.dry_run=true: has no effect .*cluster=slurm"):
         train.train(compose_job([*TEXT, "cluster.dry_run=true", "data=synthetic"]), [])

@@ -42,10 +42,10 @@ TABLE: dict[str, tuple[tuple[str, ...], list[str]]] = {
 ROWS = [(feature, name) for feature, (_, names) in TABLE.items() for name in names]
 
 
-def in_many_rounds(job_json: str, steps: int) -> parity.Trace:
+def in_many_rounds(job_json: str, steps: int, resume_in: str | None = None) -> parity.Trace:
     """Train with rounds of one matrix each, so that the exchanges of Muon overlap."""
     with mock.patch.object(assignment, "ROUND_VALUES", 1):
-        return parity.trace(job_json, steps)
+        return parity.trace(job_json, steps, resume_in)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
