@@ -24,6 +24,7 @@ from types import UnionType
 from typing import (
     TYPE_CHECKING,
     Any,
+    NamedTuple,
     TypedDict,
     TypeVar,
     Union,
@@ -151,12 +152,15 @@ def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, str, Any]]:
 
 def identity(config: Any, roles: Collection[str]) -> list[tuple[str, Any]]:
     """Return ``(dotted name, value)`` of the leaf fields with these roles that a job's id covers."""
-    return [
-        (name, value)
-        for name, field, value in leaf_fields(config)
-        if field.metadata["role"] in roles
-        if not (field.metadata.get("id_omits_default") and value == default_of(field))
-    ]
+    covered = []
+    for name, field, value in leaf_fields(config):
+        is_omitted = field.metadata.get("id_omits_default") and value == default_of(field)
+        if field.metadata["role"] in roles and not is_omitted:
+            covered.append((name, value))
+        for removed in REMOVED_AFTER.get(name, ()):
+            if removed.role in roles:
+                covered.append((removed.name, removed.value))
+    return covered
 
 
 def docstrings(cls: type) -> dict[str, str]:
@@ -358,7 +362,7 @@ def from_dict(
     if known_only:
         plain = {name: value for name, value in plain.items() if name in known}
     elif unset is None:  # read from a file
-        plain = {name: value for name, value in plain.items() if f"{prefix}{name}" not in GONE}
+        plain = {name: value for name, value in plain.items() if not _is_gone(f"{prefix}{name}", value)}
     if unknown := set(plain) - known:
         name = sorted(unknown, key=str)[0]
         rule = no_such_field(str(name), hints, prefix, whole=cls.__name__)
@@ -387,8 +391,32 @@ def from_dict(
     return cls(**values)
 
 
+class Removed(NamedTuple):
+    """A field of an earlier version.
+
+    Files written then may hold it, with its default. Ids still cover that default.
+    """
+
+    name: str
+    after: str
+    """The leaf field that stood before it: an id depends on the order. Rows that share it stand together."""
+    role: str
+    """Empty for a field whose default no id has covered."""
+    value: Any
+    """Its default, and the only value that an older file may give it."""
+
+
+REMOVED: tuple[Removed, ...] = ()
+REMOVED_AFTER = {
+    after: list(removed) for after, removed in itertools.groupby(REMOVED, key=lambda each: each.after)
+}
 GONE = {"metrics.wandb_tags": "tags"}
 """Labels of earlier versions, with the fields that took their place."""
+
+
+def _is_gone(name: str, value: Any) -> bool:
+    """Whether an older file may give this field that is no more."""
+    return name in GONE or any(removed.name == name and removed.value == value for removed in REMOVED)
 
 
 def no_such_field(
@@ -397,6 +425,8 @@ def no_such_field(
     """Say which of the ``known`` fields below ``prefix``, or of its ``namesakes`` elsewhere, was meant."""
     if instead := GONE.get(prefix + name):
         return f"no such field; would work: {instead}"
+    if any(removed.name == prefix + name for removed in REMOVED):
+        return "was removed; CHANGELOG.md says what takes its place"
     own = [each for each in namesakes if not prefix and each.endswith(f".{name}")]  # steps is no sweep
     close = own or [prefix + each for each in difflib.get_close_matches(name, known, n=1)] or list(namesakes)
     has = f"{prefix.rstrip('.') or whole} has: {', '.join(sorted(known))}"
