@@ -71,7 +71,7 @@ class TokenizedSplit:
         tokens: all documents, concatenated (integers, 1-d memory map).
         starts: offset of each document in ``tokens`` (ascending).
         name: the source and the split, for error messages.
-        damaged: number of documents of the source that were not UTF-8, and were repaired or left out.
+        damaged: number of documents of the source that were not UTF-8, and were repaired.
     """
 
     tokens: np.ndarray
@@ -124,7 +124,7 @@ class Counts:
     tokens: dict[str, int]
     documents: dict[str, int]
     damaged: int = 0
-    """Documents that were not UTF-8, and were repaired or left out by data.encoding_errors."""
+    """Documents that were not UTF-8, and were repaired (data.encoding_errors)."""
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ class Source(Protocol):
     without_tokens: str
     """What to say of a source without a token."""
     damaged: int
-    """Documents so far that were not UTF-8, and were repaired or left out by data.encoding_errors."""
+    """Documents so far that were not UTF-8, and were repaired (data.encoding_errors)."""
 
     @property
     def identity(self) -> Any:
@@ -371,11 +371,10 @@ class LocalFiles(Source):
             yield self._decoded(text, str(file))
             return
         position = find_damage(file)
-        if position is not None and not self._may_repair(str(file), position):
-            yield ""
-        else:
-            errors = "strict" if position is None else "replace"
-            yield LongText(partial(read_in_parts, file, errors))
+        if position is not None:
+            self._count_damage(str(file), f"byte {position}")
+        errors = "strict" if position is None else "replace"
+        yield LongText(partial(read_in_parts, file, errors))
 
     def document_of(self, row: dict[str, Any], where: object) -> str:
         """The document of a row of JSON or parquet; ``where`` is its position for error messages."""
@@ -404,27 +403,25 @@ class LocalFiles(Source):
                 if line.strip():
                     text = self._decoded(line, where, start)
                     try:
-                        row = parse_object(text) if text else None
+                        row = parse_object(text)
                     except ValueError as error:
                         works = f"would work: {_ONE_A_LINE}"
                         raise DataError(f"{where}: not a JSON object ({error}); {works}") from error
-                    yield "" if row is None else self.document_of(row, where)
+                    yield self.document_of(row, where)
 
     def _decoded(self, content: bytes, where: object, start: int = 0) -> str:
         try:
             return content.decode("utf-8")
         except UnicodeDecodeError as error:
-            if not self._may_repair(where, start + error.start, of_file=start > 0):
-                return ""
+            byte = f"byte {start + error.start}"
+            self._count_damage(where, f"{byte} of the file" if start else byte)
         return content.decode("utf-8", "replace")
 
-    def _may_repair(self, where: object, position: int, *, of_file: bool = False) -> bool:
-        """Count a document that is not UTF-8; return whether it is repaired, and not left out."""
+    def _count_damage(self, where: object, byte: str) -> None:
+        """Count a document that is not UTF-8, if it may be repaired."""
         if self.config.encoding_errors == "strict":
-            byte = f"byte {position}" + (" of the file" if of_file else "")
-            raise DataError(f"{where}: not UTF-8 at {byte}; would work: data.encoding_errors=replace or skip")
+            raise DataError(f"{where}: not UTF-8 at {byte}; would work: data.encoding_errors=replace")
         self.damaged += 1
-        return self.config.encoding_errors == "replace"
 
 
 def file_stats(files: Iterable[Path]) -> list[list[Any]]:

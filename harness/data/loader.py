@@ -88,8 +88,8 @@ class Loader(ABC):
     Attributes:
         samples_per_epoch: samples per epoch, over all rows; None if unknown (streams) or meaningless
             (synthetic data).
-        damaged_documents: number of documents that were not UTF-8, and were repaired or left out by
-            data.encoding_errors.
+        damaged_documents: number of documents that were not UTF-8, and were repaired
+            (data.encoding_errors).
         samples_per_epoch_of: the same for each source of a mixture; empty without a mixture.
         note: a line to show when training starts, or None.
         runs_in_loop: whether the training loop must call ``next`` itself, because it computes on the device.

@@ -85,7 +85,7 @@ _RESULT = (
     Metric("evaluation.*", "number", "Metrics of the last evaluation of this attempt.", "evaluation"),
     *_SOURCES,
     Metric("skipped_steps", "count", "Updates skipped because a number was not finite."),
-    Metric("damaged_documents", "count", "Documents that could not be read and were left out."),
+    Metric("damaged_documents", "count", "Documents that were not UTF-8 and were repaired."),
     Metric("first_step_seconds", "s", "Time from the start of the command to the end of the first step."),
     Metric("compile_seconds", "s", "Time spent in torch.compile."),
     Metric("recompiles", "count", "Graphs compiled again after the first step."),
