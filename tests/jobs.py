@@ -70,14 +70,12 @@ class Trained(NamedTuple):
         losses, norms: of each step.
         weights: in full, of this rank's model parts.
         state: the optimizer's, in full, by weight and name.
-        gradients_left: number of parameters with a gradient before the last update.
     """
 
     losses: list[float]
     norms: list[float]
     weights: dict[str, Tensor]
     state: dict[str, dict[str, Tensor]]
-    gradients_left: int
 
 
 def train_engine(job: Job, steps: int) -> Trained:
@@ -85,10 +83,9 @@ def train_engine(job: Job, steps: int) -> Trained:
     set_up_process(job)
     engine = Engine(job, torch.device("cpu"))
     loader = loader_of(job, build_tokenizer(job.tokenizer), engine.rows)
-    losses, norms, left = [], [], 0
+    losses, norms = [], []
     for _ in range(steps):
         outcome = engine.gradients(loader.next())
-        left = sum(parameter.grad is not None for parameter in engine.parameters)
         engine.update(outcome.norm)
         losses.append(outcome.loss)
         norms.append(outcome.grad_norm)
@@ -97,7 +94,7 @@ def train_engine(job: Job, steps: int) -> Trained:
         name: {key: full(value) for key, value in engine.optimizer.state[parameter].items()}
         for name, parameter in engine.named_parameters()
     }
-    return Trained(losses, norms, weights, state, left)
+    return Trained(losses, norms, weights, state)
 
 
 def full(tensor: Tensor) -> Tensor:

@@ -109,7 +109,6 @@ def test_gpu_is_deterministic_when_asked() -> None:
         "precision=bf16 training.loss_chunks=4",
         "precision=bf16 optimizer.state_dtype=bfloat16",
         "precision=bf16 optimizer.implementation=foreach",
-        "precision=bf16 optimizer.in_backward=true training.max_norm=0 training.local_batch_size=4",
         "precision=bf16 model.moe.num_experts=8 model.moe.hidden_dim=64 model.moe.top_k=2",
         "precision=bf16 training.attention=flex",
         "precision=bf16 compile.cuda_graphs=true",

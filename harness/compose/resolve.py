@@ -125,7 +125,6 @@ def _check_parts(job: Job) -> None:
     job.optimizer.validate(job.precision.master_dtype)
     check_optimizer_groups(job)
     check_scheduled_sizes(job)
-    check_update_in_backward(job)
     job.schedule.validate(job.steps)
     job.checkpoint.validate()
     job.profiling.validate(job.steps, job.world_size)
@@ -250,7 +249,6 @@ def check_cuda_graphs(job: Job, *, on_cpu: bool) -> None:
         "parallelism.fsdp_buffers": (["default"], "NCCL registers buffers outside of graphs"),
         "schedule.batch_size": ([[]], "all steps have one size"),
         "schedule.seq_len": ([[]], "all steps have one size"),
-        "optimizer.in_backward": ([False], "the host sets the learning rate before the update"),
         "optimizer.implementation": (["auto", "fused"], "the host computes factors of other updates"),
         "debug.nan": ([False], "the host looks at every output"),
         "debug.anomaly": ([False], "the host looks at every gradient"),
@@ -393,36 +391,6 @@ def check_optimizer_groups(job: Job) -> None:
         from harness.optimizer.settings import check_mup
 
         check_mup(job.optimizer, job.model.mup.base_dim, tensors(job.model).values())
-
-
-def check_update_in_backward(job: Job) -> None:
-    """Check the options that an update during backward does not allow."""
-    if not job.optimizer.in_backward:
-        return
-    from harness.optimizer.settings import exchanges
-
-    if kind := exchanges(job.optimizer, tensors(job.model).values()):
-        rule = f"updates single shards during backward, and {kind} updates complete matrices"
-        raise ConfigError("optimizer.in_backward", True, rule, "false, or optimizer=adamw")
-    for field, value, works, why in (
-        ("training.max_norm", job.training.max_norm, 0, "the norm of all gradients is known too late"),
-        ("parallelism.pp", job.parallelism.pp, 1, "a pipeline adds the gradients of microbatches"),
-        ("debug.non_finite", job.debug.non_finite, "stop", "an update cannot be taken back"),
-    ):
-        if value != works:
-            rule = f"optimizer.in_backward=true updates during backward, and {why}"
-            raise ConfigError(field, value, rule, f"{works}, or optimizer.in_backward=false")
-    if any(size != job.global_batch_size for _, size in job.schedule.batch_sizes):
-        rule = "optimizer.in_backward=true updates in every backward pass, and larger steps have several"
-        works = "[], or optimizer.in_backward=false"
-        raise ConfigError("schedule.batch_size", job.schedule.batch_size, rule, works)
-    if job.accumulation_steps > 1:
-        rule = (
-            f"optimizer.in_backward=true updates in every backward pass, and a step has "
-            f"{job.accumulation_steps}"
-        )
-        works = f"{job.local_batch_size * job.accumulation_steps}, or optimizer.in_backward=false"
-        raise ConfigError("training.local_batch_size", job.local_batch_size, rule, works)
 
 
 def check_batches(job: Job) -> None:

@@ -406,7 +406,9 @@ class Removed(NamedTuple):
     """Its default, and the only value that an older file may give it."""
 
 
-REMOVED: tuple[Removed, ...] = ()
+REMOVED: tuple[Removed, ...] = (
+    Removed("optimizer.in_backward", after="optimizer.implementation", role="execution", value=False),
+)
 REMOVED_AFTER = {
     after: list(removed) for after, removed in itertools.groupby(REMOVED, key=lambda each: each.after)
 }

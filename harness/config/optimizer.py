@@ -191,10 +191,6 @@ class OptimizerConfig:
     """torch's implementation of the update: auto (fused), fused, foreach or for-loop. bfloat16 state or
     parameters need auto, which uses our own loop: torch does not update them in float32. With foreach and
     for-loop, debug.non_finite=skip makes the host wait for the norm in every step."""
-    in_backward: bool = execution(False)
-    """Update every parameter as soon as backward has computed its gradient, and free the gradient, so that
-    the gradients of the full model are never in memory. Needs training.max_norm=0, one pass per step, no
-    pipeline and debug.non_finite=stop."""
 
     def resolve(self, master_dtype: str, param_dtype: str) -> OptimizerConfig:
         iterations = self.newton_schulz_dtype

@@ -55,7 +55,7 @@ class OwnOptimizer(torch.optim.Optimizer):
 class CombinedOptimizer(torch.optim.Optimizer):
     """Several optimizers as one, with one state and the parameter groups of all.
 
-    Each updates the groups of its ``kind``. Checkpoints, schedules and updates in backward see one optimizer.
+    Each updates the groups of its ``kind``. Checkpoints and schedules see one optimizer.
 
     Args:
         optimizers: an optimizer for each kind; every parameter group has the key ``kind``.

@@ -18,7 +18,7 @@ from harness.data.prefetch import count_tokens, count_valid, place
 from harness.model.part import ModelPart
 from harness.model.spec import tensors
 from harness.optimizer.base import drops_on_device, keep_settings, parts_of
-from harness.optimizer.build import UpdateInBackward, build_optimizer, build_schedule
+from harness.optimizer.build import build_optimizer, build_schedule
 from harness.optimizer.settings import exchanges
 from harness.parallelism.balance import Balance
 from harness.parallelism.clip import clip_gradients, local_squares, reduce_partial_gradients
@@ -63,10 +63,6 @@ class Engine:
         specs = tensors(job.model)
         group = stage_group(self.mesh) if exchanges(job.optimizer, specs.values()) else None
         self.optimizer = build_optimizer(job.optimizer, self.named_parameters(), specs, group)
-        in_backward = job.optimizer.in_backward
-        self.updater = (
-            UpdateInBackward(self.optimizer, self.parameters, self.mesh, device) if in_backward else None
-        )
         self.schedule = build_schedule(job.schedule, self.optimizer, job.schedule.curve_steps(job.steps))
         self.weights_changed = True
         self._gradients_checked = False
@@ -132,7 +128,7 @@ class Engine:
     def gradients(
         self, batch: AnyBatch, *, stop_requested: bool = False, beside: Sequence[float] = ()
     ) -> StepOutcome:
-        """Compute the gradients of one global batch; with optimizer.in_backward, also update.
+        """Compute the gradients of one global batch.
 
         Args:
             batch: this rank's rows of it, in host memory; their number and length follow the schedule.
@@ -236,7 +232,7 @@ class Engine:
         return on_host or self.job.debug.non_finite == "skip"
 
     def update(self, norm: Tensor | float) -> None:
-        """Clip, update the parameters (unless backward did) and advance the schedule.
+        """Clip, update the parameters and advance the schedule.
 
         If the norm is not finite, only the schedule advances, so that the learning rate follows the step.
         (A run that then stops may have updated nevertheless: see ``asks_for_norm``.)
@@ -265,8 +261,6 @@ class Engine:
 
     def _update(self, norm: Tensor | float) -> None:
         self.balance.update_biases(norm)
-        if self.updater is not None:
-            return
         if self.skips_on_device:
             norm = torch.full((), norm, device=self.device) if isinstance(norm, float) else norm
             found_inf = (~norm.isfinite()).float()
@@ -337,8 +331,6 @@ class Engine:
         return packed
 
     def _squares(self) -> Tensor:
-        if self.updater is not None:
-            return self.updater.take_squares()
         reduce_partial_gradients(self.parameters)
         return local_squares(self.parameters, self.mesh, self.device)
 
@@ -346,9 +338,8 @@ class Engine:
         """Check, after the first backward pass of the process, that every parameter has a gradient."""
         lost = [
             name
-            for index, (name, parameter) in enumerate(self.named_parameters())
-            if parameter.requires_grad
-            and (parameter.grad is None if self.updater is None else index not in self.updater.updated)
+            for name, parameter in self.named_parameters()
+            if parameter.requires_grad and parameter.grad is None
         ]
         if lost:
             raise LostGradientError(lost)

@@ -150,8 +150,6 @@ class Trainer:
         """
         with self.timer.section("data"):
             batch = self.loader.next()
-        if self.job.optimizer.in_backward:
-            self._wait_for_staging()
         if self.run.compiles and self.run.sizes.changes_length(number):
             set_timeouts(self.run.limit_seconds(number))
         self.progress.running = number

@@ -49,10 +49,7 @@ LAYOUTS = {
     "fsdp_tp_8bit": [
         *("parallelism=fsdp_tp", "model.dim=256", "model.ffn_hidden_dim=512", "optimizer.state_dtype=8bit")
     ],
-    "full_bf16_in_backward": [
-        *("parallelism=tp", "parallelism.tp=2", "precision=bf16_full", "checkpoint=async"),
-        *("optimizer.in_backward=true", "training.max_norm=0"),
-    ],
+    "full_bf16": ["parallelism=tp", "parallelism.tp=2", "precision=bf16_full", "checkpoint=async"],
 }
 
 

@@ -219,7 +219,7 @@ class StageMemory:
             if tensor.spec.is_matrix and tensor.spec.module in self.activations.gathered_in_float8
         }
         # A rank that is alone reduces in place: the input becomes the gradients of the shards.
-        copied = reduce * (self.job.fsdp_ranks > 1 or self.job.optimizer.in_backward)
+        copied = reduce if self.job.fsdp_ranks > 1 else 0.0
         sizes = (BYTES["float8"] if t.name in in_float8 else compute for t in tensors)
         gathered = sum(size * padded[t.name] for size, t in zip(sizes, tensors, strict=True))
         return ModuleParameters(
@@ -285,7 +285,6 @@ class StageMemory:
         moments = []
         held = self.kept.get("activations", 0.0)
         gathered = 0.0 if self.pipelined else self.resident
-        at_once = self.job.optimizer.in_backward  # gradients are used and freed at once
         # Gradients of later modules, unsharded and sharded; input of the reduce-scatter in flight.
         unsharded = shards = reducing = 0.0
         if self.logits is not None:
@@ -318,12 +317,12 @@ class StageMemory:
                 if self.fsdp and own.accumulated != own.gradients:
                     # Converted tensor by tensor, so both copies exist.
                     moments.append(plus(base, {"gradients": unsharded + own.gradients + own.accumulated}))
-                unsharded += 0.0 if gradients_there or at_once else own.accumulated
+                unsharded += 0.0 if gradients_there else own.accumulated
             else:
                 base["reducing"] = reducing = sum(own.reduced)
                 moments.append(plus(base, {"gradients": unsharded + own.gradients, "shards": own.sharded}))
                 unsharded += 0.0 if own.reduced else own.gradients  # reduced with those of another module
-                shards += 0.0 if gradients_there or at_once else own.sharded
+                shards += 0.0 if gradients_there else own.sharded
         return moments
 
 
@@ -417,8 +416,7 @@ class RankStep:
         self.apart = kinds_apart(job)
         self.pipelined = job.parallelism.pp > 1
         self.offloaded = job.parallelism.cpu_offload and not self.cpu
-        passing = job.optimizer.in_backward or self.offloaded
-        self.gradients = 0.0 if passing else float(parameters.gradient_bytes)
+        self.gradients = 0.0 if self.offloaded else float(parameters.gradient_bytes)
 
     def memory(self) -> RankMemory:
         moments = list(self._moments())

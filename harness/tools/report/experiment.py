@@ -43,7 +43,7 @@ _PARTS = ("model", "parallelism", "precision", "activation_checkpoint", "compile
 _FIELDS = (
     *("training.seq_len", "training.global_batch_size", "training.local_batch_size", "training.loss_chunks"),
     *("training.attention", "training.matmul_precision"),
-    *("optimizer.implementation", "optimizer.state_dtype", "optimizer.in_backward"),
+    *("optimizer.implementation", "optimizer.state_dtype"),
 )
 
 

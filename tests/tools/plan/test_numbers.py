@@ -45,7 +45,6 @@ CASES = [
     f"{H100} model=llama3_debug training.seq_len=256 training.local_batch_size=1",
     f"{LLAMA} dp_shard=8 compile=on activation_checkpoint=memory_budget "
     "activation_checkpoint.memory_budget=0.3",
-    f"{LLAMA} dp_shard=8 activation_checkpoint=full training.max_norm=0 optimizer.in_backward=true",
     f"{LLAMA} pp=4 dp_shard=2 pp_schedule=GPipe training.local_batch_size=32",
     f"{LLAMA} dp_shard=16 tp=8 compile=on async_tp=true cluster.leaf_nodes=4 cluster.oversubscription=4",
     f"{LLAMA} dp_shard=4 tp=2 cluster.accelerator=MI300X cluster.network_adapters=4 "
