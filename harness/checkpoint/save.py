@@ -125,6 +125,11 @@ class Saver:
         """Whether the copy of the state may be unfinished."""
         return self._stager is not None and self._stager.copied is not None
 
+    def check_optimizer(self) -> None:
+        """Refuse an optimizer with state that checkpoints would lose; all ranks call it after an update."""
+        if self.config.writes:
+            self.ranks.everywhere(lambda: require_owned(self.engine))
+
     def wait_for_staging(self) -> None:
         """Wait until the state has been copied; call before the next update changes it."""
         if self._stager is None or self._stager.copied is None:
@@ -240,7 +245,7 @@ class Saver:
 
     def _everything(self) -> dict[str, Tensor]:
         if self.account.saves == 0:
-            self.ranks.everywhere(lambda: require_owned(self.engine))
+            self.check_optimizer()  # the first update may have been dropped
         return {
             **model_state(self.engine),
             **optimizer_state(self.engine),

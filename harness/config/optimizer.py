@@ -24,7 +24,8 @@ class Kind:
     group of the ranks that hold shards of them (None for one rank). Options are a fourth argument."""
     state: tuple[str, ...]
     """Names of its state tensors that have the parameter's shape. Checkpoints have these, and the numbers
-    that it keeps for each parameter or in its parameter groups; the first save refuses anything else."""
+    that it keeps for each parameter or in its parameter groups. Anything else ends a run after its first
+    update."""
     counts_steps: bool = False
     """Whether the state also has a float32 scalar ``step`` for every tensor."""
     has_betas: bool = True

@@ -161,6 +161,8 @@ class Trainer:
         lr = self.engine.lr
         self._wait_for_staging()
         self.engine.update(outcome.norm)
+        if number == self.progress.start_step + 1:
+            self.saver.check_optimizer()
         columns, aside, at = dict[str, Any](), [], 0
         for observer, values in zip(self.observers, begun, strict=True):
             sums = outcome.beside[at : at + len(values)]

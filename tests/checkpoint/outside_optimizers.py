@@ -41,6 +41,7 @@ class Hoarding(torch.optim.SGD):
         super().step(closure)
         for group in self.param_groups:
             for parameter in group["params"]:
+                assert "last" not in self.state[parameter], "a second update"
                 self.state[parameter]["last"] = parameter.grad.clone()
 
 
@@ -51,7 +52,8 @@ class Listing(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step(closure)
         for group in self.param_groups:
-            group["history"] = [*group.get("history", []), 1.0]
+            assert "history" not in group, "a second update"
+            group["history"] = [1.0]
 
 
 def counting(config: Any, groups: Any, _: Any) -> torch.optim.Optimizer:
