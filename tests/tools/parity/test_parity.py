@@ -51,7 +51,10 @@ SCHEDULED = (
     "training.global_batch_size=16 schedule.batch_size=[{until_step:1,sequences:8}] "
     "schedule.seq_len=[{until_step:2,tokens:32}]"
 )
-TIED, ODD, BFLOAT16 = "model.tied_embeddings=true", "model.vocab_size=259", "precision=bf16"
+TIED = "model.tied_embeddings=true"
+ODD = "model.vocab_size=259"
+BFLOAT16 = "precision=bf16"
+EIGHT_BIT = "optimizer.state_dtype=8bit"
 
 
 @pytest.mark.parametrize(
@@ -69,12 +72,15 @@ TIED, ODD, BFLOAT16 = "model.tied_embeddings=true", "model.vocab_size=259", "pre
         ("fsdp_pp_zbv", BFLOAT16),
         ("fsdp_tp", BFLOAT16),
         ("cp_ulysses", BFLOAT16),
+        # After ten steps gradients differ by 1.3e-4: a running mean has moved to the next code.
+        ("pp_zbv", EIGHT_BIT),
     ],
 )
 def test_other_jobs_agree_with_one_process(pool: RankPool, name: str, typed: str) -> None:
-    job, steps = layout(name, *typed.split()), 3 if typed == SCHEDULED else STEPS
+    job = layout(name, *typed.split())
+    steps = {SCHEDULED: 3, EIGHT_BIT: 10}.get(typed, STEPS)
     assert ("output.weight" in reference(pool, job, steps).gradients[0]) == (typed != TIED)
-    tolerances = parity.TOLERANCES["bfloat16" if typed == BFLOAT16 else "float32"]
+    tolerances = parity.tolerances_of(job, ParityConfig())
     require_parity(pool, name, job, steps=steps, tolerances=tolerances)
 
 
