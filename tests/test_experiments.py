@@ -16,7 +16,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "experiments" / "cpu_baseline"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "experiments" / "gpu_single"))
-sys.path.insert(0, str(Path(__file__).parent / "measure"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "experiments" / "measure"))
 
 import bare_loop
 import compare

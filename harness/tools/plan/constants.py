@@ -117,7 +117,7 @@ class Constants:
     typical products on an MI325X (rocm.blogs.amd.com/artificial-intelligence/taf-blog)."""
     float8: float = label(0.785, above=0)
     """The same for 8-bit products. Fitted, as ``matmul``, to 132 published rows by
-    tests/measure/held_out.py."""
+    experiments/measure/held_out.py."""
     hgx: float = label(0.741, above=0)
     """Speed of products of Blackwell on HGX boards (1,000 W a GPU, mostly in air), as a fraction of that of a
     GB200 (1,200 W, in liquid), both relative to their data sheets; assumed to be the clock that power allows.

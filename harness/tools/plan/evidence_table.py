@@ -1,7 +1,7 @@
 """Published figures as multiples of the planned ones, by class of job.
 
-tests/measure/held_out.py writes this file. Each published row was planned with constants
-that were fitted without it; tests/measure/held_rows.py has the rules.
+experiments/measure/held_out.py writes this file. Each published row was planned with constants
+that were fitted without it; experiments/measure/held_rows.py has the rules.
 """
 
 from harness.tools.plan.plan import Evidence, Resolution

@@ -21,7 +21,7 @@ from harness.tools.plan.make import make_plan
 from harness.tools.plan.plan import Evidence
 from harness.tools.plan.render import as_dict, render
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "measure"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "experiments" / "measure"))
 
 import held_out
 import held_rows

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[2] / "measure"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "experiments" / "measure"))
 
 import pass_memory as measure
 from published_rows import all_rows
@@ -103,7 +103,9 @@ def test_a_ring_that_gathers_has_the_keys_and_values_of_all_ranks() -> None:
 def test_reserved_memory_of_rehearsals_is_predicted() -> None:
     """Of full-size jobs, against torch's allocator."""
     errors = {}
-    for row in map(json.loads, (ROOT / "tests/measure/rehearsal/results.jsonl").read_text().splitlines()):
+    for row in map(
+        json.loads, (ROOT / "experiments/measure/rehearsal/results.jsonl").read_text().splitlines()
+    ):
         if row["set"] == "full" and row["failure"] is None:
             job = compose_job(row["overrides"], config_name="rehearse", schema=RehearseJob).plain
             planned, measured = rank_memory(job)[row["pp_rank"]], row["memory"]

@@ -1,8 +1,10 @@
 """Rehearses the jobs of small.txt and full.txt and writes tables of what was found.
 
-    .venv-rehearsal/bin/python tests/measure/rehearsal/rehearse.py            all jobs that have no row yet
-    .venv-rehearsal/bin/python tests/measure/rehearsal/rehearse.py small fsdp fsdp_tp       these, anew
-    python tests/measure/rehearsal/rehearse.py tables                         the tables, from the rows
+All jobs that have no row yet; these, again; the tables, from the rows:
+
+    .venv-rehearsal/bin/python experiments/measure/rehearsal/rehearse.py
+    .venv-rehearsal/bin/python experiments/measure/rehearsal/rehearse.py small fsdp fsdp_tp
+    python experiments/measure/rehearsal/rehearse.py tables
 
 Rows stand in results.jsonl, one for each rehearsed rank; of a job and rank the last one is kept.
 """
@@ -135,7 +137,7 @@ def write_tables() -> None:
         *memory_summary(of_sets["full"]),
         full_table(of_sets["full"]),
     ]
-    (FOLDER.parents[2] / "experiments/rehearsal/TABLES.md").write_text("\n".join(text))
+    (FOLDER.parents[1] / "rehearsal/TABLES.md").write_text("\n".join(text))
 
 
 def small_table(found: list[dict[str, Any]]) -> str:

@@ -1,7 +1,7 @@
 """Measures what ``profiling.phases`` costs: the CPU time of steps with it and without it, in turn.
 
-    python tests/measure/phases_cost.py --parts
-    python tests/measure/phases_cost.py
+    python experiments/measure/phases_cost.py --parts
+    python experiments/measure/phases_cost.py
 
 The cost depends on the number of marks, not on the size of tensors. So ranks train blocks of short steps,
 with phases and without, in changing order: the time of long steps varies by more than the cost. The figure

@@ -1,7 +1,7 @@
 """Measures an update of harness's Muon against torch.optim.Muon, on one process.
 
-    python tests/measure/muon_update.py --rounds 10
-    python tests/measure/muon_update.py cluster.device=cuda model=llama3_8b model.n_layers=2
+    python experiments/measure/muon_update.py --rounds 10
+    python experiments/measure/muon_update.py cluster.device=cuda model=llama3_8b model.n_layers=2
 
 All sides update the matrices of one model from the same gradients, and take turns in every round, in another
 order each time. torch's iterates in bfloat16 only, so ours does too; the last row is ours in float32, on a
@@ -51,8 +51,14 @@ def torchs(config: OptimizerConfig, specs: dict[str, TensorSpec]) -> Callable[[]
     parameters = parameters_of(specs)
     hidden = [parameters[name] for name, spec in specs.items() if spec.is_hidden_matrix]
     others = [parameters[name] for name, spec in specs.items() if not spec.is_hidden_matrix]
-    same = {"lr": config.lr, "weight_decay": config.weight_decay, "momentum": config.momentum}
-    optimizers: list[torch.optim.Optimizer] = [torch.optim.Muon(hidden, adjust_lr_fn=config.lr_scale, **same)]
+    muon = torch.optim.Muon(
+        hidden,
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        momentum=config.momentum,
+        adjust_lr_fn=config.lr_scale,
+    )
+    optimizers: list[torch.optim.Optimizer] = [muon]
     if others:
         betas = (config.beta1, config.beta2)
         optimizers.append(torch.optim.AdamW(others, lr=config.lr, betas=betas, fused=True))

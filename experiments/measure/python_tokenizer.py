@@ -1,6 +1,6 @@
 """Train the shipped tokenizer ``asset:python_2k.model`` on the standard library of CPython 3.11.
 
-    python tests/measure/python_tokenizer.py python_2k.model
+    python experiments/measure/python_tokenizer.py python_2k.model
 
 A lossless sentencepiece BPE model: no normalization, no prefix, byte pieces for characters without a piece.
 """

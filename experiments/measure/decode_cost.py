@@ -1,8 +1,9 @@
 """Measures what one token of a generation takes: on a CPU, or counted on a virtual GPU.
 
-    python tests/measure/decode_cost.py model=llama3_debug
-    torchrun --nproc-per-node 2 tests/measure/decode_cost.py model=llama3_debug parallelism.tp=2
-    .venv-rehearsal/bin/python tests/measure/decode_cost.py model=llama3_8b precision=bf16 parallelism.tp=8
+    python experiments/measure/decode_cost.py model=llama3_debug
+    torchrun --nproc-per-node 2 experiments/measure/decode_cost.py model=llama3_debug parallelism.tp=2
+    .venv-rehearsal/bin/python experiments/measure/decode_cost.py model=llama3_8b precision=bf16 \\
+        parallelism.tp=8
 
 The second has two ranks, the third is one rank of eight, on a virtual H100. Overrides are those of `harness
 generate`; weights are random, on a virtual GPU zeros. Texts of two lengths are generated after one that does

@@ -1,8 +1,8 @@
 """Measures on a CPU what activation checkpointing and the chunked loss save of the memory of one pass.
 
-    python tests/measure/pass_memory.py                     # both tables
-    python tests/measure/pass_memory.py --tables loss       # the chunked loss at vocabulary 128,256
-    python tests/measure/pass_memory.py precision=bf16      # further overrides, for every case
+    python experiments/measure/pass_memory.py                     # both tables
+    python experiments/measure/pass_memory.py --tables loss       # the chunked loss at vocabulary 128,256
+    python experiments/measure/pass_memory.py precision=bf16      # further overrides, for every case
 
 Each case is a process of its own. It trains two steps, and the forward and backward pass of the third is
 measured at torch's allocator: the profiler reports every allocation and every release, made by eager kernels,

@@ -1,6 +1,6 @@
 """Measures what the training loop costs beside the training: data, decisions, books, metrics.
 
-    python tests/measure/loop_overhead.py --steps 60
+    python experiments/measure/loop_overhead.py --steps 60
 
 The loop runs in this process with clocks around passes, gradient norm, clipping and optimizer. What is left
 of a step's time is the loop's, data included. Without overrides every step is logged, and a step takes

@@ -1,7 +1,7 @@
 """Measures what plans and searches cost: CPU seconds of whole processes of ``harness plan``.
 
-    python tests/measure/plan_speed.py                  all commands, three rounds
-    python tests/measure/plan_speed.py 405b --rounds 1  one of them
+    python experiments/measure/plan_speed.py                  all commands, three rounds
+    python experiments/measure/plan_speed.py 405b --rounds 1  one of them
 
 A command runs once before it counts, so that orders of schedules are cached
 (``harness/tools/plan/order.py``). The median of the rounds and their range are printed, and a digest of a

@@ -1,6 +1,6 @@
 """torchtitan 0.3.0's step on virtual GPUs: rows of full.txt, for the table of docs/measurements.md.
 
-    PYTHON tests/measure/rehearsal/titan_side.py 8b_fsdp8_sel_op 8b_fsdp8_sel_op_c ...
+    PYTHON experiments/measure/rehearsal/titan_side.py 8b_fsdp8_sel_op 8b_fsdp8_sel_op_c ...
 
 PYTHON is of the rehearsal environment after ``pip install torchtitan==0.3.0``. Model, parallelisation, loss
 and step are those of torchtitan's ``Trainer``, without CUDA graphs, which replay the same kernels. Shardings

@@ -19,7 +19,7 @@ from typing import Any
 
 from harness.tools.plan.plan import Evidence, Resolution
 
-FOLDER = Path(__file__).parents[2] / "experiments" / "published"
+FOLDER = Path(__file__).parents[1] / "published"
 FILE = FOLDER / "held_out.csv"
 FEWEST = 4
 LOW, HIGH = 0.1, 0.9

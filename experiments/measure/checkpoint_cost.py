@@ -1,6 +1,6 @@
 """Saving and loading checkpoints against bare DCP on the same state, and how long an async save stalls.
 
-    python tests/measure/checkpoint_cost.py --rounds 5
+    python experiments/measure/checkpoint_cost.py --rounds 5
 
 Ranks are processes of this machine (gloo), sharded by FSDP. In every round the two sides take turns, three
 each, of which the quickest counts; ratios are taken within a round. Prints medians and ranges.

@@ -1,6 +1,6 @@
 """Errors of the plan on published rows, with constants that were fitted without the row's source.
 
-    python tests/measure/held_out.py
+    python experiments/measure/held_out.py
 
 experiments/published/rows.csv has 114 rows of 15 tables with the overrides that express each, and what the
 tables leave open; experiments/llama3_h100 has 18 more. Each source is left out in turn: the constants
@@ -244,7 +244,8 @@ def report(held: Sequence[Held]) -> str:
     for table, own in _groups(held, lambda row: row.table).items():
         order = ""
         if len(own) >= 4:
-            orders.append(spearman([(row.published, row.planned) for row in own]) or 0.0)
+            pairs = [(row.published, row.planned) for row in own if row.published is not None]
+            orders.append(spearman(pairs) or 0.0)
             order = f"{orders[-1]:.2f}"
         lines.append(f"| {table} | {_figures(own)} | {order} |")
     lines += ["", f"| class | {head} | in the band |", "|---|---:|---:|---:|---:|---:|"]
@@ -301,8 +302,11 @@ def evidence_table(held: Sequence[Held]) -> str:
     """The source of harness/tools/plan/evidence_table.py."""
     lines = [
         '"""Published figures as multiples of the planned ones, by class of job.',
-        *("", "tests/measure/held_out.py writes this file. Each published row was planned with constants"),
-        *("that were fitted without it; tests/measure/held_rows.py has the rules.", '"""'),
+        *(
+            "",
+            "experiments/measure/held_out.py writes this file. Each published row was planned with constants",
+        ),
+        *("that were fitted without it; experiments/measure/held_rows.py has the rules.", '"""'),
         *("", "from harness.tools.plan.plan import Evidence, Resolution"),
     ]
     kinds = (("EVIDENCE", SPEED, "Throughput"), ("MEMORY", MEMORY, "Peak memory on a GPU"))
