@@ -21,7 +21,8 @@ def list_runs(folder: Path) -> Result:
     """List runs, the last written first: age, state, step, loss, tokens/s, tags and notes."""
     written = {path: _last_write(path) for path in run_folders(folder)}
     if not written:
-        raise UserError(f"{folder}: no runs; would work: harness train, or the folder that runs_dir= names")
+        works = "harness train, or the folder that runs_dir= names"
+        raise UserError(f"{folder}: no runs; would work: {works}")
     found = sorted(written, key=lambda path: -written[path])
     rows: list[dict[str, Any]] = []
     seen, code = read_or_warn(found)
@@ -30,7 +31,10 @@ def list_runs(folder: Path) -> Result:
         row = {"run": str(path), "age": _age(time.time() - written[path]), "state": each.state}
         row |= {"step": f"{each.step}/{each.steps}", "tags": ", ".join(job.get("tags", ()))}
         rows.append({**facts, **row, "notes": job.get("notes") or "", "reason": each.about})
-    shown = [{**row, "about": shortened(row["notes"] or row["reason"], LONGEST_REASON)} for row in rows]
+    shown = []
+    for row in rows:
+        about = shortened(row["notes"] or row["reason"], LONGEST_REASON)
+        shown.append({**row, "about": about})
     return Result({"runs": rows}, to_text(Table(_OF_RUNS, shown, missing="")), code)
 
 
