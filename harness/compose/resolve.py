@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from harness.config.cluster import count_gpus
 from harness.config.data_kinds import DATA_KINDS
@@ -20,7 +21,7 @@ from harness.config.training import BACKENDS, ScaleConfig
 from harness.model.architecture import architecture_of, resolve_model
 from harness.model.spec import tensors
 from harness.train.objective import objective_of
-from harness.util.errors import ConfigError, divisors
+from harness.util.errors import ConfigError, as_typed, divisors
 
 J = TypeVar("J", bound=Job)
 
@@ -155,121 +156,172 @@ def check_chunked_loss(job: Job) -> None:
         raise ConfigError("training.loss_chunks", chunks, rule, "1, or parallelism.loss_parallel=true")
 
 
-GPU_OPTIONS_OFF = {
-    "optimizer.newton_schulz_half": False,
-    "parallelism.async_tp": False,
-}
+class NoEffect(NamedTuple):
+    """A case in which a job cannot use a field: then it must have its default.
+
+    The rule of a single off switch is beside its field (``needs``).
+    """
+
+    field: str
+    when: bool
+    rule: str
+    works: str
+
+
+def refuse_without_effect(job: Job, rows: Iterable[NoEffect]) -> None:
+    for row in rows:
+        part, _, name = row.field.partition(".")
+        config = getattr(job, part)
+        value, default = getattr(config, name), getattr(type(config), name)
+        if row.when and value != default:
+            raise ConfigError(row.field, value, row.rule, row.works)
 
 
 def check_gpu_options(job: Job, *, on_cpu: bool) -> None:
     """Check that options of torch for GPUs would have an effect."""
-    layout, inductor = job.parallelism, job.compile.backend == "inductor"
-    ring = layout.cp > 1 and layout.cp_method == "ring"
-    plain = job.training.attention == "sdpa" and not ring
-    ranks_per_node, off = job.cluster.nodes_for(job.world_size)[1], "parallelism.async_tp=false"
-    iterations, narrow = job.optimizer.newton_schulz_dtype, "optimizer.newton_schulz_dtype=bfloat16"
-    rules = (
-        (
-            *("parallelism.async_tp", layout.async_tp),
-            (
-                not (job.compile.blocks and inductor),
-                "is a pass of the compiler, and blocks are not compiled by inductor",
-                f"compile=on, or {off}",
-            ),
-            (on_cpu, "needs GPUs with symmetric memory, and the ranks compute on CPUs", off),
-            (
-                ranks_per_node % layout.tp != 0,
-                f"needs tensor-parallel ranks on one node; ranks per node: {ranks_per_node}",
-                f"{off}, or a parallelism.tp that divides {ranks_per_node}",
-            ),
+    layout = job.parallelism
+    is_ring = layout.cp > 1 and layout.cp_method == "ring"
+    is_sdpa = job.training.attention == "sdpa" and not is_ring
+    ranks_per_node = job.cluster.nodes_for(job.world_size)[1]
+    off = "parallelism.async_tp=false"
+    varlen = "default, or training.attention=varlen"
+    narrow = "optimizer.newton_schulz_dtype=bfloat16"
+    rows = [
+        NoEffect(
+            "parallelism.async_tp",
+            not (job.compile.blocks and job.compile.backend == "inductor"),
+            "is a pass of the compiler, and blocks are not compiled by inductor",
+            f"compile=on, or {off}",
         ),
-        (
-            *("parallelism.fsdp_buffers", layout.fsdp_buffers),
-            (on_cpu, "is memory of GPUs, and the ranks compute on CPUs", "default"),
-            (
-                layout.fsdp_buffers == "symmetric" and layout.async_tp,
-                "is NCCL's symmetric memory, and parallelism.async_tp uses torch's: a process has one kind",
-                f"default, registered, or {off}",
-            ),
+        NoEffect(
+            "parallelism.async_tp",
+            on_cpu,
+            "needs GPUs with symmetric memory, and the ranks compute on CPUs",
+            off,
         ),
-        (
-            *("training.flash", job.training.flash),
-            (on_cpu, "is a kernel of GPUs, and the ranks compute on CPUs", "default"),
-            (
-                job.precision.param_dtype == "float32",
-                "needs 16-bit formats, and precision.param_dtype is float32",
-                "default, or precision=bf16",
-            ),
-            (
-                job.training.attention not in ("sdpa", "varlen"),
-                f"training.attention={job.training.attention} has kernels of its own",
-                "default, or training.attention=varlen",
-            ),
-            (
-                plain and not job.data.attend_across_documents,
-                "sdpa masks documents, which flash attention cannot",
-                "default, or training.attention=varlen",
-            ),
-            (
-                plain and job.model.head_width != job.model.value_width,
-                f"in sdpa it needs keys and values of one width; {job.model.name} has two",
-                "default, or training.attention=varlen",
-            ),
+        NoEffect(
+            "parallelism.async_tp",
+            ranks_per_node % layout.tp != 0,
+            f"needs tensor-parallel ranks on one node; ranks per node: {ranks_per_node}",
+            f"{off}, or a parallelism.tp that divides {ranks_per_node}",
         ),
-        (
-            *("optimizer.newton_schulz_half", job.optimizer.newton_schulz_half),
-            (on_cpu, "is a kernel of GPUs, and the ranks compute on CPUs", "false"),
-            (iterations == "float32", f"needs {narrow}", f"false, or {narrow}"),
+        NoEffect(
+            "parallelism.fsdp_buffers",
+            on_cpu,
+            "is memory of GPUs, and the ranks compute on CPUs",
+            "default",
         ),
-        (
-            *("compile.mode", job.compile.mode),
-            (on_cpu, "tunes kernels of GPUs, and the ranks compute on CPUs", "default"),
-            (
-                job.debug.deterministic,
-                "chooses kernels by their time, which debug.deterministic=true does not allow",
-                "default, or debug.deterministic=false",
-            ),
+        NoEffect(
+            "parallelism.fsdp_buffers",
+            layout.fsdp_buffers == "symmetric" and layout.async_tp,
+            "is NCCL's symmetric memory, and parallelism.async_tp uses torch's: a process has one kind",
+            f"default, registered, or {off}",
         ),
-    )
-    for field, value, *checks in rules:
-        for broken, rule, works in checks:
-            if broken and value != GPU_OPTIONS_OFF.get(field, "default"):
-                raise ConfigError(field, value, rule, works)
+        NoEffect(
+            "training.flash",
+            on_cpu,
+            "is a kernel of GPUs, and the ranks compute on CPUs",
+            "default",
+        ),
+        NoEffect(
+            "training.flash",
+            job.precision.param_dtype == "float32",
+            "needs 16-bit formats, and precision.param_dtype is float32",
+            "default, or precision=bf16",
+        ),
+        NoEffect(
+            "training.flash",
+            job.training.attention not in ("sdpa", "varlen"),
+            f"training.attention={job.training.attention} has kernels of its own",
+            varlen,
+        ),
+        NoEffect(
+            "training.flash",
+            is_sdpa and not job.data.attend_across_documents,
+            "sdpa masks documents, which flash attention cannot",
+            varlen,
+        ),
+        NoEffect(
+            "training.flash",
+            is_sdpa and job.model.head_width != job.model.value_width,
+            f"in sdpa it needs keys and values of one width; {job.model.name} has two",
+            varlen,
+        ),
+        NoEffect(
+            "optimizer.newton_schulz_half",
+            on_cpu,
+            "is a kernel of GPUs, and the ranks compute on CPUs",
+            "false",
+        ),
+        NoEffect(
+            "optimizer.newton_schulz_half",
+            job.optimizer.newton_schulz_dtype == "float32",
+            f"needs {narrow}",
+            f"false, or {narrow}",
+        ),
+        NoEffect(
+            "compile.mode",
+            on_cpu,
+            "tunes kernels of GPUs, and the ranks compute on CPUs",
+            "default",
+        ),
+        NoEffect(
+            "compile.mode",
+            job.debug.deterministic,
+            "chooses kernels by their time, which debug.deterministic=true does not allow",
+            "default, or debug.deterministic=false",
+        ),
+    ]
+    refuse_without_effect(job, rows)
+
+
+class Captured(NamedTuple):
+    """What a field must be in a step that a device repeats without the host."""
+
+    field: str
+    values: list[Any]
+    why: str
+
+
+CAPTURED = (
+    Captured("parallelism.pp", [1], "the host starts the passes of a pipeline"),
+    Captured("parallelism.ep", [1], "the host waits for the rows of experts on other ranks"),
+    Captured("parallelism.cpu_offload", [False], "the host updates offloaded parameters"),
+    Captured("parallelism.async_tp", [False], "GPUs signal each other by counts of steps"),
+    Captured("parallelism.fsdp_buffers", ["default"], "NCCL registers buffers outside of graphs"),
+    Captured("schedule.batch_size", [[]], "all steps have one size"),
+    Captured("schedule.seq_len", [[]], "all steps have one size"),
+    Captured("optimizer.implementation", ["auto", "fused"], "the host computes factors of other updates"),
+    Captured("debug.nan", [False], "the host looks at every output"),
+    Captured("debug.anomaly", [False], "the host looks at every gradient"),
+    Captured("profiling.phases", [False], "the host times phases"),
+)
 
 
 def check_cuda_graphs(job: Job, *, on_cpu: bool) -> None:
     """Check that a device can repeat a step without the host, which decides nothing and waits for nothing."""
     if not job.compile.cuda_graphs:
         return
-    allowed: dict[str, tuple[list[Any], str]] = {
-        "parallelism.pp": ([1], "the host starts the passes of a pipeline"),
-        "parallelism.ep": ([1], "the host waits for the rows of experts on other ranks"),
-        "parallelism.cpu_offload": ([False], "the host updates offloaded parameters"),
-        "parallelism.async_tp": ([False], "GPUs signal each other by counts of steps"),
-        "parallelism.fsdp_buffers": (["default"], "NCCL registers buffers outside of graphs"),
-        "schedule.batch_size": ([[]], "all steps have one size"),
-        "schedule.seq_len": ([[]], "all steps have one size"),
-        "optimizer.implementation": (["auto", "fused"], "the host computes factors of other updates"),
-        "debug.nan": ([False], "the host looks at every output"),
-        "debug.anomaly": ([False], "the host looks at every gradient"),
-        "profiling.phases": ([False], "the host times phases"),
-    }
+    rows = list(CAPTURED)
     if architecture_of(job.model).batches != "tokens":
-        allowed["model.architecture"] = (["decoder"], "the host draws noise")
+        rows.append(Captured("model.architecture", ["decoder"], "the host draws noise"))
     if job.model.moe.enabled:
-        allowed["precision.param_dtype"] = (["bfloat16"], "the host multiplies other experts one by one")
+        why = "the host multiplies other experts one by one"
+        rows.append(Captured("precision.param_dtype", ["bfloat16"], why))
     if not job.data.attend_across_documents or job.model.attention.chunk is not None:
-        allowed["training.attention"] = (["sdpa", "flex"], "the host waits for the number of documents")
+        why = "the host waits for the number of documents"
+        rows.append(Captured("training.attention", ["sdpa", "flex"], why))
     if job.compile.enable:
         backends = [name for name in BACKENDS if name != "cudagraphs"]
-        allowed["compile.backend"] = (backends, "a graph cannot be captured inside of another")
+        rows.append(Captured("compile.backend", backends, "a graph cannot be captured inside of another"))
     if on_cpu:
-        allowed["cluster.device"] = (["cuda"], "CPUs have no graphs")
-    for field, (values, why) in allowed.items():
-        if (value := attrgetter(field)(job)) not in values:
-            rule = f"compile.cuda_graphs=true repeats a captured step, and {why}"
-            works = [*(str(each).lower() for each in values), "compile.cuda_graphs=false"]
-            raise ConfigError(field, value, rule, works)
+        rows.append(Captured("cluster.device", ["cuda"], "CPUs have no graphs"))
+    for row in rows:
+        value = attrgetter(row.field)(job)
+        if value not in row.values:
+            rule = f"compile.cuda_graphs=true repeats a captured step, and {row.why}"
+            works = [*map(as_typed, row.values), "compile.cuda_graphs=false"]
+            raise ConfigError(row.field, value, rule, works)
 
 
 def check_heads_of_flex(job: Job) -> None:
