@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from harness.compose.composer import Composer
-from harness.compose.overrides import check_overrides, namesakes, user_errors
+from harness.compose.hydra_errors import user_errors
+from harness.compose.overrides import check_overrides, namesakes
 from harness.config.fields import check_written
 from harness.util.errors import EXIT_OK, UserError
 

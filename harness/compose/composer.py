@@ -26,18 +26,16 @@ from harness.compose.hydra import (
     special_texts,
     with_types,
 )
+from harness.compose.hydra_errors import INTERVAL, MISSING, user_errors
 from harness.compose.overrides import (
     AXES,
     FROM_CONFIG,
-    INTERVAL,
-    MISSING,
     check_overrides,
     check_setting,
     fields_of,
     groups,
     options_of,
     typed_value,
-    user_errors,
     with_one_length,
 )
 from harness.compose.paths import config_folders

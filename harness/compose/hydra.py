@@ -15,14 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, get_args, get_origin
 
+from harness.compose.hydra_errors import not_yaml, user_errors
 from harness.compose.overrides import (
     FROM_CONFIG,
     OVERRIDE,
     SETTING,
-    not_yaml,
     options_of,
     quoted,
-    user_errors,
     with_quotes,
     without_null,
 )

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
 import functools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
 
 from harness.compose.paths import config_folders
-from harness.config.failures import chain_of
 from harness.config.fields import no_such_field, type_hints
 from harness.config.job import Job
 from harness.config.texts import refuse_secrets
@@ -271,106 +269,3 @@ def fields_of(schema: type) -> dict[str, Any]:
 def _inner(hint: Any) -> Any:
     kinds = () if get_origin(hint) is dict else (hint, *get_args(hint))
     return next((kind for kind in kinds if dataclasses.is_dataclass(kind)), None)
-
-
-# Signs that Hydra reads in quoted texts only.
-_UNREADABLE = re.compile(r"[=#~&;!<>`^]")
-# Starts of lines that only concern Python or Hydra.
-_HIDDEN = (
-    "full_key:",
-    "object_type=",
-    "reference_type=",
-    "set_env",
-    "See ",
-    "Config search path",
-    "provider=",
-)
-INTERVAL = "interval() is a range for sweepers that optimize (sweep=optuna), and a grid needs points"
-MISSING = "{}: must be given, on the command line or in a file of the job"
-
-
-@contextlib.contextmanager
-def user_errors() -> Iterator[None]:
-    """Turn errors of Hydra and OmegaConf into one-line errors."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        raise to_user_error(error) from error
-
-
-def to_user_error(error: BaseException) -> UserError:
-    """Turn an error of Hydra or OmegaConf into a one-line UserError."""
-    import yaml
-    from hydra.errors import MissingConfigException, OverrideParseException
-    from omegaconf.errors import OmegaConfBaseException
-
-    if isinstance(error, UserError):
-        return error
-    chain = chain_of(error, suppressed=True)
-    text = "; ".join(dict.fromkeys(part for each in chain[:2] for part in _lines(each)))
-    for each in chain:
-        if isinstance(each, yaml.MarkedYAMLError):
-            return UserError(f"{_marked(each)}; would work: YAML, indented by spaces, each key once")
-        if isinstance(each, yaml.reader.ReaderError):
-            return not_yaml(each.name, each)
-        if isinstance(each, OverrideParseException):
-            works = "closed brackets and quotes, and quotes around other signs: field='\"a b\"'"
-            message, *more = _lines(each)
-            if message.startswith("Error parsing override") and more:
-                message = more[0]
-            if " while evaluating '" in message:
-                message = message.partition("': ")[2]
-                works = "a function of Hydra, such as range(1,3), or quotes around a text: field='\"a(b)\"'"
-                return UserError(f"{each.override}: {message}; would work: {works}")
-            # The lexer only repeats the override, and the parser says what it expects.
-            value = str(each.override).partition("=")[2]
-            sign = _UNREADABLE.search(re.sub(_QUOTED.rstrip("|"), "", value))
-            why = "" if message.startswith("Lexer") else f", {message}"
-            if sign is not None:
-                why = f", because of the sign {sign[0]} without quotes"
-            return UserError(f"{each.override}: cannot be read{why}; would work: {works}")
-        if isinstance(each, MissingConfigException) and each.missing_cfg_file:
-            group, _, option = str(each.missing_cfg_file).rpartition("/")
-            place = _after(text, "In '", "'")
-            place = f" (in {place}.yaml)" if place and place != "train" else ""
-            return UserError(
-                f"{group}={option}{place}: no such option; options: {', '.join(each.options or ())}"
-            )
-        if isinstance(each, OmegaConfBaseException):
-            if "Missing mandatory value: " in text:
-                return UserError(MISSING.format(_after(text, "Missing mandatory value: ", ";")))
-            key = "" if each.full_key is None else str(each.full_key)
-            return UserError(f"{key}: {text}" if key and key not in text else text)
-    if text.startswith("Could not override '") and "No match in the defaults list" in text:
-        group, works = _after(text, "'", "'"), _after(text + ";", "use ", ";")
-        if group.startswith("hydra/"):
-            check_setting(group, f"{group} in a file of the job")
-        return UserError(f"{group}: the primary config does not list this group; would work: {works}")
-    if text.startswith("Multiple values for "):
-        group = _after(text, "Multiple values for ", ".")
-        works = f"'- override /{group}: OPTION' in the defaults of the file that comes later"
-        return UserError(f"{group}: two files choose an option of this group; would work: {works}")
-    return UserError(text or type(error).__name__)
-
-
-def not_yaml(file: object, error: Exception) -> UserError:
-    return UserError(f"{file}: is not YAML in UTF-8: {'; '.join(_lines(error))}")
-
-
-def _marked(error: Any) -> str:
-    mark = error.problem_mark or error.context_mark
-    if mark is None:
-        return str(error.problem or error.context)
-    return f"{mark.name}:{mark.line + 1}:{mark.column + 1}: {error.problem or error.context}"
-
-
-def _lines(error: BaseException) -> list[str]:
-    """Lines of an error's message, without those about Python or Hydra."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    return [line for line in lines if line and not line.startswith(_HIDDEN)]
-
-
-def _after(text: str, start: str, end: str) -> str:
-    return text.split(start, 1)[1].split(end, 1)[0] if start in text else ""
