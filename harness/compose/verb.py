@@ -43,8 +43,7 @@ from harness.util.errors import (
 
 
 def prepare_process() -> None:
-    """Open standard streams and ignore broken pipes; restart in UTF-8 mode if the locale is not UTF-8."""
-    _open_standard_streams()
+    """Ignore broken pipes; restart in UTF-8 mode if the locale is not UTF-8."""
     _use_utf8()
     stream = sys.stdout
     if not isinstance(stream, io.TextIOWrapper) or stream is not sys.__stdout__:
@@ -65,10 +64,6 @@ def typed_arguments() -> list[str]:
         except UnicodeEncodeError:
             shown = os.fsencode(argument).decode(errors="backslashreplace")
             raise UserError(f"{shown}: is not UTF-8; would work: a terminal and a locale in UTF-8") from None
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        raise UserError("the current folder has been removed; would work: cd to one that exists") from None
     return sys.argv[1:]
 
 
@@ -88,23 +83,6 @@ class Output(io.FileIO):
                 self._is_lost = True
                 raise MachineError(f"standard output cannot be written: {error.strerror}") from error
         return memoryview(data).nbytes
-
-
-def _open_standard_streams() -> None:
-    """Open stdin, stdout and stderr if the parent process closed them.
-
-    Otherwise the next opened file would get their number, and output would be written into it.
-    """
-    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
-        try:
-            os.fstat(number)
-        except OSError:
-            # open uses the lowest free number, which is this one.
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
-        if getattr(sys, name) is None:
-            nowhere = open(os.devnull, mode)  # noqa: SIM115
-            setattr(sys, name, nowhere)
-            setattr(sys, f"__{name}__", nowhere)
 
 
 def _use_utf8() -> None:

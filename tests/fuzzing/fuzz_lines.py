@@ -29,7 +29,6 @@ class Line:
         arguments: what follows.
         environment: variables to set.
         files: files of a folder of configurations, by their paths in it; it is the --config-dir.
-        closed: standard streams that are closed.
     """
 
     seed: str
@@ -37,7 +36,6 @@ class Line:
     arguments: list[str]
     environment: dict[str, str] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
-    closed: tuple[int, ...] = ()
 
     def written(self, folder: Path) -> list[str]:
         """Write the files; return the arguments that the line is run with."""
@@ -62,8 +60,6 @@ def line(seed: str) -> Line:
     if draw.random() < 0.15:
         environment = draw.choice(draw.choice((values.LAUNCHERS, values.ENVIRONMENTS)))
         made.environment = dict(each.split("=") for each in environment.split())
-        if draw.random() < 0.3:
-            made.closed = draw.choice(((1,), (2,), (1, 2), (0,), (0, 1, 2)))
     return made
 
 

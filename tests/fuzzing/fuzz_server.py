@@ -98,7 +98,7 @@ def serving() -> Iterator[Callable[[Line], Ended]]:
                 folder.mkdir()
                 make_folder(folder)
                 before = set(os.listdir(folder))
-                request = [line.verb, line.written(Path(name)), line.environment, line.closed, name]
+                request = [line.verb, line.written(Path(name)), line.environment, name]
                 process.stdin.write(json.dumps(request) + "\n")
                 process.stdin.flush()
                 code, cpu_seconds = json.loads(process.stdout.readline())
@@ -160,9 +160,7 @@ def _wait(child: int) -> tuple[int, float]:
         time.sleep(0.005)
 
 
-def _run(
-    verb: str, arguments: list[str], environment: dict[str, str], closed: list[int], outside: str
-) -> NoReturn:
+def _run(verb: str, arguments: list[str], environment: dict[str, str], outside: str) -> NoReturn:
     """Be the command, in a fork; does not return."""
     os.setpgid(0, 0)
     # The encoder of pictures is built before the first unit.
@@ -172,7 +170,7 @@ def _run(
         resource.setrlimit(which, limit)
     os.chdir(f"{outside}/here")
     os.environ.update(environment)
-    _redirect(outside, closed)
+    _redirect(outside)
     sys.argv = ["harness", *arguments]
     code = 1
     try:
@@ -187,17 +185,14 @@ def _run(
     os._exit(code)
 
 
-def _redirect(outside: str, closed: list[int]) -> None:
-    """Send the standard streams to files, or close them as whoever starts a command can."""
+def _redirect(outside: str) -> None:
+    """Send the standard streams to files."""
     for number, path in enumerate((os.devnull, f"{outside}/out", f"{outside}/err")):
         os.close(number)
         os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", closefd=False, encoding="utf-8", errors="surrogateescape")  # noqa: SIM115
     sys.stderr = open(2, "w", closefd=False, encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
-    for number in closed:
-        os.close(number)
-        setattr(sys, ("stdin", "stdout", "stderr")[number], None)
     sys.__stdout__ = sys.stdout  # type: ignore[misc]
 
 
