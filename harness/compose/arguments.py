@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from harness.compose.composer import Composer
 from harness.compose.hydra_errors import user_errors
-from harness.compose.overrides import check_overrides, namesakes
+from harness.compose.overrides import checked, namesakes
 from harness.config.fields import check_written
 from harness.util.errors import EXIT_OK, UserError
 
@@ -175,7 +175,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def show(line: CommandLine, parser: Parser, *, config_name: str, schema: type) -> int:
-    check_overrides(line.overrides, schema)
+    checked(line.overrides, schema)
     if line.help is not None:
         from harness.compose.help import help_text
 

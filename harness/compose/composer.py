@@ -22,21 +22,20 @@ from harness.compose.hydra import (
     hydra_of,
     resolve_references,
     search_path,
-    sets_search_path,
     special_texts,
     with_types,
 )
 from harness.compose.hydra_errors import INTERVAL, MISSING, user_errors
+from harness.compose.length import other_lengths
+from harness.compose.override import Override, last_text, parse
 from harness.compose.overrides import (
     AXES,
     FROM_CONFIG,
-    check_overrides,
     check_setting,
+    checked,
     fields_of,
     groups,
     options_of,
-    typed_value,
-    with_one_length,
 )
 from harness.compose.paths import config_folders
 from harness.compose.resolve import resolve
@@ -66,8 +65,8 @@ def compose_job(overrides: Iterable[str], *, config_name: str = "train", schema:
         UserError: one line that names the wrong override, field or value, and what would work.
     """
     with search_path(spelled_out(overrides, schema), config_name) as typed:
-        check_overrides(typed, schema)  # before Hydra is imported
-        return Composer(config_name, schema).point(typed)
+        parsed = checked(typed, schema)  # before Hydra is imported
+        return Composer(config_name, schema).point(parsed)
 
 
 def spelled_out(overrides: Iterable[str], schema: type) -> list[str]:
@@ -94,20 +93,17 @@ class Composer:
         Raises:
             UserError: one line that names the wrong override, field or value, and what would work.
         """
-        overrides = list(overrides)
-        check_overrides(overrides, self.schema)
-        return self.point(overrides)
+        return self.point(checked(overrides, self.schema))
 
-    def point(self, overrides: list[str]) -> Any:
+    def point(self, overrides: list[Override]) -> Any:
         """Compose one job from checked overrides, all of which have an effect."""
         job = self._point(overrides)
         for error in self._idle(job, overrides).values():
             raise error
         return job
 
-    def _point(self, overrides: list[str]) -> Any:
-        overrides = with_one_length(overrides)
-        config, _, missing = self._merged(overrides, resolve=True)
+    def _point(self, overrides: list[Override]) -> Any:
+        config, _, missing = self._merged(overrides, resolve=True, left_out=other_lengths(overrides))
         path = config.get("model", {}).get("path")
         if path not in (None, UNSET, self._source_of_model(overrides)[1]):
             rule = "is read only together with model=from_config"
@@ -118,7 +114,7 @@ class Composer:
             raise self._with_file(error, overrides) from None
         if missing:
             raise UserError(MISSING.format(", ".join(sorted(missing))))
-        if isinstance(job, Job) and typed_value(overrides, WARMUP) is None:
+        if isinstance(job, Job) and last_text(overrides, WARMUP) is None:
             job = _with_fitting_warmup(job)
         # A verb's job may resolve itself in another way.
         own = getattr(job, "resolve", None)
@@ -129,9 +125,10 @@ class Composer:
 
         Values without an effect are left to ``with_effect``.
         """
+        parsed = [parse(each) for each in overrides]
         try:
-            job = self._point(overrides)
-            idle = {source: str(error) for source, error in self._idle(job, overrides).items()}
+            job = self._point(parsed)
+            idle = {source: str(error) for source, error in self._idle(job, parsed).items()}
             return Composed(overrides, job, idle=idle)
         except SecretError:
             raise  # not a skipped point: a sweep writes the reasons of those to disk
@@ -140,19 +137,29 @@ class Composer:
 
     def config(self, overrides: Iterable[str], *, resolve: bool = False) -> dict[str, Any]:
         """Compose a config, before it becomes a job; ``resolve`` replaces ``${...}`` by values."""
-        return self._merged(overrides, resolve=resolve)[0]
+        config, _, _ = self._merged([parse(each) for each in overrides], resolve=resolve)
+        return config
 
     def parsed(self, overrides: Iterable[str]) -> list[Any]:
         """Parse overrides; Hydra's objects say their keys, values and axes."""
         with user_errors():
-            return [self._hydra.parse(each, self.schema) for each in overrides]
+            return [self._hydra.parse(parse(each), self.schema) for each in overrides]
 
-    def axes(self, overrides: Iterable[str]) -> dict[str, Any]:
-        """Axes of the sweep in the job's files, of overrides with one value.
+    def axes(self, overrides: Iterable[Override]) -> dict[str, Any]:
+        """Axes of the sweep in the job's files, which axes on the command line do not choose.
 
         Values by name of the field or group, ``sweep.NAME`` for settings, and POINTS.
         """
-        axes = (self._merged(overrides)[1].get("sweeper") or {}).get("params") or {}
+        with user_errors():
+            fixed = [
+                override
+                for override in overrides
+                if not self._hydra.parse(override, self.schema).is_sweep_override()
+                # No sweep depends on the model's config.
+                and not (override.key == "model" and override.text == FROM_CONFIG)
+            ]
+        _, settings, _ = self._merged(fixed)
+        axes = (settings.get("sweeper") or {}).get("params") or {}
         if not isinstance(axes, dict) or not isinstance(axes.get(POINTS, ""), str):
             raise UserError(f"{AXES}={as_typed(axes)}: must be a mapping of axes, and {POINTS} in it a text")
         return dict(axes)
@@ -160,17 +167,19 @@ class Composer:
     def settings(self, overrides: Iterable[str]) -> Any:
         from hydra.types import RunMode
 
-        choices, values = self._split(overrides)
+        choices, values = self._split([parse(each) for each in overrides])
         typed = [*choices, *(str(each.input_line) for each in values if each.is_hydra_override())]
         with user_errors():
             loader = self._hydra.loader
             return loader.load_configuration(self.config_name, typed, RunMode.RUN).hydra
 
     def _merged(
-        self, overrides: Iterable[str], *, resolve: bool = False
+        self, overrides: list[Override], *, resolve: bool = False, left_out: Iterable[str] = ()
     ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-        """Return a new config, its settings of Hydra, and the fields that must be given."""
-        overrides = list(overrides)
+        """Return a new config, its settings of Hydra, and the fields that must be given.
+
+        Values that files give the fields ``left_out`` do not count.
+        """
         with user_errors():
             choices, values = self._split(overrides)
             model = partial(self._model, overrides)
@@ -181,6 +190,9 @@ class Composer:
                 for key, each in (below or {"": value}).items():
                     shown = f"hydra.{name}{key}={as_typed(each)} (in a file of the job)"
                     check_setting(f"hydra.{name}{key}", shown)
+            for name in left_out:
+                part, _, field = name.partition(".")
+                config[part][field] = None
             in_file = {"hydra": settings}
             for each in values:
                 apply_value(in_file if each.is_hydra_override() else config, each)
@@ -194,16 +206,16 @@ class Composer:
             config[name] = with_types(config[name], type_hints(self.schema).get(name, Any))
         return config, in_file["hydra"], missing
 
-    def _split(self, overrides: Iterable[str]) -> tuple[list[str], list[Any]]:
+    def _split(self, overrides: Iterable[Override]) -> tuple[list[str], list[Any]]:
         """Separate the overrides that choose files from those that set values, which it parses."""
         chosen: dict[str, str] = {}
         others, values = [], []
-        for typed in overrides:
-            parsed = self._hydra.parse(typed, self.schema)
+        for override in overrides:
+            parsed = self._hydra.parse(override, self.schema)
             if parsed.is_sweep_override():
                 raise sweep_error(parsed)
             key, group = parsed.get_key_element(), parsed.key_or_group
-            if sets_search_path(typed):
+            if override.sets_search_path:
                 continue
             if parsed.package is None and (group not in groups() or isinstance(parsed.value(), dict)):
                 values.append(parsed)
@@ -215,7 +227,7 @@ class Composer:
                 others.append(str(parsed.input_line))
         return [*chosen.values(), *others], values
 
-    def _idle(self, job: Any, overrides: list[str]) -> dict[str, UserError]:
+    def _idle(self, job: Any, overrides: list[Override]) -> dict[str, UserError]:
         """Errors of a job's values that have no effect, by the override or file that gives each.
 
         A group's option may have them: it is made for many jobs. So may an experiment, if an override
@@ -233,7 +245,7 @@ class Composer:
                 idle.setdefault(source, self._with_file(error, overrides))
         return idle
 
-    def _source(self, field: str, overrides: list[str]) -> tuple[str, bool]:
+    def _source(self, field: str, overrides: list[Override]) -> tuple[str, bool]:
         """The override or file that gives a value, empty for a default; and whether it is typed."""
         choices, values = self._split(overrides)
         for each in reversed(values):
@@ -249,7 +261,7 @@ class Composer:
                 source = layer.name
         return source, False
 
-    def _with_file(self, error: ConfigError, overrides: list[str]) -> UserError:
+    def _with_file(self, error: ConfigError, overrides: list[Override]) -> UserError:
         """Add the file with the wrong value to an error, unless it is typed or a default."""
         source, is_typed = self._source(error.field, overrides)
         place = f" (in {source}.yaml)" if source and not is_typed else ""
@@ -259,16 +271,16 @@ class Composer:
             return UserError(f"{error.field}: {error.rule}{place}")
         return ConfigError(error.field, error.value, f"{error.rule}{place}", error.works)
 
-    def _source_of_model(self, overrides: list[str]) -> tuple[str, str | None]:
+    def _source_of_model(self, overrides: list[Override]) -> tuple[str, str | None]:
         """The field and the path that ``model=from_config`` reads; no path without that option."""
-        if typed_value(overrides, "model") == FROM_CONFIG:
+        if last_text(overrides, "model") == FROM_CONFIG:
             # A conversion reads the config.json of its source.
             for field in (*WEIGHTS, "model.path", "convert.source"):
-                if path := typed_value(overrides, field):
+                if path := last_text(overrides, field):
                     return field, path
         return "model.path", None
 
-    def _model(self, overrides: list[str]) -> dict[str, Any]:
+    def _model(self, overrides: list[Override]) -> dict[str, Any]:
         from harness.weights.config_json import model_node
         from harness.weights.detect import recorded_model
 
@@ -350,7 +362,7 @@ def require_one_point(overrides: list[str], config_name: str, schema: type, *, c
     if not chosen:
         return
     with search_path(overrides, config_name) as overrides:
-        axes = Composer(config_name, schema).axes(overrides)
+        axes = Composer(config_name, schema).axes([parse(each) for each in overrides])
     listed = str(axes.pop(POINTS, "")).splitlines()
     keys = {each.lstrip("+").partition("=")[0] for each in overrides}
     is_listed = any(line.split() and set(line.split()) <= set(overrides) for line in listed)
@@ -382,9 +394,8 @@ def chooses_points(overrides: Iterable[str], *, config_name: str = "train", sche
     if any(each.startswith(SETTINGS) for each in overrides):
         return True
     with search_path(overrides, config_name) as overrides:
-        check_overrides(overrides, schema)
-        composer = Composer(config_name, schema)
-        params = composer.axes(with_one_value(composer, overrides))
+        parsed = checked(overrides, schema)
+        params = Composer(config_name, schema).axes(parsed)
     return any(name.startswith(SETTINGS) for name in params)
 
 
@@ -411,8 +422,7 @@ def read_space(composer: Composer, overrides: Iterable[str]) -> SweepSpace:
     """
     overrides = list(overrides)
     typed = [each for each in overrides if not each.startswith(SETTINGS)]
-    check_overrides(typed, composer.schema)
-    params = composer.axes(with_one_value(composer, typed))
+    params = composer.axes(checked(typed, composer.schema))
     if POINTS in params:
         rule = "is a list of points, so there is nothing to choose"
         raise UserError(f"{AXES}.{POINTS}: {rule}; would work: a sweep without {SETTINGS}NAME")
@@ -456,26 +466,21 @@ def compose_points(
 
     points = []
     with search_path(overrides, config_name) as overrides:
-        check_overrides(overrides, schema)
+        parsed = checked(overrides, schema)
         composer = Composer(config_name, schema)
         # The points have the search path as it is written here, and not as the sweeper would.
-        searched = [each for each in overrides if sets_search_path(each)]
-        typed = [each for each in overrides if each not in searched]
-
-        def read(overrides: list[str]) -> list[Any]:
-            parsed: list[Any] = composer.parsed(overrides)
-            check_axes(parsed)
-            return parsed
-
-        params = composer.axes(with_one_value(composer, typed))
+        searched = [each.source for each in parsed if each.sets_search_path]
+        typed = [each for each in parsed if not each.sets_search_path]
+        params = composer.axes(typed)
         listed = _listed_points(params.pop(POINTS, ""), schema)
         axes = [f"{name}={values}" for name, values in params.items()]
+        spelled = []
         with user_errors():
-            spelled = [
-                [*searched, *point]
-                for own in listed or [[]]
-                for point in BasicSweeper.split_arguments(read([*axes, *own, *typed]), None)[0]
-            ]
+            for own in listed or [[]]:
+                values = composer.parsed([*axes, *own, *(each.source for each in typed)])
+                check_axes(values)
+                [combinations] = BasicSweeper.split_arguments(values, None)  # there is no limit to a batch
+                spelled += [[*searched, *combination] for combination in combinations]
         with progress(len(spelled), seconds=10.0) as show:
             for point in spelled:
                 show("composing")
@@ -483,16 +488,10 @@ def compose_points(
     return with_effect(points)
 
 
-def with_one_value(composer: Composer, typed: list[str]) -> list[str]:
-    """Return the overrides that are no axes; without the model's config, which no sweep depends on."""
-    once = [str(each.input_line) for each in composer.parsed(typed) if not each.is_sweep_override()]
-    return [each for each in once if typed_value([each], "model") != FROM_CONFIG]
-
-
 def _listed_points(text: str, schema: type) -> list[list[str]]:
     lines = [line.split() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
     for line in lines:
-        check_overrides(line, schema)
+        checked(line, schema)
     return lines
 
 

@@ -16,15 +16,8 @@ from pathlib import Path
 from typing import Any, cast, get_args, get_origin
 
 from harness.compose.hydra_errors import not_yaml, user_errors
-from harness.compose.overrides import (
-    FROM_CONFIG,
-    OVERRIDE,
-    SETTING,
-    options_of,
-    quoted,
-    with_quotes,
-    without_null,
-)
+from harness.compose.override import SETTING, Override, parse, quoted, without_null
+from harness.compose.overrides import FROM_CONFIG, options_of
 from harness.compose.paths import Stamp, config_folders, folder_of_package, folders_with, using_folders
 from harness.config.fields import default_of, type_hints
 from harness.config.job import Job
@@ -85,16 +78,17 @@ class Hydra:
         self.loader = ConfigLoaderImpl(search)
         self.parser = OverridesParser.create(self.loader)
         self._repository = Files(self.loader.repository)
-        self._parsed: dict[str, Any] = {}
+        self._parsed: dict[tuple[str, type], Any] = {}
         self._layers: dict[tuple[str, tuple[str, ...]], list[tuple[str, str]]] = {}
         self._contents: dict[str, dict[str, Any]] = {}
         self._composed: dict[Any, dict[str, Any]] = {}
 
-    def parse(self, override: str, schema: type = Job) -> Any:
-        typed = with_quotes(override, schema)
-        if typed not in self._parsed:
-            [self._parsed[typed]] = self.parser.parse_overrides([typed])
-        return self._parsed[typed]
+    def parse(self, override: Override, schema: type = Job) -> Any:
+        """Return Hydra's object of an override, which says its value, or the points of its axis."""
+        key = override.source, schema
+        if key not in self._parsed:
+            [self._parsed[key]] = self.parser.parse_overrides([override.for_hydra(schema)])
+        return self._parsed[key]
 
     def layers(
         self, primary: str, choices: tuple[str, ...], schema: type, model: Callable[[], dict[str, Any]]
@@ -103,7 +97,7 @@ class Hydra:
         from hydra._internal.defaults_list import create_defaults_list
 
         if (primary, choices) not in self._layers:
-            parsed = [self.parse(each) for each in choices]
+            parsed = [self.parse(parse(choice)) for choice in choices]
             found = create_defaults_list(self._repository, primary, parsed, False, False)
             self._layers[primary, choices] = [
                 (str(each.config_path), each.package or "") for each in found.defaults
@@ -304,11 +298,6 @@ _PLAIN = re.compile(r"[\w./:-]+", re.ASCII)
 SHADOWED_SHOWN = 3
 
 
-def sets_search_path(override: str) -> bool:
-    match = OVERRIDE.match(override)
-    return match is not None and match["key"] == SETTING
-
-
 @contextmanager
 def search_path(
     overrides: Iterable[str],
@@ -331,8 +320,8 @@ def search_path(
     now = config_folders()
     names = now.primaries if primaries is None else primaries
     overrides = list(overrides)
-    typed = [each for each in overrides if sets_search_path(each)]
-    rest = [each for each in overrides if not sets_search_path(each)]
+    typed = [each for each in overrides if parse(each).sets_search_path]
+    rest = [each for each in overrides if not parse(each).sets_search_path]
     found = {f"file://{_folder(each, FLAG)}": _folder(each, FLAG) for each in folders}
     entries = (
         _entries(typed[-1])

@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from harness.compose.overrides import _QUOTED, check_setting
+from harness.compose.override import QUOTED
+from harness.compose.overrides import check_setting
 from harness.config.failures import chain_of
 from harness.util.errors import UserError
 
@@ -64,7 +65,7 @@ def to_user_error(error: BaseException) -> UserError:
                 return UserError(f"{each.override}: {message}; would work: {works}")
             # The lexer only repeats the override, and the parser says what it expects.
             value = str(each.override).partition("=")[2]
-            sign = _UNREADABLE.search(re.sub(_QUOTED.rstrip("|"), "", value))
+            sign = _UNREADABLE.search(re.sub(QUOTED, "", value))
             why = "" if message.startswith("Lexer") else f", {message}"
             if sign is not None:
                 why = f", because of the sign {sign[0]} without quotes"

@@ -100,6 +100,8 @@ class Rule(TypedDict, total=False):
     """The harness writes this path of the disk: a ``file``, a ``folder``, or a ``path`` of either kind."""
     works: str
     """What would work, for the error, if the rule does not say it."""
+    verbatim: bool
+    """A text that is as it is typed: signs of Hydra's grammar mean nothing in it. A verb's own field."""
     id_omits_default: bool
     """For fields added since jobs were published: the default is not part of a job's id, which so stays."""
 

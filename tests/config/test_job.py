@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from harness.compose.composer import compose_job
-from harness.compose.overrides import with_one_length
+from harness.compose.length import other_lengths
+from harness.compose.override import parse
 from harness.compose.resolve import resolve
 from harness.config.fields import EXECUTION, LABEL, NUMERICS, identity, label, leaves, numerics
 from harness.config.job import Job, differing_numerics, from_dict
@@ -272,8 +273,8 @@ def test_a_typed_length_replaces_the_one_in_a_file() -> None:
     assert job("experiment=quickstart").steps == 100
     assert job("experiment=quickstart", "training.tokens=10240").steps == 40
     assert job("experiment=quickstart", "training.tokens=10240", "training.steps=null").steps == 40
-    others = ["training.tokens=null", "scale.tokens_per_parameter=null", "scale.flops=null"]
-    assert with_one_length(["training.steps=8"]) == [*others, "training.steps=8"]
+    others = ["training.tokens", "scale.tokens_per_parameter", "scale.flops"]
+    assert other_lengths([parse("training.steps=8")]) == others
 
 
 def test_local_batches_divide_every_scheduled_batch() -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.compose.composer import SETTINGS, Composed, Composer, SweepSpace, read_space, with_effect
-from harness.compose.hydra import UNSET, sets_search_path
+from harness.compose.hydra import UNSET
+from harness.compose.override import parse
 from harness.config.fields import check_rules, from_dict, label
 from harness.config.job import Job
 from harness.launch.state import BUSY
@@ -109,7 +110,7 @@ def run_study(
             works = "'optimizer.lr=tag(log,interval(1e-4,1e-2))'"
             raise UserError(f"sweep=optuna: there are no axes to choose from; would work: {works}")
         composer.point_of_sweep(space.fixed)  # raises SecretError before a storage has the overrides
-        shared = [each for each in space.fixed if not sets_label(each) and not sets_search_path(each)]
+        shared = [each for each in space.fixed if not sets_label(each) and not parse(each).sets_search_path]
         record = StudyRecord("optuna", objective, directions, shared, list(overrides))
         folder = SweepFolder(_folder(composer, space.fixed))
         with folder.controlled():

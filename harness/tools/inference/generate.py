@@ -10,7 +10,6 @@ from datetime import date
 from typing import Any, ClassVar, Self
 
 from harness.compose.generator import Generator, Request, generator_of
-from harness.compose.overrides import with_quoted_text
 from harness.compose.verb import Result, Verb
 from harness.config.fields import Switch, label, part, with_value
 from harness.config.job import Job
@@ -86,15 +85,10 @@ class GenerateJob(InferenceJob):
 
     WEIGHTS: ClassVar[str] = "generate.checkpoint"
 
-    prompt: str | None = label(None)
+    prompt: str | None = label(None, verbatim=True)
     """The prompt, one line; brackets, commas and quotes in it need no quotes around."""
     generate: GenerateConfig = part(GenerateConfig)
     """Weights, prompts, and how tokens are chosen."""
-
-    @classmethod
-    def spelled_out(cls, overrides: Iterable[str]) -> list[str]:
-        """Also quote the prompt, so that Hydra does not parse it."""
-        return [with_quoted_text(each, "prompt") for each in super().spelled_out(overrides)]
 
     def resolve(self, *, launched_ranks: int | None = None, gpus: int | None = None) -> Self:
         """Also check the options of the generation; raise ConfigError for a wrong one."""

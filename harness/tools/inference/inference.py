@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from harness.checkpoint.catalog import DamagedCheckpoint
-from harness.compose.overrides import FROM_CONFIG, typed_value
+from harness.compose.override import last_text, parse
+from harness.compose.overrides import FROM_CONFIG
 from harness.compose.resolve import resolve
 from harness.compose.verb import prepare_process
 from harness.config.data import TokenizerConfig
@@ -70,7 +71,8 @@ class InferenceJob(Job):
             f"{cls.WEIGHTS}={each.removeprefix('checkpoint=')}" if each.startswith("checkpoint=") else each
             for each in overrides
         ]
-        if typed_value(spelled, cls.WEIGHTS) and typed_value(spelled, "model") is None:
+        parsed = [parse(each) for each in spelled]
+        if last_text(parsed, cls.WEIGHTS) and last_text(parsed, "model") is None:
             spelled.insert(0, f"model={FROM_CONFIG}")
         return spelled
 

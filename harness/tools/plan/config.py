@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TypeVar
 
-from harness.compose.overrides import with_quoted_text
 from harness.compose.resolve import resolve, scale
 from harness.config.fields import Switch, check_rules, label
 from harness.config.job import Job
@@ -47,7 +45,7 @@ class PlanJob(Job):
     calibrate: str | None = label(None)
     """Folder of measured runs: fit the constants to them, and write the constants to ``calibration``; null:
     to calibration.json in that folder."""
-    against: str | None = label(None)
+    against: str | None = label(None, verbatim=True)
     """Overrides, separated by spaces, of a second job to compare with line by line: this job with them."""
     picture: str | None = label(None)
     """PNG file to draw: memory by stage, and the pipeline's timeline; with search, of the best layout."""
@@ -56,11 +54,6 @@ class PlanJob(Job):
     def varies(self) -> bool:  # type: ignore[override]
         """Whether the layouts of a search are planned in place of the job's."""
         return self.search
-
-    @classmethod
-    def spelled_out(cls, overrides: Iterable[str]) -> list[str]:
-        """Return overrides with quotes around the overrides of ``against``."""
-        return [with_quoted_text(each, "against") for each in overrides]
 
     def resolve(self, *, launched_ranks: int | None = None, gpus: int | None = None) -> PlanJob:
         """Resolve the job; with search or calibrate only check the options."""

@@ -8,7 +8,7 @@ from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
-from harness.compose.overrides import OVERRIDE
+from harness.compose.override import parse
 from harness.compose.resolve import resolve, resolve_layout
 from harness.config.cluster import count_gpus
 from harness.config.job import Job
@@ -224,14 +224,14 @@ class Space:
 def _typed(base: Job, overrides: Sequence[str]) -> Iterator[str]:
     """Yield the fields that the command line fixes, directly or by a group."""
     layout = base.parallelism
-    for override in overrides:
-        match = OVERRIDE.match(override)
-        if match is None or match["value"] in (None, "null") or override.endswith("parallelism.dp_shard=-1"):
+    for override in map(parse, overrides):
+        is_rest = override.key == "parallelism.dp_shard" and override.value == "-1"
+        if override.value in (None, "null") or is_rest:
             continue
-        yield match["key"]
-        if match["key"] == "activation_checkpoint":
+        yield override.key
+        if override.key == "activation_checkpoint":
             yield "activation_checkpoint.mode"
-        if match["key"] == "parallelism":
+        if override.key == "parallelism":
             yield from (f"parallelism.{axis}" for axis in (*AXES, "ep") if getattr(layout, axis) == 1)
     if layout.pp_schedule_csv is not None or layout.pp_modules_per_stage:
         # These options determine the pipeline.
