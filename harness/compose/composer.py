@@ -7,11 +7,8 @@ as plain dictionaries. No code that runs a job imports Hydra or OmegaConf.
 
 from __future__ import annotations
 
-import functools
-import os
-import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -26,7 +23,7 @@ from harness.compose.hydra import (
     with_types,
 )
 from harness.compose.hydra_errors import INTERVAL, MISSING, user_errors
-from harness.compose.length import other_lengths
+from harness.compose.length import WARMUP, other_lengths, with_fitting_warmup
 from harness.compose.override import Override, last_text, parse
 from harness.compose.overrides import (
     AXES,
@@ -48,7 +45,6 @@ from harness.util.errors import ConfigError, UserError, as_typed
 
 POINTS = "points"
 """Key in ``hydra.sweeper.params`` for points that are not a product of axes: one per line, as overrides."""
-WARMUP = "schedule.warmup_steps"
 WEIGHTS = ("generate.checkpoint", "evaluate.checkpoint")
 """Fields with weights that are used: ``model=from_config`` is the model that they record."""
 
@@ -115,7 +111,7 @@ class Composer:
         if missing:
             raise UserError(MISSING.format(", ".join(sorted(missing))))
         if isinstance(job, Job) and last_text(overrides, WARMUP) is None:
-            job = _with_fitting_warmup(job)
+            job = with_fitting_warmup(job)
         # A verb's job may resolve itself in another way.
         own = getattr(job, "resolve", None)
         return (own or partial(resolve, job))(launched_ranks=launched_ranks())
@@ -289,26 +285,6 @@ class Composer:
             works = "model=from_config model.path=FOLDER, which holds a config.json"
             raise UserError(f"model.path: must be given with model=from_config; would work: {works}")
         return recorded_model(path, field) if field in WEIGHTS else model_node(path)
-
-
-def _with_fitting_warmup(job: Job) -> Job:
-    """Shorten a warm-up that no override sets to the length of the run, with a note."""
-    steps, schedule = job.training.steps, job.schedule
-    if steps is None or steps < 1 or job.scale.warmup_ratio is not None:
-        return job
-    curve = schedule.curve_steps(steps)
-    most = max(0, curve - round((schedule.decay_ratio or 0) * curve))
-    if schedule.warmup_steps <= most:
-        return job
-    note(f"{WARMUP}={most} instead of {schedule.warmup_steps}, to fit into training.steps={steps}")
-    return replace(job, schedule=replace(schedule, warmup_steps=most))
-
-
-@functools.cache
-def note(text: str) -> None:
-    """Print a note for the user: once in a process, and on rank 0 only."""
-    if os.environ.get("RANK", "0") == "0":
-        sys.stderr.write(f"NOTE {text}\n")
 
 
 def sweep_error(parsed: Any) -> UserError:

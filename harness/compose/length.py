@@ -1,11 +1,22 @@
-"""The length of a run, which is given in one of several ways."""
+"""The length of a run: which of the fields that can give it counts, its steps, and the warm-up in it."""
 
 from __future__ import annotations
 
+import functools
+import os
+import sys
 from collections.abc import Iterable
+from dataclasses import replace
+from typing import TypeVar
 
 from harness.compose.override import Override, last_text
+from harness.config.job import Job
+from harness.config.model import ModelConfig
+from harness.config.training import DEFAULT_STEPS, ScaleConfig, TrainingConfig, parse_count
+from harness.model.accounting import account
+from harness.util.errors import ConfigError
 
+J = TypeVar("J", bound=Job)
 LENGTHS = {
     "training.steps": "steps",
     "training.tokens": "tokens",
@@ -13,6 +24,7 @@ LENGTHS = {
     "scale.flops": "scale",
 }
 """Fields that give the length of a run. Only those of one kind can be combined."""
+WARMUP = "schedule.warmup_steps"
 
 
 def other_lengths(overrides: Iterable[Override]) -> list[str]:
@@ -20,3 +32,65 @@ def other_lengths(overrides: Iterable[Override]) -> list[str]:
     overrides = list(overrides)
     given = {LENGTHS[name] for name in LENGTHS if last_text(overrides, name) not in (None, "null")}
     return [name for name in LENGTHS if LENGTHS[name] not in given] if len(given) == 1 else []
+
+
+def with_length(job: J) -> J:
+    """Return a job with its steps, and the warm-up that is a fraction of them; batch sizes are set."""
+    training, schedule, ratio = job.training, job.schedule, job.scale.warmup_ratio
+    steps = training.steps or DEFAULT_STEPS
+    if training.tokens is not None:
+        _require_alone("training.tokens", training.tokens, training, "steps", "null, or no tokens")
+        steps = job.sizes.steps_for(parse_count("training.tokens", training.tokens))
+    if ratio is not None:
+        schedule = replace(schedule, warmup_steps=round(ratio * schedule.curve_steps(steps)))
+    training = replace(training, steps=steps, tokens=None)
+    return replace(job, training=training, schedule=schedule, scale=ScaleConfig())
+
+
+def tokens_of_scale(
+    scale: ScaleConfig, model: ModelConfig, training: TrainingConfig, parameters: int
+) -> TrainingConfig:
+    """Return the options with the tokens that ``scale`` asks for, of a model with this many parameters."""
+    if scale.flops is not None:
+        tokens = scale.flops / account(model, training.seq_len).flops_per_token_full
+    elif scale.tokens_per_parameter is not None:
+        tokens = scale.tokens_per_parameter * parameters
+    else:
+        return training
+    return replace(training, tokens=max(1, round(tokens)))
+
+
+def check_length_of_scale(scale: ScaleConfig, training: TrainingConfig) -> None:
+    """Refuse a second length beside that of ``scale``."""
+    for name in ("tokens_per_parameter", "flops"):
+        value = getattr(scale, name)
+        for other in ("tokens", "steps"):
+            if value is not None:
+                _require_alone(f"scale.{name}", value, training, other, "null")
+
+
+def _require_alone(field: str, value: object, training: TrainingConfig, other: str, works: str) -> None:
+    length = getattr(training, other)
+    if length is not None:
+        rule = f"replaces training.{other}, which is {length}"
+        raise ConfigError(field, value, rule, f"training.{other}={works}")
+
+
+def with_fitting_warmup(job: J) -> J:
+    """Shorten a warm-up that no override sets to the length of the run, with a note."""
+    steps, schedule = job.training.steps, job.schedule
+    if steps is None or steps < 1 or job.scale.warmup_ratio is not None:
+        return job
+    curve = schedule.curve_steps(steps)
+    most = max(0, curve - round((schedule.decay_ratio or 0) * curve))
+    if schedule.warmup_steps <= most:
+        return job
+    note(f"{WARMUP}={most} instead of {schedule.warmup_steps}, to fit into training.steps={steps}")
+    return replace(job, schedule=replace(schedule, warmup_steps=most))
+
+
+@functools.cache
+def note(text: str) -> None:
+    """Print a note for the user: once in a process, and on rank 0 only."""
+    if os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(f"NOTE {text}\n")

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
+from harness.compose.length import with_length
 from harness.config.cluster import count_gpus
 from harness.config.data_kinds import DATA_KINDS
 from harness.config.fields import check_rules
@@ -77,9 +78,7 @@ def resolve_layout(job: J, *, launched_ranks: int | None = None, gpus: int | Non
         optimizer=job.optimizer.resolve(job.precision.master_dtype, job.precision.param_dtype),
         schedule=job.schedule.resolve(),
     )
-    job = dataclasses.replace(job, training=job.training.with_length(job.sizes))
-    schedule = job.scale.warmed_up(job.schedule, job.steps)
-    job = dataclasses.replace(job, schedule=schedule, scale=ScaleConfig())
+    job = with_length(job)
     _check_parts(job)
     on_cpu = job.cluster.device == "cpu" or (here and gpus == 0)
     check_gpu_options(job, on_cpu=on_cpu)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from operator import attrgetter
 
+from harness.compose.length import check_length_of_scale, tokens_of_scale
 from harness.config.fields import with_value
 from harness.config.model import PROPORTIONAL, ModelConfig
 from harness.config.optimizer import OptimizerConfig
@@ -31,7 +32,7 @@ def apply_scale(
     before = count(model, scale.counted)
     model = _sized(scale, model, training.seq_len)
     parameters = count(model, scale.counted)
-    training = _with_tokens(scale, model, training, parameters)
+    training = tokens_of_scale(scale, model, training, parameters)
     if scale.lr_exponent:
         factor = (parameters / before) ** scale.lr_exponent
         optimizer = replace(optimizer, lr=_rounded(optimizer.lr * factor))
@@ -45,11 +46,7 @@ def _validate(scale: ScaleConfig, training: TrainingConfig) -> None:
     if len(sizes) == len(SIZES):
         rule = "two of scale.parameters, scale.tokens_per_parameter and scale.flops determine the third"
         raise ConfigError("scale.flops", f"{scale.flops:g}", rule, "one of them null")
-    given = [name for name in ("tokens", "steps") if getattr(training, name) is not None]
-    for name in ("tokens_per_parameter", "flops"):
-        if given and name in sizes:
-            rule = f"replaces training.{given[0]}, which is {getattr(training, given[0])}"
-            raise ConfigError(f"scale.{name}", getattr(scale, name), rule, f"training.{given[0]}=null")
+    check_length_of_scale(scale, training)
     if scale.lr_exponent and not ("parameters" in sizes or len(sizes) == 2):
         works = "scale.parameters=100M scale.lr_exponent=-0.4"
         raise ConfigError("scale.lr_exponent", scale.lr_exponent, "needs a resized model", works)
@@ -79,18 +76,6 @@ def _sized(scale: ScaleConfig, model: ModelConfig, seq_len: int) -> ModelConfig:
         if made == before:
             break
     return made
-
-
-def _with_tokens(
-    scale: ScaleConfig, model: ModelConfig, training: TrainingConfig, parameters: int
-) -> TrainingConfig:
-    if scale.flops is not None:
-        tokens = scale.flops / account(model, training.seq_len).flops_per_token_full
-    elif scale.tokens_per_parameter is not None:
-        tokens = scale.tokens_per_parameter * parameters
-    else:
-        return training
-    return replace(training, tokens=max(1, round(tokens)))
 
 
 def _by_step_law(

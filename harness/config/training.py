@@ -12,7 +12,6 @@ from typing import Any
 
 from harness.config.data import DataConfig
 from harness.config.fields import LARGEST_INTEGER, Switch, execution, label, numerics
-from harness.config.optimizer import ScheduleConfig
 from harness.config.registry import Registry
 from harness.util.errors import ConfigError, divisors
 
@@ -258,15 +257,6 @@ class TrainingConfig:
             raise ConfigError("training.local_batch_size", local, rule, divisors(share))
         return replace(self, local_batch_size=local, global_batch_size=size)
 
-    def with_length(self, sizes: Sizes) -> TrainingConfig:
-        if self.tokens is None:
-            return self if self.steps is not None else replace(self, steps=DEFAULT_STEPS)
-        tokens = parse_count("training.tokens", self.tokens)
-        if self.steps is not None:
-            rule = f"replaces training.steps, which is {self.steps}"
-            raise ConfigError("training.tokens", self.tokens, rule, "training.steps=null, or no tokens")
-        return replace(self, steps=sizes.steps_for(tokens), tokens=None)
-
 
 def parse_count(name: str, value: int | float | str) -> int:
     """Return the number that ``1_000_000``, ``1e6``, ``1M`` or ``0.001B`` means."""
@@ -387,11 +377,6 @@ class ScaleConfig:
     -0.4 is Step Law's at equal tokens per parameter."""
     warmup_ratio: float | None = numerics(None, least=0, most=1, id_omits_default=True)
     """Set schedule.warmup_steps to this fraction of the steps."""
-
-    def warmed_up(self, schedule: ScheduleConfig, steps: int) -> ScheduleConfig:
-        if self.warmup_ratio is None:
-            return schedule
-        return replace(schedule, warmup_steps=round(self.warmup_ratio * schedule.curve_steps(steps)))
 
 
 MODES = ("none", "full", "selective_op", "selective_layer", "memory_budget")

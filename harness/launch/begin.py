@@ -13,7 +13,7 @@ from typing import Any
 
 from harness.checkpoint.catalog import CheckpointFolder, is_url
 from harness.checkpoint.resume import CONTINUES, can_resume
-from harness.compose.composer import note
+from harness.compose.length import note
 from harness.config.data import ASSET_PREFIX, DataConfig, TokenizerConfig
 from harness.config.data_kinds import DATA_KINDS, sources_of
 from harness.config.job import Job

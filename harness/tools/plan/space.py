@@ -8,6 +8,7 @@ from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
+from harness.compose.length import with_length
 from harness.compose.override import parse
 from harness.compose.resolve import resolve, resolve_layout
 from harness.config.cluster import count_gpus
@@ -150,7 +151,7 @@ class Space:
             rule = "a search compares layouts at one batch, and null gives every layout its own"
             raise ConfigError("training.global_batch_size", None, rule, "a number of sequences")
         base.schedule.validate_phases()
-        base = replace(base, training=base.training.with_length(base.sizes))
+        base = with_length(base)
         used = prod(max(degree, 1) for degree in base.parallelism.degrees.values())
         cluster, searched = base.cluster, used if used > 1 else None
         world = cluster.world_size or searched or cluster.default_world_size or gpus_of(base)
