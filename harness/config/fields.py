@@ -345,26 +345,21 @@ def _check_number(name: str, value: Any, number: int | float) -> None:
         raise ConfigError(name, value, rule)
 
 
-def from_dict(
-    cls: type, plain: dict[str, Any], prefix: str = "", *, unset: str | None = None, known_only: bool = False
-) -> Any:
+def from_dict(cls: type, plain: dict[str, Any], prefix: str = "", *, unset: str | None = None) -> Any:
     """Build a (nested) config dataclass from plain containers.
 
     Args:
         plain: its fields; missing ones get their defaults.
         prefix: prefix of the fields' dotted names, for errors.
         unset: what stands for a value of any type that the caller will ask for.
-        known_only: leave out unknown keys: fields that an earlier version had.
 
     Raises:
         ConfigError: an unknown key, a value of the wrong type, or a missing field without a default.
     """
     hints, inner_classes = type_hints(cls), _inner_classes(cls)
     known = {field.name for field in dataclasses.fields(cls)}
-    if known_only:
-        plain = {name: value for name, value in plain.items() if name in known}
-    elif unset is None:  # read from a file
-        plain = {name: value for name, value in plain.items() if not _is_gone(f"{prefix}{name}", value)}
+    if unset is None:  # read from a file
+        plain = {name: value for name, value in plain.items() if not _is_removed(f"{prefix}{name}", value)}
     if unknown := set(plain) - known:
         name = sorted(unknown, key=str)[0]
         rule = no_such_field(str(name), hints, prefix, whole=cls.__name__)
@@ -376,7 +371,7 @@ def from_dict(
     def built(kind: Any, value: Any, name: str) -> Any:
         if not isinstance(value, dict):
             return value
-        return from_dict(kind, value, f"{prefix}{name}.", unset=unset, known_only=known_only)
+        return from_dict(kind, value, f"{prefix}{name}.", unset=unset)
 
     values = {}
     for name, value in plain.items():
@@ -414,22 +409,19 @@ REMOVED: tuple[Removed, ...] = (
 REMOVED_AFTER = {
     after: list(removed) for after, removed in itertools.groupby(REMOVED, key=lambda each: each.after)
 }
-GONE = {"metrics.wandb_tags": "tags"}
-"""Labels of earlier versions, with the fields that took their place."""
+_REMOVED_BY_NAME = {removed.name: removed for removed in REMOVED}
 
 
-def _is_gone(name: str, value: Any) -> bool:
+def _is_removed(name: str, value: Any) -> bool:
     """Whether an older file may give this field that is no more."""
-    return name in GONE or any(removed.name == name and removed.value == value for removed in REMOVED)
+    return name in _REMOVED_BY_NAME and _REMOVED_BY_NAME[name].value == value
 
 
 def no_such_field(
     name: str, known: Iterable[str], prefix: str, namesakes: Iterable[str] = (), whole: str = "the job"
 ) -> str:
     """Say which of the ``known`` fields below ``prefix``, or of its ``namesakes`` elsewhere, was meant."""
-    if instead := GONE.get(prefix + name):
-        return f"no such field; would work: {instead}"
-    if any(removed.name == prefix + name for removed in REMOVED):
+    if prefix + name in _REMOVED_BY_NAME:
         return "was removed; CHANGELOG.md says what takes its place"
     own = [each for each in namesakes if not prefix and each.endswith(f".{name}")]  # steps is no sweep
     close = own or [prefix + each for each in difflib.get_close_matches(name, known, n=1)] or list(namesakes)

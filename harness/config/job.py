@@ -179,7 +179,7 @@ class Job:
             ValueError: the text is not a JSON object.
             ConfigError: an unknown field, or a value of the wrong type.
         """
-        return cls._from_dict(parse_object(text))
+        return cls.from_stored(parse_object(text))
 
     @classmethod
     def read(cls, path: Path) -> Job:
@@ -191,7 +191,7 @@ class Job:
         """
         plain = read_object(path)
         try:
-            job = cls._from_dict(plain)
+            job = cls.from_stored(plain)
             if missing := [name for name, _, value in leaves(job) if value == "???"]:
                 raise ConfigError(missing[0], None, "must be given")
             validate_texts(job, environment={})
@@ -200,25 +200,13 @@ class Job:
             raise UserError(f"{path}: damaged, or another version wrote it: {error}") from None
 
     @classmethod
-    def _from_dict(cls, plain: dict[str, Any]) -> Job:
-        plain = dict(plain)
-        return cls.from_stored(plain.pop("id", None), plain)
-
-    @classmethod
-    def from_stored(cls, ident: object, plain: dict[str, Any]) -> Job:
-        """Build a job that this or an earlier version stored.
-
-        Fields that jobs no longer have are left out, if the id says that they had no effect.
+    def from_stored(cls, plain: dict[str, Any]) -> Job:
+        """Build a job from the fields of a file.
 
         Raises:
             ConfigError: an unknown field, or a value of the wrong type.
         """
-        try:
-            job: Job = from_dict(cls, plain)
-        except ConfigError:
-            job = from_dict(cls, plain, known_only=True)
-            if job.id != ident:
-                raise
+        job: Job = from_dict(cls, {name: value for name, value in plain.items() if name != "id"})
         return job
 
 

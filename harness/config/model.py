@@ -475,16 +475,12 @@ class ModelConfig:
 
     @classmethod
     def from_stored(cls, plain: dict[str, Any]) -> ModelConfig:
-        """Build a model that this or an earlier version stored.
+        """Build a model from the fields of a file.
 
         Raises:
-            ConfigError: a value of the wrong type, or a missing field.
+            ConfigError: an unknown field, a value of the wrong type, or a missing field.
         """
-        # Earlier versions stored the options of an architecture in a part of its name.
-        own = plain.get(plain.get("architecture", ""))
-        if isinstance(own, dict):
-            plain = {**plain, "options": own}
-        model: ModelConfig = from_dict(cls, plain, known_only=True)
+        model: ModelConfig = from_dict(cls, plain, "model.")
         return model
 
     @property

@@ -215,7 +215,7 @@ def job_of(row: Row) -> Job | None:
             for step in path:
                 inner = inner.setdefault(step, {})
             inner[leaf] = value
-    return Job.from_stored(row.get("id"), plain) if plain else None
+    return Job.from_stored(plain) if plain else None
 
 
 def shortened(label: str) -> str:

@@ -158,7 +158,7 @@ def _chosen(group: str, composed: Part, overrides: list[str], stored: dict[str, 
     if not stored:
         return composed if typed else None
     names = [field.name for field in dataclasses.fields(composed) if _covers(typed, field.name)]
-    chosen = from_dict(type(composed), stored, known_only=True)
+    chosen = from_dict(type(composed), stored, f"{group}.")
     return dataclasses.replace(chosen, **{name: getattr(composed, name) for name in names})
 
 

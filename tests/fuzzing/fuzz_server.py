@@ -10,10 +10,10 @@ import contextlib
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 import tempfile
 import time
 import traceback
@@ -30,7 +30,6 @@ from safetensors.numpy import save_file
 from harness.util.errors import EXIT_OK
 
 ROOT = Path(__file__).resolve().parents[2]
-RUN = ROOT / "tests" / "checkpoint" / "run_e6bc5cb.tar.gz"
 HF = (
     '{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 258, "hidden_size": 16, '
     '"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "rms_norm_eps": 1e-5}'
@@ -65,11 +64,9 @@ class Ended(NamedTuple):
     left: list[str]
 
 
-def make_folder(folder: Path) -> None:
-    """Make the files that ``fuzz_values.PATHS`` and ``WEIGHTS`` name."""
-    with tarfile.open(RUN) as archive:
-        archive.extractall(folder, filter="data")
-    next(folder.iterdir()).rename(folder / "run")
+def make_folder(folder: Path, run: Path) -> None:
+    """Make the files that ``fuzz_values.PATHS`` and ``WEIGHTS`` name, with a copy of a run."""
+    shutil.copytree(run, folder / "run")
     (folder / "hf").mkdir()
     save_file({"lm_head.weight": np.ones((258, 16), np.float32)}, folder / "hf" / "model.safetensors")
     for name, text in {**JSON, "hf/config.json": HF, "file": "text\n"}.items():
@@ -84,19 +81,26 @@ def make_folder(folder: Path) -> None:
 
 @contextmanager
 def serving() -> Iterator[Callable[[Line], Ended]]:
-    """Start the process; yields a function that runs a line in a folder of its own."""
+    """Train a run and start the process; yields a function that runs a line in a folder of its own."""
+    from jobs import train  # not for the process, which ends where torch would be imported
+
     kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "fuzzing")))
     environment = {**kept, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, __file__], env=environment, **pipes) as process:
+    with (
+        tempfile.TemporaryDirectory() as runs,
+        subprocess.Popen([sys.executable, __file__], env=environment, **pipes) as process,
+    ):
+        typed = ("training.steps=2", "checkpoint.interval=1")
+        trained = train(Path(runs), *typed).folder.path
 
         def run(line: Line) -> Ended:
             assert process.stdin is not None and process.stdout is not None
             with tempfile.TemporaryDirectory() as name:
                 folder = Path(name) / "here"
                 folder.mkdir()
-                make_folder(folder)
+                make_folder(folder, trained)
                 before = set(os.listdir(folder))
                 request = [line.verb, line.written(Path(name)), line.environment, name]
                 process.stdin.write(json.dumps(request) + "\n")

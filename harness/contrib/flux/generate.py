@@ -46,8 +46,8 @@ class Pictures(Generator):
 
 def with_encoders(job: Any, overrides: list[str], found: WeightFolder) -> Any:
     """Return the job with the encoders of training, where overrides do not set them."""
-    stored = (found.manifest.get("job") or {}).get("data") or {}
-    trained = {**stored.get("encoders", {}), **stored.get("options", {})}  # earlier versions had the first
+    data = (found.manifest.get("job") or {}).get("data") or {}
+    trained = data.get("options", {})
     typed = {each.split("=")[0].lstrip("+~") for each in overrides}
     for name in (each.name for each in fields(EncodersConfig)):
         option = f"data.options.{name}"
