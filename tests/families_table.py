@@ -18,7 +18,6 @@ from held import Held
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from harness.compose.hydra import with_types
 from harness.config.fields import from_dict, with_value
 from harness.config.model import (
     ACTIVATIONS,
@@ -31,6 +30,7 @@ from harness.config.model import (
     ModelConfig,
     RopeConfig,
 )
+from harness.config.types import with_types
 from harness.model.architecture import resolve_model
 from harness.model.decoder import Decoder
 from harness.model.spec import tensor_shapes

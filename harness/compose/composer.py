@@ -13,14 +13,12 @@ from functools import partial
 from typing import Any, cast
 
 from harness.compose.hydra import (
-    UNSET,
     Hydra,
     apply_value,
     hydra_of,
     resolve_references,
     search_path,
     special_texts,
-    with_types,
 )
 from harness.compose.hydra_errors import INTERVAL, MISSING, user_errors
 from harness.compose.length import WARMUP, other_lengths, with_fitting_warmup
@@ -36,9 +34,10 @@ from harness.compose.overrides import (
 )
 from harness.compose.paths import config_folders
 from harness.compose.resolve import resolve
-from harness.config.fields import EXECUTION, LABEL, from_dict, type_hints, without_effect
+from harness.config.fields import EXECUTION, LABEL, from_dict, without_effect
 from harness.config.job import Job
 from harness.config.texts import SecretError, masked
+from harness.config.types import UNSET, type_hints, with_types
 from harness.metrics.console import progress
 from harness.train.process import launched_ranks
 from harness.util.errors import ConfigError, UserError, as_typed

@@ -12,11 +12,12 @@ from harness.compose.overrides import FROM_CONFIG, check_field, groups, options_
 from harness.compose.paths import config_folders
 from harness.config.cluster import CLUSTERS
 from harness.config.data_kinds import DATA_KINDS
-from harness.config.fields import default_of, describe_type, docstrings, rules_of, type_hints
+from harness.config.fields import default_of, docstrings
 from harness.config.job import Job
 from harness.config.metrics import VIEWS
 from harness.config.model import ARCHITECTURES, BLOCKS
 from harness.config.optimizer import DECAYS, KINDS
+from harness.config.types import rule_in_words, type_hints, type_in_words
 from harness.util.errors import UserError, as_typed
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def field_helps(kind: type, values: dict[str, Any], prefix: str = "") -> Iterato
             continue
         value = values[field.name] if field.name in values else default_of(field)
         meaning = " ".join(texts.get(field.name, "").split()).replace("``", "`")
-        kind_of_value, rule = describe_type(hint, name), rules_of(field).removesuffix(", or null")
+        kind_of_value, rule = type_in_words(hint, name), rule_in_words(field).removesuffix(", or null")
         yield FieldHelp(name, kind_of_value, rule, value, field.metadata["role"], meaning)
 
 

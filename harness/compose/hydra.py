@@ -13,21 +13,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast, get_args, get_origin
+from typing import Any, cast
 
 from harness.compose.hydra_errors import not_yaml, user_errors
-from harness.compose.override import SETTING, Override, parse, quoted, without_null
+from harness.compose.override import SETTING, Override, parse, quoted
 from harness.compose.overrides import FROM_CONFIG, options_of
 from harness.compose.paths import Stamp, config_folders, folder_of_package, folders_with, using_folders
-from harness.config.fields import default_of, type_hints
+from harness.config.fields import default_of
 from harness.config.job import Job
+from harness.config.types import UNSET, is_special, type_hints, with_types
 from harness.util.errors import ConfigError, UserError
 
 SCHEMA = "job_schema"
 """Config that every primary one starts from: the defaults of the job's dataclass."""
-UNSET = "???"
-"""The value of a field that must be given."""
-_SWITCHES = {**dict.fromkeys(("yes", "on", "true"), True), **dict.fromkeys(("no", "off", "false"), False)}
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
 
 
@@ -244,11 +242,6 @@ def resolve_references(config: dict[str, Any], texts: Iterable[tuple[Any, Any, s
     return config
 
 
-def is_special(value: Any) -> bool:
-    """Whether a value is a text with references, or stands for one that must be given."""
-    return isinstance(value, str) and ("${" in value or value == UNSET)
-
-
 def special_texts(config: Any, prefix: str = "") -> Iterator[tuple[Any, Any, str]]:
     """Yield the containers of all special texts, with their keys and dotted names."""
     for key, value in config.items() if isinstance(config, dict) else enumerate(config):
@@ -256,39 +249,6 @@ def special_texts(config: Any, prefix: str = "") -> Iterator[tuple[Any, Any, str
             yield from special_texts(value, f"{prefix}{key}.")
         elif is_special(value):
             yield config, key, f"{prefix}{key}"
-
-
-def with_types(value: Any, hint: Any) -> Any:
-    """Convert values as OmegaConf does: in a field of numbers 1 is 1.0, and in one of texts "1".
-
-    What has no such type is left to ``from_dict``. So are mappings of dataclasses and lists of mappings.
-    """
-    hint = without_null(hint)
-    kind, arguments = get_origin(hint), get_args(hint)
-    if dataclasses.is_dataclass(hint) and isinstance(value, dict):
-        hints = type_hints(hint)  # type: ignore[arg-type]
-        return {key: with_types(each, hints.get(key, Any)) for key, each in value.items()}
-    if kind is dict and isinstance(value, dict) and not dataclasses.is_dataclass(arguments[1]):
-        return {str(key): with_types(each, arguments[1]) for key, each in value.items()}
-    if kind is list and isinstance(value, list) and get_origin(arguments[0]) is not dict:
-        return [with_types(each, arguments[0]) for each in value]
-    return value if value is None or is_special(value) else _as_scalar(value, hint)
-
-
-def _as_scalar(value: Any, hint: Any) -> Any:
-    try:
-        if hint is str and isinstance(value, int | float):
-            return str(value)
-        if hint is float and isinstance(value, int | str) and not isinstance(value, bool):
-            return float(value)
-        if hint is int and isinstance(value, str):
-            return int(value)
-        if hint is bool and isinstance(value, int | str):
-            text = str(value).lower()
-            return _SWITCHES[text] if text in _SWITCHES else int(text) != 0
-    except (ValueError, OverflowError):
-        pass  # from_dict or check_rules will refuse it
-    return value
 
 
 FLAG = "--config-dir"

@@ -7,11 +7,10 @@ import functools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
 
 from harness.compose.paths import config_folders
-from harness.config.fields import type_hints
+from harness.config.types import type_hints, without_null
 
 SETTING = "hydra.searchpath"
 
@@ -141,9 +140,3 @@ def _has_texts(key: str, schema: type) -> bool:
     while get_origin(hint) in (dict, list):
         hint = get_args(hint)[-1]
     return hint is str
-
-
-def without_null(hint: Any) -> Any:
-    """Return the type of an optional value; any other type as it is."""
-    kinds = [kind for kind in get_args(hint) if kind is not NoneType]
-    return kinds[0] if get_origin(hint) is UnionType and len(kinds) == 1 else hint

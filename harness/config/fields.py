@@ -20,21 +20,19 @@ import operator
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
-from types import UnionType
 from typing import (
     TYPE_CHECKING,
     Any,
     NamedTuple,
     TypedDict,
     TypeVar,
-    Union,
     Unpack,
     cast,
     get_args,
     get_origin,
-    get_type_hints,
 )
 
+from harness.config.types import fits, inner_classes, rule_in_words, type_hints, type_in_words
 from harness.util.errors import ConfigError, as_typed
 
 if TYPE_CHECKING:
@@ -214,29 +212,6 @@ def _element_type(config: Any, name: str) -> Any:
     return get_args(hint)[1] if get_origin(hint) is dict else None
 
 
-def rules_of(field: dataclasses.Field[Any]) -> str:
-    """Return a field's rule in one line, such as "at least 1" or "one of sdpa, flex"; empty without one."""
-    rule = field.metadata
-    if "choices" in rule:
-        each = "each " if str(field.type).startswith("list") else ""
-        words = f"{each}one of {', '.join(map(str, rule['choices']))}"
-    else:
-        words = _range_in_words(rule)
-    return words and words + (", or null" if str(field.type).endswith("None") else "")
-
-
-def _range_in_words(rule: Any) -> str:
-    low = f"[{rule['least']}" if "least" in rule else f"({rule['above']}" if "above" in rule else ""
-    high = f"{rule['most']}]" if "most" in rule else f"{rule['below']})" if "below" in rule else ""
-    if low and high:
-        return f"in {low}, {high}"
-    words = {"least": "at least", "above": "above", "most": "at most", "below": "below", "also": "or"}
-    shown = [f"{word} {rule[name]}" for name, word in words.items() if name in rule]
-    if "written" in rule:
-        return f"a local {rule['written']}"
-    return ", ".join(["non-empty"] if rule.get("nonempty") else shown)
-
-
 def check_rules(config: Any, prefix: str = "") -> None:
     """Check the declared rule of every field, and that every number fits into a tensor.
 
@@ -258,7 +233,7 @@ def check_rules(config: Any, prefix: str = "") -> None:
                 continue
             shown = "''" if each == "" else each
             if "choices" not in rule:
-                raise ConfigError(name, shown, f"must be {rules_of(field)}", works)
+                raise ConfigError(name, shown, f"must be {rule_in_words(field)}", works)
             null = ["null"] if str(field.type).endswith("None") else []
             # A table that packages extend says so: the job may be that of another machine.
             more = getattr(rule["choices"], "more", [])
@@ -356,7 +331,8 @@ def from_dict(cls: type, plain: dict[str, Any], prefix: str = "", *, unset: str 
     Raises:
         ConfigError: an unknown key, a value of the wrong type, or a missing field without a default.
     """
-    hints, inner_classes = type_hints(cls), _inner_classes(cls)
+    hints = type_hints(cls)
+    inners = inner_classes(cls)
     known = {field.name for field in dataclasses.fields(cls)}
     if unset is None:  # read from a file
         plain = {name: value for name, value in plain.items() if not _is_removed(f"{prefix}{name}", value)}
@@ -364,9 +340,9 @@ def from_dict(cls: type, plain: dict[str, Any], prefix: str = "", *, unset: str 
         name = sorted(unknown, key=str)[0]
         rule = no_such_field(str(name), hints, prefix, whole=cls.__name__)
         raise ConfigError(f"{prefix}{name}", plain[name], rule)
-    required = (each for each in dataclasses.fields(cls) if each.default is each.default_factory)  # MISSING
-    if missing := [each.name for each in required if each.name not in plain]:
-        raise ConfigError(f"{prefix}{missing[0]}", None, "must be given")
+    for field in dataclasses.fields(cls):
+        if field.name not in plain and default_of(field) is dataclasses.MISSING:
+            raise ConfigError(f"{prefix}{field.name}", None, "must be given")
 
     def built(kind: Any, value: Any, name: str) -> Any:
         if not isinstance(value, dict):
@@ -376,10 +352,10 @@ def from_dict(cls: type, plain: dict[str, Any], prefix: str = "", *, unset: str 
     values = {}
     for name, value in plain.items():
         hint = hints[name]
-        if (unset is None or value != unset) and not _fits(value, hint):
+        if (unset is None or value != unset) and not fits(value, hint):
             key = f"{prefix}{name}"
-            raise ConfigError(key, value, f"must be {describe_type(hint, key)}")
-        inner = inner_classes[name]
+            raise ConfigError(key, value, f"must be {type_in_words(hint, key)}")
+        inner = inners[name]
         if inner is not None and get_origin(hint) is dict:
             value = {key: built(inner, each, f"{name}.{key}") for key, each in value.items()}
         elif inner is not None:
@@ -427,63 +403,3 @@ def no_such_field(
     close = own or [prefix + each for each in difflib.get_close_matches(name, known, n=1)] or list(namesakes)
     has = f"{prefix.rstrip('.') or whole} has: {', '.join(sorted(known))}"
     return f"no such field; did you mean {' or '.join(close)}?" if close else f"no such field; {has}"
-
-
-@functools.cache
-def type_hints(cls: type) -> dict[str, Any]:
-    """Types of a dataclass's fields, cached because they are slow to compute."""
-    return get_type_hints(cls)
-
-
-@functools.cache
-def _inner_classes(cls: type) -> dict[str, Any]:
-    found = {name: (hint, *get_args(hint)) for name, hint in type_hints(cls).items()}
-    return {name: next(filter(dataclasses.is_dataclass, kinds), None) for name, kinds in found.items()}
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    if hint is Any:
-        return True
-    if hint in (bool, int, str):
-        return isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
-    kind, arguments = get_origin(hint), get_args(hint)
-    if kind in (Union, UnionType):
-        return any(_fits(value, each) for each in arguments)
-    if kind is list:
-        return isinstance(value, list | tuple) and all(_fits(each, arguments[0]) for each in value)
-    if kind is dict:
-        return isinstance(value, dict) and all(_fits(each, arguments[1]) for each in value.values())
-    if dataclasses.is_dataclass(hint):
-        return isinstance(value, dict | cast("type", hint))
-    if hint is float:
-        # JSON has no number for infinity; harness/util/encoding.py writes it as a string.
-        hint = int | float | str if value in ("nan", "inf", "-inf") else int | float
-    return isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
-
-
-def describe_type(hint: Any, key: str) -> str:
-    """Describe the values of a field with type ``hint`` and dotted name ``key``."""
-    kinds = [t for t in get_args(hint) if t is not type(None)] if get_origin(hint) is UnionType else [hint]
-    words = " or ".join(_describe_kind(kind, key) for kind in kinds)
-    return words + (", or null" if type(None) in get_args(hint) else "")
-
-
-def _describe_kind(kind: Any, key: str) -> str:
-    if dataclasses.is_dataclass(kind):
-        return f"set by its fields, {', '.join(f'{key}.{field.name}' for field in dataclasses.fields(kind))}"
-    if get_origin(kind) is list:
-        inner = get_args(kind)[0]
-        examples = {
-            list: "a list of lists, like [[a,b],[c]]",
-            dict: "a list of mappings, like [{a:1,b:2}]",
-            int: "a list of integers, like [1,2]",
-            float: "a list of numbers, like [0.5,2]",
-            str: "a list of texts, like [a,b]",
-        }
-        return examples.get(get_origin(inner) or inner, "a list, like [a,b]")
-    if get_origin(kind) is dict and dataclasses.is_dataclass(get_args(kind)[1]):
-        return "a mapping of names to fields, like {a: {kind: b}}"
-    if get_origin(kind) is dict and get_args(kind)[1] is str:
-        return "a mapping of names to text, like {a: b}"
-    simple = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
-    return simple.get(kind, "a mapping, like {a: b}")

@@ -30,6 +30,7 @@ from harness.config.training import (
     TrainingConfig,
     ValidationConfig,
 )
+from harness.config.types import UNSET
 from harness.util.encoding import parse_object, read_object
 from harness.util.errors import ConfigError, UserError
 
@@ -192,7 +193,7 @@ class Job:
         plain = read_object(path)
         try:
             job = cls.from_stored(plain)
-            if missing := [name for name, _, value in leaves(job) if value == "???"]:
+            if missing := [name for name, _, value in leaves(job) if value == UNSET]:
                 raise ConfigError(missing[0], None, "must be given")
             validate_texts(job, environment={})
             return job

@@ -12,8 +12,9 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin
 
-from harness.config.fields import NUMERICS, check_rules, leaves, type_hints, with_value
+from harness.config.fields import NUMERICS, check_rules, leaves, with_value
 from harness.config.model import FAMILIES, ModelConfig, named_fields
+from harness.config.types import type_hints
 from harness.model.architecture import architecture_of, resolve_model
 from harness.util import encoding
 from harness.util.errors import ConfigError, UserError

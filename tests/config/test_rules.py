@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import pytest
 from declared import JOBS
 
-from harness.config.fields import check_rules, execution, label, numerics, rules_of
+from harness.config.fields import check_rules, execution, label, numerics
+from harness.config.types import rule_in_words
 from harness.util.errors import ConfigError, divisors
 
 
@@ -31,7 +32,7 @@ class Fields:
 
 
 def test_rules_in_words() -> None:
-    assert {field.name: rules_of(field) for field in dataclasses.fields(Fields)} == {
+    assert {field.name: rule_in_words(field) for field in dataclasses.fields(Fields)} == {
         "count": "at least 1",
         "rest": "at least 1, or -1",
         "limit": "above 0, or null",

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.compose.composer import SETTINGS, Composed, Composer, SweepSpace, read_space, with_effect
-from harness.compose.hydra import UNSET
 from harness.compose.override import parse
 from harness.config.fields import check_rules, from_dict, label
 from harness.config.job import Job
+from harness.config.types import UNSET
 from harness.launch.state import BUSY
 from harness.launch.submit import confirm
 from harness.launch.sweep.folder import (
