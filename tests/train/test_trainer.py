@@ -163,10 +163,31 @@ def test_skipping_in_a_row_ends(tmp_path: Path, infinite_at: Callable[..., None]
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            "validation.interval=4",
+            "launch 1 launch launch 2 launch 3 4 validation launch launch 5 6 validation",
+        ),
+        # The first step of a length, and the last one of the length before, are timed alone.
+        (
+            "schedule.seq_len=[{until_step:3,tokens:16}]",
+            "launch 1 launch launch 2 3 launch 4 launch launch 5 6",
+        ),
+    ],
+)
 def test_rows_are_written_when_the_next_step_is_launched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: str, expected: str
 ) -> None:
-    """Unless their step is followed by a validation, or is the first or last."""
+    """Unless their step is timed alone, is followed by a validation, or is the first or last."""
+    order = recorded_order(monkeypatch)
+    assert run(tmp_path, overrides).code == 0
+    assert " ".join(order) == expected
+
+
+def recorded_order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What a run does from now on: it launches passes, and writes rows by their steps and validations."""
     order: list[str] = []
     gradients, log = Engine.gradients, Recorder.log
 
@@ -175,17 +196,12 @@ def test_rows_are_written_when_the_next_step_is_launched(
         return gradients(*args, **options)
 
     def write(recorder, row):  # type: ignore[no-untyped-def]
-        order.append(f"row {row['step']}" if "loss" in row else f"validation {row['step']}")
+        order.append(str(row["step"]) if "loss" in row else "validation")
         log(recorder, row)
 
     monkeypatch.setattr(Engine, "gradients", launch)
     monkeypatch.setattr(Recorder, "log", write)
-    code, _, _ = run(tmp_path, "validation.interval=4")
-    assert code == 0
-    assert order == [
-        *("launch", "row 1", "launch", "launch", "row 2", "launch", "row 3", "row 4", "validation 4"),
-        *("launch", "launch", "row 5", "row 6", "validation 6"),
-    ]
+    return order
 
 
 TIMES = {"time", "step_seconds", "data_share", "memory_gib", "tflops_per_device", "tokens_per_second"}
