@@ -16,6 +16,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "experiments" / "cpu_baseline"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "experiments" / "gpu_single"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "experiments" / "llama3_h100"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "experiments" / "measure"))
 
 import bare_loop
@@ -23,10 +24,13 @@ import compare
 import gpu_cases
 import pass_memory as measure
 import run
+import tables
 import titan_gpu
+import torchtitan_rows
 
 from harness.compose.composer import compose_job
-from harness.launch.rows import load
+from harness.config.fields import with_value
+from harness.launch.rows import as_planned, completed, load
 from harness.model.accounting import account
 from harness.model.decoder import Decoder
 
@@ -321,3 +325,37 @@ def test_gpu_command_without_a_gpu(tmp_path: Path) -> None:
     assert row["tokens_per_second"] == pytest.approx(64 / row["step_seconds"], rel=1e-6)
     assert (tmp_path / "table.md").read_text() == done.stdout
     assert "| tiny | 4 | full | bf16 |" in done.stdout
+
+
+def test_published_tables_are_those_of_today(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["tables.py", "--out", str(tmp_path), "--runs", str(tmp_path / "none")])
+    tables.main()
+    kept = (EXPERIMENTS / "llama3_h100" / "tables.md").read_text()
+    made = (tmp_path / "tables.md").read_text()
+    without_pictures = [line for line in made.splitlines() if line and not line.startswith("![")]
+    assert without_pictures == [line for line in kept.splitlines() if line]
+    assert "18 published rows, 0 of them measured." in capsys.readouterr().out
+    assert (tmp_path / "table.csv").is_file() and not (tmp_path / "results.jsonl").exists()
+
+
+def test_a_run_of_another_length_measures_its_published_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pairs = {"table1": torchtitan_rows.tables()["table1"]}
+    monkeypatch.setattr(torchtitan_rows, "tables", lambda: pairs)
+    job = with_value(with_value(pairs["table1"][1][0].job, "training.steps", 50), "training.seed", 3)
+    row = {
+        **as_planned("mine", job, []),
+        "state": "completed",
+        "device": "NVIDIA H100 80GB HBM3",
+        "window.tokens_per_second": 8 * 7350.0,
+        "memory_gib": 70.0,
+    }
+    monkeypatch.setattr(tables, "read_kept", lambda folder: [completed(row)])
+    [table] = tables.all_tables(tmp_path, None)
+    states = [row["measured_on"] for row in table.rows]
+    assert states == ["not measured", "NVIDIA H100 80GB HBM3", "not measured"]
+    assert table.rows[1]["delta.measured.tokens_per_second_per_rank"] == pytest.approx(7350 / 6667 - 1)
+    assert table.rows[1]["expected.tokens_per_second_per_rank"] > 0

@@ -6,7 +6,7 @@ experiments/published/rows.csv has 114 rows of 15 tables with the overrides that
 tables leave open; experiments/llama3_h100 has 18 more. Each source is left out in turn: the constants
 ``HELD_FITTED`` are fitted to all others, and its rows are planned with them. Tables
 of one document or pull request come from one cluster, so they are one source. Writes held_out.csv and
-held_out.md and, by the rules of held_rows.py, harness/tools/plan/evidence_table.py.
+held_out.md, and prints the bands of harness/tools/plan/evidence.py, by the rules of held_rows.py.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import csv
 import math
 import shlex
 import statistics
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -23,22 +24,23 @@ from pathlib import Path
 import held_rows
 from held_rows import FOLDER, MEMORY, SPEED, Held
 
-from harness.compose.composer import Composer, compose_points
-from harness.config.fields import with_value
+sys.path.insert(0, str(FOLDER.parent / "llama3_h100"))
+
+import torchtitan_rows
+from torchtitan_rows import software_of
+
+from harness.compose.composer import Composer
 from harness.config.job import Job
 from harness.model.accounting import account
 from harness.tools.plan.constants import Calibration, Constants
 from harness.tools.plan.evidence import class_of
 from harness.tools.plan.make import FITTED, START, descend, make_plan, predicted_rate, scale_constants
 from harness.tools.plan.plan import Plan
-from harness.tools.report.published import find, software_of
-from harness.tools.report.published import read as read_published
-from harness.tools.report.runs import spearman
+from harness.tools.report.predictions import spearman
 from harness.util.tables import GIB
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE, REPORT = FOLDER / "rows.csv", FOLDER / "held_out.md"
-TABLE = ROOT / "harness/tools/plan/evidence_table.py"
 # Typical error of a source, and expected deviation of constants from their start, of the logarithm.
 NOISE, PRIOR = 0.15, 0.25
 HELD_FITTED, HELD_START = (*FITTED, "hgx"), replace(START, hgx=1.0)
@@ -93,22 +95,16 @@ def plan_all(raws: Iterable[dict[str, str]]) -> list[Row]:
 def torchtitan() -> list[Row]:
     """The rows of experiments/llama3_h100, planned."""
     rows = []
-    published = read_published(ROOT / "experiments" / "llama3_h100")
-    for table in sorted({each.table for each in published}):
-        for point in compose_points([f"experiment=llama3_h100/{table}"]):
-            assert point.job is not None, point.reason
-            row = find(point.job, [each for each in published if each.table == table])
-            assert row is not None, point.overrides
-            raw = {
-                "table": f"torchtitan {row.table}",
-                "published_tokens_per_second_per_gpu": str(row.tokens_per_second_per_rank),
-                "published_gib": str(row.memory_gib),
-                "source": row.source.partition(" Table")[0],
-                "memory_inexpressible": row.memory_inexpressible,
-            }
-            job = with_value(point.job, "cluster.accelerator", row.accelerator)
-            calibration = Calibration(Constants(), software=row.software)
-            rows.append(Row(raw, make_plan(job, calibration), calibration))
+    for published, job in torchtitan_rows.jobs():
+        raw = {
+            "table": f"torchtitan {published.table}",
+            "published_tokens_per_second_per_gpu": str(published.tokens_per_second_per_rank),
+            "published_gib": str(published.memory_gib),
+            "source": published.source.partition(" Table")[0],
+            "memory_inexpressible": published.memory_inexpressible,
+        }
+        calibration = Calibration(Constants(), software=published.software)
+        rows.append(Row(raw, make_plan(job, calibration), calibration))
     return rows
 
 
@@ -298,25 +294,15 @@ def _tail(rows: Sequence[Held]) -> str:
     return f"median {statistics.median(amounts):.1%}, 90th percentile {ninth:.0%}, worst {max(amounts):.0%}"
 
 
-def evidence_table(held: Sequence[Held]) -> str:
-    """The source of harness/tools/plan/evidence_table.py."""
-    lines = [
-        '"""Published figures as multiples of the planned ones, by class of job.',
-        *(
-            "",
-            "experiments/measure/held_out.py writes this file. Each published row was planned with constants",
-        ),
-        *("that were fitted without it; experiments/measure/held_rows.py has the rules.", '"""'),
-        *("", "from harness.tools.plan.plan import Evidence, Resolution"),
-    ]
-    kinds = (("EVIDENCE", SPEED, "Throughput"), ("MEMORY", MEMORY, "Peak memory on a GPU"))
-    for name, kind, words in kinds:
-        found = held_rows.evidence(held, kind)
-        lines += ["", f"{name} = {{", *(f'    "{of}": {each},' for of, each in found.items()), "}"]
-        lines.append(f'"""{words}; classes without published rows are not here."""')
-    lines += ["", f"RESOLUTION = {held_rows.resolution(held)}"]
-    lines.append('"""Below this difference the plan does not know the faster one of two layouts."""')
-    return "\n".join(lines) + "\n"
+def bands(held: Sequence[Held]) -> str:
+    """The constants of harness/tools/plan/evidence.py, as Python."""
+    text = ""
+    for name, kind in (("EVIDENCE", SPEED), ("MEMORY", MEMORY)):
+        text += f"{name} = {{\n"
+        for group, band in held_rows.evidence(held, kind).items():
+            text += f'    "{group}": {band},\n'
+        text += "}\n"
+    return f"{text}RESOLUTION = {held_rows.resolution(held)}\n"
 
 
 def main() -> None:
@@ -328,8 +314,8 @@ def main() -> None:
     fitted = ", ".join(f"{name} {getattr(constants, name):.3f}" for name in HELD_FITTED)
     text = f"{report(held)}Fitted to all rows: {fitted}.\n"
     REPORT.write_text(f"# Errors on tables that the plan has not seen\n\n{text}")
-    TABLE.write_text(evidence_table(held))
     print(text)
+    print(bands(held))
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ from harness.metrics.mfu import peak_of
 from harness.tools.plan.constants import ACHIEVED, Calibration
 from harness.tools.plan.machine import device_of, machine_of
 from harness.tools.plan.make import START, Measured, calibrate, make_plan, predicted_rate
-from harness.tools.report.experiment import machine_of as machine_of_row
-from harness.tools.report.experiment import predicted
+from harness.tools.report.predictions import machine_of as machine_of_row
+from harness.tools.report.predictions import predicted
 from harness.util.errors import UserError
 from harness.util.hardware import ACCELERATORS, find_accelerator
 

@@ -26,7 +26,7 @@ from harness.precision.linears import sort_linears
 from harness.tools.plan.block_cost import Worker
 from harness.tools.plan.collectives import Pass, sharing_of_block
 from harness.tools.plan.constants import Calibration
-from harness.tools.plan.evidence_table import RESOLUTION
+from harness.tools.plan.evidence import RESOLUTION
 from harness.tools.plan.machine import Machine, device_of, machine_of
 from harness.tools.plan.make import plan_memory, with_speed
 from harness.tools.plan.memory import RankStep, equal_stages, memory_limit

@@ -10,7 +10,7 @@ from typing import Any
 
 from harness.compose.paths import conf_dir, config_folders
 from harness.tools.plan.config import PLANNER_FIELDS
-from harness.tools.plan.evidence_table import RESOLUTION
+from harness.tools.plan.evidence import RESOLUTION
 from harness.tools.plan.render import (
     as_dict,
     batch_in_words,

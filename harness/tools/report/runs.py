@@ -1,12 +1,10 @@
-"""Reports of runs and of published tables: published, predicted and measured results side by side."""
+"""Reports of runs: predicted and measured results side by side."""
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import combinations
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +15,10 @@ from harness.metrics.window import THROUGHPUT
 from harness.run.result import PREFIX, evaluated_columns
 from harness.tools.plan.constants import Calibration
 from harness.tools.report import plots
-from harness.tools.report.experiment import Experiment, delta
-from harness.tools.report.published import ASKED, Recipe
+from harness.tools.report.predictions import MEMORY, RATE, errors_in_words, spearman
 from harness.util.tables import NOT_MEASURED, Block, Column, Document, Figure, Table, formatted, plural
 
 Row = dict[str, Any]
-RATE, MEMORY = "tokens_per_second_per_rank", "memory_gib"
 # Shown with THROUGHPUT.
 SPREAD = "Spread: 90th minus 10th percentile of the steps' rates, divided by the rate."
 _OF_LOSSES = """Runs that differ only in their seed are one band, from the lowest to the highest, with their \
@@ -51,51 +47,6 @@ _FAILURES = (
     Column("kind", "class"),
     Column("reason", "reason"),
 )
-_OF_PUBLISHED = (
-    Column("point", "run"),
-    Column(f"published.{RATE}", "tokens/s/GPU, published", ",.0f"),
-    Column(f"predicted.{RATE}", "predicted", ",.0f"),
-    Column(f"delta.{RATE}", "error", "+.1%"),
-    Column(f"measured.{RATE}", "measured", ",.0f"),
-    Column("measured.spread", "spread", ".1%"),
-    Column(f"delta.measured.{RATE}", "measured to published", "+.1%"),
-    Column(f"expected.{RATE}", "predicted for this machine", ",.0f"),
-    Column(f"delta.expected.{RATE}", "error for this machine", "+.1%"),
-    Column(f"published.{MEMORY}", "memory GiB, published", ".1f"),
-    Column(f"predicted.{MEMORY}", "memory, predicted", ".1f"),
-    Column(f"delta.{MEMORY}", "error of memory", "+.1%"),
-    Column(f"rehearsed.{MEMORY}", "memory, rehearsed", ".1f"),
-    Column(f"delta.rehearsed.{MEMORY}", "memory, rehearsed to published", "+.1%"),
-    Column(f"measured.{MEMORY}", "memory, measured", ".1f"),
-    Column(f"delta.measured.{MEMORY}", "memory, measured to published", "+.1%"),
-    Column(f"expected.{MEMORY}", "memory, predicted for this machine", ".1f"),
-    Column("predicted.mfu", "MFU, predicted", ".1%"),
-    Column("measured.mfu", "MFU, measured", ".1%"),
-    Column("measured_on", "measured on"),
-)
-_ERRORS = (
-    Column("point", "table"),
-    Column("rows", "rows", "d"),
-    Column("rate_median", "throughput, median error", ".1%"),
-    Column("rate_worst", "worst", ".1%"),
-    Column("memory_median", "memory, median error", ".1%"),
-    Column("memory_worst", "worst of memory", ".1%"),
-    Column("order", "effects with the right sign"),
-)
-_EFFECTS = (
-    Column("point", "table"),
-    Column("what", "change"),
-    Column("published", "gain in throughput, published", "+.1%"),
-    Column("predicted", "predicted", "+.1%"),
-    Column("right", "right sign"),
-)
-_CSV_OF_PUBLISHED = (
-    *(Column(key, key) for key in ("table", "published.layout")),
-    *_OF_PUBLISHED,
-    *(Column(f"predicted.{key}", key) for key in ("step_seconds", "fits")),
-    *(Column(key, key) for key in ("measured.step_seconds", "world_size", "published.accelerator")),
-    *(Column(key, key) for key in ("published.source", "id", "code.commit", "command")),
-)
 
 
 def report_runs(
@@ -119,7 +70,7 @@ def report_runs(
     if plots.losses(folder / "losses.png", f"{title}: losses", rows, smooth):
         blocks += ["## Losses", _OF_LOSSES, Figure("losses.png", "Losses")]
     blocks += tables_beside(rows)
-    summary = [*_summary(rows, measured), *_best_of_study(study, rows), *_constants_in_words(calibration)]
+    summary = [*_summary(rows, measured), *_best_of_study(study, rows), *constants_in_words(calibration)]
     return Document(title, summary, blocks, rows)
 
 
@@ -246,7 +197,7 @@ def _summary(rows: Sequence[Row], measured: Sequence[Row]) -> list[str]:
     return [*lines, f"{rank}."] if rank else lines
 
 
-def _constants_in_words(calibration: Calibration | None) -> list[str]:
+def constants_in_words(calibration: Calibration | None) -> list[str]:
     """Name the source of calibrated constants: a prediction of rows they were fitted to is no forecast."""
     source = None if calibration is None else calibration.source or "a calibration"
     return [] if source is None else [f"The plan's constants are those of {source}."]
@@ -257,141 +208,6 @@ def _rank_in_words(measured: Sequence[Row]) -> str:
     pairs = [(row[keys[0]], row[keys[1]]) for row in measured if None not in (row.get(key) for key in keys)]
     rank = spearman(pairs)
     return "" if rank is None else f"Spearman rank correlation of throughput, {len(pairs)} runs: {rank:.2f}"
-
-
-def spearman(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """Return Spearman's rank correlation; None below 3 pairs or without variation."""
-    if len(pairs) < 3 or any(len(set(side)) == 1 for side in zip(*pairs, strict=True)):
-        return None
-    from scipy.stats import spearmanr
-
-    return float(spearmanr(pairs).statistic)
-
-
-def errors_of(rows: Sequence[Row], key: str) -> list[float]:
-    """Return the known errors under ``key`` without their signs."""
-    return [abs(row[key]) for row in rows if row.get(key) is not None]
-
-
-def errors_in_words(rows: Sequence[Row], key: str) -> str:
-    """Format the median and worst of the errors under ``key``; empty if none is known."""
-    known = errors_of(rows, key)
-    if not known:
-        return ""
-    median, rows_in_words = statistics.median(known), plural(len(known), "row")
-    return f"median error {median:.1%}, worst {max(known):.1%} ({rows_in_words})"
-
-
-@dataclass(frozen=True)
-class Effect:
-    """Effect of one change on throughput, published and predicted.
-
-    Attributes:
-        table: stem of the table's file.
-        what: ``compile``, ``float8``, ``async TP`` or ``schedule``; of a schedule with the change.
-        published: gain as a fraction.
-        predicted: the same; None without a prediction.
-    """
-
-    table: str
-    what: str
-    published: float
-    predicted: float | None
-
-    @property
-    def is_right(self) -> bool | None:
-        """Whether the prediction has the same sign; None without a prediction."""
-        return None if self.predicted is None else (self.predicted > 0) == (self.published > 0)
-
-
-def effects(table: str, rows: Sequence[tuple[Recipe, Row]]) -> list[Effect]:
-    """Return the effect for every pair of rows that differ in one field only, if it is in ``ASKED``."""
-    found = []
-    for (before, first), (after, second) in combinations(rows, 2):
-        changed = [
-            name for name in Recipe.__dataclass_fields__ if getattr(before, name) != getattr(after, name)
-        ]
-        if len(changed) == 1 and changed[0] in ASKED:
-            [name] = changed
-            published, predicted = (
-                delta(second.get(f"{kind}.{RATE}"), first.get(f"{kind}.{RATE}"))
-                for kind in ("published", "predicted")
-            )
-            assert published is not None, "published rows have a throughput"
-            change = f": {getattr(before, name)} to {getattr(after, name)}" if name == "schedule" else ""
-            found.append(Effect(table, f"{ASKED[name]}{change}", published, predicted))
-    return found
-
-
-def report_published(
-    title: str, tables: Sequence[Experiment], folder: Path, calibration: Calibration | None = None
-) -> Document:
-    """Report published, predicted and measured results of tables, and write the pictures into ``folder``."""
-    tables = [replace(table, rows=list(map(_with_machine, table.rows))) for table in tables]
-    found = [each for table in tables for each in effects(table.name, table.once)]
-    blocks: list[Block] = [_errors(tables, found)]
-    once = [row for table in tables for _, row in table.once]
-    lines = [{**vars(each), "point": in_words(each.table), "right": each.is_right} for each in found]
-    blocks.append(Table(_EFFECTS, lines, "Effects", ["Rows of a table that differ in one thing only."]))
-    for table in tables:
-        name = in_words(table.name)
-        subject = table.title.removeprefix(f"{name}: ").removesuffix(".")
-        notes = [f"{subject}.", f"Published: {table.source}. Run it: `{table.command} cluster=slurm_h100`"]
-        if any(row["state"] == "completed" for row in table.rows):
-            notes.append(f"Measured {THROUGHPUT}, divided by the number of GPUs. {SPREAD}")
-        blocks.append(Table(_OF_PUBLISHED, table.rows, name, notes))
-        picture, points = f"{table.name}.png", [row["point"] for row in table.rows]
-        if plots.bars(folder / picture, f"{name}: {subject}", points, table.rows):
-            blocks.append(Figure(picture, name))
-    rows = [row for table in tables for row in table.rows]
-    summary = [*_summary_of_published(once, rows, found), *_constants_in_words(calibration)]
-    return Document(title, summary, blocks, rows, _CSV_OF_PUBLISHED)
-
-
-def in_words(name: str) -> str:
-    """Convert ``table1`` to ``Table 1``."""
-    return f"Table {name.removeprefix('table')}" if name.startswith("table") else name
-
-
-def _with_machine(row: Row) -> Row:
-    on = str(row.get("device") or "") if row["state"] == "completed" else str(row["state"])
-    failure = f"failed: {row.get('kind')}: {row.get('reason')}"
-    return {**row, "measured_on": failure if row["state"] == "failed" else on}
-
-
-def _errors(tables: Sequence[Experiment], found: Sequence[Effect]) -> Table:
-    lines = []
-    for name, of_line in [*((in_words(table.name), [table]) for table in tables), ("all", tables)]:
-        rows = [row for table in of_line for _, row in table.once]
-        line: Row = {"point": name, "rows": len(rows)}
-        for what, key in (("rate", RATE), ("memory", MEMORY)):
-            if known := errors_of(rows, f"delta.{key}"):
-                line |= {f"{what}_median": statistics.median(known), f"{what}_worst": max(known)}
-        stems = {table.name for table in of_line}
-        right = [each.is_right for each in found if each.table in stems and each.is_right is not None]
-        line["order"] = f"{sum(right)} of {len(right)}" if right else None
-        lines.append(line)
-    text = "Predicted against published, for the machine of the tables. Errors here have no sign."
-    return Table(_ERRORS, lines, "Errors", [text], "all")
-
-
-def _summary_of_published(once: Sequence[Row], rows: Sequence[Row], found: Sequence[Effect]) -> list[str]:
-    measured = [row for row in rows if row["state"] == "completed"]
-    count = len({(row["table"], row["point"]) for row in measured})
-    judged = [each for each in found if each.is_right is not None]
-    wrong = [f"{in_words(each.table)} {each.what.partition(':')[0]}" for each in judged if not each.is_right]
-    detail = f"; wrong: {', '.join(wrong)}" if wrong else ""
-    of_effects = f"{len(judged) - len(wrong)} of {len(judged)}{detail}" if judged else ""
-    found_errors = (
-        ("Predicted throughput against published", errors_in_words(once, f"delta.{RATE}")),
-        ("Predicted memory against published", errors_in_words(once, f"delta.{MEMORY}")),
-        ("Rehearsed memory against published", errors_in_words(once, f"delta.rehearsed.{MEMORY}")),
-        ("Effects of one change with the right sign", of_effects),
-        ("Predicted throughput against measured", errors_in_words(measured, f"delta.expected.{RATE}")),
-        ("Predicted memory against measured", errors_in_words(measured, f"delta.expected.{MEMORY}")),
-    )
-    first = f"{plural(len(once), 'published row')}, {count} of them measured."
-    return [first, *(f"{what}: {words}." for what, words in found_errors if words)]
 
 
 def layout_and_schedule(job: Job) -> str:

@@ -1,18 +1,22 @@
-"""Published results, and the lookup of the row that a job reproduces. Imports no torch."""
+"""torchtitan's published rows of December 2024, and the jobs of the experiments that repeat them."""
 
 from __future__ import annotations
 
 import csv
 import re
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from harness.compose.composer import Composed, compose_points
+from harness.config.fields import with_value
 from harness.config.job import Job
 from harness.tools.plan.constants import Software
 from harness.util.errors import UserError
 
-FILE = "published.csv"
+FOLDER = Path(__file__).resolve().parent
+FILE = FOLDER / "published.csv"
 _MODELS = {"llama3.1-8B": "llama3_8b", "llama3.1-70B": "llama3_70b", "llama3.1-405B": "llama3_405b"}
 _CHECKPOINTING = {"selective": "selective_op", "full": "full", "none": "none"}
 _ACCELERATORS = {"H100-96GB-HBM2e-500W": "H100 96GB"}
@@ -63,23 +67,51 @@ class Published:
     """Why our options cannot express the run's memory; empty if they can."""
 
 
-def read(folder: Path) -> list[Published]:
-    """Return the published rows of an experiment; empty if it has no ``published.csv``.
+def read() -> list[Published]:
+    """Return the rows of ``published.csv``.
 
     Raises:
         UserError: a row cannot be read.
     """
-    path = folder / FILE
-    if not path.is_file():
-        return []
     rows = []
-    with path.open(newline="") as file:
+    with FILE.open(newline="") as file:
         for number, raw in enumerate(csv.DictReader(file), start=2):
             try:
                 rows.append(_row(raw))
             except (KeyError, ValueError) as error:
-                raise UserError(f"{path}: line {number}: {type(error).__name__}: {error}") from error
+                raise UserError(f"{FILE}: line {number}: {type(error).__name__}: {error}") from error
     return rows
+
+
+@cache
+def tables() -> dict[str, list[tuple[Composed, Published]]]:
+    """Return the points of each table's experiment, each with the row that it repeats.
+
+    Raises:
+        UserError: a point is no job, or points and rows are not one to one.
+    """
+    by_table: dict[str, list[Published]] = {}
+    for row in read():
+        by_table.setdefault(row.table, []).append(row)
+    found = {}
+    for table, rows in sorted(by_table.items()):
+        points = compose_points([f"experiment=llama3_h100/{table}"])
+        for point in points:
+            if point.job is None:
+                raise UserError(f"{table}.yaml: {' '.join(point.overrides)}: {point.reason}")
+        if [find(point.job, rows) for point in points] != rows:
+            raise UserError(f"{table}.yaml: its points do not match the published rows of {table} one to one")
+        found[table] = list(zip(points, rows, strict=True))
+    return found
+
+
+def jobs() -> list[tuple[Published, Job]]:
+    """Return each row with its job, on the machine of the tables."""
+    found = []
+    for pairs in tables().values():
+        for point, row in pairs:
+            found.append((row, with_value(point.job, "cluster.accelerator", row.accelerator)))
+    return found
 
 
 def _row(raw: dict[str, str]) -> Published:
