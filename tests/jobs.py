@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from harness.checkpoint.state import model_state
 from harness.compose.composer import compose_job
 from harness.config.job import Job
-from harness.data.loader import Batch
+from harness.data.batch import Batch
 from harness.data.tokenizer import build_tokenizer
 from harness.launch.begin import begin
 from harness.metrics.jsonl import read_metrics

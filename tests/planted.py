@@ -15,8 +15,7 @@ from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import Replicate
 
 from harness.checkpoint import load
-from harness.data.loader import IGNORE_INDEX
-from harness.data.prefetch import count_valid
+from harness.data.batch import IGNORE_INDEX, count_valid
 from harness.launch.pool import RankPool
 from harness.model.decoder import Decoder
 from harness.model.moe import Experts, Router

@@ -14,7 +14,7 @@ from planted import PlantedPool, documents_forgotten
 from torch import Tensor
 
 from harness.config.job import Job
-from harness.data.loader import IGNORE_INDEX
+from harness.data.batch import IGNORE_INDEX
 from harness.launch.pool import RankPool
 from harness.model.decoder import Decoder
 from harness.parallelism.materialize import materialize

@@ -12,7 +12,8 @@ import torch
 
 from harness.compose.composer import compose_job
 from harness.config.metrics import ProfilingConfig
-from harness.data.loader import Batch, Loader
+from harness.data.batch import Batch
+from harness.data.loader import Loader
 from harness.data.prefetch import Prefetcher
 from harness.parallelism.materialize import draw
 from harness.tools.parity.first_wrong import full_gradients

@@ -50,7 +50,7 @@ class DataKind:
         source: returns the documents of a split, as a ``harness.data.documents.Source``, for a ``DataConfig``
             and "train" or "validation". They are tokenized and held out (``data.validation_fraction``).
             Empty: there are no documents, or the architecture's ``Objective`` reads the batches itself.
-        load: returns the loader of a ``harness.data.loader.Reading``; the default packs documents.
+        load: returns the loader of a ``harness.data.samples.Reading``; the default packs documents.
         tokenizer: returns the tokenizer of its documents, for a ``DataConfig`` and the job's tokenizer;
             empty: the job's.
         batches: what its batches hold: ``tokens``, or what another architecture takes.
@@ -106,7 +106,7 @@ _BUILTINS = {
     ),
     "chat": DataKind(
         "harness.data.chat:Conversations",
-        load="harness.data.chat:load_conversations",
+        load="harness.data.chat_packing:load_conversations",
         tokenizer="harness.data.chat:ConversationTokenizer.of_job",
         fields=(
             *(*_FILES, "exclude", "encoding_errors", "messages_field", "chat_template"),
@@ -127,7 +127,7 @@ _BUILTINS = {
         check=f"{__name__}:check_synthetic",
     ),
     "mixture": DataKind(
-        load="harness.data.mixture:load_mixture",
+        load="harness.data.kinds:load_mixture",
         fields=OF_MIXTURES[1:],
         has_vocabulary=False,
         check=f"{__name__}:check_mixture",

@@ -1,85 +1,28 @@
-"""Batches, loaders of the samples of every step, and resuming.
+"""Loaders of the samples of every step, and resuming.
 
 Row j of global step s is sample s * global_batch_size + j, a function of (data, tokenizer, seed) and that
 number. A rank is assigned rows and reads only those, so neither the loss curve of a run nor its state depends
 on the number of ranks. Scheduled sizes (``config/training.py``) change how many samples, or which pieces of
 samples, a step reads; a rank has the same fraction of every batch.
-
-B is the number of a rank's rows, T the sequence length.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from harness.config.data_kinds import DATA_KINDS
-from harness.config.registry import load_attribute
 from harness.config.training import Sizes
+from harness.data.batch import Batch
 from harness.data.cache import open_documents
-from harness.data.samples import IGNORE_INDEX, PADDING, PackedSamples, Reading, Samples, SyntheticSamples
-from harness.data.tokenizer import check_vocab_size
+from harness.data.mixture import SourceOrder
+from harness.data.samples import PackedSamples, Reading, Samples, SyntheticSamples
+from harness.data.stream_reader import RowStream
 from harness.util.errors import DataError
-
-if TYPE_CHECKING:
-    from harness.data.mixture import SourceOrder
-    from harness.data.streaming import RowStream
-
-
-__all__ = ["IGNORE_INDEX", "PADDING", "Batch", "Loader", "Reading", "build_loader", "merge_states"]
-
-
-class Batch(NamedTuple):
-    """A rank's rows of one global step, in row order; all int64.
-
-    Labels are shifted: ``labels_BT[b, t]`` is the target for ``inputs_BT[b, t]``, or IGNORE_INDEX.
-    """
-
-    inputs_BT: Tensor
-    labels_BT: Tensor
-    documents_BT: Tensor | None = None
-    """With data.attend_across_documents=false: the number of each input's document within its row,
-    or PADDING."""
-    sources_B: Tensor | None = None
-    """With data.kind=mixture: the index of each row's source in ``DataConfig.source_names``."""
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        rows, length = self.inputs_BT.shape
-        return rows, length
-
-    def each(self, function: Callable[[Tensor], Tensor]) -> Batch:
-        """Apply ``function`` to every tensor."""
-        documents, sources = (
-            None if tensor is None else function(tensor) for tensor in (self.documents_BT, self.sources_B)
-        )
-        return Batch(function(self.inputs_BT), function(self.labels_BT), documents, sources)
-
-
-class OtherBatch(Protocol):
-    """A rank's rows of one global step, in row order, of something else than tokens of documents."""
-
-    @property
-    def shape(self) -> tuple[int, int]: ...
-
-    @property
-    def sources_B(self) -> None:
-        """Samples come from one source."""
-
-    def count_valid(self) -> int: ...
-
-    def each(self, function: Callable[[Tensor], Tensor]) -> OtherBatch: ...
-
-    def to(self, device: torch.device) -> OtherBatch: ...
-
-
-AnyBatch = Batch | OtherBatch
 
 
 class Loader(ABC):
@@ -316,26 +259,6 @@ class SampleLoader(Loader):
 
 def load_numbered(reading: Reading, samples: Samples) -> SampleLoader:
     return SampleLoader(reading, {"": NumberedSource(samples)})
-
-
-def build_loader(reading: Reading) -> Loader:
-    """Build the loader of a job's data.
-
-    Raises:
-        ConfigError: no documents are held out for validation, or the tokenizer has more tokens than the
-            model's vocabulary.
-        DataError: the data is missing, unreadable, or too small.
-    """
-    rows, batch_size = reading.rows, reading.global_batch_size
-    if reading.split not in ("train", "validation"):
-        raise ValueError(f"split is train or validation, not {reading.split}")
-    if rows.step != 1 or not 0 <= rows.start < rows.stop <= batch_size:
-        raise ValueError(f"rows {rows} are not part of a global batch of {batch_size}")
-    kind = DATA_KINDS[reading.data.kind]
-    if kind.has_vocabulary:
-        check_vocab_size(reading.tokenizer.vocab_size, reading.model_vocab_size)
-    loader: Loader = load_attribute(kind.load)(reading)
-    return loader
 
 
 def load_documents(reading: Reading) -> Loader:

@@ -11,18 +11,12 @@ source only. So samples are shuffled within blocks of a global batch, and the bo
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from math import lcm
 from typing import Any
 
-from harness.config.data import DataConfig
-from harness.config.data_kinds import errors_of_source, source_config, weights_by_step
-from harness.config.training import Sizes
-from harness.data.loader import Loader, Reading, SampleLoader, build_loader
 from harness.data.samples import random_stream
-from harness.data.token_files import holds_out
 
 Shares = Sequence[tuple[int, Mapping[str, Fraction]]]
 """First sample, and the shares of the sources from there on; ascending, the first from sample 0."""
@@ -176,43 +170,3 @@ class _Target:
                 return begin + steps - 1
             reached += 0 if end is None else (end - begin) * share
         return float("inf")
-
-
-def load_mixture(reading: Reading) -> Loader:
-    """Return the loader of a mixture.
-
-    Validation takes equally many samples of every source that holds out documents, whatever the weights.
-    """
-    data, sizes, validating = reading.data, reading.sizes, reading.split == "validation"
-    if validating:
-        data.require_validation()
-    names = [name for name in data.source_names if not validating or _holds_out(data, name)]
-    names = names or data.source_names[:1]  # whose error says so
-    loaders: dict[str, SampleLoader] = {}
-    for name in names:
-        with errors_of_source(data, name):
-            source = source_config(data, name)
-            final = Sizes(reading.global_batch_size, reading.seq_len)
-            loader = build_loader(dataclasses.replace(reading, data=source, sizes=final))
-        assert isinstance(loader, SampleLoader)
-        loaders[name] = loader
-    shares: Shares = [(0, dict.fromkeys(names, Fraction(1, len(names))))]
-    if not validating:
-        per_epoch = {name: loader.samples_per_epoch for name, loader in loaders.items()}
-        by_step = weights_by_step(data, per_epoch)
-        # A step that begins inside of a sample has other weights from the next sample on.
-        shares = [(-(-sizes.position(step - 1) // sizes.seq_len), weights) for step, weights in by_step]
-    order = SourceOrder(shares, block=sizes.batch_size, seed=reading.seed)
-    sources = {name: source for name, loader in loaders.items() for source in loader.sources.values()}
-    mixture = SampleLoader(reading, sources, order)
-    mixture.damaged_documents = sum(loader.damaged_documents for loader in loaders.values())
-    mixture.note = "\n".join(f"{name}: {each.note}" for name, each in loaders.items() if each.note) or None
-    return mixture
-
-
-def _holds_out(data: DataConfig, name: str) -> bool:
-    source = data.sources[name]
-    if not (source.holds_out and source.may_be_corpus):
-        return source.holds_out
-    with errors_of_source(data, name):
-        return holds_out(source)

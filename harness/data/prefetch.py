@@ -13,62 +13,12 @@ from typing import Any
 
 import torch
 
-from harness.data.loader import AnyBatch, Batch, Loader
-from harness.data.samples import IGNORE_INDEX, PADDING
+from harness.data.batch import Batch, place
+from harness.data.loader import Loader
 
 # How long the end of a run waits for a read that does not return.
 CLOSE_TIMEOUT_SECONDS = 5.0
 _POLL_SECONDS = 0.05
-
-
-class DeviceBatch(Batch):
-    """A batch on the device; its labels and tokens were counted on the host before the copy."""
-
-    valid_by_source: dict[int, int]
-    counts: tuple[int, int]
-
-
-def count_valid(batch: AnyBatch) -> int:
-    """Number of tokens that have a loss: labels that are not ignored."""
-    return sum(valid_by_source(batch).values()) if isinstance(batch, Batch) else batch.count_valid()
-
-
-def count_tokens(batch: AnyBatch) -> tuple[int, int]:
-    """Number of tokens, without padding, and of the rows that have some."""
-    if isinstance(batch, DeviceBatch):
-        return batch.counts
-    rows, length = batch.shape
-    if not isinstance(batch, Batch) or batch.documents_BT is None:
-        return rows * length, rows
-    tokens_B = (batch.documents_BT != PADDING).sum(1)
-    return int(tokens_B.sum()), int(tokens_B.count_nonzero())
-
-
-def valid_by_source(batch: Batch) -> dict[int, int]:
-    """Number of labels that are not ignored, by the index of their source; 0 without ``sources_B``."""
-    if isinstance(batch, DeviceBatch):
-        return batch.valid_by_source
-    numbers = (batch.labels_BT != IGNORE_INDEX).sum(1).tolist()
-    sources = [0] * len(numbers) if batch.sources_B is None else batch.sources_B.tolist()
-    counts = dict.fromkeys(sources, 0)
-    for source, number in zip(sources, numbers, strict=True):
-        counts[source] += number
-    return counts
-
-
-def place(batch: AnyBatch, device: torch.device) -> Any:
-    """Count a batch's labels and tokens; copy it to the device asynchronously, by pinned memory."""
-    if isinstance(batch, DeviceBatch):
-        return batch
-    if not isinstance(batch, Batch):
-        return batch.to(device)
-    copy = batch
-    if device.type != "cpu":
-        copy = batch.each(lambda tensor: tensor.pin_memory().to(device, non_blocking=True))
-    on_device = DeviceBatch(*copy)
-    on_device.valid_by_source = valid_by_source(batch)
-    on_device.counts = count_tokens(batch)
-    return on_device
 
 
 class Prefetcher(Loader):

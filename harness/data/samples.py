@@ -15,14 +15,10 @@ import numpy as np
 
 from harness.config.data import DataConfig
 from harness.config.training import Sizes
+from harness.data.batch import IGNORE_INDEX
 from harness.data.tokenizer import Tokenizer
 from harness.data.tokens import Tokens
 from harness.util.errors import DataError
-
-IGNORE_INDEX = -100
-"""The label of a position that does not count towards the loss."""
-PADDING = -1
-"""The document number of padding: no position learns from it, and no other attends to it."""
 
 
 @dataclass(frozen=True)

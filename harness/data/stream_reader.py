@@ -23,6 +23,7 @@ A position without ``part`` is of an earlier version, which read the row's part 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby, islice
@@ -31,8 +32,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from harness.config.data import DataConfig
 from harness.data.documents import describe, text_of_row
-from harness.data.samples import random_stream
+from harness.data.samples import random_stream, sample_of
 from harness.data.tokenizer import Tokenizer, with_bos_eos
 from harness.util.errors import DataError
 
@@ -195,3 +197,55 @@ class RowReader:
             if example is None:
                 return
             yield example, dataset.state_dict()
+
+
+class RowStream:
+    """An endless sequence of the samples of one row of the global batch."""
+
+    def __init__(self, reader: RowReader, data: DataConfig) -> None:
+        self._reader, self._data = reader, data
+        self.reset()
+
+    def reset(self) -> None:
+        self._seek(self._reader.beginning, 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Start of the next sample: a position of ``stream_reader.py``, and ``offset`` tokens into it."""
+        position = self._documents[0].position if self._documents else self._position
+        return {**position, "offset": self._offset}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        position = {name: value for name, value in state.items() if name != "offset"}
+        self._reader.check(position)
+        self._seek(position, state["offset"])
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def next(self, length: int) -> tuple[np.ndarray, ...]:
+        """Return a sample of ``length`` inputs."""
+        tokens, starts = self._peek(length + 1)
+        self._offset += length  # not T + 1: the last label is the next sample's first input
+        while self._offset >= len(self._documents[0].tokens):
+            self._offset -= len(self._documents.popleft().tokens)
+        return sample_of(tokens, starts[1:].nonzero()[0], self._data)
+
+    def _peek(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """The next ``count`` tokens, and whether each is the first of its document."""
+        available = sum(len(document.tokens) for document in self._documents) - self._offset
+        while available < count:
+            self._documents.append(next(self._unread))
+            available += len(self._documents[-1].tokens)
+        tokens, starts = np.empty(count, dtype=np.int64), np.zeros(count, dtype=bool)
+        filled, begin = 0, self._offset
+        for document in self._documents:
+            part = document.tokens[begin : begin + count - filled]
+            tokens[filled : filled + len(part)] = part
+            starts[filled] = begin == 0
+            filled, begin = filled + len(part), 0
+        return tokens, starts
+
+    def _seek(self, position: Position, offset: int) -> None:
+        self._position, self._offset = position, offset
+        self._documents: deque[TokenizedDocument] = deque()
+        self._unread: Iterator[TokenizedDocument] = self._reader.read(position)

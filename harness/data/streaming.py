@@ -6,25 +6,15 @@ but neither on the assignment of rows to ranks nor on the processes that read ah
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
 
-from harness.config.data import DataConfig
 from harness.data.documents import open_dataset, require_column
-from harness.data.loader import (
-    Loader,
-    Piece,
-    Reading,
-    SampleLoader,
-    SampleSource,
-    load_documents,
-)
+from harness.data.loader import Loader, Piece, SampleLoader, SampleSource, load_documents
 from harness.data.read_ahead import ReaderPool
-from harness.data.samples import sample_of
-from harness.data.stream_reader import Position, RowReader, TokenizedDocument
+from harness.data.samples import Reading
+from harness.data.stream_reader import RowReader, RowStream
 
 
 def load_hub(reading: Reading) -> Loader:
@@ -56,58 +46,6 @@ def load_hub(reading: Reading) -> Loader:
         readers = {row: pool.reader(row) for row in rows}
     streams = {row: RowStream(reader, data) for row, reader in readers.items()}
     return SampleLoader(reading, {"": StreamedSource(streams)})
-
-
-class RowStream:
-    """An endless sequence of the samples of one row of the global batch."""
-
-    def __init__(self, reader: RowReader, data: DataConfig) -> None:
-        self._reader, self._data = reader, data
-        self.reset()
-
-    def reset(self) -> None:
-        self._seek(self._reader.beginning, 0)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Start of the next sample: a position of ``stream_reader.py``, and ``offset`` tokens into it."""
-        position = self._documents[0].position if self._documents else self._position
-        return {**position, "offset": self._offset}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        position = {name: value for name, value in state.items() if name != "offset"}
-        self._reader.check(position)
-        self._seek(position, state["offset"])
-
-    def close(self) -> None:
-        self._reader.close()
-
-    def next(self, length: int) -> tuple[np.ndarray, ...]:
-        """Return a sample of ``length`` inputs."""
-        tokens, starts = self._peek(length + 1)
-        self._offset += length  # not T + 1: the last label is the next sample's first input
-        while self._offset >= len(self._documents[0].tokens):
-            self._offset -= len(self._documents.popleft().tokens)
-        return sample_of(tokens, starts[1:].nonzero()[0], self._data)
-
-    def _peek(self, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """The next ``count`` tokens, and whether each is the first of its document."""
-        available = sum(len(document.tokens) for document in self._documents) - self._offset
-        while available < count:
-            self._documents.append(next(self._unread))
-            available += len(self._documents[-1].tokens)
-        tokens, starts = np.empty(count, dtype=np.int64), np.zeros(count, dtype=bool)
-        filled, begin = 0, self._offset
-        for document in self._documents:
-            part = document.tokens[begin : begin + count - filled]
-            tokens[filled : filled + len(part)] = part
-            starts[filled] = begin == 0
-            filled, begin = filled + len(part), 0
-        return tokens, starts
-
-    def _seek(self, position: Position, offset: int) -> None:
-        self._position, self._offset = position, offset
-        self._documents: deque[TokenizedDocument] = deque()
-        self._unread: Iterator[TokenizedDocument] = self._reader.read(position)
 
 
 class StreamedSource(SampleSource):

@@ -30,7 +30,7 @@ from harness.util.lifeline import end_when
 # Wait after a job's first failure for failures of the other ranks, which may be the cause.
 GRACE_SECONDS = 0.5
 # Modules that the server imports before it forks ranks; the engine imports torch and most of the harness.
-_PRELOADED = ["harness.train.engine", "harness.train.setup", "harness.data.loader"]
+_PRELOADED = ["harness.train.engine", "harness.train.setup", "harness.data.kinds"]
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from torch.distributed.tensor.experimental._context_parallel._attention import (
 )
 
 from harness.config.parallelism import ParallelismConfig
-from harness.data.loader import Batch
+from harness.data.batch import Batch
 from harness.model.kernels import AttentionSpec, Kernel
 from harness.model.part import ModelPart
 from harness.parallelism.mesh import Mesh

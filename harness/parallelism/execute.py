@@ -10,7 +10,7 @@ from torch import Tensor
 
 from harness.config.job import Job
 from harness.config.parallelism import ParallelismConfig
-from harness.data.loader import IGNORE_INDEX, Batch
+from harness.data.batch import IGNORE_INDEX, Batch
 from harness.model.part import ModelPart
 from harness.parallelism.context import local_positions, local_positions_of
 from harness.parallelism.expert import routed_positions

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 
 from harness.config.job import Job
-from harness.data.loader import IGNORE_INDEX
+from harness.data.batch import IGNORE_INDEX
 from harness.model.part import ModelPart
 from harness.parallelism.mesh import Mesh
 

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from harness.config.fields import with_value
 from harness.config.job import Job
-from harness.data.loader import AnyBatch, Batch
-from harness.data.prefetch import count_tokens, count_valid, place
+from harness.data.batch import AnyBatch, Batch, count_tokens, count_valid, place
 from harness.model.part import ModelPart
 from harness.model.spec import tensors
 from harness.optimizer.base import drops_on_device, keep_settings, parts_of

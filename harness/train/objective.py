@@ -76,7 +76,7 @@ class Objective(ABC):
         """Return the loader of ``rows`` of every global batch.
 
         Args:
-            process: ``wait_for_all`` and ``is_builder`` of ``harness.data.loader.Reading``.
+            process: ``wait_for_all`` and ``is_builder`` of ``harness.data.samples.Reading``.
         """
 
     @abstractmethod
@@ -107,7 +107,8 @@ class NextToken(Objective):
 
     def build_loader(self, job: Job, tokenizer: Tokenizer, rows: range, split: str, **process: Any) -> Loader:
         from harness.config.training import Sizes
-        from harness.data.loader import Reading, build_loader
+        from harness.data.kinds import build_loader
+        from harness.data.samples import Reading
 
         seq_len, batch_size = job.training.seq_len, job.global_batch_size
         reading = Reading(

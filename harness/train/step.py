@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from harness.config.job import Job
-from harness.data.loader import AnyBatch, Batch
-from harness.data.prefetch import valid_by_source
+from harness.data.batch import AnyBatch, Batch, valid_by_source
 from harness.parallelism.loss import Loss
 from harness.train.rows import Row
 

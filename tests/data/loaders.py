@@ -15,7 +15,10 @@ import torch
 
 from harness.config.data import DataConfig, TokenizerConfig
 from harness.config.training import Sizes
-from harness.data.loader import IGNORE_INDEX, Loader, Reading, build_loader, merge_states
+from harness.data.batch import IGNORE_INDEX
+from harness.data.kinds import build_loader
+from harness.data.loader import Loader, merge_states
+from harness.data.samples import Reading
 from harness.data.tokenizer import build_tokenizer
 
 BYTES = build_tokenizer(TokenizerConfig("bytes"))

@@ -14,8 +14,9 @@ from equal import assert_equal
 from loaders import BYTES, EOS, B, Sample, loader, permutation, ranks_of, resumed, steps
 
 from harness.config.data import DataConfig
-from harness.data.chat import ConversationTokenizer, first_fit, template_of
-from harness.data.loader import IGNORE_INDEX, PADDING
+from harness.data.batch import IGNORE_INDEX, PADDING
+from harness.data.chat import ConversationTokenizer, template_of
+from harness.data.chat_packing import first_fit
 from harness.data.tokenizing import is_held_out
 from harness.util.errors import ConfigError, DataError
 

@@ -38,8 +38,9 @@ from processes import until
 from harness.compose.composer import compose_job, compose_points
 from harness.config.data import DataConfig
 from harness.config.training import Sizes
-from harness.data.loader import IGNORE_INDEX, Batch, Loader, merge_states
-from harness.data.prefetch import DeviceBatch, Prefetcher, count_valid
+from harness.data.batch import IGNORE_INDEX, Batch, DeviceBatch, count_valid
+from harness.data.loader import Loader, merge_states
+from harness.data.prefetch import Prefetcher
 from harness.data.tokenizing import is_held_out
 from harness.launch import train
 from harness.launch.begin import require_vocabulary

@@ -35,7 +35,7 @@ from loaders import (
 
 from harness.config.data import DataConfig
 from harness.config.training import Sizes
-from harness.data.loader import IGNORE_INDEX
+from harness.data.batch import IGNORE_INDEX
 from harness.data.stream_reader import RowReader
 from harness.util.errors import DataError
 

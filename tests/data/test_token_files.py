@@ -28,7 +28,7 @@ from token_writers import (
 
 from harness.config.data import TOKEN_DTYPES, TokenizerConfig
 from harness.contrib.formats.token_formats import smallest_dtype
-from harness.data.loader import IGNORE_INDEX
+from harness.data.batch import IGNORE_INDEX
 from harness.data.tokenizer import build_tokenizer
 from harness.tools.inference.tasks import Setting, open_task
 from harness.util.errors import ConfigError, DataError

@@ -9,7 +9,7 @@ from memory import Ledger
 from torch import Tensor
 from waits import waits
 
-from harness.data.loader import IGNORE_INDEX
+from harness.data.batch import IGNORE_INDEX
 from harness.parallelism.loss import ChunkedLoss, TokenLoss, _add_product
 
 ROWS, WIDTH, VOCABULARY = 48, 32, 1031

@@ -14,7 +14,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit
 
 from harness.config.fields import with_value
 from harness.config.job import Job
-from harness.data.loader import Batch
+from harness.data.batch import Batch
 from harness.launch.pool import RankPool
 from harness.model.feed_forward import gated
 from harness.parallelism.compile import CompileWatch, _of_several_rows, prepare_compiler

@@ -12,7 +12,7 @@ from waits import ON_HOST, waits
 from harness.compose.composer import compose_job
 from harness.config.job import Job
 from harness.config.pipeline import split_modules
-from harness.data.loader import Batch
+from harness.data.batch import Batch
 from harness.launch.pool import RankPool
 from harness.model.decoder import Decoder
 from harness.model.kernels import SdpaKernel

@@ -12,7 +12,7 @@ from torch import Tensor
 from harness.compose.composer import compose_job
 from harness.config.job import Job
 from harness.config.model import ModelConfig
-from harness.data.loader import IGNORE_INDEX, Batch
+from harness.data.batch import IGNORE_INDEX, Batch
 from harness.launch.pool import RankPool
 from harness.model.accounting import account
 from harness.model.decoder import Decoder

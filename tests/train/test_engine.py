@@ -11,7 +11,7 @@ from waits import waits
 from harness.checkpoint.optimizer_state import optimizer_state
 from harness.checkpoint.state import model_state
 from harness.config.job import Job
-from harness.data.loader import IGNORE_INDEX, Batch
+from harness.data.batch import IGNORE_INDEX, Batch
 from harness.launch.pool import RankPool
 from harness.model.spec import tensors
 from harness.optimizer.build import build_optimizer

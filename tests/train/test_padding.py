@@ -12,7 +12,7 @@ import torch
 from jobs import tiny, train
 from layouts import layout, reference, require_parity
 
-from harness.data.loader import IGNORE_INDEX, PADDING, Batch
+from harness.data.batch import IGNORE_INDEX, PADDING, Batch
 from harness.data.tokenizer import build_tokenizer
 from harness.launch.pool import RankPool
 from harness.train.engine import Engine

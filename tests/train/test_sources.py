@@ -15,7 +15,7 @@ from waits import waits
 
 from harness.checkpoint.catalog import CheckpointFolder
 from harness.config.job import Job
-from harness.data.loader import IGNORE_INDEX, Batch
+from harness.data.batch import IGNORE_INDEX, Batch
 from harness.data.tokenizer import build_tokenizer
 from harness.launch.pool import RankPool
 from harness.parallelism.loss import TokenLoss

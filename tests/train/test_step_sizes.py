@@ -10,7 +10,7 @@ import torch
 from equal import assert_equal
 from jobs import tiny
 
-from harness.data.loader import Batch
+from harness.data.batch import Batch
 from harness.metrics.mfu import Efficiency, Peak
 from harness.model.accounting import account
 from harness.train.engine import Engine

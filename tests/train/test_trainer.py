@@ -16,7 +16,7 @@ import torch
 
 from harness.compose.composer import compose_points
 from harness.config.job import Job
-from harness.data.loader import IGNORE_INDEX
+from harness.data.batch import IGNORE_INDEX
 from harness.data.tokenizer import build_tokenizer
 from harness.launch.begin import begin
 from harness.launch.local import launch

@@ -16,8 +16,7 @@ from harness.checkpoint.load import opened
 from harness.checkpoint.state import RankGroup, model_state
 from harness.config.job import Job
 from harness.config.registry import load_attribute
-from harness.data.loader import Batch
-from harness.data.prefetch import place
+from harness.data.batch import Batch, place
 from harness.parallelism.execute import Executor
 from harness.parallelism.materialize import allocate, local_ranges
 from harness.parallelism.mesh import build_mesh

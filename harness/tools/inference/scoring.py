@@ -13,7 +13,7 @@ from torch import Tensor
 
 from harness.config.job import Job
 from harness.config.training import is_lm_eval
-from harness.data.loader import IGNORE_INDEX, Batch
+from harness.data.batch import IGNORE_INDEX, Batch
 from harness.metrics.columns import Metric
 from harness.model.part import ModelPart
 from harness.parallelism.execute import computes_loss

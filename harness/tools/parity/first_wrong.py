@@ -26,7 +26,8 @@ from harness.checkpoint.state import RankGroup
 from harness.config.checkpoint import CheckpointConfig
 from harness.config.job import Job
 from harness.config.parallelism import ParallelismConfig
-from harness.data.loader import AnyBatch, Loader
+from harness.data.batch import AnyBatch
+from harness.data.loader import Loader
 from harness.data.tokenizer import build_tokenizer
 from harness.model.moe import Routing
 from harness.model.spec import BALANCE_BIAS, block_prefix

@@ -18,7 +18,7 @@ from harness.util.errors import UserError
 
 if TYPE_CHECKING:
     from harness.config.job import Job
-    from harness.data.loader import AnyBatch
+    from harness.data.batch import AnyBatch
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class DecoderCosts(Costs):
     def fake_batch(self, job: Job, rows: int) -> AnyBatch:
         import torch
 
-        from harness.data.prefetch import DeviceBatch
+        from harness.data.batch import DeviceBatch
 
         shape = rows, job.training.seq_len
         batch = DeviceBatch(torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64))

@@ -31,7 +31,8 @@ from torch.nn.attention._registry import _FLASH_ATTENTION_IMPLS
 
 from harness.config.job import Job
 from harness.config.training import FLASH
-from harness.data.loader import AnyBatch, Batch, Loader
+from harness.data.batch import AnyBatch, Batch
+from harness.data.loader import Loader
 from harness.model.kernels import VarlenKernel
 from harness.parallelism.expert import ExpertExchange
 from harness.tools.plan.costs import costs_of

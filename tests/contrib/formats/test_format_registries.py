@@ -18,7 +18,7 @@ from harness.config.model import ModelConfig
 from harness.config.registry import TOKEN_FORMATS, WEIGHT_FORMATS, Registry, load_attribute
 from harness.config.training import Sizes
 from harness.data.corpus import TokenizedSplit
-from harness.data.loader import Reading
+from harness.data.samples import Reading
 from harness.data.token_files import open_token_files
 from harness.data.tokenizer import build_tokenizer
 from harness.data.tokens import Opening, TokenFormat, Tokens

@@ -15,7 +15,7 @@ from harness.config.fields import with_value
 from harness.config.job import Job
 from harness.config.parallelism import ParallelismConfig
 from harness.config.pipeline import SCHEDULES, num_stages, stages_of_rank
-from harness.data.loader import Batch
+from harness.data.batch import Batch
 from harness.launch.pool import RankPool
 from harness.tools.plan.machine import machine_of
 from harness.tools.plan.order import fullest, pipeline_order, sends_of_ranks, simulate
