@@ -337,7 +337,8 @@ RUNS = {
     "scheduled": "schedule.batch_size=[{until_step:1,sequences:1}] "
     "schedule.seq_len=[{until_step:1,tokens:8}] "
     "profiling.phases=true metrics.all_ranks=true",
-    "evaluated": f"model.vocab_size=258 evaluation.interval=5 evaluation.tasks={FILES}",
+    "evaluated": f"evaluation.interval=5 data=local_jsonl data.paths={FILES} data.validation_paths={FILES} "
+    "data.text_field=context data.validation_fraction=0 data.cache_dir=cache model.vocab_size=258",
     "mixture": "model=deepseek_v3_debug model.n_layers=2 model.vocab_size=256 model.mtp.depth=1",
     "pictures": "model=flux_debug model.n_layers=2 data=latents_synthetic",
 }
@@ -348,7 +349,7 @@ def test_every_column_that_runs_write_is_described_and_no_other(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     metrics, of_rank, result = set(), set(), {f"error.{name}" for name in failures.ERROR_FIELDS_IN_ROW}
-    (tmp_path / "pair.jsonl").write_text(2 * (json.dumps({"context": 20 * "a", "continuation": "b"}) + "\n"))
+    (tmp_path / "pair.jsonl").write_text(2 * (json.dumps({"context": 20 * "a"}) + "\n"))
     for name, overrides in RUNS.items():
         common = f"name={name} training.steps=5 training.seq_len=32 training.global_batch_size=2"
         code, folder, _ = train(tmp_path, *common.split(), *overrides.split())

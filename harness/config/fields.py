@@ -381,6 +381,7 @@ class Removed(NamedTuple):
 
 REMOVED: tuple[Removed, ...] = (
     Removed("optimizer.in_backward", after="optimizer.implementation", role="execution", value=False),
+    Removed("evaluation.tasks", after="evaluation.interval", role="", value=["data"]),
 )
 REMOVED_AFTER = {
     after: list(removed) for after, removed in itertools.groupby(REMOVED, key=lambda each: each.after)

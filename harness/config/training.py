@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
 from importlib.metadata import entry_points
-from pathlib import Path
 from typing import Any
 
 from harness.config.data import DataConfig
@@ -111,37 +110,10 @@ def _size_at(step: int, changes: Changes, final: int) -> int:
     return next((size for last, size in changes if step <= last), final)
 
 
-DATA, JSONL, LM_EVAL = "data", ".jsonl", "lm_eval:"
-SPLITS = ("validation", "train", "all")
-
-
-def require_tasks(field: str, names: Sequence[str], *, lm_eval: bool) -> None:
-    kinds = f"{DATA}, FILE{JSONL}{f', {LM_EVAL}NAME' if lm_eval else ''}"
-    if not names:
-        raise ConfigError(field, "[]", "names no task", kinds)
-    for name in names:
-        if name != DATA and not name.endswith(JSONL) and not (lm_eval and is_lm_eval(name)):
-            raise ConfigError(field, name, "no such task", kinds)
-    shorts = [short_name(name) for name in names]
-    for name, short in zip(names, shorts, strict=True):
-        if shorts.count(short) > 1:
-            raise ConfigError(field, name, f"two tasks are called {short}", "files with distinct names")
-
-
 def require_stride(field: str, stride: int | None, window: int) -> None:
     """Raise ConfigError if windows would leave out tokens."""
     if stride is not None and stride > window:
         raise ConfigError(field, stride, f"exceeds the window of {window} tokens", f"at most {window}")
-
-
-def is_lm_eval(name: str) -> bool:
-    return name.startswith(LM_EVAL) and name != LM_EVAL
-
-
-def short_name(name: str) -> str:
-    if name.startswith(LM_EVAL):
-        return name.removeprefix(LM_EVAL)
-    return Path(name).stem.replace(".", "_")
 
 
 NON_FINITE = ("stop", "skip")
@@ -291,31 +263,27 @@ class ValidationConfig:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Evaluation while training, as ``harness evaluate`` does it."""
+    """Loss of all held-out documents while training, as ``harness evaluate`` computes it."""
 
     interval: int = label(0, least=0)
     """Steps between evaluations (one more after the last step); 0 means none."""
-    tasks: list[str] = label(factory=lambda: ["data"], needs=EVALUATION)
-    """Each is ``data`` (all held-out documents), or a ``.jsonl`` file of questions."""
     stride: int | None = label(None, least=1, needs=EVALUATION)
-    """Task ``data``: tokens that each window of ``training.seq_len`` scores; null: all."""
+    """Tokens that each window of ``training.seq_len`` scores; null: all."""
     limit: int | None = label(None, least=1, needs=EVALUATION)
-    """Use the first examples (or documents) of each task only; null: all."""
+    """Use the first documents only; null: all."""
 
     def validate(self, data: DataConfig, seq_len: int) -> None:
         if not self.interval:
             return
-        require_tasks("evaluation.tasks", self.tasks, lm_eval=False)
         require_stride("evaluation.stride", self.stride, seq_len)
-        if DATA in self.tasks:
-            if not data.has_text:
-                rule = f"data.kind={data.kind} has no text"
-                raise ConfigError("evaluation.tasks", DATA, rule, "a .jsonl file, or other data")
-            if data.sources:
-                rule = f"reads one source, and data.kind is {data.kind}"
-                works = "a .jsonl file, or validation.interval, which has the loss of each source"
-                raise ConfigError("evaluation.tasks", DATA, rule, works)
-            data.require_validation()
+        if not data.has_text:
+            rule = f"data.kind={data.kind} has no text"
+            raise ConfigError("evaluation.interval", self.interval, rule, "0, or other data")
+        if data.sources:
+            rule = f"reads one source, and data.kind is {data.kind}"
+            works = "0, or validation.interval, which has the loss of each source"
+            raise ConfigError("evaluation.interval", self.interval, rule, works)
+        data.require_validation()
 
 
 @dataclass(frozen=True)

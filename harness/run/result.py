@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.config.training import short_name
 from harness.metrics.columns import Metric
 from harness.util import __version__
 from harness.util.encoding import dumps, flatten, parse_object
@@ -127,6 +126,10 @@ def _git(folder: Path, *arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
+DATA = "data"
+"""The task of an evaluation that is the loss of documents."""
+LM_EVAL = "lm_eval:"
+"""Before the name of a task of lm-evaluation-harness."""
 PREFIX = "evaluation"
 """First part of a column's name: ``evaluation.<task>.<metric>``."""
 
@@ -145,7 +148,7 @@ Metrics = dict[str, Any]
 def columns(task: str, metrics: Metrics) -> dict[str, Any]:
     """The numbers of a task as columns."""
     return {
-        f"{PREFIX}.{short_name(task)}.{name}": value
+        f"{PREFIX}.{task.removeprefix(LM_EVAL)}.{name}": value
         for name, value in metrics.items()
         if isinstance(value, int | float)
     }
@@ -172,7 +175,7 @@ def newest(run_dir: Path) -> dict[str, Any]:
 
 
 def evaluated_columns(rows: Sequence[Metrics]) -> list[str]:
-    """Names of the evaluation columns that any row has, without numbers of examples, tokens and bytes."""
+    """Names of the evaluation columns that any row has, without numbers of documents, tokens and examples."""
     names = dict.fromkeys(name for row in rows for name in row if name.startswith(f"{PREFIX}."))
     return [name for name in names if name.rpartition(".")[2] not in COUNTS]
 

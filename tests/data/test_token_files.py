@@ -30,7 +30,7 @@ from harness.config.data import TOKEN_DTYPES, TokenizerConfig
 from harness.contrib.formats.token_formats import smallest_dtype
 from harness.data.batch import IGNORE_INDEX
 from harness.data.tokenizer import build_tokenizer
-from harness.tools.inference.tasks import Setting, open_task
+from harness.tools.inference.tasks import Documents, Setting
 from harness.util.errors import ConfigError, DataError
 from harness.weights.tokenizer import export_tokenizer
 
@@ -183,9 +183,9 @@ def test_without_a_tokenizer():
             use("a")
     export_tokenizer(TokenizerConfig("none"), Path("exported"))
     assert not Path("exported").exists()
-    setting = Setting(BYTES, 300, config(paths=["a"]), "all", 16, "", None, None)
+    setting = Setting(BYTES, config(paths=["a"]), "all", 16)
     with pytest.raises(ConfigError, match=r"data\.kind=tokens: has no text to evaluate"):
-        open_task("data", setting)
+        Documents(setting)
 
 
 def test_many_files_need_few_descriptors():

@@ -98,7 +98,6 @@ STARTS = {
     "generate": [(0.9, "checkpoint={weights}"), (0.7, "{prompt}")],
     "evaluate": [
         (0.9, "checkpoint={weights}"),
-        (0.3, "evaluate.tasks=[{path}]"),
         (0.3, "evaluate.tasks=[data]"),
         (0.7, "data=local_text data.paths=[file] evaluate.split=all"),
     ],

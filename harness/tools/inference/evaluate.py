@@ -14,12 +14,12 @@ from harness.checkpoint.catalog import is_url
 from harness.compose.verb import Result, Verb
 from harness.config.fields import label, part, with_value
 from harness.config.parallelism import degrees_in_words
-from harness.config.training import DATA, SPLITS, is_lm_eval, require_stride, require_tasks
-from harness.data.tokenizer import build_tokenizer
+from harness.config.training import require_stride
+from harness.data.tokenizer import build_tokenizer, check_vocab_size
 from harness.model.architecture import require_decoder
-from harness.run.result import ABOUT, EVALUATIONS, Metrics, shown, versions
+from harness.run.result import ABOUT, DATA, EVALUATIONS, LM_EVAL, Metrics, shown, versions
 from harness.tools.inference.inference import InferenceJob, is_first, run_on_ranks, use_checkpoint
-from harness.tools.inference.tasks import Setting, open_task
+from harness.tools.inference.tasks import SPLITS, Documents, Setting
 from harness.util.encoding import dumps, flatten
 from harness.util.errors import EXIT_OK, ConfigError, MachineError, UserError
 from harness.util.tables import aligned
@@ -31,8 +31,7 @@ Every layout computes the same metrics.
 
     harness evaluate checkpoint=runs/NAME/ID
     harness evaluate checkpoint=... data=local_text data.paths=[book.txt] evaluate.split=all
-    harness evaluate checkpoint=... evaluate.tasks=[questions.jsonl] --json
-    harness evaluate checkpoint=... evaluate.tasks=[lm_eval:hellaswag] parallelism=fsdp
+    harness evaluate checkpoint=... evaluate.tasks=[lm_eval:hellaswag] parallelism=fsdp --json
 """
 
 
@@ -44,8 +43,8 @@ class EvaluateConfig:
     """Weights: a run folder (its newest complete checkpoint), a DCP checkpoint, or a folder of safetensors.
     ``checkpoint=PATH`` is short for it."""
     tasks: list[str] = label(factory=lambda: ["data"])
-    """Each is ``data`` (loss on the documents of ``data=``), a ``.jsonl`` file of questions, or
-    ``lm_eval:NAME``, a task of lm-evaluation-harness."""
+    """Each is ``data`` (loss on the documents of ``data=``), or ``lm_eval:NAME``, a task of
+    lm-evaluation-harness."""
     split: str = label("validation", choices=SPLITS)
     """Documents of the task ``data``: those held out for validation, those trained on, or all."""
     seq_len: int | None = label(None, least=2)
@@ -59,7 +58,7 @@ class EvaluateConfig:
     batch_size: int = label(8, least=1)
     """Rows per data-parallel rank and pass."""
     special_tokens: bool = label(True)
-    """Whether the text of a special token (``<|im_start|>``) in a question is that token, as in transformers;
+    """lm_eval: whether the text of a special token (``<|im_start|>``) is that token, as in transformers;
     false: plain text, as in the documents of ``data``."""
     num_fewshot: int | None = label(None, least=0)
     """lm_eval: examples in the prompt; null: as the task says."""
@@ -86,7 +85,7 @@ class EvaluateJob(InferenceJob):
         """Also check the options of the evaluation; raise ConfigError for a wrong one."""
         require_decoder(self.model, "scores text", "validation.interval of harness.train")
         options, most = self.evaluate, self.model.max_seq_len
-        require_tasks("evaluate.tasks", options.tasks, lm_eval=True)
+        _check_tasks(options.tasks)
         window = options.seq_len or most
         if window > most:
             rule = f"must not exceed model.max_seq_len={most}"
@@ -103,12 +102,31 @@ class EvaluateJob(InferenceJob):
 
     @property
     def setting(self) -> Setting:
-        """Inputs of the tasks, after ``evaluate.seq_len`` is set."""
+        """How text becomes rows, after ``evaluate.seq_len`` is set."""
         options = self.evaluate
         assert options.seq_len is not None, "the window is not known"
-        tokenizer, window = build_tokenizer(self.tokenizer), (options.seq_len, "evaluate.seq_len")
-        what = tokenizer, self.model.vocab_size, self.data, options.split
-        return Setting(*what, *window, options.stride, options.limit, options.special_tokens)
+        return Setting(
+            build_tokenizer(self.tokenizer),
+            self.data,
+            options.split,
+            options.seq_len,
+            options.stride,
+            options.limit,
+            options.special_tokens,
+        )
+
+
+def _check_tasks(names: Sequence[str]) -> None:
+    kinds = f"{DATA}, {LM_EVAL}NAME"
+    if not names:
+        raise ConfigError("evaluate.tasks", "[]", "names no task", kinds)
+    for name in names:
+        if name != DATA and (not name.startswith(LM_EVAL) or name == LM_EVAL):
+            raise ConfigError("evaluate.tasks", name, "no such task", kinds)
+    columns = [name.removeprefix(LM_EVAL) for name in names]
+    for column in columns:
+        if columns.count(column) > 1:
+            raise ConfigError("evaluate.tasks", column, "two tasks have this name", "each task once")
 
 
 def rows_of(job: EvaluateJob, found: WeightFolder, results: Sequence[tuple[str, Metrics]]) -> list[Metrics]:
@@ -156,7 +174,7 @@ def table(results: Sequence[tuple[str, Metrics]]) -> str:
 def evaluate(job: EvaluateJob, overrides: list[str]) -> int | Result:
     """Evaluate weights on tasks, and append the metrics to a file."""
     job, found = use_checkpoint(job, overrides, "evaluate.checkpoint")
-    library = [name for name in job.evaluate.tasks if is_lm_eval(name)]
+    library = [name for name in job.evaluate.tasks if name != DATA]
     if library and importlib.util.find_spec("lm_eval") is None:
         rule = "needs lm-evaluation-harness, which is not installed"
         raise ConfigError("evaluate.tasks", library[0], rule, "pip install -e '.[eval]'")
@@ -171,10 +189,15 @@ def evaluate(job: EvaluateJob, overrides: list[str]) -> int | Result:
             raise UserError(f"{found.path}: records no data; would work: data=NAME, an option of conf/data")
         job = dataclasses.replace(job, data=data)
     setting = job.setting
-    tasks = [open_task(name, setting) for name in job.evaluate.tasks if name not in library]
-    longest = max(len(row.tokens) - 1 for task in tasks for row in task.rows) if not library else window
+    documents = None
+    longest = window
+    check_vocab_size(setting.tokenizer.vocab_size, job.model.vocab_size)
+    if DATA in job.evaluate.tasks:
+        documents = Documents(setting)
+        if not library:
+            longest = max(len(row.tokens) for row in documents.rows) - 1
     job = with_value(job, "training.seq_len", job.parallelism.padded(longest))
-    results = run_on_ranks(job, "harness.tools.inference.scoring:evaluate", found, tasks)
+    results = run_on_ranks(job, "harness.tools.inference.scoring:evaluate", found, documents)
     if not is_first():
         return EXIT_OK
     rows, file = rows_of(job, found, results), file_of(job, found)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import date
+from functools import partial
 from typing import Any, ClassVar, Self
 
 from harness.compose.generator import Generator, Request, generator_of
@@ -19,11 +22,15 @@ from harness.data.chat import find_template, message_of, require_text
 from harness.data.tokenizer import Tokenizer, build_tokenizer, with_bos
 from harness.model.architecture import architecture_of
 from harness.tools.inference.inference import InferenceJob, is_first, run_on_ranks, use_checkpoint
-from harness.tools.inference.tasks import STDIN, numbered_lines, parse_json
 from harness.train.objective import objective_of
 from harness.train.process import launched_ranks
+from harness.util.encoding import parse
 from harness.util.errors import EXIT_OK, ConfigError, UserError
 
+STDIN = "-"
+LONGEST_LINE = 4_000_000
+"""Characters of a line, about a million tokens; a tokenizer takes a hundred bytes for each."""
+_WORKS = "a prompt on each line"
 HELP = """`harness generate`: generate text with the weights of a run or a checkpoint.
 
 Tensor, data and expert parallel generate the same as one process. Text goes to stdout, rates to stderr.
@@ -198,14 +205,49 @@ def _lines(name: str, *, with_messages: bool) -> list[str | Conversation]:
     if name == STDIN and ranks > 1:
         rule = f"{ranks} ranks of a launcher cannot share standard input"
         raise ConfigError("generate.prompt_file", name, rule, "a file")
-    lines = numbered_lines(f"generate.prompt_file={name}", name, "a prompt on each line")
+    lines = _numbered_lines(name)
     if not name.endswith(".jsonl"):
         return [line for _, line in lines]
     return [_prompt_of(line, where, with_messages) for where, line in lines]
 
 
+def _numbered_lines(file: str) -> list[tuple[str, str]]:
+    """Return the lines that are not blank, each after its place for messages."""
+    name = f"generate.prompt_file={file}"
+    lines = []
+    try:
+        with nullcontext(sys.stdin) if file == STDIN else open(file, encoding="utf-8") as opened:
+            # Not splitlines(), which also splits at separators that JSON allows inside of a text.
+            for number, line in enumerate(iter(partial(opened.readline, LONGEST_LINE + 1), ""), start=1):
+                where = f"{name}, line {number}"
+                if len(line) > LONGEST_LINE:
+                    rule = f"has more than {LONGEST_LINE} characters"
+                    raise UserError(f"{where}: {rule}; would work: {_WORKS}")
+                line.encode("utf-8")  # standard input has surrogates for bytes that are not UTF-8
+                if line.strip():
+                    lines.append((where, line.removesuffix("\n")))
+    except OSError as error:
+        raise UserError(f"{name}: cannot be read: {error.strerror}") from error
+    except UnicodeError as error:
+        raise UserError(f"{name}: is not UTF-8 text") from error
+    if not lines:
+        raise UserError(f"{name}: is empty; would work: {_WORKS}")
+    return lines
+
+
+def _parse_json(line: str, where: str) -> Any:
+    try:
+        row = parse(line)
+        json.dumps(row, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UserError(f"{where}: has half a surrogate pair, which no tokenizer can read") from error
+    except ValueError as error:
+        raise UserError(f"{where}: is not JSON: {error}") from error
+    return row
+
+
 def _prompt_of(line: str, where: str, with_messages: bool) -> str | Conversation:
-    row = parse_json(line, where)
+    row = _parse_json(line, where)
     if with_messages and isinstance(row, dict) and isinstance(row.get("messages"), list):
         return [message_of(each, f"{where}, message {i}") for i, each in enumerate(row["messages"], start=1)]
     prompt = row.get("prompt") if isinstance(row, dict) else None

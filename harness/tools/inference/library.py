@@ -15,8 +15,8 @@ import torch.distributed as dist
 from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 
-from harness.config.training import LM_EVAL
 from harness.model.decoder import Decoder
+from harness.run.result import LM_EVAL
 from harness.tools.inference.decode import generate_texts
 from harness.tools.inference.evaluate import EvaluateJob
 from harness.tools.inference.generate import GenerateConfig, Prompt
@@ -175,12 +175,12 @@ class HarnessLM(LM):  # type: ignore[misc]
         return texts
 
     def _row(self, context: str, continuation: str) -> ScoredRow:
-        tokens, start = encode_pair(context, continuation, self.setting, f"{LM_EVAL} request")
+        tokens, start = encode_pair(context, continuation, self.setting)
         left_out = max(0, len(tokens) - 1 - self.setting.window)
         if left_out >= start:
             raise UserError(
                 f"{LM_EVAL} a continuation of {len(tokens) - start} tokens does not fit into "
-                f"{self.setting.window_field}={self.setting.window}"
+                f"evaluate.seq_len={self.setting.window}"
             )
         return ScoredRow(tokens[left_out:], start - left_out)
 
@@ -189,7 +189,7 @@ class HarnessLM(LM):  # type: ignore[misc]
         if room < 1:
             raise UserError(
                 f"{LM_EVAL} a task generates {new} tokens, which leaves no room for a prompt in "
-                f"{setting.window_field}={setting.window}"
+                f"evaluate.seq_len={setting.window}"
             )
         return Prompt(context, (setting.encode(context) or setting.prefix)[-room:])
 

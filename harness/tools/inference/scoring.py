@@ -12,16 +12,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.config.job import Job
-from harness.config.training import is_lm_eval
 from harness.data.batch import IGNORE_INDEX, Batch
 from harness.metrics.columns import Metric
 from harness.model.part import ModelPart
 from harness.parallelism.execute import computes_loss
 from harness.parallelism.mesh import Mesh
-from harness.run.result import columns
+from harness.run.result import DATA, columns
 from harness.tools.inference.evaluate import EvaluateJob
 from harness.tools.inference.model import InferenceModel
-from harness.tools.inference.tasks import ScoredRow, Setting, Task, open_task
+from harness.tools.inference.tasks import Documents, ScoredRow, Setting
 from harness.train import observer
 from harness.util.errors import ConfigError, one_line
 from harness.weights.detect import WeightFolder
@@ -58,7 +57,7 @@ class Scorer:
         self.has_scores = computes_loss(model.mesh, model.parts)
 
     def score(self, rows: Sequence[ScoredRow]) -> np.ndarray:
-        """Return the scores of all rows on every rank, as ``Task.metrics`` takes them."""
+        """Return the scores of all rows on every rank, as ``Documents.metrics`` takes them."""
         scores = torch.zeros(len(rows), 2, dtype=torch.float64, device=self.model.device)
         order = sorted(range(len(rows)), key=lambda number: -len(rows[number].tokens))
         size, replicas = self.job.local_batch_size, self.job.parallelism.data_parallel
@@ -95,15 +94,15 @@ def _batch(rows: Sequence[ScoredRow], size: int, length: int) -> Batch:
 
 
 def evaluate(
-    job: EvaluateJob, device: torch.device, found: WeightFolder, tasks: Sequence[Task]
+    job: EvaluateJob, device: torch.device, found: WeightFolder, documents: Documents | None
 ) -> list[tuple[str, dict[str, Any]]]:
     """Evaluate on this rank of a process group; return name and metrics of each task, in the job's order.
 
     Args:
         job: the resolved job; training.seq_len is the longest pass.
-        tasks: all tasks but those of lm-evaluation-harness.
+        documents: of the task ``data``; None: that task is not asked for.
     """
-    library = [name for name in job.evaluate.tasks if is_lm_eval(name)]
+    library = [name for name in job.evaluate.tasks if name != DATA]
     loaded = None
     if library:
         # Before the weights: a misspelled name costs nothing.
@@ -119,33 +118,36 @@ def evaluate(
     model = InferenceModel(job, device)
     model.load(found)
     scorer = Scorer(model)
-    metrics = {task.name: task.metrics(scorer.score(task.rows)) for task in tasks}
+    metrics = {}
+    if documents is not None:
+        metrics[DATA] = documents.metrics(scorer.score(documents.rows))
     if loaded is not None:
         metrics |= loaded.evaluate(model, scorer, job.setting)
     return [(name, metrics[name]) for name in job.evaluate.tasks]
 
 
 class EvaluationInLoop(observer.Periodic):
-    """The tasks of ``evaluation``, which all ranks score together.
+    """Loss of the held-out documents, which all ranks score together.
 
     Raises:
-        UserError: a task cannot be read.
+        UserError: there are none.
     """
 
-    meaning = "Metric of a task, `evaluation.<task>.<metric>`; a row of its own with `step`."
+    meaning = "Loss of the held-out documents, `evaluation.data.<metric>`; a row of its own with `step`."
     metrics = (Metric("evaluation.*", "number", meaning, "evaluation", line="{rest} {:.5g}"),)
 
     def __init__(self, run: observer.Run) -> None:
         super().__init__(run, run.job.evaluation.interval)
-        job, of = run.job, run.job.evaluation
-        window = job.training.seq_len, "training.seq_len"
-        how = of.stride, of.limit
-        setting = Setting(run.tokenizer, job.model.vocab_size, job.data, "validation", *window, *how)
-        self.tasks = [open_task(name, setting) for name in job.evaluation.tasks]
+        job = run.job
+        options = job.evaluation
+        window = job.training.seq_len
+        self.documents = Documents(
+            Setting(run.tokenizer, job.data, "validation", window, options.stride, options.limit)
+        )
         self.scorer = Scorer(run.engine)
 
     def act(self, step: int) -> observer.Row:
-        found = [columns(task.name, task.metrics(self.scorer.score(task.rows))) for task in self.tasks]
-        row = {name: value for metrics in found for name, value in metrics.items()}
+        metrics = self.documents.metrics(self.scorer.score(self.documents.rows))
+        row = columns(DATA, metrics)
         self.run.progress.evaluation = row
         return row

@@ -110,7 +110,7 @@ def job_of(folder: Path, *overrides: str) -> EvaluateJob:
 
 
 def on_rank(job: EvaluateJob, folder: str) -> list[tuple[str, dict[str, Any]]]:
-    return evaluate(job, torch.device("cpu"), find_source(folder), [])
+    return evaluate(job, torch.device("cpu"), find_source(folder), None)
 
 
 def theirs(folder: Path, name: str, bos: bool) -> dict[str, float]:

@@ -17,7 +17,7 @@ def test_newest(tmp_path: Path) -> None:
     assert newest(tmp_path) == {}
     for loss in (3.0, 2.0):
         append(tmp_path / EVALUATIONS, [{"task": "data", "loss": loss, "step": 4, "code.torch": "2"}])
-    append(tmp_path / EVALUATIONS, [{"task": "a/q.jsonl", "acc": 0.5, "split": "all", "seq_len": 8}])
+    append(tmp_path / EVALUATIONS, [{"task": "lm_eval:q", "acc": 0.5, "split": "all", "seq_len": 8}])
     with (tmp_path / EVALUATIONS).open("a") as file:
         file.write('{"task": "da')
     assert newest(tmp_path) == {"evaluation.data.loss": 2.0, "evaluation.q.acc": 0.5}
@@ -33,7 +33,7 @@ def test_markdown() -> None:
 
 def test_report_has_the_newest_evaluations(tmp_path: Path) -> None:
     run = train(tmp_path / "runs", "training.steps=4", "training.seq_len=16", "name=evaluated")
-    append(run.folder.path / EVALUATIONS, [{"task": "q.jsonl", "acc": 0.25, "examples": 4}])
+    append(run.folder.path / EVALUATIONS, [{"task": "lm_eval:q", "acc": 0.25, "examples": 4}])
     rows = load(tmp_path / "runs")
     assert [row["evaluation.q.acc"] for row in rows] == [0.25]
     tables = [each for each in report_runs("runs", rows, tmp_path).blocks if isinstance(each, Table)]

@@ -1,4 +1,4 @@
-"""Rows and metrics of tasks, and a line for each mistake of a user."""
+"""Rows and metrics of documents, and a line for each mistake of a user."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from harness.config.data import DataConfig
 from harness.data.tokenizer import BytesTokenizer
 from harness.tools.inference.evaluate import EvaluateJob, evaluate
 from harness.tools.inference.scoring import evaluate as on_rank
-from harness.tools.inference.tasks import Setting, encode_pair, open_task, windows
+from harness.tools.inference.tasks import Documents, Setting, encode_pair, windows
 from harness.util.errors import UserError
 
 
@@ -23,7 +23,7 @@ def setting(
     window: int = 64, data: DataConfig | None = None, split: str = "all", **options: int | bool
 ) -> Setting:
     data = data or DataConfig(paths=["none"])
-    return Setting(BytesTokenizer(), 258, data, split, window, "evaluate.seq_len", **options)
+    return Setting(BytesTokenizer(), data, split, window, **options)
 
 
 @pytest.mark.parametrize("length", [1, 2, 9, 10, 11, 25, 40])
@@ -42,7 +42,7 @@ def test_documents(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a\N{EURO SIGN}c")
     (tmp_path / "b.txt").write_text("d" * 100)
     (tmp_path / "c.txt").write_text("")
-    task = open_task("data", setting(data=DataConfig(paths=[f"{tmp_path}/*.txt"])))
+    task = Documents(setting(data=DataConfig(paths=[f"{tmp_path}/*.txt"])))
     # A byte is a token, and each document has one that ends it.
     scores = np.asarray([[-(len(row.tokens) - row.start) * 2.0, 0] for row in task.rows])
     metrics = task.metrics(scores)
@@ -50,7 +50,7 @@ def test_documents(tmp_path: Path) -> None:
     assert metrics["loss"] == pytest.approx(2.0)
     assert metrics["perplexity"] == pytest.approx(math.exp(2))
     assert metrics["bits_per_byte"] == pytest.approx(2 * 107 / math.log(2) / 105)
-    assert len(open_task("data", setting(data=DataConfig(paths=[f"{tmp_path}/*.txt"]), limit=1)).rows) == 1
+    assert len(Documents(setting(data=DataConfig(paths=[f"{tmp_path}/*.txt"]), limit=1)).rows) == 1
 
 
 def test_splits_are_disjoint(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_splits_are_disjoint(tmp_path: Path) -> None:
     data = DataConfig(paths=[f"{tmp_path}/*.txt"], validation_fraction=0.3)
     read = {}
     for split in ("train", "validation", "all"):
-        rows = open_task("data", setting(8, data, split)).rows
+        rows = Documents(setting(8, data, split)).rows
         read[split] = {bytes(row.tokens[1:-1].astype(np.uint8)) for row in rows}
     assert read["train"] | read["validation"] == read["all"]
     assert not read["train"] & read["validation"]
@@ -67,60 +67,23 @@ def test_splits_are_disjoint(tmp_path: Path) -> None:
     assert 0 < len(read["validation"]) < 30
 
 
-def test_continuations(tmp_path: Path) -> None:
-    (tmp_path / "q.jsonl").write_text(
-        '{"context": "", "continuation": "ab"}\n{"context": "a", "continuation": "b"}'
-    )
-    task = open_task(f"{tmp_path}/q.jsonl", setting())
-    assert [row.tokens.tolist() for row in task.rows] == [[256, 97, 98], [256, 97, 98]]
-    assert [row.start for row in task.rows] == [1, 2]
-    metrics = task.metrics(np.asarray([[-1.0, 0], [-3.0, 1]]))
-    assert (metrics["acc"], metrics["log_likelihood"], metrics["examples"]) == (0.5, -2.0, 2)
-    assert metrics["perplexity"] == pytest.approx(math.exp(2))
-
-
 def test_trailing_spaces_are_scored() -> None:
-    row = encode_pair("a  ", "b", setting(), "")
+    row = encode_pair("a  ", "b", setting())
     assert bytes(row.tokens[row.start :].tolist()) == b"  b"
 
 
 def test_special_tokens() -> None:
     """In questions they are parsed, as in transformers, and a begin token in the text is not doubled."""
-    for of, context, tokens, start in (
+    for each, context, tokens, start in (
         (setting(), "<s>a</s>", [256, 97, 257, 98], 3),
         (setting(), "", [256, 98], 1),
         (setting(special_tokens=False), "</s>", [256, *b"</s>b"], 5),
     ):
-        row = encode_pair(context, "b", of, "")
+        row = encode_pair(context, "b", each)
         assert (row.tokens.tolist(), row.start) == (tokens, start)
-    assert encode_pair("", "<s>b", setting(), "").tokens.tolist() == [256, 98]
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("", "is empty; would work: lines such as"),
-        ("{", "line 1: is not JSON"),
-        ('{"continuation": "a"}', 'line 1: has no text in "context"'),
-        ('{"context": "a"}', 'has no text in "continuation"'),
-        ('{"context": "a", "continuation": "\\ud800"}', "half a surrogate pair"),
-        ('{"context": "a", "continuation": ""}', "the continuation '' has no token of its own"),
-        ('{"context": "a", "choices": ["b", "c"], "answer": 1}', "would work: lm_eval:NAME"),
-        (
-            f'{{"context": "{"a" * 64}", "continuation": "b"}}',
-            "has 65 tokens, and evaluate.seq_len=64",
-        ),
-    ],
-)
-def test_wrong_files(content: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "q.jsonl").write_text(content)
-    with pytest.raises(UserError, match=message):
-        open_task(f"{tmp_path}/q.jsonl", setting())
-
-
-def test_missing_file() -> None:
-    with pytest.raises(UserError, match=r"none.jsonl: cannot be read: No such file"):
-        open_task("none.jsonl", setting())
+    assert encode_pair("", "<s>b", setting()).tokens.tolist() == [256, 98]
+    with pytest.raises(UserError, match="the continuation '' has no token of its own"):
+        encode_pair("a", "", setting())
 
 
 def compose(*overrides: str) -> EvaluateJob:
@@ -137,7 +100,7 @@ def test_an_incomplete_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.delitem(sys.modules, module, raising=False)
     message = r"^evaluate.tasks=lm_eval:x: .*No module named 'a_package_that_is_not_there'.*pip install -e"
     with pytest.raises(UserError, match=message):
-        on_rank(compose("evaluate.tasks=[lm_eval:x]"), torch.device("cpu"), None, [])  # type: ignore[arg-type]
+        on_rank(compose("evaluate.tasks=[lm_eval:x]"), torch.device("cpu"), None, None)  # type: ignore[arg-type]
 
 
 def test_no_tokenizer_no_weights(tmp_path: Path) -> None:
