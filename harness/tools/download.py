@@ -1,17 +1,24 @@
-"""The verb ``download``."""
+"""The verb ``download``: ``huggingface_hub.snapshot_download``, and the commands to type next.
+
+The hub's client finds the token (HF_TOKEN or a login) and the hub (HF_ENDPOINT), transfers files in parallel,
+goes on where it was interrupted, and keeps the commit and checksum of each file in ``.cache/huggingface``.
+"""
 
 from __future__ import annotations
 
+import errno
+import glob
 import os
-import re
 import shlex
+import shutil
 import signal
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 from harness.compose.composer import option_values
 from harness.compose.verb import Verb
@@ -19,12 +26,9 @@ from harness.config.fields import check_rules, label
 from harness.config.job import from_dict
 from harness.config.model import ModelConfig
 from harness.config.texts import validate_texts
-from harness.util.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, UserError
+from harness.util.errors import DISK_FULL, EXIT_INTERRUPTED, EXIT_OK, ConfigError, MachineError, UserError
 from harness.util.tables import plural
 from harness.weights.config_json import CONFIG, check_hf_config, model_from_config, read_object
-
-if TYPE_CHECKING:
-    from harness.weights.hub import RemoteFile, Repository
 
 HELP = """`harness download`: download a published model's files from the Hugging Face hub.
 
@@ -55,7 +59,7 @@ PATTERNS = {
     "index": ("model.safetensors.index.json",),
     "weights": ("model.safetensors", "model-*-of-*.safetensors", "*.safetensors", "consolidated.*.pth"),
 }
-_REPO = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_AGAIN = "the same command downloads the missing files"
 
 
 @dataclass
@@ -92,41 +96,38 @@ class DownloadJob:
         """Check every field without contacting the hub."""
         if not self.repo:
             raise ConfigError("repo", self.repo, "must be given", "Qwen/Qwen3-8B")
-        if not _REPO.fullmatch(self.repo):
-            within = re.fullmatch(r"(?:https?://)?[\w.-]*huggingface\.co/([\w.-]+/[\w.-]+).*", self.repo)
-            raise ConfigError("repo", self.repo, "not a valid name", within[1] if within else "owner/name")
-        kinds = self.kinds if isinstance(self.what, str | list) else []
-        if not kinds or not all(isinstance(kind, str) and kind in PATTERNS for kind in kinds):
-            given = f"[{','.join(map(str, self.what))}]" if isinstance(self.what, list) else self.what
-            works = f"one or a list of {', '.join(PATTERNS)}"
-            raise ConfigError("what", given, "no such files", works)
         if not self.revision:
             raise ConfigError("revision", "''", "must be given", "main")
+        if not isinstance(self.what, str | list) or not self.what or set(self.kinds) - PATTERNS.keys():
+            raise ConfigError("what", self.what, "no such files", f"one or a list of {', '.join(PATTERNS)}")
 
 
-def choose(job: DownloadJob, repository: Repository) -> list[RemoteFile]:
-    """Select the files of the repository to download."""
-    by_kind = {kind: _of_kind(kind, repository) for kind in PATTERNS}
-    for kind in job.kinds:
+def choose(job: DownloadJob, names: list[str]) -> list[str]:
+    """Select the files to download among those of the repository."""
+    by_kind = {kind: _of_kind(kind, names) for kind in PATTERNS}
+    chosen: list[str] = []
+    for kind in PATTERNS:
+        if kind not in job.kinds:
+            continue
         # A model of one file needs no index.
         if not by_kind[kind] and not (kind == "index" and by_kind["weights"]):
             there = [other for other in PATTERNS if by_kind[other]]
             works = f"what=[{','.join(there)}]" if there else "a repository with safetensors"
             raise UserError(f"what={kind}: {job.repo} has no such files; would work: {works}")
-    wanted = set(job.kinds)
-    chosen = [file for kind in PATTERNS if kind in wanted for file in by_kind[kind]]
-    if "tokenizer" in wanted and "config" not in wanted:
+        chosen += by_kind[kind]
+    if "tokenizer" in job.kinds and CONFIG in names and CONFIG not in chosen:
         # transformers finds the tokenizer's class in config.json, and we find the family.
-        chosen += [file for file in by_kind["config"] if file.name == "config.json"]
+        chosen.append(CONFIG)
     return chosen
 
 
-def _of_kind(kind: str, repository: Repository) -> list[RemoteFile]:
+def _of_kind(kind: str, names: list[str]) -> list[str]:
     found = []
     for pattern in PATTERNS[kind]:
         # A pattern without a folder matches top-level files only.
-        named = [file for file in repository.files if file.name.count("/") == pattern.count("/")]
-        found += [file for file in named if fnmatchcase(file.name, pattern)]
+        found += [
+            name for name in names if name.count("/") == pattern.count("/") and fnmatchcase(name, pattern)
+        ]
         if found and kind == "weights":
             break
     return found
@@ -134,25 +135,91 @@ def _of_kind(kind: str, repository: Repository) -> list[RemoteFile]:
 
 def download(job: DownloadJob, overrides: list[str]) -> int:
     """Download the files; print their folder and the next commands; return the exit code."""
-    from harness.weights.hub import fetch, look_up
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.utils import disable_progress_bars
 
     job.validate()
-    assert job.repo is not None
-    repository = look_up(job.repo, job.revision)
-    files = choose(job, repository)
-    new = fetch(repository, files, job.folder)
-    nbytes, existing = sum(file.size for file in new), len(files) - len(new)
-    downloaded = f"{plural(len(new), 'file')}, {nbytes / 1e9:.3f} GB downloaded"
-    downloaded += f", {existing} already there" if existing else ""
-    _print(f"{job.repo} at {repository.commit[:12]}: {downloaded}: {job.folder}")
+    repo, folder = cast(str, job.repo), job.folder
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    with _hub_errors(job):
+        info = HfApi().model_info(repo, revision=job.revision, files_metadata=True)
+        commit = cast(str, info.sha)
+        sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
+        names = choose(job, list(sizes))
+        _check_folder(folder, {name: sizes[name] for name in names})
+        patterns = [glob.escape(name) for name in names]
+        snapshot_download(repo, revision=commit, local_dir=folder, allow_patterns=patterns)
+        for name in names:
+            # If the hub stops answering and the folder is not empty, the client only warns.
+            if not (folder / name).is_file():
+                raise MachineError(f"{name}: the hub stopped answering; {_AGAIN}")
+    size = sum(sizes[name] for name in names) / 1e9
+    _print(f"{repo} at {commit[:12]}: {plural(len(names), 'file')}, {size:.3f} GB: {folder}")
     for line in next_commands(job):
         _print(line)
     return EXIT_OK
 
 
+def _check_folder(folder: Path, sizes: dict[str, int]) -> None:
+    """Refuse to overwrite files that are not the hub's, and a disk without room for the missing ones."""
+    # Private in huggingface_hub 0.34 to 2.4. None: the client did not write the file, or it changed since.
+    from huggingface_hub._local_folder import read_download_metadata
+
+    folder.mkdir(parents=True, exist_ok=True)
+    needed = 0
+    for name, size in sizes.items():
+        path = folder / name
+        if not path.exists():
+            needed += size
+        elif path.stat().st_size != size and read_download_metadata(folder, name) is None:
+            works = "another folder in to=, or removing the file"
+            raise UserError(f"{path}: already exists and differs from the hub's; would work: {works}")
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        rule = f"needs {needed / 1e9:.3f} GB, and the disk has {free / 1e9:.3f} GB left"
+        raise MachineError(f"{folder}: {rule}")
+
+
+@contextmanager
+def _hub_errors(job: DownloadJob) -> Iterator[None]:
+    """Turn errors of the hub's client into one line each."""
+    from huggingface_hub import constants, errors
+
+    # The HTTP library's base error: requests' in huggingface_hub 0.x, httpx's in later versions.
+    http_error = cast("type[Exception]", errors.HfHubHTTPError.__mro__[1])
+    hub = constants.ENDPOINT
+    try:
+        yield
+    except errors.HFValidationError as error:
+        raise ConfigError("repo", job.repo, "not a valid name", "owner/name") from error
+    except errors.OfflineModeIsEnabled as error:
+        works = "HF_HUB_OFFLINE=0, or copying the files from a machine with access"
+        raise UserError(f"HF_HUB_OFFLINE=1 forbids access to the hub; would work: {works}") from error
+    except errors.RevisionNotFoundError as error:
+        rule = f"{job.repo} has no such branch, tag or commit"
+        raise ConfigError("revision", job.revision, rule, f"one of {hub}/{job.repo}/commits") from error
+    except (http_error, OSError, RuntimeError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        response = getattr(error, "response", None)
+        if response is not None and response.status_code in (401, 403, 404):
+            said = getattr(error, "server_message", None) or "no access"
+            login = f"a token of {hub}/settings/tokens in HF_TOKEN, or hf auth login"
+            works = f"a name from {hub}/models; for a gated one, access from {hub}/{job.repo}, and {login}"
+            raise ConfigError("repo", job.repo, f"the hub says: {said}", works) from error
+        # Errors of hf_xet have no number.
+        if os.strerror(errno.ENOSPC) in reason or getattr(error, "errno", None) in DISK_FULL:
+            rule = f"the disk is full, or a quota is; with more space {_AGAIN}"
+            raise MachineError(f"{job.folder}: {rule}") from error
+        if getattr(error, "filename", None):
+            raise  # an error of a file
+        raise MachineError(f"{hub}: {reason}; once there is a connection {_AGAIN}") from error
+
+
 def next_commands(job: DownloadJob) -> list[str]:
     """The commands to run next with the files in the folder."""
-    folder, file = job.folder, job.folder / CONFIG
+    folder = job.folder
+    file = folder / CONFIG
     config = read_object(file) if file.is_file() else {}
     tokenizer = _tokenizer_overrides(folder, config)
     if "weights" not in job.kinds:
@@ -186,23 +253,17 @@ def _model_overrides(folder: Path, config: dict[str, Any]) -> list[str]:
 
 def _tokenizer_overrides(folder: Path, config: dict[str, Any]) -> list[str]:
     """Overrides that select the folder's tokenizer: an option of conf/tokenizer, and a path if it differs."""
-    options = option_values("tokenizer")
-    for option, values in options.items():
+    file = folder / "tokenizer.json"
+    family = str(config.get("model_type", ""))
+    chosen = "tokenizer.kind=huggingface"
+    for option, values in sorted(option_values("tokenizer").items()):
         path = Path(values.get("path") or "")
         if path.is_file() and path.resolve().is_relative_to(folder.resolve()):
             return [f"tokenizer={option}"]
-    file = folder / "tokenizer.json"
-    if not file.is_file():
-        return []
-    # Options are named like transformers' families, by prefix: qwen3_moe has the tokenizer qwen3.
-    family = str(config.get("model_type", ""))
-    ours = [
-        name
-        for name, values in options.items()
-        if values["kind"] == "huggingface" and family.startswith(name)
-    ]
-    chosen = f"tokenizer={max(ours, key=len)}" if ours else "tokenizer.kind=huggingface"
-    return [chosen, f"tokenizer.path={file}"]
+        # Options are named like transformers' families, by prefix: qwen3_moe has the tokenizer qwen3.
+        if values["kind"] == "huggingface" and family.startswith(option):
+            chosen = f"tokenizer={option}"  # in order, so that the longest name is the last
+    return [chosen, f"tokenizer.path={file}"] if file.is_file() else []
 
 
 def _print(text: str) -> None:
@@ -211,7 +272,7 @@ def _print(text: str) -> None:
 
 
 def _end_at_once() -> None:
-    """End on a signal without an exception, because huggingface_hub would wait for the files in transfer."""
+    """End on a signal without an exception, because the hub's client would wait for the files in transfer."""
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, lambda number, frame: os._exit(EXIT_INTERRUPTED))
 
