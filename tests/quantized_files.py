@@ -1,7 +1,6 @@
-"""Quantize folders of safetensors as they are published, and decode the stored bytes with numpy.
+"""Quantize folders of safetensors as they are published, and decode what is stored.
 
-Written from the formats' definitions, without the harness's code: E4M3 (arXiv:2209.05433, table 1), E2M1 and
-E8M0 (OCP Microscaling Formats 1.0).
+Written without the harness's code: E4M3 is torch's, E2M1 and E8M0 are those of OCP Microscaling Formats 1.0.
 """
 
 from __future__ import annotations
@@ -17,44 +16,29 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-LARGEST_E4M3, LARGEST_E2M1 = 448.0, 6.0
+LARGEST_E4M3 = 448.0
+LARGEST_E2M1 = 6.0
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 # Linears of blocks, as DeepSeek and Qwen quantize them.
 LINEARS = re.compile(r"model\.layers\.\d+\.(self_attn|mlp)\..*_proj(_with_mqa)?\.weight")
 PACKED = re.compile(r"model\.layers\.\d+\.mlp\.experts\.(gate_up|down)_proj")
 
 
-def _decoded(bits: int, exponent_bits: int, mantissa_bits: int, bias: int) -> float:
-    """The number that a sign, an exponent and a mantissa are."""
-    mantissa = (bits & (1 << mantissa_bits) - 1) / (1 << mantissa_bits)
-    exponent = bits >> mantissa_bits & (1 << exponent_bits) - 1
-    magnitude = 2.0 ** (exponent - bias) * (1 + mantissa) if exponent else 2.0 ** (1 - bias) * mantissa
-    return -magnitude if bits >> mantissa_bits + exponent_bits else magnitude
-
-
-E4M3 = np.array([np.nan if bits & 127 == 127 else _decoded(bits, 4, 3, 7) for bits in range(256)])
-E2M1 = np.array([_decoded(bits, 2, 1, 1) for bits in range(16)])
+def spread(scales: Tensor, shape: torch.Size, block: tuple[int, int]) -> Tensor:
+    """The scale of each value of a matrix, where blocks share one."""
+    grid = scales.float().reshape(-(-shape[0] // block[0]), -(-shape[1] // block[1]))
+    rows = torch.arange(shape[0]) // block[0]
+    columns = torch.arange(shape[1]) // block[1]
+    return grid[rows][:, columns]
 
 
 def to_fp8(weight_OI: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Values in float8_e4m3fn, and for each block the factor that gives the weight back."""
-    height, width = block
-    values = torch.empty(weight_OI.shape, dtype=torch.float8_e4m3fn)
-    scales = torch.empty(-(-weight_OI.shape[0] // height), -(-weight_OI.shape[1] // width))
-    for i, rows in enumerate(weight_OI.split(height)):
-        for j, each in enumerate(rows.split(width, dim=1)):
-            scales[i, j] = each.abs().max() / LARGEST_E4M3
-            values[i * height : (i + 1) * height, j * width : (j + 1) * width] = (each / scales[i, j]).to(
-                torch.float8_e4m3fn
-            )
-    return values, scales
-
-
-def from_fp8(values_OI: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
-    """The weight in float32: each value times the scale of its block."""
-    rows, columns = (np.arange(length) for length in values_OI.shape)
-    grid = scales.float().numpy().reshape(-(-len(rows) // block[0]), -(-len(columns) // block[1]))
-    values = E4M3[values_OI.view(torch.uint8).numpy()].astype(np.float32)
-    return torch.from_numpy(values * grid[np.ix_(rows // block[0], columns // block[1])])
+    rows = weight_OI.split(block[0])
+    scales = torch.tensor(
+        [[part.abs().max() / LARGEST_E4M3 for part in row.split(block[1], 1)] for row in rows]
+    )
+    return (weight_OI / spread(scales, weight_OI.shape, block)).to(torch.float8_e4m3fn), scales
 
 
 def to_mxfp4(weight_EIO: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,7 +95,7 @@ def quantize_fp8(
         if LINEARS.fullmatch(name):
             stored[name], scales = to_fp8(tensor.float(), block)
             stored[name + suffix] = stored_as(scales)
-            expected[name] = from_fp8(stored[name], stored[name + suffix], block)
+            expected[name] = stored[name].float() * spread(stored[name + suffix], tensor.shape, block)
     default = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
     rewrite(folder, stored, quantization or {**default, "weight_block_size": list(block)})
     return expected
