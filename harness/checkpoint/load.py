@@ -65,14 +65,20 @@ class CheckpointLoader:
         ranks: RankGroup,
         weights: WeightExchange,
     ) -> None:
-        self.job, self.config, self.run_dir = job, job.checkpoint, run_dir
-        self.engine, self.loader, self.ranks, self.weights = engine, loader, ranks, weights
+        self.job = job
+        self.config = job.checkpoint
+        self.run_dir = run_dir
+        self.engine = engine
+        self.loader = loader
+        self.ranks = ranks
+        self.weights = weights
         self.folder = CheckpointFolder(folder_of(job, run_dir))
 
     def start(self) -> Resumed:
         """Load the newest undamaged checkpoint, or else checkpoint.initial_load_path."""
         start = self.ranks.on_rank_zero(lambda: find_start(self.job, self.run_dir))
-        messages, damaged = list(start.warnings), []
+        messages = list(start.warnings)
+        damaged = []
         for checkpoint in start.candidates:
             try:
                 state = self._load(checkpoint)
@@ -145,7 +151,8 @@ class CheckpointLoader:
         return counters
 
     def _load_initial(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        path, group = checkpoint.path, self.ranks.group
+        path = checkpoint.path
+        group = self.ranks.group
         try:
             if self.config.initial_load_in_hf:
                 self.ranks.on_rank_zero(lambda: self.weights.check(path, self.job.model))
@@ -166,7 +173,8 @@ class CheckpointLoader:
             for name, each in model_state(self.engine).items()
         }
         found = self.ranks.gather([name for name, each in local.items() if not is_finite(each)])
-        names, on_any = tensor_shapes(self.job.model), set().union(*found)
+        names = tensor_shapes(self.job.model)
+        on_any = set().union(*found)
         wrong = [name for name in names if name in on_any]
         warning = non_finite_warning(wrong, len(names), "loaded")
         return [warning] if warning else []

@@ -216,7 +216,8 @@ def differing(job: Job, checkpoint: Checkpoint) -> list[str]:
 
     With the same learning-rate curve, training.steps only says when the run ends, and does not count.
     """
-    saved, own = _saved(checkpoint), _numerics(job)
+    saved = _saved(checkpoint)
+    own = _numerics(job)
     curve = max(saved.get("training.steps") or 0, saved.get("schedule.total_steps") or 0)
     same_curve = curve == job.schedule.curve_steps(job.steps)
     # Fields added since the checkpoint was written cannot be compared.
@@ -233,7 +234,8 @@ def differing(job: Job, checkpoint: Checkpoint) -> list[str]:
 
 
 def _describe(job: Job, checkpoint: Checkpoint, only: str = "") -> str:
-    saved, own = _saved(checkpoint), _numerics(job)
+    saved = _saved(checkpoint)
+    own = _numerics(job)
     names = [name for name in differing(job, checkpoint) if name.startswith(only)]
     return ", ".join(f"{name}={_shown(name, saved)} there and {_shown(name, own)} here" for name in names)
 

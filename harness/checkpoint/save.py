@@ -86,8 +86,13 @@ class Saver:
         weights: WeightExchange,
         say: Callable[[str], None],
     ) -> None:
-        self.job, self.config = job, job.checkpoint
-        self.engine, self.loader, self.ranks, self.weights, self.say = engine, loader, ranks, weights, say
+        self.job = job
+        self.config = job.checkpoint
+        self.engine = engine
+        self.loader = loader
+        self.ranks = ranks
+        self.weights = weights
+        self.say = say
         self.folder = CheckpointFolder(folder_of(job, run_dir))
         if engine.device.type != "cuda":
             self.config.refuse_pinned_memory(f"ranks compute on {engine.device.type}")
@@ -222,8 +227,11 @@ class Saver:
 
     def _write_huggingface(self, step: int, manifest: dict[str, Any]) -> None:
         """Write safetensors: save a temporary DCP checkpoint, from which each rank converts a share."""
-        temporary, target = f"{self.folder.path}/.export-step-{step}", self.folder.path_of(step)
-        rank, size, started = self.ranks.rank, self.ranks.size, time.perf_counter()
+        temporary = f"{self.folder.path}/.export-step-{step}"
+        target = self.folder.path_of(step)
+        rank = self.ranks.rank
+        size = self.ranks.size
+        started = time.perf_counter()
         self.ranks.on_rank_zero(lambda: remove(temporary))
         try:
             self._dcp_save(temporary, self._exported(), {**manifest, "holds": "model"})
@@ -281,7 +289,8 @@ class Saver:
 
         All ranks see the same outcome, because DCP sends the failure of one rank to all.
         """
-        saving, self._background = self._background, None
+        saving = self._background
+        self._background = None
         if saving is None:
             return
         error = saving.written.exception()
@@ -298,7 +307,8 @@ class Saver:
         self._purge()
 
     def _record_success(self, step: int) -> None:
-        self.account.step, self._failed_in_a_row = step, 0
+        self.account.step = step
+        self._failed_in_a_row = 0
         self.account.saves += 1
 
     def _record_failure(
@@ -329,7 +339,9 @@ class Saver:
 
 def _failure(step: int, error: BaseException, own_rank: int) -> SaveFailed:
     """Describe a failed save in one line, with the rank on which it happened."""
-    cause, where, rank = error, "", own_rank
+    cause = error
+    where = ""
+    rank = own_rank
     if isinstance(error, CheckpointException):
         rank, (cause, _) = next(iter(error.failures.items()))
         where = f" (rank {rank})"

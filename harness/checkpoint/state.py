@@ -31,7 +31,8 @@ from harness.parallelism.mesh import Mesh
 from harness.precision.swap import plain
 from harness.util.errors import HarnessError, MachineError, UserError
 
-OPTIMIZER, RNG = "optimizer.", "rng."
+OPTIMIZER = "optimizer."
+RNG = "rng."
 NAMES_SHOWN = 3  # in a warning
 CHECKPOINT_GROUP = "checkpoint"
 T = TypeVar("T")
@@ -53,7 +54,8 @@ class RankGroup:
     """
 
     def __init__(self, timeout_seconds: int) -> None:
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
         self.group = dist.new_group(
             backend="gloo", timeout=timedelta(seconds=timeout_seconds), group_desc=CHECKPOINT_GROUP
         )

@@ -72,7 +72,9 @@ class HashingStream(io.IOBase):
         self._raw = raw
         self.digest = FileDigest()
         self.failure: OSError | None = None
-        self._file, self._span, self._span_start = xxhash.xxh3_128(), xxhash.xxh3_128(), 0
+        self._file = xxhash.xxh3_128()
+        self._span = xxhash.xxh3_128()
+        self._span_start = 0
 
     def write(self, data: Any) -> int:
         with memoryview(data) as view, view.cast("B") as content:
@@ -90,7 +92,8 @@ class HashingStream(io.IOBase):
         end = self.digest.size
         if end > self._span_start:
             self.digest.spans[self._span_start, end - self._span_start] = self._span.hexdigest()
-            self._span, self._span_start = xxhash.xxh3_128(), end
+            self._span = xxhash.xxh3_128()
+            self._span_start = end
         return end
 
     def flush(self) -> None:
@@ -204,7 +207,8 @@ class Writer(FileSystemWriter):
 
 def write_last(fs: FileSystemBase, folder: str | os.PathLike, name: str, content: bytes) -> None:
     """Write the file that marks a folder as complete: atomically (write, rename) and synced to disk."""
-    temporary, final = fs.concat_path(folder, f"{name}.tmp"), fs.concat_path(folder, name)
+    temporary = fs.concat_path(folder, f"{name}.tmp")
+    final = fs.concat_path(folder, name)
     with fs.create_stream(temporary, "wb") as stream:
         stream.write(content)  # type: ignore[attr-defined]
         if isinstance(folder, Path):
@@ -245,9 +249,12 @@ class Entry(io.RawIOBase):
     """
 
     def __init__(self, file: Any, place: Any) -> None:
-        self._place, self._end = place, place.offset + place.length
-        self._view, self._position = _view(file, place.offset, place.length), 0
-        self._digest, self._hashed = xxhash.xxh3_128(), 0
+        self._place = place
+        self._end = place.offset + place.length
+        self._view = _view(file, place.offset, place.length)
+        self._position = 0
+        self._digest = xxhash.xxh3_128()
+        self._hashed = 0
         if len(self._view) != place.length:
             raise DamagedCheckpoint(f"{place.relative_path} ends before byte {self._end}")
 
@@ -287,7 +294,8 @@ class Entry(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        start, end = self._position, min(self._position + len(buffer), len(self._view))
+        start = self._position
+        end = min(self._position + len(buffer), len(self._view))
         self._position = end
         if end - start < _BLOCK or start < self._hashed:
             buffer[: end - start] = self._view[start:end]

@@ -57,9 +57,11 @@ class ComparedCheckpoint:
 
 def verify_all(folders: Sequence[str], *, newest: bool) -> tuple[list[ComparedCheckpoint], int]:
     """Compare the checkpoints of each folder, or its newest; print a line for each; with the exit code."""
-    verdicts, code = [], EXIT_OK
+    verdicts = []
+    code = EXIT_OK
     for folder in folders:
-        states, paths = [], paths_in(folder)
+        states = []
+        paths = paths_in(folder)
         for path in paths[-1:] if newest else paths:
             verdict = verify(path)
             # A checkpoint of a run is in RUN/checkpoints.

@@ -74,7 +74,8 @@ class ConvertConfig:
             raise ConfigError("convert.source", self.source, "must be given", "a folder with weights")
         if not self.target:
             raise ConfigError("convert.target", self.target, "must be given", "a path that does not exist")
-        target, path = self.target, Path(self.target)
+        target = self.target
+        path = Path(self.target)
         if path.is_dir() and self.format == "torch":
             rule = "is a folder; format=torch writes a file"
             raise ConfigError("convert.target", target, rule, f"{target}/model.pt")

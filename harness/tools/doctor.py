@@ -35,15 +35,22 @@ HELP = """`harness doctor`: look at a machine, and say what works, what does not
 Exit code 0: nothing fails that training needs; 2: something does.
 """
 
-OK, WARN, FAIL = "ok", "warn", "fail"
+OK = "ok"
+WARN = "warn"
+FAIL = "fail"
 HEADINGS = ("what", "found", "verdict", "what to do")
-GIB, SECONDS, HUB_SECONDS = 2**30, 20, 3
-REDUCED_BYTES, REDUCED_TIMES = GIB, 20
+GIB = 2**30
+SECONDS = 20
+HUB_SECONDS = 3
+REDUCED_BYTES = GIB
+REDUCED_TIMES = 20
 LEAST_SHARE = 0.8
 """Of a planned bandwidth, or of a data sheet's power."""
-LEAST_FILES, LEAST_SHARED = 4096, GIB
+LEAST_FILES = 4096
+LEAST_SHARED = GIB
 LEAST_FREE_GIB = 20
-PCI, INFINIBAND = Path("/sys/bus/pci/devices"), Path("/sys/class/infiniband")
+PCI = Path("/sys/bus/pci/devices")
+INFINIBAND = Path("/sys/class/infiniband")
 
 
 class Finding(NamedTuple):
@@ -84,7 +91,8 @@ def look(job: Job) -> dict[str, Finding]:
     """Return what each check finds here."""
     with importing_torch():
         from torch import cuda
-    machine, findings = Machine(job), {}
+    machine = Machine(job)
+    findings = {}
     if job.cluster.device != "cpu" and cuda.is_available():
         cluster = job.cluster.with_device(cuda.get_device_name())
         known = None if cluster is None else cluster.gpu
@@ -111,7 +119,8 @@ def _look_at_a_node(job: Job) -> dict[str, Finding]:
 
 def _srun(job: Job) -> list[str]:
     """Return the command of ``main`` on one whole node: of this allocation, or of one that srun makes."""
-    config, ranks = replace(job.cluster, nodes=1), job.cluster.ranks_per_node or 1
+    config = replace(job.cluster, nodes=1)
+    ranks = job.cluster.ranks_per_node or 1
     whole = replace(job.parallelism, dp_replicate=1, dp_shard=ranks, tp=1, pp=1, cp=1, ep=1)
     shape = shape_of(replace(job, parallelism=whole, cluster=config))
     options = dict(shape.options) | {"mpi": "none", "ntasks": 1, "ntasks-per-node": 1}
@@ -172,11 +181,13 @@ def _gpus(machine: Machine) -> Finding:
 
     from harness.precision.linears import CAPABILITY, require_device
 
-    job, gpus = machine.job, range(machine.gpus)
+    job = machine.job
+    gpus = range(machine.gpus)
     require_device(job.precision, device("cuda" if gpus else "cpu"), experts=job.model.moe.enabled)
     if not gpus:
         return Finding("none; float8 only by precision.emulate=true")
-    names, version = {cuda.get_device_name(gpu) for gpu in gpus}, cuda.get_device_capability()
+    names = {cuda.get_device_name(gpu) for gpu in gpus}
+    version = cuda.get_device_capability()
     able = [name for name, least in CAPABILITY.items() if version >= least]
     free = min(cuda.mem_get_info(gpu)[0] for gpu in gpus) / GIB
     text = f"{len(gpus)} x {' and '.join(sorted(names))}, {free:.1f} GiB free, compute capability "
@@ -235,7 +246,8 @@ def _attention(machine: Machine) -> Finding:
 
     if not machine.gpus:
         return Finding("torch's for CPUs")
-    q, cuda = torch.zeros(1, 8, 256, 128, dtype=torch.bfloat16, device="cuda"), torch.backends.cuda
+    q = torch.zeros(1, 8, 256, 128, dtype=torch.bfloat16, device="cuda")
+    cuda = torch.backends.cuda
     chosen = SDPBackend(torch._fused_sdp_choice(q, q, q, is_causal=True)).name
     params = cuda.SDPAParams(q, q, q, None, 0.0, True, False)
     able = [each for each in ("cudnn", "flash") if getattr(cuda, f"can_use_{each}_attention")(params)]

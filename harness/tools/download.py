@@ -139,7 +139,8 @@ def download(job: DownloadJob, overrides: list[str]) -> int:
     from huggingface_hub.utils import disable_progress_bars
 
     job.validate()
-    repo, folder = cast(str, job.repo), job.folder
+    repo = cast(str, job.repo)
+    folder = job.folder
     if not sys.stderr.isatty():
         disable_progress_bars()
     with _hub_errors(job):

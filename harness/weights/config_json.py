@@ -105,7 +105,9 @@ def _checked_family(model: ModelConfig) -> Family:
 
 def relevant(model: ModelConfig) -> Iterator[tuple[str, object]]:
     """The fields of a model that affect its output, with their values."""
-    attention, of, rope = model.attention, model.moe, model.rope
+    attention = model.attention
+    of = model.moe
+    rope = model.rope
     unread = {*_TRAINING, *_MUP, *(f"rope.{name}" for name in STRETCHING["llama3"] | STRETCHING["yarn"])}
     unread -= {f"rope.{name}" for name in STRETCHING[rope.scaling]}
     if attention.is_latent:
@@ -241,7 +243,8 @@ def _works(field: ConfigField, found: Mapping[str, Any]) -> object:
 
 def decoder_part(family: Family, found: Mapping[str, Any]) -> Mapping[str, Any]:
     """The config of the decoder, which may be nested in that of a larger model."""
-    model_type, nested = found.get(family.type_key), family.nested
+    model_type = found.get(family.type_key)
+    nested = family.nested
     if nested is not None and model_type == nested.model_type and isinstance(found.get(nested.key), dict):
         quantized = {name: found[name] for name in ("quantization_config",) if name in found}
         return {**found[nested.key], **quantized}
@@ -328,7 +331,8 @@ def _rope_fields(model: ModelConfig, rotation: Mapping[str, Any]) -> Iterator[Co
 
 def _check_attention_factor(model: ModelConfig, rotation: Mapping[str, Any]) -> None:
     """Check that a factor of the rotation is the one that follows from mscale, which it would replace."""
-    rope, given = model.rope, rotation.get("attention_factor")
+    rope = model.rope
+    given = rotation.get("attention_factor")
     if rope.scaling != "yarn" or given is None:
         return
     is_number = type(given) in (int, float)
@@ -348,7 +352,8 @@ def _check_attention_factor(model: ModelConfig, rotation: Mapping[str, Any]) -> 
 # Some config fields depend on others; two rounds are enough for the existing families.
 _MOST_ROUNDS = 5
 _MAY_BE_ZERO = ("moe.first_dense_layers", "moe.shared_hidden_dim", "moe.num_experts")
-_MOST, _MOST_OF_ANY = {"n_layers": 10_000}, 2**40
+_MOST = {"n_layers": 10_000}
+_MOST_OF_ANY = 2**40
 
 
 def model_from_config(path: str) -> ModelConfig:
@@ -391,7 +396,8 @@ def _read(family: Family, found: Mapping[str, Any]) -> ModelConfig:
         known = [name if name != "none" else "default" for name in STRETCHING]
         raise UserError(f"it has rope_type {kind!r}; would work: {', '.join(known)}")
     for _ in range(_MOST_ROUNDS):
-        before, model = model, _read_fields(family, found, model)
+        before = model
+        model = _read_fields(family, found, model)
         if model == before:
             break
     for theirs, ours in family.trained.items():

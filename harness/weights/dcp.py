@@ -43,7 +43,9 @@ class DistributedSource:
     def __init__(
         self, path: str, manifest: Mapping[str, Any], model: ModelConfig, key_of: Callable[[str], str] = str
     ) -> None:
-        self._path, self._model, foreign = path, model, not manifest
+        self._path = path
+        self._model = model
+        foreign = not manifest
         self._reader = Reader(path, dict(manifest))
         try:
             self._metadata = self._reader.read_metadata()

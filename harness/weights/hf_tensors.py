@@ -31,7 +31,8 @@ _BUFFER = ".rotary_emb.inv_freq"  # in older files; it can be computed
 _SHOWN = 3  # names in one line of error
 
 INDEX_ENDING = "safetensors.index.json"
-INDEX, SINGLE = f"model.{INDEX_ENDING}", "model.safetensors"
+INDEX = f"model.{INDEX_ENDING}"
+SINGLE = "model.safetensors"
 
 # -- names and shapes ----
 
@@ -142,13 +143,16 @@ def fill(
 
 
 def _read(piece: TensorMapping, shape: Shape, ranges: Sequence[range], read: Read) -> Tensor:
-    slot, wanted = piece.slot, [slice(each.start, each.stop) for each in ranges]
+    slot = piece.slot
+    wanted = [slice(each.start, each.stop) for each in ranges]
     if slot.transposed:
         wanted[-2:] = wanted[:-3:-1]
     if slot.within is not None:
         wanted[-1] = slice(wanted[-1].start + slot.within[0], wanted[-1].stop + slot.within[0])
     if slot.half is not None:
-        start, stop, offset = wanted[-1].start, wanted[-1].stop, slot.half * piece.width(shape)
+        start = wanted[-1].start
+        stop = wanted[-1].stop
+        offset = slot.half * piece.width(shape)
         halves = slice(2 * start + slot.half, 2 * stop, 2), slice(start + offset, stop + offset)
         wanted[-1] = halves[0] if slot.interleaved else halves[1]
     found = read(piece.theirs, tuple(wanted))
@@ -162,7 +166,8 @@ class HuggingFaceNames:
     """
 
     def __init__(self, source: WeightSource, model: ModelConfig) -> None:
-        self._pieces, shapes = hf_tensors(model), tensor_shapes(model)
+        self._pieces = hf_tensors(model)
+        shapes = tensor_shapes(model)
         self._source = folded(source, model)
         self._cache: dict[str, Tensor] = {}
         self.tensors: Mapping[str, TensorFacts] = {
@@ -225,7 +230,8 @@ class StoredTensors:
                 if name in stored:
                     first = self._files[name][0].name
                     raise UserError(f"{folder}: {in_file} is in {first} and in {file.name}")
-                stored[name], self._files[name] = facts[in_file], (file, in_file)
+                stored[name] = facts[in_file]
+                self._files[name] = (file, in_file)
         try:
             self._quantized = find(stored) if find else {}
         except UserError as error:

@@ -65,11 +65,13 @@ class HuggingFaceSource:
     """
 
     def __init__(self, folder: Path, model: ModelConfig, dequantized: torch.dtype = torch.bfloat16) -> None:
-        self._folder, self._tied = folder, model.tied_embeddings
+        self._folder = folder
+        self._tied = model.tied_embeddings
         config = read_object(folder / CONFIG)
         check_hf_config(model, config)
         decoder = decoder_part(FAMILIES[model.family], config)
-        self._pieces, self._copies = our_tensors(model), our_tensors(model, copies=True)
+        self._pieces = our_tensors(model)
+        self._copies = our_tensors(model, copies=True)
         self._multipliers = multipliers(model)
         self._stored = StoredTensors(folder, model, quantization_of(decoder), dequantized)
         found = self._stored.tensors
@@ -156,7 +158,8 @@ def finish_huggingface(
     from harness.weights.tokenizer import export_tokenizer  # training without an export needs no such library
 
     # config.json has one dtype; if the source mixes several, it is the embedding table's, the first tensor.
-    first, family = next(iter(tensor_shapes(model))), FAMILIES[model.family]
+    first = next(iter(tensor_shapes(model)))
+    family = FAMILIES[model.family]
     name = str(source.tensors[first].dtype).removeprefix("torch.")
     tokenizer = None if family.is_diffusers else tokenizer
     bos, ends = special_ids(model, tokenizer, origin)
@@ -214,7 +217,8 @@ def _write_safetensors(source: WeightSource, names: list[str], file: Path) -> No
     end = 0
     for name in names:
         facts = source.tensors[name]
-        start, end = end, end + facts.nbytes
+        start = end
+        end = end + facts.nbytes
         entry = {"dtype": _NAMES[facts.dtype], "shape": list(facts.shape), "data_offsets": [start, end]}
         header[name] = entry
     encoded = json.dumps(header, separators=(",", ":")).encode()

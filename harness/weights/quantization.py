@@ -21,9 +21,12 @@ from harness.weights.families.core import Shape
 GROUP = 32
 """Values of MXFP4 that share a scale."""
 
-_FP8, _SCALES_OF_FP8 = "F8_E4M3", ("F32", "F16", "BF16", "F8_E8M0")
+_FP8 = "F8_E4M3"
+_SCALES_OF_FP8 = ("F32", "F16", "BF16", "F8_E8M0")
 _ACTIVATION_SCALES = ("activation_scale", "input_scale")  # beside a weight; not needed for its values
-_BLOCKS, _SCALES = "_blocks", "_scales"  # of MXFP4
+# of MXFP4
+_BLOCKS = "_blocks"
+_SCALES = "_scales"
 
 Stored = Mapping[str, tuple[Shape, str]]
 """Shape and safetensors' dtype of tensors by name."""
@@ -136,7 +139,8 @@ def _mxfp4_tensors(stored: Stored) -> dict[str, QuantizedTensor]:
                 raise UserError(f"{base}{suffix} is {stored[base + suffix][1]}; would work: U8")
         if base in stored:
             raise UserError(f"{base} is stored twice, also as {name}")
-        blocks, scales = stored[base + _BLOCKS][0], stored[base + _SCALES][0]
+        blocks = stored[base + _BLOCKS][0]
+        scales = stored[base + _SCALES][0]
         if len(scales) != 3 or blocks != (*scales, GROUP // 2):
             rule = f"must be [experts, outputs, inputs / {GROUP}, {GROUP // 2}] and the same without the last"
             raise UserError(

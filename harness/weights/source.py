@@ -29,7 +29,8 @@ from harness.model.spec import Split, is_buffer, modules
 from harness.util.errors import DISK_FULL, ConfigError, MachineError, UserError
 from harness.util.files import require_space, sync_file, sync_folder
 
-EMBEDDING, HEAD = "tok_embeddings.weight", "output.weight"
+EMBEDDING = "tok_embeddings.weight"
+HEAD = "output.weight"
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ class Changed:
         change: Callable[[str, Tensor], Tensor],
         tensors: Mapping[str, TensorFacts] | None = None,
     ) -> None:
-        self._source, self._change = source, change
+        self._source = source
+        self._change = change
         self.tensors: Mapping[str, TensorFacts] = source.tensors if tensors is None else tensors
 
     def read(self, name: str) -> Tensor:
@@ -128,7 +130,8 @@ def multipliers(model: ModelConfig) -> dict[str, float]:
     The factor of the logits is moved to the norm before the output projection, which may be tied; that of a
     router's logits to its weight; that of attention scores to the queries.
     """
-    output, scores = model.output_multiplier, model.score_multiplier
+    output = model.output_multiplier
+    scores = model.score_multiplier
     if scores != 1 and model.attention.qk_norm == "l2":
         rule = "model.attention.qk_norm=l2 removes the factor of queries that would replace muP's score scale"
         works = f"head_dim: {model.head_width}, or none"

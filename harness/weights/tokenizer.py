@@ -33,7 +33,11 @@ from harness.data.tokenizer_json import TOKENIZER, copy_tokenizer
 from harness.util.errors import DataError
 
 # Sentencepiece's piece types and its model type for BPE (sentencepiece_model.proto).
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
+_NORMAL = 1
+_UNKNOWN = 2
+_CONTROL = 3
+_USER_DEFINED = 4
+_UNUSED = 5
 _BPE = 2
 _SPACE_MARK = "▁"
 

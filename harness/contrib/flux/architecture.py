@@ -34,7 +34,9 @@ _DECODERS = (
 class FluxArchitecture(Architecture):
     """A diffusion transformer that makes pictures from captions."""
 
-    batches, makes, options = "images", "pictures", FluxConfig
+    batches = "images"
+    makes = "pictures"
+    options = FluxConfig
 
     def resolve(self, model: ModelConfig) -> ModelConfig:
         return replace(model, head_dim=model.head_dim or model.dim // model.n_heads)

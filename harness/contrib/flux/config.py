@@ -125,7 +125,8 @@ STREAMS = ("img", "txt")
 
 def modules(model: ModelConfig) -> Iterator[ModuleSpec]:
     """Every module, in order."""
-    flux, dim = flux_of(model), model.dim
+    flux = flux_of(model)
+    dim = model.dim
     yield _linear("img_in", dim, flux.token_width, Split.ENTRY)
     yield _linear("txt_in", dim, flux.context_dim, Split.ENTRY)
     embedded = {"time_in": flux.time_dim, "vector_in": flux.pooled_dim}

@@ -44,8 +44,12 @@ class FluxCosts(Costs):
         self, model: ModelConfig, layer: int, seq_len: int, *, on_cpu: bool
     ) -> PartActivations:
         """Activations of one block, its input included."""
-        dim, hidden, heads = model.dim, model.ffn_hidden_dim, model.n_heads
-        inner, whole, stream = ActivationSplit.INNER, ActivationSplit.WHOLE, ActivationSplit.STREAM
+        dim = model.dim
+        hidden = model.ffn_hidden_dim
+        heads = model.n_heads
+        inner = ActivationSplit.INNER
+        whole = ActivationSplit.WHOLE
+        stream = ActivationSplit.STREAM
         attended = (SavedTensor("attended", dim, inner), SavedTensor(LSE, heads, inner, "float32"))
         attention = (
             *_modulated("attention", dim),
@@ -57,15 +61,14 @@ class FluxCosts(Costs):
         feed_forward = (SavedTensor("mlp.w1", hidden, inner), SavedTensor("mlp.gelu", hidden, inner))
         grads = SavedTensor("grads of the hidden features", 2 * hidden, inner)
         of_attention = SavedTensor("grads of q, k, v and attended", 4 * dim, inner)
-        gradient, region = (
-            SavedTensor("grad", dim, stream),
-            SavedTensor("grad of the region's input", dim, whole),
-        )
+        gradient = SavedTensor("grad", dim, stream)
+        region = SavedTensor("grad of the region's input", dim, whole)
         if is_double(model, layer):
             first = (*attention, SavedTensor("wo.out", dim, stream))
             kept = (*first, *_modulated("mlp", dim), *feed_forward, SavedTensor("w2.out", dim, stream))
         else:
-            first, kept = attention, (*attention, *feed_forward, SavedTensor("sum of both", dim, stream))
+            first = attention
+            kept = (*attention, *feed_forward, SavedTensor("sum of both", dim, stream))
         return PartActivations(
             kept=kept,
             products=tuple(self._products(model, layer, seq_len)),

@@ -253,7 +253,8 @@ class OriginalSource:
     """
 
     def __init__(self, file: Path, model: ModelConfig) -> None:
-        self._file, shapes = file, tensor_shapes(model)
+        self._file = file
+        shapes = tensor_shapes(model)
         self._places: dict[str, Place] = {}
         expected: dict[str, tuple[int, ...]] = {}
         for name, shape in shapes.items():
@@ -282,7 +283,8 @@ class OriginalSource:
         place = self._places[name]
         length = self.tensors[name].shape[place.dim]
         with _opened(self._file) as opened:
-            part, own = opened.get_slice(place.name), slice(place.first, place.first + length)
+            part = opened.get_slice(place.name)
+            own = slice(place.first, place.first + length)
             values: Tensor = part[:, own] if place.dim else part[own]
         # Their last modulation has the shift first, and ours, as diffusers', the scale.
         parts = reversed(values.chunk(2)) if name.startswith("final_mod.") else [values]

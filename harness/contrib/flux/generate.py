@@ -22,14 +22,16 @@ from harness.weights.detect import WeightFolder
 class Pictures(Generator):
     """A picture of each prompt."""
 
-    has_text, options = False, SamplingConfig
+    has_text = False
+    options = SamplingConfig
     ignores = (
         *("chat", "special_tokens", "max_new_tokens", "temperature", "top_k", "top_p"),
         *("stop", "stop_at_end"),
     )
 
     def generate(self, request: Request) -> int | Result:
-        prompts, found = [str(each) for each in request.prompts], request.found
+        prompts = [str(each) for each in request.prompts]
+        found = request.found
         job = with_encoders(request.job, request.overrides, found)
         output = Path(job.generate.options["output"])
         output.mkdir(parents=True, exist_ok=True)

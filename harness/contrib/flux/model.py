@@ -18,7 +18,8 @@ from harness.model.rope import rotate, signed_table
 # B: batch, T: sequence (of this rank, when it is split), L: its text tokens, I: its image tokens, C: residual
 # width, H: heads, D: head width, P: values of an image token
 
-TIME_FACTOR, LONGEST_PERIOD = 1000.0, 10000.0
+TIME_FACTOR = 1000.0
+LONGEST_PERIOD = 10000.0
 
 
 class Modulation(nn.Linear):
@@ -52,7 +53,8 @@ class FluxFeedForward(nn.Module):
 
     def __init__(self, dim: int, hidden: int, *, output_bias: bool = True) -> None:
         super().__init__()
-        self.w1, self.w2 = nn.Linear(dim, hidden), nn.Linear(hidden, dim, bias=output_bias)
+        self.w1 = nn.Linear(dim, hidden)
+        self.w2 = nn.Linear(hidden, dim, bias=output_bias)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         out: Tensor = self.w2(F.gelu(self.w1(x_BTC), approximate="tanh"))
@@ -81,14 +83,19 @@ class DoubleBlock(FluxBlock):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        dim, hidden = config.dim, config.ffn_hidden_dim
-        self.img_mod, self.txt_mod = Modulation(dim, 6 * dim), Modulation(dim, 6 * dim)
-        self.img_attn, self.txt_attn = StreamAttention(config), StreamAttention(config)
-        self.img_mlp, self.txt_mlp = FluxFeedForward(dim, hidden), FluxFeedForward(dim, hidden)
+        dim = config.dim
+        hidden = config.ffn_hidden_dim
+        self.img_mod = Modulation(dim, 6 * dim)
+        self.txt_mod = Modulation(dim, 6 * dim)
+        self.img_attn = StreamAttention(config)
+        self.txt_attn = StreamAttention(config)
+        self.img_mlp = FluxFeedForward(dim, hidden)
+        self.txt_mlp = FluxFeedForward(dim, hidden)
 
     def forward(self, x_BTC: Tensor, vec_BC: Tensor, rope_2TD: Tensor, text: int) -> Tensor:
         """Map the residual stream [B, T, C], first ``text`` tokens of the caption, to the next block's."""
-        txt_BLC, img_BIC = x_BTC[:, :text], x_BTC[:, text:]
+        txt_BLC = x_BTC[:, :text]
+        img_BIC = x_BTC[:, text:]
         img_shifts = self.img_mod(vec_BC).chunk(6, -1)
         txt_shifts = self.txt_mod(vec_BC).chunk(6, -1)
         txt_qkv = self.txt_attn(modulate(txt_BLC, txt_shifts[:2], self.norm_eps))
@@ -127,7 +134,8 @@ class Embedder(nn.Module):
 
     def __init__(self, width: int, dim: int) -> None:
         super().__init__()
-        self.w1, self.w2 = nn.Linear(width, dim), nn.Linear(dim, dim)
+        self.w1 = nn.Linear(width, dim)
+        self.w2 = nn.Linear(dim, dim)
 
     def forward(self, x_BP: Tensor) -> Tensor:
         out: Tensor = self.w2(F.silu(self.w1(x_BP.to(self.w1.weight.dtype))))
@@ -150,11 +158,13 @@ class Flux(ModelPart):
         self.flux = flux = flux_of(config)
         dim = config.dim
         has = (lambda name: True) if modules is None else set(modules).__contains__
-        self.config, self.seq_len = config, seq_len
+        self.config = config
+        self.seq_len = seq_len
         # The engine follows the length of batches (set_length); Flux refuses those of other lengths.
         self.job_seq_len = seq_len
         self._share: Tensor | None = None
-        first, last = has("tok_embeddings"), has("output")
+        first = has("tok_embeddings")
+        last = has("output")
         self.img_in = nn.Linear(flux.token_width, dim) if first else None
         self.txt_in = nn.Linear(flux.context_dim, dim) if first else None
         self.time_in = Embedder(flux.time_dim, dim) if first else None
@@ -190,7 +200,9 @@ class Flux(ModelPart):
 
     def set_length(self, length: int, positions_T: Tensor | None) -> None:
         side = math.isqrt(max(0, length - self.flux.text_length))
-        self.seq_len, self._share, self.grid = length, positions_T, (side, side)
+        self.seq_len = length
+        self._share = positions_T
+        self.grid = (side, side)
         self.materialize_buffers(self.rope.device)
 
     def set_grid(self, rows: int, columns: int) -> None:
@@ -242,7 +254,8 @@ class Flux(ModelPart):
         assert self.img_in is not None and self.txt_in is not None
         assert self.final_mod is not None and self.output is not None
         # What modulates all blocks: time, guidance and caption.
-        width, dtype = self.flux.time_dim, self.img_in.weight.dtype
+        width = self.flux.time_dim
+        dtype = self.img_in.weight.dtype
         vec_BC: Tensor = self.time_in(sinusoids(times_B, width))
         if self.guidance_in is not None:
             assert guidance_B is not None, "model.options.guidance needs the strength of guidance"
@@ -287,7 +300,8 @@ def rotation_table(config: ModelConfig, grid: tuple[int, int], device: torch.dev
     A position has three numbers, each of which rotates its own part of a head: 0, row and column; all are 0
     in a caption.
     """
-    (rows, columns), flux = grid, flux_of(config)
+    (rows, columns) = grid
+    flux = flux_of(config)
     index = torch.arange(rows * columns, device=device)
     positions = torch.zeros(flux.text_length + len(index), 3, dtype=torch.float64, device=device)
     positions[flux.text_length :, 1] = (index // columns).double()

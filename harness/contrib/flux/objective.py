@@ -85,8 +85,11 @@ class FlowExecutor:
     """The ``harness.parallelism.execute.Executor`` of Flux; every rank runs the full model."""
 
     def __init__(self, job: Job, part: Flux, loss: FlowLoss) -> None:
-        self.part, self.loss, self.layout = part, loss, job.parallelism
-        self.config, self.seed = flow_of(job), job.training.seed
+        self.part = part
+        self.loss = loss
+        self.layout = job.parallelism
+        self.config = flow_of(job)
+        self.seed = job.training.seed
         self.guidance = self.config.guidance if flux_of(job.model).guidance else None
 
     def forward_backward(self, batch: ImageBatch, *, last: bool) -> Tensor:
@@ -151,7 +154,8 @@ class Flow(NamedTuple):
 
 def training_flow(batch: ImageBatch, config: FlowConfig, seed: int) -> Flow:
     """Sample latents, times and noise of a batch on its device."""
-    latents, numbers = batch.mean_BCHW, batch.numbers_B.tolist()
+    latents = batch.mean_BCHW
+    numbers = batch.numbers_B.tolist()
     if batch.std_BCHW is not None:
         latents = latents + batch.std_BCHW * _normals("latents", numbers, latents, seed)
     times_B = _normals("time", numbers, latents.new_empty(len(numbers)), seed)
@@ -163,7 +167,8 @@ def training_flow(batch: ImageBatch, config: FlowConfig, seed: int) -> Flow:
 
 def validation_flow(batch: ImageBatch, seed: int) -> Flow:
     """Noise the means of a batch's latents at fixed times."""
-    latents, numbers = batch.mean_BCHW, batch.numbers_B
+    latents = batch.mean_BCHW
+    numbers = batch.numbers_B
     times_B = (numbers % VALIDATION_TIMES + 0.5).float() / VALIDATION_TIMES
     noise = _normals("validation noise", numbers.tolist(), latents, seed)
     return _mixed(batch, latents, times_B.to(latents.device, non_blocking=True), noise)

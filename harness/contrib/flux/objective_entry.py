@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 class FlowMatching(Objective):
     """Predict the direction from noise to a picture."""
 
-    options, validation_options = FlowConfig, SheetConfig
+    options = FlowConfig
+    validation_options = SheetConfig
     metrics = (
         Metric("images_per_second", "images/s", "Pictures of all ranks.", "`model.architecture=flux`"),
     )
@@ -38,7 +39,8 @@ class FlowMatching(Objective):
         return {"images_per_second": samples_per_second}
 
     def check(self, job: Job) -> None:
-        layout, training = job.parallelism, job.training
+        layout = job.parallelism
+        training = job.training
         self._check_length(job)
         for field, value, works, why in (
             ("training.attention", training.attention, "sdpa", "attention is not causal"),
@@ -62,10 +64,13 @@ class FlowMatching(Objective):
 
     def _check_length(self, job: Job) -> None:
         """Check that the sequence is a caption and a square picture, which the layout can split."""
-        length, text, layout = job.training.seq_len, flux_of(job.model).text_length, job.parallelism
+        length = job.training.seq_len
+        text = flux_of(job.model).text_length
+        layout = job.parallelism
         side = math.isqrt(max(0, length - text))
         if not side or length != text + side**2:
-            near, pixels = max(1, side), PATCH * PIXELS
+            near = max(1, side)
+            pixels = PATCH * PIXELS
             rule = f"must be model.options.text_length={text} and the tokens of a square picture"
             works = [
                 f"{text + n**2} ({pixels * n} x {pixels * n} pixels)"

@@ -38,7 +38,9 @@ from harness.weights.detect import WeightFolder
 
 LEAST_WIDTH = 128
 """Smaller pictures are enlarged on a sheet, in pixels."""
-_COLUMNS, _MARGIN, _LINE = 8, 8, 12
+_COLUMNS = 8
+_MARGIN = 8
+_LINE = 12
 _CHARACTERS_PER_PIXEL = 1 / 6
 
 
@@ -55,7 +57,8 @@ def write_sheet(path: Path, pictures: Sequence[np.ndarray], captions: Sequence[s
 
     height, width = pictures[0].shape[:2]
     factor = -(-LEAST_WIDTH // width)
-    wide, high = width * factor, height * factor
+    wide = width * factor
+    high = height * factor
     texts = [textwrap.wrap(caption, max(1, int(wide * _CHARACTERS_PER_PIXEL)))[:4] for caption in captions]
     below = max(map(len, texts)) * _LINE
     columns = min(_COLUMNS, len(pictures))
@@ -64,7 +67,8 @@ def write_sheet(path: Path, pictures: Sequence[np.ndarray], captions: Sequence[s
     sheet = Image.new("RGB", (columns * cell[0] + _MARGIN, rows * cell[1] + _MARGIN), "white")
     drawing = ImageDraw.Draw(sheet)
     for i, (picture, lines) in enumerate(zip(pictures, texts, strict=True)):
-        left, top = _MARGIN + i % columns * cell[0], _MARGIN + i // columns * cell[1]
+        left = _MARGIN + i % columns * cell[0]
+        top = _MARGIN + i // columns * cell[1]
         sheet.paste(Image.fromarray(picture).resize((wide, high), Image.Resampling.NEAREST), (left, top))
         for line, text in enumerate(lines):
             drawing.text((left, top + high + line * _LINE), text, fill="black")
@@ -125,7 +129,9 @@ class LatentSampler:
     """
 
     def __init__(self, part: Flux, mesh: Mesh, flow: FlowConfig) -> None:
-        self._part, self._mesh, self._flow = part, mesh, flow
+        self._part = part
+        self._mesh = mesh
+        self._flow = flow
 
     @torch.no_grad()
     def sample(
@@ -139,7 +145,8 @@ class LatentSampler:
         """
         grid = noise_BCHW.shape[2] // PATCH, noise_BCHW.shape[3] // PATCH
         self._part.set_grid(*grid)
-        tokens_BIP, device = pack(noise_BCHW), noise_BCHW.device
+        tokens_BIP = pack(noise_BCHW)
+        device = noise_BCHW.device
         captions = Embeddings(*(each.to(device) for each in captions))
         if how.cfg != 1:
             assert empty is not None, "classifier-free guidance needs the empty caption"
@@ -158,7 +165,8 @@ class LatentSampler:
 
     def _velocity(self, tokens_BIP: Tensor, captions: Embeddings, time: float, how: Sampling) -> Tensor:
         """Predict noise - data for all tokens of the pictures, float32."""
-        part, device = self._part, tokens_BIP.device
+        part = self._part
+        device = tokens_BIP.device
         text_BLD, own_BIP = part.own_tokens(captions.text_BLD, tokens_BIP)
         times_B = torch.full((len(tokens_BIP),), time, device=device)
         guidance_B = torch.full_like(times_B, how.guidance) if part.flux.guidance else None
@@ -216,7 +224,8 @@ def generate(
     sampler = LatentSampler(model.part, model.mesh, flow)
     shape = autoencoder.channels, side, side
     how = Sampling(config.steps, config.guidance, config.cfg)
-    replicas, own = job.parallelism.data_parallel, dict[int, np.ndarray]()
+    replicas = job.parallelism.data_parallel
+    own = dict[int, np.ndarray]()
     for start in range(0, len(prompts), job.generate.batch_size * replicas):
         numbers = list(range(start, min(start + job.generate.batch_size * replicas, len(prompts))))
         mine = numbers[model.mesh.data_rank :: replicas]
@@ -245,7 +254,8 @@ def generate(
 
 def _embeddings(job: Any, device: torch.device, texts: Sequence[str]) -> Embeddings:
     """Encode captions, in host memory. The encoder is freed on return: T5 is as large as the model."""
-    encoder, count = build_text_encoder(encoders_of(job.data), device, shard=True), job.generate.batch_size
+    encoder = build_text_encoder(encoders_of(job.data), device, shard=True)
+    count = job.generate.batch_size
     parts = [encoder.encode(texts[start : start + count]) for start in range(0, len(texts), count)]
     return Embeddings(*(torch.cat([each.cpu() for each in same]) for same in zip(*parts, strict=True)))
 
@@ -262,7 +272,8 @@ def trained_size(job: Any, found: WeightFolder, autoencoder: Autoencoder) -> int
 
 def _check(job: Any, autoencoder: Autoencoder, captions: Embeddings, size: int) -> None:
     """Check that the encoders are those of the model, and that the size can be cut into tokens."""
-    flux, unit = flux_of(job.model), autoencoder.pixels * PATCH
+    flux = flux_of(job.model)
+    unit = autoencoder.pixels * PATCH
     if size % unit:
         rule = f"must be a multiple of {unit}, the pixels of a token"
         raise ConfigError("generate.options.size", size, rule, [max(1, size // unit) * unit])

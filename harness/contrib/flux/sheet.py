@@ -29,7 +29,8 @@ class SampleSheet(Periodic):
         job = run.job
         self._folder = run.folder / FOLDER
         self._autoencoder = build_autoencoder(encoders_of(job.data), run.engine.device)
-        channels, wanted = self._autoencoder.channels, flux_of(job.model).latent_channels
+        channels = self._autoencoder.channels
+        wanted = flux_of(job.model).latent_channels
         if channels != wanted:
             rule = f"its latents have {channels} channels, and model.options.latent_channels is {wanted}"
             works = "the autoencoder that made the latents, or validation.options.pictures=0"
@@ -37,9 +38,13 @@ class SampleSheet(Periodic):
 
     def act(self, step: int) -> Row:
         """Sample the pictures, and write them on rank 0."""
-        job, engine, loader = self.run.job, self.run.engine, self.run.validation_loader
-        sheet, flow = sheet_of(job), flow_of(job)
-        mesh, count = engine.mesh, sheet.pictures
+        job = self.run.job
+        engine = self.run.engine
+        loader = self.run.validation_loader
+        sheet = sheet_of(job)
+        flow = flow_of(job)
+        mesh = engine.mesh
+        count = sheet.pictures
         assert isinstance(loader, PictureLoader)
         loader.reset()
         batch: ImageBatch = loader.next()

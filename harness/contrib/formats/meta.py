@@ -22,7 +22,8 @@ from harness.weights.config_json import read_object
 from harness.weights.hf_tensors import check_tensors
 from harness.weights.source import EMBEDDING, HEAD, TensorFacts, refuse_untied
 
-PATTERN, PARAMS = "consolidated.*.pth", "params.json"
+PATTERN = "consolidated.*.pth"
+PARAMS = "params.json"
 
 # Defaults of ModelArgs in llama/model.py of meta-llama/llama and meta-llama/llama3.
 _DEFAULTS: dict[str, Any] = {
@@ -54,7 +55,8 @@ class LlamaSource:
         folder = Path(path)
         if model.family != "llama":
             raise UserError(f"{folder}: Meta's files are read for model.family=llama, not {model.family}")
-        self._folder, self._model = folder, model
+        self._folder = folder
+        self._model = model
         self._files = sorted(folder.glob(PATTERN))
         if (folder / PARAMS).exists():
             check_params(model, folder / PARAMS)
@@ -172,7 +174,8 @@ def merge(name: str, shards: Sequence[Tensor], config: ModelConfig) -> Tensor:
     Raises:
         UserError: the shards do not add up to the model's parameter.
     """
-    shape, wanted = shards[0].shape, _shape_of(name, config)
+    shape = shards[0].shape
+    wanted = _shape_of(name, config)
     whole = shards[0]
     # fairscale's layers split a matrix by rows (ColumnParallelLinear, and the embedding of Llama 3) or by
     # columns (RowParallelLinear, and the embedding of Llama 2), and repeat vectors.

@@ -22,7 +22,8 @@ from harness.util.errors import DataError
 # of the type, number of sequences, number of documents + 1; then int32 lengths, int64 offsets in bytes, int64
 # first sequence of each document, and for multimodal data int8 modes.
 _MEGATRON_HEADER = struct.Struct("<9sQBQQ")
-_MEGATRON_MAGIC, _OLD_MEGATRON_MAGIC = b"MMIDIDX\x00\x00", b"TNTIDX\x00\x00"
+_MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
+_OLD_MEGATRON_MAGIC = b"TNTIDX\x00\x00"
 _MEGATRON_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 
 # llm.c, dev/data/data_common.py: 256 int32, of which magic, version and number of tokens are used. Shards of
@@ -65,8 +66,10 @@ class TokenFile:
         num_tokens: int | None = None,
         starts: DocumentEnds | MegatronIndex | None = None,
     ) -> None:
-        self.name, self._starts = str(file), starts
-        size, itemsize = size_of(file) - skip, np.dtype(dtype).itemsize
+        self.name = str(file)
+        self._starts = starts
+        size = size_of(file) - skip
+        itemsize = np.dtype(dtype).itemsize
         self.num_tokens = size // itemsize if num_tokens is None else num_tokens
         self.num_documents = None if starts is None else len(starts)
         if size != self.num_tokens * itemsize:
@@ -97,7 +100,8 @@ def _check_width(file: Path, dtype: str, vocab_size: int) -> None:
 
     Of several numbers the largest is right: read with fewer bytes, an id is followed by ids 0.
     """
-    head, size = _head(file, _SAMPLE), np.dtype(dtype).itemsize
+    head = _head(file, _SAMPLE)
+    size = np.dtype(dtype).itemsize
     for width, works in _WIDTHS.items():
         ids = np.frombuffer(head, f"<u{width}", len(head) // width)
         fits = size_of(file) % width == 0 and bool(np.all(ids < vocab_size))
@@ -234,7 +238,9 @@ class MegatronIndex:
         if documents < 1 or size_of(index) not in (without_modes, without_modes + sequences):
             counts = f"{sequences} sequences and {documents} document boundaries"
             _refuse(index, f"has {size_of(index)} bytes, which are not {counts}")
-        self._file, self._sequences, self._boundaries = index, sequences, documents
+        self._file = index
+        self._sequences = sequences
+        self._boundaries = documents
         skips = (_MEGATRON_HEADER.size + size * sequences for size in (0, 4, 12))
         self._lengths = _Array(index, "<i4", next(skips), sequences)
         self._pointers = _Array(index, "<i8", next(skips), sequences)
@@ -249,7 +255,8 @@ class MegatronIndex:
 
     def between(self, begin: int, end: int) -> np.ndarray:
         """As ``DocumentEnds.between``."""
-        pointers, firsts = self._pointers(), self._firsts()
+        pointers = self._pointers()
+        firsts = self._firsts()
 
         def start(document: int) -> int:
             sequence = firsts[document]  # empty documents at the end have no sequence
@@ -263,7 +270,9 @@ class MegatronIndex:
 
     def _check(self) -> int:
         """Check that sequences follow each other and documents ascend; return the bytes of all sequences."""
-        lengths, pointers, firsts = self._lengths(), self._pointers(), self._firsts()
+        lengths = self._lengths()
+        pointers = self._pointers()
+        firsts = self._firsts()
         if int(firsts[0]) != 0 or int(firsts[-1]) != self._sequences:
             _refuse(self._file, f"its documents do not begin with sequence 0 and end with {self._sequences}")
         for part in _both_ends(self._boundaries):

@@ -24,7 +24,8 @@ from harness.util.errors import DataError
 from harness.util.files import is_file_name
 
 _FILE_MAGIC = b"ARROW1"
-_SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"
+_SAVED = "state.json"
+_SAVED_SPLITS = "dataset_dict.json"
 
 
 def saved_files(folder: Path) -> list[Path]:
@@ -62,7 +63,8 @@ def open_arrow(file: Path, field: str) -> list[TokenizedSplit]:
     except (OSError, ValueError, pyarrow.ArrowException) as error:  # ValueError: names that are not UTF-8
         reason = " ".join(str(error).split())
         raise DataError(f"{file}: is no readable Arrow file ({reason})") from error
-    first, last = mapped.address, mapped.address + mapped.size
+    first = mapped.address
+    last = mapped.address + mapped.size
     for part in parts:
         if len(part.tokens) and not first <= part.tokens.ctypes.data < last:
             rule = "is compressed, so it cannot be read in place"
@@ -106,7 +108,9 @@ class TokenLists(LocalFiles):
     def __init__(self, config: DataConfig, files: list[Path], name: str, limit: Limit) -> None:
         # Without a limit of size: nothing is tokenized.
         super().__init__(replace(config, format="parquet", tokenize_limit_gib=None), "train")
-        self.files, self.name, self._limit = files, name, limit
+        self.files = files
+        self.name = name
+        self._limit = limit
 
     @property
     def identity(self) -> Any:

@@ -173,10 +173,12 @@ def record(job_json: str, step: int) -> Record:
             if name:
                 module.register_forward_hook(partial(_keep, calls, name, pairs))
     batch = loader.next()
-    outcome, rows = engine.gradients(batch), batch.shape[0]
+    outcome = engine.gradients(batch)
+    rows = batch.shape[0]
     scalars = {"number of tokens": float(outcome.valid_tokens), "loss": outcome.loss}
     scalars |= {} if outcome.mtp_loss is None else {"loss of multi-token prediction": outcome.mtp_loss}
-    gradients, squares = full_gradients(engine), squares_of(engine, outcome)
+    gradients = full_gradients(engine)
+    squares = squares_of(engine, outcome)
     engine.update(outcome.norm)
     outputs = {name: torch.cat(each) for name, each in calls.items()}
     return Record(
@@ -265,10 +267,13 @@ def _worst(name: str, whole: Tensor, found: Sequence[dict[str, Tensor]]) -> floa
 
 def _part(whole: Tensor, own: Tensor, of: Record, layout: ParallelismConfig) -> Tensor:
     """The part of an output that a rank has: its rows and, by the shape, positions and columns."""
-    whole, columns = whole[of.rows.start : of.rows.stop], 1
-    length, total = whole.shape[1], sum(of.segments)
+    whole = whole[of.rows.start : of.rows.stop]
+    columns = 1
+    length = whole.shape[1]
+    total = sum(of.segments)
     if whole.dim() > 2 and length in (total, *of.segments):
-        columns, lengths = 2, of.segments if length == total else (length,)
+        columns = 2
+        lengths = of.segments if length == total else (length,)
         starts = [sum(lengths[:index]) for index in range(len(lengths))]
         pieces = [at + local_positions(layout, n, of.cp_rank) for at, n in zip(starts, lengths, strict=True)]
         if own.shape[1] < len(torch.cat(pieces)):

@@ -142,7 +142,11 @@ def trace(job_json: str, steps: int, resume_in: str | None = None) -> Trace:
 
     engine, loader = start(job_json)
     initial = weights_of(engine)
-    losses, norms, tokens, gradients, squares = [], [], [], [], []
+    losses = []
+    norms = []
+    tokens = []
+    gradients = []
+    squares = []
     for step in range(steps):
         if resume_in is not None and 0 < step == steps // 2:
             engine, loader = resume(engine, loader, job_json, resume_in)
@@ -169,7 +173,8 @@ def compare(
 
     loss = _largest(reference.losses, [t.losses for t in traces])
     norm = _largest(reference.norms, [t.norms for t in traces])
-    worst, worst_parameter = 0.0, ""
+    worst = 0.0
+    worst_parameter = ""
     for index, expected in enumerate(reference.gradients):
         found: set[str] = set()
         for each in traces:
@@ -179,12 +184,14 @@ def compare(
                 # Gradients that are 0 in both, as behind modulations that start at 0, are equal.
                 difference = float(apart / expected[name].double().norm()) if apart else 0.0
                 if difference > worst or math.isnan(difference):
-                    worst, worst_parameter = difference, name
+                    worst = difference
+                    worst_parameter = name
                 if math.isnan(worst):
                     return Verdict(layout, ranks, loss, worst, worst_parameter, norm, passed=False)
         missing = expected.keys() - found
         if missing:
-            worst, worst_parameter = float("inf"), min(missing)
+            worst = float("inf")
+            worst_parameter = min(missing)
     for index, parts in enumerate(reference.squares):
         # What the norm lacks can be too little for it to show: 3e-7 of it for sinks of attention.
         differences = share_differences(parts, [each.squares[index] for each in traces])
@@ -243,7 +250,8 @@ class LayoutComparer:
     def _first_wrong(self, job: Job, alone: Job, expected: Trace, traces: list[Trace]) -> str:
         from harness.tools.parity.first_wrong import first_wrong, record
 
-        tolerances, steps = tolerances_of(job, self.config), range(self.config.steps)
+        tolerances = tolerances_of(job, self.config)
+        steps = range(self.config.steps)
         norms = ((expected.norms[i : i + 1], [each.norms[i : i + 1] for each in traces]) for i in steps)
         differs = [step for step, pair in enumerate(norms) if not _largest(*pair) <= tolerances[1]]
         # Compiled blocks have no modules to look into.
@@ -328,7 +336,9 @@ def parity(job: ParityJob, overrides: list[str]) -> Result:
     skipped: list[str] = []
     total = config.random or sum(row.job.world_size <= config.world_size for row in rows)
     with RankPool(config.world_size) as pool, progress(total) as show:
-        judge, out = LayoutComparer(pool, config), sys.stdout  # which prints above the bar
+        # which prints above the bar
+        judge = LayoutComparer(pool, config)
+        out = sys.stdout
         out.write(HEADER)
         out.flush()
         for row in rows:
@@ -340,7 +350,8 @@ def parity(job: ParityJob, overrides: list[str]) -> Result:
             show(row.name)
             try:
                 verdict = judge.verdict(row.name, row.job)
-                found, text = dataclasses.asdict(verdict), line(verdict)
+                found = dataclasses.asdict(verdict)
+                text = line(verdict)
             except RankFailed as error:
                 found = {"layout": row.name, "ranks": ranks, "passed": False, "error": str(error)}
                 text = f"{row.name:<28} {ranks:>5}  FAILED\n{error}\n"

@@ -60,5 +60,6 @@ def ranks_to_rehearse(job: Job, config: RehearseConfig) -> list[int]:
     """Return ``rehearse.ranks``, or the first rank of the first, the middle and the last pipeline rank."""
     if config.ranks is not None:
         return list(config.ranks)
-    pp, in_stage = job.parallelism.pp, job.world_size // job.parallelism.pp
+    pp = job.parallelism.pp
+    in_stage = job.world_size // job.parallelism.pp
     return [place * in_stage for place in sorted({0, pp // 2, pp - 1})]

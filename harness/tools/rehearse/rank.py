@@ -128,7 +128,10 @@ class Rehearsal:
     """Runs one rank's steps and fills in its figures."""
 
     def __init__(self, job: Job, gpu: Any, figures: RankFigures, steps: int) -> None:
-        self.job, self.gpu, self.figures, self.steps = job, gpu, figures, steps
+        self.job = job
+        self.gpu = gpu
+        self.figures = figures
+        self.steps = steps
         self.step: int | None = None
         self.began = self.began_processor = 0.0
 
@@ -141,7 +144,8 @@ class Rehearsal:
         from harness.train.engine import Engine
         from harness.train.setup import pick_device, process_group, set_up_process
 
-        job, figures = self.job, self.figures
+        job = self.job
+        figures = self.figures
         if job.compile.cuda_graphs:
             self.steps = max(self.steps, EAGER_CALLS + 2)  # the last one only replays what was captured
         store = None if job.world_size == 1 else LoneStore()
@@ -149,7 +153,8 @@ class Rehearsal:
         set_up_process(job)
         with substitutes(job, self.gpu, skew), process_group(job, device, store):
             try:
-                began, watch = time.perf_counter(), CompileWatch()
+                began = time.perf_counter()
+                watch = CompileWatch()
                 engine = Engine(job, device)
                 figures.build_seconds = time.perf_counter() - began
                 self._train(engine, watch, store)
@@ -164,14 +169,16 @@ class Rehearsal:
         from harness.train.observers import observers_of
         from harness.train.trainer import Trainer
 
-        figures, memory = self.figures, self.figures.memory
+        figures = self.figures
+        memory = self.figures.memory
         memory["parameters"] = _bytes_on_device(
             tensor for part in engine.parts for tensor in (*part.parameters(), *part.buffers())
         )
         update = engine.update
 
         def measure_and_update(norm: Any) -> None:
-            began, processor = time.perf_counter(), time.process_time()
+            began = time.perf_counter()
+            processor = time.process_time()
             memory["gradients"] = _bytes_on_device(p.grad for p in engine.parameters if p.grad is not None)
             self.began += time.perf_counter() - began
             self.began_processor += time.process_time() - processor
@@ -183,7 +190,8 @@ class Rehearsal:
                 raise _AllRehearsed
             self.step = number - 1
             self.gpu.clear()
-            self.began, self.began_processor = time.perf_counter(), time.process_time()
+            self.began = time.perf_counter()
+            self.began_processor = time.process_time()
 
         engine.update = measure_and_update
         with tempfile.TemporaryDirectory() as folder:
@@ -195,7 +203,8 @@ class Rehearsal:
         memory["optimizer"] = _bytes_on_device(
             value for state in engine.optimizer.state.values() for value in state.values()
         )
-        figures.graphs, figures.compile_seconds = watch.graphs, watch.seconds
+        figures.graphs = watch.graphs
+        figures.compile_seconds = watch.seconds
         figures.recompilations = watch.unexpected
 
     def _end_step(self, step: int, engine: Any, watch: Any, store: Any) -> None:
@@ -212,7 +221,8 @@ class Rehearsal:
         figures.steps = step
 
     def _count(self, calls: Any, engine: Any, store: Any) -> None:
-        figures, groups = self.figures, _Groups(engine.mesh, store)
+        figures = self.figures
+        groups = _Groups(engine.mesh, store)
         figures.kernels = dict(calls.kernels.most_common())
         for (left, right, *shape), (count, flops) in calls.products.items():
             formats = left if left == right else f"{left} x {right}"
@@ -233,7 +243,8 @@ class Rehearsal:
         figures.communicators = [" of ".join(map(str, groups.of(name))) for name in calls.communicators]
         figures.waits = [Wait(where, what, count) for (what, where), count in calls.waits.most_common()]
         figures.copies = [Copy(how, *found) for how, found in sorted(calls.copies.items())]
-        figures.replays, figures.replayed = calls.replays[0], int(calls.replays[1])
+        figures.replays = calls.replays[0]
+        figures.replayed = int(calls.replays[1])
         figures.unknown = calls.unknown
 
 
@@ -267,7 +278,9 @@ class _Groups:
         import torch.distributed as dist
         from torch.distributed.distributed_c10d import _process_group_color
 
-        self._store, self._ranks, self._axes = store, dict[str, int](), _axes_of_groups(mesh)
+        self._store = store
+        self._ranks = dict[str, int]()
+        self._axes = _axes_of_groups(mesh)
         self._colours: dict[int, str] = {}
         for group in list(dist.distributed_c10d._world.pg_map):
             ranks = dist.get_process_group_ranks(group)
@@ -344,7 +357,8 @@ def _failure(error: BaseException, step: int | None) -> RehearsalFailure:
     # torch's pipelines raise their own error from the original one.
     chain = chain_of(error, suppressed=True)
     error = next((each for each in chain if isinstance(each, torch.OutOfMemoryError)), error)
-    package, own = str(PACKAGE), str(Path(__file__).parent)
+    package = str(PACKAGE)
+    own = str(Path(__file__).parent)
     # Tracebacks of the chained errors lead down to the place of the first one.
     lines = [
         f"{os.path.relpath(frame.filename, package)}:{frame.lineno}"

@@ -116,7 +116,8 @@ def _facts(plan: Plan, figures: RankFigures) -> str:
     lines = []
     step = None if plan.speed is None else plan.speed.step_seconds
     if step is not None and figures.cpu_seconds > step:
-        host, gpu = seconds(figures.cpu_seconds), seconds(step)
+        host = seconds(figures.cpu_seconds)
+        gpu = seconds(step)
         took = f"a step takes {host} of CPU time here, and {gpu} of the GPU by the plan"
         lines.append(f"THE HOST WOULD KEEP THE GPU WAITING: {took}")
     kernels = Counter[str]()
@@ -256,8 +257,11 @@ def product_flops(job: Job, pp_rank: int) -> float:
 
     Attention and experts run in other kernels. What the compiler recomputes for a budget is not counted.
     """
-    layout, model = job.parallelism, job.model
-    modules, costs, values = split_modules(layout, model.n_layers), costs_of(model), 0.0
+    layout = job.parallelism
+    model = job.model
+    modules = split_modules(layout, model.n_layers)
+    costs = costs_of(model)
+    values = 0.0
     order = pipeline_order(layout, model.n_layers, job.microbatches)[pp_rank]
     passes = Counter((action.stage, action.kind) for action in order)
     for stage in stages_of_rank(layout, model.n_layers, pp_rank):

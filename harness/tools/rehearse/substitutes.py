@@ -156,13 +156,15 @@ class Zeros(Loader):
     samples_per_epoch = None
 
     def __init__(self, job: Job, rows: int) -> None:
-        self._job, self._rows = job, rows
+        self._job = job
+        self._rows = rows
 
     def next(self) -> AnyBatch:
         batch = costs_of(self._job.model).fake_batch(self._job, self._rows)
         if not isinstance(batch, Batch):
             return batch
-        (rows, length), documents = batch.shape, None
+        (rows, length) = batch.shape
+        documents = None
         if not self._job.data.attend_across_documents:
             documents = (torch.arange(length) * DOCUMENTS // length).expand(rows, length).contiguous()
         return Batch(batch.inputs_BT, batch.labels_BT, documents)
@@ -197,7 +199,8 @@ def _after_barrier(buffers: ProcessGroupAllocMixin, group: dist.ProcessGroup) ->
 def rows_by_rank(rows: int, ranks: int, skew: float) -> list[int]:
     """Return how many of a rank's rows go to each rank of a group; the first one gets more by ``skew``."""
     first = round(rows / ranks * (1 + skew)) if ranks > 1 else rows
-    left, others = rows - first, max(1, ranks - 1)
+    left = rows - first
+    others = max(1, ranks - 1)
     return [first, *(left // others + (place < left % others) for place in range(ranks - 1))]
 
 

@@ -40,7 +40,8 @@ _NAMES = (
 
 
 def _config_fields(model: ModelConfig) -> list[ConfigField]:
-    attention, of = model.attention, model.moe
+    attention = model.attention
+    of = model.moe
     return [
         *common(model),
         ConfigField("intermediate_size", model.ffn_hidden_dim, "ffn_hidden_dim"),

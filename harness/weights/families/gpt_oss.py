@@ -20,7 +20,9 @@ from harness.weights.families.core import (
     layers_in,
 )
 
-_ALPHA, _LIMIT = 1.702, 7.0  # as in harness.model.feed_forward
+# as in harness.model.feed_forward
+_ALPHA = 1.702
+_LIMIT = 7.0
 
 _EXPERTS = {
     "w1": TensorSlot("mlp.experts.gate_up_proj", half=0, interleaved=True, transposed=True),
@@ -33,7 +35,8 @@ _EXPERTS = {
 
 
 def _config_fields(model: ModelConfig) -> list[ConfigField]:
-    attention, of = model.attention, model.moe
+    attention = model.attention
+    of = model.moe
     return [
         *common(model, head_dim=64),
         ConfigField("intermediate_size", of.hidden_dim, "moe.hidden_dim"),

@@ -34,7 +34,8 @@ _EXPERTS = {
 
 
 def _config_fields(model: ModelConfig) -> list[ConfigField]:
-    attention, of = model.attention, model.moe
+    attention = model.attention
+    of = model.moe
     fields = [
         *common(model, head_dim=128),
         ConfigField("intermediate_size", of.hidden_dim, "moe.hidden_dim"),

@@ -71,7 +71,8 @@ def _mistral(model: ModelConfig) -> list[ConfigField]:
 
 
 def _mixtral(model: ModelConfig) -> list[ConfigField]:
-    of, window = model.moe, model.attention.window
+    of = model.moe
+    window = model.attention.window
     return [
         *common(model, head_dim=head_width, num_key_value_heads=8),
         ConfigField("intermediate_size", of.hidden_dim, "moe.hidden_dim"),

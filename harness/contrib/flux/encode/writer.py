@@ -75,12 +75,15 @@ class LatentWriter(ShardWriter):
         ConfigError: an encoder cannot be loaded.
     """
 
-    verb, noun = "encode", "folder of latents"
+    verb = "encode"
+    noun = "folder of latents"
 
     def __init__(self, job: EncodeJob, device: torch.device | None = None) -> None:
         assert job.encode.target is not None, "checked by validate"
         self.target = Path(job.encode.target).expanduser()
-        self._job, self._config, self._device = job, job.encode, device or pick_device(job)
+        self._job = job
+        self._config = job.encode
+        self._device = device or pick_device(job)
         self._sources = open_splits(job)
         self.source_name = self._sources["train"].name
         counts = {split: count_of(source, job.encode, split) for split, source in self._sources.items()}
@@ -137,7 +140,8 @@ class LatentWriter(ShardWriter):
             DataError: a picture cannot be read.
             OSError: the folder is full or not writable.
         """
-        data, encoders = self._job.data, build_encoders(encoders_of(self._job.data), self._device)
+        data = self._job.data
+        encoders = build_encoders(encoders_of(self._job.data), self._device)
         samples = RawSamples(
             self._sources[unit.split], seed=0, shuffle=False, skips=pictures_of(data).on_error == "skip"
         )
@@ -221,7 +225,8 @@ class _Progress:
     """Prints the number of pictures that are encoded, every few seconds."""
 
     def __init__(self, total: int) -> None:
-        self._total, self._done = total, 0
+        self._total = total
+        self._done = 0
         self._started = time.monotonic()
         self._next = self._started + _SECONDS_BETWEEN_LINES
 

@@ -15,7 +15,8 @@ ENCODED = ("latents", "latents_synthetic")
 CROPS = ("center", "random")
 ON_ERROR = ("strict", "skip")
 PATCHES = "patches"
-WORDS, T5_CLIP = "words", "t5_clip"
+WORDS = "words"
+T5_CLIP = "t5_clip"
 DTYPES = ("float32", "bfloat16")
 FORMATS = ("auto", "files", "webdataset")
 

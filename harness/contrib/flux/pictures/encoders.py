@@ -50,7 +50,8 @@ def fingerprint_of(config: EncodersConfig) -> str:
     Raises:
         ConfigError: a folder has no config.json.
     """
-    pixels, words = f"patches of {config.patch}", f"words, {config.text_length} of width {config.width}"
+    pixels = f"patches of {config.patch}"
+    words = f"words, {config.text_length} of width {config.width}"
     if config.autoencoder != PATCHES:
         pixels = fingerprint("data.options.autoencoder", config.autoencoder, config.dtype)
     if config.text != WORDS:
@@ -87,7 +88,8 @@ class Patches:
     """
 
     def __init__(self, pixels: int) -> None:
-        self.pixels, self.channels = pixels, 3 * pixels**2
+        self.pixels = pixels
+        self.channels = 3 * pixels**2
 
     def encode(self, pixels_B3HW: Tensor) -> Moments:
         """Encode pictures with values from -1 to 1."""
@@ -105,7 +107,8 @@ class Words:
     """
 
     def __init__(self, length: int, width: int) -> None:
-        self._length, self._width = length, width
+        self._length = length
+        self._width = width
 
     def encode(self, captions: Sequence[str]) -> Embeddings:
         """Encode captions, cut or padded to ``data.options.text_length`` tokens."""
@@ -146,7 +149,8 @@ class PretrainedAutoencoder:
 
     def __init__(self, config: EncodersConfig, device: torch.device) -> None:
         diffusers = _import("diffusers", "data.options.autoencoder")
-        self._device, self._dtype = device, getattr(torch, config.dtype)
+        self._device = device
+        self._dtype = getattr(torch, config.dtype)
         folder = Path(config.autoencoder).expanduser()
         load = partial(diffusers.AutoencoderKL.from_pretrained, low_cpu_mem_usage=False)
         model = _load("data.options.autoencoder", folder, partial(load, folder, torch_dtype=self._dtype))
@@ -179,13 +183,17 @@ class T5AndClip:
         transformers = _import("transformers", "data.options.text")
         transformers.utils.logging.disable_progress_bar()
         assert config.t5 is not None and config.clip is not None, "checked when the job was composed"
-        self._device, self._length, dtype = device, config.text_length, getattr(torch, config.dtype)
-        self._models, self._tokenizers = {}, {}
+        self._device = device
+        self._length = config.text_length
+        dtype = getattr(torch, config.dtype)
+        self._models = {}
+        self._tokenizers = {}
         for name, path, kind in (
             ("t5", config.t5, transformers.T5EncoderModel),
             ("clip", config.clip, transformers.CLIPTextModel),
         ):
-            folder, field = Path(path).expanduser(), f"data.options.{name}"
+            folder = Path(path).expanduser()
+            field = f"data.options.{name}"
             model = _load(field, folder, partial(kind.from_pretrained, folder, dtype=dtype))
             self._models[name] = _frozen(model)
             found = _tokenizer_folder(folder)
@@ -199,7 +207,8 @@ class T5AndClip:
 
     def _shard(self, device: torch.device) -> None:
         mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("encoders",))
-        t5, clip = self._models["t5"], self._models["clip"]
+        t5 = self._models["t5"]
+        clip = self._models["clip"]
         layers = getattr(clip, "text_model", clip).encoder.layers
         for model, blocks in ((t5, t5.encoder.block), (clip, layers)):
             model.to(device)
@@ -279,7 +288,8 @@ def fingerprint(field: str, path: str, *settings: object) -> str:
     try:
         config = parse_object((folder / "config.json").read_bytes())
     except (OSError, ValueError) as error:
-        rule, works = f"its config.json cannot be read: {describe(error)}", "the folder of a model"
+        rule = f"its config.json cannot be read: {describe(error)}"
+        works = "the folder of a model"
         raise ConfigError(field, path, rule, works) from error
     files = sorted(file for pattern in WEIGHTS for file in folder.glob(pattern))
     sizes = [[file.name, file.stat().st_size] for file in files]

@@ -48,7 +48,8 @@ from harness.util.files import is_file_name
 from harness.util.store import file_digest
 
 EMPTY = "empty.safetensors"
-MOST_THREADS, SAMPLE_FILES = 8, 32
+MOST_THREADS = 8
+SAMPLE_FILES = 32
 
 
 class CaptionDropout(NamedTuple):
@@ -86,7 +87,8 @@ class PictureLoader(Loader):
         sizes: Sizes,
         dropout: CaptionDropout,
     ) -> None:
-        self._cursor, self._dropout = Cursor(rows, sizes), dropout
+        self._cursor = Cursor(rows, sizes)
+        self._dropout = dropout
         self.caption: Callable[[int], str] = samples.caption
         """Returns the caption of a sample by its number, without dropout."""
         self.samples_per_epoch = samples.num_per_epoch
@@ -145,7 +147,8 @@ class EncodingLoader(PictureLoader):
         runs_in_loop: bool,
     ) -> None:
         super().__init__(samples, rows, sizes, dropout)
-        self._samples, self._encoders = samples, encoders
+        self._samples = samples
+        self._encoders = encoders
         self._threads = ThreadPoolExecutor(min(MOST_THREADS, cpus()), thread_name_prefix="pictures")
         self._ahead: dict[int, Future[tuple[np.ndarray, str]]] = {}
         self._state = self._cursor.state_dict()  # after the step that was returned
@@ -330,7 +333,9 @@ class SyntheticPictures:
     num_per_epoch: int | None = None
 
     def __init__(self, job: Job, split: str) -> None:
-        self._flux, self._seed, self._split = flux_of(job.model), job.training.seed, split
+        self._flux = flux_of(job.model)
+        self._seed = job.training.seed
+        self._split = split
         side = PATCH * math.isqrt(job.training.seq_len - self._flux.text_length)
         self._shape = self._flux.latent_channels, side, side
 

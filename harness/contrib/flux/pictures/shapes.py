@@ -65,7 +65,9 @@ class DrawnShapes:
     num: int | None = None
 
     def __init__(self, split: str, size: int, seed: int) -> None:
-        self._split, self._size, self._seed = split, size, seed
+        self._split = split
+        self._size = size
+        self._seed = seed
 
     def read(self, index: int, number: int) -> tuple[np.ndarray, str]:
         """Draw picture ``index``; see ``sources.Part``."""
@@ -85,9 +87,11 @@ def draw(caption: Caption, size: int, random: np.random.RandomState) -> np.ndarr
     axis = (np.arange(size * _SUPERSAMPLING) + 0.5) / (size * _SUPERSAMPLING)
     x, y = np.meshgrid(axis, axis)
     if caption.relation is None:
-        centers, radius = [random.uniform(0.3, 0.7, 2)], random.uniform(0.2, 0.26)
+        centers = [random.uniform(0.3, 0.7, 2)]
+        radius = random.uniform(0.2, 0.26)
     else:
-        along, radius = np.array(RELATIONS[caption.relation]), random.uniform(0.17, 0.21)
+        along = np.array(RELATIONS[caption.relation])
+        radius = random.uniform(0.17, 0.21)
         across = np.abs(along[::-1])
         centers = [
             0.5 + side * 0.24 * along + across * random.uniform(-0.2, 0.2) + random.uniform(-0.02, 0.02, 2)

@@ -38,7 +38,8 @@ from harness.util.store import NO_FILE, Damaged, check_files, describe_files, on
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 """Extensions of pictures."""
-META, TABLE = "meta.json", "members.npy"
+META = "meta.json"
+TABLE = "members.npy"
 _THREADS = 8
 _FORMAT_VERSION = 1
 
@@ -62,7 +63,9 @@ class TarIndex:
     """
 
     def __init__(self, files: Sequence[Path], table: np.ndarray, key: str) -> None:
-        self._files, self._table, self.key = files, table, key
+        self._files = files
+        self._table = table
+        self.key = key
 
     def __len__(self) -> int:
         return len(self._table)
@@ -70,7 +73,8 @@ class TarIndex:
     def read(self, index: int) -> Member:
         """Read the files of a picture."""
         number, *places = self._table[index].tolist()
-        path, found = self._files[number], []
+        path = self._files[number]
+        found = []
         try:
             handle = os.open(path, os.O_RDONLY)
             try:
@@ -146,7 +150,8 @@ def _members(file: Path) -> np.ndarray:
 
 
 def _places(opened: tarfile.TarFile) -> Iterator[list[int]]:
-    current, found = "", dict[str, tuple[int, int]]()
+    current = ""
+    found = dict[str, tuple[int, int]]()
     absent = (0, -1)
 
     def row() -> list[int]:
@@ -163,7 +168,8 @@ def _places(opened: tarfile.TarFile) -> Iterator[list[int]]:
         if os.path.join(folder, stem) != current:
             if "picture" in found:
                 yield row()
-            current, found = os.path.join(folder, stem), {}
+            current = os.path.join(folder, stem)
+            found = {}
         kind = "picture" if suffix in SUFFIXES else suffix
         found.setdefault(kind, (member.offset_data, member.size))
     if "picture" in found:
@@ -185,7 +191,8 @@ class RawSamples:
     """An endless sequence of pictures with captions; in another order in every epoch."""
 
     def __init__(self, source: PictureSource, *, seed: int, shuffle: bool, skips: bool) -> None:
-        self._source, self._skips = source, skips
+        self._source = source
+        self._skips = skips
         self._order = None if source.num is None else EpochOrder(source.num, seed, shuffle=shuffle)
         self.num_per_epoch = source.num
 
@@ -251,9 +258,12 @@ class Part:
         held_out: float,
         seed: int,
     ) -> None:
-        self._stored, self._images, self._seed = stored, images, seed
+        self._stored = stored
+        self._images = images
+        self._seed = seed
         self._crops = images.crop == "random" and split == "train"
-        self.name, count = stored.name, len(stored)
+        self.name = stored.name
+        count = len(stored)
         self._kept: np.ndarray | None = None
         if held_out:
             wanted = split == "validation"
@@ -320,7 +330,8 @@ def decode(content: bytes, size: int, place: float, where: str) -> np.ndarray:
 
 
 def _cropped(picture: Any, width: int, height: int, place: float) -> Any:
-    left, top = round((picture.width - width) * place), round((picture.height - height) * place)
+    left = round((picture.width - width) * place)
+    top = round((picture.height - height) * place)
     return picture.crop((left, top, left + width, top + height))
 
 
@@ -346,7 +357,8 @@ class _FilePictures:
     ) -> None:
         patterns: list[str] = getattr(data, field)
         options = pictures_of(data)
-        self.name, self._field = f"data.{field}=[{', '.join(patterns)}]", options.caption_field
+        self.name = f"data.{field}=[{', '.join(patterns)}]"
+        self._field = options.caption_field
         found = find_files(patterns, data.exclude)
         tars = [file for file in found if file.suffix == ".tar"]
         if options.format == "webdataset" or (options.format == "auto" and tars):
@@ -399,10 +411,13 @@ class _HubPictures:
     """One split of a dataset with a column of pictures and a column of captions."""
 
     def __init__(self, data: DataConfig, split: str) -> None:
-        self._images, self._data, self._split = pictures_of(data), data, split
+        self._images = pictures_of(data)
+        self._data = data
+        self._split = split
         self.name = f"data.dataset={data.dataset}, split {split}"
         for field in ("image_field", "caption_field"):
-            name, columns = getattr(self._images, field), self._table.column_names
+            name = getattr(self._images, field)
+            columns = self._table.column_names
             if name not in columns:
                 raise DataError(
                     f"{self.name}: no column {name!r} among {list_names(columns)}; set data.options.{field}"
@@ -412,7 +427,8 @@ class _HubPictures:
     def _table(self) -> Any:
         import datasets
 
-        table, name = open_dataset(self._data, self._split), self._images.image_field
+        table = open_dataset(self._data, self._split)
+        name = self._images.image_field
         if name in table.column_names and isinstance(table.features[name], datasets.Image):
             table = table.cast_column(name, datasets.Image(decode=False))
         return table
@@ -421,7 +437,8 @@ class _HubPictures:
         return len(self._table)
 
     def content(self, index: int) -> tuple[bytes, str, str]:
-        row, where = self._table[index], f"{self.name}, row {index}"
+        row = self._table[index]
+        where = f"{self.name}, row {index}"
         picture = row[self._images.image_field]
         if isinstance(picture, dict):
             path = picture.get("path")
