@@ -21,42 +21,16 @@ from harness.util.errors import ConfigError, UserError
 from harness.weights.families.core import NEEDED, ConfigField, Family
 from harness.weights.families.harmless import is_harmless
 from harness.weights.quantization import quantization_of
+from harness.weights.rotation import (
+    STRETCHING,
+    check_attention_factor,
+    rotation_fields,
+    rotation_of,
+    written_rotation,
+)
 
 CONFIG = "config.json"
 _SHOWN_ITEMS = 8  # of a list
-
-# The fields of RopeConfig that each scaling reads, with config.json's names and defaults.
-STRETCHING: dict[str, dict[str, tuple[str, object]]] = {
-    "none": {},
-    "linear": {"factor": ("factor", None)},
-    "llama3": {
-        "factor": ("factor", None),
-        "low_freq_factor": ("low_freq_factor", None),
-        "high_freq_factor": ("high_freq_factor", None),
-        "original_max_position": ("original_max_position_embeddings", None),
-    },
-    "yarn": {
-        "factor": ("factor", None),
-        "original_max_position": ("original_max_position_embeddings", None),
-        "beta_fast": ("beta_fast", 32.0),
-        "beta_slow": ("beta_slow", 1.0),
-        "truncate": ("truncate", True),
-        "mscale": ("mscale", None),
-        "mscale_all_dim": ("mscale_all_dim", None),
-    },
-}
-
-_ROTATION = list(
-    dict.fromkeys(
-        [
-            "rope_type",
-            "type",
-            "rope_theta",
-            "attention_factor",
-            *(theirs for fields in STRETCHING.values() for theirs, _ in fields.values()),
-        ]
-    )
-)
 
 # Fields that ``rotation_of`` and ``quantization_of`` read.
 _READ = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
@@ -106,22 +80,21 @@ def _checked_family(model: ModelConfig) -> Family:
 def relevant(model: ModelConfig) -> Iterator[tuple[str, object]]:
     """The fields of a model that affect its output, with their values."""
     attention = model.attention
-    of = model.moe
-    rope = model.rope
+    moe = model.moe
     unread = {*_TRAINING, *_MUP, *(f"rope.{name}" for name in STRETCHING["llama3"] | STRETCHING["yarn"])}
-    unread -= {f"rope.{name}" for name in STRETCHING[rope.scaling]}
+    unread -= {f"rope.{name}" for name in STRETCHING[model.rope.scaling]}
     if attention.is_latent:
         unread |= {"n_kv_heads", "head_dim"}
     if attention.nope_every_nth_layer is None:
         unread.add("attention.nope_temperature")
     if attention.nope_every_nth_layer is None or not attention.nope_temperature:
         unread.add("attention.nope_temperature_floor")
-    if of.num_groups == 1:
+    if moe.num_groups == 1:
         unread |= {"moe.top_groups", "moe.group_score"}
     if len(model.expert_layers) == model.num_blocks:
         unread.add("ffn_hidden_dim")
     for name, role, value in named_fields(model):
-        without = name.startswith("moe.") and not of.enabled and name != "moe.num_experts"
+        without = name.startswith("moe.") and not moe.enabled and name != "moe.num_experts"
         if role == NUMERICS and name not in unread and not without:
             yield name, value
 
@@ -146,8 +119,7 @@ _DEFAULTS = {name: value for name, _, value in leaves(ModelConfig())}
 def hf_config(model: ModelConfig, *, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
     """The content of a config.json from which transformers (or diffusers) builds the same model.
 
-    Rotation and dtype are written twice: transformers 4.x reads ``rope_theta``, ``rope_scaling`` and
-    ``torch_dtype``, and 5.x writes ``rope_parameters`` and ``dtype``.
+    Rotation and dtype are written twice: transformers 4.x reads ``torch_dtype``, and 5.x writes ``dtype``.
     """
     family = family_of(model)
     if family.unbuildable is not None:
@@ -155,8 +127,6 @@ def hf_config(model: ModelConfig, *, dtype: str, bos_id: int | None, eos_id: int
     fields = {field.theirs: field.value for field in family.config_fields(model)}
     if family.is_diffusers:
         return {family.type_key: family.model_type, **fields}
-    theta = float(model.rope.theta)
-    scaling = rope_scaling_of(model)
     values = {name: value for name, _, value in leaves(model)}
     return {
         "architectures": [family.architecture],
@@ -164,9 +134,7 @@ def hf_config(model: ModelConfig, *, dtype: str, bos_id: int | None, eos_id: int
         **fields,
         **{theirs: values[ours] for theirs, ours in family.trained.items()},
         **(family.written(model) if family.written else {}),
-        "rope_theta": theta,
-        "rope_scaling": scaling,
-        "rope_parameters": {**(scaling or {"rope_type": "default"}), "rope_theta": theta},
+        **written_rotation(model),
         "attention_dropout": 0.0,
         "bos_token_id": bos_id,
         "eos_token_id": eos_id,
@@ -203,7 +171,7 @@ def check_hf_config(model: ModelConfig, found: Mapping[str, Any]) -> None:
         facts.append(fact if works is None else f"{fact}, which is model.{field.ours}={_typed(works)}")
     if facts:
         raise UserError(f"{'; '.join(facts)}; would work: model=from_config, which takes all of them")
-    _check_attention_factor(model, rotation_of(family, found))
+    check_attention_factor(model, rotation_of(found, family.theta))
     _refuse_unread(family, model, found)
     family_of(model)
 
@@ -211,7 +179,8 @@ def check_hf_config(model: ModelConfig, found: Mapping[str, Any]) -> None:
 def _refuse_unread(family: Family, model: ModelConfig, found: Mapping[str, Any]) -> None:
     """Refuse fields that neither the family reads nor ``harmless.txt`` has."""
     known = {*_READ_BY_ALL, *family.trained, *family.harmless, "architectures", family.type_key}
-    known |= set(family.written(model)) if family.written else set()
+    if family.written is not None:
+        known |= set(family.written(model))
     for field in family.config_fields(model):
         known |= {field.theirs, field.alias or field.theirs}
     spans = [model.span(layer) for layer in range(model.n_layers)]
@@ -260,91 +229,8 @@ def _pairs(
 ) -> Iterator[tuple[ConfigField, Mapping[str, Any]]]:
     """Every field that a config.json should have for a model, with the object in it that has the field."""
     yield from ((field, found) for field in family.config_fields(model))
-    rotation = rotation_of(family, found)
-    yield from ((field, rotation) for field in _rope_fields(model, rotation))
-
-
-# -- the rotation, as transformers 4 and 5 write it ----
-
-
-def rope_scaling_of(model: ModelConfig) -> dict[str, Any] | None:
-    """The content of ``rope_scaling``."""
-    rope = model.rope
-    if rope.scaling == "none":
-        return None
-    content: dict[str, Any] = {"rope_type": rope.scaling}
-    for name, (theirs, _) in STRETCHING[rope.scaling].items():
-        value = getattr(rope, name)
-        if value is not None:
-            # Floats, because transformers warns about integer factors.
-            exact = name in ("truncate", "original_max_position")
-            content[theirs] = value if exact else float(value)
-    return content
-
-
-def rotation_of(family: Family, found: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotation in a config.json of transformers 4 or 5, as the content of one object.
-
-    ``rope_type`` is our name of the scaling, or theirs if we do not have it. UserError if the rotation is not
-    supported.
-    """
-    # In this order, because transformers 5 prefers rope_scaling where a file has both.
-    name = "rope_scaling" if found.get("rope_scaling") else "rope_parameters"
-    parameters = found.get(name) or {}
-    if not isinstance(parameters, dict):
-        raise UserError(f"config.json has {name} {json.dumps(parameters)}: must be an object or null")
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind == "dynamic":
-        raise UserError(
-            "config.json has rope_type dynamic: at inference it stretches each sequence that is longer than "
-            "max_position_embeddings by its own length, and shorter ones not at all; "
-            "would work: rope_scaling null"
-        )
-    for key, value in parameters.items():
-        if key not in _ROTATION and value is not None and (key, value) != ("partial_rotary_factor", 1):
-            raise UserError(
-                f"config.json has {key} {_typed(value)} in {name}, which is not read; "
-                f"would work: {name} with {', '.join(_ROTATION)}"
-            )
-    rotation = {
-        "rope_theta": found.get("rope_theta", family.theta),
-        "original_max_position_embeddings": found.get("max_position_embeddings", 2048),
-        **parameters,
-        "rope_type": "none" if kind == "default" else kind,
-    }
-    original = found.get("original_max_position_embeddings")
-    if original is not None:  # transformers prefers the one outside of the object
-        rotation["original_max_position_embeddings"] = original
-    return rotation
-
-
-def _rope_fields(model: ModelConfig, rotation: Mapping[str, Any]) -> Iterator[ConfigField]:
-    """The fields of a rotation; those of its scaling if the model has the same."""
-    rope = model.rope
-    yield ConfigField("rope_theta", rope.theta, "rope.theta", nullable=True)
-    yield ConfigField("rope_type", rope.scaling, "rope.scaling", nullable=True)
-    if rope.scaling != rotation["rope_type"]:
-        return
-    for name, (theirs, default) in STRETCHING[rope.scaling].items():
-        yield ConfigField(theirs, getattr(rope, name), f"rope.{name}", default=default, nullable=True)
-
-
-def _check_attention_factor(model: ModelConfig, rotation: Mapping[str, Any]) -> None:
-    """Check that a factor of the rotation is the one that follows from mscale, which it would replace."""
-    rope = model.rope
-    given = rotation.get("attention_factor")
-    if rope.scaling != "yarn" or given is None:
-        return
-    is_number = type(given) in (int, float)
-    if is_number and math.isclose(given, rope.rotation_scale, rel_tol=1e-6):
-        return
-    works = "attention_factor null"
-    if is_number and rope.factor > 1 and not model.attention.is_latent:
-        stretch = 0.1 * math.log(rope.factor)
-        mscale = (given * (stretch + 1) - 1) / stretch
-        works = f"in its place mscale {mscale!r} and mscale_all_dim 1.0, which is the same rotation"
-    rule = f"the rotation is scaled by {rope.rotation_scale:.6g}, which follows from the other fields"
-    raise UserError(f"config.json has attention_factor {_typed(given)}: {rule}; would work: {works}")
+    rotation = rotation_of(found, family.theta)
+    yield from ((field, rotation) for field in rotation_fields(model, rotation))
 
 
 # -- read a model ----
@@ -391,7 +277,7 @@ def _read(family: Family, found: Mapping[str, Any]) -> ModelConfig:
     model = ModelConfig(family=family.name, **numbers)
     for name, value in family.requires.items():
         model = _set(model, name, value, name)
-    kind = rotation_of(family, found)["rope_type"]
+    kind = rotation_of(found, family.theta)["rope_type"]
     if kind not in list(STRETCHING):  # it may be a list or an object
         known = [name if name != "none" else "default" for name in STRETCHING]
         raise UserError(f"it has rope_type {kind!r}; would work: {', '.join(known)}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from harness.config.model import ModelConfig
@@ -263,26 +264,42 @@ class Nested:
     others: tuple[str, ...]  # prefixes of all other tensors
 
 
+def same_fields(model: ModelConfig, names: Mapping[str, str], **defaults: object) -> list[ConfigField]:
+    """Fields of config.json that have the values of ours.
+
+    Args:
+        model: the model.
+        names: our fields, without ``model.``, by theirs.
+        defaults: values of missing fields, by their names.
+    """
+    fields = []
+    for theirs, ours in names.items():
+        value = attrgetter(ours)(model)
+        fields.append(ConfigField(theirs, value, ours, default=defaults.get(theirs, NEEDED)))
+    return fields
+
+
+_COMMON = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "dim",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "num_key_value_heads": "n_kv_heads",
+    "rms_norm_eps": "norm_eps",
+    "tie_word_embeddings": "tied_embeddings",
+    "max_position_embeddings": "max_seq_len",
+}
+
+
 def common(model: ModelConfig, *, head_dim: object = NEEDED, **defaults: object) -> list[ConfigField]:
     """Fields of config.json that every family has; ``defaults`` are those of fields by name."""
-
-    def of(theirs: str, value: object, ours: str, default: object = NEEDED) -> ConfigField:
-        return ConfigField(theirs, value, ours, default=defaults.get(theirs, default))
 
     def all_heads(found: Mapping[str, Any]) -> object:
         return found.get("num_attention_heads", defaults.get("num_attention_heads"))
 
-    fields = [
-        of("vocab_size", model.vocab_size, "vocab_size"),
-        of("hidden_size", model.dim, "dim"),
-        of("num_hidden_layers", model.n_layers, "n_layers"),
-        of("num_attention_heads", model.n_heads, "n_heads"),
-        of("num_key_value_heads", model.n_kv_heads, "n_kv_heads", all_heads),
-        of("rms_norm_eps", model.norm_eps, "norm_eps"),
-        of("tie_word_embeddings", model.tied_embeddings, "tied_embeddings", False),
-        of("max_position_embeddings", model.max_seq_len, "max_seq_len"),
-        ConfigField("hidden_act", "silu", default="silu"),
-    ]
+    known = {"num_key_value_heads": all_heads, "tie_word_embeddings": False, **defaults}
+    fields = same_fields(model, _COMMON, **known)
+    fields.append(ConfigField("hidden_act", "silu", default="silu"))
     if not model.attention.is_latent:
         fields.insert(2, ConfigField("head_dim", model.head_width, "head_dim", default=head_dim))
     return fields
@@ -332,19 +349,19 @@ def head_width(found: Mapping[str, Any]) -> int:
 
 def attention_biases(model: ModelConfig) -> list[ConfigField]:
     """The field that gives all four projections of attention biases."""
-    of = model.attention
     return [
-        ConfigField("attention_bias", of.qkv_bias, "attention.qkv_bias", default=False),
-        ConfigField("attention_bias", of.output_bias, "attention.output_bias", default=False),
+        *same_fields(model, {"attention_bias": "attention.qkv_bias"}, attention_bias=False),
+        *same_fields(model, {"attention_bias": "attention.output_bias"}, attention_bias=False),
     ]
 
 
 def both_biases(model: ModelConfig) -> None:
     """Check that all of attention's projections have biases, or none."""
-    of = model.attention
-    if of.qkv_bias != of.output_bias:
+    attention = model.attention
+    if attention.qkv_bias != attention.output_bias:
         rule = "checkpoints of this family have biases in all of attention's projections or in none"
-        raise ConfigError("model.attention.output_bias", of.output_bias, rule, [str(of.qkv_bias).lower()])
+        works = [str(attention.qkv_bias).lower()]
+        raise ConfigError("model.attention.output_bias", attention.output_bias, rule, works)
 
 
 def dividing_heads(model: ModelConfig) -> None:

@@ -17,6 +17,7 @@ from harness.weights.families.core import (
     dividing_heads,
     per_expert,
     projections,
+    same_fields,
     undetermined,
 )
 
@@ -39,48 +40,52 @@ _NAMES = (
 )
 
 
+_SAME = {
+    "intermediate_size": "ffn_hidden_dim",
+    "kv_lora_rank": "attention.kv_lora_rank",
+    "qk_nope_head_dim": "attention.qk_nope_head_dim",
+    "qk_rope_head_dim": "attention.qk_rope_head_dim",
+    "v_head_dim": "attention.v_head_dim",
+    "n_routed_experts": "moe.num_experts",
+    "num_experts_per_tok": "moe.top_k",
+    "moe_intermediate_size": "moe.hidden_dim",
+    "routed_scaling_factor": "moe.score_scale",
+    "n_group": "moe.num_groups",
+    "topk_group": "moe.top_groups",
+}
+_DENSE_LAYERS = {"first_k_dense_replace": "moe.first_dense_layers"}
+
+
 def _config_fields(model: ModelConfig) -> list[ConfigField]:
-    attention = model.attention
-    of = model.moe
+    moe = model.moe
+    rank = model.attention.q_lora_rank
     return [
         *common(model),
-        ConfigField("intermediate_size", model.ffn_hidden_dim, "ffn_hidden_dim"),
-        ConfigField(
-            "q_lora_rank", attention.q_lora_rank, "attention.q_lora_rank", default=1536, nullable=True
-        ),
-        ConfigField("kv_lora_rank", attention.kv_lora_rank, "attention.kv_lora_rank"),
-        ConfigField("qk_nope_head_dim", attention.qk_nope_head_dim, "attention.qk_nope_head_dim"),
-        ConfigField("qk_rope_head_dim", attention.qk_rope_head_dim, "attention.qk_rope_head_dim"),
-        ConfigField("v_head_dim", attention.v_head_dim, "attention.v_head_dim"),
+        ConfigField("q_lora_rank", rank, "attention.q_lora_rank", default=1536, nullable=True),
+        *same_fields(model, _SAME, routed_scaling_factor=1.0, n_group=1, topk_group=1),
         ConfigField("attention_bias", False, default=False),
-        ConfigField("n_routed_experts", of.num_experts, "moe.num_experts"),
-        ConfigField("num_experts_per_tok", of.top_k, "moe.top_k"),
-        ConfigField("moe_intermediate_size", of.hidden_dim, "moe.hidden_dim"),
         ConfigField(
             "n_shared_experts",
-            of.shared_hidden_dim // max(of.hidden_dim, 1),
+            moe.shared_hidden_dim // max(moe.hidden_dim, 1),
             "moe.shared_hidden_dim",
-            shown=of.shared_hidden_dim,
+            shown=moe.shared_hidden_dim,
             to_ours=lambda experts, found: experts * found["moe_intermediate_size"],
         ),
-        ConfigField("routed_scaling_factor", of.score_scale, "moe.score_scale", default=1.0),
-        ConfigField("n_group", of.num_groups, "moe.num_groups", default=1),
-        ConfigField("topk_group", of.top_groups, "moe.top_groups", default=1),
         ConfigField("moe_layer_freq", 1, default=1),
     ]
 
 
 def _v2(model: ModelConfig) -> list[ConfigField]:
-    of = model.moe
-    method = "greedy" if of.num_groups == 1 else "group_limited_greedy"
+    groups = model.moe.num_groups
+    method = "greedy" if groups == 1 else "group_limited_greedy"
     return [
         *_config_fields(model),
-        ConfigField("first_k_dense_replace", of.first_dense_layers, "moe.first_dense_layers", default=0),
+        *same_fields(model, _DENSE_LAYERS, first_k_dense_replace=0),
         ConfigField(
             "topk_method",
             method,
             "moe.num_groups",
-            shown=of.num_groups,
+            shown=groups,
             default="greedy",
             to_ours=undetermined,
         ),
@@ -92,11 +97,10 @@ def _v2(model: ModelConfig) -> list[ConfigField]:
 
 
 def _v3(model: ModelConfig) -> list[ConfigField]:
-    of = model.moe
+    names = {**_DENSE_LAYERS, "norm_topk_prob": "moe.normalize_scores", "rope_interleave": "rope.interleaved"}
     return [
         *_config_fields(model),
-        ConfigField("first_k_dense_replace", of.first_dense_layers, "moe.first_dense_layers", default=3),
-        ConfigField("norm_topk_prob", of.normalize_scores, "moe.normalize_scores", default=True),
+        *same_fields(model, names, first_k_dense_replace=3, norm_topk_prob=True, rope_interleave=True),
         ConfigField("topk_method", "noaux_tc", default="noaux_tc"),
         ConfigField("scoring_func", "sigmoid", default="sigmoid"),
         # Blocks of multi-token prediction that the model does not have are ignored, as by transformers.
@@ -108,16 +112,15 @@ def _v3(model: ModelConfig) -> list[ConfigField]:
             read=lambda found: min(found, model.mtp.depth),
             to_ours=undetermined,
         ),
-        ConfigField("rope_interleave", model.rope.interleaved, "rope.interleaved", default=True),
     ]
 
 
 def _refuse_v2(model: ModelConfig) -> None:
-    of = model.moe
-    if of.shared_hidden_dim < 1 or of.shared_hidden_dim % of.hidden_dim:
-        rule = f"checkpoints of this family count shared experts of model.moe.hidden_dim={of.hidden_dim}"
-        works = f"{of.hidden_dim}, or a multiple of it"
-        raise ConfigError("model.moe.shared_hidden_dim", of.shared_hidden_dim, rule, works)
+    shared = model.moe.shared_hidden_dim
+    width = model.moe.hidden_dim
+    if shared < 1 or shared % width:
+        rule = f"checkpoints of this family count shared experts of model.moe.hidden_dim={width}"
+        raise ConfigError("model.moe.shared_hidden_dim", shared, rule, f"{width}, or a multiple of it")
 
 
 def _refuse_v3(model: ModelConfig) -> None:

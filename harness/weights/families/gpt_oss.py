@@ -18,9 +18,10 @@ from harness.weights.families.core import (
     common,
     layer_types,
     layers_in,
+    same_fields,
 )
 
-# as in harness.model.feed_forward
+# As in harness.model.feed_forward.
 _ALPHA = 1.702
 _LIMIT = 7.0
 
@@ -35,14 +36,14 @@ _EXPERTS = {
 
 
 def _config_fields(model: ModelConfig) -> list[ConfigField]:
-    attention = model.attention
-    of = model.moe
+    moe = model.moe
+    window = model.attention.window
     return [
         *common(model, head_dim=64),
-        ConfigField("intermediate_size", of.hidden_dim, "moe.hidden_dim"),
-        ConfigField("num_local_experts", of.num_experts, "moe.num_experts", alias="num_experts"),
-        ConfigField("num_experts_per_tok", of.top_k, "moe.top_k", alias="experts_per_token"),
-        ConfigField("sliding_window", attention.window, "attention.window", default=128, nullable=True),
+        *same_fields(model, {"intermediate_size": "moe.hidden_dim"}),
+        ConfigField("num_local_experts", moe.num_experts, "moe.num_experts", alias="num_experts"),
+        ConfigField("num_experts_per_tok", moe.top_k, "moe.top_k", alias="experts_per_token"),
+        ConfigField("sliding_window", window, "attention.window", default=128, nullable=True),
         layer_types(model, "sliding_attention", "sliding_window", _alternating),
         ConfigField("attention_bias", True, default=True),
         ConfigField("swiglu_alpha", _ALPHA, default=_ALPHA),

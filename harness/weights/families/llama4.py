@@ -24,6 +24,7 @@ from harness.weights.families.core import (
     layer_types,
     layers_in,
     projections,
+    same_fields,
 )
 
 _EXPERTS = {
@@ -33,20 +34,28 @@ _EXPERTS = {
 }
 
 
+_SAME = {
+    "intermediate_size": "moe.hidden_dim",
+    "intermediate_size_mlp": "ffn_hidden_dim",
+    "num_local_experts": "moe.num_experts",
+    "num_experts_per_tok": "moe.top_k",
+}
+_TEMPERATURE = {
+    "attn_scale": "attention.nope_temperature",
+    "floor_scale": "attention.nope_temperature_floor",
+}
+
+
 def _config_fields(model: ModelConfig) -> list[ConfigField]:
     attention = model.attention
-    of = model.moe
     fields = [
         *common(model, head_dim=128),
-        ConfigField("intermediate_size", of.hidden_dim, "moe.hidden_dim"),
-        ConfigField("intermediate_size_mlp", model.ffn_hidden_dim, "ffn_hidden_dim", default=16384),
-        ConfigField("num_local_experts", of.num_experts, "moe.num_experts"),
-        ConfigField("num_experts_per_tok", of.top_k, "moe.top_k"),
+        *same_fields(model, _SAME, intermediate_size_mlp=16384),
         ConfigField(
             "moe_layers",
             model.expert_layers,
             "moe.every_nth_layer",
-            shown=of.every_nth_layer,
+            shown=model.moe.every_nth_layer,
             default=_moe_layers,
             to_ours=_every_nth_has_experts,
         ),
@@ -82,11 +91,7 @@ def _config_fields(model: ModelConfig) -> list[ConfigField]:
         *attention_biases(model),
     ]
     if attention.nope_temperature:
-        floor = attention.nope_temperature_floor
-        fields += [
-            ConfigField("attn_scale", attention.nope_temperature, "attention.nope_temperature", default=0.1),
-            ConfigField("floor_scale", floor, "attention.nope_temperature_floor", default=8192),
-        ]
+        fields += same_fields(model, _TEMPERATURE, attn_scale=0.1, floor_scale=8192)
     return fields
 
 
@@ -117,10 +122,11 @@ def _moe_layers(found: Mapping[str, Any]) -> list[int]:
 
 def _refuse(model: ModelConfig) -> None:
     both_biases(model)
-    of = model.moe
-    if of.shared_hidden_dim != of.hidden_dim:
-        rule = f"shared experts of this family are as wide as others, model.moe.hidden_dim={of.hidden_dim}"
-        raise ConfigError("model.moe.shared_hidden_dim", of.shared_hidden_dim, rule, [of.hidden_dim])
+    shared = model.moe.shared_hidden_dim
+    width = model.moe.hidden_dim
+    if shared != width:
+        rule = f"shared experts of this family are as wide as others, model.moe.hidden_dim={width}"
+        raise ConfigError("model.moe.shared_hidden_dim", shared, rule, [width])
     if model.attention.qk_norm == "learned":
         rule = "norms of this family have no weights"
         raise ConfigError("model.attention.qk_norm", "learned", rule, ["none", "l2"])

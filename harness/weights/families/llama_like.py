@@ -21,12 +21,15 @@ from harness.weights.families.core import (
     dividing_heads,
     head_width,
     per_expert,
+    same_fields,
 )
 
 _TRAINED = {"router_aux_loss_coef": "moe.aux_loss_coeff"}  # of mixtures
 _WINDOWS = ("sliding_window", "max_window_layers")  # of Qwen, while use_sliding_window is false
 _NAMES = NORMS | ATTENTION | DENSE
 
+
+_WIDTH = {"intermediate_size": "ffn_hidden_dim"}
 
 # LlamaConfig's defaults.
 _DEFAULTS: dict[str, Any] = {
@@ -42,7 +45,7 @@ _DEFAULTS: dict[str, Any] = {
 def _llama(model: ModelConfig) -> list[ConfigField]:
     return [
         *common(model, head_dim=lambda found: head_width({**_DEFAULTS, **found}), **_DEFAULTS),
-        ConfigField("intermediate_size", model.ffn_hidden_dim, "ffn_hidden_dim", default=11008),
+        *same_fields(model, _WIDTH, intermediate_size=11008),
         *attention_biases(model),
         ConfigField("mlp_bias", False, default=False),
     ]
@@ -65,19 +68,19 @@ def _mistral(model: ModelConfig) -> list[ConfigField]:
     window = model.attention.window
     return [
         *common(model, head_dim=head_width, num_key_value_heads=8),
-        ConfigField("intermediate_size", model.ffn_hidden_dim, "ffn_hidden_dim"),
+        *same_fields(model, _WIDTH),
         ConfigField("sliding_window", window, "attention.window", default=4096, nullable=True),
     ]
 
 
 def _mixtral(model: ModelConfig) -> list[ConfigField]:
-    of = model.moe
+    experts = model.moe.num_experts
     window = model.attention.window
+    names = {"intermediate_size": "moe.hidden_dim", "num_experts_per_tok": "moe.top_k"}
     return [
         *common(model, head_dim=head_width, num_key_value_heads=8),
-        ConfigField("intermediate_size", of.hidden_dim, "moe.hidden_dim"),
-        ConfigField("num_local_experts", of.num_experts, "moe.num_experts", default=8, alias="num_experts"),
-        ConfigField("num_experts_per_tok", of.top_k, "moe.top_k", default=2),
+        *same_fields(model, names, num_experts_per_tok=2),
+        ConfigField("num_local_experts", experts, "moe.num_experts", default=8, alias="num_experts"),
         ConfigField("sliding_window", window, "attention.window", default=None, nullable=True),
     ]
 
@@ -110,7 +113,7 @@ MIXTRAL = Family(
 def _qwen2(model: ModelConfig) -> list[ConfigField]:
     return [
         *common(model, head_dim=head_width, num_key_value_heads=32),
-        ConfigField("intermediate_size", model.ffn_hidden_dim, "ffn_hidden_dim"),
+        *same_fields(model, _WIDTH),
         # If true, the blocks after the first max_window_layers attend within a window.
         ConfigField("use_sliding_window", False, default=False),
     ]
@@ -119,26 +122,31 @@ def _qwen2(model: ModelConfig) -> list[ConfigField]:
 def _qwen3(model: ModelConfig, head_dim: object = 128) -> list[ConfigField]:
     return [
         *common(model, head_dim=head_dim),
-        ConfigField("intermediate_size", model.ffn_hidden_dim, "ffn_hidden_dim"),
+        *same_fields(model, _WIDTH),
         *attention_biases(model),
         ConfigField("use_sliding_window", False, default=False),
     ]
 
 
+_QWEN3_EXPERTS = {
+    "num_experts_per_tok": "moe.top_k",
+    "moe_intermediate_size": "moe.hidden_dim",
+    "norm_topk_prob": "moe.normalize_scores",
+    "decoder_sparse_step": "moe.every_nth_layer",
+}
+
+
 def _qwen3_moe(model: ModelConfig) -> list[ConfigField]:
-    of = model.moe
+    moe = model.moe
     return [
         *_qwen3(model, head_dim=head_width),
-        ConfigField("num_experts", of.num_experts, "moe.num_experts", alias="num_local_experts"),
-        ConfigField("num_experts_per_tok", of.top_k, "moe.top_k"),
-        ConfigField("moe_intermediate_size", of.hidden_dim, "moe.hidden_dim"),
-        ConfigField("norm_topk_prob", of.normalize_scores, "moe.normalize_scores", default=False),
-        ConfigField("decoder_sparse_step", of.every_nth_layer, "moe.every_nth_layer", default=1),
+        ConfigField("num_experts", moe.num_experts, "moe.num_experts", alias="num_local_experts"),
+        *same_fields(model, _QWEN3_EXPERTS, norm_topk_prob=False, decoder_sparse_step=1),
         ConfigField(
             "mlp_only_layers",
-            list(range(of.first_dense_layers)),
+            list(range(moe.first_dense_layers)),
             "moe.first_dense_layers",
-            shown=of.first_dense_layers,
+            shown=moe.first_dense_layers,
             default=[],
             to_ours=_dense_at_first,
         ),
