@@ -75,8 +75,13 @@ class _Record:
 
 
 _NAMES = (
-    *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
-    *("TensorProperties", "MetadataIndex", "_StorageInfo"),
+    "Metadata",
+    "TensorStorageMetadata",
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "TensorProperties",
+    "MetadataIndex",
+    "_StorageInfo",
 )
 _RECORDS: dict[str, type[_Record]] = {name: type(name, (_Record,), {}) for name in _NAMES}
 
@@ -98,13 +103,10 @@ _KNOWN: dict[tuple[str, str], Any] = {
     ("torch", "Size"): torch.Size,
     ("collections", "OrderedDict"): dict,
     ("builtins", "getattr"): _Unused,  # Python 3.11.0 pickles a member of an enum with it
-    # Python 3.13 has classes of paths in a module of their own.
-    **{
-        (module, name): _Unused
-        for module in ("pathlib", "pathlib._local")
-        for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
-    },
 }
+for _name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"):
+    _KNOWN["pathlib", _name] = _Unused
+    _KNOWN["pathlib._local", _name] = _Unused  # Python 3.13
 
 
 class _Unpickler(pickle.Unpickler):
@@ -136,12 +138,10 @@ def _entry(name: str, record: Any) -> STORAGE_TYPES:
     # A tuple of torch's: dtype, layout, requires_grad, memory format, pinned.
     dtype = _checked(_checked(properties, tuple, "properties")[0], torch.dtype, "dtype")
     size = _size(fields["size"])
-    chunks = [
-        ChunkStorageMetadata(_size(of["offsets"]), _size(of["sizes"]))
-        for of in (
-            _fields(chunk, "ChunkStorageMetadata") for chunk in _checked(fields["chunks"], list, "chunks")
-        )
-    ]
+    chunks = []
+    for chunk in _checked(fields["chunks"], list, "chunks"):
+        part = _fields(chunk, "ChunkStorageMetadata")
+        chunks.append(ChunkStorageMetadata(_size(part["offsets"]), _size(part["sizes"])))
     if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
         _refuse(f"the chunks of {name} do not add up to the tensor")
     return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)

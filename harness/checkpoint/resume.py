@@ -70,9 +70,9 @@ def find_start(job: Job, run_dir: Path) -> Start:
     if going_back:
         candidates = _from_load_step(job, candidates, folder_of(job, run_dir))
     elif config.resume:
-        folders = [CheckpointFolder(path) for path in _continued(run_dir)]
-        others = [each for folder in folders for each in folder.complete(FALLBACKS)[0]]
-        candidates = sorted([*own, *others], key=lambda each: each.step, reverse=True)
+        for path in _continued(run_dir):
+            candidates += CheckpointFolder(path).complete(FALLBACKS)[0]
+        candidates.sort(key=lambda each: each.step, reverse=True)
     # A run cannot resume from weights alone. This job's own final weights mean that it has completed.
     candidates = [
         each
@@ -224,13 +224,13 @@ def differing(job: Job, checkpoint: Checkpoint) -> list[str]:
     names = [name for name, value in own.items() if name in saved and saved[name] != value]
     for name in _MAPPINGS if "data" in (checkpoint.job or {}) else ():
         names += sorted(_keys(name, own) ^ _keys(name, saved))
-    return [
-        name
-        for name in names
-        if not name.startswith("checkpoint.")
-        and not any(_covers(allowed, name) for allowed in job.checkpoint.allow_changed)
-        and not (same_curve and name in CURVE_FIELDS)
-    ]
+    differing = []
+    for name in names:
+        is_allowed = any(_covers(allowed, name) for allowed in job.checkpoint.allow_changed)
+        is_free = name.startswith("checkpoint.") or (same_curve and name in CURVE_FIELDS)
+        if not is_allowed and not is_free:
+            differing.append(name)
+    return differing
 
 
 def _describe(job: Job, checkpoint: Checkpoint, only: str = "") -> str:

@@ -156,10 +156,13 @@ class WeightExchange(Protocol):
 
 def model_state(model: HasWeights, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """This rank's parameters, cast if ``dtype`` is given, and its saved buffers."""
-    weights = {name: plain(parameter.detach()) for name, parameter in model.named_parameters()}
-    weights = weights if dtype is None else {name: weight.to(dtype) for name, weight in weights.items()}
-    buffers = (named for part in model.parts for named in part.named_buffers())
-    return weights | {name: buffer for name, buffer in buffers if is_buffer(name)}
+    weights = {}
+    for name, parameter in model.named_parameters():
+        weight = plain(parameter.detach())
+        weights[name] = weight if dtype is None else weight.to(dtype)
+    for part in model.parts:
+        weights |= {name: buffer for name, buffer in part.named_buffers() if is_buffer(name)}
+    return weights
 
 
 def rng_key(mesh: Mesh) -> str:

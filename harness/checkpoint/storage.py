@@ -11,7 +11,7 @@ import io
 import itertools
 import mmap
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import gt, itemgetter
@@ -193,11 +193,10 @@ class Writer(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write DCP's metadata, then the manifest; called on the coordinator."""
         super().finish(metadata, results)
-        files = {
-            result.storage_data.relative_path: {"size": result.file_size, CHECKSUM: result.file_checksum}
-            for rank in results
-            for result in cast("list[HashedResult]", rank)
-        }
+        files = {}
+        for result in cast("Iterator[HashedResult]", itertools.chain.from_iterable(results)):
+            facts = {"size": result.file_size, CHECKSUM: result.file_checksum}
+            files[result.storage_data.relative_path] = facts
         own = self.fs.digests[METADATA]
         files[METADATA] = {"size": own.size, CHECKSUM: own.checksum}
         # Check that all files are visible here: ranks of other nodes may have written to another disk.

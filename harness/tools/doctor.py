@@ -13,11 +13,13 @@ import subprocess
 import sys
 import urllib.request
 from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 from typing import NamedTuple
 
 from harness.compose.verb import Result, Verb
 from harness.config.job import Job
+from harness.data.workers import cpus
 from harness.launch.faults import gpu_faults
 from harness.launch.queue import require_slurm
 from harness.launch.slurm import shape_of
@@ -45,7 +47,7 @@ HUB_SECONDS = 3
 REDUCED_BYTES = GIB
 REDUCED_TIMES = 20
 LEAST_SHARE = 0.8
-"""Of a planned bandwidth, or of a data sheet's power."""
+"""Of a planned bandwidth."""
 LEAST_FILES = 4096
 LEAST_SHARED = GIB
 LEAST_FREE_GIB = 20
@@ -124,7 +126,8 @@ def _srun(job: Job) -> list[str]:
     whole = replace(job.parallelism, dp_replicate=1, dp_shard=ranks, tp=1, pp=1, cp=1, ep=1)
     shape = shape_of(replace(job, parallelism=whole, cluster=config))
     options = dict(shape.options) | {"mpi": "none", "ntasks": 1, "ntasks-per-node": 1}
-    options["cpus-per-task"] = (config.cpus_per_rank or 1) * ranks
+    cpus_per_rank = config.cpus_per_rank or 1
+    options["cpus-per-task"] = cpus_per_rank * ranks
     command = ["srun"]
     for name, value in options.items():
         if name not in ("signal", "requeue", "no-requeue"):
@@ -142,19 +145,23 @@ def main() -> None:
 
 def _host(machine: Machine) -> Finding:
     """Its processor cores, memory and limits."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = cpus()
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     shared = shutil.disk_usage("/dev/shm").total if os.path.exists("/dev/shm") else 0
-    (files, _), (locked, _) = map(resource.getrlimit, (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
-    wrong = {
-        "two cores or more for each GPU": cores < 2 * machine.gpus,
-        "--ipc=host or --shm-size=16g of the container": machine.gpus > 1 and shared < LEAST_SHARED,
-        f"ulimit -n {LEAST_FILES}": files < LEAST_FILES,
-        "ulimit -l unlimited": locked != resource.RLIM_INFINITY and any(INFINIBAND.glob("*")),
-    }
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    advice = []
+    if cores < 2 * machine.gpus:
+        advice.append("two cores or more for each GPU")
+    if machine.gpus > 1 and shared < LEAST_SHARED:
+        advice.append("--ipc=host or --shm-size=16g of the container")
+    if files < LEAST_FILES:
+        advice.append(f"ulimit -n {LEAST_FILES}")
+    if locked != resource.RLIM_INFINITY and any(INFINIBAND.glob("*")):
+        advice.append("ulimit -l unlimited")
     text = f"{node_name()}: {cores} cores, {memory / GIB:,.0f} GiB, /dev/shm {shared / GIB:.1f} GiB, "
     text += f"{files} open files, Python {platform.python_version()}"
-    return judged(text, not any(wrong.values()), ", ".join(name for name, is_so in wrong.items() if is_so))
+    return judged(text, not advice, ", ".join(advice))
 
 
 def _driver(machine: Machine) -> Finding:
@@ -176,7 +183,7 @@ def _driver(machine: Machine) -> Finding:
 
 
 def _gpus(machine: Machine) -> Finding:
-    """Names, formats, free memory, errors, power, and whether they have the job's format."""
+    """Names, formats, free memory, errors, and whether they have the job's format."""
     from torch import cuda, device
 
     from harness.precision.linears import CAPABILITY, require_device
@@ -194,12 +201,7 @@ def _gpus(machine: Machine) -> Finding:
     text += ".".join(map(str, version)) + "".join(f", {name}" for name in able)
     if faults := gpu_faults(len(gpus)):
         return Finding(f"{text}; {'; '.join(faults)}", WARN, "nvidia-smi -q; end what else uses the GPUs")
-    if machine.known is None or machine.known.power_w is None:
-        return Finding(text, WARN, "for MFU: cluster.accelerator=NAME with cluster.hardware")
-    limits = _output("nvidia-smi", "--query-gpu=power.limit", "--format=csv,noheader,nounits").split()
-    share = min((float(each) for each in limits if each[0].isdigit()), default=0) / machine.known.power_w
-    text += f", {share:.0%} of full power" if share else ""
-    return judged(text, not share or share >= LEAST_SHARE, "expect less: MFU is of the peak at full power")
+    return judged(text, machine.known, "for MFU: cluster.accelerator=NAME with cluster.hardware")
 
 
 def _links(machine: Machine) -> Finding:
@@ -212,7 +214,7 @@ def _links(machine: Machine) -> Finding:
     gpus = machine.gpus
     if gpus < 2:
         return Finding("none")
-    apart = sum(not can_device_access_peer(a, b) for a in range(gpus) for b in range(gpus) if a != b)
+    apart = sum(not can_device_access_peer(a, b) for a, b in permutations(range(gpus), 2))
     with RankPool(gpus, timeout_seconds=120, on_gpus=True) as pool:
         seconds = max(pool.run(gpus, all_reduce_seconds))
     rate = REDUCED_BYTES / seconds * 2 * (gpus - 1) / gpus
@@ -240,20 +242,18 @@ def all_reduce_seconds() -> float:
 
 
 def _attention(machine: Machine) -> Finding:
-    """The kernels of torch, and the one that it takes."""
+    """The kernel that torch takes."""
     import torch
     from torch.nn.attention import SDPBackend
 
     if not machine.gpus:
         return Finding("torch's for CPUs")
     q = torch.zeros(1, 8, 256, 128, dtype=torch.bfloat16, device="cuda")
-    cuda = torch.backends.cuda
     chosen = SDPBackend(torch._fused_sdp_choice(q, q, q, is_causal=True)).name
-    params = cuda.SDPAParams(q, q, q, None, 0.0, True, False)
-    able = [each for each in ("cudnn", "flash") if getattr(cuda, f"can_use_{each}_attention")(params)]
-    able += ["FlashAttention-3"] if importlib.util.find_spec("flash_attn_interface") else []
     is_planned = "CUDNN" in chosen or torch.cuda.get_device_capability()[0] not in (9, 10)
-    text = f"bfloat16 takes {chosen} of {', '.join(able)}"
+    text = f"bfloat16 takes {chosen}"
+    if importlib.util.find_spec("flash_attn_interface"):
+        text += "; training.flash=FA3 is installed"
     return judged(text, is_planned, "torch's own cuDNN, whose attention the plan counts on")
 
 
@@ -274,7 +274,12 @@ def _slurm(machine: Machine) -> Finding:
     """Its partitions, nodes and their GPUs."""
     if shutil.which("sinfo") is None:
         return Finding("none")
-    partitions = "; ".join(_output("sinfo", "-h", "-o", "%P %D x %G").splitlines())
+    command = ["sinfo", "-h", "-o", "%P %D x %G"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        answer = ""
+    partitions = "; ".join(answer.splitlines())
     return judged(partitions[:LONGEST_VALUE] or "no answer", partitions, "nothing, to train here")
 
 
@@ -309,14 +314,6 @@ def _space(machine: Machine) -> Finding:
 
 def _last_line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1][:LONGEST_VALUE]}"
-
-
-def _output(*command: str) -> str:
-    """What a command prints; nothing if it is not there or gives no answer."""
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
 
 
 CHECKS = {

@@ -79,7 +79,7 @@ def check_hf_tensors(model: ModelConfig, found: Mapping[str, Shape], where: str 
     """
     found = {own: shape for name, shape in found.items() if (own := own_name(model, name)) is not None}
     shapes = hf_shapes(model)
-    copies = {piece.theirs for pieces in our_tensors(model, copies=True).values() for piece in pieces}
+    copies = {piece.theirs for piece in family_of(model).pieces(model) if piece.is_copy}
     expected = {name: shape for name, shape in shapes.items() if name not in copies}
     optional = {name: shapes[name] for name in copies}
     if model.tied_embeddings:
@@ -260,20 +260,20 @@ class StoredTensors:
 
         ``part`` is a slice of each dimension, with start and stop; the last may have a step.
         """
-        of = self._quantized.get(name)
-        if of is None:
+        weight = self._quantized.get(name)
+        if weight is None:
             return self._stored_slice(name, part)
-        return self._mxfp4(of, *part) if of.block is None else self._fp8(of, of.block, *part)
+        if weight.block is None:
+            return self._mxfp4(weight, *part)
+        return self._fp8(weight, weight.block, *part)
 
-    def _fp8(self, of: QuantizedTensor, block: tuple[int, int], rows: slice, columns: slice) -> Tensor:
-        grid = tuple(-(-length // size) for length, size in zip(of.shape, block, strict=True))
-        scales = self._finite(of.scales, self._stored(of.scales).float()).reshape(grid)
-        down, across = (
-            torch.arange(part.start, part.stop, part.step or 1) // size
-            for part, size in zip((rows, columns), block, strict=True)
-        )
+    def _fp8(self, stored: QuantizedTensor, block: tuple[int, int], rows: slice, columns: slice) -> Tensor:
+        grid = tuple(-(-length // size) for length, size in zip(stored.shape, block, strict=True))
+        scales = self._finite(stored.scales, self._stored(stored.scales).float()).reshape(grid)
+        down = torch.arange(rows.start, rows.stop) // block[0]
+        across = torch.arange(columns.start, columns.stop, columns.step or 1) // block[1]
         factors = scales if grid[1] == 1 else scales.index_select(1, across)
-        bits = self._stored_slice(of.values, (rows, columns)).view(torch.uint8)
+        bits = self._stored_slice(stored.values, (rows, columns)).view(torch.uint8)
         weight = torch.empty(bits.shape)
         for first in range(0, len(bits), _ROWS):
             chunk = slice(first, first + _ROWS)
@@ -281,12 +281,12 @@ class StoredTensors:
             torch.mul(values, factors.index_select(0, down[chunk]), out=weight[chunk])
         return weight
 
-    def _mxfp4(self, of: QuantizedTensor, experts: slice, inputs: slice, outputs: slice) -> Tensor:
+    def _mxfp4(self, stored: QuantizedTensor, experts: slice, inputs: slice, outputs: slice) -> Tensor:
         groups = slice(inputs.start // GROUP, -(-inputs.stop // GROUP))
         where = (experts, outputs, groups)
-        exponents = self._stored_slice(of.scales, where).view(torch.float8_e8m0fnu)
-        scales = self._finite(of.scales, exponents.float())
-        pairs = _PAIRS.index_select(0, self._stored_slice(of.values, where).reshape(-1).int())
+        exponents = self._stored_slice(stored.scales, where).view(torch.float8_e8m0fnu)
+        scales = self._finite(stored.scales, exponents.float())
+        pairs = _PAIRS.index_select(0, self._stored_slice(stored.values, where).reshape(-1).int())
         values = pairs.view(torch.float32).view(*scales.shape, GROUP).mul_(scales.unsqueeze(-1)).flatten(-2)
         skipped = inputs.start - groups.start * GROUP
         return values[..., skipped : skipped + inputs.stop - inputs.start].transpose(-1, -2)

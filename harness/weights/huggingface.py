@@ -173,7 +173,9 @@ def finish_huggingface(
     renamed = HuggingFaceNames(source, model)
     shards = plan_shards(renamed, max_shard_gb, family.stem)
     if len(shards) > 1:
-        weight_map = {name: file for file, names in shards.items() for name in names}
+        weight_map: dict[str, str] = {}
+        for file, names in shards.items():
+            weight_map |= dict.fromkeys(names, file)
         _write_json(
             folder / f"{family.stem}.{INDEX_ENDING}",
             {"metadata": {"total_size": total_bytes(renamed)}, "weight_map": weight_map},
@@ -218,9 +220,9 @@ def _write_safetensors(source: WeightSource, names: list[str], file: Path) -> No
     for name in names:
         facts = source.tensors[name]
         start = end
-        end = end + facts.nbytes
-        entry = {"dtype": _NAMES[facts.dtype], "shape": list(facts.shape), "data_offsets": [start, end]}
-        header[name] = entry
+        end += facts.nbytes
+        place = [start, end]
+        header[name] = {"dtype": _NAMES[facts.dtype], "shape": list(facts.shape), "data_offsets": place}
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % _HEADER_UNIT)
     with file.open("wb") as stream:

@@ -24,7 +24,7 @@ GROUP = 32
 _FP8 = "F8_E4M3"
 _SCALES_OF_FP8 = ("F32", "F16", "BF16", "F8_E8M0")
 _ACTIVATION_SCALES = ("activation_scale", "input_scale")  # beside a weight; not needed for its values
-# of MXFP4
+# Of MXFP4.
 _BLOCKS = "_blocks"
 _SCALES = "_scales"
 
@@ -64,9 +64,13 @@ def quantization_of(content: Mapping[str, Any]) -> Find | None:
 
 def part_names(stored: Stored, quantized: Mapping[str, QuantizedTensor]) -> set[str]:
     """Names of the values and scales of quantized weights, and of the scales of activations beside them."""
-    parts = {part for of in quantized.values() for part in (of.values, of.scales)}
-    modules = [name.removesuffix("weight") for name in quantized if name.endswith(".weight")]
-    return parts | {module + each for module in modules for each in _ACTIVATION_SCALES} & stored.keys()
+    parts = set()
+    for name, weight in quantized.items():
+        parts |= {weight.values, weight.scales}
+        if name.endswith(".weight"):
+            module = name.removesuffix("weight")
+            parts |= {module + beside for beside in _ACTIVATION_SCALES} & stored.keys()
+    return parts
 
 
 def _refusal(field: str, value: object, works: str) -> UserError:
@@ -100,10 +104,10 @@ def _fp8_tensors(suffix: str, block: Block, stored: Stored) -> dict[str, Quantiz
     found = {}
     for name, (shape, dtype) in stored.items():
         if name.endswith(f".weight{suffix}"):
-            of = name.removesuffix(suffix)
-            if stored.get(of, (shape, ""))[1] != _FP8:
-                has = f"is {stored[of][1]}" if of in stored else "is missing"
-                raise UserError(f"{name} has scales of {of}, which {has}")
+            weight = name.removesuffix(suffix)
+            if stored.get(weight, (shape, ""))[1] != _FP8:
+                has = f"is {stored[weight][1]}" if weight in stored else "is missing"
+                raise UserError(f"{name} has scales of {weight}, which {has}")
         if dtype != _FP8:
             continue
         if len(shape) != 2:
@@ -111,13 +115,13 @@ def _fp8_tensors(suffix: str, block: Block, stored: Stored) -> dict[str, Quantiz
         if name + suffix not in stored:
             raise UserError(f"{name} has {_FP8} values, and its scales {name}{suffix} are missing")
         sizes = block[0] or shape[0], block[1] or shape[1]
-        scales, of_scales = stored[name + suffix]
+        scales, scale_dtype = stored[name + suffix]
         grid = tuple(-(-length // size) for length, size in zip(shape, sizes, strict=True))
         if _long(scales) != _long(grid):  # dimensions of one may not be stored
             rule = f"one for each {sizes[0]} x {sizes[1]} of the {shape[0]} x {shape[1]} values"
             raise UserError(f"{name}{suffix} is {list(scales)} and not {list(grid)}, {rule}")
-        if of_scales not in _SCALES_OF_FP8:
-            raise UserError(f"{name}{suffix} is {of_scales}; would work: {', '.join(_SCALES_OF_FP8)}")
+        if scale_dtype not in _SCALES_OF_FP8:
+            raise UserError(f"{name}{suffix} is {scale_dtype}; would work: {', '.join(_SCALES_OF_FP8)}")
         found[name] = QuantizedTensor(name, name + suffix, shape, sizes)
     return found
 

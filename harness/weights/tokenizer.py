@@ -145,7 +145,9 @@ def _byte_level(ranks: Mapping[bytes, int], pattern: str | None) -> FastTokenize
     own = {ord(letter): letter for letter in letters if ord(letter) < 256}
     others = iter(letters[len(own) :])
     alphabet = [own.get(byte) or next(others) for byte in range(256)]
-    spelled = {"".join(alphabet[byte] for byte in token): rank for token, rank in ranks.items()}
+    spelled = {}
+    for token, rank in ranks.items():
+        spelled["".join(alphabet[byte] for byte in token)] = rank
     # ignore_merges: as in tiktoken, a word that is a token becomes that token, even if no merges produce it.
     tokenizer = FastTokenizer(models.BPE(spelled, _merges(spelled), ignore_merges=True))
     words = [pre_tokenizers.Split(Regex(pattern), behavior="isolated")] if pattern else []
@@ -218,14 +220,15 @@ def _unsupported_features(proto: Any) -> Iterator[str]:
         yield "removes repeated spaces"
     if not normalizer.escape_whitespaces or proto.trainer_spec.treat_whitespace_as_suffix:
         yield "treats spaces in an unusual way"
-    by_type = {kind: [p.piece for p in proto.pieces if p.type == kind] for kind in range(1, 7)}
-    if by_type[_UNUSED]:
+    normal = [piece.piece for piece in proto.pieces if piece.type == _NORMAL]
+    defined = [piece.piece for piece in proto.pieces if piece.type == _USER_DEFINED]
+    if any(piece.type == _UNUSED for piece in proto.pieces):
         yield "has unused pieces"
-    if normalizer.add_dummy_prefix and by_type[_USER_DEFINED]:
+    if normalizer.add_dummy_prefix and defined:
         yield "has both a dummy prefix and user defined symbols"
-    if any(" " in piece for piece in (*by_type[_NORMAL], *by_type[_USER_DEFINED])):
+    if any(" " in piece for piece in (*normal, *defined)):
         yield "has pieces with plain spaces"
-    if not set("".join(by_type[_NORMAL])) <= {*by_type[_NORMAL], *by_type[_USER_DEFINED]}:
+    if not set("".join(normal)) <= {*normal, *defined}:
         yield "has pieces with characters that are not pieces"
 
 

@@ -25,7 +25,14 @@ if TYPE_CHECKING:
     from harness.model.spec import ModuleSpec
 
 _DECODERS = (
-    *("activation", "attention", "block", "block_options", "embedding_std", "moe", "mtp", "mup"),
+    "activation",
+    "attention",
+    "block",
+    "block_options",
+    "embedding_std",
+    "moe",
+    "mtp",
+    "mup",
     "rope",
 )
 """Fields of ``model`` that only decoders read, except ``rope.theta``; they would silently have no effect."""
@@ -96,13 +103,15 @@ class FluxArchitecture(Architecture):
         picture, or of both, or one row per sample. All positions attend to all, so both counts of attention
         are the full square.
         """
-        tensors = [tensor for module in modules(model) for tensor in module.tensors]
-        products = sum(
-            tensor.size * rows_of(model, tensor, seq_len) for tensor in tensors if tensor.is_matrix
-        )
+        parameters = 0
+        products = 0.0
+        for module in modules(model):
+            for tensor in module.tensors:
+                parameters += tensor.size
+                if tensor.is_matrix:
+                    products += tensor.size * rows_of(model, tensor, seq_len)
         attention = model.n_layers * 2.0 * 2 * model.dim * seq_len**2
         flops = (6.0 * products + 3 * attention) / seq_len
-        parameters = sum(tensor.size for tensor in tensors)
         return Accounting(parameters, parameters, flops, flops)
 
     def block_kind(self, model: ModelConfig, layer: int) -> Hashable:

@@ -32,6 +32,26 @@ from harness.tools.plan.costs import AttentionCost, Operations
 _CUTS = {Split.COLUMN: ActivationSplit.INNER, Split.ROW: ActivationSplit.PARTIAL}
 
 
+# Linears of a block in the order of computation.
+_DOUBLE_PRODUCTS = (
+    "img_mod",
+    "txt_mod",
+    "txt_attn.wq",
+    "txt_attn.wk",
+    "txt_attn.wv",
+    "img_attn.wq",
+    "img_attn.wk",
+    "img_attn.wv",
+    "txt_attn.wo",
+    "img_attn.wo",
+    "txt_mlp.w1",
+    "txt_mlp.w2",
+    "img_mlp.w1",
+    "img_mlp.w2",
+)
+_SINGLE_PRODUCTS = ("mod", "attn.wq", "attn.wk", "attn.wv", "attn.wo", "mlp.w1", "mlp.w2")
+
+
 class FluxCosts(Costs):
     """Costs of Flux."""
 
@@ -96,7 +116,7 @@ class FluxCosts(Costs):
     def block_operations(self, model: ModelConfig, layer: int, seq_len: int) -> Operations:
         """The operations of one block for one token."""
         return Operations(
-            tuple(t for module in block_modules(model, layer) for t in module.tensors if t.is_matrix),
+            tuple(_matrices(model, layer)),
             AttentionCost(
                 model.n_heads, model.n_heads, model.head_width, model.head_width, 4.0 * model.dim * seq_len
             ),
@@ -141,23 +161,8 @@ class FluxCosts(Costs):
 
     def _products(self, model: ModelConfig, layer: int, seq_len: int) -> Iterator[SavedTensor]:
         """Results of a block's linears, in the order of computation."""
-        found = {
-            tensor.module.removeprefix(f"layers.{layer}."): tensor
-            for module in block_modules(model, layer)
-            for tensor in module.tensors
-            if tensor.is_matrix
-        }
-        order = (
-            [
-                *(f"{stream}_mod" for stream in ("img", "txt")),
-                *(f"{stream}_attn.{leaf}" for stream in ("txt", "img") for leaf in ("wq", "wk", "wv")),
-                *(f"{stream}_attn.wo" for stream in ("txt", "img")),
-                *(f"{stream}_mlp.{leaf}" for stream in ("txt", "img") for leaf in ("w1", "w2")),
-            ]
-            if is_double(model, layer)
-            else ["mod", "attn.wq", "attn.wk", "attn.wv", "attn.wo", "mlp.w1", "mlp.w2"]
-        )
-        for name in order:
+        found = {tensor.module.removeprefix(f"layers.{layer}."): tensor for tensor in _matrices(model, layer)}
+        for name in _DOUBLE_PRODUCTS if is_double(model, layer) else _SINGLE_PRODUCTS:
             tensor = found[name]
             # A single-stream block keeps this result in any case: gelu saves its input.
             kept = "mlp.w1" if name == "mlp.w1" else f"product {name}"
@@ -174,3 +179,8 @@ def _modulated(name: str, width: float) -> tuple[SavedTensor, ...]:
         SavedTensor(f"{name}.normed", width, ActivationSplit.STREAM, by=SavedBy.EAGER),
         SavedTensor(f"{name}.out", width, ActivationSplit.WHOLE),
     )
+
+
+def _matrices(model: ModelConfig, layer: int) -> Iterator[TensorSpec]:
+    for module in block_modules(model, layer):
+        yield from (tensor for tensor in module.tensors if tensor.is_matrix)

@@ -28,15 +28,12 @@ TEXT_LENGTHS = {False: 256, True: 512}
 _OUTSIDE = {
     "img_in": "x_embedder",
     "txt_in": "context_embedder",
-    **{
-        f"{ours}.w{number}": f"time_text_embed.{theirs}.linear_{number}"
-        for ours, theirs in (
-            ("time_in", "timestep_embedder"),
-            ("vector_in", "text_embedder"),
-            ("guidance_in", "guidance_embedder"),
-        )
-        for number in (1, 2)
-    },
+    "time_in.w1": "time_text_embed.timestep_embedder.linear_1",
+    "time_in.w2": "time_text_embed.timestep_embedder.linear_2",
+    "vector_in.w1": "time_text_embed.text_embedder.linear_1",
+    "vector_in.w2": "time_text_embed.text_embedder.linear_2",
+    "guidance_in.w1": "time_text_embed.guidance_embedder.linear_1",
+    "guidance_in.w2": "time_text_embed.guidance_embedder.linear_2",
     "final_mod": "norm_out.linear",
     "output": "proj_out",
 }
@@ -181,8 +178,13 @@ FLUX = FluxFamily(
     requires=_REQUIRED,
     # The first is not used by Flux; a picture's size and the length of captions are not the model's.
     kept=(
-        *("vocab_size", "norm_eps", "n_kv_heads", "ffn_hidden_dim", "max_seq_len"),
-        *("options.text_length", "options.zero_init"),
+        "vocab_size",
+        "norm_eps",
+        "n_kv_heads",
+        "ffn_hidden_dim",
+        "max_seq_len",
+        "options.text_length",
+        "options.zero_init",
     ),
     refuse=_refuse,
     assumed=_assumed,
@@ -196,15 +198,15 @@ FLUX = FluxFamily(
 # Names and order as in github.com/black-forest-labs/flux, src/flux/model.py and modules/layers.py.
 
 MARK = "double_blocks.0.img_attn.qkv.weight"
-_MLP = {"w1": "in_layer", "w2": "out_layer"}
 _ORIGINAL_OUTSIDE = {
     "img_in": "img_in",
     "txt_in": "txt_in",
-    **{
-        f"{name}.{ours}": f"{name}.{theirs}"
-        for name in ("time_in", "vector_in", "guidance_in")
-        for ours, theirs in _MLP.items()
-    },
+    "time_in.w1": "time_in.in_layer",
+    "time_in.w2": "time_in.out_layer",
+    "vector_in.w1": "vector_in.in_layer",
+    "vector_in.w2": "vector_in.out_layer",
+    "guidance_in.w1": "guidance_in.in_layer",
+    "guidance_in.w2": "guidance_in.out_layer",
     "final_mod": "final_layer.adaLN_modulation.1",
     "output": "final_layer.linear",
 }
@@ -264,11 +266,10 @@ class OriginalSource:
             self._places[name] = Place(theirs, dim, first)
             expected[theirs] = (*shape[:dim], first + shape[dim], *shape[dim + 1 :])
         with _opened(file) as opened:
-            facts = {
-                name: (tuple(part.get_shape()), part.get_dtype())
-                for name in opened.keys()  # noqa: SIM118 - not a mapping
-                for part in (opened.get_slice(name),)
-            }
+            facts = {}
+            for stored in opened.keys():  # noqa: SIM118 - not a mapping
+                part = opened.get_slice(stored)
+                facts[stored] = (tuple(part.get_shape()), part.get_dtype())
         check_tensors(str(file), model, {name: shape for name, (shape, _) in facts.items()}, expected)
         wrong = sorted({dtype for _, dtype in facts.values()} - DTYPES.keys())
         if wrong:

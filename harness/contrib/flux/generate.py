@@ -25,8 +25,14 @@ class Pictures(Generator):
     has_text = False
     options = SamplingConfig
     ignores = (
-        *("chat", "special_tokens", "max_new_tokens", "temperature", "top_k", "top_p"),
-        *("stop", "stop_at_end"),
+        "chat",
+        "special_tokens",
+        "max_new_tokens",
+        "temperature",
+        "top_k",
+        "top_p",
+        "stop",
+        "stop_at_end",
     )
 
     def generate(self, request: Request) -> int | Result:

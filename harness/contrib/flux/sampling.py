@@ -231,15 +231,18 @@ def generate(
         mine = numbers[model.mesh.data_rank :: replicas]
         # Every rank takes part in every pass: one without a prompt of its own repeats the first.
         chosen = mine or numbers[:1]
+        rows = [number + 1 for number in chosen]  # the first caption is the empty one
         latents = sampler.sample(
             noise_of(job.generate.seed, chosen, shape, device),
-            Embeddings(*(each[[number + 1 for number in chosen]] for each in captions)),
+            Embeddings(*(each[rows] for each in captions)),
             Embeddings(*(each[:1] for each in captions)),
             how,
         )
         if mine and model.mesh.rank("tp") == 0 and model.mesh.rank("cp") == 0:
             own |= zip(mine, as_bytes(autoencoder.decode(latents)), strict=True)
-    pictures = {number: picture for each in model.ranks.gather(own) for number, picture in each.items()}
+    pictures = dict[int, np.ndarray]()
+    for part in model.ranks.gather(own):
+        pictures |= part
     outcome = PictureFiles(size=size)
     outcome.files = [str(Path(config.output) / f"{number:03}.png") for number in range(len(prompts))]
     if model.ranks.rank == 0:
@@ -257,7 +260,8 @@ def _embeddings(job: Any, device: torch.device, texts: Sequence[str]) -> Embeddi
     encoder = build_text_encoder(encoders_of(job.data), device, shard=True)
     count = job.generate.batch_size
     parts = [encoder.encode(texts[start : start + count]) for start in range(0, len(texts), count)]
-    return Embeddings(*(torch.cat([each.cpu() for each in same]) for same in zip(*parts, strict=True)))
+    joined = (torch.cat(same).cpu() for same in zip(*parts, strict=True))
+    return Embeddings(*joined)
 
 
 def trained_size(job: Any, found: WeightFolder, autoencoder: Autoencoder) -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import chain
+from operator import itemgetter
+
 import numpy as np
 
 from harness.contrib.flux.config import flow_of, flux_of, sheet_of
@@ -61,8 +64,7 @@ class SampleSheet(Periodic):
         if mesh.rank("tp") == 0 and mesh.rank("cp") == 0:
             pictures = as_bytes(self._autoencoder.decode(latents))
             own = list(zip(numbers, map(loader.caption, numbers), pictures, strict=True))
-        gathered = (each for rank in self.run.ranks.gather(own) for each in rank)
-        found = sorted(gathered, key=lambda each: each[0])
+        found = sorted(chain.from_iterable(self.run.ranks.gather(own)), key=itemgetter(0))
         path = self._folder / f"step-{step}.png"
         if self.run.ranks.rank == 0:
             _, shown, sampled = zip(*found[:count], strict=True)

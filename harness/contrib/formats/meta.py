@@ -63,9 +63,9 @@ class LlamaSource:
         shards = [_load(file) for file in self._files]
         self._check_names(shards)
         # On meta, to check shapes with the function that will merge the values.
-        merged = {
-            name: merge(name, [shard[name].to("meta") for shard in shards], model) for name in shards[0]
-        }
+        merged = {}
+        for name in shards[0]:
+            merged[name] = merge(name, [shard[name].to("meta") for shard in shards], model)
         self._has_head = HEAD in merged
         self.tensors: Mapping[str, TensorFacts] = {
             name: TensorFacts(shape, merged[name].dtype) for name, shape in parameter_shapes(model).items()

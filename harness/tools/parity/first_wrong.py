@@ -98,8 +98,11 @@ def squares_of(engine: Engine, outcome: StepOutcome) -> dict[str, float]:
 
 def share_differences(expected: dict[str, float], found: Sequence[dict[str, float]]) -> dict[str, float]:
     """Relative differences of the norms of gradients, as the ranks' shares add up to them."""
-    sums = {name: sum(each.get(name, 0.0) for each in found) for name in expected}
-    return {name: _off(math.sqrt(sums[name]), math.sqrt(expected[name])) for name in expected}
+    differences = {}
+    for name, square in expected.items():
+        total = sum(each.get(name, 0.0) for each in found)
+        differences[name] = _off(math.sqrt(total), math.sqrt(square))
+    return differences
 
 
 def weights_of(engine: Engine) -> dict[str, Tensor]:
@@ -176,7 +179,8 @@ def record(job_json: str, step: int) -> Record:
     outcome = engine.gradients(batch)
     rows = batch.shape[0]
     scalars = {"number of tokens": float(outcome.valid_tokens), "loss": outcome.loss}
-    scalars |= {} if outcome.mtp_loss is None else {"loss of multi-token prediction": outcome.mtp_loss}
+    if outcome.mtp_loss is not None:
+        scalars["loss of multi-token prediction"] = outcome.mtp_loss
     gradients = full_gradients(engine)
     squares = squares_of(engine, outcome)
     engine.update(outcome.norm)
@@ -265,25 +269,28 @@ def _worst(name: str, whole: Tensor, found: Sequence[dict[str, Tensor]]) -> floa
     return max((_off(each[name], whole) for each in found if name in each), default=math.inf)
 
 
-def _part(whole: Tensor, own: Tensor, of: Record, layout: ParallelismConfig) -> Tensor:
+def _part(whole: Tensor, own: Tensor, holder: Record, layout: ParallelismConfig) -> Tensor:
     """The part of an output that a rank has: its rows and, by the shape, positions and columns."""
-    whole = whole[of.rows.start : of.rows.stop]
+    whole = whole[holder.rows.start : holder.rows.stop]
     columns = 1
     length = whole.shape[1]
-    total = sum(of.segments)
-    if whole.dim() > 2 and length in (total, *of.segments):
+    total = sum(holder.segments)
+    if whole.dim() > 2 and length in (total, *holder.segments):
         columns = 2
-        lengths = of.segments if length == total else (length,)
-        starts = [sum(lengths[:index]) for index in range(len(lengths))]
-        pieces = [at + local_positions(layout, n, of.cp_rank) for at, n in zip(starts, lengths, strict=True)]
+        lengths = holder.segments if length == total else (length,)
+        pieces = []
+        start = 0
+        for segment in lengths:
+            pieces.append(start + local_positions(layout, segment, holder.cp_rank))
+            start += segment
         if own.shape[1] < len(torch.cat(pieces)):
-            pieces = [_share(piece, 0, layout.tp, of.tp_rank) for piece in pieces]
+            pieces = [_share(piece, 0, layout.tp, holder.tp_rank) for piece in pieces]
         elif layout.uses_sequence_parallel and len(pieces) > 1:
             return whole[:0]  # gathered segment by segment, or rank by rank
         whole = whole[:, torch.cat(pieces)]
     for dim in range(columns, whole.dim()):
         if own.shape[dim] != whole.shape[dim]:
-            whole = _share(whole, dim, layout.tp, of.tp_rank)
+            whole = _share(whole, dim, layout.tp, holder.tp_rank)
     return whole
 
 

@@ -252,8 +252,11 @@ class LayoutComparer:
 
         tolerances = tolerances_of(job, self.config)
         steps = range(self.config.steps)
-        norms = ((expected.norms[i : i + 1], [each.norms[i : i + 1] for each in traces]) for i in steps)
-        differs = [step for step, pair in enumerate(norms) if not _largest(*pair) <= tolerances[1]]
+        differs = []
+        for step in steps:
+            norms = [[each.norms[step]] for each in traces]
+            if not _largest([expected.norms[step]], norms) <= tolerances[1]:
+                differs.append(step)
         # Compiled blocks have no modules to look into.
         eager = dataclasses.replace(job, compile=type(job.compile)())
         if job.activation_checkpoint.mode == "memory_budget":
@@ -451,7 +454,9 @@ def single_process(job: Job) -> Job:
 
 def _largest(expected: list[float], found: list[list[float]]) -> float:
     """Largest relative difference over steps and ranks; NaN if any value is NaN."""
-    differences = [abs(a - b) / abs(b) for each in found for a, b in zip(each, expected, strict=True)]
+    differences = []
+    for values in found:
+        differences += [abs(a - b) / abs(b) for a, b in zip(values, expected, strict=True)]
     return math.nan if any(math.isnan(d) for d in differences) else max(differences)
 
 

@@ -112,7 +112,8 @@ def _sample_fields(generator: random.Random, groups: list[str], degrees: dict[st
         sampled += one("model.mtp.depth", 0, 1, 1)
     if groups[0].removeprefix("model=") in MIXTURES:
         sampled += one("parallelism.ep", 1, 2, 2, 4)
-        sampled += one("parallelism.expert_tensor_parallel", True, False) if degrees["tp"] > 1 else []
+        if degrees["tp"] > 1:
+            sampled += one("parallelism.expert_tensor_parallel", True, False)
         sampled += chance(0.2, "model.moe.force_balance=true")
     else:
         sampled += one("model.tied_embeddings", True, False, False)

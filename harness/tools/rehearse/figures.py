@@ -130,7 +130,11 @@ class RankFigures:
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> RankFigures:
         """Build from the output of ``dataclasses.asdict``."""
-        parts = {"products": Product, "collectives": CollectiveCount, "waits": Wait, "copies": Copy}
-        made = {name: [kind(**each) for each in plain[name]] for name, kind in parts.items()}
-        failure = None if plain["failure"] is None else RehearsalFailure(**plain["failure"])
-        return cls(**(plain | made | {"failure": failure}))
+        figures = cls(**plain)
+        figures.products = [Product(**product) for product in plain["products"]]
+        figures.collectives = [CollectiveCount(**count) for count in plain["collectives"]]
+        figures.waits = [Wait(**wait) for wait in plain["waits"]]
+        figures.copies = [Copy(**copy) for copy in plain["copies"]]
+        if plain["failure"] is not None:
+            figures.failure = RehearsalFailure(**plain["failure"])
+        return figures

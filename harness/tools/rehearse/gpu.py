@@ -7,7 +7,6 @@ import os
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -60,8 +59,13 @@ class VirtualGpu:
         self._library = ctypes.CDLL(GPU_LIBRARY)
         assert device.bytes > 0 and device.multiprocessors > 0
         self._library.virtual_gpu_become(
-            *(device.name.encode(), device.major, device.minor, ctypes.c_size_t(device.bytes)),
-            *(device.multiprocessors, device.shared_kib, device.count),
+            device.name.encode(),
+            device.major,
+            device.minor,
+            ctypes.c_size_t(device.bytes),
+            device.multiprocessors,
+            device.shared_kib,
+            device.count,
         )
         self._library.virtual_gpu_take(ctypes.c_size_t(device.context_bytes))
         self._library.virtual_gpu_communicators_take(ctypes.c_size_t(device.communicator_bytes))
@@ -94,22 +98,29 @@ class VirtualGpu:
 
 def read_calls(text: str, waits: Counter[tuple[str, str]]) -> Calls:
     """Parse the output of ``virtual_gpu_write``."""
-    calls = Calls()
-    readers: dict[str, Callable[[int, float, list[str]], None]] = {
-        "kernel": lambda count, _, name: calls.kernels.update({name[0]: count}),
-        "product": lambda count, flops, said: calls.products.__setitem__(tuple(said), (count, flops)),
-        "collective": lambda count, size, said: calls.collectives.update({(said[0], said[1]): (count, size)}),
-        "communicator": lambda count, _, name: calls.communicators.append(name[0]),
-        "copy": lambda count, size, how: calls.copies.__setitem__(how[0], (count, size)),
-        "unknown": lambda count, _, name: calls.unknown.append(name[0]),
-        "replay": lambda count, launched, _: setattr(calls, "replays", (count, launched)),
-        "point to point": lambda count, size, said: calls.sends.update({(said[0], said[1]): (count, size)}),
-    }
+    calls = Calls(waits=Counter(waits))
     for line in text.splitlines():
-        count, amount, kind, *said = line.split("\t")
-        if kind in readers:
-            readers[kind](int(count), float(amount), said)
-    calls.waits = Counter(waits)
+        number, amount, kind, *words = line.split("\t")
+        count = int(number)
+        # Products have FLOPs, replays have launches, all else has bytes.
+        value = float(amount)
+        match kind:
+            case "kernel":
+                calls.kernels[words[0]] = count
+            case "product":
+                calls.products[tuple(words)] = (count, value)
+            case "collective":
+                calls.collectives[words[0], words[1]] = (count, value)
+            case "point to point":
+                calls.sends[words[0], words[1]] = (count, value)
+            case "communicator":
+                calls.communicators.append(words[0])
+            case "copy":
+                calls.copies[words[0]] = (count, value)
+            case "replay":
+                calls.replays = (count, value)
+            case "unknown":
+                calls.unknown.append(words[0])
     return calls
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import sys
@@ -171,9 +172,10 @@ class Rehearsal:
 
         figures = self.figures
         memory = self.figures.memory
-        memory["parameters"] = _bytes_on_device(
-            tensor for part in engine.parts for tensor in (*part.parameters(), *part.buffers())
-        )
+        weights: list[Any] = []
+        for part in engine.parts:
+            weights += [*part.parameters(), *part.buffers()]
+        memory["parameters"] = _bytes_on_device(weights)
         update = engine.update
 
         def measure_and_update(norm: Any) -> None:
@@ -200,9 +202,8 @@ class Rehearsal:
             trainer = Trainer(job, RunFolder(Path(folder)), engine, None, time.monotonic(), observers)
             with suppress(_AllRehearsed):
                 trainer.train()
-        memory["optimizer"] = _bytes_on_device(
-            value for state in engine.optimizer.state.values() for value in state.values()
-        )
+        states = [state.values() for state in engine.optimizer.state.values()]
+        memory["optimizer"] = _bytes_on_device(itertools.chain(*states))
         figures.graphs = watch.graphs
         figures.compile_seconds = watch.seconds
         figures.recompilations = watch.unexpected
@@ -360,14 +361,13 @@ def _failure(error: BaseException, step: int | None) -> RehearsalFailure:
     package = str(PACKAGE)
     own = str(Path(__file__).parent)
     # Tracebacks of the chained errors lead down to the place of the first one.
-    lines = [
-        f"{os.path.relpath(frame.filename, package)}:{frame.lineno}"
-        for each in chain
-        for frame in traceback.extract_tb(each.__traceback__)
-        if frame.filename.startswith(package) and not frame.filename.startswith(own)
-    ]
+    where = "torch"
+    for each in chain:
+        for frame in traceback.extract_tb(each.__traceback__):
+            if frame.filename.startswith(package) and not frame.filename.startswith(own):
+                where = f"{os.path.relpath(frame.filename, package)}:{frame.lineno}"
     kind = OUT_OF_MEMORY if isinstance(error, torch.OutOfMemoryError) else type(error).__name__
-    return RehearsalFailure(kind, str(error), lines[-1] if lines else "torch", step)
+    return RehearsalFailure(kind, str(error), where, step)
 
 
 if __name__ == "__main__":

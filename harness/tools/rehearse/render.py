@@ -40,19 +40,13 @@ def render(plan: Plan, ranks: Sequence[RankFigures]) -> str:
 def as_dict(plan: Plan, ranks: Sequence[RankFigures]) -> dict[str, Any]:
     """Return the same as plain containers, in bytes, seconds and FLOPs."""
     job = plan.job
-    return {
-        "job": {"id": job.id, **job.to_dict()},
-        "world_size": job.world_size,
-        "ranks": [
-            dataclasses.asdict(rank)
-            | {
-                "against_plan": [
-                    dataclasses.asdict(line) | {"difference": line.difference} for line in _lines(plan, rank)
-                ]
-            }
-            for rank in ranks
-        ],
-    }
+    shown = [_as_dict(plan, rank) for rank in ranks]
+    return {"job": {"id": job.id, **job.to_dict()}, "world_size": job.world_size, "ranks": shown}
+
+
+def _as_dict(plan: Plan, figures: RankFigures) -> dict[str, Any]:
+    lines = [dataclasses.asdict(line) | {"difference": line.difference} for line in _lines(plan, figures)]
+    return dataclasses.asdict(figures) | {"against_plan": lines}
 
 
 def _lines(plan: Plan, figures: RankFigures) -> list[Quantity]:

@@ -101,7 +101,9 @@ def encode(job: EncodeJob, overrides: list[str]) -> int | Result:
         from harness.launch.shards import submit
 
         return submit(job, writer, "harness.contrib.flux.encode.task", job.encode.workers or 1)
-    pictures = sum(unit.nbytes for shard in range(len(writer.shards)) for unit in writer.missing(shard))
+    pictures = 0
+    for shard in range(len(writer.shards)):
+        pictures += sum(unit.nbytes for unit in writer.missing(shard))
     seconds = write_here(writer, job.encode.workers)
     rate = f"{pictures:,} pictures in {seconds:.1f} s, {pictures / seconds:.1f} a second"
     return result(read_manifest(writer.target), f"{writer.target}: {rate}", seconds)

@@ -122,7 +122,9 @@ class LatentWriter(ShardWriter):
         return self.work / f"{unit.name}.entry"
 
     def write(self, shards: Sequence[int], workers: int | None) -> None:
-        units = [unit for shard in shards for unit in self.missing(shard)]
+        units: list[EncodeUnit] = []
+        for shard in shards:
+            units += self.missing(shard)
         gpus = torch.cuda.device_count() if self._device.type == "cuda" else 0
         count = min(workers or gpus or 1, len(units)) if can_start_processes() else 1
         progress = _Progress(sum(unit.nbytes for unit in units))
@@ -156,7 +158,9 @@ class LatentWriter(ShardWriter):
                 parts.append(self._stored(**dict(zip(_TENSORS, values, strict=True))))
                 captions += texts
                 advance(len(numbers))
-        rows = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        rows = {}
+        for name in parts[0]:
+            rows[name] = torch.cat([part[name] for part in parts])
         path = self.target / f"{unit.name}.safetensors"
         write_atomically(path, save(rows))
         write_atomically(self.target / f"{unit.name}.json", json.dumps(captions).encode())

@@ -115,7 +115,9 @@ class Words:
         padding = [""] * self._length
         texts = [(caption.lower().split() + padding)[: self._length] for caption in captions]
         positions_LD = self._stacked([f"position {i}" for i in range(self._length)])
-        words = [self._stacked([f"word {word}" for word in text]) for text in texts]
+        words = []
+        for text in texts:
+            words.append(self._stacked([f"word {word}" for word in text]))
         text_BLD = torch.stack(words) + positions_LD
         return Embeddings(text_BLD, text_BLD.mean(1))
 
@@ -291,8 +293,10 @@ def fingerprint(field: str, path: str, *settings: object) -> str:
         rule = f"its config.json cannot be read: {describe(error)}"
         works = "the folder of a model"
         raise ConfigError(field, path, rule, works) from error
-    files = sorted(file for pattern in WEIGHTS for file in folder.glob(pattern))
-    sizes = [[file.name, file.stat().st_size] for file in files]
+    files: list[Path] = []
+    for pattern in WEIGHTS:
+        files += folder.glob(pattern)
+    sizes = [[file.name, file.stat().st_size] for file in sorted(files)]
     kept = {name: value for name, value in config.items() if not name.startswith("_")}
     content = json.dumps([kept, sizes, *settings], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:16]

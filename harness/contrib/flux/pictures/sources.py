@@ -323,7 +323,11 @@ def decode(content: bytes, size: int, place: float, where: str) -> np.ndarray:
         return np.asarray(_cropped(resized, size, size, place))
     # Readers of damaged files raise many types.
     except (
-        *(OSError, ValueError, SyntaxError, EOFError, MemoryError),
+        OSError,
+        ValueError,
+        SyntaxError,
+        EOFError,
+        MemoryError,
         Image.DecompressionBombError,
     ) as error:
         raise UnreadablePicture(f"{where}: is no picture that can be decoded ({describe(error)})") from error
