@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from harness.config.cluster import ClusterConfig
-from harness.config.model import ModelConfig
+from harness.config.model import ModelConfig, of_one_model
 from harness.config.precision import GROUPED, PrecisionConfig
 from harness.model.spec import Split, TensorSpec, modules
 from harness.util.errors import ConfigError, divisors
@@ -59,6 +59,7 @@ class Linears:
         return any(map(is_experts, self.converted))
 
 
+@of_one_model
 def sort_linears(model: ModelConfig, precision: PrecisionConfig) -> Linears:
     """Select the linears and experts to convert. The result does not depend on the layout.
 
@@ -160,6 +161,7 @@ def warning_of_eager(precision: PrecisionConfig, *, compiled: bool) -> str | Non
     )
 
 
+@of_one_model
 def linears_of(model: ModelConfig) -> dict[str, TensorSpec]:
     """The matrix of every linear, in the decoder's order, then the first matrix of every block's experts."""
     linears: dict[str, TensorSpec] = {}

@@ -17,8 +17,8 @@ from harness.tools.plan.config import PlanJob
 from harness.tools.plan.constants import Calibration, Constants
 from harness.tools.plan.machine import Machine, device_of, machine_of
 from harness.tools.plan.memory import memory_limit, rank_memory
-from harness.tools.plan.parameters import parameters_of_ranks
-from harness.tools.plan.plan import Plan, PlannedPhase
+from harness.tools.plan.parameters import parameters_of
+from harness.tools.plan.plan import Plan, PlannedPhase, RankMemory, Traffic
 from harness.tools.plan.step_time import StepModel
 from harness.util.errors import UserError
 from harness.util.tables import plural
@@ -37,41 +37,38 @@ def calibration_of(job: PlanJob) -> Calibration | None:
     return None if job.calibration is None else Calibration.read(job.calibration)
 
 
-def make_plan(job: Job, calibration: Calibration | None = None) -> Plan:
-    """Predict memory, traffic and speed of a resolved job, with the default constants or others."""
-    return with_speed(plan_memory(job, calibration), calibration)
+def make_plan(
+    job: Job, calibration: Calibration | None = None, memory: list[RankMemory] | None = None
+) -> Plan:
+    """Predict memory, traffic and speed of a resolved job, with the default constants or others.
 
-
-def with_speed(plan: Plan, calibration: Calibration | None = None) -> Plan:
-    """Return a plan of memory with traffic and speed, which take longer to predict."""
-    machine = machine_of(plan.job, calibration)
-    if machine is None:
-        return plan
-    model = StepModel(plan.job, machine)
-    (speed, traffic), busiest = model.speed(), model.worker.busiest
-    notes = plan.notes
-    if busiest > 1 and plan.job.model.moe.enabled:
-        least = (
-            f"time assumes a router near balance: the busiest rank has {busiest:.2f} times its share of rows"
-        )
-        notes = [*notes, f"{least}; one far from balance can halve the speed"]
-    return replace(plan, speed=speed, traffic=traffic, notes=notes, phases=_phases(plan.job, machine))
-
-
-def plan_memory(job: Job, calibration: Calibration | None = None) -> Plan:
-    """Predict only the memory of a job."""
-    device, parameters = device_of(job), parameters_of_ranks(job)
+    ``memory`` is that of its pipeline ranks, if it is known.
+    """
+    device, machine = device_of(job), machine_of(job, calibration)
+    if memory is None:
+        memory = rank_memory(job, None if calibration is None else calibration.software)
+    notes = _notes(job)
+    speed, traffic = None, list[Traffic]()
+    if machine is not None:
+        model = StepModel(job, machine)
+        speed, traffic = model.speed()
+        busiest = model.worker.busiest
+        if busiest > 1 and job.model.moe.enabled:
+            least = f"the busiest rank has {busiest:.2f} times its share of rows"
+            notes.append(
+                f"time assumes a router near balance: {least}; one far from balance can halve the speed"
+            )
     return Plan(
         job=job,
         accounting=account(job.model, job.training.seq_len),
-        parameters_per_rank=[rank.held for rank in parameters],
-        memory=rank_memory(job, parameters, None if calibration is None else calibration.software),
+        parameters_per_rank=[parameters_of(job, rank).held for rank in range(job.parallelism.pp)],
+        memory=memory,
         memory_limit=memory_limit(job, device),
-        traffic=[],
-        speed=None,
+        traffic=traffic,
+        speed=speed,
         accelerator=device,
-        notes=_notes(job),
-        phases=_phases(job, None),
+        notes=notes,
+        phases=_phases(job, machine),
         is_calibrated=calibration is not None,
     )
 

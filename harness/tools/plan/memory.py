@@ -20,7 +20,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 
 from harness.config.job import Job
@@ -30,12 +30,13 @@ from harness.tools.plan.constants import Software
 from harness.tools.plan.costs import costs_of
 from harness.tools.plan.machine import on_cpu
 from harness.tools.plan.memory_parts import ActivationBytes, LogitBytes, PartBytes
-from harness.tools.plan.order import Moment, fullest, pipeline_order
+from harness.tools.plan.order import Moment, fullest, passes_of_rank
 from harness.tools.plan.parameters import (
     BYTES,
     HeldTensor,
+    Memo,
     RankParameters,
-    parameters_of_ranks,
+    parameters_of,
     planned_update,
 )
 from harness.tools.plan.plan import KINDS, RankMemory
@@ -62,7 +63,9 @@ def plus(*parts: Bytes) -> Bytes:
 
 def heaviest(moments: Iterable[Bytes], but: Collection[str] = ()) -> Bytes:
     """Return the moment with the most bytes, those of some kinds left out."""
-    return max(moments, key=lambda of: sum(size for kind, size in of.items() if kind not in but))
+    if not but:
+        return max(moments, key=lambda moment: sum(moment.values()))
+    return max(moments, key=lambda moment: sum(size for kind, size in moment.items() if kind not in but))
 
 
 def kinds_apart(job: Job) -> tuple[str, ...]:
@@ -348,19 +351,28 @@ STAGES_GATHERED = 3
 """A pipeline schedule keeps the gathered parameters of at most this many of a rank's stages."""
 
 
-def rank_memory(
-    job: Job, parameters: Sequence[RankParameters] | None = None, software: Software | None = None
-) -> list[RankMemory]:
-    """Compute the memory of every pipeline rank at its peak; ``parameters`` of all, if they are known."""
-    order = pipeline_order(job.parallelism, job.model.n_layers, job.microbatches)
-    software, memory = software or Software(), []
+def rank_memory(job: Job, software: Software | None = None) -> list[RankMemory]:
+    """Compute the memory of every pipeline rank at its peak."""
+    return list(ranks_in_turn(job, software, Memo()))
+
+
+def ranks_in_turn(job: Job, software: Software | None, known: Memo) -> Iterator[RankMemory]:
+    """Yield the memory of one pipeline rank after another: a search stops at the first that does not fit.
+
+    ``known`` keeps what jobs with the same pipeline share.
+    """
+    software = software or Software()
+    layout, n_layers = job.parallelism, job.model.n_layers
     prices = ActivationBytes(job, repeats_keys=software.repeats_keys)
-    for held in parameters or parameters_of_ranks(job):
+    pipeline = (layout.pp, layout.pp_schedule, layout.pp_layers_per_stage, job.microbatches)
+    for pp_rank in range(layout.pp):
+        held = parameters_of(job, pp_rank)
         equal = equal_stages(job, held)
-        passes = fullest(order[held.pp_rank], equal, keeps_outputs=software.keeps_outputs)
-        step = RankStep(job, held, prices, equal, passes, joint_ends=software.joint_ends)
-        memory.append(step.memory())
-    return memory
+
+        order = passes_of_rank(layout, n_layers, job.microbatches, pp_rank)
+        find = partial(fullest, order, equal, keeps_outputs=software.keeps_outputs)
+        passes = known.once((pp_rank, *pipeline, *equal.items()), find)
+        yield RankStep(job, held, prices, equal, passes, joint_ends=software.joint_ends).memory()
 
 
 def memory_limit(job: Job, device: Accelerator | None) -> float | None:
@@ -392,7 +404,6 @@ class RankStep:
     """One pipeline rank's step.
 
     ``equal`` are its ``equal_stages``, which share their memory; ``passes`` are the fullest of a local batch.
-    With only those among the first passes, the result is a lower bound.
     """
 
     def __init__(

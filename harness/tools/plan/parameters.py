@@ -199,11 +199,6 @@ class HeldModules(Memo):
 _held_modules = of_one_model(HeldModules)
 
 
-def parameters_of_ranks(job: Job) -> list[RankParameters]:
-    """The shards of the fullest rank of every pipeline rank."""
-    return [parameters_of(job, rank) for rank in range(job.parallelism.pp)]
-
-
 def parameters_of(job: Job, pp_rank: int) -> RankParameters:
     """The shards of the fullest rank of a pipeline rank."""
     model, layout = job.model, job.parallelism

@@ -19,7 +19,6 @@ from harness.tools.plan.render import (
     devices,
     mesh_of,
     nodes_in_words,
-    part_name,
     schedule_of,
 )
 from harness.tools.plan.search import Candidate, Search
@@ -117,8 +116,8 @@ def _losers(found: Search) -> str:
         lines.append((found.too_large, reason))
     if found.tied:
         lines.append((found.tied, "as fast as one of these, less simple or with more memory"))
-    for part, count in found.slower.most_common():
-        lines.append((count, f"slower, most of all by {part_name(part)}"))
+    if found.slower:
+        lines.append((found.slower, "slower"))
     return "".join(f"  {count:>9,}  {reason}\n" for count, reason in lines)
 
 
@@ -150,7 +149,7 @@ def search_as_dict(found: Search) -> dict[str, Any]:
             "too_large": found.too_large,
             "tied": found.tied,
             "closest": closest,
-            "slower": dict(found.slower.most_common()),
+            "slower": found.slower,
         },
     }
 

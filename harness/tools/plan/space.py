@@ -1,10 +1,9 @@
-"""The space of a search: every mesh, and for each every batch split, checkpointing mode and schedule."""
+"""The space of a search: every mesh, and for each every schedule, batch split and checkpointing mode."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -16,8 +15,6 @@ from harness.config.job import Job
 from harness.config.parallelism import AXES, ParallelismConfig
 from harness.config.pipeline import SCHEDULES, fitting_layers_per_stage, num_stages
 from harness.model.architecture import resolve_model
-from harness.precision.linears import check_layout, sort_linears
-from harness.tools.plan.parameters import Memo
 from harness.util.errors import ConfigError, divisors
 
 MODES = ("none", "selective_op", "full")
@@ -82,6 +79,20 @@ class LayoutPoint(NamedTuple):
         """The point up to the size of microbatches and recomputation."""
         return self.degrees, self.ep, self.schedule, self.layers_per_stage
 
+    @property
+    def family(self) -> Key:
+        """Points of which larger microbatches and less recomputation never take less memory.
+
+        Between the halves of a split backward pass, recomputation keeps more than it saved.
+        """
+        splits = self.schedule in SCHEDULES and SCHEDULES[self.schedule].splits_backward
+        return *self.placement, self.mode if splits else None
+
+    @property
+    def saved(self) -> int:
+        """Larger with less recomputation."""
+        return -MODES.index(self.mode) if self.mode in MODES else 0
+
     def layout(self, base: ParallelismConfig) -> ParallelismConfig:
         """Return ``base`` with this point's layout."""
         moved: dict[str, Any] = dict(zip(AXES, self.degrees, strict=True))
@@ -97,8 +108,12 @@ class LayoutPoint(NamedTuple):
         """Return ``base`` with this point's layout and execution, resolved; ConfigError if not legal."""
         return resolve(self.job_unchecked(base), gpus=gpus_of(base))
 
+    def legal_job(self, base: Job) -> Job:
+        """Like ``job``, without the rules that no layout has an effect on."""
+        return resolve_layout(self.job_unchecked(base), gpus=gpus_of(base))
+
     def job_unchecked(self, base: Job) -> Job:
-        """Like ``job``, for a legal point: its rules are not checked again."""
+        """Like ``job``, for a legal point: no rule is checked."""
         return replace(
             base,
             parallelism=self.layout(base.parallelism),
@@ -145,6 +160,7 @@ class Space:
                 batch size is unknown.
         """
         base.cluster.validate()
+        base.precision.validate()
         optimizer = base.optimizer.resolve(base.precision.master_dtype, base.precision.param_dtype)
         base = replace(base, model=resolve_model(base.model), optimizer=optimizer)
         if base.training.global_batch_size is None:
@@ -170,22 +186,24 @@ class Space:
             if "parallelism.tp" in self.typed or linked % of["tp"] == 0:
                 yield from ((degrees, ep) for ep in self._expert_degrees(of))
 
-    def points(self, degrees: tuple[int, ...], ep: int) -> Iterator[LayoutPoint]:
-        """Yield all points of a mesh, those with the least memory first."""
+    def groups(self, degrees: tuple[int, ...], ep: int) -> Iterator[list[LayoutPoint]]:
+        """Yield the points of each schedule of a mesh, those with the least memory first."""
         pp, replicas, shards, cp, tp = degrees
+        mesh = pp, replicas, shards, cp, tp, ep
         share, rest = divmod(self.base.global_batch_size, replicas * shards)
         if rest:
             # One point of this mesh, so that the error is reported once.
-            schedule = None if pp == 1 else "1F1B"
-            yield LayoutPoint(pp, replicas, shards, cp, tp, ep, 1, 1, "full", schedule, None)
+            yield [LayoutPoint(*mesh, 1, 1, "full", None if pp == 1 else "1F1B", None)]
             return
-        for local in self._choices("training.local_batch_size", [share] if pp > 1 else divisors(share)):
-            sizes = divisors(local) if pp > 1 and local else [1]
-            for size in self._choices("parallelism.pp_microbatch_size", sizes) if pp > 1 else [1]:
-                for schedule, layers in self._schedules(pp) if pp > 1 else [(None, None)]:
-                    for mode in self._choices("activation_checkpoint.mode", reversed(MODES)):
-                        mesh = pp, replicas, shards, cp, tp, ep
-                        yield LayoutPoint(*mesh, local, size, mode, schedule, layers)
+        pipelined = pp > 1
+        modes = self._choices("activation_checkpoint.mode", reversed(MODES))
+        splits = []
+        for local in self._choices("training.local_batch_size", [share] if pipelined else divisors(share)):
+            sizes = divisors(local) if pipelined and local else [1]
+            for size in self._choices("parallelism.pp_microbatch_size", sizes) if pipelined else [1]:
+                splits += [(local, size, mode) for mode in modes]
+        for schedule, layers in self._schedules(pp) if pipelined else [(None, None)]:
+            yield [LayoutPoint(*mesh, *split, schedule, layers) for split in splits]
 
     def _choices(self, field: str, free: Iterable[Any]) -> list[Any]:
         part, name = field.split(".")
@@ -252,86 +270,3 @@ def _products(number: int, choices: Sequence[Sequence[int]]) -> Iterator[tuple[i
 def gpus_of(base: Job) -> int:
     """GPUs that the ranks of a job find on this machine."""
     return count_gpus() if base.cluster.is_here and base.cluster.device != "cpu" else 0
-
-
-class Legality(Memo):
-    """Evaluate the rules of a job for many points.
-
-    ``resolve`` takes a millisecond, and a search has a hundred thousand points. So a rule that depends on
-    few of the searched fields is evaluated once per combination of these. Points that the search selects are
-    resolved completely.
-    """
-
-    def __init__(self, base: Job) -> None:
-        super().__init__()
-        self.base = base
-        base.precision.validate()
-        # Sorting the linears is the slowest part, and no layout changes it.
-        self._plain = replace(base, precision=base.precision.without_format())
-        linear = base.precision.linear
-        self._linears = None if linear == "none" else sort_linears(base.model, base.precision)
-        self._passed = False
-        self._batch = base.global_batch_size
-        self._batches = [size for _, size in base.schedule.batch_sizes]
-
-    def broken(self, point: LayoutPoint) -> ConfigError | None:
-        """The rule that a point breaks; None if it is legal."""
-        pp, replicas, shards, cp, tp, ep, local, size, mode, schedule, layers = point
-        share, rest = divmod(self._batch, replicas * shards)
-        rows = replicas * shards * local
-        uneven = rest or not rows or share % local
-        if uneven or any(size % rows for size in self._batches):
-            return self._error_of(self._check_all, point)
-        rules: tuple[tuple[Callable[[LayoutPoint], None], Key], ...] = (
-            (self._check_axes, (*point.degrees, ep)),
-            (self._check_pipeline, (pp, schedule, layers, share, local, size)),
-            (self._check_mode, (mode, schedule, tp)),
-            (self._check_all, (pp, cp, tp, ep, mode, share > local)),
-            (self._check_format, (tp, cp, point.rows)),
-        )
-        for rule, key in rules:
-            error = self.once((rule.__name__, *key), partial(self._error_of, rule, point))
-            if error is not None:
-                return error
-        return None
-
-    @staticmethod
-    def _error_of(rule: Callable[[LayoutPoint], None], point: LayoutPoint) -> ConfigError | None:
-        try:
-            rule(point)
-        except ConfigError as error:
-            return error
-        return None
-
-    def _check_axes(self, point: LayoutPoint) -> None:
-        layout = replace(point.layout(self.base.parallelism), pp=1)
-        layout.validate(self.base.model, self.base.training.seq_len, 1, 1)
-
-    def _check_pipeline(self, point: LayoutPoint) -> None:
-        alone = {axis: 1 for axis in (*AXES, "ep") if axis != "pp"}
-        # The error's suggestion for the global batch depends on the data-parallel degree.
-        alone["dp_replicate"] = point.data_parallel
-        layout = replace(point.layout(self.base.parallelism), **alone)  # type: ignore[arg-type]
-        share = self.base.global_batch_size // point.data_parallel
-        layout.validate(self.base.model, self.base.training.seq_len, point.local_batch_size, share)
-
-    def _check_mode(self, point: LayoutPoint) -> None:
-        recompute = replace(self.base.activation_checkpoint, mode=point.mode)
-        recompute.validate(self.base.compile)
-
-    def _check_all(self, point: LayoutPoint) -> None:
-        """Check all rules except those of formats; once those that no layout has an effect on."""
-        if not self._passed:
-            point.job(self._plain)
-            self._passed = True
-        resolve_layout(point.job_unchecked(self._plain), gpus=gpus_of(self.base))
-
-    def _check_format(self, point: LayoutPoint) -> None:
-        if self._linears is None:
-            return
-        base, layout = self.base, point.layout(self.base.parallelism)
-        if base.schedule.seq_len:
-            point.job(base)  # the block of a format also limits the scheduled lengths
-        tokens, splits = base.training.seq_len // layout.cp, layout.splits_experts
-        own = (self._linears, base.model, base.precision)
-        check_layout(*own, layout.tp, point.rows, tokens, splits_experts=splits)

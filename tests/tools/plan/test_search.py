@@ -6,8 +6,8 @@ import itertools
 import os
 import re
 import shutil
-import statistics
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from math import prod
@@ -24,12 +24,12 @@ from harness.tools.plan import search as search_module
 from harness.tools.plan import search_result as found_module
 from harness.tools.plan.config import PlanJob
 from harness.tools.plan.constants import Calibration, Constants
-from harness.tools.plan.machine import device_of, machine_of
+from harness.tools.plan.evidence import RESOLUTION
 from harness.tools.plan.make import make_plan
 from harness.tools.plan.plan import Plan, Resolution
-from harness.tools.plan.search import MemoryBounds, TimeBounds, search
+from harness.tools.plan.search import search
 from harness.tools.plan.search_result import sweep_path
-from harness.tools.plan.space import SCHEDULES_TRIED, LayoutPoint, Legality, Space
+from harness.tools.plan.space import SCHEDULES_TRIED, LayoutPoint, Space
 from harness.tools.plan.verb import plan
 from harness.util.encoding import dumps, loads
 from harness.util.errors import ConfigError, UserError
@@ -39,12 +39,7 @@ RANKS = ["cluster=slurm_h100", "cluster.ranks=8", "training.global_batch_size=8"
 EIGHT = ["model=llama3_debug", *RANKS]
 # Small models wait for collectives more than they compute, less so on long sequences.
 LONG = [*EIGHT, "training.seq_len=2048", "precision=bf16"]
-EXPERTS = ["model=qwen3_moe_debug", *RANKS, "training.seq_len=1024", "precision=bf16", "parallelism.cp=1"]
 COMPILED = [*EIGHT, "training.seq_len=1024", "precision=float8_tensorwise", "compile=on"]
-LARGE = [
-    *("model=llama3_70b", "cluster=slurm_h100", "cluster.nodes=8", "training.global_batch_size=64"),
-    *("training.seq_len=8192", "precision=bf16", "parallelism.cp=1", "parallelism.dp_replicate=1"),
-]
 # Four ranks have all axes, at most two of them at a time.
 BRUTE = [*LONG, "cluster.ranks=4"]
 TIGHT = 0.45
@@ -57,12 +52,16 @@ def space_of(*overrides: str) -> Space:
 
 
 def points_of(space: Space) -> list[LayoutPoint]:
-    return [point for degrees, ep in space.layouts() for point in space.points(degrees, ep)]
+    return [point for layout in space.layouts() for group in space.groups(*layout) for point in group]
 
 
 def legal_points(space: Space) -> list[LayoutPoint]:
-    legality = Legality(space.base)
-    return [point for point in points_of(space) if legality.broken(point) is None]
+    legal = []
+    for point in points_of(space):
+        with suppress(ConfigError):
+            point.legal_job(space.base)
+            legal.append(point)
+    return legal
 
 
 def every_job(base: Job, ranks: int) -> Iterator[Job]:
@@ -117,19 +116,14 @@ def test_the_space_is_every_legal_job() -> None:
     assert not any(differing_numerics(space.base, job) for job in jobs)
 
 
-def test_legality_agrees_with_resolve() -> None:
+def test_an_illegal_mesh_or_schedule_is_counted_and_never_shown() -> None:
     """With rules about float8's block length, compiled blocks and a schedule's microbatches."""
     space = space_of(*COMPILED, "training.seq_len=80")
-    legality, verdicts = Legality(space.base), set[str]()
-    for point in points_of(space)[::3]:
-        error = legality.broken(point)
-        try:
-            point.job(space.base)
-            assert error is None, (point, error)
-        except ConfigError as raised:
-            assert error is not None, (point, raised)
-            verdicts.add(error.field)
-    assert len(verdicts) >= 3, verdicts
+    found = search(space, 10)
+    legal = set(legal_points(space))
+    assert found.illegal.keys() == {"training.seq_len", "training.local_batch_size", "parallelism.pp"}
+    assert sum(found.illegal.values()) <= found.points - len(legal)
+    assert legal.issuperset(each.point for each in found.fitting)
 
 
 @pytest.mark.parametrize(("memory_gib", "headroom"), [(80.0, 0.0), (TIGHT, 0.0), (TIGHT / 0.8, 0.2)])
@@ -139,8 +133,8 @@ def test_the_best_are_those_of_brute_force(
     space, plans = planned(*BRUTE)
     limit = memory_gib * 2**30
     plans = {key: replace(plan, memory_limit=limit) for key, plan in plans.items()}
-    monkeypatch.setattr("harness.tools.plan.search.plan_memory", lambda job, _: plans[key_of(job)])
-    monkeypatch.setattr("harness.tools.plan.search.with_speed", lambda plan, _: plan)
+    monkeypatch.setattr("harness.tools.plan.search.make_plan", lambda job, *_: plans[key_of(job)])
+    monkeypatch.setattr("harness.tools.plan.search.ranks_in_turn", lambda job, *_: plans[key_of(job)].memory)
     monkeypatch.setattr("harness.tools.plan.search.memory_limit", lambda job, device: limit)
     found = search(space, 10, headroom=headroom)
     fitting = [plan for plan in plans.values() if plan.peak <= (1 - headroom) * limit]
@@ -148,7 +142,10 @@ def test_the_best_are_those_of_brute_force(
     # Of those that are equally fast, the simplest one, then with the least memory.
     simplest = {each[0]: each for each in sorted(map(rank, fitting), reverse=True)}
     best = sorted(simplest.values())[:10]
-    assert [rank(each.plan) for each in found.best] == best
+    # An estimate may leave out a point, but none that the plan can tell from those that it found.
+    times = [each.seconds for each in found.best]
+    assert times == pytest.approx([each[0] for each in best], rel=RESOLUTION.off / 4)
+    assert rank(found.best[0].plan) == best[0]
     # Slower ones are shown for their simplicity.
     close = [each for each in map(rank, fitting) if each[0] <= 1.095 * best[0][0]]
     assert rank(found.simplest.plan)[:2] == min(close, key=lambda each: (each[1], each[0]))[:2]
@@ -156,8 +153,8 @@ def test_the_best_are_those_of_brute_force(
         only = [plan for plan in fitting if split(plan) == axes]
         assert rank(found.fastest[kind].plan) == min(map(rank, only))
     # All points are counted, and most were not planned.
-    assert found.points == len(plans) + sum(found.illegal.values())
-    assert len(plans) == 10 + found.too_large + found.tied + sum(found.slower.values())
+    illegal = sum(found.illegal.values())
+    assert found.points == 10 + found.too_large + found.tied + found.slower + illegal
     assert found.too_large <= len(plans) - len(fitting)
     assert found.planned < len(plans) / 2
 
@@ -173,40 +170,6 @@ def rank(plan: Plan) -> tuple[float, tuple[int, bool, int], float]:
 def split(plan: Plan) -> set[str]:
     """The axes that split something."""
     return {axis for axis, degree in plan.job.parallelism.degrees.items() if degree > 1}
-
-
-@pytest.mark.parametrize(
-    ("overrides", "every", "time", "size"),
-    # The bounds do not know that split passes repeat the backward pass of a compiled block.
-    [(LONG, 7, 0.9, 0.3), (EXPERTS, 7, 0.8, 0.1), (COMPILED, 7, 0.65, 0.29), (LARGE, 150, 0.55, 0.7)],
-    ids=["dense", "experts", "compiled", "large"],
-)
-def test_bounds_and_floors_are_below_the_plan(
-    overrides: list[str], every: int, time: float, size: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They are also close to it: in the median at least these fractions of it."""
-    space = space_of(*overrides)
-    points = legal_points(space)[::every]
-    machine = machine_of(points[0].job(space.base))
-    assert machine is not None
-    bounds, times, starved = TimeBounds(space.base, machine), [], []
-    for point in points:
-        plan = make_plan(point.job(space.base))
-        assert plan.speed is not None
-        times.append(bounds.seconds(point) / plan.speed.step_seconds)
-        assert bounds.seconds(point) == pytest.approx(sum(bounds.parts(point).values()))
-        assert not shortfall(point, space, plan.peak * (1 + 1e-9), monkeypatch), point
-        starved.append(shortfall(point, space, plan.peak * size, monkeypatch))
-    assert max(times) <= 1 + 1e-9
-    assert statistics.median(times) > time
-    assert statistics.mean(starved) > 0.5
-
-
-def shortfall(point: LayoutPoint, space: Space, limit: float, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether the floors exclude a point for a device with this memory limit."""
-    monkeypatch.setattr("harness.tools.plan.search.memory_limit", lambda job, device: limit)
-    floors = MemoryBounds(space.base, device_of(space.base))
-    return floors.persistent_shortfall(point) > 0 or floors.shortfall(point) > 0
 
 
 def test_options_of_a_format_are_legal_in_a_search() -> None:
@@ -277,7 +240,7 @@ def test_from_the_command_line_to_a_sweep(tmp_path: Path) -> None:
     assert result.text.startswith("llama3_debug on 8 x H100 SXM; 8 x 2,048 = 16,384 tokens a step\n")
     simple = "simplest within the error: dp_replicate 8, no recompute: "
     kept = "kept as typed: parallelism.cp, parallelism.tp\n"
-    for line in (kept, simple, "why the others lose\n", "  slower, most of all by "):
+    for line in (kept, simple, "why the others lose\n", "  slower\n"):
         assert line in result.text
     plain = loads(dumps(result.data))
     assert plain["sweep_file"] == str(file) and len(plain["best"]) == 2
