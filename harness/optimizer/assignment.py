@@ -1,4 +1,4 @@
-"""Which rank orthogonalizes which matrices, and when (no torch): the same on every rank, and in the plan."""
+"""Which rank orthogonalizes which matrices, and when (no torch): the same on every rank."""
 
 from __future__ import annotations
 

@@ -10,12 +10,11 @@ collectives.
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
-from math import prod
+from math import ceil, prod
 from typing import Any, TypeVar
 
 from harness.config.job import Job
@@ -26,8 +25,8 @@ from harness.config.pipeline import split_modules, stages_of_rank
 from harness.config.precision import PrecisionConfig
 from harness.model.architecture import block_kinds
 from harness.model.spec import TensorSpec, fsdp_groups, tensors
-from harness.optimizer.assignment import Matrices, MatrixGroup, assign, orthogonalization_flops
-from harness.optimizer.settings import TensorSettings, exchanges, in_blocks, kind_of, tensor_settings
+from harness.optimizer.assignment import ROUND_VALUES, orthogonalization_flops
+from harness.optimizer.settings import exchanges, in_blocks, kind_of
 from harness.tools.plan.costs import costs_of
 
 BYTES = {"float32": 4, "bfloat16": 2, "float8": 1}
@@ -239,174 +238,60 @@ def tp_of(layout: ParallelismConfig, tensor: TensorSpec) -> int:
     return layout.tp if split else 1
 
 
-# An update of Muon. The assignment of matrices to ranks is that of training (``optimizer/assignment.py``).
-# Pieces are taken as equal.
-
-
 @dataclass(frozen=True)
 class PlannedUpdate:
-    """The exchanges of an update, on the busiest rank of a pipeline rank."""
+    """Muon's update on a rank, as if the ranks that hold pieces of matrices shared them equally."""
 
-    shapes: Mapping[tuple[int, int], int]
+    shapes: Mapping[tuple[int, int], float]
     """Number of matrices that it orthogonalizes by shape, the shorter side first."""
     flops: float
     """FLOPs of their orthogonalization."""
     sent: float
     """Bytes that it sends."""
     exchanges: int
-    """All-to-alls."""
+    """All-to-alls: in each round pieces to the owners of their matrices, and results back."""
     buffers: float
-    """Most bytes of buffers and of the iterations' temporary matrices."""
-
-
-_Sizes = tuple[tuple[str, int], ...]
-"""Axes with their sizes, in the order of ranks."""
-
-
-@dataclass(frozen=True)
-class _Cell:
-    """The ranks that hold pieces of the same matrices of a tensor."""
-
-    sizes: _Sizes
-    replicated: tuple[str, ...]
-
-    @property
-    def replicas(self) -> int:
-        return prod(size for axis, size in self.sizes if axis in self.replicated)
-
-    @property
-    def shards(self) -> int:
-        return prod(size for axis, size in self.sizes if axis not in self.replicated)
-
-    def replica(self, holder: int) -> tuple[int, ...]:
-        """Coordinates of a holder on the replicated axes."""
-        at = _coordinates(self.sizes, holder)
-        return tuple(at[axis] for axis in self.replicated)
-
-    def holder(self, at: Mapping[str, int]) -> int:
-        """Index of the rank with these coordinates among the holders."""
-        index = 0
-        for axis, size in self.sizes:
-            index = index * size + at[axis]
-        return index
-
-
-_Round = list[tuple[MatrixGroup, _Cell, Matrices]]
+    """Bytes of buffers and of the iterations' temporary matrices."""
 
 
 def planned_update(job: Job, parameters: RankParameters) -> PlannedUpdate | None:
     """Plan the exchanges of an update; None if no optimizer of these tensors exchanges anything."""
-    all_specs = (held.spec for module in parameters.held_modules for held in module.tensors)
-    if not exchanges(job.optimizer, all_specs):
+    held = [tensor for module in parameters.held_modules for tensor in module.tensors]
+    specs = [tensor.spec for tensor in held if not tensor.spec.is_buffer]
+    if not exchanges(job.optimizer, specs):
         return None
-    by_settings: dict[TensorSettings, list[TensorSpec]] = {}
-    for held in parameters.tensors:
-        if not held.spec.is_buffer:
-            by_settings.setdefault(tensor_settings(job.optimizer, held.spec), []).append(held.spec)
-    specs = [each for settings, own in by_settings.items() if KINDS[settings.kind].exchanges for each in own]
-    layout = job.parallelism
-    tensors = [_holders(layout, spec) for spec in specs]
-    assigned = assign([of for _, of in tensors])
-    rounds: list[_Round] = [[(unit, *tensors[unit.tensor]) for unit in units] for units in assigned]
+    layout, steps = job.parallelism, job.optimizer.newton_schulz_steps
+    shapes: dict[tuple[int, int], float] = defaultdict(float)
+    values = sent = flops = 0.0
+    largest, copies = ROUND_VALUES, 1
+    for spec in specs:
+        if not KINDS[kind_of(job.optimizer, spec)].exchanges:
+            continue
+        count, replicas, shards = _holders(layout, spec)
+        own = count / (replicas * shards)
+        size = spec.outputs * spec.inputs
+        shapes[min(spec.outputs, spec.inputs), max(spec.outputs, spec.inputs)] += own
+        flops += own * orthogonalization_flops(spec.outputs, spec.inputs, steps)
+        if replicas * shards > 1:
+            # Pieces of the matrices of others in this replica, then results for all holders.
+            sent += own * size * (1 - 1 / shards + replicas - 1 / shards)
+            values += own * size
+            largest, copies = max(largest, size), max(copies, replicas)
+    # While a round is orthogonalized, pieces of the next one arrive and results of the one before return.
+    length = min(values, largest)
+    rounds = ceil(values / largest)
+    around = 2 * copies + 2 if rounds > 1 else 0
     value_bytes = BYTES[job.optimizer.newton_schulz_dtype or job.precision.param_dtype]
-    steps = job.optimizer.newton_schulz_steps
-    owned: dict[_Cell, Counter[int]] = defaultdict(Counter)
-    replicas: dict[_Cell, Counter[tuple[int, ...]]] = defaultdict(Counter)
-    shapes: dict[_Cell, dict[int, Counter[tuple[int, int]]]] = defaultdict(lambda: defaultdict(Counter))
-    for unit, cell, of in chain.from_iterable(rounds):
-        owned[cell][unit.owner] += unit.count * of.values
-        replicas[cell][cell.replica(unit.owner)] += unit.count * of.values
-        shapes[cell][unit.owner][min(of.rows, of.columns), max(of.rows, of.columns)] += unit.count
-    sent, work = 0.0, Counter[tuple[int, int]]()
-    for at in _ranks(layout):
-        values, own_shapes = 0.0, Counter[tuple[int, int]]()
-        for cell in owned:
-            holder = cell.holder(at)
-            own = owned[cell][holder]
-            # The pieces for owners in the same replica, and all pieces of own matrices to all others.
-            values += (replicas[cell][cell.replica(holder)] - own) / cell.shards
-            values += own * (cell.replicas - 1 / cell.shards)
-            own_shapes += shapes[cell][holder]
-        sent = max(sent, values * value_bytes)
-        work = max(work, own_shapes, key=lambda found: _flops(found, steps))
-    exchanged = sum(units[0][2].holders > 1 for units in rounds)
-    buffers = _buffers(rounds, on_cpu=job.cluster.device == "cpu")
-    return PlannedUpdate(work, _flops(work, steps), sent, 2 * exchanged, buffers * value_bytes)
+    buffers = length * (around + max(3, 1 + 2 * copies)) * value_bytes
+    return PlannedUpdate(shapes, flops, sent * value_bytes, 2 * rounds, buffers)
 
 
-def _flops(shapes: Mapping[tuple[int, int], int], steps: int) -> float:
-    return sum(count * orthogonalization_flops(*shape, steps) for shape, count in shapes.items())
-
-
-def _holders(layout: ParallelismConfig, spec: TensorSpec) -> tuple[_Cell, Matrices]:
-    """The holders (``parallelism/mesh.py``) of a tensor's matrices, and the matrices that they share."""
-    count = 1
-    sizes = {"dp_replicate": layout.dp_replicate, "shard": layout.parameter_shards, "tp": layout.tp}
-    replicated = ("dp_replicate",) if tp_of(layout, spec) == layout.tp else ("dp_replicate", "tp")
-    if spec.is_expert:
-        by_expert = layout.expert_shard_dim(spec.experts) == 0
-        sizes = {
-            "dp_replicate": layout.dp_replicate,
-            **({} if by_expert else {"expert_shard": layout.expert_shards}),
-            "expert_tp": layout.tp if layout.splits_experts else 1,
-        }
-        replicated = ("dp_replicate",)
-        count = spec.experts // layout.ep // (layout.expert_shards if by_expert else 1)
-    cell = _Cell(tuple(sizes.items()), replicated)
-    return cell, Matrices(count, spec.outputs, spec.inputs, prod(sizes.values()))
-
-
-def _ranks(layout: ParallelismConfig) -> list[dict[str, int]]:
-    """Coordinates of the ranks of a pipeline stage, on the mesh and on that of experts."""
-    replicas, shards, tp = layout.dp_replicate, layout.parameter_shards, layout.tp
-    dense = ("dp_replicate", replicas), ("shard", shards), ("tp", tp)
-    inner = ("ep", layout.ep), ("expert_tp", tp if layout.splits_experts else 1)
-    experts = ("dp_replicate", replicas), ("expert_shard", layout.expert_shards), *inner
-    ranks = range(replicas * shards * tp)
-    return [_coordinates(dense, rank) | _coordinates(experts, rank) for rank in ranks]
-
-
-def _coordinates(sizes: _Sizes, index: int) -> dict[str, int]:
-    found = {}
-    for axis, size in reversed(sizes):
-        index, found[axis] = divmod(index, size)
-    return found
-
-
-def _buffers(rounds: list[_Round], *, on_cpu: bool) -> float:
-    """Most values of temporary tensors on the first rank of each cell (``optimizer/muon.py``, ``step``).
-
-    While a round is orthogonalized, the pieces of the next one arrive and those of the one before return.
-    """
-    first = [_RoundValues(units, on_cpu=on_cpu) for units in rounds]
-    exchanged = [each for each in first if each.holders > 1]
-    peak = max((each.iterating for each in first if each.holders == 1), default=0.0)
-    peak += exchanged[0].arriving if exchanged else 0.0
-    for before, this, after in zip([None, *exchanged], exchanged, [*exchanged[1:], None], strict=False):
-        around = (before.returning if before else 0.0) + (after.arriving if after else 0.0)
-        peak = max(peak, around + max(this.iterating, this.owned + this.returning))
-    return peak
-
-
-class _RoundValues:
-    """Numbers of values of a round's temporary tensors on the first rank of each cell."""
-
-    def __init__(self, units: _Round, *, on_cpu: bool) -> None:
-        self.holders = units[0][2].holders
-        self.owned = self.arriving = self.returning = 0.0
-        together = Counter[tuple[int, int]]()
-        for unit, cell, of in units:
-            size = float(unit.count * of.values)
-            if cell.replica(unit.owner) == cell.replica(0):
-                self.arriving += size / cell.shards
-            self.returning += size / cell.shards
-            if unit.owner == 0:
-                self.owned += size
-                self.arriving += size
-                self.returning += size * cell.replicas
-                # A CPU iterates on one matrix after the other.
-                together[of.rows, of.columns] += 0 if on_cpu else unit.count
-        largest = 0.0
-        for (rows, columns), count in together.items():
-            largest = max(largest, max(1, count) * (rows * columns + 2 * min(rows, columns) ** 2))
-        self.iterating = self.owned + largest
+def _holders(layout: ParallelismConfig, spec: TensorSpec) -> tuple[int, int, int]:
+    """Matrices of a tensor that the same ranks hold, and on how many replicas of how many shards."""
+    tp = tp_of(layout, spec)
+    if not spec.is_expert:
+        return 1, layout.dp_replicate * layout.tp // tp, layout.parameter_shards * tp
+    count = spec.experts // layout.ep
+    if layout.expert_shard_dim(spec.experts) == 0:
+        return count // layout.expert_shards, layout.dp_replicate, tp
+    return count, layout.dp_replicate, layout.expert_shards * tp
