@@ -36,3 +36,16 @@ def until(condition: Callable[[], Any], seconds: float = PATIENCE, what: str = "
         assert time.monotonic() < deadline, f"waited {seconds:.0f} s for {what}"
         time.sleep(0.05)
     return found
+
+
+def workers_of_this_process() -> list[int]:
+    """Process ids of its ``Worker``s, which tokenize or read ahead."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == os.getpid() and "harness.util.processes" in (entry / "cmdline").read_text():
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found

@@ -2,38 +2,34 @@
 
 Each process has some of the rank's rows, and the documents of a row stay in order, so they are the same with
 any number of processes. A rank sends the readers once, then requests; each is answered by a chunk of a
-row's documents. At most ``CHUNKS_AHEAD`` chunks of a row are requested or waiting to be used. The processes
-run ``python -m harness.data.read_ahead``.
+row's documents. At most ``CHUNKS_AHEAD`` chunks of a row are requested or waiting to be used.
 """
 
 from __future__ import annotations
 
-import io
 import os
-import pickle
-import signal
-import subprocess
-import sys
 import threading
 import traceback
-import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from typing import Any
 
 from harness.data.documents import describe
 from harness.data.stream_reader import Position, RowReader, TokenizedDocument
 from harness.util.errors import DataError, MachineError
-from harness.util.lifeline import end_with_parent
+from harness.util.processes import Worker, WorkerDied
 
 CHUNKS_AHEAD = 2
 LEAST_CHUNK_TOKENS = 4096  # smaller messages cost more than their tokens
-_ENDING_SECONDS = 5.0
+_ENVIRONMENT = {
+    "PYTHONUTF8": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",  # pyarrow's threads, too
+    "USE_TORCH": "0",  # read by `datasets`
+}
 
 
 class ReaderPool:
@@ -47,7 +43,7 @@ class ReaderPool:
     def __init__(self, readers: Mapping[int, RowReader], processes: int, *, chunk_tokens: int) -> None:
         self._readers, self._chunk_tokens = readers, max(chunk_tokens, LEAST_CHUNK_TOKENS)
         self._num_processes = min(processes, len(readers))
-        self._processes: list[_Process] = []
+        self._workers: list[Worker] = []
         self._seeks: dict[int, Position] = {}
         self._asked = dict.fromkeys(readers, 0)  # how often a row was sought
         self._chunks: dict[int, deque[deque[TokenizedDocument] | DataError]] = {
@@ -75,7 +71,7 @@ class ReaderPool:
             DataError: the documents cannot be read.
             MachineError: the row's process has died.
         """
-        if not self._processes:
+        if not self._workers:
             self._start()
         seeks, self._seeks = self._seeks, {}
         # First a chunk of every row, then further ones.
@@ -84,7 +80,7 @@ class ReaderPool:
                 self._request(each, None if number else position)
         chunks = self._chunks[row]
         while not chunks:
-            self._receive(self._process_of[row])
+            self._receive(row)
         first = chunks[0]
         if isinstance(first, DataError):
             raise first
@@ -96,25 +92,33 @@ class ReaderPool:
 
     def close(self) -> None:
         """Stop the processes. Readers must seek before they continue."""
-        for process in self._processes:
-            process.end()
-        self._processes, self._process_of = [], dict[int, _Process]()
+        for worker in self._workers:
+            worker.end()
+        self._workers = []
+        self._worker_of: dict[int, Worker] = {}
         for chunks in self._chunks.values():
             chunks.clear()
 
     def _start(self) -> None:
         rows = list(self._readers)
-        shares = [rows[first :: self._num_processes] for first in range(self._num_processes)]
-        self._processes = [_Process(self._readers[share[0]].name) for share in shares]
-        for process, share in zip(self._processes, shares, strict=True):  # which import meanwhile
-            process.send(pickle_for_reader(({row: self._readers[row] for row in share}, self._chunk_tokens)))
-            self._process_of |= dict.fromkeys(share, process)
+        self._workers = [Worker(**_ENVIRONMENT) for _ in range(self._num_processes)]
+        for first, worker in enumerate(self._workers):  # which import meanwhile
+            readers = {row: self._readers[row] for row in rows[first :: self._num_processes]}
+            worker.send((_serve, readers, self._chunk_tokens))
+            self._worker_of |= dict.fromkeys(readers, worker)
 
     def _request(self, row: int, position: Position | None) -> None:
-        self._process_of[row].send(pickle.dumps((row, self._asked[row], position)))
+        self._worker_of[row].send((row, self._asked[row], position))
 
-    def _receive(self, process: _Process) -> None:
-        row, asked, documents, error = process.receive()
+    def _receive(self, row: int) -> None:
+        """Receive a chunk from the process of ``row``, of any of its rows."""
+        try:
+            row, asked, documents, error = self._worker_of[row].receive()
+        except WorkerDied as death:
+            raise MachineError(
+                f"{self._readers[row].name}: a process that reads ahead {death}; would work: "
+                "fewer data.workers, or 0"
+            ) from death
         if asked != self._asked[row]:  # from an earlier position
             return
         if documents:
@@ -135,87 +139,7 @@ class _PoolReader(RowReader):
         self.pool.close()
 
 
-class _Process:
-    """One process and the connection to it.
-
-    It is started as a command: multiprocessing would import the main module once more, and with it torch.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._connection, theirs = Pipe()
-        # The mask is inherited: stop signals are for the rank, which needs documents until it stops.
-        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-        command = [sys.executable, "-P", "-m", __name__, str(theirs.fileno()), str(os.getpid())]
-        own = {
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            "PYTHONUTF8": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": "1",  # pyarrow's threads, too
-            "USE_TORCH": "0",  # read by `datasets`
-        }
-        try:
-            self._popen = subprocess.Popen(
-                command, env={**os.environ, **own}, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
-            )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            theirs.close()
-        self.end = weakref.finalize(self, _end, self._popen)
-
-    def send(self, message: bytes) -> None:
-        try:
-            self._connection.send_bytes(message)
-        except OSError as error:
-            raise self._death() from error
-
-    def receive(self) -> tuple[int, int, list[TokenizedDocument], str | None]:
-        """Return a row, the number of its position, its next documents, and the error after them."""
-        try:
-            answer: tuple[int, int, list[TokenizedDocument], str | None] = self._connection.recv()
-            return answer
-        except (EOFError, OSError) as error:
-            raise self._death() from error
-
-    def _death(self) -> MachineError:
-        try:
-            code = self._popen.wait(_ENDING_SECONDS)
-        except subprocess.TimeoutExpired:
-            code = None
-        ended = f"ended with exit code {code}, see its error in the rank's log"
-        if code is not None and code < 0:
-            ended = f"was killed by {signal.Signals(-code).name}"
-        if code == -signal.SIGKILL:
-            ended += ", from outside or by the kernel's OOM killer"
-        return MachineError(
-            f"{self._name}: a process that reads ahead {ended}; would work: fewer data.workers, or 0"
-        )
-
-
-def _end(popen: subprocess.Popen[bytes]) -> None:
-    popen.kill()
-    popen.wait()
-
-
-def pickle_for_reader(value: Any) -> bytes:
-    file = io.BytesIO()
-    _Pickler(file).dump(value)
-    return file.getvalue()
-
-
-class _Pickler(pickle.Pickler):
-    """Pickles a dataset so that torch is not imported to read it: its number of the epoch is a tensor."""
-
-    def reducer_override(self, value: Any) -> Any:
-        torch = sys.modules.get("torch")
-        if torch is not None and isinstance(value, torch.Tensor) and value.ndim == 0:
-            return int, (int(value),)
-        return NotImplemented
-
-
-def _serve(connection: Connection) -> None:
-    readers, chunk_tokens = pickle.loads(connection.recv_bytes())
+def _serve(connection: Connection, readers: Mapping[int, RowReader], chunk_tokens: int) -> None:
     requests: SimpleQueue[tuple[int, int, Position | None]] = SimpleQueue()
     documents: dict[int, Iterator[TokenizedDocument]] = {}
 
@@ -251,9 +175,3 @@ def _read(
         traceback.print_exc()
         return chunk, f"{name} cannot be read: {describe(error)}"
     return chunk, None
-
-
-if __name__ == "__main__":
-    end_with_parent(int(sys.argv[2]))  # a fork of the rank may keep the connection open
-    with suppress(EOFError, OSError):  # the rank closes the connection when it ends
-        _serve(Connection(int(sys.argv[1])))

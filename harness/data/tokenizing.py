@@ -32,9 +32,10 @@ import xxhash
 from harness.config.data import TokenizerConfig
 from harness.data.documents import LongText, Source, Span
 from harness.data.tokenizer import Tokenizer, build_tokenizer, with_bos_eos
-from harness.data.workers import Workers, can_start_processes, cpus
+from harness.data.workers import Workers
 from harness.util.errors import DataError
 from harness.util.files import sync_file, write_atomically
+from harness.util.processes import cpus
 
 MOST_WORKERS = 32
 """Default maximum of processes."""
@@ -252,7 +253,7 @@ def tokenize(
 
     Args:
         workers: number of processes; None: as many as this process may use CPUs, at most MOST_WORKERS. A
-            tokenizer without ``config``, and a process that may have no children, tokenize here.
+            tokenizer without ``config`` tokenizes here.
 
     Raises:
         DataError: of the first document that cannot be read.
@@ -261,7 +262,7 @@ def tokenize(
     """
     dtype = token_dtype(tokenizer)
     missing = [unit for unit in units if not is_intact(folder, unit, dtype)]
-    config = tokenizer.config if can_start_processes() else None
+    config = tokenizer.config
     workers = 1 if config is None else min(workers or min(cpus(), MOST_WORKERS), len(missing))
     progress = TokenizingProgress(source.name, units, missing, workers)
     if workers > 1 and config is not None:

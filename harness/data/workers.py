@@ -1,46 +1,24 @@
-"""Processes that work on units, and end with the process that started them."""
+"""Units of work for several processes: each takes the next unit when it has finished one."""
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing as mp
-import os
-import signal
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from typing import Any
 
 from harness.util.errors import ConfigError, HarnessError, MachineError, UserError
-from harness.util.lifeline import end_with_parent
-
-_POLL_SECONDS = 1.0
-# Time that a process has to end after it has closed its connection.
-_ENDING_SECONDS = 5.0
-
+from harness.util.processes import Worker, WorkerDied
 
 Work = Callable[[Any, Callable[[int], None]], None]
 """Works on a unit, and calls the function with the progress since the last call."""
 
 
-def cpus() -> int:
-    """Number of CPUs that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def can_start_processes() -> bool:
-    """Whether this process may have children: multiprocessing forbids it for its daemons (``RankPool``)."""
-    return not mp.current_process().daemon
-
-
 @dataclass
-class _Worker:
-    process: BaseProcess
+class _Busy:
+    worker: Worker
     unit: Any
 
 
@@ -55,8 +33,7 @@ class Workers:
 
     def __init__(self, prepare: Callable[[int], Work], does: str, works: str) -> None:
         self._prepare, self._does, self._works = prepare, does, works
-        self._started = 0
-        self._running: dict[Connection, _Worker] = {}
+        self._busy: dict[Connection, _Busy] = {}
         self._failed: tuple[int, BaseException] | None = None
 
     def run(self, units: Sequence[Any], count: int, advance: Callable[[Any, int], None]) -> None:
@@ -70,96 +47,69 @@ class Workers:
             MachineError: a process died.
         """
         waiting = deque(units)
+        workers = [Worker() for _ in range(min(count, len(units)))]
         try:
-            for _ in range(min(count, len(units))):
-                self._start(waiting.popleft())
-            while self._running:
-                for connection in wait(list(self._running), timeout=_POLL_SECONDS):
+            for index, worker in enumerate(workers):
+                worker.send((_work, self._prepare, index, self._does))
+                self._give(worker, waiting.popleft())
+            while self._busy:
+                for connection in wait(list(self._busy)):
                     assert isinstance(connection, Connection)
-                    self._answer(connection, waiting, advance)
+                    if connection in self._busy:  # else another one's failure has ended it
+                        self._answer(self._busy[connection], waiting, advance)
         finally:
-            for connection in list(self._running):
-                self._end(connection)
+            for worker in workers:
+                worker.end()
         if self._failed is not None:
             raise self._failed[1]
 
-    def _start(self, unit: Any) -> None:
-        context = mp.get_context("spawn")
-        ours, theirs = context.Pipe()
-        arguments = theirs, os.getpid(), self._prepare, self._started, self._does
-        process = context.Process(target=_work, args=arguments, daemon=True)
-        process.start()
-        self._started += 1
-        theirs.close()
-        self._running[ours] = _Worker(process, unit)
-        self._send(ours, unit)
+    def _give(self, worker: Worker, unit: Any) -> None:
+        self._busy[worker.connection] = _Busy(worker, unit)
+        worker.send(unit)
 
-    def _send(self, connection: Connection, unit: Any) -> None:
-        self._running[connection].unit = unit
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # reading reports a dead process
-            connection.send(unit)
+    def _end(self, worker: Worker) -> None:
+        worker.end()
+        del self._busy[worker.connection]
 
-    def _end(self, connection: Connection) -> None:
-        worker = self._running.pop(connection)
-        worker.process.kill()
-        worker.process.join()
-        connection.close()
-
-    def _answer(
-        self, connection: Connection, waiting: deque[Any], advance: Callable[[Any, int], None]
-    ) -> None:
-        worker = self._running.get(connection)
-        if worker is None:  # ended because another one failed
-            return
+    def _answer(self, busy: _Busy, waiting: deque[Any], advance: Callable[[Any, int], None]) -> None:
         try:
-            answer = connection.recv()
-        except (EOFError, ConnectionResetError):
-            worker.process.join(_ENDING_SECONDS)
-            answer = MachineError(self._death_in_words(worker))
+            answer = busy.worker.receive()
+        except WorkerDied as death:
+            answer = MachineError(
+                f"a process that {self._does} {busy.unit} {death}; finished units are kept; would work: "
+                f"the same command, or {self._works} if memory is short"
+            )
         if isinstance(answer, int):
-            advance(worker.unit, answer)
+            advance(busy.unit, answer)
         elif isinstance(answer, BaseException):
-            self._fail(worker.unit.number, answer, waiting)
+            self._fail(busy.unit.number, answer, waiting)
         elif waiting:
-            self._send(connection, waiting.popleft())
+            self._give(busy.worker, waiting.popleft())
         else:
-            self._end(connection)
-
-    def _death_in_words(self, worker: _Worker) -> str:
-        code = worker.process.exitcode
-        signaled = code is not None and code < 0
-        how = f"was ended by signal {-code}" if code and signaled else f"ended with exit code {code}"
-        memory = " (out of memory?)" if code == -signal.SIGKILL else ""
-        return (
-            f"a process that {self._does} {worker.unit} {how}{memory}; finished units are kept; would work: "
-            f"the same command, or {self._works} if memory is short"
-        )
+            self._end(busy.worker)
 
     def _fail(self, number: int, error: BaseException, waiting: deque[Any]) -> None:
         """Remember the error of the first unit, and end the processes of later units."""
         waiting.clear()
         if self._failed is None or number < self._failed[0]:
             self._failed = number, error
-        for connection, worker in list(self._running.items()):
-            if worker.unit.number >= self._failed[0]:
-                self._end(connection)
+        for busy in list(self._busy.values()):
+            if busy.unit.number >= self._failed[0]:
+                self._end(busy.worker)
 
 
-def _work(connection: Connection, parent: int, prepare: Callable[[int], Work], index: int, does: str) -> None:
-    # ^C on the terminal reaches all processes; the one that started this one handles it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    end_with_parent(parent)
+def _work(connection: Connection, prepare: Callable[[int], Work], index: int, does: str) -> None:
     try:
         work = prepare(index)
         while True:
             unit = connection.recv()
             work(unit, connection.send)
             connection.send("done")
-    except EOFError:
-        return
     except ConfigError as error:  # its constructor takes other arguments than pickle gives it
         connection.send(UserError(str(error)))
     except (UserError, MachineError, OSError) as error:
         connection.send(error)
+    except EOFError:
+        raise
     except Exception:  # not every exception can be pickled
         connection.send(HarnessError(f"a process that {does} units failed:\n{traceback.format_exc()}"))

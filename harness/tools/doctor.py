@@ -19,13 +19,13 @@ from typing import NamedTuple
 
 from harness.compose.verb import Result, Verb
 from harness.config.job import Job
-from harness.data.workers import cpus
 from harness.launch.faults import gpu_faults
 from harness.launch.queue import require_slurm
 from harness.launch.slurm import shape_of
 from harness.train.process import importing_torch, refuse_launched
 from harness.util.errors import EXIT_OK, EXIT_USER, LONGEST_VALUE, ConfigError, MachineError
 from harness.util.hardware import Accelerator, node_name
+from harness.util.processes import cpus
 from harness.util.tables import Table, to_text
 
 HELP = """`harness doctor`: look at a machine, and say what works, what does not, and what to do.

@@ -282,7 +282,6 @@ def test_cut_and_flipped_metadata_is_damaged() -> None:
 MAY_UNPICKLE = {
     "checkpoint/metadata.py": {"Unpickler"},
     "train/observers/flight_recorder.py": {"loads"},
-    "data/read_ahead.py": {"loads"},
 }
 
 

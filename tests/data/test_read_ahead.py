@@ -14,7 +14,7 @@ import pytest
 import torch
 from equal import assert_equal
 from loaders import loader, write_jsonl
-from processes import PATIENCE, until
+from processes import PATIENCE, until, workers_of_this_process
 
 from harness.config.data import DataConfig
 from harness.data.loader import Loader
@@ -40,54 +40,41 @@ def batches_of(a_loader: Loader, count: int) -> list[torch.Tensor]:
     return [a_loader.next().inputs_BT for _ in range(count)]
 
 
-def processes_of() -> list[int]:
-    """Process ids of this process's processes that read ahead."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == os.getpid() and "read_ahead" in (entry / "cmdline").read_text():
-                found.append(int(entry.name))
-        except OSError:
-            continue
-    return found
-
-
 def test_samples_and_positions_are_the_same_with_any_number_of_processes() -> None:
     write()
     alone, many, one = (loader_of(range(2, 4), shuffle_buffer=20, workers=workers) for workers in (0, 9, 1))
-    assert not processes_of(), "they start with the first batch"
+    assert not workers_of_this_process(), "they start with the first batch"
     for step in range(30):
         assert_equal(many.next(), alone.next(), f"step {step}")
         assert many.state_dict() == alone.state_dict()
-    assert len(processes_of()) == 2, "one for each row"
+    assert len(workers_of_this_process()) == 2, "one for each row"
     one.load_state_dict(json.loads(json.dumps(many.state_dict())))
     assert_equal(batches_of(one, 30), batches_of(alone, 30))
     many.reset()
     alone.reset()
     assert_equal(batches_of(many, 20), batches_of(alone, 20))
     many.close()
-    assert len(processes_of()) == 1
+    assert len(workers_of_this_process()) == 1
     one.close()
-    assert not processes_of()
+    assert not workers_of_this_process()
     one.load_state_dict(alone.state_dict())
     assert_equal(batches_of(one, 3), batches_of(alone, 3))
     del one
-    assert not processes_of(), "a loader that is not used any more ends its processes"
+    assert not workers_of_this_process(), "a loader that is not used any more ends its processes"
 
 
 def test_they_have_no_torch_and_no_signal_stops_them() -> None:
     write()
     ahead, alone = loader_of(workers=1), loader_of(workers=0)
     assert_equal(batches_of(ahead, 1), batches_of(alone, 1))
-    [process] = processes_of()
+    [process] = workers_of_this_process()
     assert "libtorch" not in Path(f"/proc/{process}/maps").read_text()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP):
         os.kill(process, number)
     assert_equal(batches_of(ahead, 100), batches_of(alone, 100))
     os.kill(process, signal.SIGKILL)
     with pytest.raises(
-        MachineError, match=r"row 0 of 4: a process that reads ahead was killed by SIGKILL, "
+        MachineError, match=r"row \d of 4: a process that reads ahead was killed by SIGKILL, "
     ) as caught:
         batches_of(ahead, 10_000)
     assert "\n" not in str(caught.value)
@@ -109,14 +96,14 @@ def test_an_error_is_raised_where_it_would_be_without_processes(prefetch: int) -
         reading.close()
     assert said[0] == said[1]
     assert said[0][0] > 10 and "\n" not in said[0][1]
-    assert not processes_of()
+    assert not workers_of_this_process()
 
 
 RANK = """
 import test_read_ahead
 loader = test_read_ahead.loader_of(workers=2)
 loader.next()
-print(*test_read_ahead.processes_of(), flush=True)
+print(*test_read_ahead.workers_of_this_process(), flush=True)
 while True: loader.next()
 """
 

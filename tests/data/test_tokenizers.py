@@ -35,10 +35,10 @@ from tokenizer_files import (
 )
 
 from harness.config.data import SETS, TokenizerConfig
-from harness.data.read_ahead import pickle_for_reader
 from harness.data.stream_reader import RowReader
 from harness.data.tokenizer import _cut_long_runs, build_tokenizer, split_long_text, vocabulary_size
 from harness.util.errors import DataError
+from harness.util.processes import pickled
 from harness.weights.tokenizer import export_tokenizer
 
 ALPHABETS = [
@@ -168,7 +168,7 @@ def test_a_process_that_reads_ahead_gets_the_same_tokenizer(pair: Pair) -> None:
     text = "the  text, \u2581 \U0001f600 <|im_end|><s></s><think>\n\n" * 3
     dataset = datasets.Dataset.from_dict({"text": [text]}).to_iterable_dataset()
     reader = RowReader(dataset, pair.ours, 0, 1, "text", "it", 0, None)
-    sent = pickle.loads(pickle_for_reader(reader))
+    sent = pickle.loads(pickled(reader))
     assert next(sent.read(sent.beginning)).tokens.tolist() == [
         *([] if pair.ours.bos_id is None else [pair.ours.bos_id]),
         *pair.ours.encode(text),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import multiprocessing as mp
 import os
 import random
 import signal
@@ -14,6 +13,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
+from processes import workers_of_this_process
 
 import harness.data.cache as cache
 import harness.data.documents as sources
@@ -78,11 +78,6 @@ def tokenized(config: TokenizerConfig = PLAIN, **settings: Any) -> dict[str, tup
     return found
 
 
-def workers() -> list[int]:
-    """Processes that tokenize; the others are ranks of the pool, which are forked."""
-    return [child.pid or 0 for child in mp.active_children() if type(child).__name__ == "SpawnProcess"]
-
-
 @pytest.mark.parametrize(
     ("config", "unit_bytes", "processes"),
     [*((PLAIN, size, 1) for size in (60, 1000, 1 << 30)), (PYTHON, 60, 1), (PYTHON, 500, 2)],
@@ -95,7 +90,7 @@ def test_units_of_any_size_and_any_processes_give_the_same_cache(
     monkeypatch.setattr(sources, "LONG_FILE_BYTES", 50)
     monkeypatch.setattr(tokenizing, "CHARS_PER_BATCH", 100)
     assert tokenized(config, tokenize_workers=processes) == expected(documents, config)
-    assert not workers()
+    assert not workers_of_this_process()
 
 
 def test_a_larger_fraction_holds_out_the_same_documents_and_more() -> None:
@@ -155,7 +150,7 @@ def test_the_first_of_several_errors_is_reported(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(cache, "UNIT_MIB", 3020 / 2**20)
     with pytest.raises(DataError, match=r"a\.jsonl, line 2: not a JSON object"):
         tokenized(tokenize_workers=2)
-    assert not list(Path("cache").iterdir()) and not workers()
+    assert not list(Path("cache").iterdir()) and not workers_of_this_process()
 
 
 def test_a_killed_process_is_the_machines_error_and_its_work_is_continued(
@@ -165,13 +160,13 @@ def test_a_killed_process_is_the_machines_error_and_its_work_is_continued(
     monkeypatch.setattr(cache, "UNIT_MIB", 500 / 2**20)
 
     def kill_first(*_: object) -> None:
-        os.kill(workers()[0], signal.SIGKILL)
+        os.kill(workers_of_this_process()[0], signal.SIGKILL)
 
-    message = r"a process that tokenized .* was ended by signal 9 \(out of memory\?\)"
+    message = r"a process that tokenized .* was killed by SIGKILL, from outside"
     with monkeypatch.context() as patched, pytest.raises(MachineError, match=message):
         patched.setattr(TokenizingProgress, "advance", kill_first)
         tokenized(tokenize_workers=2)
-    assert list(Path("cache").glob("*/.unfinished")) and not workers()
+    assert list(Path("cache").glob("*/.unfinished")) and not workers_of_this_process()
     assert tokenized(tokenize_workers=1) == expected(documents, PLAIN)
 
 

@@ -27,9 +27,10 @@ from harness.contrib.flux.pictures.encoders import as_floats, build_encoders, fi
 from harness.contrib.flux.pictures.loader import EMPTY, MOST_THREADS, LatentFile, LatentManifest
 from harness.contrib.flux.pictures.sources import PictureSource, RawSamples, open_pictures
 from harness.data.shards import FORMAT_VERSION, ShardWriter, cut_units, write_manifest
-from harness.data.workers import Workers, can_start_processes, cpus
+from harness.data.workers import Workers
 from harness.train.setup import pick_device
 from harness.util.files import write_atomically
+from harness.util.processes import cpus
 from harness.util.store import file_digest
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ class LatentWriter(ShardWriter):
         for shard in shards:
             units += self.missing(shard)
         gpus = torch.cuda.device_count() if self._device.type == "cuda" else 0
-        count = min(workers or gpus or 1, len(units)) if can_start_processes() else 1
+        count = min(workers or gpus or 1, len(units))
         progress = _Progress(sum(unit.nbytes for unit in units))
         if count > 1:
             prepare = partial(_prepare, self._job, self._device.type)

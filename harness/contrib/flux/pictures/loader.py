@@ -40,11 +40,11 @@ from harness.contrib.flux.pictures.sources import RawSamples, open_pictures
 from harness.data.loader import Cursor, Loader
 from harness.data.samples import EpochOrder, random_stream
 from harness.data.shards import MANIFEST, load_manifest
-from harness.data.workers import cpus
 from harness.train.setup import pick_device
 from harness.util.encoding import parse
 from harness.util.errors import ConfigError, DataError
 from harness.util.files import is_file_name
+from harness.util.processes import cpus
 from harness.util.store import file_digest
 
 EMPTY = "empty.safetensors"
