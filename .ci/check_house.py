@@ -42,7 +42,7 @@ BUDGETS = {
     "weights": 22_900,
     "train": 27_000,
     "compose": 19_700,
-    "launch": 32_000,
+    "launch": 30_200,
     "tools": 116_500,
     "contrib": 31_900,
 }

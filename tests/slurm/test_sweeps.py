@@ -11,6 +11,8 @@ from pathlib import Path
 import optuna
 import pytest
 from commands import ON_SLURM, TINY, Commands, logs_of, misbehaving, read, until
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 from scheduler import Scheduler
 
@@ -135,8 +137,8 @@ def test_batches_are_arrays_whose_values_are_waited_for(commands: Commands) -> N
     shown = commands.run("train", *typed, f"runs_dir={commands.home}", "name=study")
     assert shown.count("submitted ") == 2 and "1 x 2 nodes x 1 rank" in shown
     assert "2 completed, 1 skipped\nbest (minimize loss): " in shown
-    storage = f"sqlite:///{commands.home}/study/study.db"
-    trials = optuna.load_study(study_name="study", storage=storage).trials
+    journal = JournalStorage(JournalFileBackend(f"{commands.home}/study/study.journal"))
+    trials = optuna.load_study(study_name="study", storage=journal).trials
     states = {trial.params["parallelism.dp_shard"]: trial.state for trial in trials}
     assert states == {1: TrialState.COMPLETE, 2: TrialState.COMPLETE, 3: TrialState.FAIL}
     rows = [read(path) for path in (commands.home / "study").glob("[0-9a-f]*/result.json")]

@@ -7,7 +7,6 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,6 @@ from harness.config.types import UNSET
 from harness.launch.state import BUSY
 from harness.launch.submit import confirm
 from harness.launch.sweep.folder import (
-    FILE,
     Point,
     Skipped,
     SweepFolder,
@@ -31,14 +29,16 @@ from harness.launch.sweep.folder import (
 )
 from harness.launch.sweep.run import Selection, follow_points, in_group, run_point, states_of
 from harness.launch.sweep.study import (
+    DIRECTIONS,
     PointFailedError,
     StudyRecord,
     best_in_words,
-    check_directions,
     check_objective,
     counted,
+    natural_direction,
     table_of_states,
 )
+from harness.metrics.jsonl import repair_tail
 from harness.run.folder import RunFolder
 from harness.util.errors import EXIT_INTERRUPTED, EXIT_OK, STOPPED, ConfigError, UserError, one_line
 from harness.util.tables import plural, to_text
@@ -46,9 +46,7 @@ from harness.util.tables import plural, to_text
 if TYPE_CHECKING:
     import optuna
 
-STORE = "study.db"
-# Numbers of trials whose process was killed, as an attribute of the study.
-_KILLED = "harness_killed"
+STORE = "study.journal"
 SAMPLERS = {
     "tpe": "TPESampler",
     "random": "RandomSampler",
@@ -64,28 +62,24 @@ class StudySettings:
     Attributes:
         n_trials: points of the study, those before it was stopped included.
         n_jobs: points that are chosen at once.
-        objective: column of ``result.json`` to optimize, or a list of columns.
-        direction: of each column; None: the one in which it improves.
+        objective: column of ``result.json`` to optimize.
+        direction: of the objective; None: the one in which it improves.
         failed: value of failed and invalid points; None reports them as failed.
         max_failure_rate: share of a batch that may fail before the study ends.
         sampler: a key of ``SAMPLERS``.
         seed: of the sampler.
         sampler_options: more arguments of Optuna's sampler.
-        storage: URL of Optuna's storage; None: SQLite in the sweep's folder.
-        study_name: its name in the storage; None: that of the sweep.
     """
 
     n_trials: int = label(20, least=1)
     n_jobs: int = label(2, least=1)
-    objective: str | list[str] = label("loss")
-    direction: str | list[str] | None = label(None)
+    objective: str = label("loss")
+    direction: str | None = label(None, choices=DIRECTIONS)
     failed: float | None = label(None)
     max_failure_rate: float = label(1.0, least=0, most=1)
     sampler: str = label("tpe", choices=tuple(SAMPLERS))
     seed: int | None = label(None, least=0)
     sampler_options: dict[str, Any] = field(default_factory=dict, metadata={"role": "label"})
-    storage: str | None = label(None)
-    study_name: str | None = label(None)
 
 
 def run_study(
@@ -104,14 +98,17 @@ def run_study(
         space = read_space(composer, overrides)
         settings: StudySettings = from_dict(StudySettings, space.settings, SETTINGS)
         check_rules(settings, SETTINGS)
-        objective = check_objective(settings.objective)
-        directions = check_directions(settings.direction, objective, f"{SETTINGS}direction")
+        check_objective(settings.objective)
+        direction = settings.direction or natural_direction(settings.objective, f"{SETTINGS}direction")
         if not space.axes:
             works = "'optimizer.lr=tag(log,interval(1e-4,1e-2))'"
             raise UserError(f"sweep=optuna: there are no axes to choose from; would work: {works}")
-        composer.point_of_sweep(space.fixed)  # raises SecretError before a storage has the overrides
-        shared = [each for each in space.fixed if not sets_label(each) and not parse(each).sets_search_path]
-        record = StudyRecord("optuna", objective, directions, shared, list(overrides))
+        composer.point_of_sweep(space.fixed)  # raises SecretError before a file has the overrides
+        shared = []
+        for typed in space.fixed:
+            if not sets_label(typed) and not parse(typed).sets_search_path:
+                shared.append(typed)
+        record = StudyRecord(settings.objective, direction, shared, list(overrides))
         folder = SweepFolder(_folder(composer, space.fixed))
         with folder.controlled():
             _start_record(folder, record)
@@ -144,18 +141,16 @@ def _start_record(folder: SweepFolder, record: StudyRecord) -> None:
     earlier = StudyRecord.read(folder.path)
     if earlier is not None and not earlier.is_same(record):
         if folder.points():
-            now, then = ([each.sweeper, each.describe(), *each.shared] for each in (record, earlier))
-            others = [f"without {each}" for each in then if each not in now]
-            others += [f"with {each}" for each in now if each not in then]
+            now = [record.describe(), *record.shared]
+            then = [earlier.describe(), *earlier.shared]
+            others = [f"without {typed}" for typed in then if typed not in now]
+            others += [f"with {typed}" for typed in now if typed not in then]
             raise UserError(
                 f"{folder.path}: has points of another study, this one is {', '.join(others)}; would work: "
                 "another name=NAME"
             )
         (folder.path / STORE).unlink(missing_ok=True)
     record.write(folder.path)
-
-
-Value = list[float] | PointFailedError
 
 
 @dataclass
@@ -176,40 +171,44 @@ class Study:
     _tried: set[Path] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        names = [override_key(name) for name in self.space.axes]
+        self._axes = {override_key(name) for name in self.space.axes}
         # Each value of a label that is an axis has a run of its own.
-        self._axes, self._swept = set(names), check_swept([name for name in names if sets_label(name)])
-        self._storage = self.settings.storage or f"sqlite:///{(self.folder.path / STORE).absolute()}"
+        self._swept = check_swept([name for name in self._axes if sets_label(name)])
 
     def run(self) -> None:
         """Run the trials that are left."""
         from optuna.trial import TrialState
 
-        stored = self._stored
-        killed = stored.user_attrs.get(_KILLED, [])
-        self._done = sum(each.state.is_finished() and each.number not in killed for each in stored.trials)
-        if self._done and not self.folder.points() and not self.folder.skipped():
-            rule = f"has none of the {self._done} points of the stored study"
-            raise UserError(f"{self.folder.path / FILE}: {rule}; would work: another name=NAME")
-        left, total = max(0, self.settings.n_trials - self._done), self.settings.n_trials
-        words = f"{left} of {max(total, self._done)} trials left" if self._done else plural(total, "trial")
+        stored = self._open()
+        trials = stored.get_trials(deepcopy=False)
+        self._done = sum(trial.state.is_finished() for trial in trials)
+        # Of a process that was killed: their points are run first, and resume.
+        waiting: list[Any] = [trial for trial in trials if trial.state == TrialState.RUNNING]
+        left = max(0, self.settings.n_trials - self._done)
+        words = plural(left, "trial")
+        if self._done:
+            words = f"{left} of {self._done + left} trials left"
         sys.stderr.write(f"{self.folder.path}: {self.record.describe()} by optuna, {words}\n")
-        distributions = {override_key(name): distribution(each) for name, each in self.space.axes.items()}
+        distributions = {override_key(name): distribution(axis) for name, axis in self.space.axes.items()}
         while left:
+            size = min(left, self.settings.n_jobs)
+            batch = waiting[:size]
+            waiting = waiting[size:]
             try:
-                trials = [stored.ask(distributions) for _ in range(min(left, self.settings.n_jobs))]
+                while len(batch) < size:
+                    batch.append(stored.ask(distributions))
             except Exception as error:
                 raise UserError(f"sweep=optuna: {one_line(str(error))}") from error
-            values = self._run_batch([self.compose(self._overrides(trial.params)) for trial in trials])
-            for trial, value in zip(trials, values, strict=True):
+            values = self._run_batch([self.compose(self._overrides(trial.params)) for trial in batch])
+            for trial, value in zip(batch, values, strict=True):
                 if isinstance(value, PointFailedError):
-                    stored.tell(trial, state=TrialState.FAIL)
+                    stored.tell(trial.number, state=TrialState.FAIL)
                 else:
-                    stored.tell(trial, value)
-            left -= len(trials)
-            self._done += len(trials)
+                    stored.tell(trial.number, value)
+            left -= size
+            self._done += size
             failed = [value for value in values if isinstance(value, PointFailedError)]
-            if len(failed) > self.settings.max_failure_rate * len(values):
+            if len(failed) > self.settings.max_failure_rate * size:
                 works = (
                     f"{SETTINGS}max_failure_rate=1, or {SETTINGS}failed=VALUE, the value of a failed point"
                 )
@@ -224,79 +223,93 @@ class Study:
         sys.stdout.write(f"{table}{counted(seen, self.folder.skipped())}{best}")
         return EXIT_OK if best else 1
 
-    @cached_property
-    def _stored(self) -> optuna.Study:
-        """The study, created or loaded.
-
-        A trial of a killed process is asked for again with the same parameters, so that its run resumes.
-        """
+    def _open(self) -> optuna.Study:
+        """Create or load the study of the folder, without trials that cannot be run again."""
         import optuna
-        from optuna.study import StudyDirection
+        from optuna.storages.journal import JournalFileBackend
         from optuna.trial import TrialState
 
-        settings = self.settings
+        path = self.folder.path / STORE
         try:
+            repair_tail(path)  # a killed process may have left half a line
             study = optuna.create_study(
-                storage=self._storage,
-                study_name=settings.study_name or self.folder.name,
-                directions=[StudyDirection[each.upper()] for each in self.record.direction],
+                storage=optuna.storages.JournalStorage(JournalFileBackend(str(path))),
+                study_name=self.folder.name,
+                direction=optuna.study.StudyDirection[self.record.direction.upper()],
                 load_if_exists=True,
             )
-            killed = set(study.user_attrs.get(_KILLED, []))
             for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-                # In this order, so that nothing is lost if this process is killed too.
-                if trial.params:
-                    study.enqueue_trial(trial.params)
-                killed.add(trial.number)
-                study.set_user_attr(_KILLED, sorted(killed))
-                study.tell(trial.number, state=TrialState.FAIL)
-            # The same seed would repeat the first trials.
-            seed = None if settings.seed is None else settings.seed + len(study.trials)
+                # It was killed while it was asked for, or the axes were others.
+                if trial.params.keys() != self._axes:
+                    study.tell(trial.number, state=TrialState.FAIL)
         except Exception as error:
             message = one_line(str(error)) or type(error).__name__
-            raise UserError(f"{SETTINGS}storage={self._storage}: cannot be used: {message}") from error
+            works = "would work: another name=NAME"
+            raise UserError(f"{path}: cannot be used: {message}; {works}") from error
+        seed = self.settings.seed
+        if seed is not None:
+            seed += len(study.trials)  # the same seed would repeat the first trials
         try:
-            sampler = getattr(optuna.samplers, SAMPLERS[settings.sampler])
-            study.sampler = sampler(seed=seed, **settings.sampler_options)
+            sampler = getattr(optuna.samplers, SAMPLERS[self.settings.sampler])
+            study.sampler = sampler(seed=seed, **self.settings.sampler_options)
         except (TypeError, ValueError, ImportError) as error:
-            raise UserError(f"{SETTINGS}sampler={settings.sampler}: {one_line(str(error))}") from error
+            raise UserError(f"{SETTINGS}sampler={self.settings.sampler}: {one_line(str(error))}") from error
         return study
 
     def _overrides(self, params: dict[str, Any]) -> list[str]:
-        values = {name: params[override_key(name)] for name in self.space.axes}
-        chosen = [f"{name}={'null' if value is None else value}" for name, value in values.items()]
+        chosen = []
+        for name in self.space.axes:
+            value = params[override_key(name)]
+            chosen.append(f"{name}={'null' if value is None else value}")
         return [*self.space.fixed, *chosen]
 
-    def _run_batch(self, batch: Sequence[Composed]) -> list[Value]:
-        legal = [each for each in batch if each.job is not None]
+    def _run_batch(self, batch: Sequence[Composed]) -> list[float | PointFailedError]:
+        """Run the points of a batch, here or on SLURM, and return their values."""
+        legal = [composed for composed in batch if composed.job is not None]
         points = [in_group(point, self.folder) for point in unique_points(legal, self._swept)]
         for point in points:
             if point.job.cluster.dry_run:
                 rule = "shows a sweep whose points are known before it starts"
                 raise ConfigError("cluster.dry_run", True, rule, "the overrides of one point, without -m")
             RunFolder(point.run_dir).plan(point.job, point.overrides)
-        skipped = [Skipped(each.overrides, each.reason) for each in batch if each.job is None]
+        skipped = [Skipped(composed.overrides, composed.reason) for composed in batch if composed.job is None]
         self.folder.add(points, skipped)
         here = self._submit(points, len(batch))
-        values: list[Value | None] = []
-        for index, each in enumerate(batch):
-            chosen = [o for o in each.overrides if override_key(o) in self._axes]
+        values: dict[int, float | PointFailedError] = {}
+        busy: dict[int, Point] = {}
+
+        def keep(index: int, value: float | PointFailedError) -> None:
+            values[index] = value
+            shown = value if isinstance(value, PointFailedError) else self.record.format(value)
+            sys.stderr.write(f"{self._number(index)} {shown}\n")
+
+        for index, composed in enumerate(batch):
+            chosen = [typed for typed in composed.overrides if override_key(typed) in self._axes]
             sys.stderr.write(f"{self._number(index)} {' '.join(chosen)}\n")
-            left = None if each.job is None else here.pop(run_dir_of(each.job, self._swept), None)
-            if left is not None and run_point(left) in STOPPED:
+            if composed.job is None:
+                keep(index, PointFailedError(f"not a valid job: {composed.reason}"))
+                continue
+            run_dir = run_dir_of(composed.job, self._swept)
+            # Once, if the batch has it twice.
+            if run_dir in here and run_point(here.pop(run_dir)) in STOPPED:
                 raise KeyboardInterrupt
-            values.append(self._value(index, each))
-        busy = [index for index, value in enumerate(values) if value is None]
-        waiting = [self._point(batch[index]) for index in busy]
-        if waiting and follow_points(waiting, [self._number(index) for index in busy]):
-            raise KeyboardInterrupt
-        for index in busy:
-            values[index] = self._value(index, batch[index])
-        known = [value for value in values if value is not None]
+            value = self._value(run_dir)
+            if value is None:
+                busy[index] = Point(composed.job.id, run_dir, composed.overrides)
+            else:
+                keep(index, value)
+        while busy:
+            if follow_points(list(busy.values()), [self._number(index) for index in busy]):
+                raise KeyboardInterrupt
+            for index, point in list(busy.items()):
+                value = self._value(point.run_dir)
+                if value is not None:
+                    keep(index, value)
+                    del busy[index]
+        known = [values[index] for index in range(len(batch))]
         if self.settings.failed is None:
             return known
-        instead = [self.settings.failed] * len(self.record.objective)
-        return [instead if isinstance(value, PointFailedError) else value for value in known]
+        return [self.settings.failed if isinstance(value, PointFailedError) else value for value in known]
 
     def _submit(self, points: Sequence[Point], batch: int) -> dict[Path, Point]:
         """Submit the points that need it to SLURM; return those to run here, by run folder."""
@@ -311,27 +324,17 @@ class Study:
             selection.submit()
         return {point.run_dir: point for point in selection.wanted if point not in selection.remote}
 
-    def _point(self, composed: Composed) -> Point:
-        return Point(composed.job.id, run_dir_of(composed.job, self._swept), composed.overrides)
-
-    def _value(self, index: int, point: Composed) -> Value | None:
-        """Return and print the value of a point, or its failure; None while it is pending or running."""
-        value: Value
-        if point.job is None:
-            value = PointFailedError(f"not a valid job: {point.reason}")
-        else:
-            [seen] = states_of([self._point(point)])
-            if seen.state in BUSY:
-                return None
-            value = PointFailedError(f"{seen.state}: {seen.about}")
-            if seen.state == "completed":
-                try:
-                    value = self.record.values(RunFolder(seen.run_dir).row)
-                except PointFailedError as error:
-                    value = error
-        shown = value if isinstance(value, PointFailedError) else self.record.format(value)
-        sys.stderr.write(f"{self._number(index)} {shown}\n")
-        return value
+    def _value(self, run_dir: Path) -> float | PointFailedError | None:
+        """Return the value of a run, or its failure; None while it is pending or running."""
+        [seen] = states_of([Point(run_dir.name, run_dir, [])])
+        if seen.state in BUSY:
+            return None
+        if seen.state != "completed":
+            return PointFailedError(f"{seen.state}: {seen.about}")
+        try:
+            return self.record.value(RunFolder(run_dir).row)
+        except PointFailedError as error:
+            return error
 
     def _number(self, index: int) -> str:
         return f"[{self._done + index + 1}/{self.settings.n_trials}]"

@@ -40,16 +40,14 @@ class StudyRecord:
     """What a study optimizes, and what all of its points share.
 
     Attributes:
-        sweeper: ``optuna``; of earlier versions, also another sweeper of Hydra.
-        objective: columns of ``result.json``.
-        direction: ``minimize`` or ``maximize``, for each column.
+        objective: column of ``result.json``.
+        direction: ``minimize`` or ``maximize``.
         shared: overrides of all points, without labels.
         command: the overrides that the study was last started with.
     """
 
-    sweeper: str
-    objective: list[str]
-    direction: list[str]
+    objective: str
+    direction: str
     shared: list[str]
     command: list[str]
 
@@ -61,9 +59,8 @@ class StudyRecord:
             return None
         try:
             record: StudyRecord = from_dict(cls, read_object(path))
-            if not 0 < len(record.objective) == len(record.direction):
-                raise ConfigError("direction", record.direction, "must have one for each of objective")
-            check_directions(record.direction, record.objective, "direction")
+            if record.direction not in DIRECTIONS:
+                raise ConfigError("direction", record.direction, "no such choice", DIRECTIONS)
         except ConfigError as error:
             raise UserError(f"{path}: damaged, or another version wrote it: {error}") from None
         return record
@@ -76,103 +73,59 @@ class StudyRecord:
         """Write the record into a sweep's folder."""
         write_json_atomically(folder / FILE, asdict(self))
 
-    def values(self, row: dict[str, Any]) -> list[float]:
-        """Return the columns of a completed run; PointFailedError if one has no finite number."""
-        values = []
-        for name in self.objective:
-            value = _number(row.get(name))
-            if value is None:
-                raise PointFailedError(f"{name} of its result is {row.get(name)}, no finite number")
-            values.append(value)
-        return values
-
-    def best(self, rows: Sequence[dict[str, Any]]) -> list[int]:
-        """Return the indices of the best completed runs; of several columns, those that none beats in all."""
-        costs = self._costs(rows)
-        if len(self.objective) == 1:
-            return [min(costs, key=lambda index: costs[index])] if costs else []
-        return [
-            index
-            for index, cost in costs.items()
-            if not any(
-                other != cost and all(a <= b for a, b in zip(other, cost, strict=True))
-                for other in costs.values()
-            )
-        ]
+    def value(self, row: dict[str, Any]) -> float:
+        """Return the objective of a completed run; PointFailedError if it has no finite number."""
+        value: Any = row.get(self.objective)
+        if not _is_number(value):
+            raise PointFailedError(f"{self.objective} of its result is {value}, no finite number")
+        return float(value)
 
     def ranked(self, rows: Sequence[dict[str, Any]]) -> list[int]:
-        """Return the indices of completed runs: the best, then the others by the first column."""
-        costs, best = self._costs(rows), self.best(rows)
-        return sorted(costs, key=lambda index: (index not in best, costs[index]))
-
-    def _costs(self, rows: Sequence[dict[str, Any]]) -> dict[int, list[float]]:
-        signs = [-1.0 if each == MAXIMIZE else 1.0 for each in self.direction]
-        costs = {}
+        """Return the indices of completed runs with a value, the best first."""
+        completed = []
         for index, row in enumerate(rows):
-            values = [value for name in self.objective if (value := _number(row.get(name))) is not None]
-            if row.get("exit_reason") == "completed" and len(values) == len(signs):
-                costs[index] = [sign * value for sign, value in zip(signs, values, strict=True)]
-        return costs
+            if row.get("exit_reason") == "completed" and _is_number(row.get(self.objective)):
+                completed.append(index)
+        # Equal runs keep their order, also with a negative sign.
+        sign = -1 if self.direction == MAXIMIZE else 1
+        return sorted(completed, key=lambda index: sign * rows[index][self.objective])
 
-    def best_of(self, points: Sequence[Point]) -> list[Point]:
-        """Return the best completed points; none if no point completed."""
-        return [points[index] for index in self.best([RunFolder(each.run_dir).row for each in points])]
+    def best_of(self, points: Sequence[Point]) -> Point | None:
+        """Return the best completed point; None if no point completed."""
+        ranked = self.ranked([RunFolder(point.run_dir).row for point in points])
+        return points[ranked[0]] if ranked else None
 
-    def format(self, values: Sequence[float]) -> str:
-        """Format values: ``loss=3.214``."""
-        return ", ".join(f"{name}={each:.6g}" for name, each in zip(self.objective, values, strict=True))
+    def format(self, value: float) -> str:
+        """Format a value: ``loss=3.214``."""
+        return f"{self.objective}={value:.6g}"
 
     def describe(self) -> str:
         """Return the objective in words: ``minimize loss``."""
-        pairs = zip(self.direction, self.objective, strict=True)
-        return ", ".join(f"{direction} {name}" for direction, name in pairs)
+        return f"{self.direction} {self.objective}"
 
 
-def _number(value: object) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return float(value)
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def check_objective(value: Any) -> list[str]:
-    """Return the columns that ``sweep.objective`` names."""
-    names = [str(each) for each in value] if isinstance(value, list) else [str(value)]
+def check_objective(name: str) -> None:
+    """Refuse an objective that is no column of ``result.json`` with a number."""
     known = {column.name for column in metrics_of_result() if column.unit not in _NO_NUMBERS}
-    for name in names:
-        prefixes = [f"{name[:end]}.*" for end, letter in enumerate(name) if letter == "."]
-        if name not in known and not any(each in known or each == f"{_EITHER}*" for each in prefixes):
-            rule = "must be a column of result.json with a number, or a list of columns"
-            close = [each for each in sorted(known) if name in each]
-            raise ConfigError(OBJECTIVE, name, rule, close or sorted(known))
-    if not names or len(set(names)) < len(names):
-        raise ConfigError(OBJECTIVE, names, "must name each column once", "loss")
-    return names
+    known_or_open = known | {f"{_EITHER}*"}
+    families = [f"{name[:end]}.*" for end, letter in enumerate(name) if letter == "."]
+    if name not in known and known_or_open.isdisjoint(families):
+        close = [column for column in sorted(known) if name in column]
+        raise ConfigError(
+            OBJECTIVE, name, "must be a column of result.json with a number", close or sorted(known)
+        )
 
 
-def natural_direction(name: str) -> str | None:
-    """Return in which direction a column improves; None if its name does not tell."""
+def natural_direction(name: str, field: str) -> str:
+    """Return in which direction a column improves; ``field`` is the setting that says it otherwise."""
     if name.startswith(_EITHER):
-        return None
+        rule = f"must be given, because {name} may improve in either direction"
+        raise ConfigError(field, None, rule, DIRECTIONS)
     return MAXIMIZE if any(word in name for word in _MORE_IS_BETTER) else MINIMIZE
-
-
-def check_directions(given: Any, objective: Sequence[str], field: str) -> list[str]:
-    """Return the direction of each column: the given ones, or without any those in which they improve.
-
-    ``field`` is the setting, for errors.
-    """
-    if given is None:
-        found = [natural_direction(name) for name in objective]
-        for name, direction in zip(objective, found, strict=True):
-            if direction is None:
-                rule = f"must be given, because {name} may improve in either direction"
-                raise ConfigError(field, None, rule, DIRECTIONS)
-        return [each for each in found if each is not None]
-    names = given if isinstance(given, list) else [given]
-    if len(names) != len(objective) or any(name not in DIRECTIONS for name in names):
-        each = f" for each of {', '.join(objective)}" if len(objective) > 1 else ""
-        raise ConfigError(field, ",".join(names), f"must be a direction{each}", DIRECTIONS)
-    return names
 
 
 LONGEST_REASON = 110
@@ -193,17 +146,17 @@ SHOWN = ("loss", "window.tokens_per_second", "tokens_per_second_per_rank", "mfu"
 def table_of_states(
     points: Sequence[Point],
     seen: Sequence[RunState],
-    objective: Sequence[str] = (),
+    objective: str | None = None,
     *,
     full_reasons: bool = False,
 ) -> Table:
     """Return a row per point.
 
     Args:
-        objective: columns of ``result.json`` that a study optimizes, which are shown too.
+        objective: column of ``result.json`` that a study optimizes, which is shown too.
         full_reasons: do not shorten reasons.
     """
-    more = [name for name in objective if name not in SHOWN]
+    more = [] if objective is None or objective in SHOWN else [objective]
     rows: list[dict[str, Any]] = []
     for name, each in zip(labels([point.overrides for point in points]), seen, strict=True):
         result = RunFolder(each.run_dir).row if more else {}
@@ -222,13 +175,11 @@ def counted(seen: Sequence[RunState], skipped: Sequence[Skipped]) -> str:
 
 
 def best_in_words(record: StudyRecord, points: Sequence[Point]) -> str:
-    """Return the best points of a study, each with its value and its command; empty if none completed."""
-    names = labels([point.overrides for point in points])
+    """Return the best point of a study with its value and its command; empty if none completed."""
     best = record.best_of(points)
-    lines = []
-    for point, name in zip(points, names, strict=True):
-        if point in best:
-            value = record.format(record.values(RunFolder(point.run_dir).row))
-            lines.append(f"best ({record.describe()}): {name}: {value}\n")
-            lines.append(f"  {command_of(point.overrides)}\n")
-    return "".join(lines)
+    if best is None:
+        return ""
+    names = labels([point.overrides for point in points])
+    value = record.format(record.value(RunFolder(best.run_dir).row))
+    found = f"best ({record.describe()}): {names[points.index(best)]}: {value}"
+    return f"{found}\n  {command_of(best.overrides)}\n"

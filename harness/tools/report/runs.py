@@ -85,18 +85,18 @@ def table_of_study(study: StudyRecord | None, rows: Sequence[Row]) -> list[Table
     """Return a table of the objective's values, the best first; none if the points have none."""
     if study is None or not study.ranked(rows):
         return []
-    columns = (Column("point", "run"), *(Column(name, name, ".6g") for name in study.objective))
+    columns = (Column("point", "run"), Column(study.objective, study.objective, ".6g"))
     ranked = [rows[index] for index in study.ranked(rows)]
-    text = f"Chosen by {study.sweeper} to {study.describe()}."
+    text = f"Chosen by optuna to {study.describe()}."
     return [Table(columns, ranked, "Study", [text], ranked[0]["point"])]
 
 
 def _best_of_study(study: StudyRecord | None, rows: Sequence[Row]) -> list[str]:
     if study is None:
         return []
-    best = [rows[index] for index in study.best(rows)]
-    found = [f"`{row['point']}`, {study.format(study.values(row))}" for row in best]
-    return [f"The best ({study.describe()}): {each}." for each in found]
+    best = [rows[index] for index in study.ranked(rows)[:1]]
+    found = [f"`{row['point']}`, {study.format(study.value(row))}" for row in best]
+    return [f"The best ({study.describe()}): {value}." for value in found]
 
 
 def plot_name(row: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> str:

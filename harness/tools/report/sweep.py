@@ -30,15 +30,20 @@ def status(folder: Path, *, verify: bool = False) -> Result:
     seen, code = read_or_warn([point.run_dir for point in points], lambda _: states_of(points))
     skipped = SweepFolder(folder).skipped()
     study = StudyRecord.read(folder)
-    table = to_text(table_of_states(points, seen, study.objective if study else ())) + counted(seen, skipped)
+    objective = study.objective if study else None
+    table = to_text(table_of_states(points, seen, objective)) + counted(seen, skipped)
     table += best_in_words(study, points) if study else ""
     data: dict[str, Any] = {
         "points": [_as_dict(point, each) for point, each in zip(points, seen, strict=True)],
         "skipped": [{"overrides": each.overrides, "reason": each.reason} for each in skipped],
     }
     if study is not None:
-        data["study"] = {"objective": study.objective, "direction": study.direction}
-        data["study"]["best"] = [point.overrides for point in study.best_of(points)]
+        best = study.best_of(points)
+        data["study"] = {
+            "objective": study.objective,
+            "direction": study.direction,
+            "best": None if best is None else best.overrides,
+        }
     if not verify:
         return Result(data, table, code)
     sys.stdout.write(table)
@@ -83,7 +88,7 @@ def resume(folder: Path, *, out_of_memory: bool) -> int:
     study = StudyRecord.read(folder)
     if study is not None:
         works = shlex.join(["harness", "train", "-m", *study.command])
-        raise UserError(f"{folder}: {study.sweeper} chooses its points; would work: {works}")
+        raise UserError(f"{folder}: optuna chooses its points; would work: {works}")
     return resume_points(SweepFolder.open(folder), out_of_memory=out_of_memory)
 
 
