@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,8 +20,7 @@ from harness.checkpoint.catalog import (
 )
 from harness.config.fields import NUMERICS, leaves
 from harness.config.job import Job
-from harness.run.folder import run_folders
-from harness.run.result import read_result
+from harness.run.folder import RunFolder, run_folders
 from harness.util.encoding import flat_items, read_object
 from harness.util.errors import EXIT_OK, ConfigError, UserError, as_typed
 from harness.util.tables import plural
@@ -162,19 +162,30 @@ def no_usable_error(folder: str, reasons: list[str]) -> UserError:
     )
 
 
-def is_finished(job: Job, run_dir: Path) -> bool:
-    """Whether the job has completed in its run folder and its last checkpoint still exists."""
-    if not job.checkpoint.enable or not job.checkpoint.resume or job.checkpoint.load_step >= 0:
-        return False
-    try:
-        if read_result(run_dir).get("exit_reason") != "completed":
-            return False
-    except (OSError, ValueError):  # no result, or a damaged one
-        return False
-    try:
-        return CheckpointFolder(folder_of(job, run_dir)).find(job.steps).step == job.steps
-    except DamagedCheckpoint:
-        return False
+@dataclass(frozen=True)
+class EarlierWork:
+    """What earlier attempts have left of a job in its run folder."""
+
+    is_finished: bool = False
+    """The job has completed, and its last checkpoint still exists."""
+    can_resume: bool = False
+    """There is a complete checkpoint (file sizes are checked, contents are not)."""
+
+
+def earlier_work(job: Job, run_dir: Path) -> EarlierWork:
+    """Find out whether the job has anything left to do, and whether it would resume.
+
+    Ask before an attempt begins or after it has ended; what to load is ``find_start``'s question.
+    """
+    config = job.checkpoint
+    if not config.enable or not config.resume:
+        return EarlierWork()
+    checkpoints = CheckpointFolder(folder_of(job, run_dir))
+    if config.load_step < 0 and RunFolder(run_dir).row.get("exit_reason") == "completed":
+        with contextlib.suppress(DamagedCheckpoint):
+            if checkpoints.find(job.steps).step == job.steps:
+                return EarlierWork(is_finished=True, can_resume=True)
+    return EarlierWork(can_resume=bool(checkpoints.complete(1)[0]))
 
 
 def show_finished(job: Job, run_dir: Path) -> int:
@@ -184,12 +195,6 @@ def show_finished(job: Job, run_dir: Path) -> int:
         "from the start again, harness convert exports the weights\n"
     )
     return EXIT_OK
-
-
-def can_resume(job: Job, run_dir: Path) -> bool:
-    """Whether the job's own folder has a complete checkpoint (file sizes are checked, contents are not)."""
-    config = job.checkpoint
-    return config.enable and config.resume and _newest(folder_of(job, run_dir)) is not None
 
 
 def refuse_other_numerics(job: Job, checkpoint: Checkpoint, only: str = "") -> None:

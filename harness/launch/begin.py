@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from harness.checkpoint.catalog import CheckpointFolder, is_url
-from harness.checkpoint.resume import CONTINUES, can_resume
+from harness.checkpoint.resume import CONTINUES, earlier_work
 from harness.compose.length import note
 from harness.config.data import ASSET_PREFIX, DataConfig, TokenizerConfig
 from harness.config.data_kinds import DATA_KINDS, sources_of
 from harness.config.job import Job
 from harness.config.registry import load_attribute
-from harness.run.folder import METRICS, RunFolder, run_folders
+from harness.run.folder import LATEST, METRICS, RunFolder, run_folders
 from harness.run.result import EVALUATIONS, write_json_atomically
 from harness.util.errors import ConfigError, DataError, UserError
 from harness.util.files import matching
@@ -52,7 +52,17 @@ def begin(
         if others:
             write_json_atomically(folder.path / CONTINUES, {"folders": others})
         folder.set_status(state)
-        folder.link_latest()
+        _link_latest(folder.path)
+
+
+def _link_latest(run_dir: Path) -> None:
+    """Make the link ``latest`` beside the folder; nothing depends on it."""
+    link = run_dir.with_name(f".{LATEST}.{os.getpid()}")
+    try:
+        link.symlink_to(run_dir.name)
+        link.replace(run_dir.with_name(LATEST))
+    except OSError:  # a file system without links, or a folder of that name
+        link.unlink(missing_ok=True)
 
 
 def begin_again(folder: RunFolder, job: Job) -> None:
@@ -68,15 +78,21 @@ def begin_again(folder: RunFolder, job: Job) -> None:
         folder.set_status("starting")
 
 
+def earlier_attempt(run_dir: Path) -> Path | None:
+    """Return the folder with the files of the attempt before this one; None if this is the first."""
+    attempts = [path for path in (run_dir / "attempts").glob("*") if path.name.isdigit()]
+    return max(attempts, key=lambda path: int(path.name), default=None)
+
+
 def _archive_earlier_attempt(folder: RunFolder, job: Job, names: tuple[str, ...]) -> None:
     if folder.state == "planned":
         return  # no earlier attempt
-    resumes = can_resume(job, folder.path)
+    resumes = earlier_work(job, folder.path).can_resume
     names = names if resumes else (*names, *PER_CURVE)
     present = [folder.path / name for name in names if (folder.path / name).exists()]
     if not present:
         return
-    last = folder.earlier_attempt
+    last = earlier_attempt(folder.path)
     target = folder.path / "attempts" / str(1 if last is None else 1 + int(last.name))
     target.mkdir(parents=True)
     for path in present:

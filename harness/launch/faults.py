@@ -23,13 +23,24 @@ from harness.config.cluster import node_name
 from harness.config.failures import VICTIMS, kind_of_text
 from harness.config.job import Job
 from harness.launch import queue
-from harness.run.folder import RunFolder, last_lines
+from harness.run.folder import RunFolder
 from harness.util.errors import EXIT_OK, EXIT_RESUMABLE, MachineError
 
 # srun: error: node2: tasks 2-3: Killed; also Exited with exit code 1, Segmentation fault, Out Of Memory.
 _TASKS = re.compile(r"srun: error: \S+: tasks? ([\d,-]+): (.+)")
 # srun's messages when it ends the remaining ranks, because one has failed or the job is cancelled.
 _ENDING = re.compile(r"Terminating StepId|CANCELLED AT|Job step aborted|Force Terminated")
+
+LOG_LINES_SHOWN = 8
+
+
+def last_lines(log: Path) -> str:
+    """Return the end of a log, formatted to follow a message; empty if there is no log."""
+    try:
+        tail = log.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:]
+    except OSError:
+        return ""
+    return "".join(f"\n  {line}" for line in ["last lines of its log:", *tail]) if tail else ""
 
 
 class RankDied(MachineError):
@@ -105,16 +116,16 @@ def record_dead(folder: RunFolder, dead: Iterable[tuple[int, RankDied]]) -> list
 
     It is that of the rank that ended first, unless the log of another one gives a reason.
     """
-    silent = [(rank, died) for rank, died in dead if not folder.has_error_of(rank)]
+    silent = [(rank, died) for rank, died in dead if not folder.errors.has(rank)]
     silent.sort(key=lambda each: not each[1].has_reason)
     for rank, died in silent:
-        folder.record_error(rank, died)
+        folder.errors.record(rank, died)
     return [died for _, died in silent]
 
 
 def only_victims(folder: RunFolder) -> bool:
     """Whether ranks have recorded that they lost a peer, and none has recorded a cause."""
-    error = folder.first_error()
+    error = folder.errors.first()
     return error is not None and error["kind"] in ("peer", "collective")
 
 
@@ -122,7 +133,7 @@ def record_left(folder: RunFolder, left: Iterable[int]) -> list[RankDied]:
     """Record ranks that left without an error before the run was at its end; return these errors."""
     if folder.row.get("exit_code") in (EXIT_OK, EXIT_RESUMABLE):
         return []
-    if not only_victims(folder) and (folder.has_result or folder.first_error() is not None):
+    if not only_victims(folder) and (folder.has_result or folder.errors.first() is not None):
         return []
     logs, how = folder.path / "logs", "exit code 0 in the middle of the run"
     return record_dead(folder, [(rank, RankDied(rank, how, logs)) for rank in left])

@@ -12,7 +12,7 @@ from pathlib import Path
 from subprocess import Popen
 from typing import TYPE_CHECKING, NoReturn
 
-from harness.checkpoint.resume import is_finished, show_finished
+from harness.checkpoint.resume import earlier_work, show_finished
 from harness.config.job import Job
 from harness.launch.begin import begin
 from harness.launch.faults import RankDied, count_memory_kills, record_dead, record_left
@@ -74,7 +74,7 @@ def launch(job: Job, folder: RunFolder, *, apart: bool = False, ends_process: bo
             code = _run_ranks(job, folder, started)
     except BaseException as error:
         # An error of launching; ranks record their own errors.
-        code = folder.record_error(None, error)["exit_code"]
+        code = folder.errors.record(None, error)["exit_code"]
     if ends_process:
         ignore_stop_signals()
     try:
@@ -209,7 +209,7 @@ def _begin_on_rank_0(
             return store.get("folder").decode()
     outcome = _BEGUN
     try:
-        if is_finished(job, folder.path):
+        if earlier_work(job, folder.path).is_finished:
             show_finished(job, folder.path)
             outcome = _FINISHED
         else:

@@ -19,15 +19,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from harness.checkpoint.resume import is_finished, show_finished
+from harness.checkpoint.resume import earlier_work, show_finished
 from harness.config.failures import VICTIMS, kind_of_text
 from harness.config.job import Job
 from harness.launch import queue
-from harness.launch.begin import begin_again
+from harness.launch.begin import begin_again, earlier_attempt
 from harness.launch.faults import (
     UnfitNodes,
     check_nodes,
     dead_ranks,
+    last_lines,
     only_victims,
     record_dead,
     record_left,
@@ -35,7 +36,7 @@ from harness.launch.faults import (
 )
 from harness.launch.state import SlurmJobRecord
 from harness.metrics.slow_ranks import slow_ranks
-from harness.run.folder import RunFolder, last_lines
+from harness.run.folder import RunFolder
 from harness.train.finish import finish_run
 from harness.train.process import rank_environment, rendezvous_store
 from harness.train.rank import leave
@@ -124,7 +125,7 @@ def run(folder: RunFolder, allocation: Allocation, received: Received) -> int:
     """Run the job of a run folder; return its exit code."""
     started = time.monotonic()
     job = folder.read_job()
-    if is_finished(job, folder.path):  # the script was submitted again by hand
+    if earlier_work(job, folder.path).is_finished:  # the script was submitted again by hand
         return show_finished(job, folder.path)
     if not folder.path.name.startswith(job.id):  # a point of a sweep adds a digest
         sys.stderr.write(f"WARNING {folder.path}/job.json was edited: this job is {job.id}\n")
@@ -138,7 +139,7 @@ def run(folder: RunFolder, allocation: Allocation, received: Received) -> int:
     except Exception as error:
         if _may_pass(error, job) and allocation.restarts < job.cluster.max_requeues:
             return _requeue_after(error, job, folder, allocation)
-        code = folder.record_error(None, error)["exit_code"]
+        code = folder.errors.record(None, error)["exit_code"]
     if code in STOPPED:
         _exclude_slow_nodes(job, folder, allocation)
     state = allocation.state()
@@ -149,7 +150,7 @@ def run(folder: RunFolder, allocation: Allocation, received: Received) -> int:
     if code not in STOPPED or state not in _KEPT or allocation.state() not in _KEPT:
         return code  # SLURM is taking the nodes, and decides whether to requeue the job
     if not _has_progress(folder):
-        folder.record_error(None, NoProgress())
+        folder.errors.record(None, NoProgress())
         return finish_run(job, folder, NoProgress.exit_code)
     return _requeue(job, folder, allocation, time.monotonic() - started)
 
@@ -162,7 +163,7 @@ def _may_pass(error: Exception, job: Job) -> bool:
 
 def _has_progress(folder: RunFolder) -> bool:
     """Whether this attempt or the one before finished a step; True for the first attempt."""
-    earlier = folder.earlier_attempt
+    earlier = earlier_attempt(folder.path)
     if earlier is None:
         return True
     rows = (folder.row, RunFolder(earlier).row)
@@ -239,7 +240,7 @@ def _verdict(folder: RunFolder, allocation: Allocation, returned: int, ranks: in
     srun ended rank 0 because another rank was killed, rank 0's error is a consequence. So is a failed
     collective. If all recorded errors say that a peer is gone, the rank that recorded none is the cause.
     """
-    error, code = folder.first_error(), folder.row.get("exit_code")
+    error, code = folder.errors.first(), folder.row.get("exit_code")
     if error is not None and error["kind"] not in VICTIMS:
         return int(error["exit_code"])
     if code in (EXIT_OK, EXIT_RESUMABLE):  # all ranks have agreed to end there
@@ -248,7 +249,7 @@ def _verdict(folder: RunFolder, allocation: Allocation, returned: int, ranks: in
         return EXIT_INTERRUPTED  # SLURM ended the ranks; the errors they recorded are not the cause
     logs = folder.path / "logs"
     if returned < 0:  # srun was killed, and its end has ended the ranks
-        return int(folder.record_error(None, StepFailed(returned, logs))["exit_code"])
+        return int(folder.errors.record(None, StepFailed(returned, logs))["exit_code"])
     said = (logs / SRUN_LOG).read_text(errors="replace")
     if "forcing job termination" in said:  # srun got SIGTERM, as from scancel --full --signal=TERM
         return EXIT_INTERRUPTED
@@ -263,7 +264,7 @@ def _verdict(folder: RunFolder, allocation: Allocation, returned: int, ranks: in
         return EXIT_INTERRUPTED
     if error is not None and error["kind"] != "interrupted":
         return int(error["exit_code"])
-    return int(folder.record_error(None, StepFailed(returned, logs))["exit_code"])
+    return int(folder.errors.record(None, StepFailed(returned, logs))["exit_code"])
 
 
 class NoProgress(MachineError):
@@ -344,7 +345,7 @@ def _requeue_after(error: Exception, job: Job, folder: RunFolder, allocation: Al
     is_queued = _put_back(folder, allocation, nodes, without)
     if is_queued or allocation.state() in _TAKEN:
         return EXIT_RESUMABLE
-    return finish_run(job, folder, folder.record_error(None, error)["exit_code"])
+    return finish_run(job, folder, folder.errors.record(None, error)["exit_code"])
 
 
 def _why_not_requeued(job: Job, seconds: float) -> str:

@@ -14,9 +14,10 @@ from typing import Any
 from harness.config.failures import VICTIMS
 from harness.config.fields import from_dict
 from harness.config.job import Job
+from harness.launch.faults import last_lines
 from harness.launch.queue import ENDED, Jobs, Queued, SlurmError, is_live, jobs, last_states
 from harness.metrics.slow_ranks import SlowRank, slow_ranks
-from harness.run.folder import RunFolder, last_lines
+from harness.run.folder import RunFolder
 from harness.run.result import write_json_atomically
 from harness.train.finish import finish_run
 from harness.util.encoding import read_object
@@ -352,5 +353,5 @@ def close_run(
         replace(record, begun=False, cancelled=is_cancelled).write(folder.path)
     if lost is None or is_cancelled:
         return finish_run(job, folder, EXIT_INTERRUPTED, quiet=quiet)
-    folder.record_error(None, lost)
+    folder.errors.record(None, lost)
     return finish_run(job, folder, lost.exit_code, quiet=quiet)

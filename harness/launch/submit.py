@@ -188,7 +188,7 @@ def follow(job: Job, folder: RunFolder) -> int:
 
 
 def _show_end(job: Job, folder: RunFolder) -> int:
-    error = folder.first_error() if folder.state == "failed" else None
+    error = folder.errors.first() if folder.state == "failed" else None
     if error is not None:
         sys.stderr.write(format_failure(error, job.world_size, folder))
     if folder.stop_reason is not None:

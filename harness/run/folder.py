@@ -12,35 +12,24 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import platform
 import socket
-import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from harness.config.failures import CONSEQUENCES, ERROR_FIELDS_IN_ROW, describe_failure
 from harness.config.job import Job
-from harness.run.result import git_commit, read_result, versions, write_json_atomically, write_result
+from harness.metrics.jsonl import read_rows
+from harness.run.errors import RunErrors
+from harness.run.reserve import make_reserve, write_with_reserve
+from harness.run.result import git_commit, read_result, versions, write_json_atomically
 from harness.util.encoding import parse_object
-from harness.util.errors import DISK_FULL, UserError
+from harness.util.errors import UserError
 from harness.util.files import LockedError, lock, write_atomically
 
 METRICS, STATUS = "metrics.jsonl", "status.json"
 LOCK = ".lock"
-# Disk space reserved for the run's result, in case the disk is full when it ends.
-RESERVE, RESERVED_BYTES = ".reserve", 1 << 18
 _LARGEST_PID = 2**22  # on Linux
-LOG_LINES_SHOWN = 8
-# Required fields of a recorded error, and their types.
-_FIELDS = {
-    **dict.fromkeys(("kind", "type", "message", "traceback"), str),
-    "exit_code": int,
-    "rank": int | None,
-    "time": int | float,
-}
 LEAVING_SECONDS = 10.0
 LATEST = "latest"
 """Link beside the runs of a name, to the one that was started last."""
@@ -57,11 +46,14 @@ def run_folders(folder: Path, levels: int = 4) -> list[Path]:
 
 
 class RunFolder:
-    """The folder of one run: state and errors of its last attempt, and its lock."""
+    """The folder of one run: the files that describe it, the state of its last attempt, and its lock.
+
+    How an attempt ends is written by ``harness.run.record.RunRecord``.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._unrecorded: list[dict[str, Any]] = []
+        self.errors = RunErrors(path)
         self._lock: IO[bytes] | None = None
 
     @property
@@ -97,6 +89,11 @@ class RunFolder:
         return self._read("job.json")
 
     @property
+    def code(self) -> dict[str, Any]:
+        """Commit and package versions of the attempt; empty if they are not recorded."""
+        return self._read("code.json")
+
+    @property
     def steps(self) -> int:
         """Total number of steps of the job; 0 if unknown. ``read_job`` takes far longer."""
         training = self.plain_job.get("training")
@@ -117,19 +114,11 @@ class RunFolder:
     @property
     def last_metrics(self) -> dict[str, Any]:
         """The last row of metrics that has a loss; empty if there is none."""
-        from harness.metrics.jsonl import read_rows
-
         try:
             rows = [row for row in read_rows(self.path / METRICS)[0] if "loss" in row]
         except OSError:
             rows = []
         return rows[-1] if rows else {}
-
-    @property
-    def earlier_attempt(self) -> Path | None:
-        """Folder with the files of the attempt before this one; None if this is the first."""
-        attempts = [path for path in (self.path / "attempts").glob("*") if path.name.isdigit()]
-        return max(attempts, key=lambda path: int(path.name), default=None)
 
     @property
     def may_be_running(self) -> bool:
@@ -149,81 +138,14 @@ class RunFolder:
         """Write ``status.json``: the state, and the time and process that set it."""
         pid = os.getpid()
         owner = {"host": socket.gethostname(), "pid": pid, "pid_started": _start_of(pid), "time": time.time()}
-        self._write_with_reserve(
-            lambda: write_json_atomically(self.path / STATUS, {"state": state, **owner, **facts})
-        )
+        status = {"state": state, **owner, **facts}
+        write_with_reserve(self.path, lambda: write_json_atomically(self.path / STATUS, status))
 
     def _read(self, name: str) -> dict[str, Any]:
         try:
             return parse_object((self.path / name).read_bytes())
         except (OSError, ValueError):  # missing or damaged
             return {}
-
-    def _write_with_reserve(self, write: Callable[[], object]) -> None:
-        """Call ``write``; if the disk is full, free the reserved space and try again."""
-        try:
-            write()
-        except OSError as error:
-            if error.errno not in DISK_FULL or not (self.path / RESERVE).exists():
-                raise
-            (self.path / RESERVE).unlink(missing_ok=True)
-            write()
-
-    def record_error(
-        self, rank: int | None, error: BaseException, *, step: int | None = None
-    ) -> dict[str, Any]:
-        """Write ``errors/rank<rank>.json``; without a rank the controller's.
-
-        If it cannot be written, print the error to stderr, so that the writing error does not hide it.
-        ``step`` is the last completed one.
-
-        Returns:
-            The recorded fields, with the ``kind`` and ``exit_code`` that the process should end with.
-        """
-        row = {
-            "time": time.time(),
-            "rank": rank,
-            "step": step,
-            "host": socket.gethostname(),
-            **describe_failure(error),
-            "traceback": "".join(traceback.format_exception(error)),
-        }
-        path = self._error_path(rank)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._write_with_reserve(lambda: write_json_atomically(path, row))
-        except OSError as failure:
-            self._unrecorded.append(row)
-            text = row["traceback"] if row["kind"] == "bug" else f"error: {row['message']} "
-            sys.stderr.write(f"{text}(could not be recorded in {path.parent}: {failure.strerror})\n")
-        return row
-
-    def rewrite_error(self, error: dict[str, Any]) -> None:
-        """Replace the recorded error of a rank, e.g. to add fields."""
-        path = self._error_path(error["rank"])
-        try:
-            write_json_atomically(path, error)
-        except OSError as failure:
-            sys.stderr.write(f"WARNING {path}: cannot be written: {failure}\n")
-
-    def has_error_of(self, rank: int) -> bool:
-        """Whether a rank has recorded an error."""
-        return self._error_path(rank).is_file()
-
-    def first_error(self) -> dict[str, Any] | None:
-        """The earliest error that is not a consequence of another rank's, or else the earliest of all."""
-        rows = list(self._unrecorded)
-        for path in (self.path / "errors").glob("*.json"):
-            # Skip unreadable files: they must not hide the other errors.
-            with contextlib.suppress(OSError, ValueError):
-                row = parse_object(path.read_bytes())
-                if all(isinstance(row.get(name), kind) for name, kind in _FIELDS.items()):
-                    rows.append({"rank": None, **row})
-        # A rank that lost a peer can write its error before the failing rank does.
-        return min(rows, key=lambda row: (CONSEQUENCES.get(row["kind"], 0), row["time"]), default=None)
-
-    def _error_path(self, rank: int | None) -> Path:
-        return self.path / "errors" / ("controller.json" if rank is None else f"rank{rank}.json")
 
     def plan(self, job: Job, overrides: list[str]) -> None:
         """Describe a job that will run here later, unless an attempt has already started."""
@@ -250,7 +172,7 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             self._hold()
             self._refuse_if_running()
-            (self.path / RESERVE).write_bytes(os.urandom(RESERVED_BYTES))
+            make_reserve(self.path)
             yield
         except OSError as error:
             self.release()
@@ -267,70 +189,11 @@ class RunFolder:
         write_atomically(self.path / "overrides.txt", "".join(f"{o}\n" for o in overrides).encode())
         write_json_atomically(self.path / "code.json", _code())
 
-    def link_latest(self) -> None:
-        """Make the link ``latest`` beside the folder; nothing depends on it."""
-        link = self.path.with_name(f".{LATEST}.{os.getpid()}")
-        try:
-            link.symlink_to(self.path.name)
-            link.replace(self.path.with_name(LATEST))
-        except OSError:  # a file system without links, or a folder of that name
-            link.unlink(missing_ok=True)
-
     def release(self) -> None:
         """Release the lock, as the end of the process also does."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
-
-    def write_result(self, job: Job, exit_reason: str, exit_code: int, facts: dict[str, Any]) -> None:
-        """Write ``result.json``, the run's one flat row, and the final status."""
-        row = {
-            "id": job.id,
-            "numerics_id": job.numerics_id,
-            "name": job.name,
-            "exit_reason": exit_reason,
-            "exit_code": exit_code,
-            "world_size": job.world_size,
-            **facts,
-            "job": job.to_dict(),
-            "code": self._read("code.json"),
-            "host": {"name": socket.gethostname(), "system": platform.platform(), "cores": os.cpu_count()},
-            **self._cause(exit_reason),
-        }
-        self._write_end(row, exit_reason, exit_code)
-
-    def ensure_result(self, job: Job, exit_reason: str, exit_code: int) -> None:
-        """Write ``result.json``, or correct its exit reason and cause of failure.
-
-        Rank 0 may have died before writing it, or may have written it knowing only that a peer was lost.
-        """
-        row = self.row
-        wanted = {"exit_reason": exit_reason, "exit_code": exit_code, **self._cause(exit_reason)}
-        if not row:
-            last = self.last_metrics
-            facts = {"step": last.get("step", 0), "tokens": last.get("tokens", 0), "loss": last.get("loss")}
-            self.write_result(job, exit_reason, exit_code, facts)
-        elif any(row.get(key) != value for key, value in wanted.items()):
-            others = {key: value for key, value in row.items() if not key.startswith("error.")}
-            self._write_end({**others, **wanted}, exit_reason, exit_code)
-
-    def _cause(self, exit_reason: str) -> dict[str, Any]:
-        if exit_reason == "interrupted" and self.is_cancelled:
-            return {"error.kind": "cancelled"}
-        error = (self.first_error() if exit_reason == "failed" else None) or {}
-        return {f"error.{key}": error[key] for key in ERROR_FIELDS_IN_ROW if key in error}
-
-    def _write_end(self, row: dict[str, Any], exit_reason: str, exit_code: int) -> None:
-        """Write the row and the final status; if that fails, print how the run ended in one line."""
-        try:
-            self._write_with_reserve(lambda: write_result(self.path, row))
-            self.set_status(exit_reason, exit_code=exit_code)
-            (self.path / RESERVE).unlink(missing_ok=True)
-        except OSError as error:
-            sys.stderr.write(
-                f"WARNING {self.path}: how the run ended ({exit_reason}, exit code {exit_code}) cannot be "
-                f"written: {error.strerror}\n"
-            )
 
     def hold(self) -> None:
         """Lock the folder, unless this object has done so; the lock ends with the process at the latest."""
@@ -347,12 +210,12 @@ class RunFolder:
             # None on file systems without locks; _refuse_if_running then checks the status alone.
             self._lock = lock(self.path / LOCK, create=True)
         except LockedError:
-            raise self._running(self._read("status.json")) from None
+            raise self._running(self._read(STATUS)) from None
 
     def _refuse_if_running(self) -> None:
         """Check the status too: rank 0 may briefly outlive a killed controller, without the lock."""
         deadline = time.monotonic() + (LEAVING_SECONDS if self._lock is not None else 0.0)
-        while (last := self._read("status.json")) and is_running(last):
+        while (last := self._read(STATUS)) and is_running(last):
             if time.monotonic() >= deadline:
                 raise self._running(last)
             time.sleep(0.1)
@@ -386,15 +249,6 @@ def _start_of(pid: int) -> int | None:
         return None if fields[0] == "Z" else int(fields[19])
     except (OSError, IndexError, ValueError):
         return None
-
-
-def last_lines(log: Path) -> str:
-    """Return the end of a log, formatted to follow a message; empty if there is no log."""
-    try:
-        tail = log.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:]
-    except OSError:
-        return ""
-    return "".join(f"\n  {line}" for line in ["last lines of its log:", *tail]) if tail else ""
 
 
 @functools.cache

@@ -51,7 +51,7 @@ RUN = (
     Metric("code.*", "text", "Commit, whether the tree was dirty, and versions of the packages."),
     Metric("host.*", "text", "Host name, system and cores."),
 )
-"""Columns of result.json beside the trainer's (``RunFolder.write_result``)."""
+"""Columns of result.json beside the trainer's (``RunRecord.end``)."""
 
 
 def write_json_atomically(path: Path, obj: Any) -> None:

@@ -9,10 +9,11 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from harness.checkpoint.resume import can_resume
+from harness.checkpoint.resume import earlier_work
 from harness.config.failures import VICTIMS
 from harness.config.job import Job
 from harness.run.folder import RunFolder
+from harness.run.record import RunRecord, reason_of
 from harness.train.process import FLIGHT_RECORDER
 from harness.util.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RESUMABLE, STOPPED
 
@@ -25,7 +26,7 @@ def finish_run(
     Args:
         row_seconds: how long to wait for the row of rank 0, which has more fields.
     """
-    error = folder.first_error() if code != EXIT_OK else None
+    error = folder.errors.first() if code != EXIT_OK else None
     if code in STOPPED and error is not None and error["kind"] in VICTIMS:
         # Ranks that stop or are killed at different moments cause errors in each other, not failures.
         error = None
@@ -38,12 +39,11 @@ def finish_run(
             sys.stderr.flush()
     if code in STOPPED and folder.is_cancelled:
         code = EXIT_INTERRUPTED
-    elif code == EXIT_INTERRUPTED and can_resume(job, folder.path):
+    elif code == EXIT_INTERRUPTED and earlier_work(job, folder.path).can_resume:
         code = EXIT_RESUMABLE  # from an earlier checkpoint, not from where it was stopped
-    reason = "completed" if code == EXIT_OK else "interrupted" if code in STOPPED else "failed"
     folder.wait_for_result(row_seconds)
     try:
-        folder.ensure_result(job, reason, code)
+        RunRecord(job, folder).end(reason_of(code), code)
     except Exception:
         # The cause has been shown; failing to write it is secondary.
         traceback.print_exc()
@@ -57,7 +57,7 @@ def _name_absent(folder: RunFolder, error: dict[str, Any]) -> dict[str, Any]:
     who = f"rank {absent[0]}" if len(absent) == 1 else f"ranks {', '.join(map(str, absent))}"
     message = f"{who} did not reach the collective that rank {error['rank']} waited in: {error['message']}"
     error = {**error, "message": message, "absent_ranks": absent}
-    folder.rewrite_error(error)
+    folder.errors.replace(error)
     return error
 
 

@@ -18,6 +18,7 @@ from harness.config.job import Job
 from harness.config.parallelism import degrees_in_words
 from harness.model.accounting import account
 from harness.run.folder import RunFolder
+from harness.run.record import RunRecord, reason_of
 from harness.train import process
 from harness.train.finish import finish_run
 from harness.train.process import (
@@ -57,7 +58,7 @@ def main() -> None:
     try:
         job = folder.read_job()
     except UserError as error:
-        folder.record_error(int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))), error)
+        folder.errors.record(int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))), error)
         leave(error.exit_code)
     if CONTROLLER not in os.environ:
         _run_srun_task(job, folder)
@@ -82,7 +83,7 @@ def end_with_launcher(job: Job, folder: RunFolder, launcher: int) -> None:
     def write_row() -> None:
         if not folder.has_result:
             gone = LauncherGone(f"the process that started the ranks (pid {launcher}) is gone")
-            finish_run(job, folder, folder.record_error(None, gone)["exit_code"], quiet=True)
+            finish_run(job, folder, folder.errors.record(None, gone)["exit_code"], quiet=True)
 
     # Otherwise rank 0 would see a peer disappear and record that as the cause.
     others = folder.wait_for_result
@@ -100,7 +101,8 @@ class Rank:
     recorder: Recorder | None = None
 
     def __init__(self, job: Job, folder: RunFolder) -> None:
-        self.job, self.folder = job, folder
+        self.folder = folder
+        self.record = RunRecord(job, folder)
         self.number = int(os.environ.get("RANK", "0"))
 
     def end(self, trainer: Trainer, reason: str) -> int:
@@ -114,7 +116,7 @@ class Rank:
         if self.recorder is not None:
             with stop_signals_ignored():
                 row = trainer.result()
-                self.folder.write_result(self.job, reason, code, row)
+                self.record.end(reason, code, row)
                 stopped_by = {} if code == EXIT_OK else {"exit_reason": reason}
                 resumes = {"resume": "the same command"} if code == EXIT_RESUMABLE else {}
                 path = self.folder.path
@@ -126,7 +128,7 @@ class Rank:
         """Record an error, and on rank 0 the run's row with its results so far; return the exit code."""
         # Record the cause first: the next calls can fail or take long, and must not replace it.
         step = None if self.trainer is None else self.trainer.progress.step
-        code = int(self.folder.record_error(self.number, error, step=step)["exit_code"])
+        code = int(self.folder.errors.record(self.number, error, step=step)["exit_code"])
         if self.number != 0:
             return code
         facts: dict[str, Any] = {}
@@ -137,10 +139,9 @@ class Rank:
         of_run = code
         try:
             # torchrun stops the peers of a failed rank: their interruption is a consequence, not the cause.
-            first = self.folder.first_error()
+            first = self.folder.errors.first()
             of_run = code if first is None else first["exit_code"]
-            reason = "interrupted" if of_run == EXIT_INTERRUPTED else "failed"
-            self.folder.write_result(self.job, reason, of_run, facts)
+            self.record.end(reason_of(of_run), of_run, facts)
         except Exception:
             traceback.print_exc()
         if self.recorder is not None:

@@ -34,7 +34,7 @@ class Run:
 
     @property
     def error(self) -> dict[str, str]:
-        error = self.folder.first_error()
+        error = self.folder.errors.first()
         assert error is not None
         return error
 

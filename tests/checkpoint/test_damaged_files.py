@@ -13,7 +13,7 @@ from jobs import tiny
 
 from harness.checkpoint.catalog import CheckpointFolder, DamagedCheckpoint, encode_manifest
 from harness.checkpoint.load import _ranks
-from harness.checkpoint.resume import CONTINUES, can_resume, find_start, is_finished
+from harness.checkpoint.resume import CONTINUES, EarlierWork, earlier_work, find_start
 from harness.config.job import Job
 from harness.launch.rows import completed
 from harness.launch.state import FILE as JOB_RECORD
@@ -88,12 +88,12 @@ def use_manifest(run_dir: Path) -> None:
 def look(run_dir: Path) -> None:
     """Read the run folder like the read-only commands; a damaged file gives at most one line."""
     folder = RunFolder(run_dir)
-    error = folder.first_error()
+    error = folder.errors.first()
     if error is not None:
         format_failure(error, 1, folder)
     to_text(table_of_states([Point(JOB.id, run_dir, [])], read_states([run_dir])))
     completed({"world_size": 1, **folder.row, "state": "completed"})
-    is_finished(JOB, run_dir)
+    earlier_work(JOB, run_dir)
 
 
 class Damaged(NamedTuple):
@@ -208,7 +208,7 @@ def test_every_key_of_every_file(name: str, tmp_path: Path) -> None:
                 file.read(tmp_path)
         else:
             file.read(tmp_path)
-            assert not is_finished(JOB, tmp_path)
+            assert not earlier_work(JOB, tmp_path).is_finished
 
 
 def of_itself(manifest: Path) -> None:
@@ -242,7 +242,7 @@ def test_the_checkpoint_before_is_used(damage: Callable[[Path], Any], says: str,
     start = find_start(JOB, tmp_path)
     assert [each.step for each in start.candidates] == [2]
     assert "step-3 cannot be used: " in start.warnings[0] and says in start.warnings[0]
-    assert can_resume(JOB, tmp_path) and not is_finished(JOB, tmp_path)
+    assert earlier_work(JOB, tmp_path) == EarlierWork(can_resume=True)
     assert find_source(str(tmp_path)).path.endswith("step-2")
 
 

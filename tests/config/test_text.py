@@ -18,6 +18,7 @@ from harness.config.texts import TOKENS, SecretError, masked, validate_texts
 from harness.launch.begin import begin
 from harness.launch.slurm import Submission
 from harness.run.folder import RunFolder
+from harness.run.record import RunRecord
 from harness.tools.download import DownloadJob
 from harness.util.errors import EXIT_OK, EXIT_USER, ConfigError, UserError
 
@@ -251,8 +252,8 @@ def test_secrets_of_the_environment_are_written_nowhere(
     run = compose_job([*SMALL, *SLURM, f"runs_dir={tmp_path}"])
     folder = RunFolder(run.run_dir)
     begin(folder, run, SMALL, state="submitted")
-    folder.record_error(0, UserError("x"))
-    folder.write_result(run, "completed", EXIT_OK, {})
+    folder.errors.record(0, UserError("x"))
+    RunRecord(run, folder).end("completed", EXIT_OK, {})
     folder.release()
     assert SECRET not in Submission([run], [run.run_dir], run.run_dir, "x").script()
     files = [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -95,9 +95,9 @@ def test_the_first_true_cause_wins(case: str, tmp_path: Path) -> None:
     if row is not None:
         (tmp_path / "result.json").write_text(json.dumps({"exit_code": row}))
     if error is not None:
-        folder.record_error(0, error)
+        folder.errors.record(0, error)
     code = _verdict(folder, Granted(state), RETURNED.get(case, 1), 2)
-    found = folder.first_error()
+    found = folder.errors.first()
     assert (None if found is None else (found["rank"], found["type"])) == first
     if case == "srun killed":
         assert found is not None and found["kind"] == "machine"
@@ -290,7 +290,7 @@ def test_code_that_is_gone_is_not_replaced_by_other_code(submitted: RunFolder, j
     assert line.startswith(f"error: the job was submitted with the code in {run}/code/1, which is not there")
     row = submitted.row
     assert (row["error.type"], row["error.kind"], row["exit_code"]) == ("WrongCode", "machine", EXIT_MACHINE)
-    assert submitted.first_error()["message"] == row["error.message"]  # type: ignore[index]
+    assert submitted.errors.first()["message"] == row["error.message"]  # type: ignore[index]
 
 
 def test_code_that_cannot_be_imported_leaves_a_row(submitted: RunFolder, tmp_path: Path) -> None:

@@ -292,7 +292,7 @@ def test_the_row_of_a_stopped_rank_names_the_failed_peer(tmp_path: Path, peer_fa
     folder = RunFolder(job.run_dir)
     begin(folder, job, [])
     if peer_failed:
-        folder.record_error(1, LookupError("broken here"))
+        folder.errors.record(1, LookupError("broken here"))
     assert Rank(job, folder).fail(KeyboardInterrupt()) == EXIT_INTERRUPTED
     row = json.loads((folder.path / "result.json").read_text())
     expected = ("failed", EXIT_BUG) if peer_failed else ("interrupted", EXIT_INTERRUPTED)

@@ -24,6 +24,7 @@ from harness.launch.sweep.optuna import run_study
 from harness.launch.sweep.study import StudyRecord, check_objective, natural_direction
 from harness.launch.train import VERB
 from harness.run.folder import RunFolder
+from harness.run.record import RunRecord
 from harness.tools.report.sweep import collect, resume, status
 from harness.util.errors import EXIT_INTERRUPTED, EXIT_OK, MachineError, UserError
 
@@ -68,11 +69,11 @@ class Study:
         begin(folder, job, point.overrides)
         try:
             if job.optimizer.lr > 1e-2:
-                folder.record_error(None, MachineError("too hot"))
-                folder.write_result(job, "failed", 3, {"loss": 9.0})
+                folder.errors.record(None, MachineError("too hot"))
+                RunRecord(job, folder).end("failed", 3, {"loss": 9.0})
                 return 3
             facts = {"step": 1, "loss": loss(job.optimizer.lr, job.world_size), "mfu": job.optimizer.lr}
-            folder.write_result(job, "completed", 0, {**facts, "skipped_steps": "nan"})
+            RunRecord(job, folder).end("completed", 0, {**facts, "skipped_steps": "nan"})
             return 0
         finally:
             folder.release()

@@ -14,6 +14,7 @@ from harness.launch import state as lost
 from harness.launch.queue import Jobs, Queued
 from harness.launch.state import SlurmJobRecord
 from harness.run.folder import RunFolder
+from harness.run.record import RunRecord
 from harness.util.errors import EXIT_MACHINE, EXIT_OK, UserError
 
 
@@ -149,7 +150,7 @@ def test_a_job_that_slurm_will_start_is_not_submitted_again(
     submit.submit_one(job, folder, [])
     monkeypatch.setattr(slurm, "submit_script", fail(AssertionError("submitted twice")))
     if why == "requeued":
-        folder.write_result(job, "failed", EXIT_MACHINE, {})
+        RunRecord(job, folder).end("failed", EXIT_MACHINE, {})
         scheduler.append(Queued("12", f"one.{job.id}", "PENDING", "BeginTime"))
     else:
         monkeypatch.setattr(lost, "last_states", lambda wanted: dict.fromkeys(wanted, "PENDING"))
@@ -170,7 +171,7 @@ def followed(job: Job, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
 
 def test_a_late_row_is_no_lost_job(job: Job, followed: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     def end_meanwhile(wanted: list[tuple[str, str]]) -> dict[tuple[str, str], str]:
-        followed.write_result(job, "completed", EXIT_OK, {})
+        RunRecord(job, followed).end("completed", EXIT_OK, {})
         return dict.fromkeys(wanted, "COMPLETED")
 
     monkeypatch.setattr(lost, "last_states", end_meanwhile)

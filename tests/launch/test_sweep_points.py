@@ -32,6 +32,7 @@ from harness.launch.sweep.folder import (
 )
 from harness.launch.sweep.run import Array, arrays_of
 from harness.run.folder import RunFolder
+from harness.run.record import RunRecord
 from harness.util.errors import UserError
 
 COMMON = ("name=n", "model=llama3_tiny", "data=synthetic", "tokenizer=none", "cluster.device=cpu")
@@ -190,7 +191,7 @@ def test_points_of_one_label_run_apart(
 
     def launch(job: Job, folder: RunFolder, **_: object) -> int:
         ran.append(folder.read_job().cluster.threads_per_rank)
-        folder.write_result(folder.read_job(), "completed", 0, {"loss": 1.0})
+        RunRecord(folder.read_job(), folder).end("completed", 0, {"loss": 1.0})
         return 0
 
     monkeypatch.setattr("harness.launch.local.launch", launch)

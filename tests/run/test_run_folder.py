@@ -21,7 +21,9 @@ from jobs import tiny
 from harness.config.job import Job
 from harness.launch.begin import begin
 from harness.metrics.jsonl import MetricsFile
-from harness.run.folder import RESERVE, RunFolder
+from harness.run.folder import RunFolder
+from harness.run.record import RunRecord
+from harness.run.reserve import RESERVE
 from harness.run.result import git_commit, read_result, versions, write_json_atomically, write_result
 from harness.train.finish import absent_ranks, finish_run
 from harness.util import __version__, files
@@ -54,15 +56,15 @@ def test_a_begun_folder_describes_the_job_and_an_earlier_attempt_is_put_away_who
     assert (folder.read_job(), folder.state) == (job, "starting")
     assert (folder.path / "overrides.txt").read_text() == "a=1\nb=2\n"
     assert json.loads((folder.path / "code.json").read_text())["versions"]["python"]
-    folder.record_error(0, ValueError("of the first"))
-    folder.write_result(job, "failed", EXIT_BUG, {"step": 3})
+    folder.errors.record(0, ValueError("of the first"))
+    RunRecord(job, folder).end("failed", EXIT_BUG, {"step": 3})
     before = {p.relative_to(folder.path): p.read_bytes() for p in folder.path.rglob("*") if p.is_file()}
     other = RunFolder(folder.path)
     with pytest.raises(UserError, match="already running"):
         begin(other, job, [])
     folder.release()
     begin(other, job, ["second=2"])
-    assert other.first_error() is None and not other.has_result
+    assert other.errors.first() is None and not other.has_result
     for name, content in before.items():
         if name.name != ".lock":
             assert (folder.path / "attempts" / "1" / name).read_bytes() == content
@@ -93,20 +95,20 @@ def test_a_folder_that_cannot_be_written_is_the_users_error(tmp_path: Path, job:
 
 
 def test_the_cause_wins_over_its_consequences_whoever_writes_first(folder: RunFolder) -> None:
-    folder.record_error(0, RuntimeError("[tcp/pair.cc] Connection closed by peer [127.0.0.1]:1"))
-    folder.record_error(2, RuntimeError("Timed out waiting 2000ms for recv operation to complete"))
-    folder.record_error(3, KeyboardInterrupt())
-    assert folder.first_error()["rank"] == 2  # type: ignore[index]
-    folder.record_error(1, LookupError("the cause"))
-    folder.record_error(4, LookupError("a later one"))
+    folder.errors.record(0, RuntimeError("[tcp/pair.cc] Connection closed by peer [127.0.0.1]:1"))
+    folder.errors.record(2, RuntimeError("Timed out waiting 2000ms for recv operation to complete"))
+    folder.errors.record(3, KeyboardInterrupt())
+    assert folder.errors.first()["rank"] == 2  # type: ignore[index]
+    folder.errors.record(1, LookupError("the cause"))
+    folder.errors.record(4, LookupError("a later one"))
     (folder.path / "errors" / "rank5.json").write_text("{broken")
-    assert folder.first_error()["rank"] == 1  # type: ignore[index]
+    assert folder.errors.first()["rank"] == 1  # type: ignore[index]
 
 
 def test_an_unrecorded_error_is_shown(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     folder.path.mkdir()
     (folder.path / "errors").write_text("in the way")
-    folder.record_error(0, LookupError("the original"))
+    folder.errors.record(0, LookupError("the original"))
     assert "LookupError: the original" in capsys.readouterr().err
 
 
@@ -119,7 +121,7 @@ def test_a_result_is_waited_for_until_it_is_there(
     def sleep(seconds: float) -> None:
         polls.append(seconds)
         if len(polls) == 3:
-            folder.write_result(job, "completed", 0, {})
+            RunRecord(job, folder).end("completed", 0, {})
 
     monkeypatch.setattr(time, "sleep", sleep)
     folder.wait_for_result(0)
@@ -135,8 +137,8 @@ def test_settling_writes_the_row_that_rank_0_could_not(folder: RunFolder, job: J
     with closing(MetricsFile(folder.path / "metrics.jsonl")) as metrics:
         metrics.write({"step": 4, "loss": 2.5, "tokens": 64})
         metrics.write({"step": 4, "validation_loss": 3.0})
-    assert folder.record_error(0, MachineError("killed"), step=4)["step"] == 4
-    folder.ensure_result(job, "failed", EXIT_MACHINE)
+    assert folder.errors.record(0, MachineError("killed"), step=4)["step"] == 4
+    RunRecord(job, folder).end("failed", EXIT_MACHINE)
     row = json.loads((folder.path / "result.json").read_text())
     assert (row["step"], row["loss"], row["tokens"]) == (4, 2.5, 64)
     assert (row["exit_reason"], row["exit_code"], row["error.message"]) == ("failed", EXIT_MACHINE, "killed")
@@ -144,14 +146,14 @@ def test_settling_writes_the_row_that_rank_0_could_not(folder: RunFolder, job: J
 
 def test_settling_corrects_a_row_that_took_a_consequence_for_the_cause(folder: RunFolder, job: Job) -> None:
     begin(folder, job, [])
-    folder.record_error(0, RuntimeError("Connection closed by peer"))
-    folder.write_result(job, "failed", EXIT_MACHINE, {"step": 9})
-    folder.record_error(1, LookupError("the cause"))
-    folder.ensure_result(job, "failed", EXIT_BUG)
+    folder.errors.record(0, RuntimeError("Connection closed by peer"))
+    RunRecord(job, folder).end("failed", EXIT_MACHINE, {"step": 9})
+    folder.errors.record(1, LookupError("the cause"))
+    RunRecord(job, folder).end("failed", EXIT_BUG)
     row = json.loads((folder.path / "result.json").read_text())
     assert (row["step"], row["exit_code"]) == (9, EXIT_BUG)
     assert (row["error.rank"], row["error.type"]) == (1, "LookupError")
-    folder.ensure_result(job, "interrupted", EXIT_INTERRUPTED)
+    RunRecord(job, folder).end("interrupted", EXIT_INTERRUPTED)
     row = json.loads((folder.path / "result.json").read_text())
     assert row["exit_reason"] == "interrupted" and not [key for key in row if key.startswith("error.")]
     assert json.loads((folder.path / "status.json").read_text())["state"] == "interrupted"
@@ -184,7 +186,7 @@ def test_a_disk_that_gets_full(small_disk: Path, job: Job, capsys: pytest.Captur
     with closing(MetricsFile(folder.path / "metrics.jsonl")) as file:
         file.write({"step": 1, "loss": 2.5})
     fill(small_disk / "others")
-    folder.record_error(0, OSError(errno.ENOSPC, "No space left on device"), step=1)
+    folder.errors.record(0, OSError(errno.ENOSPC, "No space left on device"), step=1)
     assert finish_run(job, folder, EXIT_BUG) == EXIT_MACHINE
     said = capsys.readouterr().err
     assert "Traceback" not in said
@@ -201,7 +203,7 @@ def test_a_full_disk(small_disk: Path, job: Job, capsys: pytest.CaptureFixture[s
     fill(small_disk / "others")
     with pytest.raises(UserError, match=r"cannot write the run folder: .*No space left"):
         begin(RunFolder(small_disk / "another"), job, [])
-    folder.record_error(0, OSError(errno.ENOSPC, "No space left on device"), step=1)
+    folder.errors.record(0, OSError(errno.ENOSPC, "No space left on device"), step=1)
     assert finish_run(job, folder, EXIT_BUG) == EXIT_MACHINE
     said = capsys.readouterr().err
     assert "Traceback" not in said and "how the run ended (failed, exit code 3) cannot be written" in said

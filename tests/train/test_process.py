@@ -20,6 +20,7 @@ from jobs import tiny
 from harness.launch.begin import begin
 from harness.launch.local import launch
 from harness.run.folder import RunFolder
+from harness.run.record import RunRecord
 from harness.train import process
 from harness.train.engine import Engine
 from harness.train.process import StopRequest, stop_signals_interrupt
@@ -242,15 +243,12 @@ def test_a_row_that_is_being_written_is_not_interrupted(
     """For completed and failed runs, whether a rank or its controller writes."""
     seen = []
 
-    def interrupt(name: str) -> None:
-        call = getattr(RunFolder, name)
+    end = RunRecord.end
 
-        def interrupted(*arguments: Any) -> None:
-            send(INT, TERM)
-            seen.append(name)
-            call(*arguments)
-
-        monkeypatch.setattr(RunFolder, name, interrupted)
+    def interrupted(record: RunRecord, *arguments: Any) -> None:
+        send(INT, TERM)
+        seen.append(arguments[0])
+        end(record, *arguments)
 
     def run(name: str, **options: bool) -> tuple[int, dict[str, Any]]:
         folder = RunFolder(tmp_path / name)
@@ -262,15 +260,14 @@ def test_a_row_that_is_being_written_is_not_interrupted(
         raise LookupError("a bug")
 
     job = tiny("training.seq_len=16", "training.steps=2", "checkpoint=disabled")
-    interrupt("write_result")
-    interrupt("ensure_result")
+    monkeypatch.setattr(RunRecord, "end", interrupted)
     code, row = run("done")
     assert code == row["exit_code"] == 0
     monkeypatch.setattr(Engine, "update", fail)
     code, row = run("failed", ends_process=True)
     assert code == 1 and row["error.type"] == "LookupError"
     send(TERM)  # the interpreter takes a while to end
-    assert seen == ["write_result", "ensure_result"] * 2
+    assert seen == ["completed"] * 2 + ["failed"] * 2
 
 
 def test_garbage_that_outlives_a_collection_is_freed() -> None:

@@ -203,7 +203,7 @@ def test_a_changed_mixture_is_refused_unless_allowed_by_name(
     own = (f"checkpoint.folder={tmp_path / 'shared'}", *changed)
     allowed = "training.steps" if "late=1" not in own[-1] else "training.steps,data.weights.late"
     code, folder, _ = train(tmp_path, *own, f"checkpoint.allow_changed=[{allowed}]")
-    error = folder.first_error()
+    error = folder.errors.first()
     assert code == EXIT_USER
     assert error is not None and words in error["message"] and "\n" not in error["message"]
     assert train(tmp_path, *own, f"checkpoint.allow_changed=[{names}]").code == EXIT_OK

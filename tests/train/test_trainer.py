@@ -402,7 +402,7 @@ def test_the_error_names_the_function_or_the_last_finite_gradient(
     tmp_path: Path, mode: str, message: str
 ) -> None:
     code, folder, _ = jobs.train(tmp_path, *NAN, f"debug={mode}", "model.n_layers=2")
-    error = folder.first_error()
+    error = folder.errors.first()
     assert code == EXIT_NON_FINITE and error is not None and error["step"] == 2
     assert re.match(f"step 3: {message}", error["message"])
 

@@ -1,0 +1,88 @@
+"""How an attempt ended: the one writer of ``result.json``, and of the status that ends a run."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import sys
+from typing import Any
+
+from harness.config.failures import ERROR_FIELDS_IN_ROW
+from harness.config.job import Job
+from harness.run.folder import RunFolder
+from harness.run.reserve import free_reserve, write_with_reserve
+from harness.run.result import write_result
+from harness.util.errors import EXIT_OK, STOPPED
+
+COMPLETED, INTERRUPTED, FAILED = "completed", "interrupted", "failed"
+
+
+def reason_of(exit_code: int) -> str:
+    """Return the exit reason that belongs to an exit code."""
+    if exit_code == EXIT_OK:
+        return COMPLETED
+    return INTERRUPTED if exit_code in STOPPED else FAILED
+
+
+class RunRecord:
+    """The row of a run: what it was, what it reached, how it ended and why.
+
+    Rank 0 ends it with its results. The process that outlives the ranks ends it again, with what only it
+    knows: that rank 0 died before it wrote a row, or that it wrote one knowing only that a peer was lost.
+    """
+
+    def __init__(self, job: Job, folder: RunFolder) -> None:
+        self.job = job
+        self.folder = folder
+
+    def end(self, reason: str, code: int, facts: dict[str, Any] | None = None) -> None:
+        """Write the row and the final status; if that fails, print how the run ended in one line.
+
+        Args:
+            reason: ``completed``, ``interrupted`` or ``failed``.
+            code: exit code of the command.
+            facts: results of the run; None: those of the row that is there, or else the last row of metrics.
+        """
+        ending = {"exit_reason": reason, "exit_code": code, **self._cause(reason)}
+        row = self.folder.row if facts is None else {}
+        if row and all(row.get(name) == value for name, value in ending.items()):
+            return
+        if row:
+            row = {name: value for name, value in row.items() if not name.startswith("error.")} | ending
+        else:
+            row = self._row(ending, self._last_facts() if facts is None else facts)
+        path = self.folder.path
+        try:
+            write_with_reserve(path, lambda: write_result(path, row))
+            self.folder.set_status(reason, exit_code=code)
+            free_reserve(path)
+        except OSError as error:
+            sys.stderr.write(
+                f"WARNING {path}: how the run ended ({reason}, exit code {code}) cannot be "
+                f"written: {error.strerror}\n"
+            )
+
+    def _row(self, ending: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
+        job = self.job
+        return {
+            "id": job.id,
+            "numerics_id": job.numerics_id,
+            "name": job.name,
+            **ending,
+            "world_size": job.world_size,
+            **facts,
+            "job": job.to_dict(),
+            "code": self.folder.code,
+            "host": {"name": socket.gethostname(), "system": platform.platform(), "cores": os.cpu_count()},
+        }
+
+    def _last_facts(self) -> dict[str, Any]:
+        last = self.folder.last_metrics
+        return {"step": last.get("step", 0), "tokens": last.get("tokens", 0), "loss": last.get("loss")}
+
+    def _cause(self, reason: str) -> dict[str, Any]:
+        if reason == INTERRUPTED and self.folder.is_cancelled:
+            return {"error.kind": "cancelled"}
+        error = (self.folder.errors.first() if reason == FAILED else None) or {}
+        return {f"error.{name}": error[name] for name in ERROR_FIELDS_IN_ROW if name in error}
