@@ -15,11 +15,11 @@ from harness.checkpoint.catalog import CheckpointFolder, DamagedCheckpoint, enco
 from harness.checkpoint.load import _ranks
 from harness.checkpoint.resume import CONTINUES, EarlierWork, earlier_work, find_start
 from harness.config.job import Job
+from harness.launch.listing import rows_of, table_of
 from harness.launch.rows import completed
 from harness.launch.state import FILE as JOB_RECORD
 from harness.launch.state import SlurmJobRecord, read_states
 from harness.launch.sweep.folder import Point
-from harness.launch.sweep.study import table_of_states
 from harness.run.folder import RunFolder
 from harness.train.finish import format_failure
 from harness.train.rows import Progress
@@ -91,7 +91,7 @@ def look(run_dir: Path) -> None:
     error = folder.errors.first()
     if error is not None:
         format_failure(error, 1, folder)
-    to_text(table_of_states([Point(JOB.id, run_dir, [])], read_states([run_dir])))
+    to_text(table_of(rows_of([Point(JOB.id, run_dir, [])], read_states([run_dir]))))
     completed({"world_size": 1, **folder.row, "state": "completed"})
     earlier_work(JOB, run_dir)
 

@@ -25,7 +25,8 @@ from harness.launch.sweep.study import StudyRecord, check_objective, natural_dir
 from harness.launch.train import VERB
 from harness.run.folder import RunFolder
 from harness.run.record import RunRecord
-from harness.tools.report.sweep import collect, resume, status
+from harness.tools.report.listing import list_runs
+from harness.tools.report.sweep import collect, resume
 from harness.util.errors import EXIT_INTERRUPTED, EXIT_OK, MachineError, UserError
 
 LOG_LR = "optimizer.lr=tag(log,interval(1e-5,1e-1))"
@@ -109,7 +110,7 @@ def test_values_and_failures_reach_optuna(study: Study, capsys: pytest.CaptureFi
     assert compose_job(command[2:]).optimizer.lr == best.params["optimizer.lr"]
     assert f"optimizer.lr={best.params['optimizer.lr']}" in shown.out.splitlines()[-2]
 
-    shown_now = status(study.folder)
+    shown_now = list_runs(study.folder)
     assert shown_now.text.splitlines()[-1] == shown.out.splitlines()[-1]
     assert shown_now.data["study"]["objective"] == "loss"
     assert "The best (minimize loss): " in collect(study.folder).text

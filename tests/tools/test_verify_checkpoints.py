@@ -146,5 +146,5 @@ def test_a_sweep_asks_for_it(tmp_path: Path, capsys: Capture) -> None:
     code, said = status("--json")
     found = json.loads(said)
     assert code == EXIT_MACHINE and found["skipped"] == []
-    assert [each["state"] for each in found["points"]] == ["completed"] * 3
+    assert [each["state"] for each in found["runs"]] == ["completed"] * 3
     assert [each["state"] for each in found["checkpoints"]] == ["ok", "damaged"]

@@ -186,14 +186,18 @@ def folder_of(jobs: Sequence[Job]) -> Path:
     return Path(jobs[0].runs_dir) / name
 
 
-def points_in(folder: Path) -> list[Point]:
-    """Return the points of a sweep folder, the run of a run folder, or all runs of one name."""
+def points_in(folder: Path, levels: int = 1) -> list[Point]:
+    """Return the points of a sweep folder, the run of a run folder, or all runs in the folders below.
+
+    One level is all runs of a name.
+    """
     sweep = SweepFolder(folder)
     if sweep.exists:
         return sweep.points()
-    found = run_folders(folder, levels=1)
+    found = run_folders(folder, levels)
     if not found:
-        raise UserError(f"{folder}: neither a sweep folder nor a run folder{sweep.neighbours()}")
+        works = sweep.neighbours() or "; would work: harness train, or the folder that runs_dir= names"
+        raise UserError(f"{folder}: no runs{works}")
     return [Point(path.name, path, typed_overrides(path)) for path in found]
 
 

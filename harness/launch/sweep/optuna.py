@@ -15,6 +15,7 @@ from harness.compose.override import parse
 from harness.config.fields import check_rules, from_dict, label
 from harness.config.job import Job
 from harness.config.types import UNSET
+from harness.launch.listing import counted, rows_of, table_of
 from harness.launch.state import BUSY
 from harness.launch.submit import confirm
 from harness.launch.sweep.folder import (
@@ -34,9 +35,7 @@ from harness.launch.sweep.study import (
     StudyRecord,
     best_in_words,
     check_objective,
-    counted,
     natural_direction,
-    table_of_states,
 )
 from harness.metrics.jsonl import repair_tail
 from harness.run.folder import RunFolder
@@ -219,7 +218,8 @@ class Study:
         points = self.folder.points()
         seen = states_of(points)
         best = best_in_words(self.record, points)
-        table = to_text(table_of_states(points, seen, self.record.objective))
+        objective = self.record.objective
+        table = to_text(table_of(rows_of(points, seen, objective), objective))
         sys.stdout.write(f"{table}{counted(seen, self.folder.skipped())}{best}")
         return EXIT_OK if best else 1
 

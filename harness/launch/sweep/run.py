@@ -17,6 +17,7 @@ from harness.config.cluster import CLUSTERS
 from harness.config.fields import with_value
 from harness.config.job import Job
 from harness.launch.begin import begin
+from harness.launch.listing import rows_of, table_of
 from harness.launch.queue import SlurmError, largest_array
 from harness.launch.slurm import Shape, Submission, shape_of
 from harness.launch.state import BUSY, HELD, RunState, SlurmJobRecord, read_states, record_lost
@@ -31,7 +32,6 @@ from harness.launch.sweep.folder import (
     sets_label,
     unique_points,
 )
-from harness.launch.sweep.study import table_of_states
 from harness.metrics.console import progress
 from harness.metrics.views import log_sweep
 from harness.run.folder import RunFolder
@@ -357,7 +357,7 @@ def _finish(folder: SweepFolder, points: Sequence[Point], stopped: bool, submitt
     if waits and not stopped:
         stopped = follow_points(points, names)
     seen = read_states([point.run_dir for point in points])
-    sys.stdout.write(to_text(table_of_states(points, seen)))
+    sys.stdout.write(to_text(table_of(rows_of(points, seen))))
     sys.stdout.flush()
     left = [
         f"  {name}: {each.about if each.kind else each.state}\n"
@@ -381,7 +381,7 @@ def log_table(folder: SweepFolder, points: Sequence[Point], seen: Sequence[RunSt
     if not logged:
         return
     try:
-        table = table_of_states(points, seen, full_reasons=True)
+        table = table_of(rows_of(points, seen), full_reasons=True)
         log_sweep(logged[0].metrics, folder.path, folder.name, table)
     except Exception as error:
         # W&B's client raises errors of many kinds. The table is in the sweep's folder in any case.

@@ -1,24 +1,20 @@
-"""``study.json``, the objective of a sweep whose points are chosen by their results; tables of points."""
+"""``study.json``: the objective of a sweep whose points are chosen by their results."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from harness.config.fields import from_dict
-from harness.launch.state import RunState
-from harness.launch.sweep.folder import Point, Skipped, command_of, labels
-from harness.metrics.window import THROUGHPUT
+from harness.launch.sweep.folder import Point, command_of, labels
 from harness.run.folder import RunFolder
 from harness.run.result import write_json_atomically
 from harness.train.rows import metrics_of_result
 from harness.util.encoding import read_object
 from harness.util.errors import ConfigError, UserError
-from harness.util.tables import Column, Table, shortened
 
 FILE = "study.json"
 OBJECTIVE = "sweep.objective"
@@ -126,52 +122,6 @@ def natural_direction(name: str, field: str) -> str:
         rule = f"must be given, because {name} may improve in either direction"
         raise ConfigError(field, None, rule, DIRECTIONS)
     return MAXIMIZE if any(word in name for word in _MORE_IS_BETTER) else MINIMIZE
-
-
-LONGEST_REASON = 110
-_COLUMNS = (
-    Column("point", "point"),
-    Column("state", "state"),
-    Column("step", "step", str),
-    Column("tokens_per_second", "tokens/s", ",.0f"),
-    Column("tokens_per_second_per_rank", "tokens/s/rank", ",.1f"),
-    Column("mfu", "MFU", ".1%"),
-    Column("memory_gib", "memory GiB", ".2f"),
-    Column("loss", "loss", ".4f"),
-)
-# Columns of result.json that the table has.
-SHOWN = ("loss", "window.tokens_per_second", "tokens_per_second_per_rank", "mfu", "memory_gib")
-
-
-def table_of_states(
-    points: Sequence[Point],
-    seen: Sequence[RunState],
-    objective: str | None = None,
-    *,
-    full_reasons: bool = False,
-) -> Table:
-    """Return a row per point.
-
-    Args:
-        objective: column of ``result.json`` that a study optimizes, which is shown too.
-        full_reasons: do not shorten reasons.
-    """
-    more = [] if objective is None or objective in SHOWN else [objective]
-    rows: list[dict[str, Any]] = []
-    for name, each in zip(labels([point.overrides for point in points]), seen, strict=True):
-        result = RunFolder(each.run_dir).row if more else {}
-        reason = each.about if full_reasons else shortened(each.about, LONGEST_REASON)
-        row = {"point": name, "state": each.state, "step": f"{each.step}/{each.steps}", "reason": reason}
-        rows.append({**(each.facts or {}), **{name: result.get(name) for name in more}, **row})
-    notes = [THROUGHPUT] if any(row.get("tokens_per_second") is not None for row in rows) else []
-    columns = (*_COLUMNS, *(Column(name, name, ".6g") for name in more), Column("reason", "reason"))
-    return Table(columns, rows, notes=notes, missing="")
-
-
-def counted(seen: Sequence[RunState], skipped: Sequence[Skipped]) -> str:
-    """Count the points by state, in a line."""
-    counts = Counter([*(each.state for each in seen), *(["skipped"] * len(skipped))])
-    return f"{', '.join(f'{count} {state}' for state, count in counts.items())}\n"
 
 
 def best_in_words(record: StudyRecord, points: Sequence[Point]) -> str:

@@ -1,55 +1,96 @@
-"""The verb ``runs``."""
+"""The verb ``runs``, and ``sweep status``."""
 
 from __future__ import annotations
 
+import sys
 import time
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from harness.compose.arguments import Argument
 from harness.compose.verb import Result, Verb
-from harness.launch.state import read_or_warn
-from harness.launch.sweep.study import LONGEST_REASON
-from harness.run.folder import METRICS, STATUS, RunFolder, run_folders
-from harness.util.errors import UserError
-from harness.util.tables import Column, Table, shortened, to_text
+from harness.launch.listing import counted, rows_of, table_of
+from harness.launch.state import RunState, read_or_warn
+from harness.launch.sweep.folder import SweepFolder, points_in
+from harness.launch.sweep.run import states_of
+from harness.launch.sweep.study import StudyRecord, best_in_words
+from harness.run.folder import METRICS, STATUS, RunFolder
+from harness.util.errors import EXIT_OK, UserError
+from harness.util.tables import to_text
 
-HELP = """`harness runs [FOLDER]`: all runs, the last written first."""
+HELP = """`harness runs [FOLDER]`: all runs and their states, the last written first, or a sweep."""
+# Of RUNS_DIR, of folders of it, of one name.
+_LEVELS = 4
 
 
-def list_runs(folder: Path) -> Result:
-    """List runs, the last written first: age, state, step, loss, tokens/s, tags and notes."""
-    written = {path: _last_write(path) for path in run_folders(folder)}
-    if not written:
-        works = "harness train, or the folder that runs_dir= names"
-        raise UserError(f"{folder}: no runs; would work: {works}")
-    found = sorted(written, key=lambda path: -written[path])
-    rows: list[dict[str, Any]] = []
-    seen, code = read_or_warn(found)
-    for path, each in zip(found, seen, strict=True):
-        job, facts = RunFolder(path).plain_job, each.facts or {}
-        row = {"run": str(path), "age": _age(time.time() - written[path]), "state": each.state}
-        row |= {"step": f"{each.step}/{each.steps}", "tags": ", ".join(job.get("tags", ()))}
-        rows.append({**facts, **row, "notes": job.get("notes") or "", "reason": each.about})
-    shown = []
+def list_runs(folder: Path, *, verify: bool = False) -> Result:
+    """List runs: age, state, step, speed, memory, loss, tags, and notes or the reason of a failure.
+
+    Rows of runs of one name that ended without one are written; runs of several names are only read.
+    """
+    sweep = SweepFolder(folder)
+    points = points_in(folder, _LEVELS)
+    if not sweep.exists:
+        points.sort(key=lambda point: -_last_write(point.run_dir))
+    run_dirs = [point.run_dir for point in points]
+    if len({run_dir.parent for run_dir in run_dirs}) == 1:
+        seen, code = read_or_warn(run_dirs, lambda _: states_of(points))
+    else:
+        seen, code = read_or_warn(run_dirs)
+    skipped = sweep.skipped()
+    study = StudyRecord.read(folder)
+    objective = study.objective if study else None
+    rows = rows_of(points, seen, objective)
     for row in rows:
-        about = shortened(row["notes"] or row["reason"], LONGEST_REASON)
-        shown.append({**row, "about": about})
-    return Result({"runs": rows}, to_text(Table(_OF_RUNS, shown, missing="")), code)
+        job = RunFolder(row["run_dir"]).plain_job
+        row["age"] = _age(time.time() - _last_write(row["run_dir"]))
+        row["tags"] = job.get("tags", ())
+        row["notes"] = job.get("notes")
+        if not sweep.exists:
+            row["run"] = str(row["run_dir"])
+    text = to_text(table_of(rows, objective)) + counted(seen, skipped)
+    data: dict[str, Any] = {
+        "runs": rows,
+        "skipped": [{"overrides": point.overrides, "reason": point.reason} for point in skipped],
+    }
+    if study is not None:
+        text += best_in_words(study, points)
+        best = study.best_of(points)
+        data["study"] = {
+            "objective": study.objective,
+            "direction": study.direction,
+            "best": None if best is None else best.overrides,
+        }
+    if not verify:
+        return Result(data, text, code)
+    sys.stdout.write(text)
+    checkpoints, verified = _verify(seen)
+    return Result(data | {"checkpoints": checkpoints}, code=verified or code)
 
 
-_OF_RUNS = (
-    *(Column(name, name) for name in ("run", "age", "state")),
-    Column("step", "step", str),
-    Column("loss", "loss", ".4f"),
-    Column("tokens_per_second", "tokens/s", ",.0f"),
-    *(Column(name, name) for name in ("tags", "about")),
-)
+def _verify(seen: Sequence[RunState]) -> tuple[list[dict[str, Any]], int]:
+    """Verify the newest checkpoint of each completed run."""
+    from harness.checkpoint.verify import verify_all
+
+    verdicts: list[dict[str, Any]] = []
+    code = EXIT_OK
+    for run in seen:
+        if run.state == "completed":
+            try:
+                found, found_code = verify_all([str(run.run_dir)], newest=True)
+            except UserError as error:  # the run was configured to save nothing
+                sys.stdout.write(f"{error}\n")
+                continue
+            verdicts += map(asdict, found)
+            code = max(code, found_code)
+    return verdicts, code
 
 
 def _last_write(run_dir: Path) -> float:
     files = [run_dir / name for name in ("job.json", STATUS, METRICS)]
-    return max(file.stat().st_mtime for file in files if file.is_file())
+    return max((file.stat().st_mtime for file in files if file.is_file()), default=0.0)
 
 
 def _age(seconds: float) -> str:
@@ -60,10 +101,17 @@ def _age(seconds: float) -> str:
     return f"{max(0, seconds):.0f} s"
 
 
+VERIFY = Argument(
+    "--verify",
+    help="also compare the newest checkpoint of each completed run with its checksums",
+)
 VERB = Verb(
     "runs",
     list_runs,
     help=HELP,
-    arguments=(Argument("folder", nargs="?", type=Path, default=Path("runs"), help="default: runs"),),
+    arguments=(
+        Argument("folder", nargs="?", type=Path, default=Path("runs"), help="default: runs"),
+        VERIFY,
+    ),
     has_json=True,
 )

@@ -4,83 +4,23 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from harness.compose.arguments import Argument
 from harness.compose.verb import Result, Verb
 from harness.launch.queue import cancel as cancel_jobs
-from harness.launch.state import HELD, RunState, read_or_warn, read_states
-from harness.launch.sweep.folder import Point, SweepFolder, points_in
+from harness.launch.state import HELD, read_states
+from harness.launch.sweep.folder import SweepFolder, points_in
 from harness.launch.sweep.run import log_table, states_of
 from harness.launch.sweep.run import resume as resume_points
-from harness.launch.sweep.study import StudyRecord, best_in_words, counted, table_of_states
+from harness.launch.sweep.study import StudyRecord
+from harness.tools.report.listing import VERIFY, list_runs
 from harness.tools.report.verb import report
 from harness.util.errors import EXIT_OK, UserError
-from harness.util.tables import plural, to_text
+from harness.util.tables import plural
 
 HELP = """`harness sweep VERB FOLDER`: show, resume, tabulate or cancel a sweep, or single runs."""
-
-
-def status(folder: Path, *, verify: bool = False) -> Result:
-    """Show every point: state, step, speed, memory, reason of failure."""
-    points = points_in(folder)
-    seen, code = read_or_warn([point.run_dir for point in points], lambda _: states_of(points))
-    skipped = SweepFolder(folder).skipped()
-    study = StudyRecord.read(folder)
-    objective = study.objective if study else None
-    table = to_text(table_of_states(points, seen, objective)) + counted(seen, skipped)
-    table += best_in_words(study, points) if study else ""
-    data: dict[str, Any] = {
-        "points": [_as_dict(point, each) for point, each in zip(points, seen, strict=True)],
-        "skipped": [{"overrides": each.overrides, "reason": each.reason} for each in skipped],
-    }
-    if study is not None:
-        best = study.best_of(points)
-        data["study"] = {
-            "objective": study.objective,
-            "direction": study.direction,
-            "best": None if best is None else best.overrides,
-        }
-    if not verify:
-        return Result(data, table, code)
-    sys.stdout.write(table)
-    checkpoints, verified = _verify(seen)
-    return Result(data | {"checkpoints": checkpoints}, code=verified or code)
-
-
-def _as_dict(point: Point, each: RunState) -> dict[str, Any]:
-    return {
-        "run_dir": each.run_dir,
-        "overrides": point.overrides,
-        "state": each.state,
-        "step": each.step,
-        "steps": each.steps,
-        "kind": each.kind,
-        "reason": each.reason,
-        **({"slow": [asdict(slow) for slow in each.slow]} if each.slow else {}),
-        **(each.facts or {}),
-    }
-
-
-def _verify(seen: Sequence[RunState]) -> tuple[list[dict[str, Any]], int]:
-    """Verify the newest checkpoint of each completed point."""
-    from harness.checkpoint.verify import verify_all
-
-    verdicts: list[dict[str, Any]] = []
-    code = EXIT_OK
-    for each in seen:
-        if each.state == "completed":
-            try:
-                found, found_code = verify_all([str(each.run_dir)], newest=True)
-            except UserError as error:  # the point was configured to save nothing
-                sys.stdout.write(f"{error}\n")
-                continue
-            verdicts += map(asdict, found)
-            code = max(code, found_code)
-    return verdicts, code
 
 
 def resume(folder: Path, *, out_of_memory: bool) -> int:
@@ -136,15 +76,9 @@ VERB = Verb(
     parts=(
         Verb(
             "status",
-            status,
-            help="Show every point: state, step, speed, memory, reason of failure.",
-            arguments=(
-                _folder(", or of a run"),
-                Argument(
-                    "--verify",
-                    help="also compare the newest checkpoint of each completed point with its checksums",
-                ),
-            ),
+            list_runs,
+            help="Show every point, as `harness runs FOLDER` does.",
+            arguments=(_folder(", or of a run"), VERIFY),
             has_json=True,
         ),
         Verb(

@@ -33,8 +33,9 @@ def test_runs_are_listed_newest_first_and_once(tmp_path: Path) -> None:
     assert [Path(row["run"]) for row in result.data["runs"]] == folders[::-1]
     newest = result.data["runs"][0]
     shown = {name: newest[name] for name in ("age", "state", "tags", "notes")}
-    assert shown == {"age": "2 min", "state": "completed", "tags": "a, b", "notes": "why"}
+    assert shown == {"age": "2 min", "state": "completed", "tags": ["a", "b"], "notes": "why"}
     assert RunFolder(folders[0]).plain_job["user"] == {"ticket": 12}
-    assert len(result.text.splitlines()) == 3
+    assert result.text.splitlines()[-1] == "2 completed"
+    assert len(result.text.splitlines()) == 4
     with pytest.raises(UserError, match="no runs; would work: harness train"):
         list_runs(tmp_path / "nowhere")

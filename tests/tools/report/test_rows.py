@@ -17,16 +17,17 @@ from gpu_cases import report_rows
 from made import DEVICE, leave, make_sweep, rate_of, result
 
 from harness.compose.composer import compose_job
+from harness.launch.listing import rows_of, table_of
 from harness.launch.rows import KEPT, in_short, job_of, keep, load, of_points, read_kept, shortened
 from harness.launch.state import SlurmJobRecord, read_states
 from harness.launch.sweep.folder import SweepFolder, command_of
-from harness.launch.sweep.study import table_of_states
 from harness.metrics.slow_ranks import SlowRank
 from harness.metrics.window import THROUGHPUT, Window
 from harness.run.result import write_result
 from harness.tools.report import plots
+from harness.tools.report.listing import list_runs
 from harness.tools.report.runs import report_runs
-from harness.tools.report.sweep import collect, status
+from harness.tools.report.sweep import collect
 from harness.util.encoding import dumps
 from harness.util.errors import UserError
 from harness.util.tables import Table, to_markdown, to_text
@@ -69,9 +70,9 @@ def test_slow_ranks_are_named_in_status_rows_and_report(tmp_path: Path) -> None:
     said = (
         "rank 3 (node7, H100 3) computes 31% longer than the other ranks, most in forward; found in step 17"
     )
-    points = status(folder).data["points"]
+    points = list_runs(folder).data["runs"]
     assert [point["slow"] for point in points if "slow" in point] == [[asdict(slow)]]
-    assert f"slow: {said[:60]}" in status(folder).text
+    assert f"slow: {said[:60]}" in list_runs(folder).text
     rows = load(folder)
     assert [row["slow"] for row in rows if "slow" in row] == [said]
     assert f"| {said} |" in to_markdown(*report_runs("made", rows, tmp_path).blocks)
@@ -133,7 +134,7 @@ def test_every_table_ranks_points_by_the_same_rate(tmp_path: Path) -> None:
     seen = read_states([point.run_dir for point in points])
     of_sweep = {each.run_dir.name: (each.facts or {})[RATE] for each in seen}
     assert {each["id"]: each[f"measured.{RATE}"] for each in of_points(points)} == of_sweep
-    table = table_of_states(points, seen)
+    table = table_of(rows_of(points, seen))
     shown = dict(zip((each.heading for each in table.shown), table.cells()[0], strict=True))
     assert shown["tokens/s"] == f"{5 * 4096 / 38.7:,.0f}"
     assert shown["tokens/s/rank"] == f"{5 * 4096 / 38.7 / world:,.1f}"

@@ -1,0 +1,83 @@
+"""The list of runs: a row for each, with its state. ``harness runs`` and the end of a sweep show it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from harness.launch.state import RunState
+from harness.launch.sweep.folder import Point, Skipped, labels
+from harness.metrics.window import THROUGHPUT
+from harness.run.folder import RunFolder
+from harness.util.tables import Column, Table, shortened
+
+LONGEST_REASON = 110
+COLUMNS = (
+    Column("run", "run"),
+    Column("age", "age"),
+    Column("state", "state"),
+    Column("progress", "step", str),
+    Column("tokens_per_second", "tokens/s", ",.0f"),
+    Column("tokens_per_second_per_rank", "tokens/s/rank", ",.1f"),
+    Column("mfu", "MFU", ".1%"),
+    Column("memory_gib", "memory GiB", ".2f"),
+    Column("loss", "loss", ".4f"),
+)
+# Columns of result.json that every list has.
+_SHOWN = ("loss", "window.tokens_per_second", "tokens_per_second_per_rank", "mfu", "memory_gib")
+
+Row = dict[str, Any]
+
+
+def rows_of(points: Sequence[Point], seen: Sequence[RunState], objective: str | None = None) -> list[Row]:
+    """Return a row for each run, named by the overrides that not all of them share.
+
+    ``objective`` is the column of ``result.json`` that a study optimizes.
+    """
+    rows = []
+    for name, point, run in zip(labels([point.overrides for point in points]), points, seen, strict=True):
+        row: Row = {
+            "run": name,
+            "run_dir": run.run_dir,
+            "overrides": point.overrides,
+            "state": run.state,
+            "step": run.step,
+            "steps": run.steps,
+            "kind": run.kind,
+            "reason": run.reason,
+            "about": run.about,
+            **(run.facts or {}),
+        }
+        if run.slow:
+            row["slow"] = [asdict(rank) for rank in run.slow]
+        if objective is not None and objective not in _SHOWN:
+            row[objective] = RunFolder(run.run_dir).row.get(objective)
+        rows.append(row)
+    return rows
+
+
+def table_of(rows: Sequence[Row], objective: str | None = None, *, full_reasons: bool = False) -> Table:
+    """Return the rows as a table; ``full_reasons``: do not shorten reasons."""
+    columns = list(COLUMNS)
+    if objective is not None and objective not in _SHOWN:
+        columns.append(Column(objective, objective, ".6g"))
+    columns += [Column("tagged", "tags"), Column("said", "about")]
+    shown = []
+    for row in rows:
+        said = row.get("notes") or row["about"]
+        if not full_reasons:
+            said = shortened(said, LONGEST_REASON)
+        progress = f"{row['step']}/{row['steps']}"
+        shown.append({**row, "progress": progress, "tagged": ", ".join(row.get("tags", ())), "said": said})
+    notes = [THROUGHPUT] if any(row.get("tokens_per_second") is not None for row in rows) else []
+    return Table(columns, shown, notes=notes, missing="")
+
+
+def counted(seen: Sequence[RunState], skipped: Sequence[Skipped]) -> str:
+    """Count the runs by state, in a line."""
+    counts = Counter([run.state for run in seen])
+    if skipped:
+        counts["skipped"] = len(skipped)
+    return f"{', '.join(f'{count} {state}' for state, count in counts.items())}\n"
