@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 from harness.config.job import Job
-from harness.launch.begin import begin, require_inputs
+from harness.launch.begin import begin
+from harness.launch.inputs import require_inputs
 from harness.launch.queue import Queued, SlurmError, describe, jobs, require_slurm
 from harness.launch.slurm import Submission, device_hours, shape_of
 from harness.launch.state import BUSY, RunState, SlurmJobRecord, record_lost

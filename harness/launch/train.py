@@ -10,7 +10,7 @@ from harness.compose.composer import Composed
 from harness.compose.verb import Verb
 from harness.config.cluster import CLUSTERS
 from harness.config.job import Job
-from harness.launch.begin import require_inputs, require_tokenized, require_vocabulary
+from harness.launch.inputs import require_inputs, require_tokenized, require_vocabulary
 from harness.run.folder import RunFolder
 from harness.train.process import launched_ranks, refuse_launched
 from harness.util.errors import UserError

@@ -28,7 +28,7 @@ from harness.compose.composer import compose_job
 from harness.config.data import DataConfig
 from harness.data.chat import TEMPLATES, Conversations, ConversationTokenizer, template_of
 from harness.data.tokenizer import Tokenizer, build_tokenizer
-from harness.launch.begin import require_vocabulary
+from harness.launch.inputs import require_vocabulary
 from harness.util.errors import DataError
 
 Messages = list[dict[str, Any]]

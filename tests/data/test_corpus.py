@@ -29,7 +29,7 @@ from harness.data.corpus import CorpusWriter, open_shards, read_manifest
 from harness.data.documents import LocalFiles
 from harness.data.tokenizer import build_tokenizer
 from harness.data.tokenizing import is_held_out
-from harness.launch.begin import require_vocabulary
+from harness.launch.inputs import require_vocabulary
 from harness.tools.tokenize import TokenizeJob, tokenize
 from harness.util.errors import ConfigError, DataError, MachineError
 from harness.util.files import lock

@@ -43,7 +43,7 @@ from harness.data.loader import Loader, merge_states
 from harness.data.prefetch import Prefetcher
 from harness.data.tokenizing import is_held_out
 from harness.launch import train
-from harness.launch.begin import require_vocabulary
+from harness.launch.inputs import require_vocabulary
 from harness.util.errors import ConfigError, DataError, UserError
 
 STEPS = 14

@@ -34,7 +34,7 @@ from harness.config.data import DataConfig
 from harness.config.data_kinds import errors_of_source
 from harness.config.training import Sizes
 from harness.data.mixture import SourceOrder
-from harness.launch.begin import require_vocabulary
+from harness.launch.inputs import require_vocabulary
 from harness.util.errors import ConfigError, DataError, UserError
 
 STEPS = 60

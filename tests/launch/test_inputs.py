@@ -16,8 +16,8 @@ from harness.data import documents
 from harness.data.cache import open_cache
 from harness.data.documents import source_of
 from harness.data.tokenizer import build_tokenizer
-from harness.launch import begin as inputs
-from harness.launch.begin import require_inputs, require_tokenized
+from harness.launch import inputs
+from harness.launch.inputs import require_inputs, require_tokenized
 from harness.tools.tokenize import TokenizeJob
 from harness.util.errors import ConfigError
 

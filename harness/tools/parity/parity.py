@@ -17,7 +17,7 @@ from harness.compose.verb import Result, Verb
 from harness.config.fields import NUMERICS, label, leaves, part, with_value
 from harness.config.job import Job, differing_numerics
 from harness.config.optimizer import EIGHT_BIT
-from harness.launch.begin import require_vocabulary
+from harness.launch.inputs import require_vocabulary
 from harness.metrics.console import progress
 from harness.tools.parity.random_jobs import random_job
 from harness.util.errors import EXIT_OK, ConfigError

@@ -14,7 +14,7 @@ from harness.config.job import Job
 from harness.config.parallelism import AXES, CP_METHODS, CP_ROTATE_METHODS, RESHARD
 from harness.config.pipeline import SCHEDULES
 from harness.config.training import MODES
-from harness.launch.begin import require_vocabulary
+from harness.launch.inputs import require_vocabulary
 from harness.util.errors import ConfigError, UserError
 
 DENSE = ("llama3_tiny", "qwen3_debug")

@@ -14,7 +14,7 @@ from harness.compose.resolve import resolve
 from harness.compose.verb import Result, Verb
 from harness.config.fields import label, part
 from harness.config.job import Job
-from harness.launch.begin import require_inputs, require_vocabulary
+from harness.launch.inputs import require_inputs, require_vocabulary
 from harness.metrics.console import progress
 from harness.model.architecture import require_decoder
 from harness.util.encoding import dumps

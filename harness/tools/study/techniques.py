@@ -9,7 +9,7 @@ from typing import ClassVar
 from harness.compose.composer import Composed, Composer
 from harness.config.fields import label, part, with_value
 from harness.config.job import Job, differing_numerics
-from harness.launch.begin import require_vocabulary
+from harness.launch.inputs import require_vocabulary
 from harness.util.errors import ConfigError, UserError
 
 CONTROL, TWIN = "control", "twin"
