@@ -164,17 +164,20 @@ def identity(config: Any, roles: Collection[str]) -> list[tuple[str, Any]]:
 
 
 def docstrings(cls: type) -> dict[str, str]:
-    """The string below each field of a dataclass; empty where its code cannot be read."""
-    try:
-        tree = ast.parse(inspect.cleandoc(inspect.getsource(cls)))
-    except (OSError, SyntaxError):
-        return {}
-    body = tree.body[0].body  # type: ignore[attr-defined]
-    return {
-        ast.unparse(statement.target): ast.literal_eval(after.value)
-        for statement, after in itertools.pairwise(body)
-        if isinstance(statement, ast.AnnAssign) and isinstance(after, ast.Expr)
-    }
+    """The string below each field of a dataclass and its bases; empty where its code cannot be read."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if not dataclasses.is_dataclass(base):
+            continue
+        try:
+            tree = ast.parse(inspect.cleandoc(inspect.getsource(base)))
+        except (OSError, SyntaxError):
+            continue
+        body = tree.body[0].body  # type: ignore[attr-defined]
+        for statement, after in itertools.pairwise(body):
+            if isinstance(statement, ast.AnnAssign) and isinstance(after, ast.Expr):
+                found[ast.unparse(statement.target)] = ast.literal_eval(after.value)
+    return found
 
 
 def default_of(field: dataclasses.Field[Any]) -> Any:

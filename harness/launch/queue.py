@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from harness.config.cluster import minutes_of
+from harness.config.slurm import minutes_of
 from harness.util.errors import EXIT_USER, MachineError, UserError
 
 COMMAND_SECONDS = 60

@@ -9,8 +9,9 @@ import pytest
 
 from harness.compose.composer import compose_job
 from harness.compose.paths import using_folders
-from harness.config.cluster import ClusterConfig, HardwareConfig
+from harness.config.cluster import ClusterConfig
 from harness.config.fields import leaves, with_value
+from harness.config.hardware import HardwareConfig
 from harness.config.job import Job
 from harness.metrics.mfu import peak_of
 from harness.tools.plan.constants import ACHIEVED, Calibration

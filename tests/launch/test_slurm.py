@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from harness.compose.composer import compose_job
-from harness.config.cluster import minutes_of
 from harness.config.fields import with_value
 from harness.config.job import Job
+from harness.config.slurm import minutes_of
 from harness.launch import faults, queue
 from harness.launch import slurm as slurm_module
 from harness.launch import slurm_attempt as attempt

@@ -1,0 +1,110 @@
+"""An accelerator in numbers of the user's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from typing import Any
+
+from harness.config.fields import label
+from harness.util.errors import ConfigError
+from harness.util.hardware import ACCELERATORS, Accelerator
+
+# Numbers that a new accelerator must have, with those of the H100 as examples.
+_NEEDED = {
+    "half_tflops": "989",
+    "float32_tflops": "67",
+    "memory_gib": "80",
+    "memory_tb_s": "3.35",
+    "link_gb_s": "450",
+    "units": "132",
+}
+# Fields of an accelerator as they are, those in other units, and the formats whose peak a field is.
+_SAME = ("memory_gib", "units", "power_w", "link")
+_UNITS = {"memory_tb_s": ("memory_bandwidth", 1e12), "link_gb_s": ("link_bandwidth", 1e9)}
+_PEAKS = {
+    "half_tflops": ("bfloat16", "float16"),
+    "tf32_tflops": ("tf32",),
+    "float32_tflops": ("float32",),
+    "float8_tflops": ("float8",),
+    "mxfp8_tflops": ("mxfp8",),
+}
+
+
+@dataclass(frozen=True)
+class HardwareConfig:
+    """Numbers of an accelerator that ``util/hardware.py`` does not have, or other numbers than its own."""
+
+    device_name: str | None = label(None)
+    """Name that the driver reports (``torch.cuda.get_device_name()``), by which runs recognize the
+    accelerator; null: as in harness/util/hardware.py."""
+    half_tflops: float | None = label(None, above=0)
+    """Dense TFLOP/s of products in bfloat16 and float16, without sparsity."""
+    tf32_tflops: float | None = label(None, above=0)
+    """Dense TFLOP/s in TF32."""
+    float32_tflops: float | None = label(None, above=0)
+    """TFLOP/s in float32, without tensor cores on NVIDIA."""
+    float8_tflops: float | None = label(None, above=0)
+    """Dense TFLOP/s in float8; null for a new accelerator: it does not multiply in float8."""
+    mxfp8_tflops: float | None = label(None, above=0)
+    """Dense TFLOP/s in mxfp8; null for a new accelerator: it does not multiply in mxfp8."""
+    memory_gib: float | None = label(None, above=0)
+    """Device memory, as in the data sheet."""
+    memory_tb_s: float | None = label(None, above=0)
+    """Memory bandwidth in TB/s."""
+    link: str | None = label(None, nonempty=True, works="NVLink")
+    """Name of the links between accelerators of a node, which the plan shows: ``NVLink``, ``PCIe``."""
+    link_gb_s: float | None = label(None, above=0)
+    """Bandwidth of these links in GB/s, in one direction. Data sheets print the sum of both."""
+    units: int | None = label(None, least=1)
+    """Streaming multiprocessors, or compute units."""
+    power_w: float | None = label(None, above=0)
+    """Maximum power in W; null for a new accelerator: its energy is unknown."""
+    achieved_half: float | None = label(None, above=0, most=1)
+    """Fraction of the peak that the best kernels achieve for products of 16-bit values; null: as in
+    harness/tools/plan/constants.py."""
+    achieved_float8: float | None = label(None, above=0, most=1)
+    """The same for products of 8-bit values."""
+    achieved_attention: float | None = label(None, above=0, most=1)
+    """The same for fused attention, of the 16-bit peak."""
+
+    def validate(self, accelerator: str | None) -> None:
+        given = [field.name for field in fields(self) if getattr(self, field.name) is not None]
+        if accelerator is None and given:
+            name = f"cluster.hardware.{given[0]}"
+            works = "cluster.accelerator=NAME: a new name, or one of harness/util/hardware.py"
+            raise ConfigError(name, getattr(self, given[0]), "no accelerator is named", works)
+        if accelerator is None or accelerator in ACCELERATORS:
+            return
+        if not given or not accelerator:
+            choices = [*ACCELERATORS, "null, or a new name with cluster.hardware"]
+            raise ConfigError("cluster.accelerator", accelerator or "''", "no such choice", choices)
+        for name, example in _NEEDED.items():
+            if getattr(self, name) is None:
+                rule = f"must be given, because harness/util/hardware.py does not have {accelerator}"
+                raise ConfigError(f"cluster.hardware.{name}", None, rule, f"{example}, if it were an H100")
+
+
+@lru_cache
+def described(name: str, own: HardwareConfig) -> Accelerator | None:
+    """Return the accelerator with this name and the user's own numbers; None if it is unknown."""
+    known = ACCELERATORS.get(name)
+    if own == HardwareConfig():
+        return known
+    given = {field: value for field, value in vars(own).items() if value is not None}
+    numbers: dict[str, Any] = {field: given[field] for field in _SAME if field in given}
+    for field, (quantity, unit) in _UNITS.items():
+        if field in given:
+            numbers[quantity] = given[field] * unit
+    peaks = {} if known is None else dict(known.peak_flops)
+    for field, dtypes in _PEAKS.items():
+        if field in given:
+            peaks |= dict.fromkeys(dtypes, given[field] * 1e12)
+    numbers["peak_flops"] = peaks
+    achieved = "achieved_"
+    numbers["achieved"] = {
+        field.removeprefix(achieved): value for field, value in given.items() if field.startswith(achieved)
+    }
+    if known is None:
+        return Accelerator(**{"link": "in-node", **numbers}, name=name, source="cluster.hardware")
+    return replace(known, **numbers, source=f"{known.source}, changed by cluster.hardware")
