@@ -44,7 +44,7 @@ EXIT_CODES = {
     "EXIT_INTERRUPTED": "Stopped without a checkpoint.",
     "EXIT_DRIFTS": "An activation follows a power of the width (coordcheck).",
     "EXIT_DIFFERS": "A layout differs from one process (parity), or a technique is not equal (converge).",
-    "EXIT_FAILED": "At least one variant (bench) or rank (rehearse) failed.",
+    "EXIT_FAILED": "At least one rank (rehearse) failed.",
 }
 
 

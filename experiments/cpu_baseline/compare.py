@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from harness.tools.study.bench import Spread, order_of, ratios_by_round
+from harness.tools.report.rounds import Spread, ratios_by_round
 from harness.util.tables import Table, to_markdown
 
 HERE = Path(__file__).resolve().parent
@@ -54,7 +54,7 @@ def main() -> None:
     for number in range(arguments.rounds):
         for layout in arguments.layouts:
             sides = sides_of(layout, with_torchtitan=arguments.titan_python is not None)
-            for side in order_of(sides, number):
+            for side in sides if number % 2 == 0 else reversed(sides):
                 rows.append({"round": number, "layout": layout, "side": side, **run(side, layout, arguments)})
                 print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     out = ROOT / "runs" / "cpu_baseline"

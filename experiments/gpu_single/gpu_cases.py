@@ -12,7 +12,7 @@ from harness.config.fields import with_value
 from harness.config.job import Job
 from harness.metrics.mfu import peak_of
 from harness.model.accounting import block_parameters
-from harness.tools.study.bench import Spread, ratios_by_round
+from harness.tools.report.rounds import Spread, ratios_by_round
 from harness.util.encoding import flatten
 from harness.util.hardware import find_accelerator
 from harness.util.tables import GIB, Table, to_markdown

@@ -38,7 +38,6 @@ from harness.launch.rows import keep
 from harness.metrics.mfu import peak_of, utilization
 from harness.model.accounting import account
 from harness.run.result import git_commit, versions
-from harness.tools.study.bench import order_of
 from harness.util.errors import UserError
 from harness.util.tables import GIB
 
@@ -198,7 +197,7 @@ def run_rounds(arguments: argparse.Namespace, facts: Row, sized: dict[str, cases
     ]
     failed: set[tuple[str, str]] = set()
     for number in range(arguments.rounds):
-        for mode, side in order_of(pairs, number):
+        for mode, side in pairs if number % 2 == 0 else reversed(pairs):
             if (mode, side) in failed:
                 continue
             row: Row = {"round": number, "mode": mode, "side": side}

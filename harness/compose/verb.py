@@ -315,7 +315,6 @@ VERBS: Registry[Verb] = Registry(
         "plan": "harness.tools.plan.verb:VERB",
         "rehearse": "harness.tools.rehearse.verb:VERB",
         "parity": "harness.tools.parity.parity:VERB",
-        "bench": "harness.tools.study.bench:VERB",
         "converge": "harness.tools.study.converge:VERB",
         "coordcheck": "harness.tools.study.coordcheck:VERB",
         "runs": "harness.tools.report.listing:VERB",

@@ -84,10 +84,6 @@ PARTS = {
     "repo": ["Qwen/Qwen3-8B", "a", "https://huggingface.co/a/b", "../..", "ü/ü"],
     "layouts": words("[fsdp_2] [tp_2] [[a]] [nope] [] a [null] {a:b}"),
     "prompt": ["prompt=a", "prompt='a b'", "generate.prompts=[a,b]", "generate.prompt_file=file"],
-    "variant": words("""
-        'hydra.mode=MULTIRUN' 'training.steps=1,2' 'nope=1' -m 'bench.rounds=2' [a] 3 null a=b 'hydra=3'
-        'parallelism=tp' 'name=${nope}' 'training.steps=0' --cfg '' 'model=[a]'
-    """),
 }
 """What the words of STARTS are filled with."""
 
@@ -109,7 +105,6 @@ STARTS = {
     ],
     "coordcheck": [(1.0, "coordcheck.widths={widths}")],
     "download": [(1.0, "repo={repo}")],
-    "bench": [(0.5, "bench.variants={{a:{variant}}}")],
     "parity": [(1.0, "parity.layouts={layouts}")],
 }
 """Overrides that lead to the code that a verb is about, and how often they are typed."""

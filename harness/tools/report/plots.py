@@ -115,7 +115,7 @@ def curves_of(rows: Sequence[Row]) -> list[Curve]:
         if run and job is not None:
             key = replace(job, training=replace(job.training, seed=0)).id
             found.setdefault(key, Curve(row["point"], job.numerics_id, [])).runs.append(run)
-    names = [_SEED.sub("", each.name).strip() for each in found.values()]
+    names = [without_seed(each.name) for each in found.values()]
     if len(set(names)) < len(names):
         names = [each.name for each in found.values()]
     curves = []
@@ -123,6 +123,11 @@ def curves_of(rows: Sequence[Row]) -> list[Curve]:
         seeds = f"({len(each.runs)} seeds)" if len(each.runs) > 1 else ""
         curves.append(replace(each, name=f"{name} {seeds}".strip() or each.name))
     return sorted(curves, key=lambda each: each.last)
+
+
+def without_seed(name: str) -> str:
+    """Return the name of a point without its seed."""
+    return _SEED.sub("", name).strip()
 
 
 def can_draw() -> bool:

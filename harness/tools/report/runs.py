@@ -16,6 +16,7 @@ from harness.run.result import PREFIX, evaluated_columns
 from harness.tools.plan.constants import Calibration
 from harness.tools.report import plots
 from harness.tools.report.predictions import MEMORY, RATE, errors_in_words, spearman
+from harness.tools.report.rounds import tables_of_rounds
 from harness.util.tables import NOT_MEASURED, Block, Column, Document, Figure, Table, formatted, plural
 
 Row = dict[str, Any]
@@ -66,7 +67,7 @@ def report_runs(
     """
     rows = with_layouts(rows)
     measured = [row for row in rows if row["state"] == "completed"]
-    blocks = [*table_of_study(study, rows), *_tables(title, rows, folder)]
+    blocks = [*table_of_study(study, rows), *tables_of_rounds(rows), *_tables(title, rows, folder)]
     if plots.losses(folder / "losses.png", f"{title}: losses", rows, smooth):
         blocks += ["## Losses", _OF_LOSSES, Figure("losses.png", "Losses")]
     blocks += tables_beside(rows)

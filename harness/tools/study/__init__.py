@@ -1,1 +1,1 @@
-"""Experiments on the harness's own numbers: converge, coordcheck, bench."""
+"""Experiments on the harness's own numbers: converge and coordcheck."""

@@ -1,0 +1,99 @@
+"""Jobs that ran in several rounds, each with a seed of its own: their speed, its spread, and ratios.
+
+A machine whose speed drifts slows all jobs of a round, so the ratio of two jobs within a round says more than
+their medians.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from harness.launch.rows import Row, job_of
+from harness.tools.report.plots import without_seed
+from harness.tools.report.predictions import RATE
+from harness.util.tables import Column, Table
+
+_COLUMNS = (
+    Column("point", "run"),
+    Column("rounds", "rounds", "d"),
+    Column(RATE, "tokens/s/rank, median", ",.1f"),
+    Column("range", "range"),
+    Column("step_seconds", "step, seconds", ".4g"),
+    Column("first_step_seconds", "to the first step, seconds", ".1f"),
+    Column("memory_gib", "memory, GiB", ".2f"),
+    Column("mfu", "MFU", ".1%"),
+    Column("mfu_causal", "MFU, causal half", ".1%"),
+    Column("ratio", "tokens/s over the first's", ".3f"),
+    Column("ratio_range", "range of the ratio"),
+)
+_MEDIANS = {
+    RATE: f"measured.{RATE}",
+    "step_seconds": "measured.step_seconds",
+    "first_step_seconds": "first_step_seconds",
+    "memory_gib": "measured.memory_gib",
+    "mfu": "measured.mfu",
+    "mfu_causal": "mfu_causal",
+}
+_NOTE = """Medians and ranges of runs that differ only in their seed. A ratio is of the tokens per second of \
+two runs with the same seed. Look at the ranges first: on a machine with other work to do they are wide."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and range of one quantity over the rounds."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float | None]) -> Spread | None:
+        """Summarize the values that are not None; None if there are none."""
+        known = [value for value in values if value is not None]
+        return cls(statistics.median(known), min(known), max(known)) if known else None
+
+    def as_text(self, form: str) -> tuple[str, str]:
+        """Format the median, and the range."""
+        return format(self.median, form), f"{self.low:{form}} to {self.high:{form}}"
+
+
+def ratios_by_round(ours: Mapping[int, float], theirs: Mapping[int, float]) -> list[float]:
+    """Return the ratio of one quantity, for every round that has both."""
+    return [ours[number] / theirs[number] for number in ours if number in theirs]
+
+
+def tables_of_rounds(rows: Sequence[Row]) -> list[Table]:
+    """Return a table of jobs with their spread over rounds; none if every job ran once."""
+    jobs: dict[str, dict[int, Row]] = {}
+    for row in rows:
+        job = job_of(row)
+        if job is not None and row.get(f"measured.{RATE}") is not None:
+            key = replace(job, training=replace(job.training, seed=0)).id
+            jobs.setdefault(key, {})[job.training.seed] = row
+    if all(len(rounds) == 1 for rounds in jobs.values()):
+        return []
+    first = next(iter(jobs.values()))
+    lines = [_line(rounds, None if rounds is first else first) for rounds in jobs.values()]
+    return [Table(_COLUMNS, lines, "Rounds", [_NOTE])]
+
+
+def _line(rounds: Mapping[int, Row], first: Mapping[int, Row] | None) -> Row:
+    example = next(iter(rounds.values()))
+    line: Row = {"point": without_seed(example["point"]) or example["name"], "rounds": len(rounds)}
+    for name, field in _MEDIANS.items():
+        spread = Spread.of([row.get(field) for row in rounds.values()])
+        line[name] = None if spread is None else spread.median
+        if name == RATE and spread is not None:
+            line["range"] = spread.as_text(",.1f")[1]
+    if first is not None:
+        spread = Spread.of(ratios_by_round(_rates(rounds), _rates(first)))
+        if spread is not None:
+            line["ratio"] = spread.median
+            line["ratio_range"] = spread.as_text(".3f")[1]
+    return line
+
+
+def _rates(rounds: Mapping[int, Row]) -> dict[int, float]:
+    return {seed: row["window.tokens_per_second"] for seed, row in rounds.items()}
