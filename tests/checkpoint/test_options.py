@@ -28,20 +28,16 @@ PLAIN = "metrics.console=plain"
 # -- writing and keeping ----
 
 
-def test_when_checkpoints_are_written(tmp_path: Path) -> None:
-    run = start(tmp_path, "checkpoint.interval=3", "checkpoint.enable_first_step_checkpoint=true")
-    assert run.checkpoints.steps() == [1, 3, 6, 8]
-    assert run.row["checkpoint.saves"] == 4
-    for number, option in enumerate(("checkpoint=disabled", "checkpoint.load_only=true")):
-        assert not (start(tmp_path / str(number), option).path / "checkpoints").exists()
-
-
 @pytest.mark.parametrize(
-    ("mode", "keep", "kept"), [("sync", 0, [2, 4, 6, 8]), ("sync", 3, [4, 6, 8]), ("async", 1, [8])]
+    ("mode", "keep", "kept"), [("sync", 0, [1, 3, 6, 8]), ("sync", 3, [3, 6, 8]), ("async", 1, [8])]
 )
-def test_the_newest_are_kept(tmp_path: Path, mode: str, keep: int, kept: list[int]) -> None:
-    run = start(tmp_path, f"checkpoint={mode}", EVERY_2, f"checkpoint.keep_latest_k={keep}")
+def test_when_checkpoints_are_written_and_kept(tmp_path: Path, mode: str, keep: int, kept: list[int]) -> None:
+    often = ("checkpoint.interval=3", "checkpoint.enable_first_step_checkpoint=true")
+    run = start(tmp_path, f"checkpoint={mode}", *often, f"checkpoint.keep_latest_k={keep}")
     assert run.checkpoints.steps() == kept
+    assert run.row["checkpoint.saves"] == 4
+    off = start(tmp_path / "off", "checkpoint=disabled")
+    assert not (off.path / "checkpoints").exists()
 
 
 def test_what_is_not_purged(tmp_path: Path, finished: Finished) -> None:
@@ -132,19 +128,6 @@ def test_last_save_model_only_in_another_format(tmp_path: Path) -> None:
     # No steps are left, which is not an error.
     run.forget_the_end()
     assert start(tmp_path, *options).row["step"] == 8
-
-
-def test_an_export_outlives_its_clean_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = save.remove
-
-    def remove(path: str) -> None:
-        if "export" in path and Path(path).exists():
-            raise OSError(39, "Directory not empty")
-        real(path)
-
-    monkeypatch.setattr(save, "remove", remove)
-    options = ("checkpoint.last_save_model_only=true", "checkpoint.last_save_in_hf=true")
-    assert start(tmp_path, *options, "model.vocab_size=258").checkpoints.find(8).holds == "hf"
 
 
 def test_fsspec_urls(tmp_path: Path) -> None:

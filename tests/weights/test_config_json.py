@@ -103,38 +103,20 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
             "model.rope.factor=8.0: config.json has factor 32.0; "
             "model.rope.low_freq_factor=1.0: config.json has low_freq_factor 2.0",
         ),
-        (
-            {
-                "rope_scaling": {
-                    "type": "llama3",
-                    "factor": 8.0,
-                    "low_freq_factor": 1.0,
-                    "high_freq_factor": 2.0,
-                }
-            },
-            "model.rope.high_freq_factor=4.0: config.json has high_freq_factor 2.0; "
-            "model.rope.original_max_position=8192: config.json has original_max_position_embeddings 131072",
-        ),
         ({"hidden_act": "gelu"}, "config.json has hidden_act gelu: the decoder only knows hidden_act silu"),
         (
             {"attention_bias": True},
             "model.attention.qkv_bias=false: config.json has attention_bias true; model.attention.output_bi",
         ),
-        ({"mlp_bias": True}, "config.json has mlp_bias true: "),
         (
             {"attn_logit_softcapping": 30.0, "clip_qkv": 8},
             "config.json has attn_logit_softcapping 30.0, clip_qkv 8, which model.family=llama does not read",
         ),
-        ({"is_causal": False}, "config.json has is_causal false, which"),
         ({"partial_rotary_factor": 0.5}, "config.json has partial_rotary_factor 0.5, which"),
         ({"layer_types": ["sliding_attention"] * 32}, 'config.json has layer_types ["sliding_attention", "'),
         (
             scaled("llama3_8b", mrope_section=[8, 12, 12]),
             "config.json has mrope_section [8, 12, 12] in rope_scaling, which is not read; would work: ",
-        ),
-        (
-            {"rope_parameters": {"full_attention": {}}, "rope_scaling": None},
-            "config.json has full_attention {}",
         ),
         (
             {"original_max_position_embeddings": 4096},
@@ -157,10 +139,8 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     ],
     "deepseek_v2_lite_16b": [
         ({"norm_topk_prob": True}, "config.json has norm_topk_prob true: the decoder"),
-        ({"q_lora_rank": 7}, "model.attention.q_lora_rank=null: config.json has q_lora_"),
     ],
     "deepseek_v3_671b": [
-        ({"n_shared_experts": 2}, "model.moe.shared_hidden_dim=2048: config.json has n_sha"),
         ({"n_shared_experts": 2}, "...which is model.moe.shared_hidden_dim=4096"),
         ({"vocab_size": None}, "model.vocab_size=129280: config.json has vocab_size null"),
     ],
@@ -256,17 +236,3 @@ def test_redundant_tensors_are_allowed() -> None:
     says = r"1 of another shape \(lm_head.weight is \[95, 64\] and not \[96, 64\]\)"
     with pytest.raises(UserError, match=says):
         check_hf_tensors(tied, {**hf_shapes(tied), "lm_head.weight": (95, 64)})
-
-
-def test_tensors_that_do_not_fit_are_named() -> None:
-    found = hf_shapes(CASES["llama"])
-    del found["lm_head.weight"]
-    found["model.norm.weight"] = (63,)
-    found |= {f"model.layers.{layer}.self_attn.q_proj.bias": (64,) for layer in range(5)}
-    with pytest.raises(UserError) as caught:
-        check_hf_tensors(CASES["llama"], found, "folder")
-    bias = ", ".join(f"model.layers.{layer}.self_attn.q_proj.bias" for layer in range(3))
-    assert str(caught.value) == (
-        "folder: the tensors are not those of model=small: 1 missing (lm_head.weight), "
-        f"5 unexpected ({bias}, ...), 1 of another shape (model.norm.weight is [63] and not [64])"
-    )

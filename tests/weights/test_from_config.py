@@ -105,7 +105,6 @@ def test_wrong_values_end_in_one_line(name: str, tmp_path: Path) -> None:
     [
         ({"rope_scaling": {"rope_type": ["linear"]}}, "it has rope_type ['linear']; would work: default, "),
         ({"rms_norm_eps": 10**400}, f"it has rms_norm_eps {10**400}, which is out of range"),
-        ({"rms_norm_eps": float("inf")}, "it has rms_norm_eps inf, which is out of range"),
         ({"rope_scaling": {"rope_type": "linear"}}, "it has no factor"),
         ({"num_attention_heads": 0}, "it has no head_dim, and fields of its default are missing or invalid"),
         ({"quantization_config": {"bits": 4}}, "config.json has quantization_config: quant_method"),
@@ -119,11 +118,8 @@ def test_what_cannot_be_taken_is_named(change: dict[str, Any], says: str, tmp_pa
 
 
 def test_files_of_other_kinds(tmp_path: Path) -> None:
-    """A device has no end, some names no system takes, and a byte order mark is no content."""
+    """A device has no end, and a byte order mark is no content."""
     with pytest.raises(UserError, match="/dev/null: is not a regular file"):
         model_from_config("/dev/null")
-    for path in ("a" * 300, "/dev/null/x", "\0"):
-        with pytest.raises(UserError):
-            model_from_config(path)
     (tmp_path / "config.json").write_text(json.dumps(RELEASED_CONFIGS["qwen3_8b"]), encoding="utf-8-sig")
     assert model_from_config(str(tmp_path)).family == "qwen3"

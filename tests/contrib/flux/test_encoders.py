@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,6 @@ from harness.contrib.flux.pictures.config import EncodersConfig
 from harness.contrib.flux.pictures.encoders import (
     Patches,
     Words,
-    _load,
     as_bytes,
     as_floats,
     build_encoders,
@@ -97,13 +95,6 @@ def test_ranks_share_the_weights_of_text_encoders(pool: RankPool, folder: Path) 
         assert local <= 0.6 * total
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-
-
-def test_notices_of_libraries_are_not_shown_while_they_load(tmp_path: Path) -> None:
-    """transformers lists layers "not sharded" for a model that nothing shards yet."""
-    noise = logging.getLogger("transformers.distributed.tensor_parallel")
-    assert not _load("data.encoders.t5", tmp_path, lambda: noise.isEnabledFor(logging.WARNING))
-    assert noise.isEnabledFor(logging.WARNING)
 
 
 def test_encoders_for_debugging() -> None:

@@ -17,7 +17,6 @@ from harness.contrib.flux.pictures.shapes import SHAPES, DrawnShapes, captions
 from harness.contrib.flux.pictures.sources import (
     PictureSource,
     RawSamples,
-    UnreadablePicture,
     decode,
     open_pictures,
 )
@@ -139,16 +138,6 @@ def test_a_very_long_picture_is_cropped_before_it_is_resized() -> None:
     assert [round(float(picture.mean())) for picture in pictures] == [0, 100, 199]
 
 
-def test_a_picture_that_exhausts_memory_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: object, **kwargs: object) -> None:
-        raise MemoryError
-
-    data = write_files()
-    monkeypatch.setattr(Image.Image, "resize", fail)
-    with pytest.raises(UnreadablePicture, match=r"00\.png: is no picture .*MemoryError"):
-        opened(data).read(0, 0)
-
-
 def test_a_damaged_picture_is_an_error_or_skipped() -> None:
     data = write_files()
     Path("03.png").write_bytes(content(3)[:60])
@@ -174,8 +163,6 @@ def rolled(content: bytes) -> bytes:
     ("name", "change", "says"),
     [
         ("members.npy", rolled, "do not have the checksum they were written with"),
-        ("members.npy", lambda content: content[:-1], "bytes instead of"),
-        ("members.npy", None, "No such file"),
         ("meta.json", lambda content: b"{}", "'files'"),
     ],
 )
@@ -191,10 +178,7 @@ def test_a_damaged_table_of_tar_files_is_rebuilt(
     expected = captions_of_pictures()
     assert expected[:2] == [(0, "caption 0"), (20, "caption 1")]
     (file,) = Path("cache").glob(f"pictures/*/{name}")
-    if change is None:
-        file.unlink()
-    else:
-        file.write_bytes(change(file.read_bytes()))  # type: ignore[operator]
+    file.write_bytes(change(file.read_bytes()))  # type: ignore[operator]
     with pytest.raises(DataError, match=r"picture table .* cannot be read here: "):
         open_pictures(data, "train", seed=0, is_builder=False)
     assert captions_of_pictures() == expected
@@ -210,10 +194,8 @@ def test_a_damaged_table_of_tar_files_is_rebuilt(
         ("01.txt", None, "01.png: has no caption; would work: a .txt or .json file"),
         ("00.json", b"{}", "no field 'text' among none; set data.options.caption_field"),
         ("00.json", b"{", "00.png: its caption cannot be read"),
-        ("00.json", b"[" * 100_000, "00.png: its caption cannot be read"),
-        ("01.txt", b"\xff", "01.png: its caption cannot be read"),
     ],
-    ids=range(5),
+    ids=range(3),
 )
 def test_captions_that_cannot_be_read(name: str, caption: bytes | None, message: str) -> None:
     data = write_files()
@@ -230,17 +212,10 @@ def test_captions_that_cannot_be_read(name: str, caption: bytes | None, message:
 def test_sources_that_cannot_be_opened() -> None:
     Path("folder").mkdir()
     Path("no.tar").write_bytes(b"no tar file" * 100)
-    for number, size in enumerate((str(2**45), "x")):
-        with tarfile.open(f"sparse{number}.tar", "w", format=tarfile.PAX_FORMAT) as file:
-            member = tarfile.TarInfo("0.png")
-            member.size, member.pax_headers = 4, {"GNU.sparse.size": size}
-            file.addfile(member, io.BytesIO(b"0123"))
     for path, says in {
         "*.jpg": r"data.paths=\[\*.jpg\]: no pictures match",
         "folder": r"folder is a folder, write folder/\*\*/\*$",
         "no.tar": r"no\.tar: not a readable tar file",
-        "sparse0.tar": r"not a readable tar file.*'0\.png' is sparse; would work: tar without --sparse",
-        "sparse1.tar": "not a readable tar file.*invalid literal",
     }.items():
         with pytest.raises(DataError, match=says):
             opened(DataConfig("pictures", paths=[path], cache_dir="cache"))

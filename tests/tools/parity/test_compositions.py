@@ -14,14 +14,11 @@ from harness.config.fields import NUMERICS, leaves
 from harness.launch.pool import RankPool
 from harness.tools.parity import random_jobs as compositions
 from harness.tools.parity.parity import (
-    KEPT_REFERENCES,
     LayoutComparer,
     ParityConfig,
     ParityJob,
-    Trace,
     comparisons,
     lowest_format,
-    single_process,
 )
 from harness.tools.parity.random_jobs import random_job
 from harness.util.errors import UserError
@@ -97,12 +94,6 @@ def test_one_process_may_be_the_less_exact_one(pool: RankPool) -> None:
     require_agreement(judge.verdict("parity.seed=150", job.plain))
 
 
-def test_a_seed_stands_for_one_job() -> None:
-    first, again, other = sampled(3), sampled.__wrapped__(3), sampled(4)
-    assert first[0] == again[0]
-    assert first[1].id == again[1].id != other[1].id
-
-
 def test_typed_overrides_are_not_sampled() -> None:
     typed = ["model=qwen3_debug", "parallelism.tp=2", "training.seq_len=16"]
     for seed in range(2):
@@ -129,20 +120,6 @@ def test_samples_cover_every_axis() -> None:
     assert any(job.compile.enable for job in jobs)
     assert {len(job.sizes.lengths) for job in jobs} == {1, 2}
     assert any(job.schedule.batch_size for job in jobs)
-
-
-def test_few_references_are_kept() -> None:
-    """Each job has its own reference, and gradients take memory."""
-
-    class Pool:
-        def run(self, ranks: int, *_: object) -> list[Trace]:
-            return [Trace([1.0], [1.0], [1], [{}]) for _ in range(ranks)]
-
-    judge, jobs = LayoutComparer(Pool(), ParityConfig(steps=STEPS)), []  # type: ignore[arg-type]
-    for seed in range(KEPT_REFERENCES + 2):
-        jobs.append(sampled(0, f"training.seed={seed}")[1])
-        judge._compare("row", jobs[-1])
-    assert list(judge.references) == [single_process(job).id for job in jobs[-KEPT_REFERENCES:]]
 
 
 def test_a_wrong_gradient_of_a_router_in_bfloat16_is_noticed(judge: LayoutComparer) -> None:
