@@ -1,7 +1,7 @@
 """The token cache: documents that the job itself tokenizes, stored as a corpus with one shard.
 
-Its folder, ``<cache_dir>/corpus-<key>``, is named by a hash of everything that determines its content, so it
-is never stale and never modified. A damaged cache is rebuilt.
+Its folder, ``<cache_dir>/corpus-<key>``, is named by a hash of everything that determines its
+content, so it is never stale and never modified. A damaged cache is rebuilt.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def open_cache(
 
     Raises:
         ConfigError: the source is larger than data.tokenize_limit_gib, and there is no cache.
-        DataError: the source cannot be read or holds no text, or the builder's cache is not visible here.
+        DataError: the source cannot be read or holds no text, or the builder's cache is not visible
+            here.
     """
     name, stored_split = f"{source.name}, {split} documents", split if held_out > 0 else "train"
     if is_builder:

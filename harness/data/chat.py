@@ -1,9 +1,10 @@
 """Conversations for supervised fine-tuning: files of messages, their tokens, and which of these are learned.
 
-Conversations are cached as documents are (``cache.py``). A cached id is twice the token, plus 1 if the
-assistant wrote it.
+Conversations are cached as documents are (``cache.py``). A cached id is twice the token, plus 1 if
+the assistant wrote it.
 
-transformers renders templates (the extra ``chat``), in its sandbox. ``strftime_now`` formats the job's date.
+transformers renders templates (the extra ``chat``), in its sandbox. ``strftime_now`` formats the
+job's date.
 """
 
 from __future__ import annotations
@@ -197,9 +198,9 @@ class ChatTemplate:
     def learned(self, messages: list[Message], tools: list[Any] | None) -> tuple[str, list[tuple[int, int]]]:
         """Return the text of a conversation, and the ranges of characters that the assistant wrote.
 
-        A range includes the token that ends the turn. The ranges are the template's generation blocks, if it
-        has any. Otherwise a turn is the difference of two texts: the conversation up to the turn, and before
-        it with the generation prompt.
+        A range includes the token that ends the turn. The ranges are the template's generation
+        blocks, if it has any. Otherwise a turn is the difference of two texts: the conversation up
+        to the turn, and before it with the generation prompt.
 
         Raises:
             DataError: the template refuses the conversation, or the turns cannot be found.
@@ -226,10 +227,12 @@ class ChatTemplate:
             rule = "the generation prompt is not the beginning of a turn"
             raise DataError(f"the chat template cannot be used: {rule}; would work: {SETTING}={_WORKS}")
         if text.startswith(after) and after.startswith(before):
-            # A template may write a line break after the token that ends the turn. It is not learned.
+            # A template may write a line break after the token that ends the turn. It is not
+            # learned.
             ended = after.rstrip()
             return len(before), len(ended if ended.endswith(self.special) else after)
-        # Qwen 3 removes the reasoning of earlier turns, and Phi 3 ends a conversation with another token.
+        # Qwen 3 removes the reasoning of earlier turns, and Phi 3 ends a conversation with another
+        # token.
         end = self._end_after_content(messages[index], text, len(before))
         if end is None:
             rule = "messages that follow a turn change its text"
@@ -240,8 +243,8 @@ class ChatTemplate:
     def _end_after_content(self, message: Message, text: str, begin: int) -> int | None:
         """The end of the special token after a message's content; None if it is not certain.
 
-        It is the first special token after ``begin`` such that the text before it ends with the content, or
-        is a part of the content up to its end.
+        It is the first special token after ``begin`` such that the text before it ends with the
+        content, or is a part of the content up to its end.
         """
         content = message.get("content")
         content = content.strip() if isinstance(content, str) else ""

@@ -39,14 +39,14 @@ def describe(samples: PackedConversations, data: DataConfig, seq_len: int) -> st
 class PackedConversations:
     """Samples of as many complete conversations as fit into T inputs, and padding.
 
-    The conversations are packed once, in an order given by the seed. Every epoch has the same samples in
-    another order, so the number of samples is fixed.
+    The conversations are packed once, in an order given by the seed. Every epoch has the same
+    samples in another order, so the number of samples is fixed.
 
-    Labels are the assistant's tokens. Conversations in a sample have different document numbers; its
-    padding has PADDING.
+    Labels are the assistant's tokens. Conversations in a sample have different document numbers;
+    its padding has PADDING.
 
-    A conversation with more than T inputs is left out, or cut at T (``data.long_conversations``). Without
-    ``shuffles`` conversations and samples are in stored order.
+    A conversation with more than T inputs is left out, or cut at T (``data.long_conversations``).
+    Without ``shuffles`` conversations and samples are in stored order.
 
     Args:
         split: conversations as ``ConversationTokenizer`` encodes them.
@@ -111,8 +111,8 @@ class PackedConversations:
 
 def first_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
     """Put each item into the first bin that has room for it, in order; return the bins of the items."""
-    # All bins but one are more than half full, so there are fewer than this. Inner node i of the tree has the
-    # largest room of its children 2 i and 2 i + 1. Bins are leaves.
+    # All bins but one are more than half full, so there are fewer than this. Inner node i of the
+    # tree has the largest room of its children 2 i and 2 i + 1. Bins are leaves.
     bins = min(len(sizes), 2 * int(sizes.sum()) // capacity + 1)
     leaves = 1 << (bins - 1).bit_length()
     room = [capacity] * (2 * leaves)

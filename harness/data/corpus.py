@@ -8,9 +8,9 @@
     corpus/web/shard-00000/validation.*  the held-out documents
     corpus/web/manifest.json             tokenizer, counts, source files, checksums; written last
 
-A shard has a contiguous range of the source's documents. The documents of a split are those of its shards,
-one after the other, whatever the number of shards. Everything is written under another name and renamed, so
-finished units and shards are kept when a process is killed.
+A shard has a contiguous range of the source's documents. The documents of a split are those of its
+shards, one after the other, whatever the number of shards. Everything is written under another name
+and renamed, so finished units and shards are kept when a process is killed.
 """
 
 from __future__ import annotations

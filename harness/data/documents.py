@@ -1,8 +1,8 @@
 """Documents of a source: local files and datasets, and parts of them that can be read one by one.
 
-A source has an ``identity`` (everything that determines its documents, for the cache key) and yields its
-documents in a fixed order, including empty ones, so that a document's index is stable. Several processes may
-read its spans: sources are picklable.
+A source has an ``identity`` (everything that determines its documents, for the cache key) and
+yields its documents in a fixed order, including empty ones, so that a document's index is stable.
+Several processes may read its spans: sources are picklable.
 """
 
 from __future__ import annotations
@@ -274,7 +274,8 @@ def source_of(config: DataConfig, split: str) -> tuple[Source, float]:
     """Return the source of ``split`` ("train" or "validation"), and its held-out fraction.
 
     Raises:
-        ConfigError: the split is "validation" and no documents are held out for it, or the data is a mixture.
+        ConfigError: the split is "validation" and no documents are held out for it, or the data is
+            a mixture.
     """
     if config.sources:
         rule = "has several sources"
@@ -541,8 +542,8 @@ def open_dataset(config: DataConfig, split: str) -> Any:
         )
     except DataError:
         raise
-    # The library, the hub's client, the network and file readers raise many types of errors; to the user all
-    # mean that the dataset cannot be opened.
+    # The library, the hub's client, the network and file readers raise many types of errors; to the
+    # user all mean that the dataset cannot be opened.
     except Exception as error:
         which = f"{config.dataset}/{config.subset}" if config.subset else config.dataset
         raise DataError(f"dataset {which}, split {split}: cannot be opened: {describe(error)}") from error

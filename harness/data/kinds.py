@@ -23,8 +23,8 @@ def build_loader(reading: Reading) -> Loader:
     """Build the loader of a job's data.
 
     Raises:
-        ConfigError: no documents are held out for validation, or the tokenizer has more tokens than the
-            model's vocabulary.
+        ConfigError: no documents are held out for validation, or the tokenizer has more tokens than
+            the model's vocabulary.
         DataError: the data is missing, unreadable, or too small.
     """
     rows, batch_size = reading.rows, reading.global_batch_size
@@ -42,7 +42,8 @@ def build_loader(reading: Reading) -> Loader:
 def load_mixture(reading: Reading) -> Loader:
     """Return the loader of a mixture.
 
-    Validation takes equally many samples of every source that holds out documents, whatever the weights.
+    Validation takes equally many samples of every source that holds out documents, whatever the
+    weights.
     """
     data, sizes, validating = reading.data, reading.sizes, reading.split == "validation"
     if validating:

@@ -1,9 +1,9 @@
 """Loaders of the samples of every step, and resuming.
 
-Row j of global step s is sample s * global_batch_size + j, a function of (data, tokenizer, seed) and that
-number. A rank is assigned rows and reads only those, so neither the loss curve of a run nor its state depends
-on the number of ranks. Scheduled sizes (``config/training.py``) change how many samples, or which pieces of
-samples, a step reads; a rank has the same fraction of every batch.
+Row j of global step s is sample s * global_batch_size + j, a function of (data, tokenizer, seed)
+and that number. A rank is assigned rows and reads only those, so neither the loss curve of a run
+nor its state depends on the number of ranks. Scheduled sizes (``config/training.py``) change how
+many samples, or which pieces of samples, a step reads; a rank has the same fraction of every batch.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ class Loader(ABC):
     """An endless sequence of batches of one split.
 
     Attributes:
-        samples_per_epoch: samples per epoch, over all rows; None if unknown (streams) or meaningless
-            (synthetic data).
+        samples_per_epoch: samples per epoch, over all rows; None if unknown (streams) or
+            meaningless (synthetic data).
         damaged_documents: number of documents that were not UTF-8, and were repaired
             (data.encoding_errors).
         samples_per_epoch_of: the same for each source of a mixture; empty without a mixture.
         note: a line to show when training starts, or None.
-        runs_in_loop: whether the training loop must call ``next`` itself, because it computes on the device.
+        runs_in_loop: whether the training loop must call ``next`` itself, because it computes on
+            the device.
     """
 
     samples_per_epoch: int | None
@@ -54,12 +55,13 @@ class Loader(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the step at which ``state`` was saved; the sizes of the next step are those of
-        ``state["step"] + 1``.
+        """Continue after the step at which ``state`` was saved; the sizes of the next step are
+        those of ``state["step"] + 1``.
 
         Raises:
-            DataError: the state is from a stream or a mixture and this loader is not, or the reverse; or, for
-                streams, it is from another global batch size or does not contain this loader's rows.
+            DataError: the state is from a stream or a mixture and this loader is not, or the
+                reverse; or, for streams, it is from another global batch size or does not contain
+                this loader's rows.
         """
 
     @abstractmethod
@@ -162,10 +164,10 @@ class NumberedSource(SampleSource):
 class SampleLoader(Loader):
     """Loader of samples. Each row of a step comes from the only source, or from the one that ``order`` draws.
 
-    A source with random access is read by its own sample numbers, as if it were alone. A streamed source has
-    a stream for each row of the largest batch, which advances when its row draws the source. Row j of a
-    smaller batch of B rows reads stream j * global_batch_size // B, so a rank's rows of any batch are in its
-    own streams.
+    A source with random access is read by its own sample numbers, as if it were alone. A streamed
+    source has a stream for each row of the largest batch, which advances when its row draws the
+    source. Row j of a smaller batch of B rows reads stream j * global_batch_size // B, so a rank's
+    rows of any batch are in its own streams.
 
     Args:
         sources: by name; the name of a single one does not matter.
@@ -200,8 +202,9 @@ class SampleLoader(Loader):
         return stack(read)._replace(sources_B=torch.tensor(drawn))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the step and, unless a single source is streamed, the next sample (``Cursor``); of a mixture
-        the position of the order as ``mixture``, and the positions of all streams as ``slots``.
+        """Return the step and, unless a single source is streamed, the next sample (``Cursor``); of
+        a mixture the position of the order as ``mixture``, and the positions of all streams as
+        ``slots``.
         """
         state: dict[str, Any] = self._cursor.state_dict()
         if self._order:

@@ -1,12 +1,13 @@
 """Mixtures: the source of every sample.
 
-``SourceOrder`` assigns samples to sources by Tijdeman's rule (R. Tijdeman, "The chairman assignment problem",
-Discrete Mathematics 32, 1980). With k sources, after every n samples the number of samples of each source
-differs from its target, the sum of its share over the n samples, by at most 1 - 1/(2k - 2), which is the best
-possible bound. Shares may change with the sample number.
+``SourceOrder`` assigns samples to sources by Tijdeman's rule (R. Tijdeman, "The chairman assignment
+problem", Discrete Mathematics 32, 1980). With k sources, after every n samples the number of
+samples of each source differs from its target, the sum of its share over the n samples, by at most
+1 - 1/(2k - 2), which is the best possible bound. Shares may change with the sample number.
 
-The rule alone is periodic: with two equal shares it alternates, and a row of the global batch would see one
-source only. So samples are shuffled within blocks of a global batch, and the bound holds after each block.
+The rule alone is periodic: with two equal shares it alternates, and a row of the global batch would
+see one source only. So samples are shuffled within blocks of a global batch, and the bound holds
+after each block.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ Shares = Sequence[tuple[int, Mapping[str, Fraction]]]
 class SourceOrder:
     """Which source a sample comes from, and which sample of this source it is.
 
-    Both are functions of the shares, the block and the seed. Only counts are kept, so a position is loaded
-    without a replay; in return, sample numbers must not go back to an earlier block.
+    Both are functions of the shares, the block and the seed. Only counts are kept, so a position is
+    loaded without a replay; in return, sample numbers must not go back to an earlier block.
 
     Args:
         shares: share of every source; they add up to 1.
@@ -84,8 +85,8 @@ class SourceOrder:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a saved position.
 
-        If the rule has changed since, targets are counted from this position on; every source continues with
-        its next sample.
+        If the rule has changed since, targets are counted from this position on; every source
+        continues with its next sample.
         """
         if state["rule"] != self._rule:
             self._begin(state["samples"], {name: state["counts"].get(name, 0) for name in self.names})
@@ -116,9 +117,9 @@ class SourceOrder:
 class _Target:
     """Tijdeman's rule in integers: a share is a numerator over the common denominator ``whole``.
 
-    Sample c of a source (from 0) may be assigned once the source's target has reached c + 1/(2k - 2), and
-    must be assigned before the target exceeds c + 1 - 1/(2k - 2). Among the sources that may have the next
-    sample, it goes to the one with the earliest such limit.
+    Sample c of a source (from 0) may be assigned once the source's target has reached c + 1/(2k -
+    2), and must be assigned before the target exceeds c + 1 - 1/(2k - 2). Among the sources that
+    may have the next sample, it goes to the one with the earliest such limit.
     """
 
     def __init__(self, shares: Shares, origin: int, counts: Sequence[int]) -> None:

@@ -1,7 +1,7 @@
 """Prefetching: a thread reads, tokenizes and counts batches and starts their copy to the device.
 
-``state_dict()`` ignores batches that were prefetched but not yet returned by ``next()``, so a resumed run
-trains on every batch exactly once.
+``state_dict()`` ignores batches that were prefetched but not yet returned by ``next()``, so a
+resumed run trains on every batch exactly once.
 """
 
 from __future__ import annotations
@@ -93,12 +93,13 @@ class _PrefetchThread:
             raise item
         batch, state, copied = item
         if copied is not None:
-            # The device waits for the copy, not the host: kernels launched from now on run after it.
+            # The device waits for the copy, not the host: kernels launched from now on run after
+            # it.
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(copied)
             for tensor in batch:
-                # Allocated on the thread's stream, which must not reuse the memory before this stream is done
-                # with it. Numbers of samples stay in host memory.
+                # Allocated on the thread's stream, which must not reuse the memory before this
+                # stream is done with it. Numbers of samples stay in host memory.
                 if tensor is not None and tensor.is_cuda:
                     tensor.record_stream(stream)
         return batch, state

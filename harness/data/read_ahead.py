@@ -1,8 +1,9 @@
 """Processes of a rank that read and tokenize the documents of its rows ahead.
 
-Each process has some of the rank's rows, and the documents of a row stay in order, so they are the same with
-any number of processes. A rank sends the readers once, then requests; each is answered by a chunk of a
-row's documents. At most ``CHUNKS_AHEAD`` chunks of a row are requested or waiting to be used.
+Each process has some of the rank's rows, and the documents of a row stay in order, so they are the
+same with any number of processes. A rank sends the readers once, then requests; each is answered by
+a chunk of a row's documents. At most ``CHUNKS_AHEAD`` chunks of a row are requested or waiting to
+be used.
 """
 
 from __future__ import annotations
@@ -144,7 +145,8 @@ def _serve(connection: Connection, readers: Mapping[int, RowReader], chunk_token
     documents: dict[int, Iterator[TokenizedDocument]] = {}
 
     def receive() -> None:
-        # In a thread, so that the rank never waits to send, and this process ends with it while it reads.
+        # In a thread, so that the rank never waits to send, and this process ends with it while it
+        # reads.
         with suppress(EOFError, OSError):
             while True:
                 requests.put(connection.recv())

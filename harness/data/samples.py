@@ -1,7 +1,7 @@
 """What is read for a job, and samples with random access: packed documents, or random tokens.
 
-Sample g is a function of (data, tokenizer, seed, g) only, independent of ranks and steps. T is the sequence
-length.
+Sample g is a function of (data, tokenizer, seed, g) only, independent of ranks and steps. T is the
+sequence length.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class Reading:
         split: "train", or "validation": the same samples in the same order after every reset.
         model_vocab_size: number of rows of the model's embedding; every token id must be smaller.
         sizes: sizes of all steps, which end with global_batch_size sequences of seq_len tokens.
-        wait_for_all: a barrier over all ranks; called between building and opening the token cache, if any.
+        wait_for_all: a barrier over all ranks; called between building and opening the token cache,
+            if any.
         is_builder: whether this rank builds the cache if it is missing.
     """
 
@@ -61,8 +62,8 @@ class Samples(Protocol):
     def sample(self, number: int) -> tuple[np.ndarray, ...]:
         """``(inputs_T, labels_T)``, int64; ``labels_T[t]`` follows ``inputs_T[t]``, or is IGNORE_INDEX.
 
-        If documents do not attend to each other, a third array has the number of each input's document in
-        the sample.
+        If documents do not attend to each other, a third array has the number of each input's
+        document in the sample.
         """
 
 
@@ -91,8 +92,9 @@ class EpochOrder:
 class PackedSamples:
     """Concatenated documents, cut every T tokens; samples are shuffled differently in every epoch.
 
-    Neighbouring samples share one token: the last label of one is the first input of the next, so that every
-    token but the very first is predicted once per epoch. Fewer than T tokens at the end are left out.
+    Neighbouring samples share one token: the last label of one is the first input of the next, so
+    that every token but the very first is predicted once per epoch. Fewer than T tokens at the end
+    are left out.
     """
 
     def __init__(self, split: Tokens, reading: Reading) -> None:
@@ -137,7 +139,8 @@ def sample_of(tokens: np.ndarray, first_labels: np.ndarray, data: DataConfig) ->
     """Make a sample of T + 1 tokens of packed documents (int64).
 
     Args:
-        first_labels: positions of labels that are a document's first token; it is the next position's input.
+        first_labels: positions of labels that are a document's first token; it is the next
+            position's input.
     """
     inputs_T, labels_T = tokens[:-1], tokens[1:].copy()
     if data.mask_document_boundary:
@@ -152,8 +155,8 @@ def sample_of(tokens: np.ndarray, first_labels: np.ndarray, data: DataConfig) ->
 def random_stream(purpose: str, seed: int, index: int) -> np.random.RandomState:
     """Independent random stream for every (purpose, seed, index).
 
-    RandomState instead of default_rng: numpy guarantees the same numbers in all future versions (NEP 19), so
-    a run can be resumed or repeated with another numpy.
+    RandomState instead of default_rng: numpy guarantees the same numbers in all future versions
+    (NEP 19), so a run can be resumed or repeated with another numpy.
     """
     digest = hashlib.sha256(f"{purpose}/{seed}/{index}".encode()).digest()
     entropy = np.random.SeedSequence(int.from_bytes(digest, "little"))

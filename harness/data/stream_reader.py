@@ -1,12 +1,12 @@
 """Documents of a streamed dataset, read and tokenized for one row of the global batch.
 
-A dataset has N shards (files). A part is a shard or, with fewer shards than rows (R), every c-th example of a
-shard, where c = ceil(R / N). In each pass over the dataset the parts are dealt to the rows in turn: the i-th
-part of row j is part ``(j + i * R) % (N * c)``. So every part is read by one row in a pass. What a row reads
-depends on (dataset, seed, R, j), not on ranks.
+A dataset has N shards (files). A part is a shard or, with fewer shards than rows (R), every c-th
+example of a shard, where c = ceil(R / N). In each pass over the dataset the parts are dealt to the
+rows in turn: the i-th part of row j is part ``(j + i * R) % (N * c)``. So every part is read by one
+row in a pass. What a row reads depends on (dataset, seed, R, j), not on ranks.
 
-With ``data.shuffle`` the parts of every pass are in another order, and the documents of a row are shuffled in
-blocks of ``data.shuffle_buffer``. A block ends with its pass.
+With ``data.shuffle`` the parts of every pass are in another order, and the documents of a row are
+shuffled in blocks of ``data.shuffle_buffer``. A block ends with its pass.
 
 A position is a JSON object, the start of a document:
 
@@ -18,7 +18,8 @@ A position is a JSON object, the start of a document:
   other values are then those of the block's first document.
 
 A position without ``part`` is of an earlier version, which read the row's part of
-``split_dataset_by_node(rank=j, world_size=R)`` again and again. Reading continues as that version did.
+``split_dataset_by_node(rank=j, world_size=R)`` again and again. Reading continues as that version
+did.
 """
 
 from __future__ import annotations
@@ -191,7 +192,8 @@ class RowReader:
         while True:
             try:
                 example = next(examples, None)
-            # File readers and the hub's client raise many types of errors; all mean that reading failed.
+            # File readers and the hub's client raise many types of errors; all mean that reading
+            # failed.
             except Exception as error:
                 raise DataError(f"{self.name} cannot be read: {describe(error)}") from error
             if example is None:

@@ -1,7 +1,8 @@
 """Streamed datasets: every row of the global batch has its own stream of documents, packed into samples.
 
-A row packs the documents that ``stream_reader.py`` deals to it. Its samples depend on the global batch size,
-but neither on the assignment of rows to ranks nor on the processes that read ahead (``read_ahead.py``).
+A row packs the documents that ``stream_reader.py`` deals to it. Its samples depend on the global
+batch size, but neither on the assignment of rows to ranks nor on the processes that read ahead
+(``read_ahead.py``).
 """
 
 from __future__ import annotations

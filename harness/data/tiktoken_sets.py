@@ -46,7 +46,8 @@ LLAMA3 = SpecialSet(
     eos="<|end_of_text|>",
 )
 
-# openai/tiktoken, tiktoken_ext/openai_public.py, o200k_base; Meta's code for Llama 4 has the same one.
+# openai/tiktoken, tiktoken_ext/openai_public.py, o200k_base; Meta's code for Llama 4 has the same
+# one.
 _O200K_PATTERN = "|".join(
     [
         r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
@@ -59,7 +60,8 @@ _O200K_PATTERN = "|".join(
     ]
 )
 
-# Meta's code for Llama 4 (meta-llama/llama-models, models/llama4/tokenizer.py, 2025); 2,048 ids from 200,000.
+# Meta's code for Llama 4 (meta-llama/llama-models, models/llama4/tokenizer.py, 2025); 2,048 ids
+# from 200,000.
 LLAMA4 = SpecialSet(
     pattern=_O200K_PATTERN,
     tokens=(
@@ -88,8 +90,9 @@ LLAMA4 = SpecialSet(
     eos="<|end_of_text|>",
 )
 
-# GPT-OSS: openai/tiktoken, tiktoken_ext/openai_public.py, o200k_harmony; ids from 199,998 to 201,087. Its
-# file is o200k_base.tiktoken. <|return|> ends an answer in a chat; documents end with <|endoftext|>.
+# GPT-OSS: openai/tiktoken, tiktoken_ext/openai_public.py, o200k_harmony; ids from 199,998 to
+# 201,087. Its file is o200k_base.tiktoken. <|return|> ends an answer in a chat; documents end with
+# <|endoftext|>.
 O200K_HARMONY = SpecialSet(
     pattern=_O200K_PATTERN,
     tokens=(

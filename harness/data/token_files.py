@@ -44,9 +44,9 @@ def load_tokens(reading: Reading) -> Loader:
 def open_token_files(reading: Reading) -> Tokens:
     """Open the tokens of a split.
 
-    Validation has the files of ``data.validation_paths``, or the corpus' held-out documents, or the last
-    ``data.validation_fraction`` of each file. The rank that builds caches also reads a sample of the tokens
-    for ids outside the vocabulary, and checks checksums.
+    Validation has the files of ``data.validation_paths``, or the corpus' held-out documents, or the
+    last ``data.validation_fraction`` of each file. The rank that builds caches also reads a sample
+    of the tokens for ids outside the vocabulary, and checks checksums.
     """
     data, tokenizer, split, is_builder = reading.data, reading.tokenizer, reading.split, reading.is_builder
     is_separate = split == "validation" and bool(data.validation_paths)

@@ -45,8 +45,8 @@ class Marked(NamedTuple):
 class Tokenizer(Protocol):
     """Maps text to ids in ``range(vocab_size)`` and back.
 
-    Text that looks like a special token is encoded as plain text, so that a document cannot contain its own
-    end; but not in prompts.
+    Text that looks like a special token is encoded as plain text, so that a document cannot contain
+    its own end; but not in prompts.
     """
 
     vocab_size: int
@@ -92,7 +92,8 @@ class Tokenizer(Protocol):
         """Encode the texts of chat templates, in which special tokens have their own ids.
 
         Raises:
-            DataError: the tokenizer changes a text before it is encoded, so that its ids have no characters.
+            DataError: the tokenizer changes a text before it is encoded, so that its ids have no
+                characters.
         """
         return [_marked(text, self) for text in texts]
 
@@ -157,8 +158,8 @@ def fingerprint_of(kind: str, content: bytes) -> str:
 def split_long_text(parts: Iterable[str], encode: Callable[[str], list[int]]) -> Iterator[str]:
     """Yield consecutive parts of a text, of about ``PIECE_CHARS`` characters.
 
-    A cut is made at the beginning of a line if the 1,000 characters on either side encode to the same ids
-    separately and together. If no such line is found, the rest is one part.
+    A cut is made at the beginning of a line if the 1,000 characters on either side encode to the
+    same ids separately and together. If no such line is found, the rest is one part.
     """
     buffer = _Buffer(parts)
     while buffer.fill(2 * PIECE_CHARS + 1):
@@ -309,9 +310,9 @@ _NO_TEXT = "tokenizer=none has token ids but no text; would work: the tokenizer 
 class SentencePieceTokenizer(Tokenizer):
     """A sentencepiece model.
 
-    Sentencepiece writes a space as U+2581, so a U+2581 in a document would be decoded as a space. If the
-    model has byte pieces, the character is encoded in bytes instead. A model with a dummy prefix, such as
-    Llama 2's, alters the text anyway and is not changed.
+    Sentencepiece writes a space as U+2581, so a U+2581 in a document would be decoded as a space.
+    If the model has byte pieces, the character is encoded in bytes instead. A model with a dummy
+    prefix, such as Llama 2's, alters the text anyway and is not changed.
     """
 
     def __init__(self, config: TokenizerConfig) -> None:
@@ -364,8 +365,8 @@ class SentencePieceTokenizer(Tokenizer):
         return ids if all(self._model.is_byte(i) for i in ids) else None
 
 
-# Lengths at which Meta's code for Llama 3 and 4 cuts a text (llama3/llama/tokenizer.py, 2024), because the
-# pattern matcher recurses and overflows its stack on very long runs.
+# Lengths at which Meta's code for Llama 3 and 4 cuts a text (llama3/llama/tokenizer.py, 2024),
+# because the pattern matcher recurses and overflows its stack on very long runs.
 _MAX_CHARS = 400_000
 _MAX_RUN = 25_000
 _HAS_LONG_RUN = re.compile(rf"(?<!\S)\S{{{_MAX_RUN + 1}}}|(?<!\s)\s{{{_MAX_RUN + 1}}}")
@@ -375,8 +376,8 @@ _RUN = re.compile(r"\S+|\s+")
 class TiktokenTokenizer(Tokenizer):
     """Ranked byte pairs of a tiktoken file, followed by a named set of special tokens.
 
-    The file is read here: tiktoken's own reader caches a copy by path in a temporary folder, and would use it
-    even after the file has changed.
+    The file is read here: tiktoken's own reader caches a copy by path in a temporary folder, and
+    would use it even after the file has changed.
     """
 
     def __init__(self, config: TokenizerConfig) -> None:

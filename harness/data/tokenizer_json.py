@@ -1,7 +1,7 @@
 """Tokenizers of Hugging Face repositories: tokenizer.json, read by the tokenizers library.
 
-tokenizer.json does not define bos and eos tokens. They come from tokenizer.bos and tokenizer.eos, or from
-transformers' files in the same folder.
+tokenizer.json does not define bos and eos tokens. They come from tokenizer.bos and tokenizer.eos,
+or from transformers' files in the same folder.
 """
 
 from __future__ import annotations
@@ -43,15 +43,16 @@ _SHOWN = 6  # special tokens named in an error message
 class HuggingFaceTokenizer(Tokenizer):
     """A tokenizer.json; gives the ids of ``AutoTokenizer`` with ``add_special_tokens=False``.
 
-    Special tokens in a document are encoded as plain text, as with ``split_special_tokens=True``. Added
-    tokens that are not special (Qwen's ``<think>``) are encoded as one token.
+    Special tokens in a document are encoded as plain text, as with ``split_special_tokens=True``.
+    Added tokens that are not special (Qwen's ``<think>``) are encoded as one token.
 
     Raises:
         DataError: the file is not a tokenizer.json, or its bos or eos token is unknown.
     """
 
     def __init__(self, config: TokenizerConfig) -> None:
-        # The library reads it once, when it starts its threads. A value set by the user takes precedence.
+        # The library reads it once, when it starts its threads. A value set by the user takes
+        # precedence.
         os.environ.setdefault("RAYON_NUM_THREADS", str(NUM_THREADS))
         import tokenizers
 
@@ -76,7 +77,8 @@ class HuggingFaceTokenizer(Tokenizer):
             if token and token not in ids:
                 rule = f"has no token {token!r} for {name}"
                 raise DataError(f"tokenizer file {config.file} {rule}; {self._works(name)}")
-        # A document must not contain its own end, even if the file does not mark the token as special.
+        # A document must not contain its own end, even if the file does not mark the token as
+        # special.
         special = {token.content for token in self._special_tokens()}
         self._model.add_special_tokens([token for token in (bos, eos) if token and token not in special])
         self._model.encode_special_tokens = True
@@ -150,8 +152,8 @@ class HuggingFaceTokenizer(Tokenizer):
         settings = read_transformers_settings(config.file)
         bos = config.bos if config.bos is not None else token_of(settings, "bos_token")
         eos = config.eos if config.eos is not None else token_of(settings, "eos_token")
-        # A tokenizer_config.json without bos_token means no bos. Without eos_token documents would not be
-        # separated, so that must be requested explicitly.
+        # A tokenizer_config.json without bos_token means no bos. Without eos_token documents would
+        # not be separated, so that must be requested explicitly.
         for name, missing in (("bos", bos is None and not settings), ("eos", eos is None)):
             if missing:
                 rule = f"no {CONFIG} in its folder defines {name}_token"
@@ -170,8 +172,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def read_transformers_settings(file: Path) -> dict[str, Any]:
-    """Merge transformers' files in the same folder as transformers does: special_tokens_map.json, which older
-    versions wrote, takes precedence unless tokenizer_config.json has the added tokens.
+    """Merge transformers' files in the same folder as transformers does: special_tokens_map.json,
+    which older versions wrote, takes precedence unless tokenizer_config.json has the added tokens.
     """
     config, special = (_read_settings(file.with_name(name)) for name in (CONFIG, SPECIALSPECIAL_NAMES))
     return config if "added_tokens_decoder" in config else config | special
@@ -196,8 +198,8 @@ def token_of(settings: dict[str, Any], name: str) -> Any:
 def copy_tokenizer(config: TokenizerConfig, folder: Path) -> None:
     """Copy a tokenizer.json and transformers' files in its folder.
 
-    The files stay as they are. Only if none of them names a bos or eos token, the copies get that of
-    tokenizer.bos or tokenizer.eos. The ids that the model was trained with are in config.json.
+    The files stay as they are. Only if none of them names a bos or eos token, the copies get that
+    of tokenizer.bos or tokenizer.eos. The ids that the model was trained with are in config.json.
 
     Raises:
         DataError: the tokenizer is invalid.

@@ -1,9 +1,9 @@
 """Units: the parts of a source that are tokenized one by one, in one or several processes.
 
-A source is cut into spans: byte ranges of JSON lines, row groups of parquet files, rows of a table, or
-complete files. Consecutive spans make up a unit. Units depend on the source only, and the result depends
-neither on the number of processes, nor on how often tokenizing was stopped and continued. A line belongs to
-the span in which it begins.
+A source is cut into spans: byte ranges of JSON lines, row groups of parquet files, rows of a table,
+or complete files. Consecutive spans make up a unit. Units depend on the source only, and the result
+depends neither on the number of processes, nor on how often tokenizing was stopped and continued. A
+line belongs to the span in which it begins.
 
     <key>.tokens     ids of the unit's documents, without a split into train and validation
     <key>.index      int64: documents, damaged documents, tokens, then the start and the number of each
@@ -252,8 +252,8 @@ def tokenize(
     """Tokenize the units that are not complete in ``folder``; those that are finished survive an error.
 
     Args:
-        workers: number of processes; None: as many as this process may use CPUs, at most MOST_WORKERS. A
-            tokenizer without ``config`` tokenizes here.
+        workers: number of processes; None: as many as this process may use CPUs, at most
+            MOST_WORKERS. A tokenizer without ``config`` tokenizes here.
 
     Raises:
         DataError: of the first document that cannot be read.

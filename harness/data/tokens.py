@@ -1,7 +1,7 @@
 """Tokens as one sequence: parts in any number of files, read in place.
 
-A part is a file, an Arrow batch, or a split of a token cache. Offsets count tokens, from 0. ``TokenFormat``
-is the contract of formats of files, which other packages add to ``data.format``.
+A part is a file, an Arrow batch, or a split of a token cache. Offsets count tokens, from 0.
+``TokenFormat`` is the contract of formats of files, which other packages add to ``data.format``.
 """
 
 from __future__ import annotations
@@ -177,7 +177,8 @@ def size_of(file: Path) -> int:
 def map_file(name: str, dtype: str, skip: int, count: int) -> np.ndarray:
     """Map ``count`` values of a file, after ``skip`` bytes.
 
-    Uses pyarrow, because numpy's maps keep their files open, and a process may often open 1,024 files only.
+    Uses pyarrow, because numpy's maps keep their files open, and a process may often open 1,024
+    files only.
     """
     import pyarrow
 
@@ -195,7 +196,8 @@ class Opening:
     """How the files of a split are opened.
 
     Attributes:
-        wait_for_all: a barrier over all ranks, for formats that build a token cache (``cache.open_cache``).
+        wait_for_all: a barrier over all ranks, for formats that build a token cache
+            (``cache.open_cache``).
         is_builder: whether this rank builds it.
     """
 
@@ -211,19 +213,21 @@ class TokenFormat:
     """Token files that other software writes."""
 
     endings: tuple[str, ...]
-    """Endings of their names. In a folder these files are read, and an ending that no other format has tells
-    the format."""
+    """Endings of their names. In a folder these files are read, and an ending that no other format
+    has tells the format."""
     open: Callable[[list[Path], Opening], list[Tokens]]
-    """Returns the tokens of files, in their order; raises DataError for a damaged one. It need not check ids:
+    """Returns the tokens of files, in their order; raises DataError for a damaged one. It need not
+    check ids:
     they are checked when they are read."""
     recognizes: Callable[[Path], bool] = lambda file: False
-    """Whether a file whose ending does not tell its format has this one. Formats are asked in the order of
-    their names."""
+    """Whether a file whose ending does not tell its format has this one. Formats are asked in the
+    order of their names."""
     listed: Callable[[Path], list[Path]] = lambda folder: []
     """The files of a folder that says itself which ones they are; none for other folders."""
     companions: Mapping[str, str | None] = field(default_factory=dict)
-    """Endings of files beside token files, and the ending of the token file that each stands for: with
-    ``{".idx": ".bin"}``, PREFIX.idx and PREFIX name PREFIX.bin. None: the file is passed over."""
+    """Endings of files beside token files, and the ending of the token file that each stands for:
+    with ``{".idx": ".bin"}``, PREFIX.idx and PREFIX name PREFIX.bin. None: the file is passed
+    over."""
     reads: tuple[str, ...] = ()
     """Fields of ``data`` that it reads and other formats do not."""
     boundary: str = "eos"

@@ -1,8 +1,9 @@
 """A pool of rank processes that are reused between jobs: starting eight Pythons per layout is slow.
 
-Each job gets new process groups over the first ranks of the pool. After a job that failed or hung the
-pool starts new ranks, because gloo's connections do not survive an error. Ranks are forked from a server
-process that has imported torch once (multiprocessing's ``forkserver``), so a new rank costs milliseconds.
+Each job gets new process groups over the first ranks of the pool. After a job that failed or hung
+the pool starts new ranks, because gloo's connections do not survive an error. Ranks are forked from
+a server process that has imported torch once (multiprocessing's ``forkserver``), so a new rank
+costs milliseconds.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from harness.util.lifeline import end_when
 
 # Wait after a job's first failure for failures of the other ranks, which may be the cause.
 GRACE_SECONDS = 0.5
-# Modules that the server imports before it forks ranks; the engine imports torch and most of the harness.
+# Modules that the server imports before it forks ranks; the engine imports torch and most of the
+# harness.
 _PRELOADED = ["harness.train.engine", "harness.train.setup", "harness.data.kinds"]
 
 
@@ -172,8 +174,9 @@ def _environment(**variables: str) -> Iterator[None]:
 def _forget_meshes() -> None:
     """Clear DTensor's caches, which hold the meshes of the finished job.
 
-    The next job could get process groups from them that no longer exist. And as long as a gloo group is
-    referenced, its threads wake fifty times a second: after a hundred jobs they use several cores.
+    The next job could get process groups from them that no longer exist. And as long as a gloo
+    group is referenced, its threads wake fifty times a second: after a hundred jobs they use
+    several cores.
     """
     from torch.distributed.tensor import _redistribute
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -199,7 +202,8 @@ def _serve(rank: int, connection: Connection, on_gpus: bool) -> None:
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface() or "")
     torch.set_num_threads(1)
-    # What was imported stays. Without this, collecting garbage after a job takes longer than most jobs.
+    # What was imported stays. Without this, collecting garbage after a job takes longer than most
+    # jobs.
     gc.freeze()
     while True:
         try:
@@ -218,8 +222,8 @@ def _serve(rank: int, connection: Connection, on_gpus: bool) -> None:
                 world_size=world_size,
                 device_id=device if on_gpus else None,
             )
-            # init_process_group does not synchronize: a rank that finishes its job early could close its
-            # connections while another rank still opens them.
+            # init_process_group does not synchronize: a rank that finishes its job early could
+            # close its connections while another rank still opens them.
             dist.barrier()
             value = function(*arguments)
             dist.destroy_process_group()

@@ -39,7 +39,8 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = ()) -> None:
         self._tokenizer, self._stops = tokenizer, stops
         self._ids = list(prompt[-CONTEXT:])
-        # Ids from ``_start`` on are decoded together; the text has the first ``_taken`` characters of them.
+        # Ids from ``_start`` on are decoded together; the text has the first ``_taken`` characters
+        # of them.
         self._start, self._read = 0, len(self._ids)
         self._taken = len(tokenizer.decode(self._ids))
         self.text, self._shown = "", 0
@@ -95,8 +96,8 @@ def _overlap(text: str, stop: str) -> int:
 class Sampler:
     """Greedy choice, or sampling with a temperature from the most probable tokens.
 
-    A sequence has random numbers of its own, so that its text depends on the seed and its number only. They
-    are drawn before, so that a choice needs nothing of the host.
+    A sequence has random numbers of its own, so that its text depends on the seed and its number
+    only. They are drawn before, so that a choice needs nothing of the host.
     """
 
     def __init__(self, config: GenerateConfig) -> None:
@@ -155,7 +156,8 @@ class Passes:
         self.model, self.sampler = model, sampler
         self._tokens_B = self._lengths_B = torch.empty(0)
         self._graph: torch.cuda.CUDAGraph | None = None
-        # The host starts FSDP's collectives, and multiplies experts one by one if they are not in bfloat16.
+        # The host starts FSDP's collectives, and multiplies experts one by one if they are not in
+        # bfloat16.
         needs_host = model.job.model.moe.enabled and model.job.precision.param_dtype != "bfloat16"
         of_fsdp = isinstance(model.part, FSDPModule)
         self._captures = model.device.type == "cuda" and not (needs_host or of_fsdp)
@@ -207,14 +209,15 @@ def generate_batch(
 ) -> tuple[float, float]:
     """Generate until every sequence has ended; return the seconds of the pass over prompts, and of the rest.
 
-    All ranks call it together, those of one data-parallel position with the same prompts. ``add`` is called
-    with a row and its new token; it returns whether the sequence goes on.
+    All ranks call it together, those of one data-parallel position with the same prompts. ``add``
+    is called with a row and its new token; it returns whether the sequence goes on.
     """
     model, open_rows = passes.model, set(range(len(prompts)))
     started = prefilled = time.perf_counter()
     new = passes.begin(prompts, numbers, most)
     for left in reversed(range(most)):
-        # A GPU computes the next pass, perhaps in vain, while the host looks at the tokens of this one.
+        # A GPU computes the next pass, perhaps in vain, while the host looks at the tokens of this
+        # one.
         ahead = passes.next() if left and model.device.type != "cpu" else None
         chosen = new.read().tolist()
         for row in sorted(open_rows):

@@ -40,8 +40,8 @@ class EvaluateConfig:
     """Weights, tasks, and how they are scored."""
 
     checkpoint: str | None = label(None)
-    """Weights: a run folder (its newest complete checkpoint), a DCP checkpoint, or a folder of safetensors.
-    ``checkpoint=PATH`` is short for it."""
+    """Weights: a run folder (its newest complete checkpoint), a DCP checkpoint, or a folder of
+    safetensors. ``checkpoint=PATH`` is short for it."""
     tasks: list[str] = label(factory=lambda: ["data"])
     """Each is ``data`` (loss on the documents of ``data=``), or ``lm_eval:NAME``, a task of
     lm-evaluation-harness."""
@@ -51,22 +51,22 @@ class EvaluateConfig:
     """Window: the most tokens of a pass. Null: the length that the weights were trained with, or
     ``model.max_seq_len`` if they do not record it."""
     stride: int | None = label(None, least=1)
-    """Task ``data``: tokens that each window scores; the tokens before them are context. Null: the window,
-    with which passes are cheapest and context is shortest."""
+    """Task ``data``: tokens that each window scores; the tokens before them are context. Null: the
+    window, with which passes are cheapest and context is shortest."""
     limit: int | None = label(None, least=1)
     """Use the first examples (or documents) of each task only; null: all."""
     batch_size: int = label(8, least=1)
     """Rows per data-parallel rank and pass."""
     special_tokens: bool = label(True)
-    """lm_eval: whether the text of a special token (``<|im_start|>``) is that token, as in transformers;
-    false: plain text, as in the documents of ``data``."""
+    """lm_eval: whether the text of a special token (``<|im_start|>``) is that token, as in
+    transformers; false: plain text, as in the documents of ``data``."""
     num_fewshot: int | None = label(None, least=0)
     """lm_eval: examples in the prompt; null: as the task says."""
     include_path: str | None = label(None)
     """lm_eval: a folder with task files of your own."""
     out: str | None = label(None, written="file")
-    """File to which a row for each task is appended. Null: evaluations.jsonl in the run folder that the
-    weights are from, else in the working directory."""
+    """File to which a row for each task is appended. Null: evaluations.jsonl in the run folder that
+    the weights are from, else in the working directory."""
     json: bool = label(False)
     """Print one JSON object instead of a table, as ``--json`` does."""
 

@@ -48,22 +48,22 @@ class GenerateConfig:
     """Weights, prompts, and how tokens are chosen."""
 
     checkpoint: str | None = label(None)
-    """Weights: a run folder (its newest complete checkpoint), a DCP checkpoint, or a folder of safetensors.
-    ``checkpoint=PATH`` is short for it."""
+    """Weights: a run folder (its newest complete checkpoint), a DCP checkpoint, or a folder of
+    safetensors. ``checkpoint=PATH`` is short for it."""
     prompts: list[str] = label(factory=list)
     """Several prompts; ``prompt=TEXT`` is one."""
     prompt_file: str | None = label(None)
-    """File with a prompt on each line; of a .jsonl file, the field ``prompt`` of each line. ``-``: lines of
-    standard input."""
+    """File with a prompt on each line; of a .jsonl file, the field ``prompt`` of each line. ``-``:
+    lines of standard input."""
     chat: str | None = label(None)
-    """Chat template: ``own`` (that of the tokenizer's repository), ``chatml``, ``plain``, or the path of one.
-    Each prompt is then a message of the user, or the field ``messages`` of a line of a .jsonl file, and the
-    next turn of the assistant is generated. Null: prompts are text."""
+    """Chat template: ``own`` (that of the tokenizer's repository), ``chatml``, ``plain``, or the
+    path of one. Each prompt is then a message of the user, or the field ``messages`` of a line of a
+    .jsonl file, and the next turn of the assistant is generated. Null: prompts are text."""
     special_tokens: bool = label(
         True, needs=Switch("generate.chat", "generate.chat=null", lambda chat: chat is None)
     )
-    """Whether the text of a special token (``<|im_start|>``) in a prompt is that token, as in transformers;
-    false: plain text, as in training documents. In chat templates it always is."""
+    """Whether the text of a special token (``<|im_start|>``) in a prompt is that token, as in
+    transformers; false: plain text, as in training documents. In chat templates it always is."""
     max_new_tokens: int = label(100, least=1)
     """Largest number of tokens to generate after each prompt."""
     batch_size: int = label(8, least=1)

@@ -95,7 +95,8 @@ class InferenceJob(Job):
                 layout = dataclasses.replace(layout, expert_tensor_parallel=True)
             job = dataclasses.replace(job, parallelism=layout)
         job = resolve(job, launched_ranks=launched_ranks, gpus=gpus)
-        # Nothing is updated or reduced: weights are loaded in the format of their products, and held once.
+        # Nothing is updated or reduced: weights are loaded in the format of their products, and
+        # held once.
         width = job.precision.param_dtype
         return dataclasses.replace(
             job, precision=dataclasses.replace(job.precision, master_dtype=width, reduce_dtype=width)
@@ -105,8 +106,8 @@ class InferenceJob(Job):
 def use_checkpoint(
     job: Any, overrides: list[str], field: str, *, has_text: bool = True
 ) -> tuple[Any, WeightFolder]:
-    """Find the weights of an ``InferenceJob``, whose model is theirs already; return the job with their
-    tokenizer, and the weights.
+    """Find the weights of an ``InferenceJob``, whose model is theirs already; return the job with
+    their tokenizer, and the weights.
 
     Args:
         field: its field with the path.

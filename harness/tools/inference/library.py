@@ -38,8 +38,8 @@ _SHOWN = 5
 class Library:
     """Tasks by name, and their evaluation.
 
-    Every rank runs lm_eval with the same requests, and all ranks compute each answer together. So lm_eval
-    takes each rank for the only one.
+    Every rank runs lm_eval with the same requests, and all ranks compute each answer together. So
+    lm_eval takes each rank for the only one.
 
     Args:
         job: the resolved job.
@@ -82,7 +82,8 @@ class Library:
         except HarnessError:
             raise
         except Exception as error:
-            # Until the first request, lm_eval reads files of others and the hub, which can raise anything.
+            # Until the first request, lm_eval reads files of others and the hub, which can raise
+            # anything.
             if lm.has_answered:
                 raise
             reason = one_line(f"{type(error).__name__}: {error}")

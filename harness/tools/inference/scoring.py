@@ -48,8 +48,8 @@ class Scores(Protocol):
 class Scorer:
     """Scores rows on all ranks together.
 
-    A batch has rows of similar length, padded at the end, where no scored token sees it. Data-parallel ranks
-    share the rows, and every rank takes part in every pass.
+    A batch has rows of similar length, padded at the end, where no scored token sees it.
+    Data-parallel ranks share the rows, and every rank takes part in every pass.
     """
 
     def __init__(self, model: Scores) -> None:

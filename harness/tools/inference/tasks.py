@@ -90,8 +90,8 @@ class Documents:
         """Metrics by name.
 
         Args:
-            scores: of each row the log-probability (nats) of its scored tokens, and how many of them are not
-                the most probable token; float64 [rows, 2].
+            scores: of each row the log-probability (nats) of its scored tokens, and how many of
+                them are not the most probable token; float64 [rows, 2].
         """
         nats = -float(scores[:, 0].sum())
         loss = nats / self.tokens
@@ -110,8 +110,8 @@ class Documents:
 def windows(tokens: Sequence[int], window: int, stride: int | None = None) -> Iterator[ScoredRow]:
     """Cut a document into rows of at most ``window`` inputs that score each token but the first once.
 
-    The first row scores up to ``window`` tokens. Each later row ends ``stride`` tokens further and has
-    ``window`` inputs, as in lm-evaluation-harness with a context of window - stride + 1.
+    The first row scores up to ``window`` tokens. Each later row ends ``stride`` tokens further and
+    has ``window`` inputs, as in lm-evaluation-harness with a context of window - stride + 1.
     """
     end = min(window, len(tokens) - 1)
     if end < 1:
@@ -126,8 +126,8 @@ def windows(tokens: Sequence[int], window: int, stride: int | None = None) -> It
 def encode_pair(context: str, continuation: str, setting: Setting) -> ScoredRow:
     """Tokens of a context and its continuation, which is scored.
 
-    Both are encoded together, and spaces at the end of the context belong to the continuation, as in
-    lm-evaluation-harness (``TemplateLM._encode_pair``).
+    Both are encoded together, and spaces at the end of the context belong to the continuation, as
+    in lm-evaluation-harness (``TemplateLM._encode_pair``).
     """
     ids, before = setting.encode(context + continuation), setting.encode(context.rstrip())
     if not before:
