@@ -52,7 +52,8 @@ def open_cache(
         DataError: the source cannot be read or holds no text, or the builder's cache is not visible
             here.
     """
-    name, stored_split = f"{source.name}, {split} documents", split if held_out > 0 else "train"
+    name = f"{source.name}, {split} documents"
+    stored_split = split if held_out > 0 else "train"
     if is_builder:
         folder = cache_folder(source, tokenizer, held_out)
         for other in folder.parent.glob(f"corpus-*/{UNFINISHED}"):
@@ -169,13 +170,12 @@ def _data_overrides(config: DataConfig) -> list[str]:
     """Overrides that select a source; the defaults are those of the files in conf/data."""
     if config.reads_files:
         format = config.format if config.format in _OPTIONS else "text"
-        option, like = _OPTIONS[format], DataConfig(format=format, validation_fraction=0.01)
+        option = _OPTIONS[format]
+        like = DataConfig(format=format, validation_fraction=0.01)
         names: tuple[str, ...] = ("paths", "exclude", "format", "encoding_errors")
     else:
-        option, like = (
-            "c4",
-            DataConfig(subset="en", streaming=True, validation_split="validation", shuffle=False),
-        )
+        option = "c4"
+        like = DataConfig(subset="en", streaming=True, validation_split="validation", shuffle=False)
         names = ("dataset", "subset", "split", "data_files", "streaming", "validation_split", "shuffle")
     names = (*names, "text_field", "validation_fraction")
     return [f"data={option}", *_differing("data", config, like, names)]

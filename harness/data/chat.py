@@ -48,7 +48,8 @@ TEMPLATES = {
 }
 """Templates by the names of data.chat_template."""
 
-JINJA, PROCESSOR = "chat_template.jinja", "chat_template.json"
+JINJA = "chat_template.jinja"
+PROCESSOR = "chat_template.json"
 ASSISTANT = "assistant"
 _ROLES = {"human": "user", "gpt": ASSISTANT}
 _EXAMPLE = '{"role": "user", "content": "Hello"}'
@@ -91,7 +92,8 @@ class Conversations(LocalFiles):
         field = self.config.messages_field
         if field not in row:
             raise DataError(f"{where}: no field {field!r} among {list_names(row)}; set data.messages_field")
-        messages, tools = row[field], row.get(_TOOLS)
+        messages = row[field]
+        tools = row.get(_TOOLS)
         for name, value in ((field, messages), (_TOOLS, tools or [])):
             if not isinstance(value, list):
                 raise DataError(f"{where}: field {name!r} holds {type(value).__name__}, not a list")
@@ -111,9 +113,11 @@ class ConversationTokenizer(Tokenizer):
     bos_id = eos_id = None
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
-        self._tokenizer, self._template = tokenizer, template
+        self._tokenizer = tokenizer
+        self._template = template
         self.vocab_size = 2 * tokenizer.vocab_size
-        self.special_ids, self.file = tokenizer.special_ids, tokenizer.file
+        self.special_ids = tokenizer.special_ids
+        self.file = tokenizer.file
         key = json.dumps([_VERSION, tokenizer.fingerprint, template.identity], sort_keys=True)
         self.fingerprint = f"chat/{hashlib.sha256(key.encode()).hexdigest()}"
 

@@ -56,16 +56,22 @@ class PackedConversations:
     """
 
     def __init__(self, split: TokenizedSplit, reading: Reading) -> None:
-        seq_len, seed, shuffle = reading.seq_len, reading.seed, reading.shuffles
-        self._split, self._seq_len, self._pad_id = split, seq_len, reading.tokenizer.eos_id or 0
+        seq_len = reading.seq_len
+        seed = reading.seed
+        shuffle = reading.shuffles
+        self._split = split
+        self._seq_len = seq_len
+        self._pad_id = reading.tokenizer.eos_id or 0
         cut = reading.data.long_conversations == "cut"
         self._ends = np.append(np.asarray(split.starts)[1:], len(split.tokens)).astype(np.int64)
         inputs = self._ends - split.starts - 1
-        usable, too_long = inputs > 0, np.flatnonzero(inputs > seq_len)
+        usable = inputs > 0
+        too_long = np.flatnonzero(inputs > seq_len)
         usable[too_long] = [
             cut and bool(self._read(conversation)[1][1:].any()) for conversation in too_long.tolist()
         ]
-        self.num_conversations, self.num_too_long = int(usable.sum()), len(too_long)
+        self.num_conversations = int(usable.sum())
+        self.num_too_long = len(too_long)
         self.num_without_labels = int((inputs <= 0).sum())
         self.num_cut_off = int(too_long.size - usable[too_long].sum()) if cut else 0
         if not self.num_conversations:
@@ -87,7 +93,8 @@ class PackedConversations:
         self.fill = float(sizes.sum() / (count * seq_len))
 
     def sample(self, number: int) -> tuple[np.ndarray, ...]:
-        index, T = self._order.at(number), self._seq_len
+        index = self._order.at(number)
+        T = self._seq_len
         inputs_T = np.full(T, self._pad_id, dtype=np.int64)
         labels_T = np.full(T, IGNORE_INDEX, dtype=np.int64)
         conversations = self._conversations[self._bounds[index] : self._bounds[index + 1]]
@@ -96,7 +103,8 @@ class PackedConversations:
         for document, conversation in enumerate(conversations):
             tokens, learned = self._read(conversation)
             end = begin + len(tokens) - 1
-            inputs_T[begin:end], documents_T[begin:end] = tokens[:-1], document
+            inputs_T[begin:end] = tokens[:-1]
+            documents_T[begin:end] = document
             labels_T[begin:end] = np.where(learned[1:], tokens[1:], IGNORE_INDEX)
             begin = end
         return inputs_T, labels_T, documents_T

@@ -109,7 +109,8 @@ def read_meta(folder: Path) -> dict[str, Any]:
             raise ValueError(f"dtype {meta['dtype']}")
         for split in SPLITS:
             tokens, starts = files_of(split)
-            nbytes, known = meta["tokens"][split] * np.dtype(meta["dtype"]).itemsize, meta["files"]
+            nbytes = meta["tokens"][split] * np.dtype(meta["dtype"]).itemsize
+            known = meta["files"]
             if known[tokens]["size"] != nbytes or known[starts]["size"] % 8:
                 raise ValueError(f"{split} has other numbers of tokens and bytes")
     except (*NO_FILE, ValueError, KeyError, TypeError) as error:
@@ -200,7 +201,8 @@ def open_shard(folder: Path, shard: Shard, split: str, name: str, *, check: bool
         check: compare checksums, not only sizes.
     """
     path = folder / shard.folder
-    meta, files = read_meta(path), files_of(split)
+    meta = read_meta(path)
+    files = files_of(split)
     if check and xxhash.xxh3_64_hexdigest((path / META).read_bytes()) != shard.meta_xxh3_64:
         raise Damaged(f"{META} does not have the checksum in {MANIFEST}")
     expected = {file: meta["files"][file] for file in files}
@@ -250,7 +252,8 @@ def open_shards(folder: Path, split: str, *, check: bool = True) -> list[Tokeniz
 
 def check_tokenizer(manifest: Manifest, tokenizer: Tokenizer, name: str) -> None:
     """Raise ConfigError unless a job's tokenizer is that of the corpus ``name``."""
-    found, own = manifest.tokenizer, tokenizer.config
+    found = manifest.tokenizer
+    own = tokenizer.config
     if found["fingerprint"] != tokenizer.fingerprint and own and own.kind != "none":
         field = "tokenizer.path" if own.has_file else "tokenizer.kind"
         rule = (
@@ -279,7 +282,8 @@ class CorpusWriter(ShardWriter):
         DataError: the source cannot be read.
     """
 
-    verb, noun = "tokenize", "corpus"
+    verb = "tokenize"
+    noun = "corpus"
 
     def __init__(
         self,
@@ -291,8 +295,11 @@ class CorpusWriter(ShardWriter):
         unit_mib: float = 16.0,
         shards: int | None = None,
     ) -> None:
-        self.target, self.held_out, self._unit_mib = target, held_out, unit_mib
-        self._source, self.tokenizer = source, tokenizer
+        self.target = target
+        self.held_out = held_out
+        self._unit_mib = unit_mib
+        self._source = source
+        self.tokenizer = tokenizer
         self.source_name = source.name
         self._dtype = token_dtype(tokenizer)
         self._units_folder = self.work / "units"
@@ -350,7 +357,8 @@ class CorpusWriter(ShardWriter):
         return manifest
 
     def _write_shard(self, shard: int, first_document: int) -> None:
-        folder, units = self.folder(shard), self.shards[shard]
+        folder = self.folder(shard)
+        units = self.shards[shard]
         with only_builder(self.work / folder.name, folder.exists) as building:
             if building is None:
                 return
@@ -367,7 +375,8 @@ class CorpusWriter(ShardWriter):
 
     def _concatenate(self, folder: Path, units: Sequence[Unit], first_document: int) -> None:
         writers = {split: _Writer(folder, split) for split in SPLITS}
-        document, damaged = first_document, 0
+        document = first_document
+        damaged = 0
         try:
             for unit in units:
                 file = self._units_folder / f"{unit.key}.tokens"
@@ -381,7 +390,8 @@ class CorpusWriter(ShardWriter):
                 ends = np.append(index.starts, index.num_tokens)
                 # Consecutive documents of a split are one run, and the file is read in order.
                 for first, last in pairwise([0, *changes, len(held)] if len(held) else []):
-                    begin, end = ends[first], ends[last]
+                    begin = ends[first]
+                    end = ends[last]
                     writer = writers["validation" if held[first] else "train"]
                     writer.append(tokens[begin:end], index.starts[first:last] - begin)
                 document += index.num_documents

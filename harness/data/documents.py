@@ -192,7 +192,8 @@ class FileLine(NamedTuple):
 def _lines_before(file: Path, begin: int) -> int:
     if not begin:
         return 0
-    lines, position = 1, 0
+    lines = 1
+    position = 0
     with file.open("rb") as content:
         # A newline at begin - 1 ends a line; the next one begins at `begin`.
         while position < begin - 1 and (block := content.read(min(_BLOCK_BYTES, begin - 1 - position))):
@@ -302,7 +303,8 @@ class LocalFiles(Source):
     def __init__(self, config: DataConfig, split: str) -> None:
         is_separate = split == "validation" and config.validation_paths
         field = "validation_paths" if is_separate else "paths"
-        self.config, self.damaged = config, 0
+        self.config = config
+        self.damaged = 0
         self._patterns: list[str] = getattr(config, field)
         self.name = f"data.{field}=[{', '.join(self._patterns)}]"
 
@@ -338,7 +340,8 @@ class LocalFiles(Source):
 
     def spans(self, unit_bytes: int) -> Iterator[Span]:
         for file in self.files:
-            size, format = file.stat().st_size, self.format_of(file)
+            size = file.stat().st_size
+            format = self.format_of(file)
             if size <= unit_bytes or file.suffix in COMPRESSIONS or format == "text":
                 yield Span(str(file), 0, None, size)
             elif format == "jsonl":
@@ -392,7 +395,8 @@ class LocalFiles(Source):
             for number, line in enumerate(iter(partial(lines.readline, LONGEST_LINE + 1), b"")):
                 if span.end is not None and offset >= span.end:
                     return
-                where, start = FileLine(file, span.begin, number), offset
+                where = FileLine(file, span.begin, number)
+                start = offset
                 offset += len(line)
                 if len(line) > LONGEST_LINE:
                     raise DataError(
@@ -493,7 +497,8 @@ class HubTable(Source):
 
     def __init__(self, config: DataConfig, split: str) -> None:
         own = config.validation_split if split == "validation" else None
-        self.config, self.damaged = config, 0
+        self.config = config
+        self.damaged = 0
         self._split = own or config.split
         self.name = f"data.dataset={config.dataset}, split {self._split}"
 
@@ -536,7 +541,8 @@ def open_dataset(config: DataConfig, split: str) -> Any:
     try:
         if config.dataset and _is_saved(Path(config.dataset)):
             return _saved_split(config, split)
-        files, streaming = config.data_files or None, config.streaming
+        files = config.data_files or None
+        streaming = config.streaming
         return datasets.load_dataset(
             config.dataset, config.subset, split=split, streaming=streaming, data_files=files
         )

@@ -27,7 +27,8 @@ def build_loader(reading: Reading) -> Loader:
             the model's vocabulary.
         DataError: the data is missing, unreadable, or too small.
     """
-    rows, batch_size = reading.rows, reading.global_batch_size
+    rows = reading.rows
+    batch_size = reading.global_batch_size
     if reading.split not in ("train", "validation"):
         raise ValueError(f"split is train or validation, not {reading.split}")
     if rows.step != 1 or not 0 <= rows.start < rows.stop <= batch_size:
@@ -45,7 +46,9 @@ def load_mixture(reading: Reading) -> Loader:
     Validation takes equally many samples of every source that holds out documents, whatever the
     weights.
     """
-    data, sizes, validating = reading.data, reading.sizes, reading.split == "validation"
+    data = reading.data
+    sizes = reading.sizes
+    validating = reading.split == "validation"
     if validating:
         data.require_validation()
     names = [name for name in data.source_names if not validating or _holds_out(data, name)]

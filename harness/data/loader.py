@@ -95,15 +95,18 @@ class Cursor:
     """
 
     def __init__(self, rows: range, sizes: Sizes) -> None:
-        self.rows, self.sizes = rows, sizes
+        self.rows = rows
+        self.sizes = sizes
         self.step = self.position = 0
 
     def advance(self) -> list[Piece]:
         """Go on by one step; return the pieces of this loader's rows."""
         sizes = self.sizes
         phase = sizes.at(self.step + 1)
-        begin, length = phase.begin(self.position), phase.seq_len
-        self.step, self.position = self.step + 1, begin + phase.tokens
+        begin = phase.begin(self.position)
+        length = phase.seq_len
+        self.step += 1
+        self.position = begin + phase.tokens
         return [
             Piece(
                 row * sizes.batch_size // phase.batch_size,
@@ -148,7 +151,8 @@ class NumberedSource(SampleSource):
     streams: Mapping[int, RowStream] = MappingProxyType({})
 
     def __init__(self, samples: Samples) -> None:
-        self._samples, self.num_per_epoch = samples, samples.num_per_epoch
+        self._samples = samples
+        self.num_per_epoch = samples.num_per_epoch
         self._known: tuple[int, tuple[np.ndarray, ...]] | None = None
 
     def read(self, piece: Piece) -> tuple[np.ndarray, ...]:
@@ -176,8 +180,10 @@ class SampleLoader(Loader):
     def __init__(
         self, reading: Reading, sources: Mapping[str, SampleSource], order: SourceOrder | None = None
     ) -> None:
-        self.sources, self._order = sources, order
-        self._cursor, self._batch_size = Cursor(reading.rows, reading.sizes), reading.sizes.batch_size
+        self.sources = sources
+        self._order = order
+        self._cursor = Cursor(reading.rows, reading.sizes)
+        self._batch_size = reading.sizes.batch_size
         self._names = reading.data.source_names
         self._streams = {
             f"{name}/{row}" if order else str(row): stream
@@ -193,7 +199,8 @@ class SampleLoader(Loader):
         if self._order is None:
             (source,) = self.sources.values()
             return stack([source.read(piece) for piece in pieces])
-        read, drawn = [], []
+        read = []
+        drawn = []
         for piece in pieces:
             index, number = self._order.which(piece.number)
             name = self._order.names[index]
@@ -228,7 +235,8 @@ class SampleLoader(Loader):
             self._order.load_state_dict(state["mixture"])
 
     def _check(self, state: dict[str, Any]) -> None:
-        slots, saved = state.get("slots", {}), "the saved position"
+        slots = state.get("slots", {})
+        saved = "the saved position"
         if self._order and "mixture" not in state:
             raise DataError(f"{saved} is in one source, and data.kind is mixture")
         if not self._order and "mixture" in state:

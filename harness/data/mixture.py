@@ -36,7 +36,9 @@ class SourceOrder:
 
     def __init__(self, shares: Shares, *, block: int, seed: int) -> None:
         self.names = sorted(shares[0][1])
-        self._shares, self._block, self._seed = shares, block, seed
+        self._shares = shares
+        self._block = block
+        self._seed = seed
         self._rule = {
             "shares": [
                 [first, {name: str(share) for name, share in by_name.items()}] for first, by_name in shares
@@ -102,12 +104,14 @@ class SourceOrder:
 
     def _enter_block(self, first: int, counts: list[int]) -> None:
         changes = (change for change, _ in self._shares if change > first)
-        self._first, self._end = first, min([first + self._block, *changes])
+        self._first = first
+        self._end = min([first + self._block, *changes])
         self._counts = list(counts)
         self._target.seek(first, counts)
         sources = [self._target.next() for _ in range(self._end - first)]
         shuffled = random_stream("mixture", self._seed, first).permutation(len(sources))
-        taken, self._members = list(counts), []
+        taken = list(counts)
+        self._members = []
         for index in shuffled:
             source = sources[index]
             self._members.append((source, taken[source]))
@@ -141,7 +145,8 @@ class _Target:
         self.seek(origin, counts)
 
     def seek(self, number: int, counts: Sequence[int]) -> None:
-        self._number, self.counts = number, list(counts)
+        self._number = number
+        self.counts = list(counts)
         self._windows = [self._window(source) for source in range(len(self.counts))]
 
     def next(self) -> int:

@@ -29,8 +29,11 @@ class Prefetcher(Loader):
     """
 
     def __init__(self, loader: Loader, depth: int, device: torch.device) -> None:
-        self._loader, self._depth, self._device = loader, depth, device
-        self.samples_per_epoch, self.damaged_documents = loader.samples_per_epoch, loader.damaged_documents
+        self._loader = loader
+        self._depth = depth
+        self._device = device
+        self.samples_per_epoch = loader.samples_per_epoch
+        self.damaged_documents = loader.damaged_documents
         self.samples_per_epoch_of = loader.samples_per_epoch_of
         self._state = loader.state_dict()
         self._worker: _PrefetchThread | None = None
@@ -65,7 +68,8 @@ class Prefetcher(Loader):
         self._loader.close()
 
     def _stop_worker(self, timeout: float | None = None) -> None:
-        worker, self._worker = self._worker, None
+        worker = self._worker
+        self._worker = None
         if worker is not None and worker.stop(timeout):
             # Prefetched batches that were not returned must be read again.
             self._loader.load_state_dict(self._state)
@@ -75,7 +79,8 @@ class _PrefetchThread:
     """The thread, and the queue from it to the loop; replaced after a reset."""
 
     def __init__(self, loader: Loader, depth: int, device: torch.device) -> None:
-        self._loader, self._device = loader, device
+        self._loader = loader
+        self._device = device
         self._queue: queue.Queue[Any] = queue.Queue(depth)
         self._stopped = threading.Event()
         self._failure: BaseException | None = None
@@ -117,7 +122,8 @@ class _PrefetchThread:
                 torch.cuda.set_device(self._device)  # the current device is per thread
                 stream = torch.cuda.Stream(self._device)
             while not self._stopped.is_set():
-                batch, copied = self._loader.next(), None
+                batch = self._loader.next()
+                copied = None
                 with nullcontext() if stream is None else torch.cuda.stream(stream):
                     on_device = place(batch, self._device)
                     if stream is not None:

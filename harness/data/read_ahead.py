@@ -42,7 +42,8 @@ class ReaderPool:
     """
 
     def __init__(self, readers: Mapping[int, RowReader], processes: int, *, chunk_tokens: int) -> None:
-        self._readers, self._chunk_tokens = readers, max(chunk_tokens, LEAST_CHUNK_TOKENS)
+        self._readers = readers
+        self._chunk_tokens = max(chunk_tokens, LEAST_CHUNK_TOKENS)
         self._num_processes = min(processes, len(readers))
         self._workers: list[Worker] = []
         self._seeks: dict[int, Position] = {}
@@ -74,7 +75,8 @@ class ReaderPool:
         """
         if not self._workers:
             self._start()
-        seeks, self._seeks = self._seeks, {}
+        seeks = self._seeks
+        self._seeks = {}
         # First a chunk of every row, then further ones.
         for number in range(CHUNKS_AHEAD):
             for each, position in seeks.items():

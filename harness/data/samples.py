@@ -74,7 +74,9 @@ class EpochOrder:
     """
 
     def __init__(self, num: int, seed: int, *, shuffle: bool) -> None:
-        self._num, self._seed, self._shuffle = num, seed, shuffle
+        self._num = num
+        self._seed = seed
+        self._shuffle = shuffle
         self._order: tuple[int, np.ndarray] | None = None
 
     def at(self, number: int) -> int:
@@ -98,7 +100,9 @@ class PackedSamples:
     """
 
     def __init__(self, split: Tokens, reading: Reading) -> None:
-        self._split, self._data, self._seq_len = split, reading.data, reading.seq_len
+        self._split = split
+        self._data = reading.data
+        self._seq_len = reading.seq_len
         count = max(0, (split.num_tokens - 1) // reading.seq_len)
         self._order = EpochOrder(count, reading.seed, shuffle=reading.shuffles)
         self.num_per_epoch: int | None = count
@@ -128,7 +132,8 @@ class SyntheticSamples:
         reading = self._reading
         random = random_stream(f"synthetic {reading.split}", reading.seed, number)
         tokens = random.randint(0, reading.model_vocab_size, reading.seq_len + 1, dtype=np.int64)
-        inputs_T, labels_T = tokens[:-1], tokens[1:].copy()
+        inputs_T = tokens[:-1]
+        labels_T = tokens[1:].copy()
         share = random.uniform(0, 2 * reading.data.mask_fraction)
         num_masked = min(round(share * reading.seq_len), reading.seq_len - 1)
         labels_T[random.permutation(reading.seq_len)[:num_masked]] = IGNORE_INDEX
@@ -142,7 +147,8 @@ def sample_of(tokens: np.ndarray, first_labels: np.ndarray, data: DataConfig) ->
         first_labels: positions of labels that are a document's first token; it is the next
             position's input.
     """
-    inputs_T, labels_T = tokens[:-1], tokens[1:].copy()
+    inputs_T = tokens[:-1]
+    labels_T = tokens[1:].copy()
     if data.mask_document_boundary:
         labels_T[first_labels] = IGNORE_INDEX
     if data.attend_across_documents:

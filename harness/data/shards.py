@@ -24,7 +24,9 @@ from harness.util.errors import ConfigError, DataError, MachineError
 from harness.util.files import write_atomically
 from harness.util.store import only_builder
 
-MANIFEST, PLAN, UNFINISHED = "manifest.json", "plan.json", ".unfinished"
+MANIFEST = "manifest.json"
+PLAN = "plan.json"
+UNFINISHED = ".unfinished"
 FORMAT_VERSION = 1
 
 
@@ -91,7 +93,8 @@ class ShardWriter(ABC):
 
     def check_target(self) -> None:
         """Check that the target is new, or an unfinished folder of the same job."""
-        path, field = self.target / PLAN, f"{self.verb}.target"
+        path = self.target / PLAN
+        field = f"{self.verb}.target"
         if path.exists():
             found = read_object(path)
             differing = [name for name, value in self.plan.items() if found.get(name) != value]

@@ -98,7 +98,8 @@ class RowReader:
                 f"{self.name}: the position was saved with data.shuffle={str(shuffled).lower()}; "
                 "set data.shuffle as it was"
             )
-        saved, shards = position.get("shards"), self.dataset.n_shards
+        saved = position.get("shards")
+        shards = self.dataset.n_shards
         if saved is not None and saved != shards:
             raise DataError(
                 f"{self.name}: the dataset has {shards} shards, but {saved} when the position was saved; "
@@ -117,7 +118,9 @@ class RowReader:
 
     def _texts(self, position: Position) -> Iterator[_Text]:
         dealt = "part" in position
-        number, state, example = position.get("part", 0), position["document"], position.get("example", 0)
+        number = position.get("part", 0)
+        state = position["document"]
+        example = position.get("example", 0)
         without_text = 0
         while True:
             part = self._part(number if dealt else None)
@@ -132,8 +135,11 @@ class RowReader:
                         {"shards": position["shards"], "part": number, "example": example} if dealt else {}
                     )
                     yield _Text({**where, "document": state}, text)
-                state, example = next_state, example + 1
-            number, state, example = number + 1, None, 0
+                state = next_state
+                example += 1
+            number += 1
+            state = None
+            example = 0
             without_text = 0 if found else without_text + 1
             # One more than there are, because the first was perhaps not read from its beginning.
             if without_text > (self._num_own_parts if dealt else 1):
@@ -143,7 +149,8 @@ class RowReader:
 
     def _shuffled_texts(self, position: Position) -> Iterator[_Text]:
         assert self.shuffle_buffer is not None
-        block, first = position["block"], position["index"]
+        block = position["block"]
+        first = position["index"]
 
         def pass_of(text: _Text) -> int:
             return (self.row + text.position["part"] * self.rows) // self._num_parts
@@ -155,7 +162,8 @@ class RowReader:
                 for index in range(first, len(members)):
                     start = {**members[0].position, "block": block, "index": index}
                     yield _Text(start, members[order[index]].text)
-                block, first = block + 1, 0
+                block += 1
+                first = 0
 
     @property
     def _cuts(self) -> int:
@@ -205,7 +213,8 @@ class RowStream:
     """An endless sequence of the samples of one row of the global batch."""
 
     def __init__(self, reader: RowReader, data: DataConfig) -> None:
-        self._reader, self._data = reader, data
+        self._reader = reader
+        self._data = data
         self.reset()
 
     def reset(self) -> None:
@@ -238,16 +247,20 @@ class RowStream:
         while available < count:
             self._documents.append(next(self._unread))
             available += len(self._documents[-1].tokens)
-        tokens, starts = np.empty(count, dtype=np.int64), np.zeros(count, dtype=bool)
-        filled, begin = 0, self._offset
+        tokens = np.empty(count, dtype=np.int64)
+        starts = np.zeros(count, dtype=bool)
+        filled = 0
+        begin = self._offset
         for document in self._documents:
             part = document.tokens[begin : begin + count - filled]
             tokens[filled : filled + len(part)] = part
             starts[filled] = begin == 0
-            filled, begin = filled + len(part), 0
+            filled += len(part)
+            begin = 0
         return tokens, starts
 
     def _seek(self, position: Position, offset: int) -> None:
-        self._position, self._offset = position, offset
+        self._position = position
+        self._offset = offset
         self._documents: deque[TokenizedDocument] = deque()
         self._unread: Iterator[TokenizedDocument] = self._reader.read(position)

@@ -22,7 +22,9 @@ def load_hub(reading: Reading) -> Loader:
     """Return the loader of a dataset: with ``data.streaming`` of its streams, else of its documents."""
     if not reading.data.streaming:
         return load_documents(reading)
-    data, rows, validating = reading.data, reading.rows, reading.split == "validation"
+    data = reading.data
+    rows = reading.rows
+    validating = reading.split == "validation"
     if validating:
         data.require_validation()
     part = data.validation_split if validating and data.validation_split else data.split

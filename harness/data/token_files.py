@@ -34,7 +34,8 @@ from harness.util.files import matching
 
 _READ_BY_SOME = ("dtype", "tokens_field")  # fields of ``data``; a format says which it reads
 _HELD_OUT_NAME = re.compile(r"(?:^|[^a-z])(?:val|valid|validation|dev|test)(?:$|[^a-z])")
-_SCANNED_FILES, _SCANNED_TOKENS = 16, 1 << 16
+_SCANNED_FILES = 16
+_SCANNED_TOKENS = 1 << 16
 
 
 def load_tokens(reading: Reading) -> Loader:
@@ -48,7 +49,10 @@ def open_token_files(reading: Reading) -> Tokens:
     last ``data.validation_fraction`` of each file. The rank that builds caches also reads a sample
     of the tokens for ids outside the vocabulary, and checks checksums.
     """
-    data, tokenizer, split, is_builder = reading.data, reading.tokenizer, reading.split, reading.is_builder
+    data = reading.data
+    tokenizer = reading.tokenizer
+    split = reading.split
+    is_builder = reading.is_builder
     is_separate = split == "validation" and bool(data.validation_paths)
     field = "validation_paths" if is_separate else "paths"
     patterns = getattr(data, field)

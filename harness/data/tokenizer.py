@@ -183,11 +183,13 @@ class _Buffer:
     """The next characters of a text that comes in parts."""
 
     def __init__(self, parts: Iterable[str]) -> None:
-        self.text, self._parts = "", iter(parts)
+        self.text = ""
+        self._parts = iter(parts)
 
     def fill(self, num_chars: int) -> bool:
         """Read until the buffer has at least ``num_chars``; return whether the text has as many."""
-        read, length = [self.text], len(self.text)
+        read = [self.text]
+        length = len(self.text)
         while length < num_chars and (part := next(self._parts, None)) is not None:
             read.append(part)
             length += len(part)
@@ -195,7 +197,8 @@ class _Buffer:
         return length >= num_chars
 
     def take(self, num_chars: int) -> str:
-        taken, self.text = self.text[:num_chars], self.text[num_chars:]
+        taken = self.text[:num_chars]
+        self.text = self.text[num_chars:]
         return taken
 
     def take_all(self) -> str:
@@ -204,7 +207,8 @@ class _Buffer:
 
 def _find_cut(buffer: _Buffer, encode: Callable[[str], list[int]]) -> int | None:
     """Return the first possible cut after ``PIECE_CHARS``; None if none of ``_TRIES`` lines can be cut."""
-    first, tries = PIECE_CHARS, 0
+    first = PIECE_CHARS
+    tries = 0
     while tries < _TRIES:
         line = _NEW_LINE.search(buffer.text, first)
         length = len(buffer.text)
@@ -216,10 +220,12 @@ def _find_cut(buffer: _Buffer, encode: Callable[[str], list[int]]) -> int | None
         if line is None:
             return None
         cut = line.start()
-        before, after = buffer.text[cut - _WINDOW_CHARS : cut], buffer.text[cut : cut + _WINDOW_CHARS]
+        before = buffer.text[cut - _WINDOW_CHARS : cut]
+        after = buffer.text[cut : cut + _WINDOW_CHARS]
         if encode(before) + encode(after) == encode(before + after):
             return cut
-        first, tries = cut + 1, tries + 1
+        first = cut + 1
+        tries += 1
     return None
 
 
@@ -318,7 +324,8 @@ class SentencePieceTokenizer(Tokenizer):
     def __init__(self, config: TokenizerConfig) -> None:
         import sentencepiece
 
-        content, file = read_tokenizer(config.file), config.file
+        content = read_tokenizer(config.file)
+        file = config.file
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
             self.vocab_size: int = self._model.vocab_size()
@@ -383,11 +390,14 @@ class TiktokenTokenizer(Tokenizer):
     def __init__(self, config: TokenizerConfig) -> None:
         import tiktoken
 
-        content, file, special = read_tokenizer(config.file), config.file, config.special
+        content = read_tokenizer(config.file)
+        file = config.file
+        special = config.special
         special_set = SETS[special]
         ranks = parse_ranks(content, file)
         special_ids = {token: len(ranks) + i for i, token in enumerate(special_set.tokens)}
-        self.special_ids, self.file = special_ids, file
+        self.special_ids = special_ids
+        self.file = file
         self._encoding = tiktoken.Encoding(
             special, pat_str=special_set.pattern, mergeable_ranks=ranks, special_tokens=special_ids
         )

@@ -26,7 +26,9 @@ from harness.data.tokenizer import (
 from harness.util.encoding import parse_object, read_object
 from harness.util.errors import DataError, one_line
 
-TOKENIZER, CONFIG, SPECIALSPECIAL_NAMES = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
+TOKENIZER = "tokenizer.json"
+CONFIG = "tokenizer_config.json"
+SPECIAL_MAP = "special_tokens_map.json"
 # Other tokenizer files of a repository, copied together with tokenizer.json.
 _COMPANIONS = (
     "added_tokens.json",
@@ -56,7 +58,8 @@ class HuggingFaceTokenizer(Tokenizer):
         os.environ.setdefault("RAYON_NUM_THREADS", str(NUM_THREADS))
         import tokenizers
 
-        content, self.file = read_tokenizer(config.file), config.file
+        content = read_tokenizer(config.file)
+        self.file = config.file
         with self._without_panic():
             try:
                 self._model = tokenizers.Tokenizer.from_buffer(content)
@@ -175,7 +178,7 @@ def read_transformers_settings(file: Path) -> dict[str, Any]:
     """Merge transformers' files in the same folder as transformers does: special_tokens_map.json,
     which older versions wrote, takes precedence unless tokenizer_config.json has the added tokens.
     """
-    config, special = (_read_settings(file.with_name(name)) for name in (CONFIG, SPECIALSPECIAL_NAMES))
+    config, special = (_read_settings(file.with_name(name)) for name in (CONFIG, SPECIAL_MAP))
     return config if "added_tokens_decoder" in config else config | special
 
 
@@ -211,9 +214,9 @@ def copy_tokenizer(config: TokenizerConfig, folder: Path) -> None:
         if config.file.with_name(name).is_file():
             (folder / name).write_bytes(config.file.with_name(name).read_bytes())
     ours = {"bos_token": config.bos, "eos_token": config.eos}
-    for name in (CONFIG, SPECIALSPECIAL_NAMES):
+    for name in (CONFIG, SPECIAL_MAP):
         path = config.file.with_name(name)
-        if name == SPECIALSPECIAL_NAMES and not path.is_file():
+        if name == SPECIAL_MAP and not path.is_file():
             continue
         theirs = (
             read_object(path, DataError) if path.is_file() else {"tokenizer_class": "PreTrainedTokenizerFast"}

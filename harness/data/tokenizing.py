@@ -79,7 +79,8 @@ def units_of(source: Source, tokenizer: Tokenizer, unit_bytes: int) -> list[Unit
             size = 0
         groups[-1].append(span)
         size += span.nbytes
-    units, common = [], [*source.reading, tokenizer.fingerprint]
+    units = []
+    common = [*source.reading, tokenizer.fingerprint]
     for number, spans in enumerate(groups):
         content = json.dumps([*common, source.contents(spans)])
         units.append(Unit(number, hashlib.sha256(content.encode()).hexdigest()[:24], tuple(spans)))
@@ -127,7 +128,8 @@ def read_index(folder: Path, unit: Unit, dtype: np.dtype) -> Index | None:
         size = (folder / f"{unit.key}.tokens").stat().st_size
     except FileNotFoundError:
         return None
-    header, rest = numbers[:_HEADER].tolist(), numbers[_HEADER:]
+    header = numbers[:_HEADER].tolist()
+    rest = numbers[_HEADER:]
     if len(header) < _HEADER or size != header[2] * dtype.itemsize or len(rest) % 2:
         return None
     return Index(*header, *np.split(rest, 2))
@@ -138,7 +140,8 @@ def is_intact(folder: Path, unit: Unit, dtype: np.dtype) -> bool:
     index = read_index(folder, unit, dtype)
     if index is None:
         return False
-    tokens, counts = folder / f"{unit.key}.tokens", (index.num_documents, index.damaged, index.num_tokens)
+    tokens = folder / f"{unit.key}.tokens"
+    counts = (index.num_documents, index.damaged, index.num_tokens)
     if index.checksum == _checksum(tokens, *counts, index.starts.tobytes(), index.numbers.tobytes()):
         return True
     sys.stderr.write(f"WARNING {tokens} is damaged and is made again\n")
@@ -155,7 +158,10 @@ def write_unit(
     """
     dtype = token_dtype(tokenizer)
     temporary = folder / f".{unit.key}.{uuid.uuid4().hex}.tmp"
-    starts, numbers, num_tokens, damaged = array("q"), array("q"), 0, source.damaged
+    starts = array("q")
+    numbers = array("q")
+    num_tokens = 0
+    damaged = source.damaged
     counter = count()
     documents = ((next(counter), text) for span in unit.spans for text in source.read(span))
     try:
@@ -226,12 +232,14 @@ def _batches(documents: Iterable[tuple[int, str | LongText]]) -> Iterator[Batch]
         is_long = _is_long(text)
         if is_long and batch:
             yield batch
-            batch, num_chars = [], 0
+            batch = []
+            num_chars = 0
         batch.append((number, text))
         num_chars += 0 if isinstance(text, LongText) else len(text)
         if is_long or num_chars >= CHARS_PER_BATCH:
             yield batch
-            batch, num_chars = [], 0
+            batch = []
+            num_chars = 0
     if batch:
         yield batch
 
@@ -298,9 +306,12 @@ class TokenizingProgress:
         workers: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._name, self._workers, self._clock = name, workers, clock
+        self._name = name
+        self._workers = workers
+        self._clock = clock
         self._read = dict.fromkeys((unit.key for unit in missing), 0)
-        self._total, self._todo = bytes_of(units), bytes_of(missing)
+        self._total = bytes_of(units)
+        self._todo = bytes_of(missing)
         self._started = clock()
         self._next = self._started + _SECONDS_BETWEEN_LINES
 

@@ -96,11 +96,14 @@ class Concatenation:
 
     def _cut(self, begin: int, end: int) -> list[tuple[Tokens, int, int, int]]:
         """Cut a range into parts: each with its offset, and begin and end within the part."""
-        cut, index = [], int(np.searchsorted(self._begins, begin, side="right")) - 1
+        cut = []
+        index = int(np.searchsorted(self._begins, begin, side="right")) - 1
         while begin < min(end, self.num_tokens):
-            offset, stop = int(self._begins[index]), min(end, int(self._begins[index + 1]))
+            offset = int(self._begins[index])
+            stop = min(end, int(self._begins[index + 1]))
             cut.append((self._parts[index], offset, begin - offset, stop - offset))
-            begin, index = stop, index + 1
+            begin = stop
+            index += 1
         return cut
 
 
@@ -108,7 +111,10 @@ class Section:
     """The tokens of a part from ``begin`` to ``end`` (exclusive); ids are checked when they are read."""
 
     def __init__(self, part: Tokens, begin: int, end: int, limit: Limit) -> None:
-        self.name, self._part, self._begin, self._end = part.name, part, begin, end
+        self.name = part.name
+        self._part = part
+        self._begin = begin
+        self._end = end
         self._limit = limit
 
     @property
@@ -126,7 +132,8 @@ class Section:
         return ids
 
     def starts_between(self, begin: int, end: int) -> np.ndarray:
-        begin, end = self._begin + begin, self._begin + end
+        begin = self._begin + begin
+        end = self._begin + end
         starts = self._part.starts_between(begin, end)
         # Readers search the index, and do not check all of a long one.
         if len(starts) and (starts[0] < begin or starts[-1] >= end or np.any(np.diff(starts) < 0)):
@@ -147,7 +154,10 @@ class Delimited:
     num_documents = None
 
     def __init__(self, tokens: Tokens, *, token: int | None, begins: bool) -> None:
-        self.name, self._tokens, self._token, self._begins = tokens.name, tokens, token, begins
+        self.name = tokens.name
+        self._tokens = tokens
+        self._token = token
+        self._begins = begins
 
     @property
     def num_tokens(self) -> int:

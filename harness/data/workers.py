@@ -32,7 +32,9 @@ class Workers:
     """
 
     def __init__(self, prepare: Callable[[int], Work], does: str, works: str) -> None:
-        self._prepare, self._does, self._works = prepare, does, works
+        self._prepare = prepare
+        self._does = does
+        self._works = works
         self._busy: dict[Connection, _Busy] = {}
         self._failed: tuple[int, BaseException] | None = None
 

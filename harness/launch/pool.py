@@ -64,7 +64,9 @@ class RankPool:
     """
 
     def __init__(self, size: int, timeout_seconds: float = 300.0, *, on_gpus: bool = False) -> None:
-        self.size, self.timeout_seconds, self.on_gpus = size, timeout_seconds, on_gpus
+        self.size = size
+        self.timeout_seconds = timeout_seconds
+        self.on_gpus = on_gpus
         self._job = 0
         self._ranks: list[tuple[BaseProcess, Connection]] = []
         self._start()

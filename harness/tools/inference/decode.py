@@ -37,13 +37,16 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = ()) -> None:
-        self._tokenizer, self._stops = tokenizer, stops
+        self._tokenizer = tokenizer
+        self._stops = stops
         self._ids = list(prompt[-CONTEXT:])
         # Ids from ``_start`` on are decoded together; the text has the first ``_taken`` characters
         # of them.
-        self._start, self._read = 0, len(self._ids)
+        self._start = 0
+        self._read = len(self._ids)
         self._taken = len(tokenizer.decode(self._ids))
-        self.text, self._shown = "", 0
+        self.text = ""
+        self._shown = 0
         self.is_stopped = False
 
     def add(self, token: int) -> str:
@@ -64,18 +67,21 @@ class TextStream:
         self.text += kept[self._taken :]
         self._taken = max(self._taken, len(kept))
         if kept == full:
-            self._start, self._read = self._read, len(self._ids)
+            self._start = self._read
+            self._read = len(self._ids)
             self._taken = len(self._tokenizer.decode(self._ids[self._start : self._read]))
         found = [place for stop in self._stops if (place := self.text.find(stop, self._shown)) >= 0]
         if found:
-            self.text, self.is_stopped = self.text[: min(found)], True
+            self.text = self.text[: min(found)]
+            self.is_stopped = True
 
     def _show(self, *, last: bool) -> str:
         """Text that was not shown; without an end that may be the beginning of a stop string."""
         end = len(self.text)
         if not last and not self.is_stopped:
             end -= max((_overlap(self.text[self._shown :], stop) for stop in self._stops), default=0)
-        shown, self._shown = self.text[self._shown : end], end
+        shown = self.text[self._shown : end]
+        self._shown = end
         return shown
 
 
@@ -121,7 +127,8 @@ class Sampler:
         # Relative to the largest, so that no quotient by a small temperature is infinity.
         logits_BV = (logits_BV - logits_BV[:, :1]).double() / of.temperature
         if of.top_k is not None:
-            logits_BV, tokens_BV = logits_BV[:, : of.top_k], tokens_BV[:, : of.top_k]
+            logits_BV = logits_BV[:, : of.top_k]
+            tokens_BV = tokens_BV[:, : of.top_k]
         ends_BV = logits_BV.softmax(-1).cumsum(-1)
         if of.top_p < 1:
             # A token is left out if those before it already have the probability.
@@ -153,7 +160,8 @@ class Passes:
     """
 
     def __init__(self, model: InferenceModel, sampler: Sampler) -> None:
-        self.model, self.sampler = model, sampler
+        self.model = model
+        self.sampler = sampler
         self._tokens_B = self._lengths_B = torch.empty(0)
         self._graph: torch.cuda.CUDAGraph | None = None
         # The host starts FSDP's collectives, and multiplies experts one by one if they are not in
@@ -164,7 +172,8 @@ class Passes:
 
     def begin(self, prompts: Sequence[Sequence[int]], numbers: Sequence[int], most: int) -> HostCopy:
         """Run the pass over prompts; return the first new token of each, [B]."""
-        device, lengths = self.model.device, [len(prompt) for prompt in prompts]
+        device = self.model.device
+        lengths = [len(prompt) for prompt in prompts]
         longest = max(lengths)
         if len(prompts) != len(self._lengths_B):
             self._graph = None
@@ -212,7 +221,8 @@ def generate_batch(
     All ranks call it together, those of one data-parallel position with the same prompts. ``add``
     is called with a row and its new token; it returns whether the sequence goes on.
     """
-    model, open_rows = passes.model, set(range(len(prompts)))
+    model = passes.model
+    open_rows = set(range(len(prompts)))
     started = prefilled = time.perf_counter()
     new = passes.begin(prompts, numbers, most)
     for left in reversed(range(most)):
@@ -241,7 +251,9 @@ def _all_ended(ended: bool, model: InferenceModel) -> bool:
 
 
 # Reasons why a text ended.
-LENGTH, END, STOP = "length", "end", "stop"
+LENGTH = "length"
+END = "end"
+STOP = "stop"
 
 
 @dataclass
@@ -282,7 +294,8 @@ def generate(
     started = time.perf_counter()
     model = load(job)
     model.part.use_cache(job.training.seq_len)
-    seconds, tokenizer = time.perf_counter() - started, build_tokenizer(job.tokenizer)
+    seconds = time.perf_counter() - started
+    tokenizer = build_tokenizer(job.tokenizer)
     outcome = generate_texts(model, prompts, job.generate, tokenizer, show=show)
     outcome.load_seconds = max(model.ranks.gather(seconds))
     return outcome
@@ -297,7 +310,8 @@ def generate_texts(
     show: bool = False,
 ) -> GeneratedTexts:
     """Generate the texts of all prompts on all ranks together; see ``generate``."""
-    outcome, replicas = GeneratedTexts(), model.job.parallelism.data_parallel
+    outcome = GeneratedTexts()
+    replicas = model.job.parallelism.data_parallel
     is_first = model.mesh.rank("tp") == 0
     shows = show and is_first and model.mesh.data_rank == 0 and len(prompts) == 1
     passes = Passes(model, Sampler(config))
@@ -324,7 +338,8 @@ class _Batch:
         *,
         show: bool,
     ) -> None:
-        self.config, self.show = config, show
+        self.config = config
+        self.show = show
         ends = {tokenizer.eos_id, *(prompt.end_of_turn for _, prompt in numbered)}
         self.ends = ends if config.stop_at_end else set()
         self.numbers = [number for number, _ in numbered]
@@ -347,7 +362,8 @@ class _Batch:
 
     def _add(self, row: int, token: int) -> bool:
         """Take a token; return whether the text goes on."""
-        text, stream = self.texts[row], self.streams[row]
+        text = self.texts[row]
+        stream = self.streams[row]
         text.tokens.append(token)
         if token in self.ends:
             text.ended_by = END

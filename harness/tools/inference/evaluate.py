@@ -84,7 +84,8 @@ class EvaluateJob(InferenceJob):
     def resolve(self, *, launched_ranks: int | None = None, gpus: int | None = None) -> Self:
         """Also check the options of the evaluation; raise ConfigError for a wrong one."""
         require_decoder(self.model, "scores text", "validation.interval of harness.train")
-        options, most = self.evaluate, self.model.max_seq_len
+        options = self.evaluate
+        most = self.model.max_seq_len
         _check_tasks(options.tasks)
         window = options.seq_len or most
         if window > most:
@@ -131,8 +132,10 @@ def _check_tasks(names: Sequence[str]) -> None:
 
 def rows_of(job: EvaluateJob, found: WeightFolder, results: Sequence[tuple[str, Metrics]]) -> list[Metrics]:
     """Rows of the file: metrics of each task, and what they were computed with."""
-    of, layout = job.evaluate, degrees_in_words(job.parallelism.degrees)
-    weights, when = (found.path, found.manifest.get("step"), job.model.name), (time.time(), versions())
+    of = job.evaluate
+    layout = degrees_in_words(job.parallelism.degrees)
+    weights = (found.path, found.manifest.get("step"), job.model.name)
+    when = (time.time(), versions())
     about = *weights, of.seq_len, of.stride, of.limit, job.precision.param_dtype, layout, *when
     described = dict(zip(ABOUT, about, strict=True))
     return [flatten({"task": task, **metrics, **described}) for task, metrics in results]
@@ -200,7 +203,8 @@ def evaluate(job: EvaluateJob, overrides: list[str]) -> int | Result:
     results = run_on_ranks(job, "harness.tools.inference.scoring:evaluate", found, documents)
     if not is_first():
         return EXIT_OK
-    rows, file = rows_of(job, found, results), file_of(job, found)
+    rows = rows_of(job, found, results)
+    file = file_of(job, found)
     try:
         append(file, rows)
     except MachineError as error:

@@ -101,7 +101,8 @@ class GenerateJob(InferenceJob):
         """Also check the options of the generation; raise ConfigError for a wrong one."""
         if "" in self.generate.stop:
             raise ConfigError("generate.stop", self.generate.stop, "an empty string is in every text", "[]")
-        generator, config = generator_of(self.model), self.generate
+        generator = generator_of(self.model)
+        config = self.generate
         self._refuse_fields(generator.ignores)
         owner = f"model.architecture={self.model.architecture}"
         options = resolve_options(config.options, generator.options, "generate.options", owner)
@@ -114,7 +115,8 @@ class GenerateJob(InferenceJob):
 
     def _refuse_fields(self, names: Iterable[str]) -> None:
         """Refuse values of fields that have no effect for this kind of model."""
-        default, makes = GenerateConfig(), architecture_of(self.model).makes
+        default = GenerateConfig()
+        makes = architecture_of(self.model).makes
         for name in names:
             value = getattr(self.generate, name)
             if value != getattr(default, name):
@@ -185,7 +187,8 @@ def _turns(chat: str, found: Sequence[str | Conversation], tokenizer: Tokenizer)
 
 def require_room(prompts: Sequence[Prompt], job: GenerateJob) -> int:
     """Return the longest sequence: the longest prompt and all new tokens."""
-    longest, most = max(len(prompt.ids) for prompt in prompts), job.model.max_seq_len
+    longest = max(len(prompt.ids) for prompt in prompts)
+    most = job.model.max_seq_len
     if longest >= most:
         number = next(i for i, prompt in enumerate(prompts, start=1) if len(prompt.ids) == longest)
         raise UserError(

@@ -50,7 +50,8 @@ class Library:
     """
 
     def __init__(self, job: EvaluateJob, names: Sequence[str]) -> None:
-        self.job, self.names = job, names
+        self.job = job
+        self.names = names
         if dist.is_initialized() and dist.get_rank() > 0:
             logging.getLogger("lm_eval").setLevel(logging.ERROR)
         folder = job.evaluate.include_path
@@ -127,7 +128,9 @@ class HarnessLM(LM):  # type: ignore[misc]
 
     def __init__(self, model: InferenceModel, scorer: Scorer, setting: Setting) -> None:
         super().__init__()
-        self.model, self.scorer, self.setting = model, scorer, setting
+        self.model = model
+        self.scorer = scorer
+        self.setting = setting
         self.has_answered = False
 
     def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
@@ -142,7 +145,8 @@ class HarnessLM(LM):  # type: ignore[misc]
     def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
         """Log-probability of each text, in windows."""
         self.has_answered = True
-        rows, owners = [], []
+        rows = []
+        owners = []
         for number, request in enumerate(requests):
             # As hf does: after a begin token, bos is scored too if the tokenizer has it.
             tokens = [*self.setting.prefix, *self.setting.encode(request.args[0])]
@@ -186,7 +190,8 @@ class HarnessLM(LM):  # type: ignore[misc]
         return ScoredRow(tokens[left_out:], start - left_out)
 
     def _prompt(self, context: str, new: int) -> Prompt:
-        setting, room = self.setting, self.setting.window - new
+        setting = self.setting
+        room = self.setting.window - new
         if room < 1:
             raise UserError(
                 f"{LM_EVAL} a task generates {new} tokens, which leaves no room for a prompt in "
@@ -206,7 +211,8 @@ def generation(wanted: Mapping[str, Any], batch_size: int) -> GenerateConfig:
     lengths = [int(left.pop(name)) for name in _LENGTHS if left.get(name) is not None]
     temperature = float(left.pop("temperature", None) or 0.0)
     samples = left.pop("do_sample", None)
-    top_k, top_p = left.pop("top_k", None), left.pop("top_p", None)
+    top_k = left.pop("top_k", None)
+    top_p = left.pop("top_p", None)
     unknown = [name for name, value in left.items() if value is not None]
     if unknown:
         raise UserError(f"{LM_EVAL} generation_kwargs {', '.join(unknown)}: not supported")

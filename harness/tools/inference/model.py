@@ -42,7 +42,8 @@ class InferenceModel:
 
     def __init__(self, job: Job, device: torch.device) -> None:
         job.training.check_device(on_cpu=device.type == "cpu")
-        self.job, self.device = job, device
+        self.job = job
+        self.device = device
         self.mesh = build_mesh(job.parallelism, device, has_experts=job.model.moe.enabled)
         self.ranks = RankGroup(job.cluster.start_timeout_seconds)
         layout = job.parallelism

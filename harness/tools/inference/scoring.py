@@ -53,14 +53,16 @@ class Scorer:
     """
 
     def __init__(self, model: Scores) -> None:
-        self.model, self.job = model, model.job
+        self.model = model
+        self.job = model.job
         self.has_scores = computes_loss(model.mesh, model.parts)
 
     def score(self, rows: Sequence[ScoredRow]) -> np.ndarray:
         """Return the scores of all rows on every rank, as ``Documents.metrics`` takes them."""
         scores = torch.zeros(len(rows), 2, dtype=torch.float64, device=self.model.device)
         order = sorted(range(len(rows)), key=lambda number: -len(rows[number].tokens))
-        size, replicas = self.job.local_batch_size, self.job.parallelism.data_parallel
+        size = self.job.local_batch_size
+        replicas = self.job.parallelism.data_parallel
         for start in range(0, len(rows), size * replicas):
             batch = order[start : start + size * replicas]
             own = batch[self.model.mesh.data_rank :: replicas]
@@ -74,7 +76,8 @@ class Scorer:
 
     def _length(self, longest: int) -> int:
         """Length of a pass; one for all with pipelines, split sequences or compiled kernels."""
-        job, layout = self.job, self.job.parallelism
+        job = self.job
+        layout = self.job.parallelism
         is_fixed = layout.pp > 1 or layout.cp > 1 or job.compile.enable or job.precision.linear != "none"
         if is_fixed or job.training.attention != "sdpa":
             return job.training.seq_len

@@ -71,7 +71,8 @@ class Documents:
         self.rows: list[ScoredRow] = []
         self.documents = self.tokens = self.bytes = 0
         source, kept = _source(setting)
-        self.source, self.split = source.name, setting.split
+        self.source = source.name
+        self.split = setting.split
         for index, text in enumerate(source.documents()):
             if not text or not kept(index):
                 continue
@@ -118,7 +119,8 @@ def windows(tokens: Sequence[int], window: int, stride: int | None = None) -> It
         return
     yield ScoredRow(np.asarray(tokens[: end + 1]), 1)
     while end < len(tokens) - 1:
-        before, end = end, min(end + (stride or window), len(tokens) - 1)
+        before = end
+        end = min(end + (stride or window), len(tokens) - 1)
         first = end - window
         yield ScoredRow(np.asarray(tokens[first : end + 1]), before + 1 - first)
 
@@ -129,7 +131,8 @@ def encode_pair(context: str, continuation: str, setting: Setting) -> ScoredRow:
     Both are encoded together, and spaces at the end of the context belong to the continuation, as
     in lm-evaluation-harness (``TemplateLM._encode_pair``).
     """
-    ids, before = setting.encode(context + continuation), setting.encode(context.rstrip())
+    ids = setting.encode(context + continuation)
+    before = setting.encode(context.rstrip())
     if not before:
         before = setting.prefix
         ids = ids if ids[:1] == before else [*before, *ids]
@@ -143,7 +146,8 @@ def encode_pair(context: str, continuation: str, setting: Setting) -> ScoredRow:
 
 def _source(setting: Setting) -> tuple[Source, Any]:
     """The documents of a split: their source, and whether the one at an index belongs to it."""
-    data, split = setting.data, setting.split
+    data = setting.data
+    split = setting.split
     if not data.has_text or data.sources:
         rule = "has several sources, and one is evaluated" if data.has_text else "has no text to evaluate"
         raise ConfigError("data.kind", data.kind, rule, "data=local_text 'data.paths=[FILES]'")
@@ -152,6 +156,7 @@ def _source(setting: Setting) -> tuple[Source, Any]:
     try:
         source, fraction = source_of(data, split)
     except ConfigError as error:
-        rule, works = "no documents are held out", "evaluate.split=all, or data.validation_paths"
+        rule = "no documents are held out"
+        works = "evaluate.split=all, or data.validation_paths"
         raise ConfigError("evaluate.split", split, rule, works) from error
     return source, lambda index: fraction == 0 or is_held_out(index, fraction) == (split == "validation")
