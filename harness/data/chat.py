@@ -414,7 +414,9 @@ def _stored_texts(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
         isinstance(each, dict) and isinstance(each.get("name"), str) for each in stored
     ):
         stored = {each.get("name"): each.get("template") for each in stored}
-    texts = stored if isinstance(stored, dict) else {"default": stored} if stored else {}
+    if not stored:
+        return {}
+    texts = stored if isinstance(stored, dict) else {"default": stored}
     if not all(isinstance(text, str) for text in texts.values()):
         raise DataError(f"{folder / CONFIG}: chat_template is not text; would work: {_WORKS}")
     return texts

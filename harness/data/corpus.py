@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -335,7 +336,10 @@ class CorpusWriter(ShardWriter):
         ]
 
     def write(self, shards: Sequence[int], workers: int | None) -> None:
-        units = [unit for shard in shards for unit in self.shards[shard] if not self.folder(shard).exists()]
+        units: list[Unit] = []
+        for shard in shards:
+            if not self.folder(shard).exists():
+                units += self.shards[shard]
         self._units_folder.mkdir(parents=True, exist_ok=True)
         tokenize(self._units_folder, units, self._source, self.tokenizer, workers=workers)
 
@@ -403,7 +407,7 @@ class CorpusWriter(ShardWriter):
             "dtype": self._dtype.name,
             "tokens": {split: writers[split].num_tokens for split in SPLITS},
             "damaged": damaged,
-            "files": describe_files(folder, [file for split in SPLITS for file in files_of(split)]),
+            "files": describe_files(folder, [*files_of("train"), *files_of("validation")]),
             _SOURCE_DOCUMENTS: document - first_document,
         }
         (folder / META).write_text(json.dumps(meta))
@@ -417,9 +421,9 @@ class CorpusWriter(ShardWriter):
                 Counts({split: meta["tokens"][split] for split in SPLITS}, documents, meta["damaged"])
             )
         total = Counts(
-            {split: sum(each.tokens[split] for each in counts) for split in SPLITS},
-            {split: sum(each.documents[split] for each in counts) for split in SPLITS},
-            sum(each.damaged for each in counts),
+            _sum([shard.tokens for shard in counts]),
+            _sum([shard.documents for shard in counts]),
+            sum(shard.damaged for shard in counts),
         )
         if not any(total.tokens.values()):
             raise DataError(f"{self._source.name} {self._source.without_tokens}")
@@ -451,6 +455,11 @@ class CorpusWriter(ShardWriter):
             ],
             key=self.key,
         )
+
+
+def _sum(counts: Sequence[dict[str, int]]) -> dict[str, int]:
+    """Add counts of each split."""
+    return {split: sum(map(itemgetter(split), counts)) for split in SPLITS}
 
 
 class _Writer:

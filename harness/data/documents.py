@@ -437,18 +437,26 @@ def file_stats(files: Iterable[Path]) -> list[list[Any]]:
 
 def find_files(patterns: list[str], exclude: list[str]) -> list[Path]:
     """Files that match one of the globs ``patterns`` and none of ``exclude``, each once, sorted."""
-    excluded = [_glob_to_regex(expand(pattern)) for pattern in exclude]
-    found = {os.path.abspath(name) for pattern in patterns for name in matching(expand(pattern))}
-    kept = (name for name in found if not any(regex.fullmatch(name) for regex in excluded))
-    return sorted(Path(name) for name in kept if os.path.isfile(name))
+    found: set[str] = set()
+    for pattern in patterns:
+        found |= _matching(pattern)
+    for pattern in exclude:
+        excluded = _glob_to_regex(expand(pattern))
+        found = {name for name in found if not excluded.fullmatch(name)}
+    return sorted(Path(name) for name in found if os.path.isfile(name))
 
 
 def repeated_files(patterns: list[str]) -> list[str]:
     """Files that several of the patterns name; ``find_files`` has them once."""
-    names = Counter(
-        name for pattern in patterns for name in set(map(os.path.abspath, matching(expand(pattern))))
-    )
+    names: Counter[str] = Counter()
+    for pattern in patterns:
+        names.update(_matching(pattern))
     return sorted(name for name, times in names.items() if times > 1 and os.path.isfile(name))
+
+
+def _matching(pattern: str) -> set[str]:
+    """Absolute paths that match a pattern of the user."""
+    return set(map(os.path.abspath, matching(expand(pattern))))
 
 
 def folder_hint(patterns: list[str]) -> str:

@@ -185,11 +185,10 @@ class SampleLoader(Loader):
         self._cursor = Cursor(reading.rows, reading.sizes)
         self._batch_size = reading.sizes.batch_size
         self._names = reading.data.source_names
-        self._streams = {
-            f"{name}/{row}" if order else str(row): stream
-            for name, source in sources.items()
-            for row, stream in source.streams.items()
-        }
+        self._streams: dict[str, RowStream] = {}
+        for name, source in sources.items():
+            for row, stream in source.streams.items():
+                self._streams[f"{name}/{row}" if order else str(row)] = stream
         per_epoch = {name: source.num_per_epoch for name, source in sources.items()}
         self.samples_per_epoch = None if order else next(iter(per_epoch.values()))
         self.samples_per_epoch_of = per_epoch if order else {}
@@ -291,5 +290,7 @@ def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
         raise DataError(f"the loader states to merge are of different steps: {', '.join(map(str, steps))}")
     merged = dict(states[0])
     if "slots" in merged:
-        merged["slots"] = {row: stream for state in states for row, stream in state["slots"].items()}
+        merged["slots"] = {}
+        for state in states:
+            merged["slots"] |= state["slots"]
     return merged

@@ -40,9 +40,7 @@ class SourceOrder:
         self._block = block
         self._seed = seed
         self._rule = {
-            "shares": [
-                [first, {name: str(share) for name, share in by_name.items()}] for first, by_name in shares
-            ],
+            "shares": [[first, _as_text(by_name)] for first, by_name in shares],
             "block": block,
             "seed": seed,
         }
@@ -118,6 +116,10 @@ class SourceOrder:
             taken[source] += 1
 
 
+def _as_text(shares: Mapping[str, Fraction]) -> dict[str, str]:
+    return {name: str(share) for name, share in shares.items()}
+
+
 class _Target:
     """Tijdeman's rule in integers: a share is a numerator over the common denominator ``whole``.
 
@@ -128,20 +130,19 @@ class _Target:
 
     def __init__(self, shares: Shares, origin: int, counts: Sequence[int]) -> None:
         names = sorted(shares[0][1])
-        self._whole = lcm(*(share.denominator for _, by_name in shares for share in by_name.values()))
+        self._whole = 1
+        for _, by_name in shares:
+            self._whole = lcm(self._whole, *(share.denominator for share in by_name.values()))
         self._units = max(1, 2 * len(names) - 2)
         begins = [max(first, origin) for first, _ in shares]
-        ends = [*begins[1:], None]
+        ends: list[int | None] = [*begins[1:], None]
         self._base = list(counts)
         # Per source: (begin, end, numerator of the share) of every interval after the origin.
-        self._intervals = [
-            [
-                (begin, end, int(by_name[name] * self._whole))
-                for begin, end, (_, by_name) in zip(begins, ends, shares, strict=True)
-                if end is None or end > begin
-            ]
-            for name in names
-        ]
+        self._intervals: list[list[tuple[int, int | None, int]]] = [[] for _ in names]
+        for begin, end, (_, by_name) in zip(begins, ends, shares, strict=True):
+            if end is None or end > begin:
+                for intervals, name in zip(self._intervals, names, strict=True):
+                    intervals.append((begin, end, int(by_name[name] * self._whole)))
         self.seek(origin, counts)
 
     def seek(self, number: int, counts: Sequence[int]) -> None:
@@ -171,8 +172,9 @@ class _Target:
         reached = 0
         for begin, end, share in self._intervals[source]:
             share *= self._units
-            steps = max(1, -(-(wanted - reached) // share)) if share else None
-            if steps is not None and (end is None or begin + steps <= end):
-                return begin + steps - 1
-            reached += 0 if end is None else (end - begin) * share
+            if share:
+                steps = max(1, -(-(wanted - reached) // share))
+                if end is None or begin + steps <= end:
+                    return begin + steps - 1
+                reached += (end - begin) * share
         return float("inf")

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 from harness.config.data import DataConfig
@@ -116,11 +117,9 @@ def find_token_files(patterns: Sequence[str], field: str, format: str) -> tuple[
     """
     found: set[Path] = set()
     for pattern in map(expand, patterns):
-        matches = [*matching(pattern)] or [
-            match for path in named_by_prefix(pattern) for match in matching(path)
-        ]
-        for match in map(Path, matches):
-            found.update(_files_of(match, format))
+        matches = [*matching(pattern)] or chain.from_iterable(map(matching, named_by_prefix(pattern)))
+        for match in matches:
+            found.update(_files_of(Path(match), format))
     files = sorted(found)
     if not files:
         where = f"data.{field}=[{', '.join(patterns)}], seen from {os.getcwd()}"
@@ -162,11 +161,12 @@ def _in_folder(folder: Path, format: str) -> list[Path]:
         corpora = _corpora_in(folder)
         if corpora or format == "corpus":
             return corpora or [folder]  # whose missing manifest is reported
-    formats = [*token_formats().values()] if format == "auto" else [TOKEN_FORMATS[format]]
-    for each in formats:
-        if listed := each.listed(folder):
+    readers = [*token_formats().values()] if format == "auto" else [TOKEN_FORMATS[format]]
+    endings: tuple[str, ...] = ()
+    for reader in readers:
+        if listed := reader.listed(folder):
             return listed
-    endings = tuple({ending for each in formats for ending in each.endings})
+        endings += reader.endings
     files = sorted(file for file in folder.rglob("[!.]*") if file.name.endswith(endings) and file.is_file())
     held_out = [file for file in files if _HELD_OUT_NAME.search(str(file.relative_to(folder)).lower())]
     if held_out and len(held_out) < len(files):
@@ -181,8 +181,11 @@ def _in_folder(folder: Path, format: str) -> list[Path]:
 def corpora_of(data: DataConfig) -> list[Path]:
     """The folders among a job's files that are corpora, as far as they are here."""
     patterns = [*data.paths, *data.validation_paths] if data.may_be_corpus else []
-    found = (Path(match) for pattern in patterns for match in matching(expand(pattern)))
-    return [corpus for folder in found if folder.is_dir() for corpus in _corpora_in(folder)]
+    corpora = []
+    for pattern in patterns:
+        for match in matching(expand(pattern)):
+            corpora += _corpora_in(Path(match))
+    return corpora
 
 
 def _corpora_in(folder: Path) -> list[Path]:

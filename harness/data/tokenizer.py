@@ -7,7 +7,7 @@ import binascii
 import hashlib
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import chain, groupby, islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -78,7 +78,13 @@ class Tokenizer(Protocol):
     def encode_prompt(self, text: str) -> list[int]:
         """Ids of a text in which special tokens have their own ids, as in transformers."""
         parts = split_special(text, self.special_ids)
-        return [id for part, own in parts for id in ([own] if own is not None else self.encode(part))]
+        ids: list[int] = []
+        for part, own in parts:
+            if own is None:
+                ids += self.encode(part)
+            else:
+                ids.append(own)
+        return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """``[encode(text) for text in texts]``, in parallel where that is faster."""
@@ -345,7 +351,8 @@ class SentencePieceTokenizer(Tokenizer):
             return self._model.encode(text)
         ids: list[int] = []
         for index, part in enumerate(text.split("▁")):
-            ids += self._space_mark_ids if index else []
+            if index:
+                ids += self._space_mark_ids
             ids += self._model.encode(part)
         return ids
 
@@ -412,13 +419,16 @@ class TiktokenTokenizer(Tokenizer):
         return len(ranks) + len(SETS[config.special].tokens)
 
     def encode(self, text: str) -> list[int]:
-        return [i for part in _cut_long_runs(text) for i in self._encoding.encode_ordinary(part)]
+        ids: list[int] = []
+        for part in _cut_long_runs(text):
+            ids += self._encoding.encode_ordinary(part)
+        return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         parts = [list(_cut_long_runs(text)) for text in texts]
-        flat = [part for text_parts in parts for part in text_parts]
+        flat = list(chain.from_iterable(parts))
         encoded = iter(self._encoding.encode_ordinary_batch(flat, num_threads=self.num_threads))
-        return [[i for _ in text_parts for i in next(encoded)] for text_parts in parts]
+        return [list(chain.from_iterable(islice(encoded, len(cut)))) for cut in parts]
 
     def encode_in_pieces(self, parts: Iterable[str]) -> Iterator[Sequence[int]]:
         for piece in in_pieces(parts, _MAX_CHARS):

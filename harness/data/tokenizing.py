@@ -163,7 +163,8 @@ def write_unit(
     num_tokens = 0
     damaged = source.damaged
     counter = count()
-    documents = ((next(counter), text) for span in unit.spans for text in source.read(span))
+    texts = chain.from_iterable(map(source.read, unit.spans))
+    documents = ((next(counter), text) for text in texts)
     try:
         with temporary.open("xb") as file:
             for batch in _batches(documents):
@@ -235,7 +236,8 @@ def _batches(documents: Iterable[tuple[int, str | LongText]]) -> Iterator[Batch]
             batch = []
             num_chars = 0
         batch.append((number, text))
-        num_chars += 0 if isinstance(text, LongText) else len(text)
+        if not isinstance(text, LongText):
+            num_chars += len(text)
         if is_long or num_chars >= CHARS_PER_BATCH:
             yield batch
             batch = []

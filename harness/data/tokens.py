@@ -251,7 +251,10 @@ def token_formats() -> dict[str, TokenFormat]:
 
 
 def companions() -> dict[str, str | None]:
-    return {ending: owner for each in token_formats().values() for ending, owner in each.companions.items()}
+    found: dict[str, str | None] = {}
+    for format in token_formats().values():
+        found |= format.companions
+    return found
 
 
 def named_by_prefix(prefix: str) -> list[str]:

@@ -113,27 +113,29 @@ class Sampler:
     def begin(self, numbers: Sequence[int], most: int, device: torch.device) -> None:
         """Begin sequences with these numbers, of at most so many tokens."""
         if self.config.temperature > 0:
-            generators = [random.Random(f"{self.config.seed}.{number}") for number in numbers]
-            drawn_BN = [[each.random() for _ in range(most)] for each in generators]
+            drawn_BN = []
+            for number in numbers:
+                generator = random.Random(f"{self.config.seed}.{number}")
+                drawn_BN.append([generator.random() for _ in range(most)])
             self._drawn_NB = kept(self._drawn_NB, torch.tensor(drawn_BN).T.double().to(device))
             self._next_1 = kept(self._next_1, torch.zeros(1, dtype=torch.int64, device=device))
 
     def choose(self, logits_BV: Tensor) -> Tensor:
         """Return the chosen token of each sequence, int64 [B]."""
-        of = self.config
-        if of.temperature == 0:
+        config = self.config
+        if config.temperature == 0:
             return logits_BV.argmax(-1)
         logits_BV, tokens_BV = logits_BV.float().sort(dim=-1, descending=True, stable=True)
         # Relative to the largest, so that no quotient by a small temperature is infinity.
-        logits_BV = (logits_BV - logits_BV[:, :1]).double() / of.temperature
-        if of.top_k is not None:
-            logits_BV = logits_BV[:, : of.top_k]
-            tokens_BV = tokens_BV[:, : of.top_k]
+        logits_BV = (logits_BV - logits_BV[:, :1]).double() / config.temperature
+        if config.top_k is not None:
+            logits_BV = logits_BV[:, : config.top_k]
+            tokens_BV = tokens_BV[:, : config.top_k]
         ends_BV = logits_BV.softmax(-1).cumsum(-1)
-        if of.top_p < 1:
+        if config.top_p < 1:
             # A token is left out if those before it already have the probability.
             starts_BV = ends_BV - logits_BV.softmax(-1)
-            kept_BV = starts_BV < of.top_p
+            kept_BV = starts_BV < config.top_p
             kept_BV[:, 0] = True
             ends_BV = logits_BV.masked_fill(~kept_BV, float("-inf")).softmax(-1).cumsum(-1)
         drawn_B1 = self._drawn_NB.index_select(0, self._next_1).T * ends_BV[:, -1:]
@@ -381,11 +383,16 @@ class _Batch:
 
 def _joined(outcomes: Sequence[GeneratedTexts]) -> GeneratedTexts:
     """One outcome of all ranks: all texts, the longest durations, and the tokens of each text once."""
-    texts = sorted((text for each in outcomes for text in each.texts), key=lambda text: text.number)
-    return GeneratedTexts(
+    texts: list[Generated] = []
+    for outcome in outcomes:
+        texts += outcome.texts
+    texts.sort(key=lambda text: text.number)
+    joined = GeneratedTexts(
         texts,
-        **{name: max(getattr(each, name) for each in outcomes) for name in SECONDS},
         prefill_tokens=sum(text.prompt_tokens for text in texts),
         # The first new token of a text is chosen in the pass over its prompt.
         decode_tokens=sum(len(text.tokens) - 1 for text in texts),
     )
+    for name in SECONDS:
+        setattr(joined, name, max(getattr(outcome, name) for outcome in outcomes))
+    return joined

@@ -17,7 +17,7 @@ from harness.config.parallelism import degrees_in_words
 from harness.config.training import require_stride
 from harness.data.tokenizer import build_tokenizer, check_vocab_size
 from harness.model.architecture import require_decoder
-from harness.run.result import ABOUT, DATA, EVALUATIONS, LM_EVAL, Metrics, shown, versions
+from harness.run.result import DATA, EVALUATIONS, LM_EVAL, Metrics, shown, versions
 from harness.tools.inference.inference import InferenceJob, is_first, run_on_ranks, use_checkpoint
 from harness.tools.inference.tasks import SPLITS, Documents, Setting
 from harness.util.encoding import dumps, flatten
@@ -132,12 +132,18 @@ def _check_tasks(names: Sequence[str]) -> None:
 
 def rows_of(job: EvaluateJob, found: WeightFolder, results: Sequence[tuple[str, Metrics]]) -> list[Metrics]:
     """Rows of the file: metrics of each task, and what they were computed with."""
-    of = job.evaluate
-    layout = degrees_in_words(job.parallelism.degrees)
-    weights = (found.path, found.manifest.get("step"), job.model.name)
-    when = (time.time(), versions())
-    about = *weights, of.seq_len, of.stride, of.limit, job.precision.param_dtype, layout, *when
-    described = dict(zip(ABOUT, about, strict=True))
+    described = {
+        "checkpoint": found.path,
+        "step": found.manifest.get("step"),
+        "model": job.model.name,
+        "seq_len": job.evaluate.seq_len,
+        "stride": job.evaluate.stride,
+        "limit": job.evaluate.limit,
+        "precision": job.precision.param_dtype,
+        "layout": degrees_in_words(job.parallelism.degrees),
+        "time": time.time(),
+        "code": versions(),
+    }
     return [flatten({"task": task, **metrics, **described}) for task, metrics in results]
 
 
@@ -166,11 +172,10 @@ def append(file: Path, rows: Sequence[Metrics]) -> None:
 
 def table(results: Sequence[tuple[str, Metrics]]) -> str:
     """Metrics as aligned text, one line for each."""
-    lines = [
-        {"task": task, "metric": name, "value": shown(value)}
-        for task, metrics in results
-        for name, value in metrics.items()
-    ]
+    lines = []
+    for task, metrics in results:
+        for name, value in metrics.items():
+            lines.append({"task": task, "metric": name, "value": shown(value)})
     return aligned(lines, left=("task", "metric"), indent="")
 
 

@@ -62,7 +62,8 @@ class InferenceModel:
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters (or shards) that this rank holds."""
-        return (named for part in self.parts for named in part.named_parameters())
+        for part in self.parts:
+            yield from part.named_parameters()
 
     @cached_property
     def _executor(self) -> Executor:
