@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BUDGETS = {
     "util": 8_500,
     "config": 29_500,
-    "data": 33_300,
+    "data": 32_350,
     "model": 22_000,
     "metrics": 8_500,
     "run": 3_800,
@@ -52,15 +52,15 @@ TESTS_AT_MOST = 293_600
 DOORS_AT_MOST = 4
 # The most places of a habit in harness/. In brackets: well-kept projects, for a tree of this size.
 HABITS = {
-    "star of a literal": 54,  # *("a", b) [0]
-    "conditional expression inside another": 13,  # a if b else c if d else e [0 to 6]
+    "star of a literal": 34,  # *("a", b) [0]
+    "conditional expression inside another": 10,  # a if b else c if d else e [0 to 6]
     "comparison as a factor": 14,  # size * (a > 1) [0 to 2]
     "conditional callee": 0,  # (f if a else g)(x) [0]
-    "augmented by a conditional": 40,  # x |= a if b else c [0 to 4]
-    "tuple assignment of a display": 820,  # a, b = c, d [30 to 110]
-    "comprehension inside another, or with two loops": 239,  # [13 to 68]
-    "lambda that assigns": 2,  # lambda: d.__setitem__(...) [0]
-    "line over 100 columns": 3_510,  # 2 % of the lines [0.4 to 5 %]
+    "augmented by a conditional": 29,  # x |= a if b else c [0 to 4]
+    "tuple assignment of a display": 485,  # a, b = c, d [30 to 110]
+    "comprehension inside another, or with two loops": 150,  # [13 to 68]
+    "lambda that assigns": 0,  # lambda: d.__setitem__(...) [0]
+    "line over 100 columns": 3_270,  # 2 % of the lines [0.4 to 5 %]
 }
 TOKENS = {tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING}
 # From Python 3.12 on an f-string is several tokens; its beginning and its texts count.
