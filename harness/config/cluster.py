@@ -52,8 +52,6 @@ CLUSTERS: Registry[ClusterKind] = Registry(
 """Ways to start the ranks of a job."""
 DEVICES = ("auto", "cpu", "cuda")
 NETWORK = Switch("cluster.network_gbps", "cluster.network_gbps=400")
-LEAVES = Switch("cluster.leaf_nodes", "cluster.leaf_nodes=32")
-UPLINKS = Switch("cluster.oversubscription", "cluster.oversubscription=2")
 
 
 @dataclass(frozen=True)
@@ -89,11 +87,6 @@ class NetworkConfig:
     """Network adapters of a node, which its ranks share evenly; null means one for each."""
     link_nodes: int = label(1, least=1)
     """Neighbouring nodes whose accelerators are joined like those of one node: 18 in a GB200 NVL72."""
-    leaf_nodes: int | None = label(None, least=1, needs=UPLINKS)
-    """Neighbouring nodes under the same leaf switches; null: the network is as fast between all nodes."""
-    oversubscription: float | None = label(None, least=1, needs=LEAVES)
-    """Bandwidth of the nodes under a leaf switch divided by that of its links to other leaves; with
-    leaf_nodes."""
 
 
 @dataclass(frozen=True)
@@ -102,9 +95,6 @@ class RanksConfig:
 
     dollars_per_gpu_hour: float | None = label(None, above=0)
     """Price, for the cost of plans and submissions; null shows none."""
-    pue: float | None = label(None, least=1)
-    """Power usage effectiveness: the site's energy divided by the energy of its computers, for the energy of
-    plans; null leaves it out."""
     threads_per_rank: int | None = label(None, least=1)
     """CPU threads per rank (OMP_NUM_THREADS); null divides the cores evenly among ranks."""
     start_timeout_seconds: int = label(1800, least=1)
@@ -162,9 +152,6 @@ class ClusterConfig(SlurmConfig, RanksConfig, NetworkConfig, NodesConfig):
     def _validate_network(self) -> None:
         if self.link_nodes > 1 and self.is_here:
             raise ConfigError("cluster.link_nodes", self.link_nodes, "this machine is one node", "1")
-        if self.leaf_nodes is not None and self.leaf_nodes % self.link_nodes:
-            rule = f"must be a multiple of cluster.link_nodes={self.link_nodes}"
-            raise ConfigError("cluster.leaf_nodes", self.leaf_nodes, rule, f"{self.link_nodes}")
 
     def nodes_for(self, world_size: int) -> tuple[int, int]:
         """Return the number of nodes for ``world_size`` ranks, and the ranks on each."""
@@ -187,10 +174,6 @@ class ClusterConfig(SlurmConfig, RanksConfig, NetworkConfig, NodesConfig):
     def linked_ranks(self, world_size: int) -> int:
         """Return the number of neighbouring ranks that the accelerators' own links join."""
         return min(self.nodes_for(world_size)[1] * self.link_nodes, world_size)
-
-    def leaf_ranks(self, world_size: int) -> int | None:
-        """Return the number of neighbouring ranks under the same leaf switches; None if all are equal."""
-        return None if self.leaf_nodes is None else self.nodes_for(world_size)[1] * self.leaf_nodes
 
     @property
     def rank_gbps(self) -> float | None:

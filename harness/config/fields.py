@@ -383,6 +383,9 @@ class Removed(NamedTuple):
 
 
 REMOVED: tuple[Removed, ...] = (
+    Removed("cluster.leaf_nodes", after="cluster.link_nodes", role="", value=None),
+    Removed("cluster.oversubscription", after="cluster.link_nodes", role="", value=None),
+    Removed("cluster.pue", after="cluster.dollars_per_gpu_hour", role="", value=None),
     Removed("optimizer.in_backward", after="optimizer.implementation", role="execution", value=False),
     Removed("evaluation.tasks", after="evaluation.interval", role="", value=["data"]),
 )

@@ -44,12 +44,6 @@ class Accelerator:
     achieved: dict[str, float] = field(default_factory=dict)
 
 
-POWER_SHARE = 0.85
-"""Power of a device while it trains, as a fraction of ``power_w``: "fluctuating between ~15% and ~85% of our
-hardware's maximum power draw", the former while checkpoints are written (arXiv:2503.05804, abstract). A whole
-node with eight H100 draws 76 to 82 % of its rating (arXiv:2506.14551, arXiv:2412.08602)."""
-
-
 _Sheet = tuple[str, tuple[int, int] | None, dict[str, float]]
 
 

@@ -22,7 +22,6 @@ from harness.tools.plan.make import calibration_of, make_plan
 from harness.tools.plan.plan import KINDS, PARTS, Plan, Traffic
 from harness.tools.plan.render import as_dict, devices, mesh_of, part_name, tokens_of
 from harness.util.errors import ConfigError, UserError, as_typed
-from harness.util.hardware import POWER_SHARE
 from harness.util.tables import (
     Column,
     Table,
@@ -62,7 +61,7 @@ def in_short(plan: Plan) -> dict[str, Any]:
         "non_embedding_parameters": count(plan.job.model, "non_embedding"),
         "tokens": tokens,
         "flops": plan.accounting.flops_per_token_full * tokens,
-        **{name: getattr(plan, name) for name in ("gpu_hours", "dollars", "kwh")},
+        **{name: getattr(plan, name) for name in ("gpu_hours", "dollars")},
     }
 
 
@@ -98,7 +97,7 @@ def compare(points: list[Composed]) -> Result:
     known = [each for each in data if each["legal"]]
     total: dict[str, Any] = {"points": len(known)}
     total |= {name: sum(each[name] for each in known) for name in ("tokens", "flops")}
-    total |= {name: summed(each[name] for each in known) for name in ("gpu_hours", "dollars", "kwh")}
+    total |= {name: summed(each[name] for each in known) for name in ("gpu_hours", "dollars")}
     sizes_differ = len({(each["parameters"], each["tokens"]) for each in known}) > 1
     unit = "rank" if any(plan.accelerator is None for plan in plans) else "GPU"
     columns = [
@@ -115,7 +114,6 @@ def compare(points: list[Composed]) -> Result:
         ]
     if sizes_differ or any(each["dollars"] is not None for each in known):
         columns += [Column("gpu_hours", f"{unit}-hours", figure), Column("dollars", "price", dollars)]
-        columns.append(Column("kwh", "kWh", figure))
     notes = _total_in_words(total, plans, unit) if sizes_differ else ()
     return Result({"points": data, "total": total}, to_text(Table(columns, rows, notes=notes, missing="")))
 
@@ -124,9 +122,6 @@ def _total_in_words(total: dict[str, Any], plans: Sequence[Plan], unit: str) -> 
     hours = "hours unknown" if total["gpu_hours"] is None else f"{figure(total['gpu_hours'])} {unit}-hours"
     if total["dollars"] is not None:
         hours += f", {dollars(total['dollars'])}"
-    if total["kwh"] is not None:
-        pue = " x PUE" if any(plan.job.cluster.pue is not None for plan in plans) else ""
-        hours += f", {figure(total['kwh'])} kWh of the GPUs alone ({POWER_SHARE:.0%} of their power{pue})"
     ratios = [6 * count(plan.job.model, "active") / plan.accounting.flops_per_token_full for plan in plans]
     return (
         f"all {total['points']}: {counted(total['tokens'])} tokens, {total['flops']:.3g} FLOPs, {hours}",
@@ -311,7 +306,6 @@ def _totals(a: Plan, b: Plan) -> Iterator[tuple[str, str, str, str]]:
         ("MFU", "mfu"),
         (f"{unit}-hours of all steps", "gpu_hours"),
         ("dollars", "dollars"),
-        ("kWh, GPUs alone", "kwh"),
     ):
         x, y = (figures[key] for figures in sides)
         if x is not None and y is not None and key == "mfu":

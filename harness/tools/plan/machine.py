@@ -28,21 +28,14 @@ class Group:
     ranks: int
     per_node: int
     """Ranks of the group on one node, or on the neighbouring nodes that the accelerators' links join."""
-    per_leaf: int | None = None
-    """Ranks of the group under one leaf switch; None if the network is as fast between all nodes."""
 
     @property
     def nodes(self) -> int:
         return ceil(self.ranks / self.per_node)
 
     @property
-    def has_leaves(self) -> bool:
-        """Whether the group extends over several leaf switches."""
-        return self.per_leaf is not None and self.per_leaf < self.ranks
-
-    @property
     def pair(self) -> Group:
-        return Group(2, min(2, self.per_node), None if self.per_leaf is None else min(2, self.per_leaf))
+        return Group(2, min(2, self.per_node))
 
 
 @dataclass(frozen=True)
@@ -60,8 +53,6 @@ class Machine:
     board: int = 8
     """Devices of a node, whether the job has them or not."""
     software: Software = field(default_factory=Software)
-    oversubscription: float = 1.0
-    """Bandwidth under a leaf switch divided by that of its links to other leaves."""
 
     @cached_property
     def achieved(self) -> Achieved:
@@ -125,9 +116,7 @@ class Machine:
 
     def link_of(self, group: Group) -> str:
         """Name of the slowest link between the ranks of a group."""
-        if group.nodes == 1:
-            return self.device.link
-        return "spine" if group.has_leaves and self.oversubscription > 1 else "network"
+        return self.device.link if group.nodes == 1 else "network"
 
     def collective_seconds(self, collective: str, moved: float, group: Group) -> float:
         """Seconds of one collective.
@@ -156,27 +145,10 @@ class Machine:
                 outside = (group.ranks - group.per_node) / group.ranks
                 inside = (share - outside) * moved / rate
                 between = outside * moved / self.network_rate
-                return max(inside, between, self._spine_seconds(moved, group)) + self.constants.latency
+                return max(inside, between) + self.constants.latency
             adapters = 1 if collective == "send" else group.per_node
-            rate = min(rate, self.network_rate * adapters * self._spine_share(group))
+            rate = min(rate, self.network_rate * adapters)
         return there_and_back * share * moved / rate + self.constants.latency
-
-    def _spine_share(self, group: Group) -> float:
-        """Fraction of the adapters' bandwidth that a ring has between leaf switches.
-
-        A ring visits the nodes in their order, so it leaves each leaf switch once, however many of its nodes
-        are there; these share the links to other leaves with the rings of the other groups.
-        """
-        if group.per_leaf is None or not group.has_leaves:
-            return 1.0
-        return min(1.0, max(1.0, group.per_leaf / group.per_node) / self.oversubscription)
-
-    def _spine_seconds(self, moved: float, group: Group) -> float:
-        """Seconds of an all-to-all's pieces for ranks under other leaf switches."""
-        if group.per_leaf is None or not group.has_leaves:
-            return 0.0
-        away = (group.ranks - group.per_leaf) / group.ranks
-        return away * moved * self.oversubscription / self.network_rate
 
     @property
     def network_rate(self) -> float:
@@ -236,46 +208,35 @@ def machine_of(job: Job, calibration: Calibration | None = None) -> Machine | No
         job.world_size,
         board=cluster.ranks_per_node or linked,
         software=known.software,
-        oversubscription=cluster.oversubscription or 1.0,
     )
 
 
 def expert_groups(job: Job, ranks_per_node: int) -> tuple[Group, Group]:
     """Return the groups of an expert's mesh (``parallelism/mesh.py``): of ``ep``, and of its shards."""
     layout, world = job.parallelism, job.world_size
-    leaf = job.cluster.leaf_ranks(world)
     stride = layout.tp if layout.splits_experts else 1
     groups = []
     for ranks in (layout.ep, layout.expert_shards):
-        per_leaf = None if leaf is None else neighbours(ranks, stride, leaf, world)
-        groups.append(Group(ranks, neighbours(ranks, stride, ranks_per_node, world), per_leaf))
+        groups.append(Group(ranks, neighbours(ranks, stride, ranks_per_node, world)))
         stride *= ranks
     return groups[0], groups[1]
 
 
 def group_of(job: Job, ranks_per_node: int, *axes: str) -> Group:
     """Return the group over neighbouring mesh axes, e.g. dp_shard and cp."""
-    leaf = job.cluster.leaf_ranks(job.world_size)
-    return _group(tuple(job.parallelism.degrees.items()), ranks_per_node, leaf, axes)
+    return _group(tuple(job.parallelism.degrees.items()), ranks_per_node, axes)
 
 
 @lru_cache(maxsize=4096)
-def _group(
-    degrees: tuple[tuple[str, int], ...], ranks_per_node: int, leaf: int | None, axes: tuple[str, ...]
-) -> Group:
-    ranks = prod(degree for axis, degree in degrees if axis in axes)
-    per_leaf = None if leaf is None else _inside(degrees, leaf, axes)
-    return Group(ranks, _inside(degrees, ranks_per_node, axes), per_leaf)
-
-
-def _inside(degrees: tuple[tuple[str, int], ...], size: int, axes: tuple[str, ...]) -> int:
+def _group(degrees: tuple[tuple[str, int], ...], ranks_per_node: int, axes: tuple[str, ...]) -> Group:
     world = prod(degree for _, degree in degrees)
-    inside = stride = 1
+    ranks = inside = stride = 1
     for axis, degree in reversed(degrees):
         if axis in axes:
-            inside *= neighbours(degree, stride, size, world)
+            ranks *= degree
+            inside *= neighbours(degree, stride, ranks_per_node, world)
         stride *= degree
-    return inside
+    return Group(ranks, inside)
 
 
 @lru_cache(maxsize=4096)

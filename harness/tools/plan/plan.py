@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from harness.config.job import Job
 from harness.model.accounting import Accounting
-from harness.util.hardware import POWER_SHARE, Accelerator
+from harness.util.hardware import Accelerator
 
 KINDS = (
     "parameters",
@@ -59,7 +59,7 @@ class Traffic:
     bytes: float
     """Bytes that the rank sends in all of them."""
     link: str
-    """``NVLink`` within a node; ``network`` between nodes, or ``spine`` between leaf switches."""
+    """``NVLink`` within a node; ``network`` between nodes."""
     seconds: float | None
     """Total time; None on unknown hardware."""
     exposed_seconds: float | None
@@ -159,14 +159,6 @@ class Plan:
         if price is None or self.accelerator is None or self.gpu_hours is None:
             return None
         return price * self.gpu_hours
-
-    @property
-    def kwh(self) -> float | None:
-        """Energy of the GPUs during all steps, times ``cluster.pue``; None if their power is unknown."""
-        power = None if self.accelerator is None else self.accelerator.power_w
-        if power is None or self.gpu_hours is None:
-            return None
-        return self.gpu_hours * power * POWER_SHARE / 1000 * (self.job.cluster.pue or 1.0)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from harness.config.pipeline import num_stages
 from harness.tools.plan.costs import costs_of
 from harness.tools.plan.evidence import bands_as_dict, memory_band, throughput_band
 from harness.tools.plan.plan import KINDS, PARTS, Plan, RankMemory
-from harness.util.hardware import POWER_SHARE
 from harness.util.tables import (
     Column,
     Table,
@@ -106,7 +105,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "speed": speed,
         "accelerator": None if plan.accelerator is None else plan.accelerator.name,
         "budget": {"steps": job.steps, "tokens": tokens_of(job)}
-        | {name: getattr(plan, name) for name in ("gpu_hours", "dollars", "kwh")},
+        | {name: getattr(plan, name) for name in ("gpu_hours", "dollars")},
         "bands": bands_as_dict(plan),
         "phases": [dataclasses.asdict(phase) for phase in plan.phases],
         "notes": plan.notes,
@@ -163,17 +162,10 @@ def part_name(part: str) -> str:
 
 
 def cost_in_words(plan: Plan) -> str:
-    """Price and energy of all steps with the assumptions; empty if both are unknown."""
-    known = []
-    cluster = plan.job.cluster
-    if plan.dollars is not None:
-        known.append(f"{dollars(plan.dollars)} at ${cluster.dollars_per_gpu_hour:g} a GPU-hour")
-    if plan.kwh is not None:
-        assert plan.accelerator is not None, "only GPUs have a power"
-        pue = "" if cluster.pue is None else f" x PUE {cluster.pue:g}"
-        share = f"{POWER_SHARE:.0%} of {plan.accelerator.power_w:g} W each"
-        known.append(f"{figure(plan.kwh)} kWh of the GPUs alone ({share}{pue})")
-    return "; ".join(known)
+    """Price of all steps with the assumption; empty if it is unknown."""
+    if plan.dollars is None:
+        return ""
+    return f"{dollars(plan.dollars)} at ${plan.job.cluster.dollars_per_gpu_hour:g} a GPU-hour"
 
 
 def _facts(plan: Plan) -> list[tuple[str, str]]:

@@ -92,7 +92,6 @@ tokens/s in all         16,384  20,480  +25.0%
 MFU                      50.0%   50.0%
 GPU-hours of all steps   0.111   0.178  +60.0%
 dollars                  0.222   0.356  +60.0%
-kWh, GPUs alone         0.0661   0.106  +60.0%
 fits                       yes      NO
 
 time    B takes 60.0% more device time for a token: tp communication, exposed +56.0%, computing +14.0%, \

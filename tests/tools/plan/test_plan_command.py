@@ -114,7 +114,6 @@ MFU         45.7%, 672.1 TFLOP/s a GPU (full attention)
 fits        yes: the fullest rank takes 57.25 of 75.00 GiB, 17.75 GiB left
             10 to 90 %: 45.80 to 85.88 GiB, by 52 published rows of dense models (7 sources); it may not fit
 budget      3,000 steps, 6.291 B tokens: 6,827 GPU-hours, 13.3 h on 512 x H100 SXM
-            4,062 kWh of the GPUs alone (85% of 700 W each)
 
 notes
   buckets of c10d's reducer are not counted
@@ -122,14 +121,13 @@ notes
     )
 
 
-def test_dollars_are_the_users_and_energy_is_that_of_the_gpus() -> None:
+def test_dollars_are_the_users() -> None:
     plan = plan_405b()
     assert plan.gpu_hours is not None and plan.dollars is None
-    cluster = replace(plan.job.cluster, dollars_per_gpu_hour=2.5, pue=1.2)
+    cluster = replace(plan.job.cluster, dollars_per_gpu_hour=2.5)
     priced = replace(plan, job=replace(plan.job, cluster=cluster), memory_limit=50 * GIB)
     assert priced.dollars == pytest.approx(2.5 * plan.gpu_hours)
-    assert priced.kwh == pytest.approx(1.2 * 0.85 * 0.7 * plan.gpu_hours)
-    line = "$17,067 at $2.5 a GPU-hour; 4,874 kWh of the GPUs alone (85% of 700 W each x PUE 1.2)\n"
+    line = "$17,067 at $2.5 a GPU-hour\n"
     assert f"512 x H100 SXM\n            {line}" in render(priced)
     assert "NO: the fullest rank takes 57.25 of 50.00 GiB, 7.25 GiB too many\n" in render(priced)
     # Without its hours, or on CPUs, nothing has a price.
@@ -163,7 +161,6 @@ def test_json_has_all_of_it() -> None:
     assert bands["throughput"]["class"] == "dense models on Hopper"
     assert [rank["peak"] for rank in memory] == [rank.peak for rank in plan.memory]
     assert (memory[7]["stages"], memory[0]["kinds"]["activations"]) == ([7, 15], 32 * GIB)
-    assert plain["budget"].pop("kwh") == pytest.approx(hours * 0.7 * 0.85)
     assert plain == dataclasses.asdict(plan.accounting) | {
         "legal": True,
         "world_size": 512,
@@ -313,8 +310,8 @@ def test_points_are_compared_in_one_table(capsys: pytest.CaptureFixture[str]) ->
 def test_a_ladder_is_priced_before_it_starts(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["sweep=ladder", "scale.parameters=100M,1000,1B", "cluster.dollars_per_gpu_hour=2"]
     (head, _, illegal, large, total, flops), data = table_of(capsys, *sizes, *LARGE)
-    columns = ["parameters", "non-emb.", "tokens", "FLOPs", "GPU-hours", "price", "kWh"]
-    assert head.split()[-7:] == columns and "illegal: scale.parameters=1000: no model" in illegal
+    columns = ["parameters", "non-emb.", "tokens", "FLOPs", "GPU-hours", "price"]
+    assert head.split()[-6:] == columns and "illegal: scale.parameters=1000: no model" in illegal
     scale = ["scale.parameters=1B", "scale.tokens_per_parameter=20", "scale.warmup_ratio=0.02"]
     alone = make_plan(compose_job([*LARGE, *scale]))
     small, _, last = data["points"]
@@ -323,17 +320,16 @@ def test_a_ladder_is_priced_before_it_starts(capsys: pytest.CaptureFixture[str])
     shown = [counted(alone.accounting.parameters), figure(alone.gpu_hours), dollars(2 * alone.gpu_hours)]
     assert all(text in large for text in shown)
     sums = data["total"]
-    for name in ("tokens", "flops", "gpu_hours", "dollars", "kwh"):
+    for name in ("tokens", "flops", "gpu_hours", "dollars"):
         assert sums[name] == small[name] + last[name], name
     assert sums["dollars"] == pytest.approx(2 * sums["gpu_hours"])
-    assert sums["kwh"] == pytest.approx(sums["gpu_hours"] * 0.7 * 0.85)
-    hours, price, kwh = figure(sums["gpu_hours"]), dollars(sums["dollars"]), figure(sums["kwh"])
+    hours, price = figure(sums["gpu_hours"]), dollars(sums["dollars"])
     assert total.startswith("all 2: ")
-    assert f"{hours} GPU-hours, {price}, {kwh} kWh of the GPUs alone (85% of " in total
+    assert f"{hours} GPU-hours, {price}" in total
     assert flops.startswith("FLOPs: those of MFU")
     # A point without a price leaves that of all unknown.
     (head, *_), data = table_of(capsys, *SMALL, "cluster.dollars_per_gpu_hour=2,null")
-    assert head.split()[-3:] == ["GPU-hours", "price", "kWh"] and data["total"]["dollars"] is None
+    assert head.split()[-2:] == ["GPU-hours", "price"] and data["total"]["dollars"] is None
 
 
 def test_costs_without_a_method_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:

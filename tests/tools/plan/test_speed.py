@@ -189,33 +189,8 @@ def test_adapters_are_shared_by_the_ranks_of_a_node(adapters: Any, gbps: int, ba
     assert machine_for(with_value(job, "cluster.network_adapters", adapters)).network_bandwidth == bandwidth
 
 
-LEAVES = ("cluster.leaf_nodes=4", "cluster.oversubscription=4")
-
-
-def test_leaf_switches_by_hand() -> None:
-    """Eight nodes under two leaf switches, whose links have a fourth of the nodes' bandwidth."""
-    job = job_of(*LEAVES, "parallelism.dp_shard=64", "training.global_batch_size=64")
-    machine = machine_for(job, latency=0.0, link=1.0, network=1.0)
-    whole = group_of(job, machine.ranks_per_node, "dp_shard", "cp")
-    # One node of each leaf: every rank of a leaf sends to the other one. Under one leaf switch the network is
-    # as fast as without.
-    far, near = Group(2, 1, 1), Group(4, 1, 4)
-    assert whole == Group(64, 8, 32)
-    for collective, size, group, seconds in (
-        # A ring leaves each leaf switch once: four nodes share its links, all that a ring of one needs.
-        ("all_gather", 64e9, whole, 63e9 / (8 * 50e9)),
-        # Half of an all-to-all's pieces are for the other leaf, at 12.5 GB/s for each rank.
-        ("all_to_all", 64e9, whole, 32e9 / 12.5e9),
-        ("all_reduce", 2e9, far, 2 * 1e9 / 12.5e9),
-        ("send", 1e9, far.pair, 1e9 / 12.5e9),
-        ("all_gather", 4e9, near, 3e9 / 50e9),
-    ):
-        assert machine.collective_seconds(collective, size, group) == pytest.approx(seconds)
-    assert (machine.link_of(whole), machine.link_of(near)) == ("spine", "network")
-
-
 def test_no_constants_of_a_cluster_change_a_job() -> None:
-    values: dict[str, Any] = {"link_nodes": 2, "leaf_nodes": 4, "oversubscription": 2, "network_adapters": 4}
+    values: dict[str, Any] = {"link_nodes": 2, "network_adapters": 4}
     base = ["parallelism.dp_shard=16", "training.global_batch_size=16"]
     assert (
         job_of(*base, *(f"cluster.{name}={value}" for name, value in values.items())).id == job_of(*base).id
