@@ -105,12 +105,14 @@ def _unfinished_siblings(job: Job) -> list[str]:
 
     These have the same name and numerics, and another id. Completed and running ones are left out.
     """
-    config, runs = job.checkpoint, job.run_dir.parent
+    config = job.checkpoint
+    runs = job.run_dir.parent
     if not config.enable or not config.resume or config.folder != type(config)().folder:
         return []
     found = []
     for path in run_folders(runs, levels=1):
-        run, checkpoints = RunFolder(path), path / config.folder
+        run = RunFolder(path)
+        checkpoints = path / config.folder
         if path.name == job.id or not checkpoints.is_dir() or run.state in ("completed", None):
             continue
         if run.may_be_running or _numerics_id(path) != job.numerics_id:

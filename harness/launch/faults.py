@@ -66,7 +66,9 @@ class RankDied(MachineError):
         """Describe a rank of this machine; a negative exit code is a signal."""
         if exit_code >= 0:
             return cls(rank, f"exit code {exit_code}", logs)
-        how, hint, kind = f"signal {-exit_code} ({signal.Signals(-exit_code).name})", "", None
+        how = f"signal {-exit_code} ({signal.Signals(-exit_code).name})"
+        hint = ""
+        kind = None
         if exit_code == -signal.SIGKILL:
             hint = ": killed from outside, or by the kernel's OOM killer"
             if memory_kills:
@@ -135,7 +137,8 @@ def record_left(folder: RunFolder, left: Iterable[int]) -> list[RankDied]:
         return []
     if not only_victims(folder) and (folder.has_result or folder.errors.first() is not None):
         return []
-    logs, how = folder.path / "logs", "exit code 0 in the middle of the run"
+    logs = folder.path / "logs"
+    how = "exit code 0 in the middle of the run"
     return record_dead(folder, [(rank, RankDied(rank, how, logs)) for rank in left])
 
 
@@ -150,7 +153,8 @@ def count_memory_kills() -> int:
 
 CHECK_SECONDS = 120
 # Fractions of a node's free memory and of a GPU's used memory. A driver uses less than 1 % of a GPU's memory.
-LEAST_FREE, MOST_USED = 0.05, 0.05
+LEAST_FREE = 0.05
+MOST_USED = 0.05
 _QUERY = "index,memory.used,memory.total,ecc.errors.uncorrected.volatile.total"
 
 
@@ -232,7 +236,7 @@ def gpu_faults(wanted: int) -> list[str]:
         return [f"nvidia-smi gave no answer within {CHECK_SECONDS // 2} s"]
     if done.returncode != 0:
         return [f"nvidia-smi: {' '.join((done.stdout + done.stderr).split())}"]
-    rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
+    rows = [line.replace(" ", "").split(",") for line in done.stdout.splitlines() if line.strip()]
     faults = [] if len(rows) >= wanted else [f"{len(rows)} of {wanted} GPUs found"]
     for index, used, total, errors in rows:
         if used.isdigit() and total.isdigit() and int(used) > MOST_USED * int(total):

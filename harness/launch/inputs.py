@@ -70,7 +70,8 @@ def _require_files(data: DataConfig, is_seen: Callable[[str, str], bool]) -> Non
         if "corpus" in DATA_KINDS[data.kind].formats and not _matches_any(patterns):
             from harness.data.tokens import named_by_prefix
 
-            patterns = (*patterns, *(path for prefix in patterns for path in named_by_prefix(prefix)))
+            for prefix in patterns:
+                patterns += tuple(named_by_prefix(prefix))
         if len(patterns) > 1 and DATA_KINDS[data.kind].source:
             _note_repeated(f"data.{name}", patterns)
         if not patterns or _matches_any(patterns):

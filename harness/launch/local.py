@@ -102,7 +102,8 @@ def _run_ranks(job: Job, folder: RunFolder, started: float) -> int:
     # Until its loop begins, a stop signal kills a rank.
     obeyed = (-signal.SIGTERM, -signal.SIGINT) if asked else ()
     failed = {rank: code for rank, code in ended.items() if code not in (EXIT_OK, *STOPPED, *obeyed)}
-    kills, logs = count_memory_kills() - kills_before, folder.path / "logs"
+    kills = count_memory_kills() - kills_before
+    logs = folder.path / "logs"
     record_dead(folder, [(rank, RankDied.by_code(rank, code, kills, logs)) for rank, code in failed.items()])
     if EXIT_RESUMABLE in ended.values():
         return EXIT_RESUMABLE  # all ranks have saved, or none has
@@ -117,7 +118,8 @@ def _run_ranks(job: Job, folder: RunFolder, started: float) -> int:
 
 def _supervise(job: Job, processes: Mapping[int, Popen[bytes]], stop: StopRequest) -> dict[int, int]:
     """Wait until all ranks have ended, or one has failed and the time for the others to end is over."""
-    deadline, asked = float("inf"), False
+    deadline = float("inf")
+    asked = False
     while True:
         codes = {rank: process.poll() for rank, process in processes.items()}
         ended = {rank: code for rank, code in codes.items() if code is not None}
@@ -125,7 +127,8 @@ def _supervise(job: Job, processes: Mapping[int, Popen[bytes]], stop: StopReques
             return ended
         now = time.monotonic()
         if stop.signal is not None and not asked:
-            asked, deadline = True, min(deadline, now + job.cluster.stop_timeout_seconds)
+            asked = True
+            deadline = min(deadline, now + job.cluster.stop_timeout_seconds)
             for process in processes.values():
                 process.send_signal(signal.SIGTERM)  # not to workers in its process group, which it needs
         if any(code not in (EXIT_OK, *STOPPED) for code in ended.values()):
@@ -169,14 +172,17 @@ def _started(
 
 GRACE_SECONDS = 0.5
 ROW_SECONDS = 3.0
-_BEGUN, _REFUSED, _FINISHED = "begun", "refused", "finished"
+_BEGUN = "begun"
+_REFUSED = "refused"
+_FINISHED = "finished"
 
 
 def run_launched_rank(job: Job, folder: RunFolder, overrides: list[str]) -> NoReturn:
     """Run this rank and end the process with its exit code."""
     from harness.train.rank import end_with_launcher, leave, run_rank
 
-    started, rank = time.monotonic(), int(os.environ["RANK"])
+    started = time.monotonic()
+    rank = int(os.environ["RANK"])
     os.environ.update(openmp_environment(job))
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # Only if the parent is known to be the launcher: a shell in between may end earlier.

@@ -33,7 +33,8 @@ _NO_CONFIGURATION = "Could not establish a configuration source"
 # What commands say while the controller is restarted, fails over, or ends many jobs at once.
 _NO_ANSWER = re.compile("Unable to contact slurm controller|Socket timed out|Unable to confirm allocation")
 # How long srun is started again, and how often.
-START_SECONDS, RETRY_SECONDS = 60.0, 5.0
+START_SECONDS = 60.0
+RETRY_SECONDS = 5.0
 # SLURM's default MaxArraySize.
 LARGEST_ARRAY = 1001
 # The limit that SLURM uses for UNLIMITED.
@@ -53,8 +54,15 @@ ENDED = {
 REQUEUED = {"PENDING", "REQUEUED", "COMPLETING"}
 # Reasons for which a job stays in the queue until it is changed (slurm.schedmd.com/job_reason_codes.html).
 _NEVER = (
-    *("AccountNotAllowed", "BadConstraints", "DependencyNeverSatisfied", "InvalidAccount", "InvalidQOS"),
-    *("PartitionConfig", "PartitionNodeLimit", "PartitionTimeLimit", "QOSNotAllowed"),
+    "AccountNotAllowed",
+    "BadConstraints",
+    "DependencyNeverSatisfied",
+    "InvalidAccount",
+    "InvalidQOS",
+    "PartitionConfig",
+    "PartitionNodeLimit",
+    "PartitionTimeLimit",
+    "QOSNotAllowed",
 )
 T = TypeVar("T")
 
@@ -253,7 +261,8 @@ def partition_minutes(partition: str | None) -> int:
 
     Of several partitions separated by commas the longest limit counts; None is the default partition.
     """
-    wanted, limits = (partition or "").split(","), []
+    wanted = (partition or "").split(",")
+    limits = []
     for line in _run("scontrol", "show", "partition", "--oneliner").splitlines():
         facts = _facts(line)
         if facts["PartitionName"] in wanted or (partition is None and facts.get("Default") == "YES"):

@@ -45,9 +45,10 @@ def names_of(points: Sequence[Point]) -> list[str]:
     chosen: list[str] = []
     groups = 1
     while groups < len(points):
-        counts = {
-            key: len(set(zip(*(columns[each] for each in (*chosen, key)), strict=True))) for key in columns
-        }
+        counts = {}
+        for key in columns:
+            values = [columns[name] for name in (*chosen, key)]
+            counts[key] = len(set(zip(*values, strict=True)))
         # Use labels only if nothing else distinguishes the runs.
         useful = [key for key, count in counts.items() if count > groups]
         best = max(useful, key=lambda key: (not sets_label(key), counts[key]), default=None)
@@ -56,10 +57,10 @@ def names_of(points: Sequence[Point]) -> list[str]:
         chosen.append(best)
         groups = counts[best]
     shown = [key for key in columns if key in chosen]
-    named = [
-        " ".join(f"{key}={columns[key][index]}" for key in shown if columns[key][index] is not None)
-        for index in range(len(points))
-    ]
+    named = []
+    for index in range(len(points)):
+        given = [key for key in shown if columns[key][index] is not None]
+        named.append(" ".join(f"{key}={columns[key][index]}" for key in given))
     return [
         name if name and named.count(name) == 1 else f"{name} {point.id}".strip()
         for name, point in zip(named, points, strict=True)
@@ -68,16 +69,19 @@ def names_of(points: Sequence[Point]) -> list[str]:
 
 def _columns(points: Sequence[Point]) -> dict[str, list[str | None]]:
     """Return fields that any run overrides and that differ, with the value in each run; label fields last."""
-    typed = [dict(each.lstrip("+").partition("=")[::2] for each in point.overrides) for point in points]
-    fields = [{name: str(value) for name, _, value in leaves(point.job)} for point in points]
-    keys = sorted(dict.fromkeys(key for each in typed for key in each), key=sets_label)
-    columns = {
+    keys: dict[str, None] = {}
+    values = []
+    for point in points:
+        typed = dict(override.lstrip("+").partition("=")[::2] for override in point.overrides)
+        keys |= dict.fromkeys(typed)
         # Fields also have a value in runs that do not override them; groups and mapping keys do not.
-        key: [own.get(key, given.get(key)) for own, given in zip(fields, typed, strict=True)]
-        for key in keys
-        if key != "runs_dir"
-    }
-    return {key: values for key, values in columns.items() if len(set(values)) > 1}
+        values.append(typed | {name: str(value) for name, _, value in leaves(point.job)})
+    columns = {}
+    for key in sorted(keys, key=sets_label):
+        column = [run.get(key) for run in values]
+        if key != "runs_dir" and len(set(column)) > 1:
+            columns[key] = column
+    return columns
 
 
 def by_part(fields: Sequence[str]) -> dict[str, list[str]]:
@@ -125,7 +129,8 @@ def load(folder: Path) -> list[Row]:
 
 def of_sweep(folder: SweepFolder) -> list[Row]:
     """Return rows of all points of a sweep, including skipped ones."""
-    points, skipped = folder.points(), folder.skipped()
+    points = folder.points()
+    skipped = folder.skipped()
     names = labels([each.overrides for each in skipped], [point.overrides for point in points])
     rows = [
         {"point": shortened(name), "state": "skipped", "reason": each.reason, **_typed(each.overrides)}
@@ -246,15 +251,14 @@ def keep(folder: Path, rows: Iterable[Row]) -> Path:
     fields = [name for name, role, _ in leaves(Job()) if role == LABEL and not name.startswith("cluster.")]
     left_out = {*_NOT_KEPT, *(f"job.{name}" for name in fields if name not in ("name", "model.name"))}
     dropped = ("predicted.", "expected.", "published.", "delta.", "checkpoint.")
-    kept = (
-        {
-            key: value
-            for key, value in row.items()
+    lines = []
+    for row in rows:
+        kept = {}
+        for key, value in row.items():
             # Keep None for job fields: it is a value, and may differ from the default.
-            if (value is not None or key.startswith("job.")) and not key.startswith(dropped)
-            if key not in left_out
-        }
-        for row in rows
-    )
-    path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+            is_known = value is not None or key.startswith("job.")
+            if is_known and not key.startswith(dropped) and key not in left_out:
+                kept[key] = value
+        lines.append(f"{json.dumps(kept)}\n")
+    path.write_text("".join(lines))
     return path

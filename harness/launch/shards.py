@@ -24,7 +24,8 @@ from harness.util.files import write_atomically
 from harness.util.store import only_builder
 from harness.util.tables import plural
 
-TASKS, JOB = "tasks", "job.json"
+TASKS = "tasks"
+JOB = "job.json"
 J = TypeVar("J", bound=Job)
 
 
@@ -90,7 +91,8 @@ def _run(options: argparse.Namespace, job_class: type, writer_of: Callable[[Any]
     folder = Path(options.folder or folder_of_task(options.list))
     plain = read_object(folder / JOB)
     job = from_dict(job_class, {name: value for name, value in plain.items() if name != "id"})
-    writer, shard = writer_of(job), int(folder.name)
+    writer = writer_of(job)
+    shard = int(folder.name)
     if writer.is_complete:
         return EXIT_OK
     if not writer.is_same_source:

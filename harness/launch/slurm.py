@@ -76,7 +76,10 @@ def shape_of(job: Job) -> Shape:
     }
     if config.device == "cuda":
         gpus = f"{config.gpu_type}:{ranks_per_node}" if config.gpu_type else str(ranks_per_node)
-        options |= {"gres": f"gpu:{gpus}"} if config.gres else {"gpus-per-node": gpus}
+        if config.gres:
+            options["gres"] = f"gpu:{gpus}"
+        else:
+            options["gpus-per-node"] = gpus
     options["requeue" if config.max_requeues else "no-requeue"] = True
     options.update(config.sbatch)
     return Shape(
@@ -141,10 +144,14 @@ class Submission:
         shapes = {shape_of(job) for job in jobs}
         assert len(shapes) == 1, "jobs of one array have one shape"
         self.is_array = len(jobs) > 1
-        self.jobs, self.run_dirs = jobs, [path.absolute() for path in run_dirs]
-        self.home, self.name, self.shape = home.absolute(), name, shapes.pop()
+        self.jobs = jobs
+        self.run_dirs = [path.absolute() for path in run_dirs]
+        self.home = home.absolute()
+        self.name = name
+        self.shape = shapes.pop()
         self.at_once = min(job.cluster.max_running for job in jobs) if at_once is None else at_once
-        self.after, self.module = after, module
+        self.after = after
+        self.module = module
         # Not one folder per job: SLURM opens the log before submitit could create the folder.
         self.folder = self.home / "slurm"
         # Whether sbatch was started: then the job may be in the queue even if this process fails.
@@ -196,7 +203,10 @@ class Submission:
 
     def _command(self) -> str:
         command = [sys.executable, "-u", "-m", self.module]
-        command += ["--list", str(self._list_path)] if self.is_array else [str(self.run_dirs[0])]
+        if self.is_array:
+            command += ["--list", str(self._list_path)]
+        else:
+            command.append(str(self.run_dirs[0]))
         if self.shape.snapshot:
             command += ["--code", str(snapshot_path(self.home))]
         return shlex.join(command)

@@ -57,7 +57,8 @@ POLL_SECONDS = 0.2
 # A lost node keeps its file locks until its lease ends: 90 s with NFS.
 HOLD_SECONDS = 180.0
 # How long to retry when SLURM's controller is too busy to return a job's state.
-ANSWER_SECONDS, RETRY_SECONDS = 60.0, 5.0
+ANSWER_SECONDS = 60.0
+RETRY_SECONDS = 5.0
 # SLURM may send the signal before the time limit up to this much earlier than requested.
 LIMIT_SECONDS = 60.0
 SRUN_LOG = "srun.err"
@@ -90,7 +91,8 @@ class Allocation:
     """The SLURM allocation of this job."""
 
     def __init__(self, job_id: str, restarts: int) -> None:
-        self.job_id, self.restarts = job_id, restarts
+        self.job_id = job_id
+        self.restarts = restarts
 
     @classmethod
     def here(cls) -> Allocation:
@@ -183,9 +185,11 @@ def _begin(job: Job, folder: RunFolder, allocation: Allocation) -> None:
             time.sleep(POLL_SECONDS)
     task = os.environ.get("SLURM_ARRAY_TASK_ID")
     # The record in the folder is another job's if the script was submitted again by hand.
-    name, index = os.environ["SLURM_JOB_NAME"], None if task is None else int(task)
+    name = os.environ["SLURM_JOB_NAME"]
+    index = None if task is None else int(task)
     logs = (SlurmJobRecord.read(folder.path) or SlurmJobRecord(name)).logs
-    ident, restarts = allocation.job_id, allocation.restarts
+    ident = allocation.job_id
+    restarts = allocation.restarts
     SlurmJobRecord(name, index, ident, restarts, logs=logs, begun=True).write(folder.path)
 
 
@@ -240,7 +244,8 @@ def _verdict(folder: RunFolder, allocation: Allocation, returned: int, ranks: in
     srun ended rank 0 because another rank was killed, rank 0's error is a consequence. So is a failed
     collective. If all recorded errors say that a peer is gone, the rank that recorded none is the cause.
     """
-    error, code = folder.errors.first(), folder.row.get("exit_code")
+    error = folder.errors.first()
+    code = folder.row.get("exit_code")
     if error is not None and error["kind"] not in VICTIMS:
         return int(error["exit_code"])
     if code in (EXIT_OK, EXIT_RESUMABLE):  # all ranks have agreed to end there

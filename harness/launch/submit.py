@@ -18,7 +18,8 @@ from harness.train.finish import format_failure
 from harness.util.errors import EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_OK, ConfigError, UserError
 from harness.util.tables import dollars, figure, summed
 
-POLL_SECONDS, QUEUE_SECONDS = 1.0, 5.0
+POLL_SECONDS = 1.0
+QUEUE_SECONDS = 5.0
 
 
 def submit_one(job: Job, folder: RunFolder, overrides: list[str]) -> int:
@@ -61,7 +62,8 @@ def submit_one(job: Job, folder: RunFolder, overrides: list[str]) -> int:
 
 def _kept_in_words(submitted: Job, typed: Job) -> str:
     """Return the sbatch options in which a queued job differs from the one typed now; empty if none do."""
-    before, now = dict(shape_of(submitted).options), dict(shape_of(typed).options)
+    before = dict(shape_of(submitted).options)
+    now = dict(shape_of(typed).options)
     kept = [name for name in sorted({**before, **now}) if before.get(name) != now.get(name)]
     words = ", ".join(f"{name}={before[name]}" if name in before else f"no {name}" for name in kept)
     return f"; it keeps {words}, scancel it first to change that" if kept else ""
@@ -120,22 +122,24 @@ def cost_in_words(jobs: list[Job]) -> str:
     """
     unit = "rank-hours" if jobs[0].cluster.device == "cpu" else "GPU-hours"
     kinds = sorted({job.cluster.accelerator for job in jobs if job.cluster.accelerator})
-    of = f" ({', '.join(kinds)})" if kinds else ""
+    accelerators = f" ({', '.join(kinds)})" if kinds else ""
     hours = summed(map(device_hours, jobs))
     if hours is None:
-        return f"{unit} up to the partition's time limit, which is not known here{of}"
+        return f"{unit} up to the partition's time limit, which is not known here{accelerators}"
     price = None if unit == "rank-hours" else summed(map(_dollars, jobs))
-    return f"at most {figure(hours)} {unit}{of}{'' if price is None else f', {dollars(price)}'}"
+    return f"at most {figure(hours)} {unit}{accelerators}{'' if price is None else f', {dollars(price)}'}"
 
 
 def _dollars(job: Job) -> float | None:
-    price, hours = job.cluster.dollars_per_gpu_hour, device_hours(job)
+    price = job.cluster.dollars_per_gpu_hour
+    hours = device_hours(job)
     return None if price is None or hours is None else price * hours
 
 
 def confirm(jobs: list[Job]) -> None:
     """Ask for confirmation if jobs may cost more than ``cluster.confirm_gpu_hours``."""
-    limit, hours = min(job.cluster.confirm_gpu_hours for job in jobs), summed(map(device_hours, jobs))
+    limit = min(job.cluster.confirm_gpu_hours for job in jobs)
+    hours = summed(map(device_hours, jobs))
     if hours is None:
         raise ConfigError(
             "cluster.time", None, "there is no scontrol here to read the partition's limit from", "4:00:00"
@@ -161,7 +165,8 @@ def queued(run_dir: Path) -> Queued | None:
 
 def follow(job: Job, folder: RunFolder) -> int:
     """Show rank 0's output until the job ends; return the run's exit code."""
-    tail, asked = Tail(folder.path / "logs" / "rank0.out"), 0.0
+    tail = Tail(folder.path / "logs" / "rank0.out")
+    asked = 0.0
     try:
         while True:
             tail.show()
@@ -203,14 +208,17 @@ class Tail:
     """Prints what is appended to a file; a file that replaces it is printed from its beginning."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self._inode, self._shown = path, -1, 0
+        self.path = path
+        self._inode = -1
+        self._shown = 0
 
     def show(self) -> None:
         try:
             with self.path.open("rb") as file:
                 inode = self.path.stat().st_ino
                 if inode != self._inode:
-                    self._inode, self._shown = inode, 0
+                    self._inode = inode
+                    self._shown = 0
                 file.seek(self._shown)
                 new = file.read()
         except FileNotFoundError:

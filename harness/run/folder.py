@@ -27,7 +27,8 @@ from harness.util.encoding import parse_object
 from harness.util.errors import UserError
 from harness.util.files import LockedError, lock, write_atomically
 
-METRICS, STATUS = "metrics.jsonl", "status.json"
+METRICS = "metrics.jsonl"
+STATUS = "status.json"
 LOCK = ".lock"
 _LARGEST_PID = 2**22  # on Linux
 LEAVING_SECONDS = 10.0
@@ -41,8 +42,11 @@ def run_folders(folder: Path, levels: int = 4) -> list[Path]:
         return [folder]
     if not levels or not folder.is_dir():
         return []
-    inside = sorted(path for path in folder.iterdir() if path.is_dir() and path.name != LATEST)
-    return [run for path in inside for run in run_folders(path, levels - 1)]
+    found = []
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and path.name != LATEST:
+            found += run_folders(path, levels - 1)
+    return found
 
 
 class RunFolder:

@@ -15,7 +15,9 @@ from harness.run.reserve import free_reserve, write_with_reserve
 from harness.run.result import write_result
 from harness.util.errors import EXIT_OK, STOPPED
 
-COMPLETED, INTERRUPTED, FAILED = "completed", "interrupted", "failed"
+COMPLETED = "completed"
+INTERRUPTED = "interrupted"
+FAILED = "failed"
 
 
 def reason_of(exit_code: int) -> str:

@@ -134,8 +134,16 @@ PREFIX = "evaluation"
 """First part of a column's name: ``evaluation.<task>.<metric>``."""
 
 ABOUT = (
-    *("checkpoint", "step", "model", "seq_len", "stride", "limit"),
-    *("precision", "layout", "time", "code"),
+    "checkpoint",
+    "step",
+    "model",
+    "seq_len",
+    "stride",
+    "limit",
+    "precision",
+    "layout",
+    "time",
+    "code",
 )
 """Fields of a row that are not metrics; ``code.*`` are versions of packages."""
 
@@ -176,11 +184,15 @@ def newest(run_dir: Path) -> dict[str, Any]:
 
 def evaluated_columns(rows: Sequence[Metrics]) -> list[str]:
     """Names of the evaluation columns that any row has, without numbers of documents, tokens and examples."""
-    names = dict.fromkeys(name for row in rows for name in row if name.startswith(f"{PREFIX}."))
-    return [name for name in names if name.rpartition(".")[2] not in COUNTS]
+    names: dict[str, None] = {}
+    for row in rows:
+        names |= dict.fromkeys(row)
+    return [name for name in names if name.startswith(f"{PREFIX}.") and name.rpartition(".")[2] not in COUNTS]
 
 
 def shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4f}"
-    return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+    if isinstance(value, int):
+        return f"{value:,}"
+    return "-" if value is None else str(value)

@@ -69,7 +69,8 @@ class SweepFolder:
     """The folder of a sweep, ``runs_dir/<name>``, with the points' run folders of this name."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.name = path, path.name
+        self.path = path
+        self.name = path.name
 
     @classmethod
     def open(cls, path: Path) -> SweepFolder:
@@ -151,7 +152,8 @@ class SweepFolder:
 
     def _rows(self) -> list[dict[str, Any]]:
         """All rows, without a last one that a killed writer left incomplete."""
-        path, rows = self.path / FILE, []
+        path = self.path / FILE
+        rows = []
         try:
             lines = path.read_bytes().split(b"\n")
         except FileNotFoundError:
@@ -170,8 +172,11 @@ class SweepFolder:
 
 def _checked(row: dict[str, Any]) -> dict[str, Any]:
     texts = [row.get("point"), row.get("run_dir")] if "point" in row else [row.get("skipped")]
-    for each in (row.get("overrides"), row.get("swept", [])):
-        texts += each if isinstance(each, list) else [None]
+    for overrides in (row.get("overrides"), row.get("swept", [])):
+        if isinstance(overrides, list):
+            texts += overrides
+        else:
+            texts.append(None)
     if not all(isinstance(text, str) for text in texts) or not row.get("run_dir", "").isprintable():
         raise ValueError("it is no point, and none that was skipped")
     return row
@@ -218,18 +223,26 @@ def labels(overrides: Sequence[Sequence[str]], others: Sequence[Sequence[str]] =
     A label field with a single value is left out, if the names differ without it.
     """
     constant = constant_labels((*overrides, *others))
-    shared = set.intersection(*(set(each) for each in (*overrides, *others))) if overrides else set()
-    named = [" ".join(o for o in each if o not in shared | constant) for each in overrides]
+    everywhere = [set(point) for point in (*overrides, *others)]
+    shared = set.intersection(*everywhere) if everywhere else set()
+    named = _without(overrides, shared | constant)
     if len(set(named)) < len(named):
-        named = [" ".join(o for o in each if o not in shared) for each in overrides]
+        named = _without(overrides, shared)
     # In Hydra's syntax keys of mappings have ++, which nobody has typed.
     return [re.sub(r"(^| )\+\+", r"\1", name) or "the only point" for name in named]
 
 
+def _without(points: Sequence[Sequence[str]], left_out: set[str]) -> list[str]:
+    names = []
+    for overrides in points:
+        names.append(" ".join(override for override in overrides if override not in left_out))
+    return names
+
+
 def constant_labels(overrides: Sequence[Sequence[str]]) -> set[str]:
     """Return the overrides of labels that have one value in all points that set them."""
-    everywhere = {each for point in overrides for each in point}
-    keys = Counter(override_key(each) for each in everywhere)
+    everywhere: set[str] = set().union(*overrides)
+    keys = Counter(map(override_key, everywhere))
     return {each for each in everywhere if sets_label(each) and keys[override_key(each)] == 1}
 
 

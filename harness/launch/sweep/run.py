@@ -40,7 +40,8 @@ from harness.util.tables import plural, to_text
 
 SKIPPED_SHOWN = 10
 # Interval between queries of the queue: short after a change, then increasing.
-FOLLOW_SECONDS, LONGEST_FOLLOW_SECONDS = 2.0, 30.0
+FOLLOW_SECONDS = 2.0
+LONGEST_FOLLOW_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -61,30 +62,44 @@ def arrays_of(points: Sequence[Point], limit: int) -> list[Array]:
     SLURM limits each array separately, so the limit is divided among the arrays. If there are more arrays
     than the limit, some wait until another one has ended.
     """
-    groups: dict[Shape, list[Point]] = {}
-    most = largest_array()
+    by_shape: dict[Shape, list[Point]] = {}
     for point in points:
-        groups.setdefault(shape_of(point.job), []).append(point)
+        by_shape.setdefault(shape_of(point.job), []).append(point)
+    most = largest_array()
     pieces = []
-    for group in groups.values():
+    for group in by_shape.values():
         pieces += [group[start : start + most] for start in range(0, len(group), most)]
-    # One for each array, then one at a time to the array with the longest queue.
-    shares = [1] * len(pieces)
-    for _ in range(limit - len(pieces)):
-        longest = max(range(len(pieces)), key=lambda index: len(pieces[index]) / shares[index], default=None)
-        if longest is None or len(pieces[longest]) <= shares[longest]:
-            break
-        shares[longest] += 1
-    # Chains of arrays that wait for each other, as many as may run at once: the last array, and all points.
-    last: list[int | None] = [None] * min(limit, len(pieces))
-    lengths = [0] * len(last)
+    shares = _shares([len(piece) for piece in pieces], limit)
+    # As many chains as may run at once. In a chain each array waits for the one before it; the next array
+    # goes to the chain with the fewest points.
+    chains = [Chain() for _ in range(min(limit, len(pieces)))]
     arrays = []
     for index, piece in enumerate(pieces):
-        chain = lengths.index(min(lengths))
-        arrays.append(Array(piece, shares[index], last[chain]))
-        last[chain] = index
-        lengths[chain] += len(piece)
+        shortest = min(chains, key=lambda chain: chain.points)
+        arrays.append(Array(piece, shares[index], shortest.last))
+        shortest.last = index
+        shortest.points += len(piece)
     return arrays
+
+
+@dataclass
+class Chain:
+    """Arrays that run one after another: the number of their points, and the index of the last array."""
+
+    points: int = 0
+    last: int | None = None
+
+
+def _shares(lengths: Sequence[int], limit: int) -> list[int]:
+    """Divide the limit among arrays: one for each, then one at a time to the array with the longest queue."""
+    shares = [1] * len(lengths)
+    for _ in range(limit - len(lengths)):
+        queues = [length / share for length, share in zip(lengths, shares, strict=True)]
+        longest = max(queues, default=0)
+        if longest <= 1:
+            break
+        shares[queues.index(longest)] += 1
+    return shares
 
 
 @dataclass(frozen=True)
@@ -119,7 +134,8 @@ class Selection:
             out_of_memory: also points that ran out of memory, and would do so again.
             rerun: also completed points whose job has ``checkpoint.resume=false``.
         """
-        wanted, oom = [], []
+        wanted = []
+        oom = []
         for point, each in zip(points, seen, strict=True):
             again = rerun and each.state == "completed" and not point.job.checkpoint.resume
             if each.kind == "out_of_memory" and not out_of_memory:
@@ -173,7 +189,8 @@ class Selection:
 
     def submission(self, array: Array, name: str, after: Sequence[str]) -> Submission:
         """Return an array as it is submitted under a name, after other jobs."""
-        run_dirs, jobs = [each.run_dir for each in array.points], [each.job for each in array.points]
+        run_dirs = [each.run_dir for each in array.points]
+        jobs = [each.job for each in array.points]
         return Submission(jobs, run_dirs, self.folder.path, name, at_once=array.at_once, after=after)
 
     def submit(self) -> None:
@@ -312,7 +329,8 @@ def run_point(point: Point) -> int:
     from harness.launch.local import launch
 
     def run() -> int:
-        folder, job = RunFolder(point.run_dir), point.job
+        folder = RunFolder(point.run_dir)
+        job = point.job
         if job.cluster.kind != "local":
             return CLUSTERS[job.cluster.kind].load()(job, folder, point.overrides)
         # Points of a sweep are compared, so no point resumes from another's checkpoint.
@@ -350,7 +368,8 @@ def follow_points(points: Sequence[Point], names: Sequence[str]) -> bool:
 
 
 def _finish(folder: SweepFolder, points: Sequence[Point], stopped: bool, submitted_only: bool) -> int:
-    names, waits = labels([each.overrides for each in points]), any(each.job.cluster.wait for each in points)
+    names = labels([each.overrides for each in points])
+    waits = any(each.job.cluster.wait for each in points)
     if submitted_only and not waits:
         sys.stderr.write(f"harness sweep status {folder.path}\n")
         return EXIT_OK

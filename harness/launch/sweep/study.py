@@ -18,7 +18,8 @@ from harness.util.errors import ConfigError, UserError
 
 FILE = "study.json"
 OBJECTIVE = "sweep.objective"
-MINIMIZE, MAXIMIZE = "minimize", "maximize"
+MINIMIZE = "minimize"
+MAXIMIZE = "maximize"
 DIRECTIONS = (MINIMIZE, MAXIMIZE)
 # Units of columns that are no numbers to optimize.
 _NO_NUMBERS = ("text", "hash", "path", "bool", "list", "field", "number")
