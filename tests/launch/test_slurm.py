@@ -387,8 +387,8 @@ def test_ranks_that_srun_names(tmp_path: Path) -> None:
     assert kinds(f"{aborted}{killed}{said}") == [(2, "out_of_memory")], "its log has the reason"
     assert kinds("srun: error: node1: task 5: Out Of Memory\n") == [(5, "out_of_memory")]
     [(_, died)] = dead_ranks("srun: error: node1: task 5: Exited with exit code 137\n", tmp_path)
-    assert str(died) == "rank 5 ended with 'Exited with exit code 137': killed, probably out of memory"
-    assert "probably out of memory" in str(RankDied.by_code(1, 137, 0, tmp_path))
+    for memory in (died, RankDied.by_code(1, 137, 0, tmp_path)):
+        assert str(memory).endswith("killed, probably out of memory")
 
 
 def run_script(made: Job, folder: Path, monkeypatch: pytest.MonkeyPatch) -> subprocess.CompletedProcess[str]:

@@ -164,12 +164,8 @@ def test_a_finished_study_runs_nothing_and_another_one_needs_another_name(study:
     for more in ("metrics.log_interval=1", "metrics.log_interval=2"):
         assert study(*typed, more) == EXIT_OK
         assert len(study.trials) == 2 and len(study.started) == len(set(study.started))
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=r"without minimize loss, with maximize mfu, with training\.steps=7;"):
         study(*typed, "training.steps=7", "sweep.objective=mfu")
-    assert str(caught.value).endswith(
-        "/s: has points of another study, this one is without minimize loss, with maximize mfu, with "
-        "training.steps=7; would work: another name=NAME"
-    )
     with pytest.raises(UserError, match=r"sweep=optuna: CategoricalDistribution does not support"):
         study("optimizer.lr=1e-3,1e-2", "sweep.n_trials=3")
 
@@ -183,12 +179,8 @@ def test_nothing_valid_can_be_corrected(study: Study) -> None:
 
 
 def test_a_failure_ends_the_study_or_has_a_value(study: Study) -> None:
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=r"too hot; would work: sweep\.max_failure_rate=1"):
         study("optimizer.lr=0.05,0.02", "sweep.max_failure_rate=0")
-    assert str(caught.value) == (
-        "sweep=optuna: ends at a failed point: failed: machine: too hot; would work: "
-        "sweep.max_failure_rate=1, or sweep.failed=VALUE, the value of a failed point"
-    )
     assert study("optimizer.lr=0.05,0.02", "sweep.n_trials=2", "sweep.failed=50") == 1
     assert study.trials[-1].values == [50.0]
 
