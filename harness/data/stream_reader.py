@@ -16,10 +16,6 @@ A position is a JSON object, the start of a document:
 * ``example``: number of the example in its shard.
 * ``block`` and ``index`` with ``data.shuffle``: the number of the block, and the document's place in it. The
   other values are then those of the block's first document.
-
-A position without ``part`` is of an earlier version, which read the row's part of
-``split_dataset_by_node(rank=j, world_size=R)`` again and again. Reading continues as that version
-did.
 """
 
 from __future__ import annotations
@@ -98,9 +94,9 @@ class RowReader:
                 f"{self.name}: the position was saved with data.shuffle={str(shuffled).lower()}; "
                 "set data.shuffle as it was"
             )
-        saved = position.get("shards")
+        saved = position["shards"]
         shards = self.dataset.n_shards
-        if saved is not None and saved != shards:
+        if saved != shards:
             raise DataError(
                 f"{self.name}: the dataset has {shards} shards, but {saved} when the position was saved; "
                 "use the same files"
@@ -117,13 +113,12 @@ class RowReader:
         """Stop background work; call ``read`` to continue."""
 
     def _texts(self, position: Position) -> Iterator[_Text]:
-        dealt = "part" in position
-        number = position.get("part", 0)
+        number = position["part"]
         state = position["document"]
-        example = position.get("example", 0)
+        example = position["example"]
         without_text = 0
         while True:
-            part = self._part(number if dealt else None)
+            part = self._part(number)
             if state is not None:
                 part.dataset.load_state_dict(state)
             found = False
@@ -131,10 +126,13 @@ class RowReader:
                 text = text_of_row(fields, self.field, self.name) if example % part.cuts == part.cut else ""
                 if text:
                     found = True
-                    where = (
-                        {"shards": position["shards"], "part": number, "example": example} if dealt else {}
-                    )
-                    yield _Text({**where, "document": state}, text)
+                    start = {
+                        "shards": position["shards"],
+                        "part": number,
+                        "document": state,
+                        "example": example,
+                    }
+                    yield _Text(start, text)
                 state = next_state
                 example += 1
             number += 1
@@ -142,7 +140,7 @@ class RowReader:
             example = 0
             without_text = 0 if found else without_text + 1
             # One more than there are, because the first was perhaps not read from its beginning.
-            if without_text > (self._num_own_parts if dealt else 1):
+            if without_text > self._num_own_parts:
                 raise DataError(
                     f"{self.name} holds no text; it may have fewer documents than the batch has rows"
                 )
@@ -180,12 +178,10 @@ class RowReader:
             return self._num_parts
         return self._num_parts // gcd(self._num_parts, self.rows)
 
-    def _part(self, number: int | None) -> _Part:
-        """A part of the row by its number; None: the one of an earlier version's position."""
+    def _part(self, number: int) -> _Part:
+        """A part of the row by its number."""
         from datasets.distributed import split_dataset_by_node
 
-        if number is None:
-            return _Part(split_dataset_by_node(self.dataset, rank=self.row, world_size=self.rows), 1, 0)
         pass_, part = divmod(self.row + number * self.rows, self._num_parts)
         if self.shuffle_buffer is not None:
             part = int(random_stream("parts", self.seed, pass_).permutation(self._num_parts)[part])

@@ -257,23 +257,14 @@ def test_templates_are_checked_before_ranks_start() -> None:
     ("template", "turns", "message"),
     [
         ("{{ raise_exception('no\nsystem') }}", 1, "refuses it: no system"),
-        ("{{ messages[9].role }}", 1, "the chat template refuses it"),
-        ("{{ ''.__class__.__mro__ }}", 1, "refuses it: access to attribute"),
-        ("{% set n = namespace(_a=1) %}", 1, "cannot store underscore-prefixed"),
         ("{{ 'a' * 10**18 }}", 1, "the chat template refuses it: MemoryError$"),
         ("{{ '\\ud800' }}", 1, r"renders U\+D800, which is not a character$"),
         ("{% macro a() %}b{% endmacro %}", 1, "renders no text; would work: data.chat_"),
-        ("{% generation %}{% endgeneration %}", 1, "renders no text; would work"),
         (FORGETFUL, 1, "asks for today's date.*would work: data.chat_date="),
         (
             "{{ messages[-1].content }}",
             1,
             "not the beginning of a turn; would work: data.chat_template=chatml",
-        ),
-        (
-            "{% for m in messages %}{% if loop.last %}x{% endif %}{{ m.content }};{% endfor %}",
-            2,
-            "generation prompt is not the beginning",
         ),
         (
             "{% for m in messages %}{{ m.content if m.role == 'user' or loop.last }};{% endfor %}",
@@ -338,7 +329,6 @@ HELLO = '{"role": "user", "content": "Hello"}'
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("[1]", "line 2: not a JSON object"),
         ("{", "line 2: not a JSON object"),
         ('{"text": "a"}', "line 2: no field 'messages' among text; set data.messages_field"),
         ('{"messages": "a"}', "line 2: field 'messages' holds str, not a list"),

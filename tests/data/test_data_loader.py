@@ -119,13 +119,6 @@ def test_tokens_and_the_steps_that_train_them(changes: str) -> None:
         assert sizes.steps_for(trained) == step
 
 
-def test_a_position_of_an_earlier_version_is_a_number_of_samples() -> None:
-    data = local()
-    a_loader = loader(data)
-    a_loader.load_state_dict({"step": 3, "samples": 3 * B})
-    assert_equal(steps([a_loader], 2), steps([loader(data)], 5)[3:])
-
-
 def test_the_batch_size_only_cuts_the_sequence_of_synthetic_samples_and_seeds_differ() -> None:
     eights = [torch.cat(parts) for parts in zip(*steps([loader(SYNTHETIC)], 6), strict=True)]
     threes = steps([loader(SYNTHETIC, global_batch_size=3)], 16)
@@ -176,17 +169,6 @@ def test_unusable_data(text: str, settings: dict[str, object], says: str) -> Non
     with pytest.raises(UserError, match=says) as caught:
         loader(data, **settings)
     assert "\n" not in str(caught.value)
-
-
-def test_one_sample_is_enough() -> None:
-    Path("a.txt").write_text("a" * 15)
-    assert loader(DataConfig(paths=["a.txt"], cache_dir="cache")).samples_per_epoch == 1
-
-
-@pytest.mark.parametrize("rows", [range(0), range(9), range(-1, 2), range(0, 8, 2), range(8, 9)])
-def test_rows_outside_the_batch(rows: range) -> None:
-    with pytest.raises(ValueError, match="rows"):
-        loader(SYNTHETIC, rows)
 
 
 @pytest.mark.parametrize(
@@ -282,17 +264,6 @@ def test_an_exception_of_the_thread_is_raised_in_the_loop_after_earlier_batches(
     read.close()
 
 
-@pytest.mark.usefixtures("no_thread_left")
-def test_batches_are_read_before_the_loop_asks_for_them() -> None:
-    inner, read = prefetched()
-    read.next()
-    for step in range(2, 12):
-        until(lambda step=step: inner.state_dict()["step"] >= step)  # type: ignore[misc]
-        assert read.state_dict()["step"] == step - 1
-        read.next()
-    read.close()
-
-
 # -- a tokenizer with more tokens than the model's vocabulary is refused before ranks start ----
 
 TEXT = ["data=python_stdlib", "model=llama3_tiny", "model.vocab_size=256"]
@@ -320,8 +291,3 @@ def test_a_missing_file_is_found_before_ranks_start(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^tokenizer file .*/tokenizer.model: No such file"):
         require_vocabulary(compose_job([*TEXT, *missing]))
     require_vocabulary(compose_job([*TEXT, *missing, "cluster=slurm_cpu"]))  # nodes may have it
-
-
-def test_a_dry_run_of_a_local_job_does_not_train() -> None:
-    with pytest.raises(ConfigError, match=r"^cluster\.dry_run=true: has no effect .*cluster=slurm"):
-        train.train(compose_job([*TEXT, "cluster.dry_run=true", "data=synthetic"]), [])

@@ -170,16 +170,9 @@ def test_a_source_can_be_an_option() -> None:
 
 def test_errors_of_a_source_name_its_fields() -> None:
     """Shared fields, file names and commands stay."""
-    command = "harness tokenize data=local_text 'data.paths=[a b]' 'tokenize.target=corpus/NAME'"
-    with pytest.raises(ConfigError) as raised, errors_of_source(DataConfig(), "web"):
-        works = f"{command} and then data=tokens 'data.paths=[corpus/NAME]', or data.cache_dir"
-        raise ConfigError("data.prefetch", 0, "data.paths=[/x/data.jsonl, data.txt]", works)
-    assert str(raised.value) == (
-        "data.prefetch=0: data.sources.web.paths=[/x/data.jsonl, data.txt]; would work: "
-        f"{command} and then data.sources.web.kind=tokens 'data.sources.web.paths=[corpus/NAME]', "
-        "or data.cache_dir"
-    )
+    command = "harness tokenize data=local_text tokenize.target=corpus/NAME"
     for error, said in (
+        (ConfigError("data.dtype", 0, "no", command), f"data.sources.web.dtype=0: no; would work: {command}"),
         (ConfigError("data.prefetch", 0, "too few"), r"data\.prefetch=0: data\.sources\.web: too few"),
         (DataError("data.jsonl, line 3: bad"), r"data\.sources\.web: data\.jsonl, line 3: bad"),
     ):
@@ -267,15 +260,3 @@ def test_a_position_far_ahead_needs_no_replay() -> None:
     assert [order.which(far + i)[1] for i in range(B)]
     drawn = {"code": 2 * 8, "math": 8, "web": 7 * 8}
     assert order.counts(far + 10 * B) == {name: counts[name] + more for name, more in drawn.items()}
-
-
-def test_no_block_crosses_a_change() -> None:
-    order = order_of((0, {"a": 1, "b": 0}), (3, {"a": 0, "b": 1}))
-    assert [order.which(number)[0] for number in range(20)] == [0] * 3 + [1] * 17
-
-
-def test_changed_shares_count_from_the_position_on() -> None:
-    order, changed = order_of((0, {"a": 9, "b": 1})), order_of((0, {"b": 1, "c": 1}))
-    changed.load_state_dict(order.state_dict(83))
-    assert changed.counts(83) == {"b": order.counts(83)["b"], "c": 0}
-    assert changed.counts(83 + 10 * B) == {"b": order.counts(83)["b"] + 5 * B, "c": 5 * B}

@@ -14,7 +14,6 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from datasets.distributed import split_dataset_by_node
 from equal import assert_equal
 from loaders import (
     BOS,
@@ -142,26 +141,6 @@ def opened_by_the_library(files: list[str]) -> Any:
     return datasets.load_dataset("json", data_files=files, split="train", streaming=True)
 
 
-def test_states_of_earlier_versions_go_on_in_their_order() -> None:
-    files, rows = write(3), 4
-    slots, streams = {}, []
-    for row in range(rows):
-        node = split_dataset_by_node(opened_by_the_library(files), rank=row, world_size=rows)
-        examples = iter(node)
-        done = [next(examples)["text"] for _ in range(row + 2)]
-        slots[str(row)] = {"document": node.state_dict(), "offset": 0}
-        rest = [example["text"] for example in examples]
-        streams.append(chain(rest, cycle([*done, *rest])))
-    data = of_files(*files, attend_across_documents=False)
-    reading = ranks_of(data, 2, global_batch_size=rows)
-    for each in reading:
-        each.load_state_dict({"step": 5, "global_batch_size": rows, "slots": slots})
-    for step, expected in enumerate(by_hand(streams, CHANGES["none"], STEPS), start=6):
-        assert_equal(steps(reading, 1), [expected])
-        reading = resumed(reading, reading)
-        assert reading[0].state_dict()["step"] == step
-
-
 @pytest.fixture(scope="module")
 def opened() -> Iterator[list[str]]:
     """Every file that this process opens."""
@@ -224,14 +203,6 @@ def test_validation_has_its_own_split_and_is_not_shuffled() -> None:
         assert "validation" in BYTES.decode(rows.flatten().tolist())
 
 
-def test_boundaries_can_be_left_unmasked() -> None:
-    data = dataclasses.replace(streamed(3), mask_document_boundary=False)
-    batches = steps([loader(data)], 10)
-    assert_equal(
-        torch.cat([labels for _, labels in batches], 1)[:, :-1], torch.cat([i for i, _ in batches], 1)[:, 1:]
-    )
-
-
 def test_fewer_documents_than_rows() -> None:
     write_jsonl("few.jsonl", ["one document only"])
     with pytest.raises(DataError, match=r"row 1 of 8 holds no text; it may have fewer documents"):
@@ -268,10 +239,3 @@ def test_unusable_datasets(make: Any) -> None:
         with pytest.raises(DataError, match=says) as caught:
             loader(make(file, **settings)).next()
         assert "\n" not in str(caught.value)
-
-
-def test_a_dataset_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    data = DataConfig(kind="hub", dataset="nobody/nothing", subset="en", streaming=True, shuffle=False)
-    with pytest.raises(DataError, match=r"dataset nobody/nothing/en, split train: cannot be opened"):
-        loader(data)

@@ -228,50 +228,37 @@ DAMAGED = [
     (write_megatron, change("a.idx", 0, b"MMIDIDY"), "does not begin with Megatron's MMIDIDX"),
     (write_megatron, change("a.idx", 0, b"TNTIDX\0\0"), "older lazy or cached format"),
     (write_megatron, change("a.idx", 9, b"\2"), "has version 2 of Megatron's index"),
-    (write_megatron, change("a.idx", 17, b"\7"), "has type code 7"),
     (
         write_megatron,
         change("a.idx", END),
         "has 139 bytes, which are not 6 sequences and 4 document boundaries",
     ),
     (write_megatron, change("a.idx", 34, b"\4"), "sequences do not follow each other without gaps"),
-    (write_megatron, change("a.idx", 34 + 24, b"\2"), "sequences do not follow each other without gaps"),
     (write_megatron, change("a.idx", 34 + 72 + 8, b"\5"), "sequences of its documents are not ascending"),
-    (write_megatron, change("a.idx", 34 + 72 + 24, b"\7"), "do not begin with sequence 0 and end with 6"),
     (write_megatron, change("a.bin", END), r"a\.bin: has 135 bytes, which are not 67 tokens of uint16"),
     (write_megatron, lambda: Path("a.bin").unlink(), r"a\.bin: No such file"),
     (write_datatrove, change("a.ds", END), r"a\.ds: has 135 bytes, which are not 67 tokens of uint16"),
     (write_datatrove, change("a.ds.index", END), "has 25 bytes, which are no complete offsets"),
     (write_datatrove, change("a.ds.index", 0, b"\x3f"), "documents' ends are not ascending"),
-    (write_datatrove, change("a.ds.index", 7, b"\xff"), "documents' ends are not ascending"),
     (write_datatrove, lambda: Path("a.ds.metadata").write_text("gpt2"), "first line is not NAME"),
-    (write_datatrove, lambda: Path("a.ds.loss").touch(), "has a loss mask"),
     (write_llmc, change("a.bin", 4, b"\2"), "has version 2; llm.c's files of magic 20240520 have version 1"),
-    (write_llmc, change("a.bin", END), "are not 67 tokens of uint16 after a header of 1024 bytes"),
     (write_llmc, change("a.bin", 0, struct.pack("<i", 20240522)), "multiple-choice examples"),
     (write_llmc, lambda: Path("a.bin").write_bytes(struct.pack("<i", 20240520)), "shorter than the header"),
-    (write_memmap, change("a.bin", END), r"has 135 bytes, which are not 67 tokens of uint16"),
     (write_npy, lambda: Path("a.npy").write_bytes(b"\x93NUMPY"), "is not a readable .npy file"),
     (write_npy, lambda: replaced("a.npy").symlink_to("/dev/zero"), r"a\.npy: it is no regular file"),
-    (write_npy, lambda: (np.savez("a", [9]), Path("a.npz").rename("a.npy")), "is not a readable .npy"),
-    (write_npy, change("a.npy", 60, b"(9223372036854775808,), }"), "is not a readable .npy file"),
-    (write_memmap, lambda: os.mkfifo(replaced("a.bin")), r"a\.bin: it is no regular file"),
     (write_megatron, lambda: os.mkfifo(replaced("a.idx")), r"a\.idx: it is no regular file"),
-    (write_npy, lambda: np.save("a.npy", np.zeros((2, 2), "u2")), "has uint16 in 2 dimensions"),
     (write_npy, lambda: np.save("a.npy", np.zeros(99)), "has float64 in 1 dimensions"),
     (write_stream, change("a.arrow", 8, b"\xff" * 64), r"a\.arrow: is no readable Arrow file"),
-    (write_stream, lambda: Path("a.arrow").write_bytes(b""), r"a\.arrow: "),
     (write_arrow, with_wrong_offset, r"a\.arrow: is no readable Arrow file \(.*offset"),
     (write_arrow, lambda: write_arrow("a", [[1.5]], pa.list_(pa.float32())), "has values of type list<"),
     (write_arrow, lambda: write_arrow("a", [[1, None, 2]]), "has null among its token ids"),
     (write_arrow, lambda: write_arrow("a", [[7] * 9999], compression="lz4"), "is compressed"),
     (write_parquet, lambda: write_parquet("a", [[1, None, 2]]), "row 0 of column 'input_ids' is no list of"),
     (write_parquet, change("a.parquet", 0, b"\xff" * 600), r"a\.parquet cannot be read"),
-    (write_parquet, lambda: write_parquet("a", [[1, 70000]]), "row 0: token 1 has id 70000, but the token"),
 ]
 
 
-NAMES = ("/etc/x.arrow", "../../x.arrow", "..", "", "a\0.arrow", "\ud800.arrow", 3, None)
+NAMES = ("/etc/x.arrow", "../../x.arrow", "", "\ud800.arrow", 3)
 
 
 @pytest.mark.parametrize(

@@ -99,12 +99,6 @@ def test_values_in_an_error_can_be_typed(file: Path) -> None:
     assert [compose_job(["tokenizer=qwen3", *each]).tokenizer.eos for each in typed] == [*SPECIAL, ""]
 
 
-def test_settings_that_are_no_json(file: Path) -> None:
-    file.with_name("tokenizer_config.json").write_text("{")
-    with pytest.raises(DataError, match="cannot be read as JSON"):
-        build_tokenizer(huggingface(file))
-
-
 def test_ids_may_have_gaps(file: Path) -> None:
     content = json.loads(file.read_text())
     content["added_tokens"], vocabulary = [], content["model"]["vocab"]
@@ -141,9 +135,7 @@ def test_a_panic_of_the_library_is_one_line(file: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "value", [["<eos>"], [], 3, 1.5, True, {}, {"content": ["<eos>"]}, {"content": None}]
-)
+@pytest.mark.parametrize("value", [["<eos>"], 3, {}, {"content": ["<eos>"]}])
 @pytest.mark.parametrize("name", ["tokenizer_config", "special_tokens_map"])
 def test_tokens_of_any_type(value: Any, name: str, file: Path) -> None:
     """Each is a line with the field, or a token that must be given."""

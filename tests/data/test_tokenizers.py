@@ -7,9 +7,7 @@ import json
 import pickle
 import random
 import re
-import time
 import unicodedata
-from itertools import chain, islice, product
 from pathlib import Path
 from typing import Any
 
@@ -192,14 +190,6 @@ def test_fingerprints_differ(tmp_path: Path) -> None:
     assert vocabulary_size(TokenizerConfig("tiktoken", str(tmp_path / "elsewhere"), "llama3")) is None
 
 
-def test_the_shipped_model() -> None:
-    tokenizer = build_tokenizer(TokenizerConfig("sentencepiece", "asset:python_2k.model"))
-    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (2048, 1, 2)
-    assert len(tokenizer.encode("\n" + " " * 8)) == 2
-    text = (STDLIB / "ast.py").read_text()
-    assert len(text) / len(tokenizer.encode(text)) > 2.5
-
-
 # -- sentencepiece ----
 
 
@@ -257,15 +247,8 @@ PUBLISHED = {
         202_048,
         {
             "begin_of_text": 0,
-            "end_of_text": 1,
-            "header_start": 5,
             "eot": 8,
-            "finetune_right_pad": 18,
-            "text_post_train_reserved_special_token_68": 79,
             "image_start": 80,
-            "patch": 92,
-            "vision_reserved_special_token_1047": 1133,
-            "reasoning_reserved_special_token_0": 1134,
             "reasoning_thinking_end": 1143,
             "reserved_special_token_0": 1144,
         },
@@ -316,19 +299,6 @@ def test_long_runs_are_cut_where_meta_cuts_them(text: str) -> None:
     assert all(len(piece) <= 400_000 for piece in pieces)
     longest = max(map(len, re.findall(r"\S+|\s+", text)), default=0)
     assert len(pieces) == -(-len(text) // 400_000) or longest > 25_000
-
-
-def test_a_large_vocabulary_takes_seconds(tmp_path: Path) -> None:
-    size = 16_000
-    words = (product(b"etaoinshrdlcum _", repeat=length) for length in range(2, 6))
-    merges = list(islice(map(bytes, chain.from_iterable(words)), size - 256))
-    config = write_tiktoken(tmp_path / "ranks", merges)
-    start = time.process_time()
-    _, ours, theirs, *_ = exported(config, tmp_path)
-    assert time.process_time() - start < 30 * size / 128_000
-    assert len(theirs) == ours.vocab_size == size + 256
-    for text in sources(20):
-        assert theirs(text, add_special_tokens=False)["input_ids"] == ours.encode(text)
 
 
 def test_all_splits_of_a_token_are_merges(tmp_path: Path) -> None:

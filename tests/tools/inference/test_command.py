@@ -152,15 +152,6 @@ def test_batches_do_not_change_the_text(weights: Path) -> None:
     assert one == two == three
 
 
-def test_stop_string(weights: Path) -> None:
-    [text] = run(weights, "prompt=ab", "generate.max_new_tokens=30")["texts"]
-    stop = next(
-        each for each in text["text"][3:] if each.isascii() and each.isprintable() and each not in "'\\$"
-    )
-    [stopped] = run(weights, "prompt=ab", "generate.max_new_tokens=30", f"generate.stop=['{stop}']")["texts"]
-    assert stopped["ended_by"] == "stop" and stopped["text"] == text["text"][: text["text"].index(stop)]
-
-
 @pytest.mark.parametrize(
     ("typed", "message"),
     [

@@ -54,13 +54,6 @@ def test_a_sequence_does_not_depend_on_the_others() -> None:
         assert together.choose(logits)[1] == alone.choose(logits[1:2])[0]
 
 
-def test_seeds_differ() -> None:
-    samplers = [Sampler(GenerateConfig(temperature=1, seed=seed)) for seed in range(20)]
-    for sampler in samplers:
-        sampler.begin([0], 1, torch.device("cpu"))
-    assert len({sampler.choose(torch.zeros(1, 1000)).item() for sampler in samplers}) > 15
-
-
 def shown(stream: TextStream, tokens: list[int]) -> list[str]:
     """The pieces of a text that are shown, until a stop string is complete."""
     pieces = []

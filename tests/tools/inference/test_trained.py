@@ -72,13 +72,6 @@ def test_one_process(trained: Trained) -> None:
     assert all(len(set(tokens)) > 5 for tokens in made), "the text is not one token again and again"
 
 
-@pytest.mark.parametrize("layout", ["tp", "ep"])
-def test_ranks(trained: Trained, layout: str, pool: RankPool) -> None:
-    job = trained.job(*LAYOUTS[layout])
-    for made in pool.run(job.world_size, generated, job, trained.run_dir, trained.prompts):
-        require_greedy(made, trained.theirs, trained.prompts)
-
-
 @pytest.mark.parametrize(
     ("place", "says"),
     [
