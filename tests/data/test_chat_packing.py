@@ -7,7 +7,6 @@ import json
 import random
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from equal import assert_equal
@@ -16,7 +15,6 @@ from loaders import BYTES, EOS, B, Sample, loader, permutation, ranks_of, resume
 from harness.config.data import DataConfig
 from harness.data.batch import IGNORE_INDEX, PADDING
 from harness.data.chat import ConversationTokenizer, template_of
-from harness.data.chat_packing import first_fit
 from harness.data.tokenizing import is_held_out
 from harness.util.errors import ConfigError, DataError
 
@@ -132,16 +130,3 @@ def test_conversations_that_do_not_fit_and_none_held_out() -> None:
         loader(CONFIG, seq_len=8)
     with pytest.raises(ConfigError, match=r"data.validation_fraction=0.0.*or data.validation_paths"):
         loader(CONFIG, split="validation")
-
-
-@pytest.mark.parametrize(
-    ("sizes", "capacity", "expected"),
-    [
-        ([1], 100, [0]),
-        ([51, 51, 51], 100, [0, 1, 2]),
-        ([60, 50, 40, 50, 1, 100], 100, [0, 1, 0, 1, 2, 3]),
-        ([3, 3, 3, 1, 2, 1], 4, [0, 1, 2, 0, 3, 1]),
-    ],
-)
-def test_first_fit(sizes: list[int], capacity: int, expected: list[int]) -> None:
-    assert first_fit(np.array(sizes), capacity).tolist() == expected

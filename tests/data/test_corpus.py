@@ -441,27 +441,6 @@ def test_a_cache_with_any_damaged_file_is_rebuilt(opened_before, capsys):
         assert len(list(Path("cache").iterdir())) == 1
 
 
-def test_a_large_cache_that_was_checked_is_sampled(monkeypatch):
-    monkeypatch.setattr(store, "BLOCK_BYTES", 4)
-    monkeypatch.setattr(store, "SAMPLE_BLOCKS", 3)
-    write_documents("a" * 100)
-    opened()  # builds
-    opened()  # checks all of it
-    hashed = []
-    hash_blocks = store._hash_blocks
-    monkeypatch.setattr(
-        store,
-        "_hash_blocks",
-        lambda file, blocks: hashed.append(len(blocks)) or hash_blocks(file, blocks),
-    )
-    opened()
-    assert hashed == [3, 2], "204 bytes of tokens are 51 blocks; starts are 2, fewer than the sample"
-    (tokens,) = Path("cache").glob("*/*/train.tokens")
-    os.utime(tokens)
-    opened()
-    assert hashed[2:] == [51, 2]
-
-
 def test_unfinished_caches_of_killed_builders_are_removed(monkeypatch):
     write_documents("ab")
     code = (

@@ -148,9 +148,6 @@ def test_synthetic_masks_unevenly_and_never_everything() -> None:
     assert share.min() < 0.05 and 0.55 < share.max() < 0.65 and share.std() > 0.1
     half = dataclasses.replace(SYNTHETIC, mask_fraction=0.5)
     assert (loader(half, global_batch_size=256, seq_len=1).next().labels_BT != IGNORE_INDEX).all()
-    none = loader(DataConfig(kind="synthetic"), seq_len=2048, model_vocab_size=100).next()
-    assert (none.labels_BT != IGNORE_INDEX).all()
-    assert none.inputs_BT.unique().tolist() == list(range(100)), "the full vocabulary"
 
 
 @pytest.mark.parametrize(

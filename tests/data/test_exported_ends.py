@@ -63,10 +63,8 @@ def test_a_model_of_conversations_stops_after_a_turn(tmp_path: Path) -> None:
     ("before", "data", "ends"),
     [
         (None, None, DOCUMENT),
-        (DOCUMENT, None, DOCUMENT),
         ([TURN, DOCUMENT], None, [TURN, DOCUMENT]),
         (TURN, CHAT, [TURN, DOCUMENT]),
-        ([DOCUMENT, TURN, 7], CHAT, [DOCUMENT, TURN, 7]),
         ([DOCUMENT, 7], CHAT, [TURN, DOCUMENT, 7]),
     ],
 )

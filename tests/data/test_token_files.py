@@ -109,12 +109,6 @@ def test_lists_with_null_and_empty_rows(kind, write):
     assert labels == [IGNORE_INDEX if at in (2, 4) else token for at, token in enumerate(ids)]
 
 
-def test_lists_of_one_length():
-    documents = [list(range(10)) for _ in range(20)]
-    write_arrow("a", documents, pa.list_(pa.uint16(), 10))
-    assert_equal(steps([loader(config(attend_across_documents=False))], 1), rows_of(documents, 1))
-
-
 def test_a_saved_dataset():
     """A tokenized dataset of `datasets`, saved in two files beside a file that is not part of it."""
     datasets = pytest.importorskip("datasets")

@@ -45,12 +45,9 @@ START, END = "<|im_start|>", "<|endoftext|>"
     [
         (CHAT, None, {}, [7, 1002]),
         (None, OLDER, {}, [1001, 7, 1000]),
-        ({"eos_token": "<|im_end|>"}, OLDER, {}, [1001, 7, 1000]),
         ({"eos_token": "<|im_end|>", "added_tokens_decoder": {}}, OLDER, {}, [7, 1002]),
         (CHAT, None, {"bos": START, "eos": END}, [1001, 7, 1000]),
-        (CHAT, None, {"bos": "", "eos": END}, [7, 1000]),
         (CHAT, None, {"eos": ""}, [7]),
-        (None, None, {"bos": START, "eos": END}, [1001, 7, 1000]),
         (None, None, {"bos": "", "eos": END}, [7, 1000]),
     ],
 )

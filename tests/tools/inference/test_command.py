@@ -78,7 +78,6 @@ def test_out_of_memory_is_one_line(
         ("-", "from stdin\n", ["from stdin"]),
         ("empty.txt", "\n \n", "is empty; would work: a prompt on each line"),
         ("rows.jsonl", "{}\n", 'has no text in "prompt"'),
-        ("bad.jsonl", "\n{\n", "line 2: is not JSON"),
         ("digits.jsonl", "9" * 5000, "line 1: is not JSON: Exceeds the limit (4300 digits)"),
         ("long.txt", "a\n" + "b" * 4_000_001, "line 2: has more than 4000000 characters"),
         ("half.jsonl", '{"prompt": "\\ud800"}', "line 1: has half a surrogate pair"),
@@ -161,7 +160,6 @@ def test_batches_do_not_change_the_text(weights: Path) -> None:
             "tokenizer=bytes prompt=x generate.chat=own",
             "the tokenizer has no chat template (it has no files); would work: generate.chat=chatml, plain",
         ),
-        ("prompt=x", "has no tokenizer, and records none"),
         (
             f"tokenizer=bytes prompt={'x' * 300}",
             "prompt 1: has 301 tokens, and model.max_seq_len=256; would work: at most 255",
@@ -171,7 +169,6 @@ def test_batches_do_not_change_the_text(weights: Path) -> None:
             "generate.max_new_tokens=300: with a prompt of 4 tokens exceeds model.max_seq_len=256; "
             "would work: at most 252",
         ),
-        ("tokenizer=bytes generate.prompt_file=none.txt", "generate.prompt_file=none.txt: cannot be read"),
         (
             "tokenizer=python_2k prompt=print(hello)",
             "and model.vocab_size=258; would work: the tokenizer that the model was trained with",
@@ -192,11 +189,9 @@ def test_mistakes(
     ("typed", "prompt"),
     [
         ("'it' and 'that'", "'it' and 'that'"),
-        ('"a", "b"', '"a", "b"'),
         ("'quoted'", "quoted"),
         (r"'it\'s'", "it's"),
         ("it's", "it's"),
-        ("'", "'"),
         ("a\\", "a\\"),
         ("[x, {y: 1}] ${z}", "[x, {y: 1}] ${z}"),
     ],
