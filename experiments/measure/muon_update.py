@@ -4,9 +4,9 @@
     python experiments/measure/muon_update.py cluster.device=cuda model=llama3_8b model.n_layers=2
 
 All sides update the matrices of one model from the same gradients, and take turns in every round, in another
-order each time. torch's iterates in bfloat16 only, so ours does too; the last row is ours in float32, on a
-GPU ours with half of the symmetric products. With ``--all``, AdamW updates the other tensors too. Prints the
-median time of each side, of the processor or of the GPU, and of the ratios of the rounds.
+order each time. torch's iterates in bfloat16 only, so ours does too; on a CPU the last row is ours in
+float32. With ``--all``, AdamW updates the other tensors too. Prints the median time of each side, of the
+processor or of the GPU, and of the ratios of the rounds.
 """
 
 from __future__ import annotations
@@ -99,8 +99,6 @@ def main() -> None:
     }
     if device == "cpu":
         sides["harness, float32"] = ours(job.optimizer, specs, newton_schulz_dtype="float32")
-    else:
-        sides["harness, half"] = ours(job.optimizer, specs, **narrow, newton_schulz_half=True)
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(WARMUP + options.rounds):
         names = list(sides) if number % 2 else list(reversed(sides))

@@ -184,7 +184,6 @@ def check_gpu_options(job: Job, *, on_cpu: bool) -> None:
     ranks_per_node = job.cluster.nodes_for(job.world_size)[1]
     off = "parallelism.async_tp=false"
     varlen = "default, or training.attention=varlen"
-    narrow = "optimizer.newton_schulz_dtype=bfloat16"
     rows = [
         NoEffect(
             "parallelism.async_tp",
@@ -245,18 +244,6 @@ def check_gpu_options(job: Job, *, on_cpu: bool) -> None:
             is_sdpa and job.model.head_width != job.model.value_width,
             f"in sdpa it needs keys and values of one width; {job.model.name} has two",
             varlen,
-        ),
-        NoEffect(
-            "optimizer.newton_schulz_half",
-            on_cpu,
-            "is a kernel of GPUs, and the ranks compute on CPUs",
-            "false",
-        ),
-        NoEffect(
-            "optimizer.newton_schulz_half",
-            job.optimizer.newton_schulz_dtype == "float32",
-            f"needs {narrow}",
-            f"false, or {narrow}",
         ),
         NoEffect(
             "compile.mode",

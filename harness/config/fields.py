@@ -386,6 +386,8 @@ REMOVED: tuple[Removed, ...] = (
     Removed("cluster.leaf_nodes", after="cluster.link_nodes", role="", value=None),
     Removed("cluster.oversubscription", after="cluster.link_nodes", role="", value=None),
     Removed("cluster.pue", after="cluster.dollars_per_gpu_hour", role="", value=None),
+    Removed("optimizer.newton_schulz_steps", after="optimizer.momentum", role="", value=5),
+    Removed("optimizer.newton_schulz_half", after="optimizer.newton_schulz_dtype", role="", value=False),
     Removed("optimizer.in_backward", after="optimizer.implementation", role="execution", value=False),
     Removed("evaluation.tasks", after="evaluation.interval", role="", value=["data"]),
 )

@@ -100,6 +100,8 @@ EIGHT_BIT, BLOCK = "8bit", 128
 # step, which is at most 2**-8 m.
 LARGEST_BFLOAT16_BETA = 0.99
 BETA_RULE = "a running mean in bfloat16 (eight bits) would lose its updates to rounding"
+NEWTON_SCHULZ_STEPS = 5
+"""Iterations that orthogonalize an update of Muon (arXiv:2502.16982)."""
 LR_SCALES = ("original", "match_rms_adamw")
 MUON = Switch("optimizer.kind", "optimizer=muon", lambda kinds: "muon" in kinds, "optimizer.kinds")
 muon_numerics = functools.partial(numerics, needs=MUON)
@@ -167,13 +169,9 @@ class OptimizerConfig:
     [{match: 'layers\\..*\\.wq', lr_factor: 0.5, weight_decay: 0, betas: [0.9,0.98], kind: adamw}]."""
     momentum: float = muon_numerics(0.95, least=0, below=1, id_omits_default=True)
     """Muon: decay of the running mean of gradients, per step (with Nesterov's momentum)."""
-    newton_schulz_steps: int = muon_numerics(5, least=1, most=99, id_omits_default=True)
-    """Muon: iterations of Newton-Schulz that orthogonalize an update."""
     newton_schulz_dtype: str | None = muon_numerics(None, choices=STATE_DTYPES, id_omits_default=True)
-    """Muon: format of these iterations, float32 or bfloat16; null: precision.param_dtype."""
-    newton_schulz_half: bool = execution(False, id_omits_default=True, needs=MUON)
-    """Muon: compute half of the two products of an iteration that are symmetric, and copy the other half, by
-    a Triton kernel. On GPUs, in bfloat16; the last bit may differ."""
+    """Muon: format of the iterations of Newton-Schulz that orthogonalize an update, float32 or bfloat16;
+    null: precision.param_dtype."""
     lr_scale: str = muon_numerics("match_rms_adamw", choices=LR_SCALES, id_omits_default=True)
     """Muon: factor of the learning rate for a matrix [outputs, inputs]. original:
     sqrt(max(1, outputs / inputs)); match_rms_adamw: 0.2 sqrt(max(outputs, inputs)), with which AdamW's

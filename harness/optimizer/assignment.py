@@ -6,6 +6,8 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from harness.config.optimizer import NEWTON_SCHULZ_STEPS
+
 ROUND_VALUES = 2**24
 """Values that a rank orthogonalizes in one round, or one matrix if that has more. Rounds overlap: the
 matrices of the next one are sent while those of this one are computed."""
@@ -91,7 +93,7 @@ def _pieces(tensors: Sequence[Matrices], holders: int, capacity: int) -> list[tu
     return [piece for _, *piece in found]  # type: ignore[misc]
 
 
-def orthogonalization_flops(rows: int, columns: int, steps: int = 1) -> float:
+def orthogonalization_flops(rows: int, columns: int) -> float:
     """FLOPs of Newton-Schulz on one matrix: in each step X X', its square, and their product with X."""
     short, long = sorted((rows, columns))
-    return steps * (4.0 * short * short * long + 2.0 * short**3)
+    return NEWTON_SCHULZ_STEPS * (4.0 * short * short * long + 2.0 * short**3)

@@ -108,10 +108,8 @@ def muon(config: OptimizerConfig, groups: Groups, ranks: dist.ProcessGroup | Non
         config.lr,
         _state_dtype(config),
         momentum=config.momentum,
-        steps=config.newton_schulz_steps,
         dtype=getattr(torch, config.newton_schulz_dtype or "float32"),
         scale=lr_scale(config.lr_scale),
-        half=config.newton_schulz_half,
         group=ranks,
     )
 

@@ -10,7 +10,6 @@ matrices too. The orthogonalized matrix does not depend on the layout.
 from __future__ import annotations
 
 import itertools
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -23,16 +22,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
+from harness.config.optimizer import NEWTON_SCHULZ_STEPS
 from harness.optimizer.assignment import Matrices, MatrixGroup, assign
 from harness.optimizer.base import OwnOptimizer, local
 from harness.parallelism.materialize import shard_ranges
 from harness.precision.swap import plain
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # torch without CUDA
-    triton = None
 
 # Newton-Schulz iteration of Muon (Jordan et al., kellerjordan.github.io/posts/muon).
 
@@ -45,19 +39,18 @@ EPS = 1e-7
 # B: matrices, O: outputs, I: inputs, M: the smaller of these, N: the larger
 
 
-def orthogonalize(x_BOI: Tensor, steps: int, *, half: bool = False) -> Tensor:
+def orthogonalize(x_BOI: Tensor) -> Tensor:
     """Replace the singular values of each matrix by values near 1, in the dtype of the matrices.
 
     Besides the matrices it allocates a tensor of their size and two of [B, M, M].
 
     Args:
         x_BOI: matrices; overwritten.
-        half: compute half of the two symmetric products, on a GPU.
     """
     if len(x_BOI) > 1 and x_BOI.device.type == "cpu":
         # Batched products of bfloat16 are slower than single ones by orders of magnitude there.
         for x_1OI in x_BOI.split(1):
-            x_1OI.copy_(orthogonalize(x_1OI, steps))
+            x_1OI.copy_(orthogonalize(x_1OI))
         return x_BOI
     a, b, c = COEFFICIENTS
     tall = x_BOI.shape[1] > x_BOI.shape[2]
@@ -69,72 +62,13 @@ def orthogonalize(x_BOI: Tensor, steps: int, *, half: bool = False) -> Tensor:
     if len(x) == 1:
         multiply, add_product = torch.mm, torch.addmm  # type: ignore[assignment]
         x, other, gram, polynomial = (each[0] for each in (x, other, gram, polynomial))
-    for _ in range(steps):
-        if half:
-            symmetric_product(x, gram)
-            symmetric_product(gram, polynomial, c, b)
-        else:
-            multiply(x, x.mT, out=gram)
-            add_product(gram, gram, gram, beta=b, alpha=c, out=polynomial)
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        multiply(x, x.mT, out=gram)
+        add_product(gram, gram, gram, beta=b, alpha=c, out=polynomial)
         add_product(x, polynomial, x, beta=a, out=other)
         x, other = other, x
     x = x if x.ndim == 3 else x.unsqueeze(0)
     return x.mT if tall else x
-
-
-TILE = 128
-"""Rows and columns of the result that a program of the kernel computes."""
-
-
-def symmetric_product(x: Tensor, out: Tensor, alpha: float = 1.0, beta: float = 0.0) -> None:
-    """Write ``alpha x x' + beta x``, from its tiles on and above the diagonal; with beta x is symmetric.
-
-    Sums are in float32. As in github.com/microsoft/dion, newton_schulz_triton.py.
-
-    Args:
-        x: [M, K] or [B, M, K].
-        out: [M, M] or [B, M, M], contiguous.
-    """
-    *count, M, K = x.shape
-    tiles, strides = triton.cdiv(M, TILE), (0, *x.stride())[-3:]
-    _symmetric[tiles, tiles, math.prod(count)](
-        *(x, out, M, K, *strides, alpha, beta, beta != 0, TILE, 64), num_warps=8, num_stages=3
-    )
-
-
-if triton is not None:
-
-    @triton.jit  # type: ignore[untyped-decorator]
-    def _symmetric(  # type: ignore[no-untyped-def]
-        x, out, M, K, by_matrix, by_row, by_column, alpha, beta,
-        ADDS: tl.constexpr, SIDE: tl.constexpr, DEPTH: tl.constexpr,
-    ):  # fmt: skip
-        if tl.program_id(0) > tl.program_id(1):
-            return  # mirrored
-        row = tl.program_id(0) * SIDE + tl.arange(0, SIDE)
-        column = tl.program_id(1) * SIDE + tl.arange(0, SIDE)
-        x += tl.program_id(2).to(tl.int64) * by_matrix
-        out += tl.program_id(2).to(tl.int64) * M * M
-        k = tl.arange(0, DEPTH)
-        left = x + row[:, None] * by_row + k[None, :] * by_column
-        right = x + column[None, :] * by_row + k[:, None] * by_column
-        total = tl.zeros((SIDE, SIDE), tl.float32)
-        for start in range(0, K, DEPTH):
-            inside = k < K - start
-            a = tl.load(left, (row[:, None] < M) & inside[None, :], 0.0)
-            b = tl.load(right, (column[None, :] < M) & inside[:, None], 0.0)
-            total = tl.dot(a, b, total)
-            left += DEPTH * by_column
-            right += DEPTH * by_column
-        total *= alpha
-        exists = (row[:, None] < M) & (column[None, :] < M)
-        if ADDS:
-            total += beta * tl.load(x + row[:, None] * by_row + column[None, :] * by_column, exists, 0.0)
-        values = total.to(out.dtype.element_ty)
-        tl.store(out + row[:, None] * M + column[None, :], values, exists)
-        if tl.program_id(0) != tl.program_id(1):
-            mirrored = (column[:, None] < M) & (row[None, :] < M)
-            tl.store(out + column[:, None] * M + row[None, :], tl.trans(values), mirrored)
 
 
 MOMENTUM = "momentum_buffer"
@@ -148,8 +82,7 @@ class Muon(OwnOptimizer):
 
     Args:
         momentum: decay of the running mean of gradients.
-        dtype: dtype of these iterations, and of the pieces that ranks send.
-        half: compute half of their symmetric products, on a GPU.
+        dtype: dtype of the iterations, and of the pieces that ranks send.
         scale: factor of the learning rate, from the shape of a matrix (``lr_scale``).
         group: the ranks that hold pieces of these parameters; None for one rank. All of them construct the
             optimizer, and call ``step``, together.
@@ -162,14 +95,13 @@ class Muon(OwnOptimizer):
         state_dtype: torch.dtype,
         *,
         momentum: float,
-        steps: int,
         dtype: torch.dtype,
         scale: Callable[[int, int], float],
-        half: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(groups, lr, state_dtype)
-        self.momentum, self.steps, self.dtype, self.half = momentum, steps, dtype, half
+        self.momentum = momentum
+        self.dtype = dtype
         self.group, self.ranks = group, 1 if group is None else group.size()
         self.rank = 0 if group is None else group.rank()
         holders = _Holders(group)
@@ -224,7 +156,7 @@ class Muon(OwnOptimizer):
             # A single matrix is not copied.
             parts = [updates.pop(unit) for unit in units]
             x_BOI = parts[0] if len(parts) == 1 else torch.cat(parts)
-            x_BOI = orthogonalize(x_BOI, self.steps, half=self.half)
+            x_BOI = orthogonalize(x_BOI)
             done |= dict(zip(units, x_BOI.split([unit.count for unit in units]), strict=True))
         return done
 

@@ -262,7 +262,7 @@ def test_a_step_of_muon_by_hand() -> None:
         parameter.grad = torch.randn(8, 6).bfloat16()
         built.step()
         momentum = 0.9 * momentum + 0.1 * parameter.grad.float()
-        update = orthogonalize((0.1 * parameter.grad.float() + 0.9 * momentum)[None].clone(), 5)[0]
+        update = orthogonalize((0.1 * parameter.grad.float() + 0.9 * momentum)[None].clone())[0]
         value = value * (1 - 0.5 * 0.1) - 0.5 * 0.2 * 8**0.5 * update
         stored = built.state[parameter]["momentum_buffer"]
         assert (stored.dtype, parameter.dtype) == (torch.bfloat16, torch.bfloat16)
@@ -298,7 +298,7 @@ def test_state_has_the_parameters_dtype_by_default() -> None:
 
 def muon(groups: list[dict[str, Any]], state_dtype: torch.dtype = torch.float32) -> Muon:
     scale = lr_scale("match_rms_adamw")
-    return Muon(groups, 1.0, state_dtype, momentum=0.9, steps=5, dtype=torch.float32, scale=scale)
+    return Muon(groups, 1.0, state_dtype, momentum=0.9, dtype=torch.float32, scale=scale)
 
 
 def own(kind: str, parameters: Sequence[Tensor]) -> Any:

@@ -260,7 +260,7 @@ def planned_update(job: Job, parameters: RankParameters) -> PlannedUpdate | None
     specs = [tensor.spec for tensor in held if not tensor.spec.is_buffer]
     if not exchanges(job.optimizer, specs):
         return None
-    layout, steps = job.parallelism, job.optimizer.newton_schulz_steps
+    layout = job.parallelism
     shapes: dict[tuple[int, int], float] = defaultdict(float)
     values = sent = flops = 0.0
     largest, copies = ROUND_VALUES, 1
@@ -271,7 +271,7 @@ def planned_update(job: Job, parameters: RankParameters) -> PlannedUpdate | None
         own = count / (replicas * shards)
         size = spec.outputs * spec.inputs
         shapes[min(spec.outputs, spec.inputs), max(spec.outputs, spec.inputs)] += own
-        flops += own * orthogonalization_flops(spec.outputs, spec.inputs, steps)
+        flops += own * orthogonalization_flops(spec.outputs, spec.inputs)
         if replicas * shards > 1:
             # Pieces of the matrices of others in this replica, then results for all holders.
             sent += own * size * (1 - 1 / shards + replicas - 1 / shards)

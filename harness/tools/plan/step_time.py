@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from harness.config.job import Job
 from harness.config.model import ModelConfig, of_one_model
-from harness.config.optimizer import KINDS, OptimizerConfig
+from harness.config.optimizer import KINDS, NEWTON_SCHULZ_STEPS, OptimizerConfig
 from harness.config.pipeline import split_modules, stages_of_rank
 from harness.metrics.mfu import mfu
 from harness.model.accounting import account
@@ -170,7 +170,7 @@ class StepModel:
             return Pass()
         dtype = self.job.optimizer.newton_schulz_dtype or self.job.precision.param_dtype
         product = partial(self.machine.product_seconds, dtype=dtype, value_bytes=BYTES[dtype])
-        computing = self.job.optimizer.newton_schulz_steps * sum(
+        computing = NEWTON_SCHULZ_STEPS * sum(
             count * (product(short, long, short) + product(short, short, short) + product(short, short, long))
             for (short, long), count in update.shapes.items()
         )
