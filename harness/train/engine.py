@@ -21,12 +21,12 @@ from harness.optimizer.build import build_optimizer, build_schedule
 from harness.optimizer.settings import exchanges
 from harness.parallelism.balance import Balance
 from harness.parallelism.clip import clip_gradients, local_squares, reduce_partial_gradients
-from harness.parallelism.compile import Graphed
 from harness.parallelism.execute import Executor, computes_loss, set_length
 from harness.parallelism.fsdp import reshard
 from harness.parallelism.mesh import Mesh, build_mesh, stage_group
 from harness.parallelism.parallelize import build_model_parts
 from harness.precision.swap import precompute_scales
+from harness.train.graphed import Graphed
 from harness.train.objective import objective_of
 from harness.train.step import HOST, LossSum, SourceLosses, StepOutcome
 from harness.util.annotation import SUMS, annotated

@@ -140,9 +140,10 @@ class Rehearsal:
         """Set up, build and train as ``harness.train.rank`` does."""
         import torch
 
-        from harness.parallelism.compile import EAGER_CALLS, CompileWatch
+        from harness.parallelism.compile import CompileWatch
         from harness.tools.rehearse.substitutes import LoneStore, substitutes
         from harness.train.engine import Engine
+        from harness.train.graphed import EAGER_CALLS
         from harness.train.setup import pick_device, process_group, set_up_process
 
         job = self.job
