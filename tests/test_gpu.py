@@ -17,7 +17,7 @@ from harness.data.loader import Loader
 from harness.data.prefetch import Prefetcher
 from harness.parallelism.materialize import draw
 from harness.tools.parity.first_wrong import full_gradients
-from harness.train.engine import Engine
+from harness.train.graphed import build_engine
 from harness.train.observers.profiler import Profiling
 from harness.train.setup import process_group, set_up_process
 
@@ -36,7 +36,7 @@ def three_steps(
     set_up_process(job)
     losses, gradients = [], []
     with process_group(job, torch.device(device)):
-        engine = Engine(job, torch.device(device))
+        engine = build_engine(job, torch.device(device))
         for step in range(steps):
             tokens = torch.randint(0, 256, (4, 65), generator=torch.Generator().manual_seed(step))
             batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
@@ -125,7 +125,7 @@ def test_a_step_makes_the_host_wait_for_nothing(overrides: str, request: pytest.
     device = torch.device("cuda", 0)
     set_up_process(job)
     with process_group(job, device):
-        engine = Engine(job, device)
+        engine = build_engine(job, device)
         loader = Prefetcher(Tokens(has_sources="mixture" in overrides), 2, device)
         outcomes = []
         for step in range(6):

@@ -27,7 +27,7 @@ from harness.metrics.recorder import Recorder
 from harness.metrics.views import ShownRun
 from harness.run.folder import RunFolder
 from harness.train import engine as engine_module
-from harness.train.engine import Engine
+from harness.train.graphed import build_engine
 from harness.train.setup import process_group, set_up_process
 from harness.train.trainer import Trainer
 
@@ -85,7 +85,7 @@ def measure(overrides: list[str]) -> list[tuple[float, float, float]]:
     clock(engine_module, "local_squares", norm)
     clock(engine_module, "clip_gradients", norm)
     with process_group(job, device):
-        engine = Engine(job, device)
+        engine = build_engine(job, device)
         clock(engine.executor, "forward_backward", work)
         clock(engine.optimizer, "step", work)
         clock(engine.optimizer, "zero_grad", work)

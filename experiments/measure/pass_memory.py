@@ -88,7 +88,7 @@ def measure_pass(job: Job) -> dict[str, float]:
 
     from harness.data.tokenizer import build_tokenizer
     from harness.metrics.memory import peak_memory_gib
-    from harness.train.engine import Engine
+    from harness.train.graphed import build_engine
     from harness.train.objective import loader_of
     from harness.train.setup import process_group, set_up_process
     from harness.util.tables import GIB
@@ -96,7 +96,7 @@ def measure_pass(job: Job) -> dict[str, float]:
     device = torch.device("cpu")
     set_up_process(job)
     with process_group(job, device):
-        engine = Engine(job, device)
+        engine = build_engine(job, device)
         loader = loader_of(job, build_tokenizer(job.tokenizer), engine.rows)
         for _ in range(2):
             engine.update(engine.gradients(loader.next()).grad_norm)

@@ -26,7 +26,6 @@ from harness.parallelism.fsdp import reshard
 from harness.parallelism.mesh import Mesh, build_mesh, stage_group
 from harness.parallelism.parallelize import build_model_parts
 from harness.precision.swap import precompute_scales
-from harness.train.graphed import Graphed
 from harness.train.objective import objective_of
 from harness.train.step import HOST, LossSum, SourceLosses, StepOutcome
 from harness.util.annotation import SUMS, annotated
@@ -59,25 +58,14 @@ class Engine:
         self.parameters: list[Tensor] = [
             parameter for parameters in self._parameters for parameter in parameters
         ]
-        specs = tensors(job.model)
-        group = stage_group(self.mesh) if exchanges(job.optimizer, specs.values()) else None
-        self.optimizer = build_optimizer(job.optimizer, self.named_parameters(), specs, group)
+        self.optimizer = self._build_optimizer()
         self.schedule = build_schedule(job.schedule, self.optimizer, job.schedule.curve_steps(job.steps))
         self.weights_changed = True
         self._gradients_checked = False
-        self._graphs: list[Graphed] = []
-        if job.compile.cuda_graphs:
-            torch.cuda.empty_cache()  # what was freed while building, other streams cannot use
-            shared = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
-            self._graphs = [Graphed(each, *shared) for each in (self._graphed_passes, self._graphed_update)]
-            for settings in self.optimizer.param_groups:
-                settings |= {"capturable": True} if "capturable" in settings else {}
         keep_settings(self.optimizer)
 
     def close(self) -> None:
-        """Delete what must be gone before the process groups are."""
-        for each in self._graphs:
-            each.close()
+        """Delete what must be gone before the process groups are: graphs."""
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters (or shards) that this rank holds, under their names in the full model.
@@ -145,11 +133,7 @@ class Engine:
         # The loss of a batch without valid tokens is 0, not 0/0.
         denominator = max(1.0, valid_tokens)
         batch = place(batch, self.device)
-        if self._graphs:
-            assert isinstance(batch, Batch)
-            sums, loss, squares = self._graphs[0](denominator, max(1.0, rows), *batch)
-        else:
-            sums, loss, squares = self._passes(denominator, max(1.0, rows), batch)
+        sums, loss, squares = self._passes(denominator, max(1.0, rows), batch)
         reports_loss = self.counts_tokens and local_tokens > 0
         return StepOutcome(
             sums,
@@ -191,10 +175,10 @@ class Engine:
             sums = self.world_total([squares.sum(), *own])
         return sums, self._loss_of_sequences(losses[0]), squares
 
-    def _graphed_passes(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        denominator, rows, *batch = inputs
-        self.weights_changed = True  # scales are computed inside of the graph, also after a validation
-        return self._passes(denominator, rows, Batch(*batch))  # type: ignore[arg-type]
+    def _build_optimizer(self) -> torch.optim.Optimizer:
+        specs = tensors(self.job.model)
+        group = stage_group(self.mesh) if exchanges(self.job.optimizer, specs.values()) else None
+        return build_optimizer(self.job.optimizer, self.named_parameters(), specs, group)
 
     def _build_executor(self, job: Job) -> Executor:
         return self.objective.build_executor(job, self.mesh, self.parts, self.loss, self.device)
@@ -240,23 +224,12 @@ class Engine:
             norm: gradient norm; a tensor on the device avoids a wait.
         """
         self.weights_changed = True
-        if self._graphs:
-            self._graphs[1](norm, *(group["lr"] for group in self.optimizer.param_groups))
-        else:
-            self._update(norm)
-        self.schedule.step()
-        if not any(each.graph for each in self._graphs):  # which write to the same gradients again
-            self.optimizer.zero_grad()
-
-    def _graphed_update(self, norm: Tensor, *rates: Tensor) -> tuple[Tensor, ...]:
-        groups = self.optimizer.param_groups
-        numbers = [group["lr"] for group in groups]
-        for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate
         self._update(norm)
-        for group, number in zip(groups, numbers, strict=True):  # the schedule computes with numbers
-            group["lr"] = number
-        return ()
+        self.schedule.step()
+        self._free_gradients()
+
+    def _free_gradients(self) -> None:
+        self.optimizer.zero_grad()
 
     def _update(self, norm: Tensor | float) -> None:
         self.balance.update_biases(norm)

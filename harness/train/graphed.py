@@ -1,4 +1,4 @@
-"""Functions that a GPU repeats without the host: CUDA graphs."""
+"""Steps that a GPU repeats without the host: passes and update are captured in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from harness.config.job import Job
+from harness.data.batch import AnyBatch, Batch
+from harness.model.part import ModelPart
+from harness.parallelism.mesh import Mesh
+from harness.train.engine import Engine
 
 EAGER_CALLS = 2
 """Calls before a function is captured: they compile, and make communicators and the optimizer's state."""
@@ -61,3 +67,69 @@ class Graphed:
         """Delete the graph, which has to be done before its communicators are closed."""
         if self.graph is not None:
             self.graph.reset()
+
+
+class GraphedEngine(Engine):
+    """An engine that captures its passes and its update after ``EAGER_CALLS`` steps, and then replays them.
+
+    ``compile.cuda_graphs`` has it built. The plain engine says what a step computes. Here is only what a
+    replay needs: numbers that change come as tensors, and gradients stay where they are.
+    """
+
+    def __init__(
+        self, job: Job, device: torch.device, built: tuple[Mesh, list[ModelPart]] | None = None
+    ) -> None:
+        super().__init__(job, device, built)
+        torch.cuda.empty_cache()  # what was freed while building, other streams cannot use
+        pool = torch.cuda.graph_pool_handle()
+        stream = torch.cuda.Stream(device)
+        self.graphed_passes = Graphed(self._captured_passes, pool, stream)
+        self.graphed_update = Graphed(self._captured_update, pool, stream)
+
+    def close(self) -> None:
+        """Delete the graphs."""
+        self.graphed_passes.close()
+        self.graphed_update.close()
+
+    def _build_optimizer(self) -> torch.optim.Optimizer:
+        optimizer = super()._build_optimizer()
+        for group in optimizer.param_groups:
+            if "capturable" in group:
+                group["capturable"] = True
+        return optimizer
+
+    def _passes(
+        self, denominator: float | Tensor, rows: float | Tensor, batch: AnyBatch
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        assert isinstance(batch, Batch)
+        sums, loss, squares = self.graphed_passes(denominator, rows, *batch)
+        return sums, loss, squares
+
+    def _captured_passes(self, denominator: Tensor, rows: Tensor, *batch: Any) -> tuple[Tensor, ...]:
+        # Scales of float8 weights are computed inside of the graph, also after a validation.
+        self.weights_changed = True
+        return super()._passes(denominator, rows, Batch(*batch))
+
+    def _update(self, norm: Tensor | float) -> None:
+        self.graphed_update(norm, *(group["lr"] for group in self.optimizer.param_groups))
+
+    def _captured_update(self, norm: Tensor, *rates: Tensor) -> tuple[Tensor, ...]:
+        groups = self.optimizer.param_groups
+        numbers = [group["lr"] for group in groups]
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+        super()._update(norm)
+        for group, number in zip(groups, numbers, strict=True):  # the schedule computes with numbers
+            group["lr"] = number
+        return ()
+
+    def _free_gradients(self) -> None:
+        if self.graphed_passes.graph is None:  # it writes to the same gradients again
+            super()._free_gradients()
+
+
+def build_engine(job: Job, device: torch.device) -> Engine:
+    """Build the engine that a job asks for."""
+    if job.compile.cuda_graphs:
+        return GraphedEngine(job, device)
+    return Engine(job, device)

@@ -162,7 +162,7 @@ def run_rank(job: Job, folder: RunFolder, *, started: float, store: dist.Store |
         with process.importing_torch():
             from harness.metrics.recorder import Recorder
             from harness.metrics.views import ShownRun
-            from harness.train.engine import Engine
+            from harness.train.graphed import build_engine
             from harness.train.setup import pick_device, process_group, set_up_process
             from harness.train.trainer import Trainer
 
@@ -181,7 +181,7 @@ def run_rank(job: Job, folder: RunFolder, *, started: float, store: dist.Store |
                 rank.recorder.message(describe(job, folder, device))
                 if changed := process.describe(job, device.type):
                     rank.recorder.message(changed)
-            rank.trainer = Trainer(job, folder, Engine(job, device), rank.recorder, started)
+            rank.trainer = Trainer(job, folder, build_engine(job, device), rank.recorder, started)
             return rank.end(rank.trainer, rank.trainer.train())
     except BaseException as error:
         if "RANK" in os.environ:

@@ -142,8 +142,7 @@ class Rehearsal:
 
         from harness.parallelism.compile import CompileWatch
         from harness.tools.rehearse.substitutes import LoneStore, substitutes
-        from harness.train.engine import Engine
-        from harness.train.graphed import EAGER_CALLS
+        from harness.train.graphed import EAGER_CALLS, build_engine
         from harness.train.setup import pick_device, process_group, set_up_process
 
         job = self.job
@@ -157,7 +156,7 @@ class Rehearsal:
             try:
                 began = time.perf_counter()
                 watch = CompileWatch()
-                engine = Engine(job, device)
+                engine = build_engine(job, device)
                 figures.build_seconds = time.perf_counter() - began
                 self._train(engine, watch, store)
             finally:
