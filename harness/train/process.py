@@ -49,10 +49,10 @@ def _launcher_number(name: str, least: int, below: int | None = None) -> int:
     value = os.environ.get(name)
     if value is None:
         raise _launcher_error(name, "is missing")
-    number = int(value) if value.isdecimal() and len(value) < 10 else -1  # int() refuses very long ones
+    number = int(value) if value.isdecimal() else -1
     if number < least or (below is not None and number >= below):
         end = "" if below is None else f" and less than {below}"
-        raise _launcher_error(f"{name}={value[:20]}", f"must be a whole number of at least {least}{end}")
+        raise _launcher_error(f"{name}={value}", f"must be a whole number of at least {least}{end}")
     return number
 
 

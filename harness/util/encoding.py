@@ -44,7 +44,7 @@ def parse(text: str | bytes, kind: type = object) -> Any:
     """Parse JSON of any origin, bytes as UTF-8 with or without a mark; non-finite floats stay strings.
 
     Raises:
-        ValueError: it is not JSON or of another kind, is nested too deeply, or a number has too many digits.
+        ValueError: it is not JSON or of another kind, or is nested too deeply.
     """
     try:
         value = json.loads(text if isinstance(text, str) else text.decode("utf-8-sig"))

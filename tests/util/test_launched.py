@@ -36,7 +36,6 @@ def test_ranks_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         ("MASTER_ADDR", None, "MASTER_ADDR: is missing"),
         ("MASTER_PORT", "99999", "MASTER_PORT=99999: must be a whole number of at least 1 and less"),
         ("LOCAL_RANK", "x", "LOCAL_RANK=x: must be a whole number"),
-        ("WORLD_SIZE", "9" * 5000, f"WORLD_SIZE={'9' * 20}: must be a whole number"),
     ],
 )
 def test_mistakes(name: str, value: str | None, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
