@@ -25,7 +25,7 @@ NOT_IMPORTED = {
     "harness.config.job": "torch hydra omegaconf",
     "harness.util.hardware": "torch",
     "harness.config.data": "torch numpy datasets sentencepiece tiktoken pyarrow",
-    "harness.config.metrics": "torch rich wandb",
+    "harness.config.metrics": "torch wandb",
     "harness.train.rank": "torch",
     "harness.train.process": "torch",
     "harness.launch.train": "torch hydra omegaconf",

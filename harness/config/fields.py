@@ -395,10 +395,14 @@ REMOVED_AFTER = {
     after: list(removed) for after, removed in itertools.groupby(REMOVED, key=lambda each: each.after)
 }
 _REMOVED_BY_NAME = {removed.name: removed for removed in REMOVED}
+REMOVED_VALUES = {"metrics.console": ("auto", "rich")}
+"""Values of labels that older files may give: the default takes their place."""
 
 
 def _is_removed(name: str, value: Any) -> bool:
-    """Whether an older file may give this field that is no more."""
+    """Whether an older file may give this field, or this value of it, that is no more."""
+    if value in REMOVED_VALUES.get(name, ()):
+        return True
     return name in _REMOVED_BY_NAME and _REMOVED_BY_NAME[name].value == value
 
 

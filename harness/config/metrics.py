@@ -47,7 +47,7 @@ VIEWS: Registry[ViewKind] = Registry(
     expects="harness.config.metrics:ViewKind",
 )
 """Views of metrics.jsonl."""
-CONSOLES = ("auto", "rich", "plain", "none")
+CONSOLES = ("plain", "none")
 WANDB_MODES = ("online", "offline", "disabled")
 _SWITCHES = ("wandb", "tensorboard")
 """Views with a field of their own that switches them on."""
@@ -67,8 +67,8 @@ class MetricsConfig:
     """First steps of this process that throughput excludes: they compile, allocate and connect."""
     all_ranks: bool = label(False)
     """Also write the own values of every rank (memory, times, loss) into ``metrics/rank<r>.jsonl``."""
-    console: str = label("auto", choices=CONSOLES)
-    """auto: a progress bar on a terminal and plain lines elsewhere; rich, plain or none choose one."""
+    console: str = label("plain", choices=CONSOLES)
+    """plain: a line for each row; none: nothing."""
     wandb: bool = label(False)
     """Also log to Weights & Biases; offline when there is no API key."""
     wandb_project: str | None = label(None, needs=WANDB)

@@ -46,7 +46,7 @@ class Recorder:
         if has_curve:
             self._file.expect_rows_up_to(start_step, config.log_interval)
         self._show_notes()
-        self._tell(lambda console: console.begin(start_step, metrics))
+        self._tell(lambda console: console.begin(metrics))
         for name, options in config.shown.items():
             self._add_view(name, options)
 
@@ -59,7 +59,7 @@ class Recorder:
         self._show(lambda view: view.log(row))
 
     def message(self, text: str) -> None:
-        """Show a line on the console without breaking the progress bar."""
+        """Show a line on the console."""
         self._tell(lambda console: console.message(text))
 
     def close(self, summary: Mapping[str, Any]) -> None:
@@ -73,7 +73,6 @@ class Recorder:
             except OSError as error:
                 self.message(f"WARNING {self._file.path} cannot be read any more: {error.strerror}")
             self._show_notes()
-        self._tell(lambda console: console.close())
         self._show(lambda view: view.close(summary))
         self._tell(lambda console: console.summary("summary", summary))
 

@@ -172,6 +172,20 @@ def test_json_round_trip(overrides: str) -> None:
     assert back.to_json() == text
 
 
+def test_older_json_opens() -> None:
+    """A field or a value that is gone does not close a folder, unless the run depended on it."""
+    made = job()
+    plain = made.to_dict()
+    plain["metrics"]["console"] = "rich"
+    plain["optimizer"] |= {"in_backward": False, "newton_schulz_steps": 5, "newton_schulz_half": False}
+    back = Job.from_json(json.dumps(plain))
+    assert back == made
+    assert back.id == made.id
+    plain["optimizer"]["in_backward"] = True
+    with pytest.raises(ConfigError, match=r"optimizer\.in_backward=true: was removed"):
+        Job.from_json(json.dumps(plain))
+
+
 def test_damaged_json_is_refused(tmp_path: Path) -> None:
     (tmp_path / "job.json").write_text("{}")
     another = r"job\.json: damaged, or another version wrote it: name=null: must be"

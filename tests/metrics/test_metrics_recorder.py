@@ -9,11 +9,10 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from rich.console import Console as Terminal
 
 from harness.config.metrics import MetricsConfig
 from harness.config.training import OBSERVERS
-from harness.metrics.console import PlainConsole, RichConsole, SilentConsole, make_console, progress
+from harness.metrics.console import PlainConsole, SilentConsole, make_console, progress
 from harness.metrics.jsonl import read_metrics
 from harness.metrics.recorder import Recorder
 from harness.metrics.views import ShownRun
@@ -108,63 +107,28 @@ def test_plain_row(row: dict[str, Any], line: str) -> None:
     """None is left out, and nan is not."""
     out = io.StringIO()
     console = PlainConsole(100, out)
-    console.begin(0, METRICS)
+    console.begin(METRICS)
     console.log(row)
     assert out.getvalue() == line
 
 
-def test_rich_bar_and_lines_above_it() -> None:
-    out = io.StringIO()
-    now = [0.0]
-    terminal = Terminal(file=out, force_terminal=True, width=160, color_system=None)
-    console = RichConsole(100, terminal, clock=lambda: now[0])
-    console.begin(10, METRICS)
-    for step in (11, 12, 13):
-        console.log({**ROW, "step": step})
-    now[0] = 60.0
-    console.log({**ROW, "step": 14})
-    console.log({"step": 14, "validation_loss": 4.0})
-    console.message("saved [step 14]")
-    console.warn("a view is off")
-    console.log({**ROW, "step": 100})
-    console.close()
-    console.summary("summary", {"exit": "done"})
-    console.summary("summary", {"exit_code": 2})  # of a failed run: the error says it
-    lines = [line.split("\x1b[2K")[-1].strip("\r ") for line in out.getvalue().splitlines()]
-    permanent = [line for line in lines if line.startswith("step  ")]
-    assert [line.split("  loss")[0] for line in permanent if "loss 5" in line] == [
-        "step    11/100",
-        "step    14/100",
-        "step   100/100",
-    ]
-    assert "step    14/100  validation_loss 4.0000" in lines
-    assert {"saved [step 14]", "warning: a view is off"} <= {*lines}
-    assert "exit_code" not in out.getvalue()
-    assert "100/100" in out.getvalue() and "  exit  done" in out.getvalue()
-
-
-@pytest.mark.parametrize("terminal", [False, True])
-def test_progress_of_verbs(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
-    """A bar on a terminal; a log file gets lines."""
-    err, times = io.StringIO(), iter([0.0, 0.0, 60.0])
-    monkeypatch.setattr(err, "isatty", lambda: terminal, raising=False)
+def test_progress_of_verbs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines, and no more than the seconds between them allow."""
+    err, times = io.StringIO(), iter([0.0, 0.0, 60.0, 70.0, 130.0])
     monkeypatch.setattr("sys.stderr", err)
     monkeypatch.setattr("harness.metrics.console.time", Mock(monotonic=lambda: next(times)))
-    with progress(2) as show:
-        show("fsdp")
-        show("tp")
-    bar, lines = ("\r", " tp, about 0:01:00 left"), "[1/2] fsdp\n[2/2] tp, about 0:01:00 left\n"
-    assert all(part in err.getvalue() for part in bar) if terminal else err.getvalue() == lines
+    with progress(4, seconds=60.0) as show:
+        for name in ("fsdp", "tp", "pp", "cp"):
+            show(name)
+    assert err.getvalue() == "[2/4] tp, about 0:03:00 left\n[4/4] cp, about 0:00:43 left\n"
 
 
-@pytest.mark.parametrize(("terminal", "kind"), [(True, RichConsole), (False, PlainConsole)])
-def test_auto_looks_at_standard_output(monkeypatch: pytest.MonkeyPatch, terminal: bool, kind: type) -> None:
-    out = io.StringIO()
-    monkeypatch.setattr(out, "isatty", lambda: terminal, raising=False)
-    monkeypatch.setattr("sys.stdout", out)
-    console = make_console("auto", 10)
-    console.close()
-    assert isinstance(console, kind)
+def test_a_failed_run_has_no_summary(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of its values but the code: the error says the rest."""
+    console = make_console("plain", 10)
+    console.summary("summary", {"exit": "done"})
+    console.summary("summary", {"exit_code": 2})
+    assert capsys.readouterr().out == "summary\n  exit  done\n"
 
 
 def test_silent_console_still_warns(

@@ -316,7 +316,7 @@ def _show_dry(folder: SweepFolder, points: Sequence[Point], skipped: Sequence[Sk
 def _run_here(points: Sequence[Point]) -> bool:
     """Run points one after another; return whether the user interrupted them."""
     names = labels([point.overrides for point in points])
-    with progress(len(points), bar=False) as show:
+    with progress(len(points)) as show:
         for name, point in zip(names, points, strict=True):
             show(name)
             if run_point(point) in STOPPED:
