@@ -148,7 +148,8 @@ def parts() -> tuple[float, float]:
 
     from harness.config.parallelism import ParallelismConfig
     from harness.parallelism.mesh import build_mesh
-    from harness.train.observers.phases import Marks, Phases
+    from harness.train.observers.phase_marks import Marks
+    from harness.train.observers.phase_times import Phases
 
     device = torch.device("cpu")
     phases, mesh = Phases(device), build_mesh(ParallelismConfig(tp=2, dp_shard=1), device)

@@ -29,7 +29,8 @@ from harness.tools.plan.make import make_plan
 from harness.tools.report import phases as of_phases
 from harness.tools.report.verb import report
 from harness.train.engine import Engine
-from harness.train.observers.phases import PhaseLog, Phases, PhaseSpan
+from harness.train.observers.phase_times import Phases, PhaseSpan
+from harness.train.observers.phases import PhaseLog
 from harness.train.trainer import Trainer
 from harness.util.annotation import annotated
 from harness.util.errors import UserError
