@@ -32,7 +32,7 @@ from harness.model.part import ModelPart
 from harness.model.spec import block_prefix, tensors
 from harness.parallelism.context import local_positions
 from harness.parallelism.mesh import EXPERT, EXPERT_TENSOR, Mesh
-from harness.parallelism.tensor import SEQUENCE_DIM, into_stream, place
+from harness.parallelism.tensor_styles import SEQUENCE_DIM, into_stream, place
 
 # R: rows that this rank routes, S: rows that it computes, C: residual width, E: experts
 

@@ -13,13 +13,14 @@ from harness.model.architecture import architecture_of
 from harness.model.kernels import use_flash
 from harness.model.part import ModelPart
 from harness.parallelism.activation_checkpoint import apply_activation_checkpoint, wraps_compiled_blocks
+from harness.parallelism.async_tp import enable_async
 from harness.parallelism.compile import apply_compile, prepare_compiler
 from harness.parallelism.context import apply_context_parallel
 from harness.parallelism.expert import apply_expert_parallel
 from harness.parallelism.fsdp import apply_fsdp
 from harness.parallelism.materialize import materialize
 from harness.parallelism.mesh import Mesh
-from harness.parallelism.tensor import apply_for_passes, apply_tensor_parallel, enable_async
+from harness.parallelism.tensor import apply_for_passes, apply_tensor_parallel
 from harness.precision.linears import sort_linears
 from harness.precision.swap import gathers_float8, swap_linears
 

@@ -21,8 +21,8 @@ from harness.data.tokenizer import build_tokenizer
 from harness.metrics.mfu import Efficiency, describe_inputs
 from harness.metrics.recorder import Recorder
 from harness.metrics.window import StepTimer, Window
+from harness.parallelism.async_tp import describe_fused, fused
 from harness.parallelism.compile import CompileWatch
-from harness.parallelism.tensor import describe_fused, fused
 from harness.precision.linears import sort_linears, warning_of_eager
 from harness.run.folder import RunFolder
 from harness.train.engine import Engine

@@ -17,8 +17,8 @@ from harness.config.job import Job
 from harness.data.batch import Batch
 from harness.launch.pool import RankPool
 from harness.model.feed_forward import gated
+from harness.parallelism.async_tp import describe_fused
 from harness.parallelism.compile import CompileWatch, _of_several_rows, prepare_compiler
-from harness.parallelism.tensor import describe_fused
 from harness.train.engine import Engine
 from harness.train.setup import process_group
 

@@ -27,7 +27,7 @@ def typed_step(job_json: str) -> str:
 
     from harness.model.spec import Split
     from harness.parallelism.loss import TokenLoss
-    from harness.parallelism.tensor import PlainNorm
+    from harness.parallelism.tensor_styles import PlainNorm
     from harness.tools.parity.first_wrong import start
 
     engine, loader = start(job_json)

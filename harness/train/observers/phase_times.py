@@ -25,7 +25,6 @@ import torch
 from harness.metrics.window import EXCLUDED
 from harness.util.annotation import SUMS
 
-
 HOST = "host"
 """Time in no other phase: launching, reading values, writing metrics."""
 _SCHEDSTAT = "/proc/thread-self/schedstat"
