@@ -117,10 +117,9 @@ def verify(path: str) -> ComparedCheckpoint:
             problems = _compare(checkpoint)
     except UnfinishedCheckpoint as error:
         fs, root = fsspec.url_to_fs(path)
-        # A killed writer leaves a folder.
-        return ComparedCheckpoint(
-            path, *(("unfinished", str(error)) if fs.isdir(root) else ("damaged", "is no folder"))
-        )
+        if not fs.isdir(root):  # a killed writer leaves a folder
+            return ComparedCheckpoint(path, "damaged", "is no folder")
+        return ComparedCheckpoint(path, "unfinished", str(error))
     except DamagedCheckpoint as error:
         return ComparedCheckpoint(path, "damaged", str(error))
     if problems:
@@ -134,12 +133,13 @@ def _compare(checkpoint: Checkpoint) -> list[str]:
     files = checkpoint.manifest["files"]
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
         found = list(threads.map(lambda name: _checksum(fs, f"{root}/{name}"), files))
-    wrong = {name: each for name, each in zip(files, found, strict=True) if each != files[name][CHECKSUM]}
-    differs = "does not have the checksum it was written with"
-    return [
-        f"{name}: {each}" if each.startswith("unreadable") else f"{name} {differs}"
-        for name, each in wrong.items()
-    ]
+    problems = []
+    for name, checksum in zip(files, found, strict=True):
+        if checksum.startswith("unreadable"):
+            problems.append(f"{name}: {checksum}")
+        elif checksum != files[name][CHECKSUM]:
+            problems.append(f"{name} does not have the checksum it was written with")
+    return problems
 
 
 def _checksum(fs: Any, path: str) -> str:

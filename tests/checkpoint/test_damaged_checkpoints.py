@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 import harness
 from harness.checkpoint.catalog import DamagedCheckpoint, encode_manifest
 from harness.checkpoint.metadata import CHECKSUM, parse_metadata
+from harness.checkpoint.storage import Writer
 
 OPTIONS = ("model.n_layers=1", "checkpoint.interval=2", "metrics.console=plain")
 
@@ -156,6 +157,18 @@ def test_forged_checkpoints_of_others(tmp_path: Path, finished: Callable[..., Ru
     (tmp_path / "out").mkdir()
     assert f".metadata {CODE}" in refused(step, tmp_path / "out" / "new", "model=llama3_tiny")
     assert not list(tmp_path.rglob("ran"))
+
+
+def test_a_link_in_the_place_of_a_step(tmp_path: Path) -> None:
+    """The next save replaces it, and what it points at stays."""
+    target = tmp_path / "target"
+    place = tmp_path / "checkpoints" / "step-4"
+    for folder in (target, place.parent):
+        folder.mkdir()
+    (target / "own").touch()
+    place.symlink_to(target)
+    Writer(str(place), {}).prepare_global_plan([])
+    assert not place.is_symlink() and (target / "own").is_file()
 
 
 # -- .metadata ----

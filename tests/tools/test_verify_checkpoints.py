@@ -86,6 +86,10 @@ def test_what_a_killed_writer_leaves_and_what_not(tmp_path: Path, capsys: Captur
     folder = tmp_path / "run" / "checkpoints"
     write(folder, 2)
     newest = folder / "step-4"
+    newest.touch()
+    assert run(tmp_path / "run") == EXIT_MACHINE
+    assert capsys.readouterr().out.endswith(f"{newest}: damaged: is no folder\n")
+    newest.unlink()
     newest.mkdir()
     assert (run(folder), run("--newest", folder)) == (EXIT_OK, EXIT_MACHINE)
     for state, code in (("interrupted", EXIT_OK), ("completed", EXIT_MACHINE)):

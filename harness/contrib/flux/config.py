@@ -143,34 +143,36 @@ def modules(model: ModelConfig) -> Iterator[ModuleSpec]:
 
 def block_modules(model: ModelConfig, layer: int) -> Iterator[ModuleSpec]:
     """Every module of one block."""
-    at = f"layers.{layer}."
+    prefix = f"layers.{layer}."
     if layer >= flux_of(model).double_layers:
-        yield _modulation(f"{at}mod", 3, model)
-        yield from _attention(f"{at}attn", model)
+        yield _modulation(f"{prefix}mod", 3, model)
+        yield from _attention(f"{prefix}attn", model)
         # One linear takes the results of both; it is stored as two, because tensor parallel splits each.
-        yield from _feed_forward(f"{at}mlp", model, output_bias=False)
+        yield from _feed_forward(f"{prefix}mlp", model, output_bias=False)
         return
     for stream in STREAMS:
-        yield _modulation(f"{at}{stream}_mod", 6, model)
-        yield from _attention(f"{at}{stream}_attn", model)
-        yield from _feed_forward(f"{at}{stream}_mlp", model)
+        yield _modulation(f"{prefix}{stream}_mod", 6, model)
+        yield from _attention(f"{prefix}{stream}_attn", model)
+        yield from _feed_forward(f"{prefix}{stream}_mlp", model)
 
 
-def _attention(at: str, model: ModelConfig) -> Iterator[ModuleSpec]:
+def _attention(prefix: str, model: ModelConfig) -> Iterator[ModuleSpec]:
     width = model.n_heads * model.head_width
-    yield ModuleSpec(at, Split.REGION)
+    yield ModuleSpec(prefix, Split.REGION)
     for name in ("wq", "wk", "wv"):
-        yield _linear(f"{at}.{name}", width, model.dim, Split.COLUMN)
-    yield _linear(f"{at}.wo", model.dim, width, Split.ROW)
+        yield _linear(f"{prefix}.{name}", width, model.dim, Split.COLUMN)
+    yield _linear(f"{prefix}.wo", model.dim, width, Split.ROW)
     for name in ("q_norm", "k_norm"):
-        weight = TensorSpec(f"{at}.{name}.weight", f"{at}.{name}", (model.head_width,), Split.HEAD_NORM, ONES)
-        yield ModuleSpec(f"{at}.{name}", Split.HEAD_NORM, (weight,))
+        weight = TensorSpec(
+            f"{prefix}.{name}.weight", f"{prefix}.{name}", (model.head_width,), Split.HEAD_NORM, ONES
+        )
+        yield ModuleSpec(f"{prefix}.{name}", Split.HEAD_NORM, (weight,))
 
 
-def _feed_forward(at: str, model: ModelConfig, *, output_bias: bool = True) -> Iterator[ModuleSpec]:
-    yield ModuleSpec(at, Split.REGION)
-    yield _linear(f"{at}.w1", model.ffn_hidden_dim, model.dim, Split.COLUMN)
-    yield _linear(f"{at}.w2", model.dim, model.ffn_hidden_dim, Split.ROW, bias=output_bias)
+def _feed_forward(prefix: str, model: ModelConfig, *, output_bias: bool = True) -> Iterator[ModuleSpec]:
+    yield ModuleSpec(prefix, Split.REGION)
+    yield _linear(f"{prefix}.w1", model.ffn_hidden_dim, model.dim, Split.COLUMN)
+    yield _linear(f"{prefix}.w2", model.dim, model.ffn_hidden_dim, Split.ROW, bias=output_bias)
 
 
 def _modulation(name: str, vectors: int, model: ModelConfig) -> ModuleSpec:

@@ -135,7 +135,7 @@ class LatentSampler:
 
     @torch.no_grad()
     def sample(
-        self, noise_BCHW: Tensor, captions: Embeddings, empty: Embeddings | None, how: Sampling
+        self, noise_BCHW: Tensor, captions: Embeddings, empty: Embeddings | None, settings: Sampling
     ) -> Tensor:
         """Return latents [B, C, H, W], float32.
 
@@ -148,28 +148,28 @@ class LatentSampler:
         tokens_BIP = pack(noise_BCHW)
         device = noise_BCHW.device
         captions = Embeddings(*(each.to(device) for each in captions))
-        if how.cfg != 1:
+        if settings.cfg != 1:
             assert empty is not None, "classifier-free guidance needs the empty caption"
             rows = len(noise_BCHW)
             empty = Embeddings(*(each.to(device).expand(rows, *each.shape[1:]) for each in empty))
-        times = sampling_times(how.steps, shift_of(self._flow, math.prod(grid)))
+        times = sampling_times(settings.steps, shift_of(self._flow, math.prod(grid)))
         for current, following in itertools.pairwise(times):
-            velocity = self._velocity(tokens_BIP, captions, current, how)
-            if empty is not None and how.cfg != 1:
-                without = self._velocity(tokens_BIP, empty, current, how)
-                velocity = without + how.cfg * (velocity - without)
+            velocity = self._velocity(tokens_BIP, captions, current, settings)
+            if empty is not None and settings.cfg != 1:
+                without = self._velocity(tokens_BIP, empty, current, settings)
+                velocity = without + settings.cfg * (velocity - without)
             tokens_BIP = tokens_BIP + (following - current) * velocity
         # Without a backward pass FSDP leaves some modules gathered.
         reshard(self._part)
         return unpack(tokens_BIP, grid)
 
-    def _velocity(self, tokens_BIP: Tensor, captions: Embeddings, time: float, how: Sampling) -> Tensor:
+    def _velocity(self, tokens_BIP: Tensor, captions: Embeddings, time: float, settings: Sampling) -> Tensor:
         """Predict noise - data for all tokens of the pictures, float32."""
         part = self._part
         device = tokens_BIP.device
         text_BLD, own_BIP = part.own_tokens(captions.text_BLD, tokens_BIP)
         times_B = torch.full((len(tokens_BIP),), time, device=device)
-        guidance_B = torch.full_like(times_B, how.guidance) if part.flux.guidance else None
+        guidance_B = torch.full_like(times_B, settings.guidance) if part.flux.guidance else None
         predicted = part(own_BIP, text_BLD, captions.pooled_BP, times_B, guidance_B).float()
         if self._mesh.size("cp") == 1:
             return predicted  # type: ignore[no-any-return]
@@ -223,7 +223,7 @@ def generate(
     flow = flow_of(job) if config.shift else without_shift(flow_of(job))
     sampler = LatentSampler(model.part, model.mesh, flow)
     shape = autoencoder.channels, side, side
-    how = Sampling(config.steps, config.guidance, config.cfg)
+    settings = Sampling(config.steps, config.guidance, config.cfg)
     replicas = job.parallelism.data_parallel
     own = dict[int, np.ndarray]()
     for start in range(0, len(prompts), job.generate.batch_size * replicas):
@@ -236,7 +236,7 @@ def generate(
             noise_of(job.generate.seed, chosen, shape, device),
             Embeddings(*(each[rows] for each in captions)),
             Embeddings(*(each[:1] for each in captions)),
-            how,
+            settings,
         )
         if mine and model.mesh.rank("tp") == 0 and model.mesh.rank("cp") == 0:
             own |= zip(mine, as_bytes(autoencoder.decode(latents)), strict=True)

@@ -55,11 +55,11 @@ class SampleSheet(Periodic):
         numbers = batch.numbers_B[:rows].tolist()
         noise = noise_of(job.training.seed, numbers, batch.mean_BCHW.shape[1:], engine.device)
         captions = Embeddings(batch.text_BLD[:rows], batch.pooled_BP[:rows])
-        how = Sampling(sheet.picture_steps, flow.guidance)
+        settings = Sampling(sheet.picture_steps, flow.guidance)
         part = engine.parts[0]
         assert isinstance(part, Flux)
         sampler = LatentSampler(part, mesh, flow)
-        latents = sampler.sample(noise, captions, None, how)
+        latents = sampler.sample(noise, captions, None, settings)
         own: list[tuple[int, str, np.ndarray]] = []
         if mesh.rank("tp") == 0 and mesh.rank("cp") == 0:
             pictures = as_bytes(self._autoencoder.decode(latents))

@@ -287,16 +287,16 @@ def _is_around(job: Job, layer: int) -> bool:
 
 def _recomputed(job: Job, layer: int, *, whole: bool) -> set[str]:
     """Names of the matrices of a block whose products backward computes again; ``whole``: to its end."""
-    how = job.activation_checkpoint
-    thinned = how.mode == "selective_layer" and layer % how.every_nth_layer > 0
-    if thinned or how.mode in ("none", "memory_budget"):
+    recomputation = job.activation_checkpoint
+    thinned = recomputation.mode == "selective_layer" and layer % recomputation.every_nth_layer > 0
+    if thinned or recomputation.mode in ("none", "memory_budget"):
         return set()
     names = [tensor.name for tensor in block_tensors(job.model, layer) if tensor.is_matrix]
-    if how.mode == "selective_op" and how.save_every_nth_matmul:
+    if recomputation.mode == "selective_op" and recomputation.save_every_nth_matmul:
         # A feed-forward computes w2 after w3.
         parents = [_parent(name) for name in names]
         names.sort(key=lambda name: (parents.index(_parent(name)), ".w2" in name))
-        del names[how.save_every_nth_matmul - 1 :: how.save_every_nth_matmul]
+        del names[recomputation.save_every_nth_matmul - 1 :: recomputation.save_every_nth_matmul]
     # Backward does not need a block's last result.
     last = () if whole else ("feed_forward.w2.weight", "shared_experts.w2.weight")
     return {name for name in names if not name.endswith(last)}

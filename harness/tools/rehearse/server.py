@@ -86,8 +86,8 @@ class Rehearsals:
                 job, rank, f"took longer than rehearse.timeout_seconds={config.timeout_seconds}", log
             )
         if code != "0":
-            how = f"signal {-int(code)}" if int(code) < 0 else f"exit code {code}"
-            return _ended(job, rank, f"ended with {how}", log)
+            ended = f"signal {-int(code)}" if int(code) < 0 else f"exit code {code}"
+            return _ended(job, rank, f"ended with {ended}", log)
         return RankFigures.from_plain(json.loads(result.read_text()))
 
     def _answer(self, deadline: float) -> str | None:
@@ -126,10 +126,10 @@ def environment(folder: Path) -> dict[str, str]:
     }
 
 
-def _ended(job: Job, rank: int, how: str, log: Path) -> RankFigures:
+def _ended(job: Job, rank: int, ended: str, log: Path) -> RankFigures:
     pp_rank = rank // (job.world_size // job.parallelism.pp)
     figures = RankFigures(rank, pp_rank, str(job.cluster.accelerator))
-    figures.failure = RehearsalFailure("process", f"{how}: {_end_of_log(log)}", "unknown", None)
+    figures.failure = RehearsalFailure("process", f"{ended}: {_end_of_log(log)}", "unknown", None)
     return figures
 
 

@@ -307,8 +307,8 @@ class LatentSamples:
 
     def _place(self, number: int) -> tuple[LatentFile, int]:
         index = self._order.at(number)
-        at = bisect_right(self._ends, index)
-        return self._files[at], index - (self._ends[at - 1] if at else 0)
+        place = bisect_right(self._ends, index)
+        return self._files[place], index - (self._ends[place - 1] if place else 0)
 
     def _open(self, name: str) -> Any:
         if name not in self._opened:
