@@ -158,8 +158,6 @@ def _places(opened: tarfile.TarFile) -> Iterator[list[int]]:
         return [*found["picture"], *found.get(".txt", absent), *found.get(".json", absent)]
 
     for member in opened:
-        if member.issparse() or any(key.startswith("GNU.sparse") for key in member.pax_headers):
-            raise tarfile.TarError(f"{member.name!r} is sparse; would work: tar without --sparse")
         if not member.isfile():
             continue
         folder, name = os.path.split(member.name)
