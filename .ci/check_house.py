@@ -38,13 +38,13 @@ BUDGETS = {
     "precision": 3_500,
     "parallelism": 22_000,
     "optimizer": 10_200,
-    "checkpoint": 14_600,
-    "weights": 22_900,
+    "checkpoint": 14_550,
+    "weights": 20_800,
     "train": 27_000,
     "compose": 19_700,
     "launch": 30_200,
     "tools": 116_500,
-    "contrib": 31_900,
+    "contrib": 30_900,
 }
 SLACK = 1.03
 HARNESS_AT_MOST = 397_000
