@@ -234,7 +234,8 @@ class Rehearsal:
         for (kind, communicator), (count, size) in found:
             axis, ranks = groups.of(communicator)
             # A group of sends is an exchange; in a pipeline each send counts by itself.
-            if kind == "receive" or kind == ("exchange" if axis == "pp" else "send"):
+            not_counted = "exchange" if axis == "pp" else "send"
+            if kind in ("receive", not_counted):
                 continue
             if kind in ("exchange", "all_to_all") and axis not in ("pp", "tp", "cp", "ep"):
                 # Experts' group may be FSDP's, and the optimizer's that of FSDP or of the world.
