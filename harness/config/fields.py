@@ -383,6 +383,13 @@ class Removed(NamedTuple):
 
 
 REMOVED: tuple[Removed, ...] = (
+    Removed("cluster.hardware.tf32_tflops", after="cluster.hardware.half_tflops", role="", value=None),
+    Removed("cluster.hardware.mxfp8_tflops", after="cluster.hardware.float8_tflops", role="", value=None),
+    Removed("cluster.hardware.link", after="cluster.hardware.memory_tb_s", role="", value=None),
+    Removed("cluster.hardware.power_w", after="cluster.hardware.units", role="", value=None),
+    Removed("cluster.hardware.achieved_half", after="cluster.hardware.units", role="", value=None),
+    Removed("cluster.hardware.achieved_float8", after="cluster.hardware.units", role="", value=None),
+    Removed("cluster.hardware.achieved_attention", after="cluster.hardware.units", role="", value=None),
     Removed("cluster.leaf_nodes", after="cluster.link_nodes", role="", value=None),
     Removed("cluster.oversubscription", after="cluster.link_nodes", role="", value=None),
     Removed("cluster.pue", after="cluster.dollars_per_gpu_hour", role="", value=None),

@@ -20,14 +20,12 @@ _NEEDED = {
     "units": "132",
 }
 # Fields of an accelerator as they are, those in other units, and the formats whose peak a field is.
-_SAME = ("memory_gib", "units", "power_w", "link")
+_SAME = ("memory_gib", "units")
 _UNITS = {"memory_tb_s": ("memory_bandwidth", 1e12), "link_gb_s": ("link_bandwidth", 1e9)}
 _PEAKS = {
     "half_tflops": ("bfloat16", "float16"),
-    "tf32_tflops": ("tf32",),
     "float32_tflops": ("float32",),
     "float8_tflops": ("float8",),
-    "mxfp8_tflops": ("mxfp8",),
 }
 
 
@@ -40,33 +38,18 @@ class HardwareConfig:
     accelerator; null: as in harness/util/hardware.py."""
     half_tflops: float | None = label(None, above=0)
     """Dense TFLOP/s of products in bfloat16 and float16, without sparsity."""
-    tf32_tflops: float | None = label(None, above=0)
-    """Dense TFLOP/s in TF32."""
     float32_tflops: float | None = label(None, above=0)
     """TFLOP/s in float32, without tensor cores on NVIDIA."""
     float8_tflops: float | None = label(None, above=0)
     """Dense TFLOP/s in float8; null for a new accelerator: it does not multiply in float8."""
-    mxfp8_tflops: float | None = label(None, above=0)
-    """Dense TFLOP/s in mxfp8; null for a new accelerator: it does not multiply in mxfp8."""
     memory_gib: float | None = label(None, above=0)
     """Device memory, as in the data sheet."""
     memory_tb_s: float | None = label(None, above=0)
     """Memory bandwidth in TB/s."""
-    link: str | None = label(None, nonempty=True, works="NVLink")
-    """Name of the links between accelerators of a node, which the plan shows: ``NVLink``, ``PCIe``."""
     link_gb_s: float | None = label(None, above=0)
     """Bandwidth of these links in GB/s, in one direction. Data sheets print the sum of both."""
     units: int | None = label(None, least=1)
     """Streaming multiprocessors, or compute units."""
-    power_w: float | None = label(None, above=0)
-    """Maximum power in W; null for a new accelerator: its energy is unknown."""
-    achieved_half: float | None = label(None, above=0, most=1)
-    """Fraction of the peak that the best kernels achieve for products of 16-bit values; null: as in
-    harness/tools/plan/constants.py."""
-    achieved_float8: float | None = label(None, above=0, most=1)
-    """The same for products of 8-bit values."""
-    achieved_attention: float | None = label(None, above=0, most=1)
-    """The same for fused attention, of the 16-bit peak."""
 
     def validate(self, accelerator: str | None) -> None:
         given = [field.name for field in fields(self) if getattr(self, field.name) is not None]
@@ -101,10 +84,6 @@ def described(name: str, own: HardwareConfig) -> Accelerator | None:
         if field in given:
             peaks |= dict.fromkeys(dtypes, given[field] * 1e12)
     numbers["peak_flops"] = peaks
-    achieved = "achieved_"
-    numbers["achieved"] = {
-        field.removeprefix(achieved): value for field, value in given.items() if field.startswith(achieved)
-    }
     if known is None:
-        return Accelerator(**{"link": "in-node", **numbers}, name=name, source="cluster.hardware")
+        return Accelerator(**numbers, name=name, source="cluster.hardware", link="in-node")
     return replace(known, **numbers, source=f"{known.source}, changed by cluster.hardware")

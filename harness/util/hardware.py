@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,7 @@ class Accelerator:
         link_bandwidth: bytes per second to other devices of the node, in one direction (both directions run
             at once): NVLink, Infinity Fabric, else PCIe. Datasheets print the sum of both directions.
         units: streaming multiprocessors (compute units), among which a kernel's tiles are distributed.
-        power_w: the datasheet's maximum power, in W (TDP); None if unknown.
         link: name of the links that ``link_bandwidth`` is of.
-        achieved: fields of ``harness.tools.plan.constants.Achieved`` that are known of this device.
     """
 
     name: str
@@ -39,9 +37,7 @@ class Accelerator:
     source: str
     link_bandwidth: float
     units: int
-    power_w: float | None = None
     link: str = "NVLink"
-    achieved: dict[str, float] = field(default_factory=dict)
 
 
 _Sheet = tuple[str, tuple[int, int] | None, dict[str, float]]
@@ -86,40 +82,40 @@ _MI355X = _sheet(_AMD.format("MI355X", "mi350/mi355x"), None, 2516.6, 157.3, 503
 
 _NVLINK, _PCIE, _FABRIC = "NVLink", "PCIe", "Infinity Fabric"
 # Name; the driver's name; sheet; GiB; bytes/s of memory and of links, their name; multiprocessors (of
-# Blackwell as drivers report them); W.
-_DEVICES: tuple[tuple[str, str, _Sheet, float, float, float, str, int, float], ...] = (
-    ("A100 SXM 40GB", "NVIDIA A100-SXM4-40GB", _A100, 40, 1.555e12, 300e9, _NVLINK, 108, 400),
-    ("A100 SXM 80GB", "NVIDIA A100-SXM4-80GB", _A100, 80, 2.039e12, 300e9, _NVLINK, 108, 400),
-    ("A100 PCIe 40GB", "NVIDIA A100-PCIE-40GB", _A100, 40, 1.555e12, 31.5e9, _PCIE, 108, 250),
-    ("A100 PCIe 80GB", "NVIDIA A100 80GB PCIe", _A100, 80, 1.935e12, 31.5e9, _PCIE, 108, 300),
-    ("H100 SXM", "NVIDIA H100 80GB HBM3", _H100, 80, 3.35e12, 450e9, _NVLINK, 132, 700),
-    ("H100 PCIe", "NVIDIA H100 PCIe", _H100_PCIE, 80, 2.0e12, 63e9, _PCIE, 114, 350),
-    ("H100 NVL", "NVIDIA H100 NVL", _H100_NVL, 94, 3.9e12, 63e9, _PCIE, 132, 400),
-    ("H200 SXM", "NVIDIA H200", _H200, 141, 4.8e12, 450e9, _NVLINK, 132, 700),
-    ("H200 NVL", "NVIDIA H200 NVL", _H200_NVL, 141, 4.8e12, 450e9, _NVLINK, 132, 600),
-    # With 480 GB of the CPU's memory, or 144 GB of its own. The power is that of GPU and CPU.
-    ("GH200", "NVIDIA GH200 480GB", _GH200, 96, 4.0e12, 450e9, _NVLINK, 132, 1000),
-    ("GH200 144GB", "NVIDIA GH200 144G HBM3e", _GH200, 144, 4.9e12, 450e9, _NVLINK, 132, 1000),
-    ("B200", "NVIDIA B200", _B200, 180, 7.7e12, 900e9, _NVLINK, 148, 1000),
-    ("GB200", "NVIDIA GB200", _GB200, 186, 8.0e12, 900e9, _NVLINK, 152, 1200),
-    ("B300", "NVIDIA B300 SXM6 AC", _B300, 270, 7.7e12, 900e9, _NVLINK, 148, 1100),
-    ("GB300", "NVIDIA GB300", _GB300, 279, 8.0e12, 900e9, _NVLINK, 152, 1400),
-    ("MI300X", "AMD Instinct MI300X", _MI300X, 192, 5.3e12, 448e9, _FABRIC, 304, 750),
-    ("MI325X", "AMD Instinct MI325X", _MI325X, 256, 6.0e12, 448e9, _FABRIC, 304, 1000),
-    ("MI355X", "AMD Instinct MI355X", _MI355X, 288, 8.0e12, 537.6e9, _FABRIC, 256, 1400),
-    ("L40S", "NVIDIA L40S", _L40S, 48, 0.864e12, 31.5e9, _PCIE, 142, 350),
-    ("RTX 4090", "NVIDIA GeForce RTX 4090", _RTX_4090, 24, 1.008e12, 31.5e9, _PCIE, 128, 450),
-    ("A6000", "NVIDIA RTX A6000", _A6000, 48, 0.768e12, 31.5e9, _PCIE, 84, 300),
-    ("A10", "NVIDIA A10", _A10, 24, 0.6e12, 31.5e9, _PCIE, 72, 150),
-    ("L4", "NVIDIA L4", _L4, 24, 0.3e12, 31.5e9, _PCIE, 58, 72),
+# Blackwell as drivers report them).
+_DEVICES: tuple[tuple[str, str, _Sheet, float, float, float, str, int], ...] = (
+    ("A100 SXM 40GB", "NVIDIA A100-SXM4-40GB", _A100, 40, 1.555e12, 300e9, _NVLINK, 108),
+    ("A100 SXM 80GB", "NVIDIA A100-SXM4-80GB", _A100, 80, 2.039e12, 300e9, _NVLINK, 108),
+    ("A100 PCIe 40GB", "NVIDIA A100-PCIE-40GB", _A100, 40, 1.555e12, 31.5e9, _PCIE, 108),
+    ("A100 PCIe 80GB", "NVIDIA A100 80GB PCIe", _A100, 80, 1.935e12, 31.5e9, _PCIE, 108),
+    ("H100 SXM", "NVIDIA H100 80GB HBM3", _H100, 80, 3.35e12, 450e9, _NVLINK, 132),
+    ("H100 PCIe", "NVIDIA H100 PCIe", _H100_PCIE, 80, 2.0e12, 63e9, _PCIE, 114),
+    ("H100 NVL", "NVIDIA H100 NVL", _H100_NVL, 94, 3.9e12, 63e9, _PCIE, 132),
+    ("H200 SXM", "NVIDIA H200", _H200, 141, 4.8e12, 450e9, _NVLINK, 132),
+    ("H200 NVL", "NVIDIA H200 NVL", _H200_NVL, 141, 4.8e12, 450e9, _NVLINK, 132),
+    # With 480 GB of the CPU's memory, or 144 GB of its own.
+    ("GH200", "NVIDIA GH200 480GB", _GH200, 96, 4.0e12, 450e9, _NVLINK, 132),
+    ("GH200 144GB", "NVIDIA GH200 144G HBM3e", _GH200, 144, 4.9e12, 450e9, _NVLINK, 132),
+    ("B200", "NVIDIA B200", _B200, 180, 7.7e12, 900e9, _NVLINK, 148),
+    ("GB200", "NVIDIA GB200", _GB200, 186, 8.0e12, 900e9, _NVLINK, 152),
+    ("B300", "NVIDIA B300 SXM6 AC", _B300, 270, 7.7e12, 900e9, _NVLINK, 148),
+    ("GB300", "NVIDIA GB300", _GB300, 279, 8.0e12, 900e9, _NVLINK, 152),
+    ("MI300X", "AMD Instinct MI300X", _MI300X, 192, 5.3e12, 448e9, _FABRIC, 304),
+    ("MI325X", "AMD Instinct MI325X", _MI325X, 256, 6.0e12, 448e9, _FABRIC, 304),
+    ("MI355X", "AMD Instinct MI355X", _MI355X, 288, 8.0e12, 537.6e9, _FABRIC, 256),
+    ("L40S", "NVIDIA L40S", _L40S, 48, 0.864e12, 31.5e9, _PCIE, 142),
+    ("RTX 4090", "NVIDIA GeForce RTX 4090", _RTX_4090, 24, 1.008e12, 31.5e9, _PCIE, 128),
+    ("A6000", "NVIDIA RTX A6000", _A6000, 48, 0.768e12, 31.5e9, _PCIE, 84),
+    ("A10", "NVIDIA A10", _A10, 24, 0.6e12, 31.5e9, _PCIE, 72),
+    ("L4", "NVIDIA L4", _L4, 24, 0.3e12, 31.5e9, _PCIE, 58),
     # The device of torchtitan's published tables: SXM with HBM2e, limited to 500 W (benchmarks/
     # llama3_h100_202412_torchtitan.md). The peak is that of 700 W, as in those tables. Last: drivers report
     # it under the name of other H100s, so it is never detected, only configured.
-    ("H100 96GB", "NVIDIA H100", _H100, 96, 2.4e12, 450e9, _NVLINK, 132, 500),
+    ("H100 96GB", "NVIDIA H100", _H100, 96, 2.4e12, 450e9, _NVLINK, 132),
 )
 ACCELERATORS = {
-    name: Accelerator(name, peaks, gib, memory, source, links, units, watts, link)
-    for name, _, (source, _, peaks), gib, memory, links, link, units, watts in _DEVICES
+    name: Accelerator(name, peaks, gib, memory, source, links, units, link)
+    for name, _, (source, _, peaks), gib, memory, links, link, units in _DEVICES
 }
 """All accelerators by name, for planning without a device."""
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from math import ceil, gcd, prod
 from statistics import NormalDist
-from typing import Any
 
 from harness.config.job import Job
 from harness.config.parallelism import AXES
@@ -56,11 +55,10 @@ class Machine:
 
     @cached_property
     def achieved(self) -> Achieved:
-        shares: Any = self.device.achieved
         found, clock = ACHIEVED.get(self.device.name, OTHER), self.constants.hgx
         if self.device.name in HGX:
             found = replace(found, half=found.half * clock, float8=found.float8 * clock)
-        return replace(found, **shares)
+        return found
 
     def product_seconds(
         self,
