@@ -194,6 +194,19 @@ class DataConfig:
         held_out = self.validation_paths or self.validation_split or self.validation_fraction
         return DATA_KINDS[self.kind].holds_out or self.may_be_corpus or bool(held_out)
 
+    def files_of(self, split: str) -> tuple[str, list[str]]:
+        """The field with the globs of "train" or "validation", and the globs.
+
+        Where validation has files or a split of its own, ``validation_fraction`` is 0.
+        """
+        own = split == "validation" and bool(self.validation_paths)
+        field = "validation_paths" if own else "paths"
+        return field, getattr(self, field)
+
+    def split_of(self, split: str) -> str:
+        """The dataset's split for "train" or "validation"."""
+        return self.validation_split if split == "validation" and self.validation_split else self.split
+
     @property
     def may_be_corpus(self) -> bool:
         """Whether files may be folders of ``harness tokenize``."""

@@ -281,12 +281,10 @@ def source_of(config: DataConfig, split: str) -> tuple[Source, float]:
     if config.sources:
         rule = "has several sources"
         raise ConfigError("data.kind", config.kind, rule, "the fields of one of data.sources")
-    validating = split == "validation"
-    if validating:
+    if split == "validation":
         config.require_validation()
     source: Source = load_attribute(DATA_KINDS[config.kind].source)(config, split)
-    is_separate = validating and (config.validation_paths or config.validation_split)
-    return source, 0.0 if is_separate else config.validation_fraction
+    return source, config.validation_fraction
 
 
 def tokenizer_of(config: DataConfig, tokenizer: Tokenizer) -> Tokenizer:
@@ -301,11 +299,9 @@ class LocalFiles(Source):
     without_tokens = EMPTY
 
     def __init__(self, config: DataConfig, split: str) -> None:
-        is_separate = split == "validation" and config.validation_paths
-        field = "validation_paths" if is_separate else "paths"
         self.config = config
         self.damaged = 0
-        self._patterns: list[str] = getattr(config, field)
+        field, self._patterns = config.files_of(split)
         self.name = f"data.{field}=[{', '.join(self._patterns)}]"
 
     @cached_property
@@ -504,10 +500,9 @@ class HubTable(Source):
     without_tokens = EMPTY
 
     def __init__(self, config: DataConfig, split: str) -> None:
-        own = config.validation_split if split == "validation" else None
         self.config = config
         self.damaged = 0
-        self._split = own or config.split
+        self._split = config.split_of(split)
         self.name = f"data.dataset={config.dataset}, split {self._split}"
 
     @cached_property

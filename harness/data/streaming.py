@@ -24,10 +24,9 @@ def load_hub(reading: Reading) -> Loader:
         return load_documents(reading)
     data = reading.data
     rows = reading.rows
-    validating = reading.split == "validation"
-    if validating:
+    if reading.split == "validation":
         data.require_validation()
-    part = data.validation_split if validating and data.validation_split else data.split
+    part = data.split_of(reading.split)
     dataset = open_dataset(data, part)
     name = f"dataset {data.dataset}, split {part}"
     require_column(dataset, data.text_field, name)

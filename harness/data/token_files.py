@@ -54,9 +54,8 @@ def open_token_files(reading: Reading) -> Tokens:
     tokenizer = reading.tokenizer
     split = reading.split
     is_builder = reading.is_builder
-    is_separate = split == "validation" and bool(data.validation_paths)
-    field = "validation_paths" if is_separate else "paths"
-    patterns = getattr(data, field)
+    field, patterns = data.files_of(split)
+    is_separate = field == "validation_paths"
     files, format = find_token_files(patterns, field, data.format)
     _refuse_settings_of_other_formats(data, format, files[0])
     name = f"data.{field}=[{', '.join(patterns)}], {split} tokens"
@@ -76,8 +75,7 @@ def open_token_files(reading: Reading) -> Tokens:
     if split == "validation" and not is_separate and not data.validation_fraction:
         works = "data.validation_paths, or data.validation_fraction=0.01"
         raise ConfigError("data.validation_fraction", 0, "no tokens are held out for validation", works)
-    held_out = 0.0 if is_separate else data.validation_fraction
-    tokens = Concatenation([_section(part, split, held_out, limit) for part in parts], name)
+    tokens = Concatenation([_section(part, split, data.validation_fraction, limit) for part in parts], name)
     if is_builder:
         if foreign and not isinstance(tokenizer, NoTokenizer):
             _warn_of_other_tokenizer(files, foreign, tokenizer)

@@ -228,16 +228,13 @@ def open_pictures(
         data.require_validation()
     if data.kind == "drawn_shapes":
         return DrawnShapes(split, pictures_of(data).size, seed)
-    separate = data.validation_split or data.validation_paths
-    held_out = 0.0 if separate else data.validation_fraction
     stored: _FilePictures | _HubPictures
     if data.kind == "hub_pictures":
-        own = data.validation_split if split == "validation" else None
-        stored = _HubPictures(data, own or data.split)
+        stored = _HubPictures(data, data.split_of(split))
     else:
-        field = "validation_paths" if split == "validation" and separate else "paths"
+        field, _ = data.files_of(split)
         stored = _FilePictures(data, field, wait_for_all, is_builder=is_builder)
-    return Part(stored, pictures_of(data), split, held_out, seed)
+    return Part(stored, pictures_of(data), split, data.validation_fraction, seed)
 
 
 class Part:
