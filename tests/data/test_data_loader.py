@@ -120,10 +120,9 @@ def test_tokens_and_the_steps_that_train_them(changes: str) -> None:
 
 
 def test_the_batch_size_only_cuts_the_sequence_of_synthetic_samples_and_seeds_differ() -> None:
-    eights = [torch.cat(parts) for parts in zip(*steps([loader(SYNTHETIC)], 6), strict=True)]
+    inputs, labels = steps([loader(SYNTHETIC, global_batch_size=6 * B)], 1)[0]
     threes = steps([loader(SYNTHETIC, global_batch_size=3)], 16)
-    assert_equal([torch.cat(parts) for parts in zip(*threes, strict=True)], eights)
-    inputs, labels = eights
+    assert_equal([torch.cat(parts) for parts in zip(*threes, strict=True)], [inputs, labels])
     valid = labels[:, :-1] != IGNORE_INDEX
     assert_equal(labels[:, :-1][valid], inputs[:, 1:][valid])
     for other in ({"seed": 1}, {"seed": -1}, {"split": "validation"}):

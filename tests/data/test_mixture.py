@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from equal import assert_equal
@@ -218,15 +217,6 @@ def test_counts_are_as_close_to_the_shares_as_the_rule_promises(
 
 def order_of(*rule: tuple[int, dict[str, float]], seed: int = 2) -> SourceOrder:
     return SourceOrder([(first, shares(weights)) for first, weights in rule], block=B, seed=seed)
-
-
-def test_every_row_draws_every_source() -> None:
-    """The rule alone would alternate: row 0 would see one of two sources only."""
-    first, other = ((order_of((0, {"a": 1, "b": 1}), seed=seed)) for seed in (0, 1))
-    drawn = np.array([first.which(number)[0] for number in range(100 * B)]).reshape(-1, B)
-    assert (drawn.sum(1) == B // 2).all(), "and every step has both in equal shares"
-    assert (drawn.mean(0) > 0.3).all() and (drawn.mean(0) < 0.7).all()
-    assert [other.which(number)[0] for number in range(100 * B)] != drawn.flatten().tolist()
 
 
 @pytest.mark.parametrize("number", [0, 5, B, 3 * B + 1, 41 * B])

@@ -221,7 +221,6 @@ def with_wrong_offset():
 DAMAGED = [
     (write_megatron, change("a.idx", 0, b"MMIDIDY"), "does not begin with Megatron's MMIDIDX"),
     (write_megatron, change("a.idx", 0, b"TNTIDX\0\0"), "older lazy or cached format"),
-    (write_megatron, change("a.idx", 9, b"\2"), "has version 2 of Megatron's index"),
     (
         write_megatron,
         change("a.idx", END),
@@ -231,24 +230,20 @@ DAMAGED = [
     (write_megatron, change("a.idx", 34 + 72 + 8, b"\5"), "sequences of its documents are not ascending"),
     (write_megatron, change("a.bin", END), r"a\.bin: has 135 bytes, which are not 67 tokens of uint16"),
     (write_megatron, lambda: Path("a.bin").unlink(), r"a\.bin: No such file"),
-    (write_datatrove, change("a.ds", END), r"a\.ds: has 135 bytes, which are not 67 tokens of uint16"),
     (write_datatrove, change("a.ds.index", END), "has 25 bytes, which are no complete offsets"),
     (write_datatrove, change("a.ds.index", 0, b"\x3f"), "documents' ends are not ascending"),
     (write_datatrove, lambda: Path("a.ds.metadata").write_text("gpt2"), "first line is not NAME"),
     (write_llmc, change("a.bin", 4, b"\2"), "has version 2; llm.c's files of magic 20240520 have version 1"),
     (write_llmc, change("a.bin", 0, struct.pack("<i", 20240522)), "multiple-choice examples"),
-    (write_llmc, lambda: Path("a.bin").write_bytes(struct.pack("<i", 20240520)), "shorter than the header"),
     (write_npy, lambda: Path("a.npy").write_bytes(b"\x93NUMPY"), "is not a readable .npy file"),
     (write_npy, lambda: replaced("a.npy").symlink_to("/dev/zero"), r"a\.npy: it is no regular file"),
     (write_megatron, lambda: os.mkfifo(replaced("a.idx")), r"a\.idx: it is no regular file"),
-    (write_npy, lambda: np.save("a.npy", np.zeros(99)), "has float64 in 1 dimensions"),
     (write_stream, change("a.arrow", 8, b"\xff" * 64), r"a\.arrow: is no readable Arrow file"),
     (write_arrow, with_wrong_offset, r"a\.arrow: is no readable Arrow file \(.*offset"),
     (write_arrow, lambda: write_arrow("a", [[1.5]], pa.list_(pa.float32())), "has values of type list<"),
     (write_arrow, lambda: write_arrow("a", [[1, None, 2]]), "has null among its token ids"),
     (write_arrow, lambda: write_arrow("a", [[7] * 9999], compression="lz4"), "is compressed"),
     (write_parquet, lambda: write_parquet("a", [[1, None, 2]]), "row 0 of column 'input_ids' is no list of"),
-    (write_parquet, change("a.parquet", 0, b"\xff" * 600), r"a\.parquet cannot be read"),
 ]
 
 
