@@ -254,16 +254,16 @@ def open_shards(folder: Path, split: str, *, check: bool = True) -> list[Tokeniz
 def check_tokenizer(manifest: Manifest, tokenizer: Tokenizer, name: str) -> None:
     """Raise ConfigError unless a job's tokenizer is that of the corpus ``name``."""
     found = manifest.tokenizer
-    own = tokenizer.config
-    if found["fingerprint"] != tokenizer.fingerprint and own and own.kind != "none":
-        field = "tokenizer.path" if own.has_file else "tokenizer.kind"
+    config = tokenizer.config
+    if found["fingerprint"] != tokenizer.fingerprint and config and config.kind != "none":
+        field = "tokenizer.path" if config.has_file else "tokenizer.kind"
         rule = (
             f"has {tokenizer.vocab_size} tokens, and {name} was tokenized by another tokenizer: "
             f"{found['name']}, {found['vocab_size']} tokens"
         )
-        others = {name: found.get(name) for name, value in asdict(own).items() if found.get(name) != value}
+        others = {name: found.get(name) for name, value in asdict(config).items() if found.get(name) != value}
         works = " ".join(f"tokenizer.{name}={as_typed(value)}" for name, value in others.items())
-        raise ConfigError(field, own.path or own.kind, rule, works or "the file as it was then")
+        raise ConfigError(field, config.path or config.kind, rule, works or "the file as it was then")
 
 
 def content_key(source: Source, tokenizer: Tokenizer, held_out: float) -> str:

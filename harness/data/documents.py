@@ -289,8 +289,8 @@ def source_of(config: DataConfig, split: str) -> tuple[Source, float]:
 
 def tokenizer_of(config: DataConfig, tokenizer: Tokenizer) -> Tokenizer:
     """Return the tokenizer of a source's documents; ``tokenizer`` is the job's."""
-    own = DATA_KINDS[config.kind].tokenizer
-    return load_attribute(own)(config, tokenizer) if own else tokenizer
+    function = DATA_KINDS[config.kind].tokenizer
+    return load_attribute(function)(config, tokenizer) if function else tokenizer
 
 
 class LocalFiles(Source):
@@ -458,7 +458,7 @@ def _matching(pattern: str) -> set[str]:
 def folder_hint(patterns: list[str]) -> str:
     """What to write instead of the first pattern that is a folder."""
     folders = (pattern for pattern in patterns if os.path.isdir(expand(pattern)))
-    return next((f"; {each} is a folder, write {each.rstrip('/')}/**/*" for each in folders), "")
+    return next((f"; {folder} is a folder, write {folder.rstrip('/')}/**/*" for folder in folders), "")
 
 
 def expand(pattern: str) -> str:

@@ -214,9 +214,9 @@ def _open_corpora(
     opened = sorted(splits) if held_out else ["train"]
     for folder, manifest in manifests.items():
         check_tokenizer(manifest, tokenizer, str(folder))
-        for each in opened:
-            if manifest.counts.tokens[each]:
-                parts += open_shards(folder, each, check=check)
+        for split in opened:
+            if manifest.counts.tokens[split]:
+                parts += open_shards(folder, split, check=check)
     return parts, held_out
 
 

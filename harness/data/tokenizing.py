@@ -112,8 +112,8 @@ def _checksum(tokens: Path, *index: int | bytes) -> int:
     with tokens.open("rb") as file:
         while block := file.read(1 << 24):
             digest.update(block)
-    for each in index:
-        digest.update(each if isinstance(each, bytes) else b"%d " % each)
+    for part in index:
+        digest.update(part if isinstance(part, bytes) else b"%d " % part)
     return digest.intdigest() >> 1
 
 

@@ -320,11 +320,11 @@ def generate_texts(
     numbered = list(enumerate(prompts))
     for start in range(0, len(prompts), config.batch_size * replicas):
         batch = numbered[start : start + config.batch_size * replicas]
-        own = batch[model.mesh.data_rank :: replicas]
+        mine = batch[model.mesh.data_rank :: replicas]
         # Every rank takes part in every pass: one without a prompt of its own repeats the first.
-        made = _Batch(own or batch[:1], tokenizer, config, show=shows)
+        made = _Batch(mine or batch[:1], tokenizer, config, show=shows)
         made.run(passes, outcome)
-        if own and is_first:
+        if mine and is_first:
             outcome.texts += made.texts
     return _joined(model.ranks.gather(outcome))
 

@@ -146,7 +146,7 @@ def _warn_of_another(chosen: TokenizerConfig, own: TokenizerConfig, found: Weigh
     except DataError:  # the file is not where it was; one that is chosen is read again, and its error shown
         return
     if not is_same:
-        own_name, name = (each.path or each.kind for each in (own, chosen))
+        own_name, name = (config.path or config.kind for config in (own, chosen))
         rule = f"the tokenizer of {found.path} is {own_name}, and {name} gives other ids"
         sys.stderr.write(f"WARNING {rule}; would work: no tokenizer= at all\n")
 

@@ -65,11 +65,11 @@ class Scorer:
         replicas = self.job.parallelism.data_parallel
         for start in range(0, len(rows), size * replicas):
             batch = order[start : start + size * replicas]
-            own = batch[self.model.mesh.data_rank :: replicas]
+            mine = batch[self.model.mesh.data_rank :: replicas]
             length = self._length(len(rows[batch[0]].tokens) - 1)
-            made = self.model.score(_batch([rows[number] for number in own], size, length))
-            if self.has_scores and own:
-                scores[torch.tensor(own, device=scores.device)] += made[: len(own)]
+            made = self.model.score(_batch([rows[number] for number in mine], size, length))
+            if self.has_scores and mine:
+                scores[torch.tensor(mine, device=scores.device)] += made[: len(mine)]
         if self.job.world_size > 1:
             dist.all_reduce(scores)
         return scores.cpu().numpy()
