@@ -29,7 +29,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from harness.tools.report.rounds import Spread, ratios_by_round
-from harness.util.tables import Table, to_markdown
+from harness.util.document import to_markdown
+from harness.util.tables import Table
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent

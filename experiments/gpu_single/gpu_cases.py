@@ -13,9 +13,11 @@ from harness.config.job import Job
 from harness.metrics.mfu import peak_of
 from harness.model.accounting import block_parameters
 from harness.tools.report.rounds import Spread, ratios_by_round
+from harness.util.document import to_markdown
 from harness.util.encoding import flatten
 from harness.util.hardware import find_accelerator
-from harness.util.tables import GIB, Table, to_markdown
+from harness.util.tables import Table
+from harness.util.words import GIB
 
 WARMUP_STEPS = 5
 LOSS_CHUNKS = 8

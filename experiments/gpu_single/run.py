@@ -39,7 +39,7 @@ from harness.metrics.mfu import peak_of, utilization
 from harness.model.accounting import account
 from harness.run.result import git_commit, versions
 from harness.util.errors import UserError
-from harness.util.tables import GIB
+from harness.util.words import GIB
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

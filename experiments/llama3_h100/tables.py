@@ -46,10 +46,12 @@ from harness.tools.report.predictions import (
     predicted,
 )
 from harness.tools.report.runs import SPREAD, constants_in_words
+from harness.util.document import Block, Document, Figure
 from harness.util.encoding import read_object
 from harness.util.errors import UserError
 from harness.util.files import write_atomically
-from harness.util.tables import GIB, NOT_MEASURED, Block, Column, Document, Figure, Table, plural
+from harness.util.tables import Column, Table
+from harness.util.words import GIB, NOT_MEASURED, plural
 
 FILES = ("tables.md", "table.csv", "index.html")
 REHEARSED = FOLDER / "rehearsed.json"

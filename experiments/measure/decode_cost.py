@@ -29,7 +29,7 @@ from harness.tools.rehearse.build import cuda_version, library
 from harness.tools.rehearse.gpu import VirtualGpu, virtual_device
 from harness.tools.rehearse.rank import CONTROLLER
 from harness.tools.rehearse.server import environment
-from harness.util.tables import GIB
+from harness.util.words import GIB
 
 FEW, MORE, PROMPT = 8, 40, 64
 

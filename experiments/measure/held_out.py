@@ -37,7 +37,7 @@ from harness.tools.plan.evidence import class_of
 from harness.tools.plan.make import FITTED, START, descend, make_plan, predicted_rate, scale_constants
 from harness.tools.plan.plan import Plan
 from harness.tools.report.predictions import spearman
-from harness.util.tables import GIB
+from harness.util.words import GIB
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE, REPORT = FOLDER / "rows.csv", FOLDER / "held_out.md"

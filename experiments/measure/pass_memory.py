@@ -91,7 +91,7 @@ def measure_pass(job: Job) -> dict[str, float]:
     from harness.train.graphed import build_engine
     from harness.train.objective import loader_of
     from harness.train.setup import process_group, set_up_process
-    from harness.util.tables import GIB
+    from harness.util.words import GIB
 
     device = torch.device("cpu")
     set_up_process(job)

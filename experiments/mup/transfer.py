@@ -27,8 +27,9 @@ from harness.data.tokenizer import build_tokenizer
 from harness.train.engine import Engine
 from harness.train.objective import loader_of
 from harness.train.setup import process_group, set_up_process
+from harness.util.document import to_markdown
 from harness.util.plots import new_figure, save
-from harness.util.tables import Table, to_markdown
+from harness.util.tables import Table
 
 RESULTS = Path("runs/mup/results.jsonl")
 BASE, WIDTHS, RATES = 256, (32, 64, 128, 256), [2.0**exponent for exponent in range(-11, -3)]

@@ -23,7 +23,7 @@ from harness.config.job import Job
 from harness.run.folder import RunFolder, run_folders
 from harness.util.encoding import flat_items, read_object
 from harness.util.errors import EXIT_OK, ConfigError, UserError, as_typed
-from harness.util.tables import plural
+from harness.util.words import plural
 
 # Lists checkpoint folders of the same experiment on other layouts, from which a run may resume.
 CONTINUES = "continues.json"

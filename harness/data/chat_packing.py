@@ -11,7 +11,7 @@ from harness.data.corpus import TokenizedSplit
 from harness.data.loader import Loader, load_numbered
 from harness.data.samples import EpochOrder, Reading, random_stream
 from harness.util.errors import DataError
-from harness.util.tables import plural
+from harness.util.words import plural
 
 
 def load_conversations(reading: Reading) -> Loader:

@@ -11,7 +11,8 @@ from harness.launch.state import RunState
 from harness.launch.sweep.folder import Point, Skipped, labels
 from harness.metrics.window import THROUGHPUT
 from harness.run.folder import RunFolder
-from harness.util.tables import Column, Table, shortened
+from harness.util.tables import Column, Table
+from harness.util.words import shortened
 
 LONGEST_REASON = 110
 COLUMNS = (

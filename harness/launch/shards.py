@@ -22,7 +22,7 @@ from harness.util.encoding import read_object
 from harness.util.errors import EXIT_OK, ConfigError, UserError
 from harness.util.files import write_atomically
 from harness.util.store import only_builder
-from harness.util.tables import plural
+from harness.util.words import plural
 
 TASKS = "tasks"
 JOB = "job.json"

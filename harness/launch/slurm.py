@@ -29,7 +29,7 @@ from harness.launch.state import SlurmJobRecord
 from harness.util import PACKAGE
 from harness.util.errors import DISK_FULL, ConfigError, MachineError, UserError
 from harness.util.files import write_atomically
-from harness.util.tables import plural
+from harness.util.words import plural
 
 
 @dataclass(frozen=True)

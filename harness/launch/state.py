@@ -22,7 +22,7 @@ from harness.run.result import write_json_atomically
 from harness.train.finish import finish_run
 from harness.util.encoding import read_object
 from harness.util.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, MachineError, UserError
-from harness.util.tables import plural
+from harness.util.words import plural
 
 FILE = "slurm/job.json"
 # States in which a process runs the job, or SLURM will start or continue one.

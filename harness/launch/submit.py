@@ -16,7 +16,7 @@ from harness.launch.state import BUSY, RunState, SlurmJobRecord, record_lost
 from harness.run.folder import RunFolder
 from harness.train.finish import format_failure
 from harness.util.errors import EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_OK, ConfigError, UserError
-from harness.util.tables import dollars, figure, summed
+from harness.util.words import dollars, figure, summed
 
 POLL_SECONDS = 1.0
 QUEUE_SECONDS = 5.0

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from harness.metrics.columns import Metric
-from harness.util.tables import GIB
+from harness.util.words import GIB
 
 _STATUS = Path("/proc/self/status")
 _PEAK = re.compile(rb"^VmHWM:\s+(\d+) kB$", re.MULTILINE)

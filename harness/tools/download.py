@@ -27,7 +27,7 @@ from harness.config.job import from_dict
 from harness.config.model import ModelConfig
 from harness.config.texts import validate_texts
 from harness.util.errors import DISK_FULL, EXIT_INTERRUPTED, EXIT_OK, ConfigError, MachineError, UserError
-from harness.util.tables import plural
+from harness.util.words import plural
 from harness.weights.config_json import CONFIG, check_hf_config, model_from_config, read_object
 
 HELP = """`harness download`: download a published model's files from the Hugging Face hub.

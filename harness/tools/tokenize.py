@@ -19,7 +19,7 @@ from harness.data.shards import MANIFEST, write_here
 from harness.data.tokenizer import build_tokenizer
 from harness.data.tokenizing import bytes_of
 from harness.util.errors import ConfigError
-from harness.util.tables import plural
+from harness.util.words import plural
 
 HELP = """`harness tokenize`: tokenize a source into a corpus, which training reads with `data=tokens`.
 

@@ -38,7 +38,7 @@ from harness.util.errors import (
     UserError,
 )
 from harness.util.lifeline import end_with_parent
-from harness.util.tables import plural
+from harness.util.words import plural
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -6,7 +6,9 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
-from harness.util.tables import Column, Document, Figure, Table, aligned, seconds, to_csv, to_html, to_text
+from harness.util.document import Document, Figure, to_html
+from harness.util.tables import Column, Table, aligned, to_csv, to_text
+from harness.util.words import seconds
 
 TABLE = Table(
     (

@@ -15,7 +15,7 @@ from harness.config.parallelism import degrees_in_words
 from harness.contrib.flux.config import SamplingConfig
 from harness.contrib.flux.pictures.config import EncodersConfig
 from harness.util.errors import EXIT_OK
-from harness.util.tables import plural
+from harness.util.words import plural
 from harness.weights.detect import WeightFolder
 
 

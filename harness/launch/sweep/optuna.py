@@ -40,7 +40,8 @@ from harness.launch.sweep.study import (
 from harness.metrics.jsonl import repair_tail
 from harness.run.folder import RunFolder
 from harness.util.errors import EXIT_INTERRUPTED, EXIT_OK, STOPPED, ConfigError, UserError, one_line
-from harness.util.tables import plural, to_text
+from harness.util.tables import to_text
+from harness.util.words import plural
 
 if TYPE_CHECKING:
     import optuna

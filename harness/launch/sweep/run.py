@@ -36,7 +36,8 @@ from harness.metrics.console import progress
 from harness.metrics.views import log_sweep
 from harness.run.folder import RunFolder
 from harness.util.errors import EXIT_INTERRUPTED, EXIT_OK, STOPPED, UserError
-from harness.util.tables import plural, to_text
+from harness.util.tables import to_text
+from harness.util.words import plural
 
 SKIPPED_SHOWN = 10
 # Interval between queries of the queue: short after a change, then increasing.

@@ -21,7 +21,7 @@ from harness.launch.inputs import require_vocabulary
 from harness.metrics.console import progress
 from harness.tools.parity.random_jobs import random_job
 from harness.util.errors import EXIT_OK, ConfigError
-from harness.util.tables import plural
+from harness.util.words import plural
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -22,19 +22,8 @@ from harness.tools.plan.make import calibration_of, make_plan
 from harness.tools.plan.plan import KINDS, PARTS, Plan, Traffic
 from harness.tools.plan.render import as_dict, devices, mesh_of, part_name, tokens_of
 from harness.util.errors import ConfigError, UserError, as_typed
-from harness.util.tables import (
-    Column,
-    Table,
-    aligned_facts,
-    counted,
-    dollars,
-    figure,
-    gib,
-    seconds,
-    shortened,
-    summed,
-    to_text,
-)
+from harness.util.tables import Column, Table, aligned_facts, to_text
+from harness.util.words import counted, dollars, figure, gib, seconds, shortened, summed
 
 REASON_CHARS = 120
 VALUE_CHARS = 40

@@ -12,7 +12,7 @@ from typing import Any
 from harness.config.job import Job
 from harness.tools.plan.costs import costs_of
 from harness.tools.plan.plan import Evidence, Plan, Resolution
-from harness.util.tables import figure, gib, plural
+from harness.util.words import figure, gib, plural
 
 GENERATIONS = dict.fromkeys(("H100", "H200", "GH200"), "Hopper") | {"A100": "Ampere"}
 GENERATIONS |= dict.fromkeys(("B200", "GB200", "B300", "GB300"), "Blackwell")

@@ -21,7 +21,7 @@ from harness.tools.plan.parameters import parameters_of
 from harness.tools.plan.plan import Plan, PlannedPhase, RankMemory, Traffic
 from harness.tools.plan.step_time import StepModel
 from harness.util.errors import UserError
-from harness.util.tables import plural
+from harness.util.words import plural
 
 # Constants that a fit changes, and the start of the fit of the defaults. The other constants come from data
 # sheets and papers: rows of one cluster seldom determine them.

@@ -41,7 +41,7 @@ from harness.tools.plan.parameters import (
 )
 from harness.tools.plan.plan import KINDS, RankMemory
 from harness.util.hardware import Accelerator
-from harness.util.tables import GIB
+from harness.util.words import GIB
 
 Bytes = dict[str, float]
 """Bytes by kind of memory. Three kinds are separate because they belong to other CUDA streams or pools:

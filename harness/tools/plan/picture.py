@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from harness.tools.plan.plan import KINDS, Plan, Speed
 from harness.tools.plan.render import devices, mesh_of, schedule_of
 from harness.util.files import write_atomically
-from harness.util.tables import GIB, gib, seconds
+from harness.util.words import GIB, gib, seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -18,7 +18,8 @@ from harness.tools.plan.plan import Plan
 from harness.tools.plan.render import device_name
 from harness.tools.plan.space import MODES
 from harness.util.errors import ConfigError, divisors
-from harness.util.tables import Column, Table, figure, gib, to_text
+from harness.util.tables import Column, Table, to_text
+from harness.util.words import figure, gib
 
 Change = tuple[str, ...]
 """Overrides that are added to those of the job."""

@@ -12,18 +12,8 @@ from harness.config.pipeline import num_stages
 from harness.tools.plan.costs import costs_of
 from harness.tools.plan.evidence import bands_as_dict, memory_band, throughput_band
 from harness.tools.plan.plan import KINDS, PARTS, Plan, RankMemory
-from harness.util.tables import (
-    Column,
-    Table,
-    aligned_facts,
-    counted,
-    dollars,
-    figure,
-    gib,
-    plural,
-    seconds,
-    to_text,
-)
+from harness.util.tables import Column, Table, aligned_facts, to_text
+from harness.util.words import counted, dollars, figure, gib, plural, seconds
 
 _WORDS = {"compute": "computing", "bubble": "pipeline bubble", "optimizer": "update"}
 _TRAFFIC = [

@@ -33,7 +33,7 @@ from harness.tools.plan.plan import Plan, RankMemory
 from harness.tools.plan.space import Key, LayoutPoint, Space
 from harness.util.errors import ConfigError, UserError
 from harness.util.hardware import ACCELERATORS
-from harness.util.tables import gib, plural
+from harness.util.words import gib, plural
 
 MOST_LAYOUTS, MOST_POINTS = 20_000, 1_000_000
 """Limit of a search: a few minutes."""

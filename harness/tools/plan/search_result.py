@@ -25,7 +25,8 @@ from harness.tools.plan.search import Candidate, Search
 from harness.util import PACKAGE
 from harness.util.errors import ConfigError
 from harness.util.files import write_atomically
-from harness.util.tables import Column, Table, figure, gib, plural, seconds, shortened, to_text
+from harness.util.tables import Column, Table, to_text
+from harness.util.words import figure, gib, plural, seconds, shortened
 
 # Reasons that are shown one by one; the others are summed.
 _SHOWN = 6

@@ -13,7 +13,7 @@ from harness.config.cluster import ClusterConfig
 from harness.config.registry import load_attribute
 from harness.tools.plan.config import REHEARSE, PlanJob
 from harness.util.errors import HarnessError
-from harness.util.tables import plural
+from harness.util.words import plural
 
 HELP = """`harness plan`: predict memory, traffic and speed of a job in seconds, without a GPU.
 

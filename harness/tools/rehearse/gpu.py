@@ -17,7 +17,7 @@ from harness.tools.plan.memory import CUDA_CONTEXT, HBM_LEFT, NCCL_COMMUNICATOR
 from harness.tools.rehearse.build import GPU_LIBRARY
 from harness.util import PACKAGE
 from harness.util.hardware import ACCELERATORS, CUDA_DEVICES
-from harness.util.tables import GIB
+from harness.util.words import GIB
 
 _OBSERVER = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
 _PACKAGE = str(PACKAGE)

@@ -20,7 +20,8 @@ from harness.tools.plan.plan import Plan
 from harness.tools.plan.render import mesh_of
 from harness.tools.plan.step_time import StepModel
 from harness.tools.rehearse.figures import OUT_OF_MEMORY, RankFigures
-from harness.util.tables import GIB, aligned, gib, seconds
+from harness.util.tables import aligned
+from harness.util.words import GIB, gib, seconds
 
 SHOWN = 6
 """Products and kernels that are listed."""

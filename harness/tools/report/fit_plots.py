@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from harness.tools.report.plots import name_ticks
 from harness.tools.report.power_laws import COMPUTE, LEVEL, Fit, Frontier
 from harness.util.plots import COLORS, new_figure, save
-from harness.util.tables import counted
+from harness.util.words import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

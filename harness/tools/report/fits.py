@@ -24,9 +24,10 @@ from harness.tools.report.power_laws import (
     fit,
     fit_frontier,
 )
+from harness.util.document import Block, Document, Figure
 from harness.util.errors import UserError
-from harness.util.tables import Block, Column, Document, Figure, Table
-from harness.util.tables import counted as in_units
+from harness.util.tables import Column, Table
+from harness.util.words import counted as in_units
 
 Row = dict[str, Any]
 

@@ -16,9 +16,11 @@ from harness.run.folder import RunFolder
 from harness.tools.plan.constants import Calibration
 from harness.tools.plan.make import make_plan
 from harness.tools.report.runs import layout_and_schedule
+from harness.util.document import Block, Document, Figure
 from harness.util.errors import UserError
 from harness.util.plots import new_figure, save
-from harness.util.tables import Block, Column, Document, Figure, Table, plural
+from harness.util.tables import Column, Table
+from harness.util.words import plural
 
 Row = dict[str, Any]
 FOLDER, PICTURE = "phases", "phases.png"

@@ -18,7 +18,8 @@ from harness.launch.rows import job_of
 from harness.metrics.jsonl import read_rows
 from harness.run.folder import METRICS
 from harness.util.plots import COLORS, new_figure, save, smoothed, ticks
-from harness.util.tables import NOT_MEASURED, Row, counted, plural, shortened
+from harness.util.tables import Row
+from harness.util.words import NOT_MEASURED, counted, plural, shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

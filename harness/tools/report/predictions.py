@@ -12,7 +12,7 @@ from harness.config.job import Job
 from harness.config.registry import MissingPackageError
 from harness.launch.rows import Row, job_of
 from harness.tools.plan.constants import Calibration
-from harness.util.tables import GIB, plural
+from harness.util.words import GIB, plural
 
 CALIBRATION = "calibration.json"
 RATE, MEMORY = "tokens_per_second_per_rank", "memory_gib"

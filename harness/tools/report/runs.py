@@ -17,7 +17,9 @@ from harness.tools.plan.constants import Calibration
 from harness.tools.report import plots
 from harness.tools.report.predictions import MEMORY, RATE, errors_in_words, spearman
 from harness.tools.report.rounds import tables_of_rounds
-from harness.util.tables import NOT_MEASURED, Block, Column, Document, Figure, Table, formatted, plural
+from harness.util.document import Block, Document, Figure
+from harness.util.tables import Column, Table
+from harness.util.words import NOT_MEASURED, formatted, plural
 
 Row = dict[str, Any]
 # Shown with THROUGHPUT.

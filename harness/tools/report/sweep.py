@@ -18,7 +18,7 @@ from harness.launch.sweep.study import StudyRecord
 from harness.tools.report.listing import VERIFY, list_runs
 from harness.tools.report.verb import report
 from harness.util.errors import EXIT_OK, UserError
-from harness.util.tables import plural
+from harness.util.words import plural
 
 HELP = """`harness sweep VERB FOLDER`: show, resume, tabulate or cancel a sweep, or single runs."""
 

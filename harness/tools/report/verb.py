@@ -15,8 +15,9 @@ from harness.tools.report.phases import report_phases
 from harness.tools.report.plots import can_draw
 from harness.tools.report.predictions import CALIBRATION, calibration_of, with_predictions
 from harness.tools.report.runs import report_runs
+from harness.util.document import Document, to_markdown
 from harness.util.errors import UserError
-from harness.util.tables import Document, Table, to_markdown
+from harness.util.tables import Table
 
 HELP = """`harness report FOLDER`: tables and plots of runs or a sweep."""
 

@@ -28,9 +28,11 @@ from harness.tools.study.techniques import (
     Technique,
     compose_techniques,
 )
+from harness.util.document import Block, Document, Figure
 from harness.util.errors import EXIT_OK, STOPPED, UserError
 from harness.util.plots import COLORS, new_figure, save, smoothed
-from harness.util.tables import Block, Column, Document, Figure, Table, plural, to_text
+from harness.util.tables import Column, Table, to_text
+from harness.util.words import plural
 
 HELP = """`harness converge`: show that techniques train as well as a control.
 

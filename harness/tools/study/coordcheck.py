@@ -21,7 +21,8 @@ from harness.util.encoding import dumps
 from harness.util.errors import EXIT_OK, ConfigError
 from harness.util.files import write_atomically
 from harness.util.plots import COLORS, new_figure, save
-from harness.util.tables import Column, Table, plural, to_text
+from harness.util.tables import Column, Table, to_text
+from harness.util.words import plural
 
 if TYPE_CHECKING:
     from harness.tools.study.activations import Activation

@@ -25,7 +25,7 @@ from harness.tools.plan.memory import memory_limit, rank_memory
 from harness.tools.plan.memory_parts import ActivationBytes
 from harness.tools.plan.parameters import tensors_by_module
 from harness.tools.rehearse.config import RehearseJob
-from harness.util.tables import GIB
+from harness.util.words import GIB
 
 MIB = 2**20
 ROOT = Path(__file__).parents[3]

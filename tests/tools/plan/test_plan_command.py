@@ -26,7 +26,7 @@ from harness.tools.plan.verb import VERB
 from harness.util.encoding import dumps, loads
 from harness.util.errors import EXIT_USER, UserError
 from harness.util.hardware import ACCELERATORS
-from harness.util.tables import counted, dollars, figure, gib, seconds
+from harness.util.words import counted, dollars, figure, gib, seconds
 
 GIB = 2**30
 JOB_405B = [

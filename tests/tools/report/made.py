@@ -13,7 +13,7 @@ from harness.config.job import Job
 from harness.launch.sweep.folder import Point, Skipped, SweepFolder
 from harness.model.accounting import account
 from harness.run.result import write_result
-from harness.util.tables import GIB
+from harness.util.words import GIB
 
 DEVICE = "NVIDIA H100 80GB HBM3"
 SPACE = [

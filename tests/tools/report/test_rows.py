@@ -28,9 +28,10 @@ from harness.tools.report import plots
 from harness.tools.report.listing import list_runs
 from harness.tools.report.runs import report_runs
 from harness.tools.report.sweep import collect
+from harness.util.document import to_markdown
 from harness.util.encoding import dumps
 from harness.util.errors import UserError
-from harness.util.tables import Table, to_markdown, to_text
+from harness.util.tables import Table, to_text
 
 RATE = "tokens_per_second_per_rank"
 

@@ -13,7 +13,7 @@ from harness.contrib.flux.pictures.config import pictures_of
 from harness.data.shards import write_here
 from harness.train.process import importing_torch, openmp_environment
 from harness.util.errors import ConfigError
-from harness.util.tables import plural
+from harness.util.words import plural
 
 HELP = """`harness encode`: encode pictures with captions, which training reads with `data=latents`.
 
