@@ -2,6 +2,6 @@
 
 from pathlib import Path
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 PACKAGE = Path(__file__).resolve().parents[1]
 """The folder of the package."""
