@@ -61,7 +61,8 @@ VERSION = Argument("--version", help="print versions of the harness, Python and 
 JSON = Argument("--json", help="print one JSON object instead of text")
 JOB_FLAGS = (
     Argument(
-        *("-h", "--help"),
+        "-h",
+        "--help",
         nargs="?",
         const="",
         metavar="WHAT",
@@ -69,7 +70,8 @@ JOB_FLAGS = (
     ),
     VERSION,
     Argument(
-        *("-c", "--cfg"),
+        "-c",
+        "--cfg",
         choices=CFG,
         metavar="WHAT",
         help="print the composed `job`, Hydra's part (`hydra`) or `all`",
@@ -81,7 +83,8 @@ JOB_FLAGS = (
         "-cn", "--config-name", metavar="NAME", help="compose another primary file of `conf/` or your own"
     ),
     Argument(
-        *("-cd", "--config-dir"),
+        "-cd",
+        "--config-dir",
         action="append",
         metavar="FOLDER",
         help="add a folder of your own files, with groups as in `conf/`",
@@ -124,7 +127,8 @@ class Parser(argparse.ArgumentParser):
         """Parse the arguments of a verb; ``schema`` is the dataclass of its job, if overrides are allowed."""
         line, rest = self.parse_known_args(arguments, CommandLine())
         if "=" in (getattr(line, "help", None) or ""):  # an override: --help alone shows the screen
-            line.help, rest = "", [line.help, *rest]
+            rest = [line.help, *rest]
+            line.help = ""
         for number, each in enumerate(rest, start=1):
             if each.startswith("-"):
                 self._refuse(each, "".join(rest[number : number + 1]), schema)

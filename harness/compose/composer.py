@@ -79,7 +79,8 @@ class Composer:
     """
 
     def __init__(self, config_name: str = "train", schema: type = Job) -> None:
-        self.config_name, self.schema = config_folders().primaries.get(config_name, config_name), schema
+        self.config_name = config_folders().primaries.get(config_name, config_name)
+        self.schema = schema
         self._hydra: Hydra = hydra_of(config_folders().stamp())
 
     def job(self, overrides: Iterable[str]) -> Any:
@@ -204,12 +205,14 @@ class Composer:
     def _split(self, overrides: Iterable[Override]) -> tuple[list[str], list[Any]]:
         """Separate the overrides that choose files from those that set values, which it parses."""
         chosen: dict[str, str] = {}
-        others, values = [], []
+        others = []
+        values = []
         for override in overrides:
             parsed = self._hydra.parse(override, self.schema)
             if parsed.is_sweep_override():
                 raise sweep_error(parsed)
-            key, group = parsed.get_key_element(), parsed.key_or_group
+            key = parsed.get_key_element()
+            group = parsed.key_or_group
             if override.sets_search_path:
                 continue
             if parsed.package is None and (group not in groups() or isinstance(parsed.value(), dict)):
@@ -247,7 +250,8 @@ class Composer:
             key = each.key_or_group
             if f"{field}.".startswith(f"{key}.") or key.startswith(f"{field}."):
                 return str(each.input_line), True
-        source, model = "", partial(self._model, overrides)
+        source = ""
+        model = partial(self._model, overrides)
         for layer in self._hydra.layers(self.config_name, tuple(choices), self.schema, model):
             content: Any = layer.content
             for part in field.split("."):
@@ -289,7 +293,8 @@ class Composer:
 def sweep_error(parsed: Any) -> UserError:
     from hydra.core.override_parser.types import ValueType
 
-    typed, works = str(parsed.input_line), "-m, which runs one job for each value"
+    typed = str(parsed.input_line)
+    works = "-m, which runs one job for each value"
     if parsed.value_type == ValueType.SIMPLE_CHOICE_SWEEP:
         works = "-m to run one job for each, [...] around a list, quotes around one text with commas"
         return UserError(f"{typed}: has several values; would work: {works}")
@@ -480,7 +485,9 @@ def check_axes(parsed: Iterable[Any]) -> None:
     for each in parsed:
         if not each.is_sweep_override():
             continue
-        typed, name, value = str(each.input_line), each.key_or_group, each.value()
+        typed = str(each.input_line)
+        name = each.key_or_group
+        value = each.value()
         if each.is_interval_sweep():
             raise UserError(f"{typed}: {INTERVAL}; would work: {WORKS}")
         if isinstance(value, Glob) and name not in groups():

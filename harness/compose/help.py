@@ -73,15 +73,18 @@ def field_helps(kind: type, values: dict[str, Any], prefix: str = "") -> Iterato
         values: its composed values, as plain containers; defaults for those that are missing.
         prefix: prefix of the fields' names.
     """
-    texts, hints = docstrings(kind), type_hints(kind)
+    texts = docstrings(kind)
+    hints = type_hints(kind)
     for field in dataclasses.fields(kind):
-        name, hint = f"{prefix}{field.name}", hints[field.name]
+        name = f"{prefix}{field.name}"
+        hint = hints[field.name]
         if dataclasses.is_dataclass(hint):
             yield from field_helps(hint, values.get(field.name, {}), f"{name}.")  # type: ignore[arg-type]
             continue
         value = values[field.name] if field.name in values else default_of(field)
         meaning = " ".join(texts.get(field.name, "").split()).replace("``", "`")
-        kind_of_value, rule = type_in_words(hint, name), rule_in_words(field).removesuffix(", or null")
+        kind_of_value = type_in_words(hint, name)
+        rule = rule_in_words(field).removesuffix(", or null")
         yield FieldHelp(name, kind_of_value, rule, value, field.metadata["role"], meaning)
 
 

@@ -192,7 +192,8 @@ def merge(config: dict[str, Any], content: dict[str, Any]) -> None:
 
 def apply_value(config: dict[str, Any], parsed: Any) -> None:
     """Set, merge or delete what an override says, parsed by Hydra."""
-    typed, value = str(parsed.input_line), parsed.value()
+    typed = str(parsed.input_line)
+    value = parsed.value()
     *path, last = parsed.key_or_group.split(".")
     place: Any = config
     for name in path:
@@ -300,8 +301,11 @@ def search_path(
 def shadowed() -> str:
     """Say which of the user's files are not used, because an earlier folder has another of the same name."""
     paths = config_folders().paths
-    names = {file.stem for path in paths[1:] for file in path.glob("*.yaml")}
-    names |= {f"{group}/{option}" for group in config_folders().groups for option in options_of(group)}
+    names = set()
+    for path in paths[1:]:
+        names |= {file.stem for file in path.glob("*.yaml")}
+    for group in config_folders().groups:
+        names |= {f"{group}/{option}" for option in options_of(group)}
     hidden = []
     for name in sorted(names):
         first, *others = (path / f"{name}.yaml" for path in paths if (path / f"{name}.yaml").is_file())
@@ -309,7 +313,9 @@ def shadowed() -> str:
         hidden += [(first, other) for other in others if other.read_bytes() != first.read_bytes()]
     shown = [f"{other}: not used, {first} has the same name and comes first" for first, other in hidden]
     more = len(shown) - SHADOWED_SHOWN
-    return "\n".join([*shown[:SHADOWED_SHOWN], *([f"and {more} more files"] if more > 0 else [])])
+    if more > 0:
+        shown[SHADOWED_SHOWN:] = [f"and {more} more files"]
+    return "\n".join(shown)
 
 
 def _entries(override: str) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 from harness.compose.override import QUOTED
@@ -47,9 +48,10 @@ def to_user_error(error: BaseException) -> UserError:
 
     if isinstance(error, UserError):
         return error
-    chain = chain_of(error, suppressed=True)
-    text = "; ".join(dict.fromkeys(part for each in chain[:2] for part in _lines(each)))
-    for each in chain:
+    errors = chain_of(error, suppressed=True)
+    lines = list(chain.from_iterable(_lines(each) for each in errors[:2]))
+    text = "; ".join(dict.fromkeys(lines))
+    for each in errors:
         if isinstance(each, yaml.MarkedYAMLError):
             return UserError(f"{_marked(each)}; would work: YAML, indented by spaces, each key once")
         if isinstance(each, yaml.reader.ReaderError):
@@ -83,7 +85,8 @@ def to_user_error(error: BaseException) -> UserError:
             key = "" if each.full_key is None else str(each.full_key)
             return UserError(f"{key}: {text}" if key and key not in text else text)
     if text.startswith("Could not override '") and "No match in the defaults list" in text:
-        group, works = _after(text, "'", "'"), _after(text + ";", "use ", ";")
+        group = _after(text, "'", "'")
+        works = _after(text + ";", "use ", ";")
         if group.startswith("hydra/"):
             check_setting(group, f"{group} in a file of the job")
         return UserError(f"{group}: the primary config does not list this group; would work: {works}")

@@ -36,7 +36,9 @@ def other_lengths(overrides: Iterable[Override]) -> list[str]:
 
 def with_length(job: J) -> J:
     """Return a job with its steps, and the warm-up that is a fraction of them; batch sizes are set."""
-    training, schedule, ratio = job.training, job.schedule, job.scale.warmup_ratio
+    training = job.training
+    schedule = job.schedule
+    ratio = job.scale.warmup_ratio
     steps = training.steps or DEFAULT_STEPS
     if training.tokens is not None:
         _require_alone("training.tokens", training.tokens, training, "steps", "null, or no tokens")
@@ -78,11 +80,13 @@ def _require_alone(field: str, value: object, training: TrainingConfig, other: s
 
 def with_fitting_warmup(job: J) -> J:
     """Shorten a warm-up that no override sets to the length of the run, with a note."""
-    steps, schedule = job.training.steps, job.schedule
+    steps = job.training.steps
+    schedule = job.schedule
     if steps is None or steps < 1 or job.scale.warmup_ratio is not None:
         return job
     curve = schedule.curve_steps(steps)
-    most = max(0, curve - round((schedule.decay_ratio or 0) * curve))
+    decay = schedule.decay_ratio or 0
+    most = max(0, curve - round(decay * curve))
     if schedule.warmup_steps <= most:
         return job
     note(f"{WARMUP}={most} instead of {schedule.warmup_steps}, to fit into training.steps={steps}")

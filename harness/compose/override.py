@@ -102,7 +102,8 @@ def quoted(text: str) -> str:
     """Quote a text for Hydra, for which backslashes are special before a quote and at the end."""
 
     def escaped(match: re.Match[str]) -> str:
-        backslashes, quote = match[1], match[2]
+        backslashes = match[1]
+        quote = match[2]
         return backslashes * 2 + ("\\'" if quote else "")
 
     return "'" + re.sub(r"(\\*)('|$)", escaped, text) + "'"

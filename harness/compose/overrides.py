@@ -26,7 +26,8 @@ HONOURED = (SETTING, AXES)
 FROM_CONFIG = "from_config"
 """The option of group ``model`` that is not a file of conf/: it is read from a config.json."""
 
-MOST_SIMILAR, MOST_OPTIONS = 3, 20
+MOST_SIMILAR = 3
+MOST_OPTIONS = 20
 """Options that an error suggests, and that it lists beside a suggestion."""
 
 
@@ -53,7 +54,9 @@ def checked(texts: Iterable[str], schema: type = Job) -> list[Override]:
 
 
 def _check(override: Override, schema: type) -> None:
-    sign, value, source = override.sign, override.value, override.source
+    sign = override.sign
+    value = override.value
+    source = override.source
     if not override.key or (value is None and sign != "~"):
         raise UserError(f"{source}: not an override; would work: field=value or group=option")
     key, _, place = override.key.partition("@")
@@ -79,19 +82,16 @@ def _check(override: Override, schema: type) -> None:
 
 
 def options_of(group: str) -> list[str]:
-    return sorted(
-        {
-            str(path.relative_to(folder))[: -len(".yaml")]
-            for folder in groups()[group]
-            for path in folder.rglob("*.yaml")
-        }
-    )
+    options = set()
+    for folder in groups()[group]:
+        options |= {str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml")}
+    return sorted(options)
 
 
 def own_groups() -> set[str]:
     """Groups that only folders of the search path have. ``+`` adds one to a job, as Hydra says."""
     conf = config_folders().paths[0]
-    return {name for name, folders in groups().items() if conf not in {folder.parent for folder in folders}}
+    return {name for name, folders in groups().items() if conf / name not in folders}
 
 
 def _check_options(group: str, value: str) -> None:
@@ -118,7 +118,8 @@ def _similar(name: str, options: list[str]) -> list[str]:
 
 
 def check_field(key: str, value: str | None, schema: type, groups: list[str], sign: str = "") -> None:
-    prefix, current = "", schema
+    prefix = ""
+    current = schema
     names = key.split(".")
     for depth, name in enumerate(names):
         fields = fields_of(current)
@@ -133,7 +134,8 @@ def check_field(key: str, value: str | None, schema: type, groups: list[str], si
                 return  # its keys are the user's own
             if inner is None:
                 raise ConfigError(key, value, f"{prefix}{name} is a value and has no fields")
-            prefix, current = f"{prefix}{name}.", inner
+            prefix = f"{prefix}{name}."
+            current = inner
     if sign == "~":
         works = "" if fields_of(current)[names[-1]] else f"; would work: {key}=value"
         raise UserError(f"~{key}: a field cannot be removed{works}")

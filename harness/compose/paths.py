@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 from harness.config.registry import Registry
@@ -55,19 +56,24 @@ class ConfigFolders:
         return next((file for file in files if os.path.isfile(file)), None)
 
     def primary_names(self) -> list[str]:
-        return sorted({file.stem for path in self.paths for file in path.glob("*.yaml")})
+        names = set()
+        for path in self.paths:
+            names |= {file.stem for file in path.glob("*.yaml")}
+        return sorted(names)
 
     def stamp(self) -> Stamp:
         """Return the order of the folders and the stamp of all files, to detect changes."""
-        inside = [
-            each for groups in self.groups.values() for group in groups for each, _, _ in os.walk(group)
-        ]
-        return tuple((str(path), 0, 0) for path in self.paths) + tuple(
-            (entry.path, entry.stat().st_size, entry.stat().st_mtime_ns)
-            for folder in (*map(str, self.paths), *sorted(inside))
-            for entry in sorted(os.scandir(folder), key=lambda entry: entry.name)
-            if entry.is_file()
-        )
+        paths = [str(path) for path in self.paths]
+        inside = []
+        for group in chain.from_iterable(self.groups.values()):
+            inside += [folder for folder, _, _ in os.walk(group)]
+        stamp = [(path, 0, 0) for path in paths]
+        for folder in (*paths, *sorted(inside)):
+            for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+                if entry.is_file():
+                    facts = entry.stat()
+                    stamp.append((entry.path, facts.st_size, facts.st_mtime_ns))
+        return tuple(stamp)
 
 
 _used: ContextVar[ConfigFolders | None] = ContextVar("config_folders", default=None)
@@ -132,8 +138,11 @@ def _groups_in(paths: Sequence[Path]) -> dict[str, tuple[Path, ...]]:
     """Return the groups and their folders: all folders of ``conf/``, and folders elsewhere that hold YAML."""
     conf, *added = paths
     own = {path.name for path in conf.iterdir() if path.is_dir()}
-    new = {path.parent.name for folder in added for path in folder.glob("*/*.yaml")}
-    return {
-        name: tuple(folder / name for folder in paths if (folder / name).is_dir())
-        for name in sorted(own | {name for name in new if name.isidentifier()})
-    }
+    for folder in added:
+        new = {path.parent.name for path in folder.glob("*/*.yaml")}
+        own |= {name for name in new if name.isidentifier()}
+    groups = {}
+    for name in sorted(own):
+        folders = [folder / name for folder in paths]
+        groups[name] = tuple(folder for folder in folders if folder.is_dir())
+    return groups

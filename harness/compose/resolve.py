@@ -149,7 +149,8 @@ def check_tokenizer(job: Job) -> None:
 
 
 def check_chunked_loss(job: Job) -> None:
-    chunks, layout = job.training.loss_chunks, job.parallelism
+    chunks = job.training.loss_chunks
+    layout = job.parallelism
     if chunks > 1 and layout.tp > 1 and not layout.loss_parallel:
         rule = f"shards the vocabulary over parallelism.tp={layout.tp}, and parallelism.loss_parallel=false"
         raise ConfigError("training.loss_chunks", chunks, rule, "1, or parallelism.loss_parallel=true")
@@ -171,7 +172,8 @@ def refuse_without_effect(job: Job, rows: Iterable[NoEffect]) -> None:
     for row in rows:
         part, _, name = row.field.partition(".")
         config = getattr(job, part)
-        value, default = getattr(config, name), getattr(type(config), name)
+        value = getattr(config, name)
+        default = getattr(type(config), name)
         if row.when and value != default:
             raise ConfigError(row.field, value, row.rule, row.works)
 
@@ -318,7 +320,8 @@ def check_heads_of_flex(job: Job) -> None:
 
 
 def check_attention(job: Job) -> None:
-    backend, layout = job.training.attention, job.parallelism
+    backend = job.training.attention
+    layout = job.parallelism
     if backend == "varlen" and job.precision.param_dtype == "float32":
         rule = "flash attention over documents needs 16-bit formats, and precision.param_dtype is float32"
         raise ConfigError("training.attention", backend, rule, "precision=bf16, or sdpa, flex")
@@ -329,13 +332,16 @@ def check_attention(job: Job) -> None:
         if backend != "sdpa":
             rule = f"parallelism.cp={layout.cp} with cp_method=ring has kernels of its own"
             raise ConfigError("training.attention", backend, rule, "sdpa, or parallelism.cp_method=ulysses")
-        reach = [job.model.span(layer) for layer in range(job.model.num_blocks)]
-        local = any(span.most_reach(job.training.seq_len) < job.training.seq_len for span in reach)
-        if local or job.model.attention.sinks:
-            what = "sinks" if not local else "window" if job.model.attention.window else "chunk"
+        length = job.training.seq_len
+        spans = [job.model.span(layer) for layer in range(job.model.num_blocks)]
+        is_local = any(span.most_reach(length) < length for span in spans)
+        if is_local or job.model.attention.sinks:
+            option = "window" if job.model.attention.window else "chunk"
+            if not is_local:
+                option = "sinks"
             rule = (
                 f"its kernels support the causal mask only, and model={job.model.name} has "
-                f"model.attention.{what}"
+                f"model.attention.{option}"
             )
             raise ConfigError("parallelism.cp_method", "ring", rule, ["ulysses"])
         if not job.data.attend_across_documents:
@@ -358,7 +364,8 @@ def check_conversations(job: Job) -> None:
     if job.schedule.seq_len:
         rule = "shorter sequences are pieces of samples, which would cut the conversations of data.kind=chat"
         raise ConfigError("schedule.seq_len", job.schedule.seq_len, rule, "[]")
-    attention, longest = job.model.attention, {}
+    attention = job.model.attention
+    longest = {}
     if attention.chunk is not None:
         longest["chunk"] = attention.chunk
     if attention.nope_temperature:
@@ -381,7 +388,8 @@ def check_precision(job: Job) -> None:
         return
     from harness.precision.linears import check_layout, sort_linears
 
-    layout, linears = job.parallelism, sort_linears(job.model, job.precision)
+    layout = job.parallelism
+    linears = sort_linears(job.model, job.precision)
     if job.training.loss_chunks > 1 and "output" in linears.converted:
         rule = f"chunks multiply the output projection in param_dtype, not in {job.precision.linear}"
         works = f"1, or precision.filter_fqns=[{','.join([*job.precision.filter_fqns, 'output'])}]"
@@ -399,7 +407,9 @@ def check_precision(job: Job) -> None:
 
 def check_scheduled_sizes(job: Job) -> None:
     """Check that every size of schedule.batch_size and schedule.seq_len fits the data, layout and formats."""
-    length, batch, unit = job.training.seq_len, job.global_batch_size, job.parallelism.sequence_unit
+    length = job.training.seq_len
+    batch = job.global_batch_size
+    unit = job.parallelism.sequence_unit
     for _, size in job.schedule.batch_sizes:
         if size > batch:
             rule = f"must not exceed training.global_batch_size={batch}, which applies after all phases"

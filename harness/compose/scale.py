@@ -69,7 +69,8 @@ def _sized(scale: ScaleConfig, model: ModelConfig, seq_len: int) -> ModelConfig:
         each = account(made, seq_len).flops_per_token_full / count(made, scale.counted)
         wanted = max(1, round(math.sqrt(scale.flops / (each * scale.tokens_per_parameter))))
         try:
-            before, made = made, resized(model, wanted, scale.counted)
+            before = made
+            made = resized(model, wanted, scale.counted)
         except ConfigError as error:
             rule = f"with scale.tokens_per_parameter={scale.tokens_per_parameter:g}, {error.rule}"
             raise ConfigError("scale.flops", f"{scale.flops:g}", rule, "more FLOPs") from None
@@ -101,7 +102,8 @@ def _rounded(value: float) -> float:
 TABLES = (Split.VOCABULARY, Split.HEAD)
 WIDTH_MULTIPLE = 16
 """Scaled hidden widths are multiples of it, as float8 products need (docs/howto/precision.md)."""
-CLOSE, FAR = 1.1, 1.5
+CLOSE = 1.1
+FAR = 1.5
 """Models within a factor CLOSE of the wanted size are chosen by their proportions; none is off by FAR."""
 LARGEST = 10**14
 """Most parameters of a resized model; the search takes longer for larger ones."""
@@ -120,7 +122,8 @@ def count(model: ModelConfig, counted: str) -> int:
             arXiv:2203.15556; ``active``: those of non_embedding that one token uses.
     """
     # Blocks of a kind are equal, so one of each is counted.
-    one, kinds = replace(model, n_layers=1), block_kinds(model)
+    one = replace(model, n_layers=1)
+    kinds = block_kinds(model)
     outside = _size(tensors(one).values(), counted) - sum(
         _size(block_tensors(one, layer), counted) for layer in range(one.num_blocks)
     )

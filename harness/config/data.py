@@ -154,7 +154,8 @@ class DataConfig:
 
     def resolve(self) -> DataConfig:
         """Return the data with the defaults of its options, also those of a mixture's sources."""
-        schema, owner = DATA_KINDS[self.kind].options, f"data.kind={self.kind}"
+        schema = DATA_KINDS[self.kind].options
+        owner = f"data.kind={self.kind}"
         options = resolve_options(self.options, schema, "data.options", owner)
         sources = {}
         for name, source in self.sources.items():

@@ -109,8 +109,15 @@ _BUILTINS = {
         load="harness.data.chat_packing:load_conversations",
         tokenizer="harness.data.chat:ConversationTokenizer.of_job",
         fields=(
-            *(*_FILES, "exclude", "encoding_errors", "messages_field", "chat_template"),
-            *("chat_template_options", "chat_date", "train_on", "long_conversations"),
+            *_FILES,
+            "exclude",
+            "encoding_errors",
+            "messages_field",
+            "chat_template",
+            "chat_template_options",
+            "chat_date",
+            "train_on",
+            "long_conversations",
         ),
         formats=("auto", "jsonl", "parquet"),
         example="conversations.jsonl",
@@ -136,7 +143,7 @@ _BUILTINS = {
 DATA_KINDS: Registry[DataKind] = Registry(
     "data", _BUILTINS, field="data.kind", expects="harness.config.data_kinds:DataKind"
 )
-OWNED = {name for kind in _BUILTINS.values() for name in kind.fields}
+OWNED = set().union(*(kind.fields for kind in _BUILTINS.values()))
 """Fields that not all kinds read. For another kind a value would have no effect, so it is refused."""
 NEEDED = (("workers", "streaming"), ("shuffle_buffer", "streaming"), ("shuffle_buffer", "shuffle"))
 """Fields, and the switch without which each has no effect."""
@@ -144,7 +151,8 @@ NEEDED = (("workers", "streaming"), ("shuffle_buffer", "streaming"), ("shuffle_b
 
 def check_effects(data: DataConfig) -> None:
     """Raise ConfigError for a value that has no effect on data of this kind."""
-    kind, default = DATA_KINDS[data.kind], type(data)()
+    kind = DATA_KINDS[data.kind]
+    default = type(data)()
     for name in (name for name in vars(data) if name in OWNED and name not in kind.fields):
         value = getattr(data, name)
         if value != getattr(default, name):
@@ -154,7 +162,8 @@ def check_effects(data: DataConfig) -> None:
     for name, needed in NEEDED:
         value = getattr(data, name)
         if not getattr(data, needed) and value != getattr(default, name):
-            rule, works = f"has no effect without data.{needed}=true", f"data.{needed}=true, or leave it out"
+            rule = f"has no effect without data.{needed}=true"
+            works = f"data.{needed}=true, or leave it out"
             raise ConfigError(f"data.{name}", value, rule, works)
 
 
@@ -274,7 +283,8 @@ def errors_of_source(data: DataConfig, name: str) -> Iterator[None]:
             rule = f"data.sources.{name}: {rule}"
         raise ConfigError(field, error.value, rule, works) from error
     except DataError as error:
-        text, source = renamed(str(error)), f"data.sources.{name}"
+        text = renamed(str(error))
+        source = f"data.sources.{name}"
         raise DataError(text if source in text else f"{source}: {text}") from error
 
 

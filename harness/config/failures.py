@@ -77,7 +77,8 @@ def describe_failure(error: BaseException) -> dict[str, Any]:
     raised = error
     if not isinstance(error, HarnessError):
         error = min(chain_of(error), key=lambda each: _distance_from_cause(_kind_of(each)))
-    message, kind = text_of(error), _kind_of(error)
+    message = text_of(error)
+    kind = _kind_of(error)
     row = {
         "kind": kind,
         "type": type(error).__name__,
@@ -136,7 +137,8 @@ def text_of(error: BaseException) -> str:
 def _kind_of(error: BaseException) -> str:
     if isinstance(error, HarnessError):
         return error.kind
-    name, text = type(error).__name__, text_of(error)
+    name = type(error).__name__
+    text = text_of(error)
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     if "OutOfMemory" in name or isinstance(error, MemoryError):

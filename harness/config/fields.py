@@ -40,11 +40,14 @@ if TYPE_CHECKING:
 
 
 Part = TypeVar("Part", bound="DataclassInstance")
-NUMERICS, EXECUTION, LABEL = "numerics", "execution", "label"
+NUMERICS = "numerics"
+EXECUTION = "execution"
+LABEL = "label"
 LARGEST_INTEGER = 2**63 - 1
 LARGEST_NUMBER = 3.4e38
 """Maximum of float32, in which a job's numbers are used."""
-LONGEST_NAME, LONGEST_PATH = 255, 4095
+LONGEST_NAME = 255
+LONGEST_PATH = 4095
 """Most bytes of a name and of a path in a file system of Linux."""
 
 
@@ -192,7 +195,8 @@ def leaf_fields(config: Any, prefix: str = "") -> list[tuple[str, dataclasses.Fi
     found: list[tuple[str, dataclasses.Field[Any], Any]] = []
     owner: type = type(config)
     for field in _fields_of(owner):
-        value, name = getattr(config, field.name), prefix + field.name
+        value = getattr(config, field.name)
+        name = prefix + field.name
         kind: type = type(value)
         if _is_part(kind):
             found += leaf_fields(value, name + ".")
@@ -264,7 +268,7 @@ def check_written(name: str, value: str, kind: str, works: str) -> None:
         kind: ``file``, ``folder``, or ``path`` for either.
     """
     path = Path(os.path.expanduser(value))
-    exists, is_folder, problem = os.path.exists, os.path.isdir, ""
+    problem = ""
     if not value:
         problem = "must be non-empty"
     elif "://" in value:
@@ -274,14 +278,19 @@ def check_written(name: str, value: str, kind: str, works: str) -> None:
         len(os.fsencode(part)) > LONGEST_NAME for part in (*path.parent.parts, f"{path.name}{'.' * 40}")
     ):
         problem = f"is too long: a name has at most {LONGEST_NAME - 40} bytes, a path {LONGEST_PATH}"
-    elif file := next((each for each in path.parents if exists(each) and not is_folder(each)), None):
+    elif file := next(filter(_is_file, path.parents), None):
         problem = f"{file} is not a folder"
-    elif kind == "folder" and exists(path) and not is_folder(path):
+    elif kind == "folder" and _is_file(path):
         problem = "is a file"
-    elif kind == "file" and is_folder(path):
+    elif kind == "file" and os.path.isdir(path):
         problem = "is a folder"
     if problem:
         raise ConfigError(name, value or "''", problem, works)
+
+
+def _is_file(path: Path) -> bool:
+    # Unlike Path.exists, a folder that cannot be entered is no error.
+    return os.path.exists(path) and not os.path.isdir(path)
 
 
 def _elements(value: Any) -> list[Any]:
@@ -310,7 +319,7 @@ def _numbers(value: Any) -> list[int | float]:
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list):
-        return [number for each in value for number in _numbers(each)]
+        return list(itertools.chain.from_iterable(map(_numbers, value)))
     return [value] if isinstance(value, int | float) and not isinstance(value, bool) else []
 
 

@@ -211,8 +211,13 @@ class Job:
         return job
 
 
+def _numerics(job: Job) -> dict[str, Any]:
+    return {name: value for name, role, value in leaves(job) if role == NUMERICS}
+
+
 def differing_numerics(a: Job, b: Job) -> list[str]:
-    first, second = ({name: value for name, role, value in leaves(job) if role == NUMERICS} for job in (a, b))
+    first = _numerics(a)
+    second = _numerics(b)
     return [name for name in {**first, **second} if first.get(name) != second.get(name)]
 
 

@@ -176,7 +176,8 @@ class RopeConfig:
 
     def validate(self) -> None:
         for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
-            least, most = getattr(self, low), getattr(self, high)
+            least = getattr(self, low)
+            most = getattr(self, high)
             if least > most or (least == most and low == "beta_slow"):
                 raise ConfigError(
                     f"model.rope.{low}", least, f"must be below model.rope.{high}={most}", f"{most / 4}"

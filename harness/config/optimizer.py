@@ -94,7 +94,8 @@ def lr_scale(name: str) -> Callable[[float, float], float]:
 
 IMPLEMENTATIONS = ("auto", "fused", "foreach", "for-loop")
 STATE_DTYPES = ("float32", "bfloat16")
-EIGHT_BIT, BLOCK = "8bit", 128
+EIGHT_BIT = "8bit"
+BLOCK = 128
 """Format of running means: 8-bit codes with a float32 scale for each block of so many values of a row."""
 # A mean m shrinks by (1 - beta) m per step. The change is rounded away if it is less than half a bfloat16
 # step, which is at most 2**-8 m.
@@ -195,7 +196,8 @@ class OptimizerConfig:
         iterations = self.newton_schulz_dtype
         if "muon" in self.kinds:
             iterations = iterations or param_dtype
-        schema, owner = KINDS[self.kind].options, f"optimizer.kind={self.kind}"
+        schema = KINDS[self.kind].options
+        owner = f"optimizer.kind={self.kind}"
         return replace(
             self,
             state_dtype=self.state_dtype or master_dtype,
@@ -217,7 +219,8 @@ class OptimizerConfig:
         means = ("beta1", "beta2", *(["momentum"] if "muon" in self.kinds else []))
         for name in means if self.state_dtype == "bfloat16" else ():
             if getattr(self, name) > LARGEST_BFLOAT16_BETA:
-                rule, works = BETA_RULE, f"at most {LARGEST_BFLOAT16_BETA}, or optimizer.state_dtype=float32"
+                rule = BETA_RULE
+                works = f"at most {LARGEST_BFLOAT16_BETA}, or optimizer.state_dtype=float32"
                 raise ConfigError(f"optimizer.{name}", getattr(self, name), rule, works)
 
     def compiles(self, master_dtype: str) -> bool:
@@ -269,7 +272,8 @@ class ScheduleConfig:
     training.seq_len."""
 
     def resolve(self) -> ScheduleConfig:
-        schema, owner = DECAYS[self.decay_type].options, f"schedule.decay_type={self.decay_type}"
+        schema = DECAYS[self.decay_type].options
+        owner = f"schedule.decay_type={self.decay_type}"
         return replace(self, options=resolve_options(self.options, schema, "schedule.options", owner))
 
     def curve_steps(self, steps: int) -> int:
@@ -287,7 +291,8 @@ class ScheduleConfig:
 
     def validate_phases(self) -> None:
         for name, unit in (("batch_size", "sequences"), ("seq_len", "tokens")):
-            field, phases = f"schedule.{name}", getattr(self, name)
+            field = f"schedule.{name}"
+            phases = getattr(self, name)
             works = f"[{{until_step:10,{unit}:8}},{{until_step:20,{unit}:16}}]"
             for phase in phases:
                 if set(phase) != {"until_step", unit} or min(phase.values()) < 1:

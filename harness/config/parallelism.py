@@ -253,7 +253,8 @@ class ParallelismConfig:
             )
             works = "true, or parallelism.sequence_parallel=true"
             raise ConfigError("parallelism.expert_tensor_parallel", False, rule, works)
-        experts, ranks = model.moe.num_experts, self.expert_ranks
+        experts = model.moe.num_experts
+        ranks = self.expert_ranks
         product = "dp_shard x cp" if self.tp == 1 or self.splits_experts else "dp_shard x cp x tp"
         if experts % self.ep or ranks % self.ep:
             rule = f"must divide model.moe.num_experts={experts} and {product} = {ranks}"

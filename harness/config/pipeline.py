@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, count
+from itertools import chain, count, product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -103,25 +103,28 @@ def read_csv_schedule(path: str, pp: int) -> CsvSchedule:
     if not Path(path).is_file():
         raise refusal("no such file")
     with open(path, newline="") as file:
-        rows = [[cell.strip() for cell in row if cell.strip()] for row in csv.reader(file) if row]
+        rows = [row for row in csv.reader(file) if row]
     if len(rows) != pp:
         raise refusal(f"has {len(rows)} rows; needs one per pipeline rank, parallelism.pp={pp}")
-    passes: list[list[Pass]] = [[] for _ in rows]
-    for row, own in zip(rows, passes, strict=True):
-        for cell in row:
+    passes: list[list[Pass]] = []
+    stages_of_rank = []
+    for row in rows:
+        of_rank = []
+        for cell in filter(None, map(str.strip, row)):
             match = _ACTION.match(cell)
             if match is None or match[2] not in ("F", "B", "I", "W"):
                 raise refusal(f"cell {cell!r} is not <stage><F|B|I|W><microbatch>, like 0F0")
-            own.append((int(match[1]), match[2], int(match[3])))
-    stages_of_rank = [sorted({stage for stage, _, _ in row}) for row in passes]
-    stages = sorted(stage for row in stages_of_rank for stage in row)
+            of_rank.append((int(match[1]), match[2], int(match[3])))
+        passes.append(of_rank)
+        stages_of_rank.append(sorted({stage for stage, _, _ in of_rank}))
+    stages = sorted(chain.from_iterable(stages_of_rank))
     if stages != list(range(len(stages))):
         raise refusal(f"stages {stages} are not 0, 1, 2, ... each on one rank")
     kinds: dict[tuple[int, int], str] = defaultdict(str)
     for stage, kind, number in chain.from_iterable(passes):
         kinds[stage, number] += kind
     microbatches = len({number for _, number in kinds})
-    wanted = {(stage, number) for stage in stages for number in range(microbatches)}
+    wanted = set(product(stages, range(microbatches)))
     if kinds.keys() != wanted or any(found.count("F") != 1 for found in kinds.values()):
         raise refusal(f"every stage needs one F of each of the microbatches 0 to {microbatches - 1}")
     if any(found.replace("F", "") not in ("B", "IW") for found in kinds.values()):
@@ -140,7 +143,8 @@ def _waiting(passes: list[list[Pass]], last: int) -> list[str]:
     end, sends and receives do too, also one after another, as one communicator executes them.
     """
     done: set[Pass] = set()
-    following, moved = [0] * len(passes), True
+    following = [0] * len(passes)
+    moved = True
 
     def missing(stage: int, kind: str, number: int) -> list[Pass]:
         needed = [(stage - 1, "F")] if kind == "F" else [(stage, "F"), (stage + 1, "B")]
@@ -154,7 +158,8 @@ def _waiting(passes: list[list[Pass]], last: int) -> list[str]:
                 stage, kind, number = row[following[rank]]
                 # The first half of a backward pass, I, has what the stage before it waits for.
                 done.add((stage, "B" if kind == "I" else kind, number))
-                following[rank], moved = following[rank] + 1, True
+                following[rank] += 1
+                moved = True
     stopped = [row[here] for row, here in zip(passes, following, strict=True) if here < len(row)]
     return ["{}{}{} for {}{}{}".format(*own, *missing(*own)[0]) for own in stopped]
 
@@ -227,10 +232,12 @@ def check_stages(layout: ParallelismConfig, n_layers: int) -> None:
 
 
 def _check_automatic_split(layout: ParallelismConfig, n_layers: int) -> None:
-    first, last = layout.pp_first_stage_less_layers, layout.pp_last_stage_less_layers
+    first = layout.pp_first_stage_less_layers
+    last = layout.pp_last_stage_less_layers
     layers = layout.pp_layers_per_stage
     works = [*fitting_layers_per_stage(layout, n_layers), "null"]
-    total, most = num_stages(layout, n_layers), min(_weight(layout, n_layers), n_layers + 2)
+    total = num_stages(layout, n_layers)
+    most = min(_weight(layout, n_layers), n_layers + 2)
     if total > most:
         weights = f"embedding and head weigh {first} and {last}"
         rule = f"{total} stages are too many for model.n_layers={n_layers} ({weights})"
@@ -251,7 +258,8 @@ def split_modules(layout: ParallelismConfig, n_layers: int) -> list[list[str]]:
     stages = num_stages(layout, n_layers)
     if stages == 1:
         return [["tok_embeddings", *(f"layers.{i}" for i in range(n_layers)), "norm", "output"]]
-    first, last = layout.pp_first_stage_less_layers, layout.pp_last_stage_less_layers
+    first = layout.pp_first_stage_less_layers
+    last = layout.pp_last_stage_less_layers
     weight, extra = divmod(n_layers + first + last, stages)
     room = [weight + (1 if stage < extra else 0) for stage in range(stages)]
     room[0] = max(0, room[0] - first)
@@ -281,9 +289,10 @@ def stages_of_rank(layout: ParallelismConfig, n_layers: int, pp_rank: int) -> li
 
 def check_modules_per_stage(stages: list[list[str]], n_layers: int) -> None:
     """Raise ConfigError unless the stages hold every module once and in order."""
-    field, value = "parallelism.pp_modules_per_stage", _typed(stages)
+    field = "parallelism.pp_modules_per_stage"
+    value = _typed(stages)
     wanted = ["tok_embeddings", *(f"layers.{i}" for i in range(n_layers)), "norm", "output"]
-    named = [name for stage in stages for name in stage]
+    named = list(chain.from_iterable(stages))
     modules = f"tok_embeddings, layers.0 ... layers.{n_layers - 1}, norm, output"
     for name in named:
         if name not in wanted:
@@ -321,7 +330,8 @@ def check_pipeline(layout: ParallelismConfig, model: ModelConfig, local_batch_si
         )
         raise ConfigError("parallelism.pp", layout.pp, rule, "1, or model.mtp.depth=0")
     if local_batch_size % layout.pp_microbatch_size:
-        rule, works = f"must divide training.local_batch_size={local_batch_size}", divisors(local_batch_size)
+        rule = f"must divide training.local_batch_size={local_batch_size}"
+        works = divisors(local_batch_size)
         raise ConfigError("parallelism.pp_microbatch_size", layout.pp_microbatch_size, rule, works)
     check_stages(layout, model.n_layers)
     per_rank = stages_per_rank(layout, model.n_layers)

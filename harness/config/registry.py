@@ -46,8 +46,10 @@ class Registry(Generic[Value]):
     def __init__(
         self, kind: str, builtins: Mapping[str, Value | str], *, field: str, expects: str | None = None
     ) -> None:
-        self.kind, self.field = kind, field
-        self._builtins, self._expects = dict(builtins), expects
+        self.kind = kind
+        self.field = field
+        self._builtins = dict(builtins)
+        self._expects = expects
         self._loaded: dict[str, Value] = {}
 
     def __contains__(self, name: object) -> bool:

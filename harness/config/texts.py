@@ -91,10 +91,10 @@ def validate_texts(config: Any, environment: Mapping[str, str] = os.environ) -> 
         SecretError: a string contains something that looks like a secret.
         ConfigError: a string is not one printable line.
     """
-    fields = [
-        (name, value) for name, _, value in leaves(config) if isinstance(value, str | list | tuple | dict)
-    ]
-    texts = [(field, text, value) for name, value in fields for field, text in _texts(name, value)]
+    texts = []
+    for name, _, value in leaves(config):
+        if isinstance(value, str | list | tuple | dict):
+            texts += [(field, text, value) for field, text in _texts(name, value)]
     # First, because the other error repeats the text.
     refuse_secrets(((field, text) for field, text, _ in texts), environment)
     for field, text, value in texts:
@@ -152,7 +152,8 @@ def _secrets(text: str, values: Mapping[str, str]) -> Iterator[tuple[str, str, s
             yield value, f"the value of {name} of the environment", _ELSEWHERE
     if "=" in text or ":" in text:
         for found in _ASSIGNMENT.finditer(text):
-            name, value = found["name"] or found["small"], found["value"] or found["quoted"]
+            name = found["name"] or found["small"]
+            value = found["value"] or found["quoted"]
             if _is_secret(name, value):
                 yield value, *_of_variable(name)
     for url in _URL.finditer(text) if "://" in text else ():

@@ -63,7 +63,8 @@ class Sizes:
     def __init__(
         self, batch_size: int, seq_len: int, batch_sizes: Changes = (), seq_lens: Changes = ()
     ) -> None:
-        self.batch_size, self.seq_len = batch_size, seq_len
+        self.batch_size = batch_size
+        self.seq_len = seq_len
         self.phases: list[Phase] = []
         first = 1
         for last in sorted({last for last, _ in (*batch_sizes, *seq_lens)}):
@@ -147,6 +148,7 @@ OBSERVERS: Registry[Any] = Registry(
 """Observers of the training loop. Fields of the job add those that are built in."""
 MATMUL_PRECISIONS = ("highest", "high")
 DEFAULT_STEPS = 100
+DEFAULT_LOCAL_BATCH = 8
 COUNT_SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
@@ -202,10 +204,12 @@ class TrainingConfig:
             replicas: data-parallel ranks.
             scheduled: sequences per step in the phases of schedule.batch_size.
         """
-        local, size = self.local_batch_size, self.global_batch_size
+        local = self.local_batch_size
+        size = self.global_batch_size
         if size is None:
-            size = (local or 8) * replicas
-        unit = replicas * (local or 1)
+            of_rank = local or DEFAULT_LOCAL_BATCH
+            size = of_rank * replicas
+        unit = replicas if local is None else replicas * local
         sizes = [("training.global_batch_size", size), *(("schedule.batch_size", each) for each in scheduled)]
         for name, each in sizes:
             if each % replicas:

@@ -39,7 +39,8 @@ def fits(value: Any, hint: Any) -> bool:
         return True
     if hint in (bool, int, str):
         return isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
-    kind, arguments = get_origin(hint), get_args(hint)
+    kind = get_origin(hint)
+    arguments = get_args(hint)
     if kind in (Union, UnionType):
         return any(fits(value, argument) for argument in arguments)
     if kind is list:
@@ -65,7 +66,8 @@ def with_types(value: Any, hint: Any) -> Any:
     What has no such type is left to ``from_dict``. So are mappings of dataclasses and lists of mappings.
     """
     hint = without_null(hint)
-    kind, arguments = get_origin(hint), get_args(hint)
+    kind = get_origin(hint)
+    arguments = get_args(hint)
     if dataclasses.is_dataclass(hint) and isinstance(value, dict):
         hints = type_hints(hint)  # type: ignore[arg-type]
         return {key: with_types(each, hints.get(key, Any)) for key, each in value.items()}
