@@ -101,8 +101,6 @@ class RanksConfig:
     """Timeout of collectives until this process has finished its first step (compile, communicators)."""
     step_timeout_seconds: int = label(600, least=1)
     """Timeout of collectives after the first step."""
-    stop_timeout_seconds: int = label(300, least=1)
-    """Time that ranks have after ^C or SIGTERM to finish their step and save, before they are killed."""
 
 
 # Bases give their fields from the last to the first: the order of files and of --help.

@@ -406,6 +406,10 @@ REMOVED: tuple[Removed, ...] = (
     Removed("optimizer.newton_schulz_half", after="optimizer.newton_schulz_dtype", role="", value=False),
     Removed("optimizer.in_backward", after="optimizer.implementation", role="execution", value=False),
     Removed("evaluation.tasks", after="evaluation.interval", role="", value=["data"]),
+    Removed("optimizer.decay_vectors", after="optimizer.weight_decay", role="numerics", value=False),
+    Removed("optimizer.decay_embeddings", after="optimizer.weight_decay", role="numerics", value=True),
+    Removed("debug.max_skipped_steps", after="debug.non_finite", role="numerics", value=10),
+    Removed("cluster.stop_timeout_seconds", after="cluster.start_timeout_seconds", role="", value=300),
 )
 REMOVED_AFTER = {
     after: list(removed) for after, removed in itertools.groupby(REMOVED, key=lambda each: each.after)

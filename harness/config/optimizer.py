@@ -160,11 +160,7 @@ class OptimizerConfig:
     """Added to the root of the second moment (AdamW, Adam)."""
     weight_decay: float = numerics(0.1, least=0)
     """Weight decay per step, multiplied by the learning rate; Adam: added to the gradient, as the gradient of
-    an L2 penalty."""
-    decay_vectors: bool = numerics(False)
-    """Apply weight decay to one-dimensional parameters (norm weights, biases) too."""
-    decay_embeddings: bool = numerics(True)
-    """Apply weight decay to the embedding table."""
+    an L2 penalty. One-dimensional parameters (norm weights, biases) do not decay; a group can change that."""
     groups: list[dict[str, Any]] = numerics(factory=list, id_omits_default=True)
     """Settings of the tensors whose name matches a regular expression:
     [{match: 'layers\\..*\\.wq', lr_factor: 0.5, weight_decay: 0, betas: [0.9,0.98], kind: adamw}]."""

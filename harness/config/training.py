@@ -250,7 +250,6 @@ def parse_count(name: str, value: int | float | str) -> int:
 
 VALIDATION = Switch("validation.interval", "validation.interval=100")
 EVALUATION = Switch("evaluation.interval", "evaluation.interval=100")
-SKIP = Switch("debug.non_finite", on="skip")
 
 
 @dataclass(frozen=True)
@@ -303,9 +302,8 @@ class DebugConfig:
     flight_recorder: int = label(2000, least=0)
     """Collectives that each rank records, to be dumped if one takes too long; 0 disables the recorder."""
     non_finite: str = numerics("stop", choices=NON_FINITE)
-    """If the loss or gradient norm is not finite: stop the run, or skip the update. Evidence is saved."""
-    max_skipped_steps: int = numerics(10, least=1, needs=SKIP)
-    """With skip: stop the run after more than this many consecutive skipped updates."""
+    """If the loss or gradient norm is not finite: stop the run, or skip the update, at most ten in a row.
+    Evidence is saved."""
 
     def validate(self, tp: int, compiled: bool) -> None:
         for name in ("anomaly", "nan"):

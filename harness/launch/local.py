@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 POLL_SECONDS = 0.05
+STOP_SECONDS = 300
+"""Time that ranks have after ^C or SIGTERM to finish their step and save, before they are killed."""
 # Time that ranks have after one has failed, to notice it and to record their progress. A rank that hangs in a
 # collective never notices.
 LEAVING_SECONDS = 2.0
@@ -128,7 +130,7 @@ def _supervise(job: Job, processes: Mapping[int, Popen[bytes]], stop: StopReques
         now = time.monotonic()
         if stop.signal is not None and not asked:
             asked = True
-            deadline = min(deadline, now + job.cluster.stop_timeout_seconds)
+            deadline = min(deadline, now + STOP_SECONDS)
             for process in processes.values():
                 process.send_signal(signal.SIGTERM)  # not to workers in its process group, which it needs
         if any(code not in (EXIT_OK, *STOPPED) for code in ended.values()):

@@ -86,12 +86,10 @@ def kind_of(config: OptimizerConfig, tensor: TensorSpec) -> str:
 
 def _role_settings(config: OptimizerConfig, tensor: TensorSpec) -> TensorSettings:
     kind = kind_of(config, tensor)
-    is_table = tensor.name.startswith("tok_embeddings")
-    decays = config.decay_vectors if tensor.is_vector else config.decay_embeddings or not is_table
     return TensorSettings(
         kind=kind,
         lr_factor=_mup_factor(config, kind, tensor),
-        weight_decay=config.weight_decay if decays else 0.0,
+        weight_decay=0.0 if tensor.is_vector else config.weight_decay,
         betas=(config.beta1, config.beta2),
         # The gradients of all tensors are inversely proportional to the width (arXiv:2505.01618, table 1).
         eps=config.eps / tensor.widths.stream,

@@ -23,6 +23,9 @@ from harness.util.errors import NonFiniteError
 # Part of the error of autograd's anomaly mode: Function 'MulBackward0' returned nan values in its 0th output.
 _ANOMALY = "returned nan values in its"
 
+MOST_SKIPPED = 10
+"""Updates in a row that ``debug.non_finite=skip`` skips before the run stops."""
+
 
 class NonFinitePolicy:
     """What ``debug.non_finite`` does with a step whose loss or gradients are not finite: stop or skip.
@@ -51,7 +54,7 @@ class NonFinitePolicy:
         text = f"step {step.number}: loss {loss}, gradient norm {norm}; {saved}"
         if self._debug.non_finite == "stop":
             raise NonFiniteError(text)
-        if self._in_a_row > self._debug.max_skipped_steps:
+        if self._in_a_row > MOST_SKIPPED:
             raise NonFiniteError(f"{text}; {self._in_a_row} updates in a row skipped")
         return f"skipped the update of {text}"
 

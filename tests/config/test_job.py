@@ -59,7 +59,7 @@ CHANGES = {
     """,
     NUMERICS: """
         training.steps=999 training.seed=43 training.max_norm=2 model.dim=128 model.rope.theta=10000
-        model.tied_embeddings=true optimizer.lr=1e-3 optimizer.decay_embeddings=false schedule=cosine
+        model.tied_embeddings=true optimizer.lr=1e-3 optimizer.weight_decay=0.3 schedule=cosine
         precision=bf16 data.mask_fraction=0.3 debug.non_finite=skip training.global_batch_size=32
     """,
     EXECUTION: """

@@ -74,10 +74,10 @@ def trained(
 DECAYS: list[tuple[dict[str, Any], bool, set[str] | None]] = [
     ({}, False, NORMS),
     ({"state_dtype": "bfloat16"}, False, NORMS),
-    ({"decay_vectors": True}, False, set()),
-    ({"decay_embeddings": False}, False, {TABLE, *NORMS}),
+    ({"groups": [{"match": "norm", "weight_decay": 0.5}]}, False, set()),
+    ({"groups": [{"match": "^tok_embeddings", "weight_decay": 0}]}, False, {TABLE, *NORMS}),
     ({}, True, NORMS),
-    ({"decay_embeddings": False}, True, {TABLE, *NORMS}),
+    ({"groups": [{"match": "^tok_embeddings", "weight_decay": 0}]}, True, {TABLE, *NORMS}),
     ({"weight_decay": 0.0}, False, None),
 ]
 

@@ -155,9 +155,12 @@ def test_non_finite_can_be_skipped(tmp_path: Path, infinite_at: Callable[..., No
     assert rows[1]["lr"] == pytest.approx(done.job.optimizer.lr)
 
 
-def test_skipping_in_a_row_ends(tmp_path: Path, infinite_at: Callable[..., None]) -> None:
+def test_skipping_in_a_row_ends(
+    tmp_path: Path, infinite_at: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("harness.train.non_finite.MOST_SKIPPED", 2)
     infinite_at(2, 3, 4)
-    code, folder, _ = run(tmp_path, "debug.non_finite=skip", "debug.max_skipped_steps=2")
+    code, folder, _ = run(tmp_path, "debug.non_finite=skip")
     assert code == EXIT_NON_FINITE
     assert folder.row["step"] == 3
 
