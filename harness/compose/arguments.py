@@ -108,7 +108,7 @@ class CommandLine(argparse.Namespace):
 
     def validate_flags_of_job(self) -> None:
         """Check which of JOB_FLAGS can be combined, and the values that argparse does not check."""
-        given = [each.names[-1] for each in JOB_FLAGS if getattr(self, each.name) not in (None, False)]
+        given = [flag.names[-1] for flag in JOB_FLAGS if getattr(self, flag.name) not in (None, False)]
         if len(self.shown) > 1:
             first, second, *_ = self.shown
             raise UserError(f"{second}: cannot be combined with {first}; would work: one of them")

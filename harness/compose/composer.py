@@ -121,7 +121,7 @@ class Composer:
 
         Values without an effect are left to ``with_effect``.
         """
-        parsed = [parse(each) for each in overrides]
+        parsed = [parse(override) for override in overrides]
         try:
             job = self._point(parsed)
             idle = {source: str(error) for source, error in self._idle(job, parsed).items()}
@@ -133,13 +133,13 @@ class Composer:
 
     def config(self, overrides: Iterable[str], *, resolve: bool = False) -> dict[str, Any]:
         """Compose a config, before it becomes a job; ``resolve`` replaces ``${...}`` by values."""
-        config, _, _ = self._merged([parse(each) for each in overrides], resolve=resolve)
+        config, _, _ = self._merged([parse(override) for override in overrides], resolve=resolve)
         return config
 
     def parsed(self, overrides: Iterable[str]) -> list[Any]:
         """Parse overrides; Hydra's objects say their keys, values and axes."""
         with user_errors():
-            return [self._hydra.parse(parse(each), self.schema) for each in overrides]
+            return [self._hydra.parse(parse(override), self.schema) for override in overrides]
 
     def axes(self, overrides: Iterable[Override]) -> dict[str, Any]:
         """Axes of the sweep in the job's files, which axes on the command line do not choose.
@@ -163,8 +163,8 @@ class Composer:
     def settings(self, overrides: Iterable[str]) -> Any:
         from hydra.types import RunMode
 
-        choices, values = self._split([parse(each) for each in overrides])
-        typed = [*choices, *(str(each.input_line) for each in values if each.is_hydra_override())]
+        choices, values = self._split([parse(override) for override in overrides])
+        typed = [*choices, *(str(value.input_line) for value in values if value.is_hydra_override())]
         with user_errors():
             loader = self._hydra.loader
             return loader.load_configuration(self.config_name, typed, RunMode.RUN).hydra
@@ -190,9 +190,9 @@ class Composer:
                 part, _, field = name.partition(".")
                 config[part][field] = None
             in_file = {"hydra": settings}
-            for each in values:
-                apply_value(in_file if each.is_hydra_override() else config, each)
-            changed = {each.key_or_group.partition(".")[0] for each in values}
+            for parsed in values:
+                apply_value(in_file if parsed.is_hydra_override() else config, parsed)
+            changed = {value.key_or_group.partition(".")[0] for value in values}
             texts = list(special_texts(config))
             missing = [name for values, key, name in texts if values[key] == UNSET]
             if resolve:
@@ -234,7 +234,7 @@ class Composer:
         idle: dict[str, UserError] = {}
         for role, switch, error in without_effect(job):
             source, is_typed = self._source(error.field, overrides)
-            names = [self._hydra.parse(each, self.schema).key_or_group for each in overrides]
+            names = [self._hydra.parse(override, self.schema).key_or_group for override in overrides]
             is_decided = any(f"{switch}.".startswith(f"{name}.") for name in names)
             if role != LABEL and getattr(job, "varies", False):
                 continue
@@ -246,10 +246,10 @@ class Composer:
     def _source(self, field: str, overrides: list[Override]) -> tuple[str, bool]:
         """The override or file that gives a value, empty for a default; and whether it is typed."""
         choices, values = self._split(overrides)
-        for each in reversed(values):
-            key = each.key_or_group
+        for value in reversed(values):
+            key = value.key_or_group
             if f"{field}.".startswith(f"{key}.") or key.startswith(f"{field}."):
-                return str(each.input_line), True
+                return str(value.input_line), True
         source = ""
         model = partial(self._model, overrides)
         for layer in self._hydra.layers(self.config_name, tuple(choices), self.schema, model):
@@ -338,19 +338,19 @@ def require_one_point(overrides: list[str], config_name: str, schema: type, *, c
     if "sweep=optuna" in overrides:
         works = "-m" if can_sweep else "harness train -m"
         raise UserError(f"sweep=optuna: is for several jobs; would work: {works}")
-    chosen = [each for each in overrides if each.startswith(("sweep=", "experiment=", AXES))]
+    chosen = [override for override in overrides if override.startswith(("sweep=", "experiment=", AXES))]
     if not chosen:
         return
     with search_path(overrides, config_name) as overrides:
-        axes = Composer(config_name, schema).axes([parse(each) for each in overrides])
+        axes = Composer(config_name, schema).axes([parse(override) for override in overrides])
     listed = str(axes.pop(POINTS, "")).splitlines()
-    keys = {each.lstrip("+").partition("=")[0] for each in overrides}
+    keys = {override.lstrip("+").partition("=")[0] for override in overrides}
     is_listed = any(line.split() and set(line.split()) <= set(overrides) for line in listed)
     remaining = [name for name in map(str, axes) if name not in keys and not name.startswith("sweep.")]
     if listed and not is_listed:
         remaining = [POINTS, *remaining]
     if remaining:
-        named = " ".join(each for each in chosen if not each.startswith(AXES)) or AXES
+        named = " ".join(file for file in chosen if not file.startswith(AXES)) or AXES
         works = "-m, which runs all points" if can_sweep else "the values of one point, without that file"
         raise UserError(f"{named}: has several points ({', '.join(remaining)}); would work: {works}")
 
@@ -371,7 +371,7 @@ SETTINGS = "sweep."
 def chooses_points(overrides: Iterable[str], *, config_name: str = "train", schema: type = Job) -> bool:
     """Whether points are chosen by their results, as with ``sweep=optuna``: a ``sweep.NAME`` is given."""
     overrides = list(overrides)
-    if any(each.startswith(SETTINGS) for each in overrides):
+    if any(override.startswith(SETTINGS) for override in overrides):
         return True
     with search_path(overrides, config_name) as overrides:
         parsed = checked(overrides, schema)
@@ -401,26 +401,26 @@ def read_space(composer: Composer, overrides: Iterable[str]) -> SweepSpace:
         UserError: an override is wrong, or the points are listed.
     """
     overrides = list(overrides)
-    typed = [each for each in overrides if not each.startswith(SETTINGS)]
+    typed = [override for override in overrides if not override.startswith(SETTINGS)]
     params = composer.axes(checked(typed, composer.schema))
     if POINTS in params:
         rule = "is a list of points, so there is nothing to choose"
         raise UserError(f"{AXES}.{POINTS}: {rule}; would work: a sweep without {SETTINGS}NAME")
     in_files = [f"{name}={'null' if value is None else value}" for name, value in params.items()]
-    given = [each for each in overrides if each.startswith(SETTINGS)]
+    given = [override for override in overrides if override.startswith(SETTINGS)]
     space = SweepSpace({}, {}, [])
     settings: dict[str, Any] = {"sweep": {}}
-    for each in composer.parsed([*in_files, *typed, *given]):
-        name = each.get_key_element()
-        if name.startswith(SETTINGS) and each.is_sweep_override():
-            raise UserError(f"{each.input_line}: a setting of the sweep has one value, or a list in [ ]")
+    for parsed in composer.parsed([*in_files, *typed, *given]):
+        name = parsed.get_key_element()
+        if name.startswith(SETTINGS) and parsed.is_sweep_override():
+            raise UserError(f"{parsed.input_line}: a setting of the sweep has one value, or a list in [ ]")
         if name.startswith(SETTINGS):
-            apply_value(settings, each)
-        elif each.is_sweep_override():
-            space.axes[name] = each
-        elif str(each.input_line) != "sweep=optuna":
+            apply_value(settings, parsed)
+        elif parsed.is_sweep_override():
+            space.axes[name] = parsed
+        elif str(parsed.input_line) != "sweep=optuna":
             space.axes.pop(name, None)
-            space.fixed.append(str(each.input_line))
+            space.fixed.append(str(parsed.input_line))
     with user_errors():
         space.settings.update(resolve_references(settings, list(special_texts(settings)))["sweep"])
     return space
@@ -449,15 +449,15 @@ def compose_points(
         parsed = checked(overrides, schema)
         composer = Composer(config_name, schema)
         # The points have the search path as it is written here, and not as the sweeper would.
-        searched = [each.source for each in parsed if each.sets_search_path]
-        typed = [each for each in parsed if not each.sets_search_path]
+        searched = [override.source for override in parsed if override.sets_search_path]
+        typed = [override for override in parsed if not override.sets_search_path]
         params = composer.axes(typed)
         listed = _listed_points(params.pop(POINTS, ""), schema)
         axes = [f"{name}={values}" for name, values in params.items()]
         spelled = []
         with user_errors():
             for own in listed or [[]]:
-                values = composer.parsed([*axes, *own, *(each.source for each in typed)])
+                values = composer.parsed([*axes, *own, *(override.source for override in typed)])
                 check_axes(values)
                 [combinations] = BasicSweeper.split_arguments(values, None)  # there is no limit to a batch
                 spelled += [[*searched, *combination] for combination in combinations]
@@ -482,18 +482,18 @@ def check_axes(parsed: Iterable[Any]) -> None:
     """Refuse axes without points for a grid."""
     from hydra.core.override_parser.types import Glob, RangeSweep
 
-    for each in parsed:
-        if not each.is_sweep_override():
+    for axis in parsed:
+        if not axis.is_sweep_override():
             continue
-        typed = str(each.input_line)
-        name = each.key_or_group
-        value = each.value()
-        if each.is_interval_sweep():
+        typed = str(axis.input_line)
+        name = axis.key_or_group
+        value = axis.value()
+        if axis.is_interval_sweep():
             raise UserError(f"{typed}: {INTERVAL}; would work: {WORKS}")
         if isinstance(value, Glob) and name not in groups():
             rule = f"glob() chooses options of a group, and {name} is a field"
             raise UserError(f"{typed}: {rule}; would work: values separated by commas")
         if isinstance(value, RangeSweep) and value.step == 0:
             raise UserError(f"{typed}: the step of a range must not be 0; would work: {WORKS}")
-        if next(each.sweep_iterator(), None) is None:
+        if next(axis.sweep_iterator(), None) is None:
             raise UserError(f"{typed}: an axis without values; would work: {WORKS}")

@@ -102,14 +102,14 @@ def help_text(
     config = Composer(config_name, schema).config(overrides)
     fields = [*field_helps(schema, config), *_added(config)]
     if what == "all":
-        shown = [each.line for each in fields]
+        shown = [field.line for field in fields]
         return "\n".join([_screen(parser, schema), "fields and their current values", *shown, ""])
-    chosen = [each for each in fields if f"{each.name}.".startswith(f"{what}.")]
+    chosen = [field for field in fields if f"{field.name}.".startswith(f"{what}.")]
     is_group = issubclass(schema, Job) and what in groups()
     if not chosen and not is_group:
         check_field(what, None, schema, list(groups()))
         raise UserError(f"--help {what}: no such field; would work: --help {what.rpartition('.')[0]}")
-    parts = [each.text for each in chosen]
+    parts = [field.text for field in chosen]
     if is_group:
         parts.insert(0, "\n".join([f"Options ({what}=OPTION):", *_options(what)]))
     return "\n\n".join(parts) + "\n"
@@ -145,7 +145,7 @@ def leading_comment(text: str) -> str:
         if not line.startswith("#"):
             break
         found.append(line.lstrip("# "))
-    return " ".join(each for each in found if not each.startswith("@package"))
+    return " ".join(line for line in found if not line.startswith("@package"))
 
 
 def _added(config: Any) -> Iterator[FieldHelp]:

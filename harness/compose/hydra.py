@@ -98,7 +98,7 @@ class Hydra:
             parsed = [self.parse(parse(choice)) for choice in choices]
             found = create_defaults_list(self._repository, primary, parsed, False, False)
             self._layers[primary, choices] = [
-                (str(each.config_path), each.package or "") for each in found.defaults
+                (str(default.config_path), default.package or "") for default in found.defaults
             ]
         for name, package in self._layers[primary, choices]:
             if name == SCHEMA:
@@ -177,8 +177,8 @@ def plain_defaults(kind: type) -> dict[str, Any]:
 
 def copied(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: copied(each) for key, each in value.items()}
-    return [copied(each) for each in value] if isinstance(value, list | tuple) else value
+        return {key: copied(element) for key, element in value.items()}
+    return [copied(element) for element in value] if isinstance(value, list | tuple) else value
 
 
 def merge(config: dict[str, Any], content: dict[str, Any]) -> None:
@@ -281,20 +281,20 @@ def search_path(
     now = config_folders()
     names = now.primaries if primaries is None else primaries
     overrides = list(overrides)
-    typed = [each for each in overrides if parse(each).sets_search_path]
-    rest = [each for each in overrides if not parse(each).sets_search_path]
-    found = {f"file://{_folder(each, FLAG)}": _folder(each, FLAG) for each in folders}
+    typed = [override for override in overrides if parse(override).sets_search_path]
+    rest = [override for override in overrides if not parse(override).sets_search_path]
+    found = {f"file://{_folder(folder, FLAG)}": _folder(folder, FLAG) for folder in folders}
     entries = (
         _entries(typed[-1])
         if typed
         else _of_primary(names.get(primary, primary), [*found.values()] or now.added)
     )
-    found |= {_absolute(each): _folder(each, SETTING) for each in entries}
+    found |= {_absolute(entry): _folder(entry, SETTING) for entry in entries}
     if not found and names == now.primaries:
         yield rest
         return
     with using_folders([*found.values()] or now.added, names):
-        entries = [each if _PLAIN.fullmatch(each) else quoted(each) for each in found]
+        entries = [entry if _PLAIN.fullmatch(entry) else quoted(entry) for entry in found]
         yield [f"{SETTING}=[{','.join(entries)}]", *rest] if found else rest
 
 
@@ -332,7 +332,8 @@ def _of_primary(name: str, added: Sequence[Path]) -> list[str]:
     folders = folders_with(added)
     file = folders.find(name)
     if file is None:
-        searched, works = (", ".join(map(str, each)) for each in (folders.paths, folders.primary_names()))
+        searched = ", ".join(map(str, folders.paths))
+        works = ", ".join(folders.primary_names())
         raise UserError(f"--config-name={name}: no such file in {searched}; would work: {works}")
     try:
         if "searchpath" not in file.read_text(encoding="utf-8"):
@@ -349,8 +350,8 @@ def _of_primary(name: str, added: Sequence[Path]) -> list[str]:
 def _texts(value: Any, source: str) -> list[str]:
     elements = value if isinstance(value, list) else [None]
     # Hydra's quoted texts are a class of their own.
-    texts = [getattr(each, "text", each) for each in elements]
-    names = [each for each in texts if isinstance(each, str) and each]
+    texts = [getattr(element, "text", element) for element in elements]
+    names = [text for text in texts if isinstance(text, str) and text]
     if len(names) < len(texts):
         raise UserError(f"{source}: must be a list of folders or packages; would work: {_WORKS}")
     return names

@@ -49,40 +49,26 @@ def to_user_error(error: BaseException) -> UserError:
     if isinstance(error, UserError):
         return error
     errors = chain_of(error, suppressed=True)
-    lines = list(chain.from_iterable(_lines(each) for each in errors[:2]))
+    lines = list(chain.from_iterable(_lines(error) for error in errors[:2]))
     text = "; ".join(dict.fromkeys(lines))
-    for each in errors:
-        if isinstance(each, yaml.MarkedYAMLError):
-            return UserError(f"{_marked(each)}; would work: YAML, indented by spaces, each key once")
-        if isinstance(each, yaml.reader.ReaderError):
-            return not_yaml(each.name, each)
-        if isinstance(each, OverrideParseException):
-            works = "closed brackets and quotes, and quotes around other signs: field='\"a b\"'"
-            message, *more = _lines(each)
-            if message.startswith("Error parsing override") and more:
-                message = more[0]
-            if " while evaluating '" in message:
-                message = message.partition("': ")[2]
-                works = "a function of Hydra, such as range(1,3), or quotes around a text: field='\"a(b)\"'"
-                return UserError(f"{each.override}: {message}; would work: {works}")
-            # The lexer only repeats the override, and the parser says what it expects.
-            value = str(each.override).partition("=")[2]
-            sign = _UNREADABLE.search(re.sub(QUOTED, "", value))
-            why = "" if message.startswith("Lexer") else f", {message}"
-            if sign is not None:
-                why = f", because of the sign {sign[0]} without quotes"
-            return UserError(f"{each.override}: cannot be read{why}; would work: {works}")
-        if isinstance(each, MissingConfigException) and each.missing_cfg_file:
-            group, _, option = str(each.missing_cfg_file).rpartition("/")
+    for cause in errors:
+        if isinstance(cause, yaml.MarkedYAMLError):
+            return UserError(f"{_marked(cause)}; would work: YAML, indented by spaces, each key once")
+        if isinstance(cause, yaml.reader.ReaderError):
+            return not_yaml(cause.name, cause)
+        if isinstance(cause, OverrideParseException):
+            return _of_grammar(cause)
+        if isinstance(cause, MissingConfigException) and cause.missing_cfg_file:
+            group, _, option = str(cause.missing_cfg_file).rpartition("/")
             place = _after(text, "In '", "'")
             place = f" (in {place}.yaml)" if place and place != "train" else ""
             return UserError(
-                f"{group}={option}{place}: no such option; options: {', '.join(each.options or ())}"
+                f"{group}={option}{place}: no such option; options: {', '.join(cause.options or ())}"
             )
-        if isinstance(each, OmegaConfBaseException):
+        if isinstance(cause, OmegaConfBaseException):
             if "Missing mandatory value: " in text:
                 return UserError(MISSING.format(_after(text, "Missing mandatory value: ", ";")))
-            key = "" if each.full_key is None else str(each.full_key)
+            key = "" if cause.full_key is None else str(cause.full_key)
             return UserError(f"{key}: {text}" if key and key not in text else text)
     if text.startswith("Could not override '") and "No match in the defaults list" in text:
         group = _after(text, "'", "'")
@@ -95,6 +81,25 @@ def to_user_error(error: BaseException) -> UserError:
         works = f"'- override /{group}: OPTION' in the defaults of the file that comes later"
         return UserError(f"{group}: two files choose an option of this group; would work: {works}")
     return UserError(text or type(error).__name__)
+
+
+def _of_grammar(error: Any) -> UserError:
+    """The error of an override that Hydra's parser cannot read."""
+    works = "closed brackets and quotes, and quotes around other signs: field='\"a b\"'"
+    message, *more = _lines(error)
+    if message.startswith("Error parsing override") and more:
+        message = more[0]
+    if " while evaluating '" in message:
+        message = message.partition("': ")[2]
+        works = "a function of Hydra, such as range(1,3), or quotes around a text: field='\"a(b)\"'"
+        return UserError(f"{error.override}: {message}; would work: {works}")
+    # The lexer only repeats the override, and the parser says what it expects.
+    value = str(error.override).partition("=")[2]
+    sign = _UNREADABLE.search(re.sub(QUOTED, "", value))
+    why = "" if message.startswith("Lexer") else f", {message}"
+    if sign is not None:
+        why = f", because of the sign {sign[0]} without quotes"
+    return UserError(f"{error.override}: cannot be read{why}; would work: {works}")
 
 
 def not_yaml(file: object, error: Exception) -> UserError:

@@ -72,7 +72,10 @@ class Override:
             return self.source
         if self.key in config_folders().groups:
             options = value.split(",")
-            value = ",".join(f"'{each}'" if _NAMES_OF_NUMBERS.fullmatch(each) else each for each in options)
+            for index, option in enumerate(options):
+                if _NAMES_OF_NUMBERS.fullmatch(option):
+                    options[index] = f"'{option}'"
+            value = ",".join(options)
         elif self.key in _verbatim_fields(schema):
             value = _verbatim(value)
         elif "${" not in value:
@@ -94,7 +97,7 @@ def parse(source: str) -> Override:
 
 def last_text(overrides: Iterable[Override], key: str) -> str | None:
     """Return the last value given for a group or field, without quotes; None if there is none."""
-    texts = [each.text for each in overrides if each.key == key and each.value is not None]
+    texts = [override.text for override in overrides if override.key == key and override.value is not None]
     return texts[-1] if texts else None
 
 

@@ -32,7 +32,7 @@ MOST_OPTIONS = 20
 
 
 def check_setting(key: str, shown: str) -> None:
-    if not any(f"{key}.".startswith(f"{each}.") for each in HONOURED):
+    if not any(f"{key}.".startswith(f"{setting}.") for setting in HONOURED):
         works = f"{', '.join(HONOURED)}, sweep=optuna, and the fields and flags that --help lists"
         raise UserError(f"{shown}: has no effect, because Hydra only composes here; would work: {works}")
 
@@ -46,7 +46,7 @@ def checked(texts: Iterable[str], schema: type = Job) -> list[Override]:
     """Parse overrides; refuse unknown groups, options or fields, before Hydra is imported."""
     overrides = [parse(text) for text in texts]
     # Before any error that repeats an override.
-    typed = (each.source.partition("=") for each in overrides)
+    typed = (override.source.partition("=") for override in overrides)
     refuse_secrets((name, value.strip("'\" ")) for name, _, value in typed)
     for override in overrides:
         _check(override, schema)
@@ -113,7 +113,8 @@ def _check_options(group: str, value: str) -> None:
 
 def _similar(name: str, options: list[str]) -> list[str]:
     """Options that contain a name (h100, or fp8 as float8), or else the one that is spelled like it."""
-    inside = [each for each in options if name and (name in each or name.replace("fp", "float") in each)]
+    spelled_out = name.replace("fp", "float")
+    inside = [option for option in options if name and (name in option or spelled_out in option)]
     return inside[:MOST_SIMILAR] or difflib.get_close_matches(name, options, n=1)
 
 

@@ -422,7 +422,7 @@ def check_scheduled_sizes(job: Job) -> None:
             rule = f"must divide training.seq_len={length}"
             if size % unit:
                 rule += f" and be a multiple of {unit}, as the layout and precision.linear need"
-            works = [each for each in divisors(length) if each % unit == 0]
+            works = [divisor for divisor in divisors(length) if divisor % unit == 0]
             raise ConfigError("schedule.seq_len", size, rule, works)
 
 

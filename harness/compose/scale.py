@@ -66,8 +66,8 @@ def _sized(scale: ScaleConfig, model: ModelConfig, seq_len: int) -> ModelConfig:
     # C = N (C per token and N) (tokens per N) N, where the factor in the middle hardly depends on N.
     made = model
     for _ in range(ROUNDS):
-        each = account(made, seq_len).flops_per_token_full / count(made, scale.counted)
-        wanted = max(1, round(math.sqrt(scale.flops / (each * scale.tokens_per_parameter))))
+        per_parameter = account(made, seq_len).flops_per_token_full / count(made, scale.counted)
+        wanted = max(1, round(math.sqrt(scale.flops / (per_parameter * scale.tokens_per_parameter))))
         try:
             before = made
             made = resized(model, wanted, scale.counted)
@@ -132,9 +132,12 @@ def count(model: ModelConfig, counted: str) -> int:
     )
 
 
-def _size(of: Iterable[TensorSpec], counted: str) -> int:
-    trained = (each for each in of if not each.is_buffer and (counted == "all" or each.split not in TABLES))
-    return sum(each.active_size if counted == "active" else each.size for each in trained)
+def _size(specs: Iterable[TensorSpec], counted: str) -> int:
+    size = 0
+    for tensor in specs:
+        if not tensor.is_buffer and (counted == "all" or tensor.split not in TABLES):
+            size += tensor.active_size if counted == "active" else tensor.size
+    return size
 
 
 def resized(model: ModelConfig, parameters: int, counted: str) -> ModelConfig:
@@ -148,10 +151,11 @@ def resized(model: ModelConfig, parameters: int, counted: str) -> ModelConfig:
     if parameters > LARGEST:
         raise ConfigError("scale.parameters", f"{parameters:,}", "must be at most 100T", "100T")
     aspect = model.dim / model.n_layers
-    found = [
-        (abs(math.log(size / parameters)), abs(math.log(each.dim / each.n_layers / aspect)), each)
-        for each, size in _candidates(model, parameters, counted)
-    ]
+    found = []
+    for candidate, size in _candidates(model, parameters, counted):
+        from_size = abs(math.log(size / parameters))
+        from_aspect = abs(math.log(candidate.dim / candidate.n_layers / aspect))
+        found.append((from_size, from_aspect, candidate))
     closest = min(found, key=lambda one: one[:2], default=None)
     close = [one for one in found if one[0] <= math.log(CLOSE)]
     if closest is None or closest[0] > math.log(FAR):
@@ -177,9 +181,9 @@ def _candidates(model: ModelConfig, parameters: int, counted: str) -> Iterator[t
         layer = (count(_shaped(model, heads, deep), counted) - least) / (deep - period)
         depth = period + int((parameters - least) / layer)
         deepest = DEEPER * shallow.dim * model.n_layers / model.dim
-        for each in range(max(period, depth - 1), depth + 2):
-            if each <= max(deepest, period):
-                made = _shaped(model, heads, each)
+        for layers in range(max(period, depth - 1), depth + 2):
+            if layers <= max(deepest, period):
+                made = _shaped(model, heads, layers)
                 yield made, count(made, counted)
 
 

@@ -176,8 +176,8 @@ class Verb:
 
     def _declare(self, parser: Parser, flags: Sequence[Argument] = ()) -> None:
         parser.set_defaults(verb=self)
-        for each in (*flags, *self.arguments, *([JSON] if self.has_json else ())):
-            parser.add_argument(*each.names, **each.options)
+        for argument in (*flags, *self.arguments, *([JSON] if self.has_json else ())):
+            parser.add_argument(*argument.names, **argument.options)
         if self.parts:
             parts = parser.add_subparsers(required=True, metavar="|".join(part.name for part in self.parts))
             for part in self.parts:
@@ -221,7 +221,8 @@ class Verb:
         """Compose what a command line asks for; yield its call, to be made with the user's folders in use."""
         verb: Verb = line.verb
         assert verb.run is not None
-        run = partial(verb.run, **{each.name: getattr(line, each.name) for each in verb.arguments})
+        names = [argument.name for argument in verb.arguments]
+        run = partial(verb.run, **{name: getattr(line, name) for name in names})
         if verb.job is None:
             yield run, line.json
             return
@@ -255,8 +256,8 @@ class Verb:
 def _warn_of_shadowed_files() -> None:
     """Print which of the user's configurations are not used; once, if torchrun started several ranks."""
     if config_folders().added and os.environ.get("RANK", "0") == "0":
-        for each in filter(None, shadowed().split("\n")):
-            sys.stderr.write(f"WARNING {each}\n")
+        for warning in filter(None, shadowed().split("\n")):
+            sys.stderr.write(f"WARNING {warning}\n")
 
 
 @contextmanager

@@ -297,7 +297,7 @@ def weights_by_step(
         samples_per_epoch: samples per epoch of each source; None if unknown.
     """
     if not data.epochs:
-        changes = [(int(each[STEP]), _without_step(each)) for each in data.weight_changes]
+        changes = [(int(change[STEP]), _without_step(change)) for change in data.weight_changes]
         return [(step, _shares(data, weights)) for step, weights in [(1, data.weights), *changes]]
     weights = {}
     for name, epochs in data.epochs.items():

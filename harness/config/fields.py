@@ -235,10 +235,10 @@ def check_rules(config: Any, prefix: str = "") -> None:
         works = rule.get("works", as_typed(field.default) if has_default else "")
         if "written" in rule:
             check_written(name, value, rule["written"], works)
-        for each in _elements(value):
-            if not _breaks(each, rule):
+        for element in _elements(value):
+            if not _breaks(element, rule):
                 continue
-            shown = "''" if each == "" else each
+            shown = "''" if element == "" else element
             if "choices" not in rule:
                 raise ConfigError(name, shown, f"must be {rule_in_words(field)}", works)
             null = ["null"] if str(field.type).endswith("None") else []
@@ -412,7 +412,7 @@ REMOVED: tuple[Removed, ...] = (
     Removed("cluster.stop_timeout_seconds", after="cluster.start_timeout_seconds", role="", value=300),
 )
 REMOVED_AFTER = {
-    after: list(removed) for after, removed in itertools.groupby(REMOVED, key=lambda each: each.after)
+    after: list(removed) for after, removed in itertools.groupby(REMOVED, key=lambda removed: removed.after)
 }
 _REMOVED_BY_NAME = {removed.name: removed for removed in REMOVED}
 REMOVED_VALUES = {"metrics.console": ("auto", "rich")}
@@ -432,7 +432,11 @@ def no_such_field(
     """Say which of the ``known`` fields below ``prefix``, or of its ``namesakes`` elsewhere, was meant."""
     if prefix + name in _REMOVED_BY_NAME:
         return "was removed; CHANGELOG.md says what takes its place"
-    own = [each for each in namesakes if not prefix and each.endswith(f".{name}")]  # steps is no sweep
-    close = own or [prefix + each for each in difflib.get_close_matches(name, known, n=1)] or list(namesakes)
-    has = f"{prefix.rstrip('.') or whole} has: {', '.join(sorted(known))}"
-    return f"no such field; did you mean {' or '.join(close)}?" if close else f"no such field; {has}"
+    # First the namesakes: steps is no sweep.
+    close = [namesake for namesake in namesakes if not prefix and namesake.endswith(f".{name}")]
+    if not close:
+        matches = difflib.get_close_matches(name, known, n=1)
+        close = [prefix + match for match in matches] or list(namesakes)
+    if close:
+        return f"no such field; did you mean {' or '.join(close)}?"
+    return f"no such field; {prefix.rstrip('.') or whole} has: {', '.join(sorted(known))}"

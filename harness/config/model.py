@@ -553,7 +553,7 @@ def of_one_model(make: OfModel) -> OfModel:
 
 def named_fields(model: ModelConfig) -> Iterator[tuple[str, str, Any]]:
     """Yield ``(dotted name, role, value)`` of every field, each option of the architecture by itself."""
-    yield from (each for each in leaves(model) if each[0] != "options")
+    yield from (leaf for leaf in leaves(model) if leaf[0] != "options")
     yield from ((f"options.{name}", NUMERICS, value) for name, value in model.options.items())
 
 

@@ -149,7 +149,7 @@ def _waiting(passes: list[list[Pass]], last: int) -> list[str]:
     def missing(stage: int, kind: str, number: int) -> list[Pass]:
         needed = [(stage - 1, "F")] if kind == "F" else [(stage, "F"), (stage + 1, "B")]
         found = [(other, of, number) for other, of in needed if 0 <= other <= last]
-        return [] if kind == "W" else [each for each in found if each not in done]
+        return [] if kind == "W" else [other for other in found if other not in done]
 
     while moved:
         moved = False

@@ -167,11 +167,12 @@ def resolve_options(options: dict[str, Any], schema: type | None, field: str, ow
         return {}
     typed = from_dict(schema, options, f"{field}.")
     check_rules(typed, f"{field}.")
-    return {
-        each.name: getattr(typed, each.name)
-        for each in dataclasses.fields(schema)
-        if not (each.metadata.get("id_omits_default") and getattr(typed, each.name) == default_of(each))
-    }
+    resolved = {}
+    for option in dataclasses.fields(schema):
+        value = getattr(typed, option.name)
+        if not (option.metadata.get("id_omits_default") and value == default_of(option)):
+            resolved[option.name] = value
+    return resolved
 
 
 TOKEN_FORMATS: Registry[Any] = Registry(

@@ -103,7 +103,7 @@ def validate_texts(config: Any, environment: Mapping[str, str] = os.environ) -> 
 
 
 def _refuse_control_characters(field: str, text: str, *, in_list: bool) -> None:
-    found = next((each for each in text if unicodedata.category(each) in _REFUSED), None)
+    found = next((sign for sign in text if unicodedata.category(sign) in _REFUSED), None)
     if found is not None:
         rule = f"must be one line of printable text, and holds U+{ord(found):04X}"
         raise ConfigError(field, text, rule, "one element for each line, like [a,b]" if in_list else "")
@@ -113,12 +113,12 @@ def _texts(name: str, value: Any) -> Iterator[tuple[str, str]]:
     if isinstance(value, str):
         yield name, value
     elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _texts(name, each)
+        for element in value:
+            yield from _texts(name, element)
     elif isinstance(value, dict):
-        for key, each in value.items():
+        for key, element in value.items():
             yield name, str(key)
-            yield from _texts(f"{name}.{key}", each)
+            yield from _texts(f"{name}.{key}", element)
 
 
 def refuse_secrets(texts: Iterable[tuple[str, str]], environment: Mapping[str, str] = os.environ) -> None:
@@ -158,14 +158,14 @@ def _secrets(text: str, values: Mapping[str, str]) -> Iterator[tuple[str, str, s
                 yield value, *_of_variable(name)
     for url in _URL.finditer(text) if "://" in text else ():
         user = url["user"] or ""
-        parameters = [each["value"] for each in _PARAMETER.finditer(url[0]) if _is_secret(each["name"])]
+        parameters = [found["value"] for found in _PARAMETER.finditer(url[0]) if _is_secret(found["name"])]
         if ":" in user or (user and "http" in url["scheme"].lower()):
             parameters.append(user)
-        for each in parameters:
+        for parameter in parameters:
             works = (
                 "the URL without it, and credentials where its client looks for them, as in the environment"
             )
-            yield each, "a URL with a password or token", works
+            yield parameter, "a URL with a password or token", works
     for found in _FORMS.finditer(text):
         yield found[str(found.lastgroup)], "what looks like a password or token", _ELSEWHERE
 

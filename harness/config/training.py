@@ -78,7 +78,7 @@ class Sizes:
         return list(dict.fromkeys(phase.seq_len for phase in self.phases))
 
     def at(self, step: int) -> Phase:
-        return next(each for each in self.phases if each.last_step is None or step <= each.last_step)
+        return next(phase for phase in self.phases if phase.last_step is None or step <= phase.last_step)
 
     def changes_length(self, step: int) -> bool:
         """Whether the sequences of a step have another length than those of the step before."""
@@ -210,16 +210,17 @@ class TrainingConfig:
             of_rank = local or DEFAULT_LOCAL_BATCH
             size = of_rank * replicas
         unit = replicas if local is None else replicas * local
-        sizes = [("training.global_batch_size", size), *(("schedule.batch_size", each) for each in scheduled)]
-        for name, each in sizes:
-            if each % replicas:
-                below = each // unit * unit
+        batches = [("training.global_batch_size", size)]
+        batches += [("schedule.batch_size", batch) for batch in scheduled]
+        for name, batch in batches:
+            if batch % replicas:
+                below = batch // unit * unit
                 works = [number for number in (below, below + unit) if number]
                 raise ConfigError(
                     name,
-                    each,
+                    batch,
                     f"must be a multiple of the data-parallel ranks, dp_replicate x dp_shard = {replicas}",
-                    f"{', '.join(map(str, works))}, or {', '.join(map(str, divisors(each)))} "
+                    f"{', '.join(map(str, works))}, or {', '.join(map(str, divisors(batch)))} "
                     "data-parallel ranks",
                 )
         share = math.gcd(size, *scheduled) // replicas
@@ -227,8 +228,8 @@ class TrainingConfig:
         if share % local:
             shares = f"training.global_batch_size={size} / {replicas} data-parallel ranks = {share}"
             if scheduled:
-                batches = ", ".join(map(str, [*scheduled, size]))
-                shares = f"a rank's share of every batch: {batches} / {replicas} data-parallel ranks"
+                shown = ", ".join(map(str, [*scheduled, size]))
+                shares = f"a rank's share of every batch: {shown} / {replicas} data-parallel ranks"
             rule = f"must divide {shares}"
             raise ConfigError("training.local_batch_size", local, rule, divisors(share))
         return replace(self, local_batch_size=local, global_batch_size=size)

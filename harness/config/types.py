@@ -70,11 +70,11 @@ def with_types(value: Any, hint: Any) -> Any:
     arguments = get_args(hint)
     if dataclasses.is_dataclass(hint) and isinstance(value, dict):
         hints = type_hints(hint)  # type: ignore[arg-type]
-        return {key: with_types(each, hints.get(key, Any)) for key, each in value.items()}
+        return {key: with_types(element, hints.get(key, Any)) for key, element in value.items()}
     if kind is dict and isinstance(value, dict) and not dataclasses.is_dataclass(arguments[1]):
-        return {str(key): with_types(each, arguments[1]) for key, each in value.items()}
+        return {str(key): with_types(element, arguments[1]) for key, element in value.items()}
     if kind is list and isinstance(value, list) and get_origin(arguments[0]) is not dict:
-        return [with_types(each, arguments[0]) for each in value]
+        return [with_types(element, arguments[0]) for element in value]
     return value if value is None or is_special(value) else _as_scalar(value, hint)
 
 
