@@ -255,5 +255,5 @@ def test_jobs_without_mup_keep_their_ids() -> None:
     standard, mup = tiny(), tiny("model.mup.base_dim=32")
     plain = standard.to_dict()
     del plain["model"]["mup"]
-    assert Job._from_dict(plain).id == standard.id
+    assert Job.from_stored(plain).id == standard.id
     assert mup.numerics_id != standard.numerics_id
