@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from functools import cache
@@ -89,50 +90,24 @@ NAMES = (
 PREFIXES = (
     "ghp_ gho_ github_pat_ sk- sk-proj- sk-ant-api03- xoxb- glpat- eyJ wandb_v1_ npm_ pypi- nvapi- AIza"
 )
-SETUPS = [
-    f"export HF_TOKEN='{SECRET}'",
-    f"huggingface-cli login --token {WORD}",
-    f"hf auth login --token={WORD}",
-    f"wandb login {'0123456789abcdef' * 3}"[:52],
-    f"curl -u me:{WORD} https://host",
-    f"sshpass -p '{WORD}' ssh host",
-    f"mysql --password={WORD}",
-    f"export hf_token={WORD}",
-    f"pip install git+https://{WORD}@github.com/owner/name",
-    f"scp me:{WORD}@host:file .",
-    f"aws configure set aws_secret_access_key {WORD}",
-    f"mysql -h host -p{WORD} db",
-    f"docker login -u me -p {WORD} nvcr.io",
-    f"curl -H 'X-Api-Key: {WORD}' https://host",
-    f"printf 'machine host login me password {WORD}' > ~/.netrc",
-    f"az login; x AccountName=a;AccountKey={WORD};EndpointSuffix=b",
-    f"curl -d hi https://hooks.slack.com/services/T0/B0/{WORD}",
-    f"echo '-----BEGIN RSA PRIVATE KEY-----{WORD}'",
-    f"echo 'password: {WORD}'",
-]
-SECRETS: list[tuple[str, object]] = [
-    *(("cluster.env", {name: WORD}) for name in NAMES.split()),
-    *(("cluster.setup", [line]) for line in SETUPS),
-    *(("name", f"{prefix}{'aB3' * 12}") for prefix in PREFIXES.split()),
-    ("cluster.env", {"hf_token": SECRET}),
-    ("cluster.env", {"HTTPS_PROXY": f"http://me:{SECRET}@proxy:3128"}),
-    ("cluster.env", {"AUTHORIZATION": f"Bearer {WORD}"}),
-    ("cluster.env", {"HEADER": f"Authorization: Bearer {WORD}"}),
-    ("cluster.env", {"FOO": SECRET}),
-    ("cluster.env", {SECRET: "x"}),
-    ("cluster.srun_args", [f"--export=ALL,HF_TOKEN={SECRET}"]),
-    ("cluster.sbatch", {"export": f"ALL,HF_TOKEN={SECRET}"}),
-    ("cluster.sbatch", {"comment": f"token={WORD}"}),
-    ("cluster.sbatch", {"comment": f"HF_TOKEN: {WORD}"}),
-    ("cluster.container", f"apptainer exec --env WANDB_API_KEY={SECRET} x.sif"),
-    ("checkpoint.folder", f"s3://key:{SECRET}@bucket/folder"),
-    ("checkpoint.folder", f"s3://AKIA{'ABCD' * 4}@bucket"),
-    ("checkpoint.initial_load_path", f"https://host/step-1?X-Amz-Signature={SECRET}"),
-    ("data.dataset", f"https://{SECRET}@host/data"),
-    ("data.data_files", [f"https://account.blob.host/a.json?sv=1&sig={SECRET}"]),
-    ("runs_dir", f"/scratch/{SECRET}/runs"),
-    ("metrics.wandb_project", SECRET),
-]
+
+
+def read_texts(text: str) -> list[tuple[str, object]]:
+    """Read a part of ``secrets.txt``, whose head describes it."""
+    found: list[tuple[str, object]] = []
+    for mark, secret in (("<SECRET>", SECRET), ("<WORD>", WORD), ("<KEY>", "ABCD" * 4)):
+        text = text.replace(mark, secret)
+    for line in text.splitlines():
+        name, mark, value = line.partition(" : ")
+        if mark and not line.startswith("#"):
+            found.append((name, [value] if name == "cluster.setup" else ast.literal_eval(value)))
+    return found
+
+
+_, REFUSED, TAKEN = (Path(__file__).parent / "secrets.txt").read_text().split("\n## ")
+SECRETS = read_texts(REFUSED)
+SECRETS += [("cluster.env", {name: WORD}) for name in NAMES.split()]
+SECRETS += [("name", f"{prefix}{'aB3' * 12}") for prefix in PREFIXES.split()]
 
 
 @pytest.mark.parametrize(("name", "value"), SECRETS)
@@ -144,43 +119,7 @@ def test_secrets_are_refused_and_not_repeated(name: str, value: object) -> None:
     assert "environment" in str(caught.value) or "in the shell that starts the job" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("cluster.env", {"TOKENIZERS_PARALLELISM": "false", "NCCL_DEBUG": "INFO", "HF_TOKEN": ""}),
-        ("cluster.env", {"AWS_WEB_IDENTITY_TOKEN_FILE": "/run/token", "MONKEY": "1", "PWD": "/home"}),
-        ("cluster.env", {"HF_HUB_DISABLE_IMPLICIT_TOKEN": "1", "SSH_AUTH_SOCK": "/tmp/agent"}),
-        ("cluster.env", {"COMMIT": "0123456789abcdef0123456789abcdef01234567"}),
-        ("cluster.setup", ["export HF_TOKEN=$(cat ~/.token)", 'export A_KEY="$B_KEY"', "module load cuda"]),
-        ("cluster.setup", ["cd $HOME", "curl -u $ME https://a", "hf auth login --token $HF_TOKEN"]),
-        ("cluster.setup", ["x --tokens 5", "docker run --user 1000:1000 x", "git clone git@host:a/b -b v1"]),
-        ("cluster.setup", ["ssh login -p 2222", "mysql -h host -P 3306 -p", "docker run -p 8080:80 x"]),
-        (
-            "cluster.setup",
-            ["docker login -u me -p $PW x", "npm_config_cache=/tmp/npm x", "pip -i pypi-mirror"],
-        ),
-        ("cluster.setup", ["ssh-keygen -l", "aws configure list", "export KEYS_DIR=/keys SORT_KEYS=1"]),
-        (
-            "cluster.env",
-            {"MAX_TOKENS": "512", "MONKEYS": "7", "SCREDS": "x", "GIT_PWD": "0", "SWEBHOOK": "x"},
-        ),
-        ("cluster.sbatch", {"comment": "password: see the wiki; keys, creds, private key"}),
-        ("name", "pypi-packages-of-2026_and_a_name_that_is_long"),
-        ("cluster.srun_args", ["--export=ALL,HF_TOKEN"]),
-        (
-            "cluster.sbatch",
-            {"mail_user": "me@host.org", "comment": "bearer of news, login, sk-learn, pass 2"},
-        ),
-        ("cluster.container", f"apptainer exec docker://nvcr.io/nvidia/pytorch:24.01@sha256:{'0a' * 32}"),
-        ("checkpoint.folder", "hf://datasets/owner/name@main/folder"),
-        ("checkpoint.folder", "abfs://container@account.dfs.core.windows.net/folder"),
-        ("checkpoint.initial_load_path", "s3://bucket/sk-ablation/ghp_small/step-10"),
-        ("data.paths", ["/data/key=5/token=7/*.parquet", "token=7/a.parquet", "a:b", "text_key=messages"]),
-        ("data.chat_template_options", {"eos_token": "<|endoftext|>", "bos_token": "beginning"}),
-        ("name", "hf_llama3_debug"),
-        ("name", "hf_checkpoint12steps_long"),
-    ],
-)
+@pytest.mark.parametrize(("name", "value"), read_texts(TAKEN))
 def test_what_is_no_secret_is_taken(name: str, value: object) -> None:
     validate_texts(with_value(composed(), name, value))
 
