@@ -263,9 +263,11 @@ class Composer:
     def _with_file(self, error: ConfigError, overrides: list[Override]) -> UserError:
         """Add the file with the wrong value to an error, unless it is typed or a default."""
         source, is_typed = self._source(error.field, overrides)
-        place = f" (in {source}.yaml)" if source and not is_typed else ""
-        if place and error.field in ("experiment", "sweep"):
-            return UserError(f"In '{place[5:-6]}': the file must begin with '# @package _global_'")
+        place = ""
+        if source and not is_typed:
+            if error.field in ("experiment", "sweep"):
+                return UserError(f"In '{source}': the file must begin with '# @package _global_'")
+            place = f" (in {source}.yaml)"
         if error.rule.startswith("no such field"):
             return UserError(f"{error.field}: {error.rule}{place}")
         return ConfigError(error.field, error.value, f"{error.rule}{place}", error.works)
@@ -338,19 +340,19 @@ def require_one_point(overrides: list[str], config_name: str, schema: type, *, c
     if "sweep=optuna" in overrides:
         works = "-m" if can_sweep else "harness train -m"
         raise UserError(f"sweep=optuna: is for several jobs; would work: {works}")
-    chosen = [override for override in overrides if override.startswith(("sweep=", "experiment=", AXES))]
-    if not chosen:
+    files = [override for override in overrides if override.startswith(("sweep=", "experiment="))]
+    if not files and not any(override.startswith(AXES) for override in overrides):
         return
     with search_path(overrides, config_name) as overrides:
         axes = Composer(config_name, schema).axes([parse(override) for override in overrides])
     listed = str(axes.pop(POINTS, "")).splitlines()
-    keys = {override.lstrip("+").partition("=")[0] for override in overrides}
+    keys = {parse(override).key for override in overrides}
     is_listed = any(line.split() and set(line.split()) <= set(overrides) for line in listed)
     remaining = [name for name in map(str, axes) if name not in keys and not name.startswith("sweep.")]
     if listed and not is_listed:
         remaining = [POINTS, *remaining]
     if remaining:
-        named = " ".join(file for file in chosen if not file.startswith(AXES)) or AXES
+        named = " ".join(files) or AXES
         works = "-m, which runs all points" if can_sweep else "the values of one point, without that file"
         raise UserError(f"{named}: has several points ({', '.join(remaining)}); would work: {works}")
 
@@ -456,8 +458,8 @@ def compose_points(
         axes = [f"{name}={values}" for name, values in params.items()]
         spelled = []
         with user_errors():
-            for own in listed or [[]]:
-                values = composer.parsed([*axes, *own, *(override.source for override in typed)])
+            for values_of_point in listed or [[]]:
+                values = composer.parsed([*axes, *values_of_point, *(override.source for override in typed)])
                 check_axes(values)
                 [combinations] = BasicSweeper.split_arguments(values, None)  # there is no limit to a batch
                 spelled += [[*searched, *combination] for combination in combinations]

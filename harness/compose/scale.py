@@ -133,11 +133,10 @@ def count(model: ModelConfig, counted: str) -> int:
 
 
 def _size(specs: Iterable[TensorSpec], counted: str) -> int:
-    size = 0
-    for tensor in specs:
-        if not tensor.is_buffer and (counted == "all" or tensor.split not in TABLES):
-            size += tensor.active_size if counted == "active" else tensor.size
-    return size
+    trained = [tensor for tensor in specs if not tensor.is_buffer]
+    if counted != "all":
+        trained = [tensor for tensor in trained if tensor.split not in TABLES]
+    return sum(tensor.active_size if counted == "active" else tensor.size for tensor in trained)
 
 
 def resized(model: ModelConfig, parameters: int, counted: str) -> ModelConfig:
