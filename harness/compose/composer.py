@@ -113,8 +113,8 @@ class Composer:
         if isinstance(job, Job) and last_text(overrides, WARMUP) is None:
             job = with_fitting_warmup(job)
         # A verb's job may resolve itself in another way.
-        own = getattr(job, "resolve", None)
-        return (own or partial(resolve, job))(launched_ranks=launched_ranks())
+        resolve_job = getattr(job, "resolve", None) or partial(resolve, job)
+        return resolve_job(launched_ranks=launched_ranks())
 
     def point_of_sweep(self, overrides: list[str]) -> Composed:
         """Compose a job like ``point``, or find the reason why it is not valid.
@@ -362,8 +362,11 @@ def option_values(group: str) -> dict[str, dict[str, Any]]:
     from omegaconf import OmegaConf
 
     files = {option: config_folders().find(f"{group}/{option}") for option in options_of(group)}
-    loaded = {option: OmegaConf.load(file) for option, file in files.items() if file is not None}
-    return {option: cast("dict[str, Any]", OmegaConf.to_container(of)) for option, of in loaded.items()}
+    values = {}
+    for option, file in files.items():
+        if file is not None:
+            values[option] = cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.load(file)))
+    return values
 
 
 SETTINGS = "sweep."

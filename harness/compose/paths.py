@@ -137,12 +137,12 @@ def folder_of_package(name: str) -> Path | None:
 def _groups_in(paths: Sequence[Path]) -> dict[str, tuple[Path, ...]]:
     """Return the groups and their folders: all folders of ``conf/``, and folders elsewhere that hold YAML."""
     conf, *added = paths
-    own = {path.name for path in conf.iterdir() if path.is_dir()}
+    names = {path.name for path in conf.iterdir() if path.is_dir()}
     for folder in added:
         new = {path.parent.name for path in folder.glob("*/*.yaml")}
-        own |= {name for name in new if name.isidentifier()}
+        names |= {name for name in new if name.isidentifier()}
     groups = {}
-    for name in sorted(own):
+    for name in sorted(names):
         folders = [folder / name for folder in paths]
         groups[name] = tuple(folder for folder in folders if folder.is_dir())
     return groups

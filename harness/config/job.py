@@ -153,8 +153,10 @@ class Job:
 
     def on_accelerator_of(self, cluster: ClusterConfig) -> Self:
         """Return the job on nodes with another cluster's accelerator."""
-        own = dataclasses.replace(self.cluster, accelerator=cluster.accelerator, hardware=cluster.hardware)
-        return dataclasses.replace(self, cluster=own)
+        changed = dataclasses.replace(
+            self.cluster, accelerator=cluster.accelerator, hardware=cluster.hardware
+        )
+        return dataclasses.replace(self, cluster=changed)
 
     def validate_folder(self) -> None:
         """Check that the run folder is inside runs_dir."""

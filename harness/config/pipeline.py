@@ -148,7 +148,7 @@ def _waiting(passes: list[list[Pass]], last: int) -> list[str]:
 
     def missing(stage: int, kind: str, number: int) -> list[Pass]:
         needed = [(stage - 1, "F")] if kind == "F" else [(stage, "F"), (stage + 1, "B")]
-        found = [(other, of, number) for other, of in needed if 0 <= other <= last]
+        found = [(other, pass_kind, number) for other, pass_kind in needed if 0 <= other <= last]
         return [] if kind == "W" else [other for other in found if other not in done]
 
     while moved:
@@ -161,7 +161,7 @@ def _waiting(passes: list[list[Pass]], last: int) -> list[str]:
                 following[rank] += 1
                 moved = True
     stopped = [row[here] for row, here in zip(passes, following, strict=True) if here < len(row)]
-    return ["{}{}{} for {}{}{}".format(*own, *missing(*own)[0]) for own in stopped]
+    return ["{}{}{} for {}{}{}".format(*stop, *missing(*stop)[0]) for stop in stopped]
 
 
 def stages_per_rank(layout: ParallelismConfig, n_layers: int) -> int:
