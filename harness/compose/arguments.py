@@ -126,12 +126,13 @@ class Parser(argparse.ArgumentParser):
     def parse_line(self, arguments: Sequence[str], schema: type | None) -> CommandLine:
         """Parse the arguments of a verb; ``schema`` is the dataclass of its job, if overrides are allowed."""
         line, rest = self.parse_known_args(arguments, CommandLine())
-        if "=" in (getattr(line, "help", None) or ""):  # an override: --help alone shows the screen
-            rest = [line.help, *rest]
+        shown: str = getattr(line, "help", None) or ""
+        if "=" in shown:  # an override: --help alone shows the screen
+            rest = [shown, *rest]
             line.help = ""
-        for number, each in enumerate(rest, start=1):
-            if each.startswith("-"):
-                self._refuse(each, "".join(rest[number : number + 1]), schema)
+        for number, typed in enumerate(rest, start=1):
+            if typed.startswith("-"):
+                self._refuse(typed, "".join(rest[number : number + 1]), schema)
         if rest and schema is None:
             self.error(f"unrecognized arguments: {' '.join(rest)}")
         line.overrides = rest
