@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 import statistics
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,20 @@ import numpy as np
 from harness.compose.verb import Result, Verb
 from harness.launch.sweep.run import sweep
 from harness.metrics.jsonl import read_metrics
-from harness.run.folder import RunFolder
-from harness.tools.study.judge import EQUAL, Curves, Losses, TechniqueVerdict, final_losses, judge
+from harness.run.folder import METRICS, RunFolder
+from harness.tools.study.judge import (
+    EQUAL,
+    FINAL,
+    NORM,
+    SPEED,
+    Curves,
+    Losses,
+    TechniqueVerdict,
+    final_losses,
+    judge,
+)
 from harness.tools.study.techniques import (
     CONTROL,
-    TWIN,
     ConvergeConfig,
     ConvergeJob,
     Technique,
@@ -43,7 +51,9 @@ complete. Loss curves are compared in pairs of equal seed, and every technique g
 
 EXIT_DIFFERS = 1
 Row = dict[str, Any]
-SKIPPED, FAILED, INCOMPLETE = "skipped", "failed", "incomplete"
+SKIPPED = "skipped"
+FAILED = "failed"
+INCOMPLETE = "incomplete"
 
 COLUMNS = (
     Column("technique", "technique"),
@@ -52,20 +62,24 @@ COLUMNS = (
     Column("final_loss", "final loss", ".4f"),
     Column("final", "difference", "+z.2%"),
     Column("final_interval", "interval of difference"),
-    Column("final_over_spread", "over spread of seeds", "+z.2f"),
     Column("speed", "learning speed", "+z.2%"),
     Column("speed_interval", "interval of speed"),
-    Column("departure", "departure over twin's", ".2g"),
-    Column("p", "p (Holm)", ".2g"),
+    Column("norm", "gradient norm", "+z.2%"),
+    Column("norm_interval", "interval of norm"),
     Column("verdict", "verdict"),
     Column("reason", "reason"),
 )
-_NARROW = ("technique", "final_loss", "final", "speed", "departure", "p", "verdict", "reason")
-SHORT = tuple(each for each in COLUMNS if each.key in _NARROW)
+_NARROW = ("technique", "final_loss", "final", "speed", "norm", "verdict", "reason")
+SHORT = tuple(column for column in COLUMNS if column.key in _NARROW)
 """Columns of the table on the terminal."""
 _TYPED = (Column("technique", "technique"), Column("overrides", "overrides"))
-CURVES, DIFFERENCES = "curves.png", "differences.png"
-_COLUMNS, _WIDTH, _HEIGHT = 4, 2.7, 1.5
+CURVES = "curves.png"
+DIFFERENCES = "differences.png"
+_PREFIXES = {FINAL: "final", SPEED: "speed", NORM: "norm"}
+"""Beginning of the columns of each measure."""
+_COLUMNS = 4
+_WIDTH = 2.7
+_HEIGHT = 1.5
 _STYLES = ("-", "--", ":", "-.")
 """Styles of lines; each has ten colours."""
 
@@ -94,6 +108,40 @@ def converge(job: ConvergeJob, overrides: list[str]) -> int | Result:
     )
 
 
+@dataclass(frozen=True)
+class Compared:
+    """One technique with the curves of its completed runs, and its verdict if there is one."""
+
+    technique: Technique
+    curves: Curves | None = None
+    """None if it is skipped."""
+    missing: Mapping[int, str] = field(default_factory=dict)
+    """The reason for each seed without a curve."""
+    has_failed: bool = False
+    """Whether any of these runs ended with an error."""
+    verdict: TechniqueVerdict | None = None
+
+    @property
+    def word(self) -> str:
+        """The verdict in one word; a technique with a run that failed has no other."""
+        if self.technique.skipped:
+            return SKIPPED
+        if self.missing:
+            return FAILED if self.has_failed else INCOMPLETE
+        return CONTROL if self.verdict is None else self.verdict.word
+
+    @property
+    def reason(self) -> str:
+        """The measure that decided, or why there is no verdict."""
+        if self.technique.skipped:
+            return self.technique.skipped
+        if self.missing:
+            runs = plural(len(self.technique.runs), "run")
+            counts = Counter(self.missing.values())
+            return "; ".join(f"{reason} ({count} of {runs})" for reason, count in counts.items())
+        return "" if self.verdict is None else self.verdict.reason
+
+
 def compare(techniques: Sequence[Technique], job: ConvergeJob) -> list[Compared]:
     """Compare the curves of all techniques with the control's, the first; empty if no run of it has ended.
 
@@ -101,32 +149,21 @@ def compare(techniques: Sequence[Technique], job: ConvergeJob) -> list[Compared]
         UserError: the control has failed with every seed that has ended.
     """
     control = read_curves(techniques[0])
+    assert control.curves is not None, "a control is never skipped"
     if not control.curves.losses:
         if control.has_failed:
             raise UserError(f"the control failed: {next(iter(control.missing.values()))}")
         return []
-    found = {each.name: read_curves(each, control.curves) for each in techniques[1:] if not each.skipped}
-    curves = {name: each.curves for name, each in found.items() if each.curves.losses}
-    twin = found[TWIN].curves if TWIN in found else None
-    verdicts = judge(control.curves, twin, curves, job.converge)
-    return [
-        Compared(techniques[0], control),
-        *(Compared(each, found.get(each.name), verdicts.get(each.name)) for each in techniques[1:]),
-    ]
+    compared = [control]
+    for technique in techniques[1:]:
+        each = Compared(technique) if technique.skipped else read_curves(technique, control.curves)
+        if each.curves is not None and each.curves.losses:
+            each = replace(each, verdict=judge(control.curves, each.curves, job.converge))
+        compared.append(each)
+    return compared
 
 
-@dataclass(frozen=True)
-class Found:
-    """Curves of a technique's completed runs."""
-
-    curves: Curves
-    missing: dict[int, str]
-    """The reason for each seed without a curve."""
-    has_failed: bool
-    """Whether any of these runs ended with an error."""
-
-
-def read_curves(technique: Technique, control: Curves | None = None) -> Found:
+def read_curves(technique: Technique, control: Curves | None = None) -> Compared:
     """Read the curves of a technique; those of other steps and seeds than the control's count as missing.
 
     None reads the control itself, whose curves must have the steps of the first.
@@ -138,95 +175,65 @@ def read_curves(technique: Technique, control: Curves | None = None) -> Found:
     has_failed = False
     for seed, run in technique.runs.items():
         folder = RunFolder(run.job.run_dir)
-        row = folder.row
-        if row.get("exit_reason") != "completed":
-            message = " ".join(str(row.get("error.message", "")).split())
-            reason = ": ".join(filter(None, (row.get("error.kind", row.get("exit_reason", "")), message)))
-            missing[seed] = reason or folder.state or "not started"
-            has_failed |= row.get("exit_reason") == "failed"
+        result = folder.row
+        ended = result.get("exit_reason", "")
+        if ended != "completed":
+            message = " ".join(str(result.get("error.message", "")).split())
+            words = [word for word in (result.get("error.kind", ended), message) if word]
+            missing[seed] = ": ".join(words) or folder.state or "not started"
+            has_failed |= ended == "failed"
             continue
-        rows = [each for each in read_metrics(folder.path / "metrics.jsonl") if "loss" in each]
-        values = np.array([each["loss"] for each in rows], np.float64)
-        steps = [each["step"] for each in rows] if steps is None else steps
-        if [each["step"] for each in rows] != steps:
+        rows = [row for row in read_metrics(folder.path / METRICS) if "loss" in row]
+        logged = [row["step"] for row in rows]
+        if steps is None:
+            steps = logged
+        values = np.array([row["loss"] for row in rows], np.float64)
+        if logged != steps:
             missing[seed] = "metrics.jsonl does not have the steps of the control"
         elif not np.isfinite(values).all():
-            missing[seed], has_failed = "a loss is not finite", True
+            missing[seed] = "a loss is not finite"
+            has_failed = True
         elif control is not None and seed not in control.losses:
             missing[seed] = "the control has no curve of this seed"
         else:
             losses[seed] = values
-            own = np.array([each["grad_norm"] for each in rows], np.float64)
-            if np.isfinite(own).all() and own.all():  # a skipped step may have no finite norm
-                norms[seed] = own
-    same = not technique.differs_in
-    return Found(Curves(np.array(steps or [], np.int64), losses, same, norms), missing, has_failed)
-
-
-@dataclass(frozen=True)
-class Compared:
-    """One technique with its curves and its verdict, as far as there are any."""
-
-    technique: Technique
-    found: Found | None = None
-    verdict: TechniqueVerdict | None = None
-
-    @property
-    def word(self) -> str:
-        """The verdict in one word; a technique with a run that failed has no other."""
-        if self.found is None:
-            return SKIPPED
-        if self.found.missing:
-            return FAILED if self.found.has_failed else INCOMPLETE
-        return self.verdict.word if self.verdict is not None else CONTROL
-
-    @property
-    def reason(self) -> str:
-        """The statistic that decided, or why there is no verdict."""
-        if self.found is None:
-            return self.technique.skipped
-        if self.found.missing:
-            reasons, all_runs = Counter(self.found.missing.values()), len(self.technique.runs)
-            return "; ".join(
-                f"{reason} ({count} of {plural(all_runs, 'run')})" for reason, count in reasons.items()
-            )
-        return self.verdict.reason if self.verdict is not None else ""
+            sizes = np.array([row["grad_norm"] for row in rows], np.float64)
+            if np.isfinite(sizes).all() and sizes.all():  # a skipped step may have no finite norm
+                norms[seed] = sizes
+    curves = Curves(np.array(steps or [], np.int64), losses, not technique.differs_in, norms)
+    return Compared(technique, curves, missing, has_failed)
 
 
 def rows_of(compared: Sequence[Compared], config: ConvergeConfig) -> list[Row]:
-    """Return a row for every technique; the first is the control, whose seeds give the spread."""
-    spread = math.nan
+    """Return a row for every technique; the first is the control."""
     rows = []
     for each in compared:
-        technique, verdict = each.technique, each.verdict
-        row: Row = {"technique": technique.name, "verdict": each.word, "reason": each.reason}
-        row["overrides"] = technique.overrides
-        if each.found is not None:
-            finals = list(final_losses(each.found.curves, config.smooth_steps).values())
-            row |= {"ranks": technique.job.world_size, "seeds": len(finals)}
+        technique = each.technique
+        row: Row = {
+            "technique": technique.name,
+            "verdict": each.word,
+            "reason": each.reason,
+            "overrides": technique.overrides,
+        }
+        if each.curves is not None:
+            finals = list(final_losses(each.curves, config.smooth_steps).values())
+            row["ranks"] = technique.job.world_size
+            row["seeds"] = len(finals)
             row["final_loss"] = statistics.fmean(finals) if finals else None
-            if each is compared[0] and len(finals) > 1:
-                spread = statistics.stdev(finals) / statistics.fmean(finals)
-        if verdict is not None:
-            row |= _statistics(verdict, spread)
+        if each.verdict is not None:
+            row |= _measures(each.verdict)
         rows.append(row)
     return rows
 
 
-def _statistics(verdict: TechniqueVerdict, spread: float) -> Row:
-    def power_of_ten(exponent: float) -> float:
-        return 10.0**exponent if exponent < sys.float_info.max_10_exp else math.inf
-
-    row: Row = {"p": verdict.p}
-    for name, estimate in (("final", verdict.final), ("speed", verdict.speed)):
+def _measures(verdict: TechniqueVerdict) -> Row:
+    row: Row = {}
+    for measure, estimate in verdict.estimates.items():
+        name = _PREFIXES[measure]
         row |= {name: estimate.mean, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
-        if math.isfinite(estimate.low):
+        if len(estimate.values) > 1:
             row[f"{name}_interval"] = f"{estimate.low:+z.2%} to {estimate.high:+z.2%}"
         row[f"{name}_of_seeds"] = " ".join(f"{value:.6g}" for value in estimate.values)
-    row["final_over_spread"] = verdict.final.mean / spread if spread > 0 else None
-    if (departure := verdict.departure) is not None:
-        for end, exponent in (("", departure.mean), ("_low", departure.low), ("_high", departure.high)):
-            row[f"departure{end}"] = power_of_ten(exponent)
     return row
 
 
@@ -235,15 +242,13 @@ def report_of(
 ) -> Document:
     """Report on the techniques, the control first, and write the pictures into ``folder``."""
     rows = rows_of(compared, config)
-    judged = {each.technique.name: each for each in compared if each.verdict is not None}
-    control = compared[0].found
+    control = compared[0].curves
     assert control is not None, "a control is never skipped"
+    judged = [each for each in compared if each.verdict is not None]
     blocks: list[Block] = [Table(COLUMNS, rows, "Verdicts", _method(config))]
     if judged:
-        curves = {name: each.found.curves for name, each in judged.items() if each.found is not None}
-        words = {name: each.word for name, each in judged.items()}
-        draw_curves(folder / CURVES, control.curves, curves, config)
-        draw_differences(folder / DIFFERENCES, control.curves, curves, words, config)
+        draw_curves(folder / CURVES, control, judged, config)
+        draw_differences(folder / DIFFERENCES, control, judged, config)
         text = "Mean and range of the seeds, each paired with the control of its seed. The grey band is the "
         text += "bound of the final loss."
         blocks += ["## Curves", Figure(CURVES, "Curves")]
@@ -255,68 +260,58 @@ def report_of(
 def summary_of(compared: Sequence[Compared], config: ConvergeConfig) -> list[str]:
     """Return the number of techniques by verdict, and the techniques that are not equal."""
     counts = Counter(each.word for each in compared[1:])
-    seeds = f"seed{'s' if len(config.seeds) > 1 else ''} {', '.join(map(str, config.seeds))}"
     counted = ", ".join(f"{count} {word}" for word, count in counts.items())
+    seeds = f"seed{'s' if len(config.seeds) > 1 else ''} {', '.join(map(str, config.seeds))}"
     lines = [f"Against the control, {seeds}: {counted}."]
     named: dict[tuple[str, str], list[str]] = {}
     for each in compared:
         if each.word not in (CONTROL, EQUAL, SKIPPED):
             named.setdefault((each.word, each.reason), []).append(each.technique.name)
-    lines += [f"{', '.join(names)}: {word} ({reason})." for (word, reason), names in named.items()]
+    for (word, reason), names in named.items():
+        lines.append(f"{', '.join(names)}: {word} ({reason}).")
     return lines
 
 
 def _method(config: ConvergeConfig) -> list[str]:
-    level = f"{100 * config.level:g}%"
     return [
         "A technique and the control are paired by seed, which determines initial values and data order. "
-        "Every statistic is one value per seed, tested over seeds by Student's t with one degree of freedom "
-        "less than seeds, which assumes normally distributed values:",
-        f"- difference: final loss (mean of the last {config.smooth_steps} steps) relative to the control's, "
-        "also in units of the standard deviation of the control's final loss over seeds;\n"
+        "Every measure is one value per seed, with one interval over seeds by Student's t, which assumes "
+        f"normally distributed values ({100 * (1 - 2 * config.level):g}%, for each technique by itself):",
+        f"- difference: final loss (mean of the last {config.smooth_steps} steps) over the control's;\n"
         "- learning speed: how far the curve runs ahead of the control's, as a share of the steps (least "
         "squares over all steps, weighted by 1 / step);\n"
-        "- departure: size of the differences of losses or gradient norms, whichever is larger, over that of "
-        "the twin, which computes the control's numbers in another order; for techniques that claim the "
-        "control's numerics.",
-        "Worse, better: the hypothesis that the mean difference, or learning speed, is 0 is rejected at "
-        f"{level}, by Holm for all tests of the table, and the estimate exceeds its bound: "
-        f"{config.final_bound:.1%} of the final loss, {config.speed_bound:.1%} of the learning speed. "
-        "Different: better, where the technique claims the control's numerics; or the same for the "
-        "hypothesis that the geometric mean of the departure is at most "
-        f"{config.rounding_factor:g} times the twin's. "
-        f"Equal: the {100 * (1 - 2 * config.level):g}% intervals of all statistics are within the bounds "
-        f"(two one-sided tests at {level}, for each technique by itself). Otherwise undecided: needs more "
-        "seeds.",
+        "- gradient norm: over the control's, mean of all steps, weighted by 1 / step; for "
+        "techniques that claim the control's numerics.",
+        "Equal: the intervals of all measures are within their bounds: "
+        f"{config.final_bound:.1%} of the final loss, {config.speed_bound:.1%} of the learning speed, "
+        f"{config.norm_bound:.1%} of the gradient norm. Worse, better: an interval is beyond its bound as a "
+        "whole. Different: the same, where the technique claims the control's numerics. Otherwise undecided: "
+        "needs more seeds.",
     ]
 
 
 def _provenance(control: Compared) -> list[str]:
-    row = RunFolder(next(iter(control.technique.runs.values())).job.run_dir).row
-    versions = [
-        f"{name} {row[key]}" for name in ("torch", "torchao") if row.get(key := f"code.versions.{name}")
-    ]
+    row = RunFolder(control.technique.job.run_dir).row
     facts = [str(row[key]) for key in ("device", "host.system") if row.get(key)]
-    return [f"Ran on {', '.join([*facts, *versions])}."] if row else []
+    for package in ("torch", "torchao"):
+        version = row.get(f"code.versions.{package}")
+        if version:
+            facts.append(f"{package} {version}")
+    return [f"Ran on {', '.join(facts)}."] if row else []
 
 
-def draw_curves(
-    path: Path, control: Curves, techniques: Mapping[str, Curves], config: ConvergeConfig
-) -> None:
+def draw_curves(path: Path, control: Curves, judged: Sequence[Compared], config: ConvergeConfig) -> None:
     """Plot each technique's mean curve over the control's, whose band is the range of its seeds."""
     figure = new_figure(9, 5)
     axis = figure.subplots()
-    band = [smoothed(each.tolist(), config.smooth_steps) for each in control.losses.values()]
-    low, high = np.min(band, axis=0), np.max(band, axis=0)
+    low, mean_of_control, high = _band(list(control.losses.values()), config)
     axis.fill_between(control.steps, low, high, color="#dddddd", label="control, range of seeds")
-    for number, (name, curves) in enumerate(techniques.items()):
-        mean = np.mean(
-            [smoothed(each.tolist(), config.smooth_steps) for each in curves.losses.values()], axis=0
-        )
+    for number, each in enumerate(judged):
+        assert each.curves is not None
+        _, mean, _ = _band(list(each.curves.losses.values()), config)
         style = _STYLES[number // 10 % len(_STYLES)]
-        axis.plot(control.steps, mean, linewidth=0.8, linestyle=style, label=name)
-    mean = np.mean(band, axis=0)
-    axis.plot(control.steps, mean, color="black", linewidth=1.2, linestyle="--", label="control")
+        axis.plot(control.steps, mean, linewidth=0.8, linestyle=style, label=each.technique.name)
+    axis.plot(control.steps, mean_of_control, color="black", linewidth=1.2, linestyle="--", label="control")
     axis.set(xlabel="step", ylabel=f"loss, nats per token, mean of {config.smooth_steps} steps", yscale="log")
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
     axis.yaxis.set_minor_formatter(lambda value, _: f"{value:.3g}")
@@ -325,38 +320,35 @@ def draw_curves(
     save(figure, path)
 
 
-def draw_differences(
-    path: Path,
-    control: Curves,
-    techniques: Mapping[str, Curves],
-    words: Mapping[str, str],
-    config: ConvergeConfig,
-) -> None:
+def draw_differences(path: Path, control: Curves, judged: Sequence[Compared], config: ConvergeConfig) -> None:
     """Plot the relative difference from the control, paired by seed: mean and range of seeds."""
-    rows = ceil(len(techniques) / _COLUMNS)
-    figure = new_figure(_COLUMNS * _WIDTH, rows * _HEIGHT + 0.4)
-    panels = figure.subplots(rows, _COLUMNS, sharex=True, sharey=True, squeeze=False)
-    for axis, (name, curves) in zip(panels.flat, techniques.items(), strict=False):
-        apart = [
-            smoothed((100 * (losses / control.losses[seed] - 1)).tolist(), config.smooth_steps)
-            for seed, losses in curves.losses.items()
-        ]
-        word = words[name]
-        color = COLORS["predicted"] if word == EQUAL else COLORS["measured"]
-        axis.axhspan(-100 * config.final_bound, 100 * config.final_bound, color="#eeeeee", linewidth=0)
-        axis.fill_between(
-            control.steps, np.min(apart, axis=0), np.max(apart, axis=0), color=color, alpha=0.3, linewidth=0
-        )
-        axis.plot(control.steps, np.mean(apart, axis=0), color=color, linewidth=1)
+    lines = ceil(len(judged) / _COLUMNS)
+    figure = new_figure(_COLUMNS * _WIDTH, lines * _HEIGHT + 0.4)
+    panels = figure.subplots(lines, _COLUMNS, sharex=True, sharey=True, squeeze=False)
+    bound = 100 * config.final_bound
+    for axis, each in zip(panels.flat, judged, strict=False):
+        assert each.curves is not None
+        percent = [100 * (own / control.losses[seed] - 1) for seed, own in each.curves.losses.items()]
+        low, mean, high = _band(percent, config)
+        color = COLORS["predicted"] if each.word == EQUAL else COLORS["measured"]
+        axis.axhspan(-bound, bound, color="#eeeeee", linewidth=0)
+        axis.fill_between(control.steps, low, high, color=color, alpha=0.3, linewidth=0)
+        axis.plot(control.steps, mean, color=color, linewidth=1)
         axis.axhline(0, color="black", linewidth=0.5)
-        axis.set_title(f"{name}: {word}", fontsize=8)
+        axis.set_title(f"{each.technique.name}: {each.word}", fontsize=8)
         axis.tick_params(labelsize=7)
         axis.spines[["top", "right"]].set_visible(False)
-    for axis in panels.flat[len(techniques) :]:
+    for axis in panels.flat[len(judged) :]:
         axis.set_visible(False)
     figure.supxlabel("step", fontsize=8)
     figure.supylabel("difference from the control, %", fontsize=8)
     save(figure, path)
+
+
+def _band(curves: Sequence[Losses], config: ConvergeConfig) -> tuple[Losses, Losses, Losses]:
+    """Return the lowest, the mean and the highest of smoothed curves, step by step."""
+    smooth = [smoothed(curve.tolist(), config.smooth_steps) for curve in curves]
+    return np.min(smooth, axis=0), np.mean(smooth, axis=0), np.max(smooth, axis=0)
 
 
 VERB = Verb("converge", converge, help=HELP, job=ConvergeJob, has_json=True, is_alone=True)

@@ -1,4 +1,4 @@
-"""Options of ``harness converge``, and its runs: control, twin and techniques, each with every seed."""
+"""Options of ``harness converge``, and its runs: control and techniques, each with every seed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from harness.config.job import Job, differing_numerics
 from harness.launch.inputs import require_vocabulary
 from harness.util.errors import ConfigError, UserError
 
-CONTROL, TWIN = "control", "twin"
+CONTROL = "control"
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,6 @@ class ConvergeConfig:
 
     control: str = label("")
     """Overrides of the control, separated by spaces; empty: the job as composed. Techniques start from it."""
-    twin: str = label("training.local_batch_size=1")
-    """Overrides that compute the control's numbers in another order, to measure the effect of rounding;
-    empty: do not compare techniques of the same numerics by rounding."""
     techniques: dict[str, str] = label(factory=dict)
     """Known techniques: name -> overrides, separated by spaces."""
     expert_techniques: dict[str, str] = label(factory=dict)
@@ -35,16 +32,17 @@ class ConvergeConfig:
     world_size: int | None = label(None, least=1)
     """Skip techniques that need more ranks; null: no limit."""
     smooth_steps: int = label(20, least=1)
-    """Number of last steps whose mean is the final loss, and length of a block of steps."""
+    """Number of last steps whose mean is the final loss."""
     level: float = label(0.05, above=0, below=0.5)
-    """Significance level of all tests together (Holm), and of each claim of equality."""
+    """Probability of an error at each end of an interval; 0.05 makes intervals of 90 %."""
     final_bound: float = label(0.01, above=0)
     """Largest relative difference of the final loss that counts as equal."""
     speed_bound: float = label(0.01, above=0)
     """Largest relative difference of the learning speed that counts as equal: 0.01 is 1 % more or fewer steps
     to the same loss."""
-    rounding_factor: float = label(10.0, above=1)
-    """Techniques with the control's numerics may depart from it this many times farther than the twin."""
+    norm_bound: float = label(0.01, above=0)
+    """Largest relative difference of the gradient norm that counts as equal; for techniques that claim the
+    control's numerics."""
     out: str | None = label(None, written="folder", works="a folder")
     """Folder of the report; null: runs_dir/name/converge."""
 
@@ -59,13 +57,13 @@ class ConvergeConfig:
             rule = f"must be at most half of training.steps={job.steps}"
             raise ConfigError("converge.smooth_steps", self.smooth_steps, rule, f"at most {job.steps // 2}")
         if job.metrics.log_interval > self.smooth_steps:
-            rule = f"must be at most converge.smooth_steps={self.smooth_steps}; every block needs a loss"
+            rule = f"must be at most converge.smooth_steps={self.smooth_steps}, whose steps need a loss"
             works = f"at most {self.smooth_steps}"
             raise ConfigError("metrics.log_interval", job.metrics.log_interval, rule, works)
         for field, known in (("techniques", self.techniques), ("expert_techniques", self.expert_techniques)):
-            for name in {CONTROL, TWIN} & known.keys():
-                rule = "this is the name of the control or its twin"
-                raise ConfigError(f"converge.{field}.{name}", known[name], rule, "another name")
+            if CONTROL in known:
+                rule = "this is the name of the job itself"
+                raise ConfigError(f"converge.{field}.{CONTROL}", known[CONTROL], rule, "another name")
 
     def chosen(self, *, has_experts: bool) -> dict[str, str]:
         """Return the techniques to run: name -> overrides.
@@ -119,7 +117,7 @@ class Technique:
 
 
 def compose_techniques(job: ConvergeJob, overrides: Sequence[str]) -> list[Technique]:
-    """Compose control, twin and techniques, in this order."""
+    """Compose the control and the techniques, in this order."""
     config = job.converge
     common = [each for each in overrides if not each.lstrip("+").startswith("converge.")]
     common += config.control.split()
@@ -127,10 +125,6 @@ def compose_techniques(job: ConvergeJob, overrides: Sequence[str]) -> list[Techn
     composer = Composer("converge", ConvergeJob)
     control = _compose(composer, CONTROL, "", common, config)
     made = [control]
-    if config.twin:
-        twin = _compose(composer, TWIN, config.twin, common, config)
-        _check_twin(control.job, twin.job, config)
-        made.append(twin)
     for name, own in chosen.items():
         try:
             technique = _compose(composer, name, own, common, config)
@@ -141,9 +135,8 @@ def compose_techniques(job: ConvergeJob, overrides: Sequence[str]) -> list[Techn
             raise UserError(f"converge.techniques.{name}: {error}") from error
         _refuse_other_labels(technique, made[1:])
         made.append(_compared(control.job, technique, config))
-    if all(each.skipped for each in made if each.name in chosen):
-        first = next(each for each in made if each.name in chosen)
-        rule = f"none of these techniques can run; {first.name}: {first.skipped}"
+    if all(technique.skipped for technique in made[1:]):
+        rule = f"none of these techniques can run; {made[1].name}: {made[1].skipped}"
         raise ConfigError("converge.only", f"[{','.join(chosen)}]", rule)
     return made
 
@@ -169,8 +162,7 @@ def _compared(control: Job, technique: Technique, config: ConvergeConfig) -> Tec
     if config.world_size is not None and job.world_size > config.world_size:
         reason = f"{job.world_size} ranks, converge.world_size={config.world_size}"
         return replace(technique, runs={}, skipped=reason)
-    rows, rows_of_control = ((each.steps, each.metrics.log_interval) for each in (job, control))
-    if rows != rows_of_control:
+    if (job.steps, job.metrics.log_interval) != (control.steps, control.metrics.log_interval):
         rule = "changes training.steps or metrics.log_interval, so the curves cannot be compared step by step"
         raise ConfigError(f"converge.techniques.{technique.name}", technique.overrides, rule)
     return replace(technique, differs_in=differing_numerics(control, job))
@@ -182,13 +174,3 @@ def _refuse_other_labels(technique: Technique, others: Sequence[Technique]) -> N
         if other.runs and other.job.id == technique.job.id and other.job != technique.job:
             rule = f"differs from {other.name} in labels only, which do not change the curve"
             raise ConfigError(f"converge.techniques.{technique.name}", technique.overrides, rule)
-
-
-def _check_twin(control: Job, twin: Job, config: ConvergeConfig) -> None:
-    differing = differing_numerics(control, twin)
-    if differing:
-        rule = f"changes the numerics: {', '.join(differing)}"
-        raise ConfigError("converge.twin", config.twin, rule, "overrides that change execution only")
-    if twin.id == control.id:
-        rule = "is the same job as the control"
-        raise ConfigError("converge.twin", config.twin, rule, "another layout, or empty")

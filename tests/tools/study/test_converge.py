@@ -110,21 +110,20 @@ def test_command(
     # The same command again runs what is missing.
     sweep.stops_after = 100
     assert converge(tmp_path) == EXIT_OK
-    assert len(sweep.ran) == len(set(sweep.ran)) == 8
+    assert len(sweep.ran) == len(set(sweep.ran)) == 6
     found = rows(tmp_path)
     assert {name: row["verdict"] for name, row in found.items()} == {
         "control": "control",
-        "twin": "equal",
         "bf16": "equal",
         "recompute_full": "equal",
         "async_tp": "skipped",
     }
     assert float(found["recompute_full"]["final"]) == 0.0
     assert float(found["bf16"]["final"]) != 0.0
-    assert found["bf16"]["departure"] == "", "it does not claim the control's numbers"
-    assert float(found["recompute_full"]["departure"]) <= 1
+    assert found["bf16"]["norm"] == "", "it does not claim the control's numbers"
+    assert float(found["recompute_full"]["norm"]) == 0.0
     out = capsys.readouterr().out
-    assert "Against the control, seeds 1, 2: 3 equal, 1 skipped." in out
+    assert "Against the control, seeds 1, 2: 2 equal, 1 skipped." in out
     folder = tmp_path / "c" / "converge"
     text = (folder / "tables.md").read_text()
     assert "![Curves](curves.png)" in text
@@ -133,18 +132,18 @@ def test_command(
     for name in ("draw_curves", "draw_differences"):
         monkeypatch.setattr(verb, name, lambda *_: None)
     # A run that failed decides the verdict, also if the others are equal.
-    edit_result(sweep.ran[4], **GONE)
+    edit_result(sweep.ran[2], **GONE)
     assert converge(tmp_path) == verb.EXIT_DIFFERS
     row = rows(tmp_path)["bf16"]
     assert (row["verdict"], row["reason"]) == ("failed", "node: gone (1 of 2 runs)")
     # A run that is not over yet leaves the technique incomplete.
-    (sweep.ran[4] / "result.json").unlink()
+    (sweep.ran[2] / "result.json").unlink()
     assert converge(tmp_path) == verb.EXIT_DIFFERS
     assert rows(tmp_path)["bf16"]["verdict"] == "incomplete"
 
 
 def test_runs_that_failed(tmp_path: Path, sweep: Sweep) -> None:
-    """No verdict for seeds without a control; no equality up to rounding without the twin."""
+    """No verdict for seeds without a control."""
     only = "converge.only=[bf16,recompute_full]"
     assert converge(tmp_path, only) == EXIT_OK
     sweep.stops_after, sweep.code = len(sweep.ran), 1
@@ -155,20 +154,17 @@ def test_runs_that_failed(tmp_path: Path, sweep: Sweep) -> None:
     unpaired = ("incomplete", "the control has no curve of this seed (1 of 2 runs)", "1")
     assert {name: (row["verdict"], row["reason"], row["seeds"]) for name, row in found.items()} == {
         "control": ("failed", "node: gone (1 of 2 runs)", "1"),
-        **dict.fromkeys(("twin", "bf16", "recompute_full"), unpaired),
+        **dict.fromkeys(("bf16", "recompute_full"), unpaired),
     }
     (sweep.ran[0] / "result.json").write_text(kept)
-    for run_dir in sweep.ran[2:4]:
-        edit_result(run_dir, **GONE)
-    metrics = sweep.ran[4] / "metrics.jsonl"
+    metrics = sweep.ran[2] / "metrics.jsonl"
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     metrics.write_text("".join(json.dumps(line | {"loss": "nan"}) + "\n" for line in lines))
     assert converge(tmp_path, only) == verb.EXIT_DIFFERS
     assert {name: (row["verdict"], row["reason"]) for name, row in rows(tmp_path).items()} == {
         "control": ("control", ""),
-        "twin": ("failed", "node: gone (2 of 2 runs)"),
         "bf16": ("failed", "a loss is not finite (1 of 2 runs)"),
-        "recompute_full": ("undecided", "the twin has no curve of these seeds"),
+        "recompute_full": ("equal", ""),
     }
 
 

@@ -23,18 +23,18 @@ def test_every_known_technique_runs_on_a_cpu_or_says_why_not() -> None:
     assert skipped == {"async_tp", "autotuned", "flash3", "symmetric_memory", *hardware}
     assert "needs GPUs with symmetric memory" in techniques["async_tp"].skipped
     assert len(techniques) - len(skipped) > 25
-    # The control, its twin and layouts compute the same numbers; precisions do not.
+    # The control and layouts compute the same numbers; precisions do not.
     other = {name for name, each in techniques.items() if each.differs_in}
     assert other == {"bf16", "bf16_full", "state_8bit", *(f"{name}_emulated" for name in hardware)}
 
 
 def test_runs_are_paired_by_seed() -> None:
     techniques = composed("converge.only=[fsdp]", "training.steps=50")
-    assert list(techniques) == ["control", "twin", "fsdp"]
+    assert list(techniques) == ["control", "fsdp"]
     for each in techniques.values():
         assert {seed: run.job.training.seed for seed, run in each.runs.items()} == {1: 1, 7: 7}
         assert all(run.job.training.steps == 50 for run in each.runs.values())
-    assert len({run.job.run_dir for each in techniques.values() for run in each.runs.values()}) == 6
+    assert len({run.job.run_dir for each in techniques.values() for run in each.runs.values()}) == 4
     assert techniques["fsdp"].runs[7].overrides == [
         *("experiment=convergence/dense", "training.steps=50"),
         *("parallelism=fsdp", "parallelism.dp_shard=2", "training.seed=7"),
@@ -68,4 +68,4 @@ def test_no_run_folder_is_shared(tmp_path: Path) -> None:
     """The seed is part of the job, so the name of a technique need not be."""
     techniques = composed(f"runs_dir={tmp_path}", "converge.only=[pp_gpipe,pp_1f1b]")
     folders = [run.job.run_dir for each in techniques.values() for run in each.runs.values()]
-    assert len(set(folders)) == len(folders) == 8
+    assert len(set(folders)) == len(folders) == 6
