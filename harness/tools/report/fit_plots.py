@@ -58,9 +58,11 @@ def _draw_compute(axis: Axes, made: Fits, law: Fit) -> None:
 
 
 def _draw_against(axis: Axes, made: Fits, law: Fit) -> None:
-    fitted = [each.value for each in law.predict([run.variables(law.law) for run in made.runs])]
+    variables = [run.variables(law.law) for run in made.runs]
+    fitted = [interval.value for interval in law.predict(variables)]
     measured = [run.loss or 0.0 for run in made.runs]
-    low, high = min([*fitted, *measured]), max([*fitted, *measured])
+    low = min(fitted + measured)
+    high = max(fitted + measured)
     axis.plot([low, high], [low, high], color="#bbbbbb", linewidth=1, zorder=0, label="fitted = measured")
     flops = [run.flops for run in made.runs]
     points = axis.scatter(fitted, measured, c=flops, norm="log", cmap="viridis", s=24, label="fitted runs")

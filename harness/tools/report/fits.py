@@ -35,7 +35,8 @@ COLLINEAR = 2.0
 """Tokens per parameter must span at least this factor to separate the effects of model size and tokens."""
 SPARE = 2
 """Different points that a fit needs beyond the number of its parameters."""
-SURE, SURE_OF_COEFFICIENT = 2.0, 10.0
+SURE = 2.0
+SURE_OF_COEFFICIENT = 10.0
 """An offset or exponent is determined if its interval spans at most a factor SURE; a coefficient, whose unit
 depends on the exponent, SURE_OF_COEFFICIENT."""
 VALIDATION = "validation_loss"
@@ -149,7 +150,8 @@ def fits_of(rows: Sequence[Row], *, counted: str = "non_embedding", hold_out: in
         words.append("It is the loss of one batch, and noisy; `validation.interval` measures a better one.")
     law, more = _law(fitted)
     words += more
-    flops, losses = [run.flops for run in fitted], [run.loss or 0.0 for run in fitted]
+    flops = [run.flops for run in fitted]
+    losses = [run.loss or 0.0 for run in fitted]
     by_parameters = fit_frontier(flops, [float(run.parameters) for run in fitted], losses)
     by_tokens = by_parameters and fit_frontier(flops, [float(run.tokens) for run in fitted], losses)
     words += _frontiers_in_words(by_parameters, by_tokens)
@@ -205,7 +207,8 @@ def _require_comparable(rows: Sequence[Row]) -> None:
 
 def _law(runs: Sequence[FittedRun]) -> tuple[Fit | None, list[str]]:
     ratios = [run.tokens / run.parameters for run in runs]
-    words, law = [], CHINCHILLA
+    words = []
+    law = CHINCHILLA
     if max(ratios) < COLLINEAR * min(ratios):
         law = COMPUTE
         words.append(
@@ -283,9 +286,11 @@ def _forecast_in_words(each: Forecast, fitted: Sequence[FittedRun]) -> str:
 def report_fits(title: str, made: Fits, counted: str, folder: Path) -> Document:
     """Report the fits with these ``counted`` parameters, and write their pictures into ``folder``."""
     blocks: list[Block] = []
-    runs, predictions = _rows_of_runs(made), []
+    runs = _rows_of_runs(made)
+    predictions = []
     for each in made.forecasts:
-        found, loss = each.predicted, each.run.loss
+        found = each.predicted
+        loss = each.run.loss
         interval = {"predicted": found.value, "low": found.low, "high": found.high}
         inside = None if loss is None else loss in found
         predictions.append(_of_run(each.run) | interval | {"error": each.error, "inside": inside})

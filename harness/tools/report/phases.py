@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -23,7 +24,8 @@ from harness.util.tables import Column, Table
 from harness.util.words import plural
 
 Row = dict[str, Any]
-FOLDER, PICTURE = "phases", "phases.png"
+FOLDER = "phases"
+PICTURE = "phases.png"
 PARTS = {
     "compute": ("compute",),
     "dp": ("dp",),
@@ -144,7 +146,9 @@ def _rows_of_parts(
     measured["step"] = step
     planned: dict[str, float | None] = dict.fromkeys([*PARTS, "step"])
     if speed is not None:
-        planned |= {part: sum(speed.parts[name] for name in names) for part, names in PARTS.items() if names}
+        for part, names in PARTS.items():
+            if names:
+                planned[part] = sum(speed.parts[name] for name in names)
         planned["step"] = speed.step_seconds
     return [
         {
@@ -160,7 +164,7 @@ def _rows_of_parts(
 
 
 def _rows_of_phases(means: dict[int, dict[str, float]], step: float) -> list[Row]:
-    names = sorted({phase for seconds in means.values() for phase in seconds})
+    names = set(chain.from_iterable(means.values()))
     rows = []
     for name in sorted(names, key=_turn):
         found = {rank: each[name] for rank, each in means.items() if name in each}
@@ -180,11 +184,13 @@ def _rows_of_stages(by_rank: dict[int, list[Row]]) -> list[Row]:
             for phase, seconds in _mean_phases(passes).items():
                 if phase.startswith(("forward.", "backward.")):
                     found[int(stage)][phase][rank] = seconds
-    return [
-        {"stage": str(stage), "phase": phase, "seconds": mean(ranks.values()), **_range(ranks)}
-        for stage, phases in sorted(found.items())
-        for phase, ranks in sorted(phases.items(), key=lambda each: _turn(each[0]))
-    ]
+    made = []
+    for stage, phases in sorted(found.items()):
+        for phase in sorted(phases, key=_turn):
+            ranks = phases[phase]
+            row = {"stage": str(stage), "phase": phase, "seconds": mean(ranks.values())}
+            made.append(row | _range(ranks))
+    return made
 
 
 def _turn(phase: str) -> tuple[int, str]:
@@ -198,7 +204,9 @@ def _range(of_ranks: dict[int, float]) -> Row:
 
 
 def _rows_of_ranks(by_rank: dict[int, list[Row]], means: dict[int, dict[str, float]]) -> list[Row]:
-    of_stage, queued, own = defaultdict(list), {}, {}
+    of_stage: dict[int, list[float]] = defaultdict(list)
+    queued: dict[int, float | None] = {}
+    own: dict[int, float] = {}
     for rank, rows in by_rank.items():
         # Seconds of a step in which the rank had no core to compute on, where the machine knows them.
         known = [({"queued": row["queued"]}, row["steps"]) for row in rows if "queued" in row]
@@ -222,7 +230,9 @@ def draw(path: Path, by_rank: dict[int, list[Row]], job: Job) -> bool:
     """
     from matplotlib.patches import Patch
 
-    with_spans = [{row["step"]: row for row in rows if "spans" in row} for rows in by_rank.values()]
+    with_spans = []
+    for rows in by_rank.values():
+        with_spans.append({row["step"]: row for row in rows if "spans" in row})
     common = set.intersection(*map(set, with_spans))
     if not common:
         return False

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from itertools import chain
+from itertools import chain, product
 from math import inf, isfinite, isnan, nan
 from pathlib import Path
 from statistics import fmean, median_low
@@ -33,15 +33,22 @@ WORDS = {
     "expected": "predicted, machine of the measurement",
     "measured": "measured",
 }
-RATE, MEMORY = "tokens_per_second_per_rank", "memory_gib"
-_INCHES_PER_BAR, _AROUND = 0.2, 1.5
-_INCHES_PER_LINE, _INCHES_PER_LETTER, _LETTERS_PER_LINE = 0.16, 0.075, 48
+RATE = "tokens_per_second_per_rank"
+MEMORY = "memory_gib"
+_INCHES_PER_BAR = 0.2
+_INCHES_PER_LINE = 0.16
+_INCHES_PER_LETTER = 0.075
+_LETTERS_PER_LINE = 48
+_AROUND = 1.5
+"""Inches of title, axis and legend."""
 _PANELS = ((RATE, "tokens per second and rank"), (MEMORY, "peak memory of a rank, GiB"))
 
 LOSSES = {"loss": "training loss", "validation_loss": "validation loss"}
 # Distinguishable with any kind of colour blindness (Okabe and Ito); runs with a worse loss are grey.
 _OF_RUNS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#8c510a")
-_GREY, _STYLES, _LONGEST_NAME = "#bbbbbb", ("-", "--", ":", "-."), 60
+_GREY = "#bbbbbb"
+_STYLES = ("-", "--", ":", "-.")
+_LONGEST_NAME = 60
 _SEED = re.compile("(^| )seed=[^ ]+")
 _UNITS = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
 
@@ -59,8 +66,7 @@ class Curve:
         """Mean of the last tenth of the validation or else training losses; infinite if one diverged."""
         means = []
         for run in self.runs:
-            of_kinds = ([row[key] for row in run if key in row] for key in tuple(LOSSES)[::-1])
-            values = next(filter(None, of_kinds))
+            values = _losses_of(run, "validation_loss") or _losses_of(run, "loss")
             means.append(fmean(values[-max(1, len(values) // 10) :]))
         mean = fmean(means)
         return mean if isfinite(mean) else inf
@@ -87,6 +93,10 @@ class Curve:
         return tuple(made)
 
 
+def _losses_of(run: Sequence[Row], kind: str) -> list[float]:
+    return [row[kind] for row in run if kind in row]
+
+
 def read_losses(path: Path) -> list[Row]:
     """Return the losses of a ``metrics.jsonl``: rows with ``step``, and ``tokens`` and ``seconds`` so far.
 
@@ -98,12 +108,16 @@ def read_losses(path: Path) -> list[Row]:
         if any(each.get(key) is not None for key in LOSSES):
             written[each["step"]] = {**written.get(each["step"], {}), **each}
     rows: list[Row] = []
-    before, so_far = 0, {"tokens": 0, "seconds": 0.0}
+    before = 0
+    tokens = 0
+    seconds = 0.0
     for step, row in sorted(written.items()):
         if "loss" in row:
-            so_far["seconds"] += (step - before) * (row.get("step_seconds") or 0.0)
-            so_far["tokens"], before = row.get("tokens", 0), step
-        rows.append({"step": step, **so_far, **{key: row[key] for key in LOSSES if row.get(key) is not None}})
+            seconds += (step - before) * (row.get("step_seconds") or 0.0)
+            tokens = row.get("tokens", 0)
+            before = step
+        known = {key: row[key] for key in LOSSES if row.get(key) is not None}
+        rows.append({"step": step, "tokens": tokens, "seconds": seconds, **known})
     return rows
 
 
@@ -146,7 +160,8 @@ def losses(path: Path, title: str, rows: Sequence[Row], smooth: int = 1) -> bool
         smooth: rows over which training losses are averaged.
     """
     curves = curves_of(rows)
-    every = [row for curve in curves for run in curve.runs for row in run]
+    runs = [run for curve in curves for run in curve.runs]
+    every = list(chain.from_iterable(runs))
     kinds = [loss for loss in LOSSES if any(loss in row for row in every)]
     if not kinds or not can_draw():
         return False
@@ -161,7 +176,7 @@ def losses(path: Path, title: str, rows: Sequence[Row], smooth: int = 1) -> bool
             _draw_losses(axis, curves, by, sides[by][1], loss, over)
             axis.locator_params(axis="x", nbins=6)
             axis.xaxis.set_major_formatter(lambda value, _: counted(value) if value >= 1e6 else f"{value:,g}")
-        known = [[row[loss] for row in run if isfinite(row.get(loss, nan))] for c in curves for run in c.runs]
+        known = [list(filter(isfinite, _losses_of(run, loss))) for run in runs]
         shown = _shown_losses(known)
         if shown is not None:
             line[0].set_ylim(shown[0], min(shown[1], line[0].get_ylim()[1]))
@@ -186,7 +201,9 @@ def _shown_losses(runs: list[list[float]]) -> tuple[float, float] | None:
     Of runs that do not fall, the first steps say nothing about the others. All is shown if most runs would
     lose ``LARGEST_CUT`` of their later losses.
     """
-    early = [value for run in runs for value in run[len(run) // 50 : len(run) // 10 + 1]]
+    early: list[float] = []
+    for run in runs:
+        early += run[len(run) // 50 : len(run) // 10 + 1]
     lowest = min(chain.from_iterable(runs), default=nan)
     height = 1.1 * (max(early, default=nan) - lowest)
     top = lowest + height
@@ -202,13 +219,17 @@ def _draw_losses(axis: Axes, curves: Sequence[Curve], by: str, size: float, loss
     for number, curve in enumerate(curves):
         places, mean, low, high = curve.points(by, loss, smooth)
         place = [each / size for each in places]
-        name, color, order = shortened(curve.name, _LONGEST_NAME), _GREY, 1.0
         if number < len(_OF_RUNS):
-            color, order = _OF_RUNS[number], 2.0
+            name = shortened(curve.name, _LONGEST_NAME)
+            color = _OF_RUNS[number]
+            order = 2.0
         else:
             name = f"{len(curves) - number} more" if number == len(_OF_RUNS) else ""
+            color = _GREY
+            order = 1.0
         # Runs of equal numerics coincide: dashes show them all.
-        style, marker = _STYLES[drawn[curve.numerics_id] % len(_STYLES)], "." if len(place) <= 30 else ""
+        style = _STYLES[drawn[curve.numerics_id] % len(_STYLES)]
+        marker = "." if len(place) <= 30 else ""
         drawn[curve.numerics_id] += 1
         axis.plot(place, mean, color=color, ls=style, lw=1.3, zorder=order, label=name, marker=marker)
         if len(curve.runs) > 1:
@@ -223,10 +244,10 @@ def bars(path: Path, title: str, names: Sequence[str], rows: Sequence[Row]) -> b
     kinds = [kind for kind in COLORS if any(row.get(f"{kind}.{RATE}") is not None for row in rows)]
     if not kinds or not rows or not can_draw():
         return False
-    labels = ["\n".join(textwrap.wrap(name, _LETTERS_PER_LINE)) or name for name in names]
-    lines = max(label.count("\n") + 1 for label in labels)
-    per_row = max(_INCHES_PER_BAR * (len(kinds) + 0.8), _INCHES_PER_LINE * lines)
-    widest = max(len(line) for label in labels for line in label.split("\n"))
+    wrapped = [textwrap.wrap(name, _LETTERS_PER_LINE) or [name] for name in names]
+    labels = ["\n".join(lines) for lines in wrapped]
+    per_row = max(_INCHES_PER_BAR * (len(kinds) + 0.8), _INCHES_PER_LINE * max(map(len, wrapped)))
+    widest = max(map(len, chain.from_iterable(wrapped)))
     figure = new_figure(9 + _INCHES_PER_LETTER * widest, max(_AROUND + per_row * len(rows), 2.6))
     panels = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
     for axis, (fact, what) in zip(panels, _PANELS, strict=True):
@@ -244,8 +265,13 @@ def bars(path: Path, title: str, names: Sequence[str], rows: Sequence[Row]) -> b
 
 def _draw_bars(axis: Axes, rows: Sequence[Row], kinds: Sequence[str], fact: str) -> None:
     width = 0.8 / len(kinds)
-    most = max((row.get(f"{kind}.{fact}") or 0.0 for row in rows for kind in kinds), default=0.0)
-    form = ",.0f" if most >= 500 else ",.1f" if most >= 10 else ",.2f"
+    shown = [row.get(f"{kind}.{fact}") or 0.0 for kind, row in product(kinds, rows)]
+    most = max(shown, default=0.0)
+    form = ",.2f"
+    if most >= 500:
+        form = ",.0f"
+    elif most >= 10:
+        form = ",.1f"
     for number, kind in enumerate(kinds):
         positions = [index + (number - (len(kinds) - 1) / 2) * width for index in range(len(rows))]
         values = [row.get(f"{kind}.{fact}") for row in rows]
@@ -254,9 +280,12 @@ def _draw_bars(axis: Axes, rows: Sequence[Row], kinds: Sequence[str], fact: str)
         for row, position, value in zip(rows, positions, values, strict=True):
             if value is None:
                 continue
-            end, mfu = value, ""
+            end = value
+            mfu = ""
             if fact == RATE:
-                low, high, share = row.get("measured.low"), row.get("measured.high"), row.get(f"{kind}.mfu")
+                low = row.get("measured.low")
+                high = row.get("measured.high")
+                share = row.get(f"{kind}.mfu")
                 mfu = "" if share is None else f" ({share:.1%} MFU)"
                 if kind == "measured" and low is not None and high is not None:
                     # The range of the steps' rates, across the end of the bar.

@@ -120,7 +120,8 @@ class Fit:
             noise: whether the interval is for a measurement, whose noise is added to the uncertainty of
                 the curve.
         """
-        logs, count = np.log(np.asarray(variables, float)), 1 + len(self.law.variables)
+        logs = np.log(np.asarray(variables, float))
+        count = 1 + len(self.law.variables)
 
         def log_losses(values: Array) -> Array:
             return _log_loss(np.concatenate([np.log(values[:count]), values[count:]]), logs)
@@ -144,8 +145,10 @@ def fit(
     Raises:
         ValueError: there are not more points than parameters.
     """
-    logs, targets = np.log(np.asarray(variables, float)), np.log(np.asarray(losses, float))
-    count, freedom = len(targets), len(targets) - len(law.parameters)
+    logs = np.log(np.asarray(variables, float))
+    targets = np.log(np.asarray(losses, float))
+    count = len(targets)
+    freedom = count - len(law.parameters)
     if freedom < 1:
         raise ValueError(f"{count} points do not determine {len(law.parameters)} parameters")
     middle = logs.mean(axis=0)
@@ -174,7 +177,8 @@ def _starts(logs: Array, targets: Array) -> list[Array]:
 
     Variable projection, arXiv:2603.22339.
     """
-    losses, starts = np.exp(targets), []
+    losses = np.exp(targets)
+    starts = []
     for exponents in product(EXPONENTS, repeat=logs.shape[1]):
         columns = np.exp(-logs * np.array(exponents))
         design = np.column_stack([np.ones(len(losses)), columns]) / losses[:, None]
@@ -291,7 +295,8 @@ def fit_frontier(
     Returns:
         None if no budget has four different values of the variable.
     """
-    logs, targets = np.log(np.asarray(variable, float)), np.asarray(losses, float)
+    logs = np.log(np.asarray(variable, float))
+    targets = np.asarray(losses, float)
     # Sizes that round to the same per cent are one.
     sizes = np.round(100 * logs)
     groups = [np.array(group) for group in budgets(flops) if len(set(sizes[group])) >= LEAST_SIZES]
@@ -305,7 +310,8 @@ def fit_frontier(
     )
     random = np.random.default_rng(0)
     scatter = np.sqrt(squares / random.chisquare(sum(len(group) - 3 for group in groups), replicates))
-    minima, parabolas = [], []
+    minima = []
+    parabolas = []
     for group, curve, own in zip(groups, curves, fitted, strict=True):
         noise = scatter[:, None] * random.standard_normal((replicates, len(group)))
         minima.append(_minimum(np.polyfit(logs[group], (own * (1 + noise)).T, 2)))

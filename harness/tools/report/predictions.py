@@ -15,7 +15,8 @@ from harness.tools.plan.constants import Calibration
 from harness.util.words import GIB, plural
 
 CALIBRATION = "calibration.json"
-RATE, MEMORY = "tokens_per_second_per_rank", "memory_gib"
+RATE = "tokens_per_second_per_rank"
+MEMORY = "memory_gib"
 METRICS = (RATE, MEMORY, "mfu")
 
 

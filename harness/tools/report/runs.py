@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -131,24 +132,36 @@ def _tables(title: str, rows: Sequence[Row], folder: Path) -> list[Block]:
     for row in rows:
         if row["state"] != "skipped":
             groups.setdefault(row.get("numerics_id", ""), []).append(row)
-    jobs = [job for group in groups.values() if (job := job_of(group[0])) is not None]
-    differ = list(dict.fromkeys(name for job in jobs[1:] for name in differing_numerics(jobs[0], job)))
+    differ = _differing_numerics([group[0] for group in groups.values()])
     notes = []
     if len(groups) > 1 and all(len(group) == 1 for group in groups.values()):
         notes = [f"The numerics of all runs differ ({in_short(differ)}): compare losses as well as speed."]
-        groups = {"": [row for group in groups.values() for row in group]}
+        groups = {"": list(chain.from_iterable(groups.values()))}
     blocks: list[Block] = []
     best = best_of(rows)
     for number, (numerics, group) in enumerate(groups.items(), start=1):
-        heading, picture = "Runs", "runs.png"
+        heading = "Runs"
+        picture = "runs.png"
         if len(groups) > 1:
             notes = [f"Runs of equal numerics (`{numerics}`): {_values(group[0], differ)}."]
-            heading, picture = f"Runs, group {number}", f"runs_{number}.png"
+            heading = f"Runs, group {number}"
+            picture = f"runs_{number}.png"
         table = replace(table_of_runs(group, heading, notes), marked=None if best is None else best["point"])
         names = [plot_name(row, table.rows) for row in table.rows]
         drawn = plots.bars(folder / picture, f"{title}: throughput and memory", names, table.rows)
-        blocks += [table, Figure(picture, heading)] if drawn else [table]
+        blocks.append(table)
+        if drawn:
+            blocks.append(Figure(picture, heading))
     return blocks
+
+
+def _differing_numerics(rows: Sequence[Row]) -> list[str]:
+    """Return the fields in which the numerics of any row differ from those of the first one with a job."""
+    jobs = [job for job in map(job_of, rows) if job is not None]
+    fields: dict[str, None] = {}
+    for job in jobs[1:]:
+        fields |= dict.fromkeys(differing_numerics(jobs[0], job))
+    return list(fields)
 
 
 def _values(row: Row, differ: Sequence[str]) -> str:
@@ -166,7 +179,7 @@ def _values(row: Row, differ: Sequence[str]) -> str:
 def tables_beside(rows: Sequence[Row]) -> list[Table]:
     """Return tables of evaluations, slow ranks, runs that did not complete, and points that are no jobs."""
     names = evaluated_columns(rows)
-    evaluated = [row for row in rows if any(name in row for name in names)]
+    evaluated = [row for row in rows if not row.keys().isdisjoint(names)]
     columns = [_OF_RUNS[0], *(Column(name, name.removeprefix(f"{PREFIX}."), ".4f") for name in names)]
     slow = [row for row in rows if row.get("slow")]
     unfinished = [row for row in rows if row["state"] not in ("completed", "skipped", NOT_MEASURED)]
@@ -195,9 +208,12 @@ def _summary(rows: Sequence[Row], measured: Sequence[Row]) -> list[str]:
         )
     named = (("throughput", RATE), ("memory", MEMORY))
     errors = [f"{what} {found}" for what, name in named if (found := errors_in_words(rows, f"delta.{name}"))]
-    lines += [f"Predicted against measured: {'; '.join(errors)}."] if errors else []
+    if errors:
+        lines.append(f"Predicted against measured: {'; '.join(errors)}.")
     rank = _rank_in_words(measured)
-    return [*lines, f"{rank}."] if rank else lines
+    if rank:
+        lines.append(f"{rank}.")
+    return lines
 
 
 def constants_in_words(calibration: Calibration | None) -> list[str]:
@@ -207,8 +223,12 @@ def constants_in_words(calibration: Calibration | None) -> list[str]:
 
 
 def _rank_in_words(measured: Sequence[Row]) -> str:
-    keys = (f"predicted.{RATE}", f"measured.{RATE}")
-    pairs = [(row[keys[0]], row[keys[1]]) for row in measured if None not in (row.get(key) for key in keys)]
+    pairs = []
+    for row in measured:
+        predicted = row.get(f"predicted.{RATE}")
+        rate = row.get(f"measured.{RATE}")
+        if predicted is not None and rate is not None:
+            pairs.append((predicted, rate))
     rank = spearman(pairs)
     return "" if rank is None else f"Spearman rank correlation of throughput, {len(pairs)} runs: {rank:.2f}"
 
@@ -224,5 +244,10 @@ def layout_and_schedule(job: Job) -> str:
         words.append(f"FSDP{layout.dp_shard}")
     for axis in ("cp", "tp", "ep", "pp"):
         degree = getattr(layout, axis)
-        words += [f"{axis.upper()}{degree}"] if degree > 1 else []
-    return " ".join([*(words or ["single"]), *([layout.pp_schedule] if layout.pp > 1 else [])])
+        if degree > 1:
+            words.append(f"{axis.upper()}{degree}")
+    if not words:
+        return "single"
+    if layout.pp > 1:
+        words.append(layout.pp_schedule)
+    return " ".join(words)

@@ -62,8 +62,8 @@ def measure(job: Job) -> list[Activation]:
             initial = initial or record.values
             for name, values in record.values.items():
                 change = [now - before for now, before in zip(values, initial[name], strict=True)]
-                kind, width = record.kinds[name], job.model.dim
-                found.append(Activation(name, kind, width, step, _rms(values), _rms(change)))
+                kind = record.kinds[name]
+                found.append(Activation(name, kind, job.model.dim, step, _rms(values), _rms(change)))
             if step < job.steps:
                 engine.update(engine.gradients(batch).norm)
     return found
@@ -99,7 +99,8 @@ def recorded(decoder: Decoder) -> Iterator[Record]:
     assert decoder.tok_embeddings is not None and decoder.output is not None, "the check has no pipeline"
     after(decoder.tok_embeddings, "tok_embeddings", "embeddings")
     for layer in map(int, decoder.layers):
-        block, name = decoder.blocks[layer], f"layers.{layer}"
+        block = decoder.blocks[layer]
+        name = f"layers.{layer}"
         after(block.attention.inner, f"{name}.attention.scores", "attention scores", _scores)
         after(block.attention, f"{name}.attention", "attention")
         if block.moe is None:

@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,7 @@ def converge(job: ConvergeJob, overrides: list[str]) -> int | Result:
     """Run what is missing, compare the curves and write the report."""
     job.converge.validate(job)
     techniques = compose_techniques(job, overrides)
-    code = sweep([run for technique in techniques for run in technique.runs.values()])
+    code = sweep(list(chain.from_iterable(technique.runs.values() for technique in techniques)))
     if code in STOPPED or job.cluster.dry_run:
         return code
     compared = compare(techniques, job)

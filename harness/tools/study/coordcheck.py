@@ -37,7 +37,10 @@ an exponent exceeds `coordcheck.bound`.
 """
 
 EXIT_DRIFTS = 1
-STEADY, GROWS, VANISHES, UNDEFINED = "steady", "grows", "vanishes", "undefined"
+STEADY = "steady"
+GROWS = "grows"
+VANISHES = "vanishes"
+UNDEFINED = "undefined"
 LOGITS = ("logits", "router logits")
 """Kinds of modules whose number of outputs does not depend on the width of the model."""
 OF_LOGITS = 0.5
@@ -167,9 +170,12 @@ def judge(activations: Sequence[Activation], bound: float) -> list[WidthExponent
     found = []
     for module in dict.fromkeys(each.module for each in activations):
         own = [each for each in activations if each.module == module]
-        last, kind = max(each.step for each in own), own[0].kind
+        kind = own[0].kind
+        last = max(each.step for each in own)
         steps = range(last + 1)
-        slopes = [slope((each.width, each.rms) for each in own if each.step == step) for step in steps]
+        slopes = []
+        for step in steps:
+            slopes.append(slope((each.width, each.rms) for each in own if each.step == step))
         change = slope((each.width, each.change) for each in own if each.step == last)
         # NaN, from values that have no logarithm, counts as the largest.
         step = max(steps, key=lambda step: (math.isnan(slopes[step]), slopes[step]))
