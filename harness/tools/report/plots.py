@@ -113,7 +113,8 @@ def read_losses(path: Path) -> list[Row]:
     seconds = 0.0
     for step, row in sorted(written.items()):
         if "loss" in row:
-            seconds += (step - before) * (row.get("step_seconds") or 0.0)
+            step_seconds = row.get("step_seconds") or 0.0
+            seconds += (step - before) * step_seconds
             tokens = row.get("tokens", 0)
             before = step
         known = {key: row[key] for key in LOSSES if row.get(key) is not None}
@@ -160,9 +161,10 @@ def losses(path: Path, title: str, rows: Sequence[Row], smooth: int = 1) -> bool
         smooth: rows over which training losses are averaged.
     """
     curves = curves_of(rows)
-    runs = [run for curve in curves for run in curve.runs]
+    runs = list(chain.from_iterable(curve.runs for curve in curves))
     every = list(chain.from_iterable(runs))
-    kinds = [loss for loss in LOSSES if any(loss in row for row in every)]
+    logged = set(chain.from_iterable(every))
+    kinds = [loss for loss in LOSSES if loss in logged]
     if not kinds or not can_draw():
         return False
     most = max(row["seconds"] for row in every)
@@ -208,7 +210,10 @@ def _shown_losses(runs: list[list[float]]) -> tuple[float, float] | None:
     height = 1.1 * (max(early, default=nan) - lowest)
     top = lowest + height
     later = [run[len(run) // 10 + 1 :] for run in runs if len(run) > 1]
-    lost = [sum(value > top for value in run) / len(run) for run in later]
+    lost = []
+    for run in later:
+        cut = [value for value in run if value > top]
+        lost.append(len(cut) / len(run))
     if not lost or median_low(lost) >= LARGEST_CUT or not height > 0:
         return None
     return lowest - 0.05 * height, top
@@ -241,7 +246,10 @@ def _draw_losses(axis: Axes, curves: Sequence[Curve], by: str, size: float, loss
 
 def bars(path: Path, title: str, names: Sequence[str], rows: Sequence[Row]) -> bool:
     """Plot throughput and memory, with a bar for each known kind of value; return whether there was any."""
-    kinds = [kind for kind in COLORS if any(row.get(f"{kind}.{RATE}") is not None for row in rows)]
+    kinds = []
+    for kind in COLORS:
+        if any(row.get(f"{kind}.{RATE}") is not None for row in rows):
+            kinds.append(kind)
     if not kinds or not rows or not can_draw():
         return False
     wrapped = [textwrap.wrap(name, _LETTERS_PER_LINE) or [name] for name in names]
