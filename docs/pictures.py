@@ -131,7 +131,7 @@ def flow(palette: Palette) -> Figure:
                 x, y = left + 0.8 + 5.2 * slice_, 28.9 - 5.1 * shard
                 c.box(x, y, 4.7, 4.6, "green", str(rank))
     c.box(73, 25, 12, 12, "orange", "run folder", "metrics.jsonl\ncheckpoints/\nresult.json")
-    c.box(90, 25, 9, 12, "purple", "tables", "sweep\nreport\nbench")
+    c.box(90, 25, 9, 12, "purple", "tables", "sweep\nreport")
     for start, end in ((16, 21), (36, 41), (68, 73), (85, 90)):
         c.arrow((start, 31), (end, 31))
     c.text(18.5, 32.6, "compose", size=7, color=palette.soft)
