@@ -189,7 +189,7 @@ def mesh(palette: Palette) -> Figure:
 def rooms() -> list[str]:
     """The rooms of harness/ from the ground up, as the table of architecture.md has them."""
     page = (FOLDER.parent / "architecture.md").read_text()
-    return re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
+    return re.findall(r"^\| \[`(\w+)`\]", page, re.MULTILINE)
 
 
 def floors(palette: Palette) -> Figure:
