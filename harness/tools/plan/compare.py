@@ -7,6 +7,7 @@ the job of the command line, ``B`` the same job with the overrides of ``against`
 from __future__ import annotations
 
 import shlex
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,7 +20,7 @@ from harness.config.job import Job
 from harness.metrics.console import progress
 from harness.tools.plan.config import PlanJob
 from harness.tools.plan.make import calibration_of, make_plan
-from harness.tools.plan.plan import KINDS, PARTS, Plan, Traffic
+from harness.tools.plan.plan import KINDS, PARTS, Plan
 from harness.tools.plan.render import as_dict, devices, mesh_of, part_name, tokens_of
 from harness.util.errors import ConfigError, UserError, as_typed
 from harness.util.tables import Column, Table, aligned_facts, to_text
@@ -35,7 +36,6 @@ ONE_PLAN = ("search", "rehearse", "calibrate", "picture", "against")
 """Fields that ask for more than a plan."""
 FITS = {None: "unknown", True: "yes", False: "NO"}
 Form = Callable[[float], str]
-Pair = tuple[Traffic | None, Traffic | None]
 
 
 def in_short(plan: Plan) -> dict[str, Any]:
@@ -154,20 +154,12 @@ def changed_fields(a: Job, b: Job) -> list[tuple[str, bool, Any, Any]]:
     return found
 
 
-def traffic_pairs(a: Sequence[Traffic], b: Sequence[Traffic]) -> list[Pair]:
-    """Pair the lines of communication by axis and collective; of several, those of equal groups."""
-    kinds = dict.fromkeys((each.axis, each.collective) for each in (*a, *b))
-    pairs: list[Pair] = []
-    for kind in sorted(kinds, key=lambda kind: PARTS.index(kind[0])):
-        own, others = ([each for each in plan if (each.axis, each.collective) == kind] for plan in (a, b))
-        groups = [(each.ranks, each.link) for each in own]
-        for one, group in zip(own, groups, strict=True):
-            equal = [each for each in others if (each.ranks, each.link) == group]
-            like = equal or [each for each in others if (each.ranks, each.link) not in groups]
-            pairs.append((one, like[0] if like else None))
-            others = [each for each in others if each is not pairs[-1][1]]
-        pairs += [(None, other) for other in others]
-    return pairs
+def sent_by(plan: Plan) -> dict[str, float]:
+    """Bytes that the busiest rank sends in a step by axis and collective."""
+    sent: dict[str, float] = defaultdict(float)
+    for line in plan.traffic:
+        sent[f"{line.axis} {line.collective}"] += line.bytes
+    return sent
 
 
 def cost_changes(a: Plan, b: Plan) -> dict[str, float]:
@@ -194,23 +186,19 @@ def render_differences(a: Plan, b: Plan) -> str:
         [name, *(shortened(as_typed(value), VALUE_CHARS) for value in (x, y)), "numbers" if numerics else ""]
         for name, numerics, x, y in changed_fields(a.job, b.job)
     ]
-    kinds = _kinds(a, b)
+    memory = _kinds(a, b)
     if a.memory_limit is not None and b.memory_limit is not None:
-        kinds.append(("left", a.memory_limit - a.peak, b.memory_limit - b.peak))
-    memory = []
-    for kind, *sizes in kinds:
-        change = sizes[1] - sizes[0]
-        cells = [_signed(size, gib).removeprefix("+") for size in sizes]
-        memory.append([kind, *cells, _signed(change if abs(change) > NEGLIGIBLE * a.peak else 0.0, gib)])
+        memory.append(("left", a.memory_limit - a.peak, b.memory_limit - b.peak))
+    sent = sent_by(a), sent_by(b)
+    names = sorted({*sent[0], *sent[1]}, key=lambda name: PARTS.index(name.split()[0]))
+    traffic = [(name, sent[0].get(name, 0.0), sent[1].get(name, 0.0)) for name in names]
     blocks = [
         aligned_facts(facts),
         _table(("field", "A", "B", "changes"), fields, right=()),
-        "memory at its peak, GiB on the fullest rank\n" + _table(("kind", "A", "B", "B - A"), memory),
+        _sizes("memory at its peak, GiB on the fullest rank", "kind", memory),
     ]
-    if a.traffic or b.traffic:
-        title = "communication in a step, of the busiest rank\n"
-        lines = [_line(pair) for pair in traffic_pairs(a.traffic, b.traffic)]
-        blocks.append(title + _table(_LINE, lines, right=range(4, len(_LINE))))
+    if traffic:
+        blocks.append(_sizes("communication in a step, GiB that the busiest rank sends", "axis", traffic))
     if a.speed is not None and b.speed is not None:
         title = "a step, predicted; change: of A's device time for a token\n"
         changes = cost_changes(a, b)
@@ -266,21 +254,15 @@ def _kinds(a: Plan, b: Plan) -> list[tuple[str, float, float]]:
     return [*(each for each in kinds if any(each[1:])), ("peak", first.peak, second.peak)]
 
 
-_SIDES: list[tuple[str, Callable[[Traffic], str]]] = [
-    ("over", lambda each: f"{each.ranks} {each.link}"),
-    ("GiB", lambda each: gib(each.bytes)),
-    ("time", lambda each: seconds(each.seconds)),
-    ("exposed", lambda each: seconds(each.exposed_seconds)),
-]
-_LINE = ("axis", "collective", *(f"{side} {title}" for title, _ in _SIDES for side in "AB"), "B - A")
-
-
-def _line(pair: Pair) -> list[str]:
-    [first, *_] = [each for each in pair if each is not None]
-    cells = ["" if each is None else form(each) for _, form in _SIDES for each in pair]
-    before, after = (0.0 if each is None else each.exposed_seconds for each in pair)
-    change = "" if before is None or after is None else _signed(after - before, seconds)
-    return [first.axis, first.collective, *cells, change]
+def _sizes(title: str, heading: str, sizes: Sequence[tuple[str, float, float]]) -> str:
+    """A table of bytes of both plans, and what the second one has more."""
+    rows = []
+    negligible = NEGLIGIBLE * max(abs(before) for _, before, _ in sizes)
+    for name, before, after in sizes:
+        change = after - before
+        cells = [_signed(size, gib).removeprefix("+") for size in (before, after)]
+        rows.append([name, *cells, _signed(change if abs(change) > negligible else 0.0, gib)])
+    return f"{title}\n" + _table((heading, "A", "B", "B - A"), rows)
 
 
 def _totals(a: Plan, b: Plan) -> Iterator[tuple[str, str, str, str]]:
