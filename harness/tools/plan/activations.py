@@ -197,13 +197,15 @@ def _latent(config: ModelConfig, layer: int, on_cpu: bool) -> PartActivations:
         SavedTensor("latents", rank + of.qk_rope_head_dim, WHOLE),
         *norm_activations("kv_norm", rank, WHOLE)[1:],
         SavedTensor("kv_norm.out", rank, WHOLE),
-        *(_inner("q", wide), _inner("k", wide)),
+        _inner("q", wide),
+        _inner("k", wide),
     )
     # Values are a view of the result of wkv_b, unless a CPU's kernel needs them padded to the width of keys.
     padded = on_cpu and value != wide
     out = _inner("attended", wide if padded else value), _inner(LSE, heads, "float32")
     kept += (_inner("v", wide if padded else up), *out)
-    kept += (_inner("wo.in", value),) if padded else ()
+    if padded:
+        kept += (_inner("wo.in", value),)
     backward = _inner("grad of attended", value), _inner("grads of q, k, v", 2 * wide + up)
     return PartActivations(kept, _attention_products(config, layer), always_saved=out, backward=backward)
 
@@ -240,7 +242,8 @@ def _mixture(config: ModelConfig) -> PartActivations:
         routed("rows", rows),
         routed("scaled rows" if of.score_before_experts else "outputs", rows),
     )
-    kept += (routed("normalized", 1, "float32"),) if of.normalize_scores else ()
+    if of.normalize_scores:
+        kept += (routed("normalized", 1, "float32"),)
     plain = config.activation == "swiglu"
     # The clamped gate saves its clamped factors and their products; a bias is added out of place.
     kept += (

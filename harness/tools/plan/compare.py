@@ -21,7 +21,7 @@ from harness.metrics.console import progress
 from harness.tools.plan.config import PlanJob
 from harness.tools.plan.make import calibration_of, make_plan
 from harness.tools.plan.plan import KINDS, PARTS, Plan
-from harness.tools.plan.render import as_dict, devices, mesh_of, part_name, tokens_of
+from harness.tools.plan.render import as_dict, devices, figure_columns, in_short, mesh_of, part_name
 from harness.util.errors import ConfigError, UserError, as_typed
 from harness.util.tables import Column, Table, aligned_facts, to_text
 from harness.util.words import counted, dollars, figure, gib, seconds, shortened, summed
@@ -36,22 +36,6 @@ ONE_PLAN = ("search", "rehearse", "calibrate", "picture", "against")
 """Fields that ask for more than a plan."""
 FITS = {None: "unknown", True: "yes", False: "NO"}
 Form = Callable[[float], str]
-
-
-def in_short(plan: Plan) -> dict[str, Any]:
-    """The figures by which plans are compared, and what all steps cost; None if unknown."""
-    speed, tokens = plan.speed, tokens_of(plan.job)
-    of_speed = ("step_seconds", "tokens_per_second_per_rank", "mfu")
-    return {
-        "fits": plan.fits,
-        "memory_peak": plan.peak,
-        **{name: None if speed is None else getattr(speed, name) for name in of_speed},
-        "parameters": plan.accounting.parameters,
-        "non_embedding_parameters": count(plan.job.model, "non_embedding"),
-        "tokens": tokens,
-        "flops": plan.accounting.flops_per_token_full * tokens,
-        **{name: getattr(plan, name) for name in ("gpu_hours", "dollars")},
-    }
 
 
 def compare(points: list[Composed]) -> Result:
@@ -85,21 +69,22 @@ def compare(points: list[Composed]) -> Result:
             rows[-1]["fits"] = FITS[plan.fits]
     known = [each for each in data if each["legal"]]
     total: dict[str, Any] = {"points": len(known)}
-    total |= {name: sum(each[name] for each in known) for name in ("tokens", "flops")}
-    total |= {name: summed(each[name] for each in known) for name in ("gpu_hours", "dollars")}
+    for name in ("tokens", "flops", "gpu_hours", "dollars"):
+        total[name] = summed(figures[name] for figures in known)
     sizes_differ = len({(each["parameters"], each["tokens"]) for each in known}) > 1
     unit = "rank" if any(plan.accelerator is None for plan in plans) else "GPU"
     columns = [
-        *(Column("point", "point"), Column("layout", "layout"), Column("memory_peak", "GiB", gib)),
-        Column("step_seconds", "step", seconds),
-        Column("tokens_per_second_per_rank", "tokens/s each", figure),
-        *(Column("mfu", "MFU", ".1%"), Column("fits", "fits")),
+        Column("point", "point"),
+        Column("layout", "layout"),
+        *figure_columns("tokens/s each"),
+        Column("fits", "fits"),
     ]
     if sizes_differ:
         columns += [
             Column("parameters", "parameters", counted),
             Column("non_embedding_parameters", "non-emb.", counted),
-            *(Column("tokens", "tokens", counted), Column("flops", "FLOPs", ".3g")),
+            Column("tokens", "tokens", counted),
+            Column("flops", "FLOPs", ".3g"),
         ]
     if sizes_differ or any(each["dollars"] is not None for each in known):
         columns += [Column("gpu_hours", f"{unit}-hours", figure), Column("dollars", "price", dollars)]
@@ -144,14 +129,21 @@ def changed_fields(a: Job, b: Job) -> list[tuple[str, bool, Any, Any]]:
 
     Of two models only the name is listed.
     """
-    first, second = ({name: (role, value) for name, role, value in leaves(job)} for job in (a, b))
+    first = _values(a)
+    second = _values(b)
     found = []
-    for name in {**first, **second}:
-        (role, x), (_, y) = first.get(name, ("", None)), second.get(name, ("", None))
+    for name in first | second:
+        role, x = first.get(name, ("", None))
+        _, y = second.get(name, ("", None))
         is_of_other_model = name.startswith("model.") and a.model.name != b.model.name
         if x != y and name != "name" and (name == "model.name" or not is_of_other_model):
             found.append((name, role == NUMERICS, x, y))
     return found
+
+
+def _values(job: Job) -> dict[str, tuple[str, Any]]:
+    """Role and value of each field."""
+    return {name: (role, value) for name, role, value in leaves(job)}
 
 
 def sent_by(plan: Plan) -> dict[str, float]:

@@ -103,7 +103,7 @@ ACHIEVED = {
 """By the accelerator's name in ``harness/util/hardware.py``."""
 HGX = ("B200", "B300")
 """Those whose products ``Constants.hgx`` slows in addition."""
-KERNELS = frozenset(name for each in ACHIEVED.values() for name in each.others)
+KERNELS = frozenset[str]().union(*(device.others for device in ACHIEVED.values()))
 """Names of attention kernels."""
 
 

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from harness.config.job import Job
 from harness.config.optimizer import EIGHT_BIT
@@ -72,7 +72,9 @@ def kinds_apart(job: Job) -> tuple[str, ...]:
     """Kinds of a step's memory that CUDA's allocator does not give to others."""
     if job.fsdp_ranks == 1 or on_cpu(job):
         return ()
-    return ("shards", "buffers", *["reducing"] * (job.parallelism.fsdp_buffers != "default"))
+    if job.parallelism.fsdp_buffers == "default":
+        return ("shards", "buffers")
+    return ("shards", "buffers", "reducing")
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,7 @@ class StageMemory:
         if layout.fsdp_buffers != "default":  # blocks may be in the embedding's memory when the head needs it
             self.buffers += min(buffers[0], buffers[-1])
         # Of two reduce-scatters that follow each other, one is in flight.
-        reduced = (size for each in of for size in each.reduced)
+        reduced = chain.from_iterable(parameters.reduced for parameters in of)
         self.reduction = max(map(sum, pairwise([0.0, *reduced])), default=0.0)
         self.reduced = max(sum(each.reduced) for each in of)
 
@@ -199,7 +201,7 @@ class StageMemory:
 
     def _parameters(self, *groups: list[HeldTensor]) -> ModuleParameters:
         layout, precision = self.job.parallelism, self.job.precision
-        tensors = [tensor for group in groups for tensor in group]
+        tensors = list(chain.from_iterable(groups))
         compute, reduce = BYTES[precision.param_dtype], BYTES[precision.reduce_dtype]
         master = BYTES[precision.master_dtype]
         # FSDP pads shards to the first one's length.
@@ -269,7 +271,8 @@ class StageMemory:
                 moment = plus(moment, {"gathered": own, "buffers": buffers})
             moments.append(moment)
             held += module.part.kept
-            gathered += 0.0 if module.freed or self.pipelined else own
+            if not (module.freed or self.pipelined):
+                gathered += own
         if self.logits is not None:
             moments.append({"activations": held, "gathered": gathered, "logits": self.logits.forward})
         return self._peaks(moments)
@@ -299,7 +302,8 @@ class StageMemory:
             before = self.modules[max(0, index - self.ahead) : index]
             arriving = 0.0
             if self.fsdp and not self.pipelined:
-                gathered += own.gathered if module.freed else 0.0
+                if module.freed:
+                    gathered += own.gathered
                 arriving = sum(each.parameters.buffer for each in before if each.freed)
             held -= part.kept
             base = {"gathered": gathered, "buffers": arriving, "shards": shards, "reducing": reducing}
@@ -320,12 +324,15 @@ class StageMemory:
                 if self.fsdp and own.accumulated != own.gradients:
                     # Converted tensor by tensor, so both copies exist.
                     moments.append(plus(base, {"gradients": unsharded + own.gradients + own.accumulated}))
-                unsharded += 0.0 if gradients_there else own.accumulated
+                if not gradients_there:
+                    unsharded += own.accumulated
             else:
                 base["reducing"] = reducing = sum(own.reduced)
                 moments.append(plus(base, {"gradients": unsharded + own.gradients, "shards": own.sharded}))
-                unsharded += 0.0 if own.reduced else own.gradients  # reduced with those of another module
-                shards += 0.0 if gradients_there else own.sharded
+                if not own.reduced:
+                    unsharded += own.gradients  # they are reduced with those of another module
+                if not gradients_there:
+                    shards += own.sharded
         return moments
 
 
@@ -531,7 +538,9 @@ class RankStep:
         """Bytes of gathered parameters that a pipeline rank holds at once; how many stages ran, by stage."""
         if not self.pipelined:
             return 0.0
-        sizes = [size for stage, count in ran.items() for size in [self.stages[stage].resident] * count]
+        sizes: list[float] = []
+        for stage, count in ran.items():
+            sizes += [self.stages[stage].resident] * count
         return sum(sorted(sizes, reverse=True)[:STAGES_GATHERED])
 
     def _rounding(self) -> Bytes:

@@ -68,7 +68,9 @@ class ActivationBytes(Memo):
         """Bytes of those tensors that are saved, per microbatch."""
         by = {SavedBy.ALL}
         if not compiled:
-            by |= {SavedBy.EAGER, SavedBy.COMPOSITE_NORM} if self.cpu else {SavedBy.EAGER}
+            by.add(SavedBy.EAGER)
+            if self.cpu:
+                by.add(SavedBy.COMPOSITE_NORM)
         return sum(self.bytes_of(each) for each in tensors if each.by in by)
 
     def bytes_of(self, tensor: SavedTensor) -> float:
@@ -163,7 +165,8 @@ class ActivationBytes(Memo):
         if how.mode != "selective_op":
             return entering + choices, 0.0
         # In pieces both halves are recomputed, each from its own input.
-        entering *= 2 if compiled and self._in_pieces(layer) else 1
+        if compiled and self._in_pieces(layer):
+            entering *= 2
         products = self._products(declared, layer, how.save_every_nth_matmul, compiled=compiled)
         saved = [*declared.always_saved, *self._collectives(), *products]
         recomputed = {tensor.name for tensor in declared.kept}
@@ -190,9 +193,10 @@ class ActivationBytes(Memo):
     def _collectives(self) -> list[SavedTensor]:
         """Those that it saves: the results of sums and exchanges, but not of gathers."""
         model, layout = self.job.model, self.job.parallelism
-        rows, sums = model.moe.top_k * model.dim, 2 * (layout.tp > 1)
+        rows = model.moe.top_k * model.dim
+        sums = 2 if layout.tp > 1 else 0
         saved = [SavedTensor(f"sum {i}", model.dim, ActivationSplit.STREAM) for i in range(sums)]
-        exchanges = 2 * (layout.ep > 1)
+        exchanges = 2 if layout.ep > 1 else 0
         return saved + [SavedTensor(f"exchange {i}", rows, ActivationSplit.ROUTED) for i in range(exchanges)]
 
     def embedding(self) -> PartBytes:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import version
-from itertools import islice
+from itertools import chain, islice, product
 from operator import ge, le
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,7 +51,8 @@ def passes_of_rank(
 ) -> Iterator[Action]:
     """Yield the passes of one pipeline rank, in order."""
     if layout.pp == 1:
-        return (Action(0, kind, i) for i in range(microbatches) for kind in ("F", "B"))
+        passes = product(range(microbatches), "FB")
+        return (Action(0, kind, number) for number, kind in passes)
     if layout.pp_schedule_csv is not None:
         rows = read_csv_schedule(layout.pp_schedule_csv, layout.pp).passes_of_rank
         return (Action(stage, kind, microbatch) for stage, kind, microbatch in rows[rank])
@@ -114,7 +115,7 @@ def fullest(
         if action.stage not in again:
             again.add(action.stage)
             counts["gradients", stage] += 1
-    numbered = dict(each for largest in found.values() for each in largest.values())
+    numbered = dict(chain.from_iterable(largest.values() for largest in found.values()))
     return [numbered[number] for number in sorted(numbered)]
 
 
@@ -180,7 +181,7 @@ def _made_by_torch(name: str, pp: int, stages: int, microbatches: int) -> list[l
     )
     schedule: Any = bare(ours[0] if of_one else ours, n_microbatches=microbatches)
     order = schedule._get_pipeline_order() if of_one else schedule.pipeline_order
-    ranks = [[each for step in order[rank] for each in _passes(step)] for rank in range(pp)]
+    ranks = [list(chain.from_iterable(map(_passes, order[rank]))) for rank in range(pp)]
     return [_numbered(passes) for passes in ranks] if of_one else ranks
 
 
@@ -202,7 +203,7 @@ def _passes(step: Any) -> list[_Pass]:
     if step is None:
         return []
     if step.sub_actions is not None:
-        return [each for part in step.sub_actions for each in _passes(part)]
+        return list(chain.from_iterable(map(_passes, step.sub_actions)))
     # A search calls this a million times; the descriptor ``name`` takes ten times as long.
     kind = _KINDS.get(step.computation_type._name_)
     return [] if kind is None else [(step.stage_index, kind, step.microbatch_index)]
@@ -217,7 +218,7 @@ def simulate(
     forward, and the backward (for inputs) of the next stage; a backward for weights the one for inputs.
     Between ranks, inputs arrive ``send_seconds`` later.
     """
-    rank_of = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
+    rank_of = _rank_of(order)
     # What a pass needs: the stage and kind of another one, and the seconds until its output arrives.
     needs: dict[tuple[int, str], list[tuple[int, str, float]]] = {}
     for stage, rank in rank_of.items():
@@ -254,14 +255,19 @@ def sends_of_ranks(order: list[list[Action]]) -> list[int]:
 
     Gradients of weights are not sent, and neither are activations between two stages of one rank.
     """
-    passes = [Counter((action.stage, action.kind) for action in actions) for actions in order]
-    rank_of = {stage: rank for rank, counts in enumerate(passes) for stage, _ in counts}
+    rank_of = _rank_of(order)
     steps = {"F": 1, "B": -1, "I": -1}
-    return [
-        sum(
-            count
-            for (stage, kind), count in counts.items()
-            if kind in steps and rank_of.get(stage + steps[kind], rank) != rank
-        )
-        for rank, counts in enumerate(passes)
-    ]
+    sends = [0] * len(order)
+    for rank, actions in enumerate(order):
+        for action in actions:
+            if action.kind in steps:
+                sends[rank] += rank_of.get(action.stage + steps[action.kind], rank) != rank
+    return sends
+
+
+def _rank_of(order: list[list[Action]]) -> dict[int, int]:
+    """The pipeline rank of each stage."""
+    found = {}
+    for rank, actions in enumerate(order):
+        found |= dict.fromkeys((action.stage for action in actions), rank)
+    return found

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from math import ceil, prod
 from typing import Any, TypeVar
 
@@ -97,7 +98,9 @@ class HeldModule(Memo):
                 state_bytes = 1 + 4 / BLOCK if in_blocks(tensor.spec.shape) else 4.0
             else:
                 state_bytes = BYTES[optimizer.state_dtype or "float32"]
-            tensors_of_state = len(kind.state) * state_bytes + 4 * (optimizer.ema_decay > 0)
+            tensors_of_state = len(kind.state) * state_bytes
+            if optimizer.ema_decay > 0:
+                tensors_of_state += 4
             self.optimizer_bytes += tensor.held_elements * tensors_of_state + 4 * kind.counts_steps
 
 
@@ -116,7 +119,7 @@ class RankParameters:
     ) -> None:
         self.pp_rank, self.modules, self.specs = pp_rank, modules, specs
         self.stages = tuple(modules)
-        self.held_modules = [module for of_stage in modules.values() for module in of_stage.values()]
+        self.held_modules = list(chain.from_iterable(stage.values() for stage in modules.values()))
         """The modules of all its stages, with the names of the first of equal blocks."""
         self.held = sum(module.held for module in self.held_modules)
         """Number of parameters in its shards, without buffers."""
@@ -128,7 +131,7 @@ class RankParameters:
     @cached_property
     def tensors(self) -> tuple[HeldTensor, ...]:
         """Parameters and buffers of all its stages, in the model's order."""
-        named = [pair for modules in self.modules.values() for pair in modules.items()]
+        named = chain.from_iterable(modules.items() for modules in self.modules.values())
         return tuple(
             replace(tensor, spec=spec, group=_renamed(tensor.group, module.name, name))
             for name, module in named
@@ -256,7 +259,7 @@ class PlannedUpdate:
 
 def planned_update(job: Job, parameters: RankParameters) -> PlannedUpdate | None:
     """Plan the exchanges of an update; None if no optimizer of these tensors exchanges anything."""
-    held = [tensor for module in parameters.held_modules for tensor in module.tensors]
+    held = chain.from_iterable(module.tensors for module in parameters.held_modules)
     specs = [tensor.spec for tensor in held if not tensor.spec.is_buffer]
     if not exchanges(job.optimizer, specs):
         return None

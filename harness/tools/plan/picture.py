@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,9 +121,15 @@ def _draw_timeline(axis: Axes, speed: Speed, title: str) -> None:
     from matplotlib.colors import to_hex
     from matplotlib.patches import Patch
 
-    rows, actions = speed.timeline, [action for row in speed.timeline for action in row]
+    rows = speed.timeline
+    actions = list(chain.from_iterable(rows))
     last = max((action.end for action in actions), default=0.0)
-    scale, unit = (1.0, "s") if last >= 1 else (1e3, "ms") if last >= 1e-3 else (1e6, "us")
+    if last >= 1:
+        scale, unit = 1.0, "s"
+    elif last >= 1e-3:
+        scale, unit = 1e3, "ms"
+    else:
+        scale, unit = 1e6, "us"
     end = max(last, speed.step_seconds) * scale
     axis.set_xlim(0, end)
     axis.set_ylim(len(rows) - 0.5, -0.5)

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
 from math import gcd
 from typing import Any
 
@@ -47,7 +48,10 @@ class Remedy:
     @property
     def overrides(self) -> list[str]:
         """The overrides of all changes; of a field that two set, the last."""
-        return list({each.partition("=")[0]: each for change in self.changes for each in change}.values())
+        by_field = {}
+        for override in chain.from_iterable(self.changes):
+            by_field[override.partition("=")[0]] = override
+        return list(by_field.values())
 
     @property
     def typed(self) -> str:
@@ -238,14 +242,17 @@ def render_remedies(plan: Plan, found: Sequence[Remedy]) -> str:
 def _table(plan: Plan, found: Sequence[Remedy]) -> str:
     unit, before, ranks = device_name(plan), plan.speed, plan.job.world_size
     columns = [
-        *(Column("change", "change"), Column("memory_peak", "GiB", gib)),
+        Column("change", "change"),
+        Column("memory_peak", "GiB", gib),
         Column("rate", f"tokens/s a {unit}", str),
-        *(Column("faster", "speed", "+.1%"), Column("besides", "besides")),
+        Column("faster", "speed", "+.1%"),
+        Column("besides", "besides"),
     ]
     rows = []
     for each, data in zip(found, remedies_as_dict(found), strict=True):
         besides = [f"{data['world_size']} {unit}s"] if data["world_size"] != ranks else []
-        besides += ["changes the numbers"] if each.changes_numbers else []
+        if each.changes_numbers:
+            besides.append("changes the numbers")
         rate = "unknown" if each.rate is None else figure(each.rate)
         row = data | {"change": each.typed, "rate": rate, "besides": ", ".join(besides)}
         if each.rate is not None and before is not None:

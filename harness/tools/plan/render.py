@@ -6,6 +6,7 @@ import dataclasses
 from itertools import groupby
 from typing import Any
 
+from harness.compose.scale import count
 from harness.config.job import Job
 from harness.config.parallelism import ParallelismConfig, degrees_in_words
 from harness.config.pipeline import num_stages
@@ -66,6 +67,32 @@ def render(plan: Plan) -> str:
     if plan.notes:
         blocks.append("notes\n" + "".join(f"  {note}\n" for note in plan.notes))
     return "\n".join(blocks)
+
+
+def in_short(plan: Plan) -> dict[str, Any]:
+    """The figures by which plans are compared, and what all steps cost; None if unknown."""
+    speed, tokens = plan.speed, tokens_of(plan.job)
+    of_speed = ("step_seconds", "tokens_per_second_per_rank", "mfu")
+    return {
+        "fits": plan.fits,
+        "memory_peak": plan.peak,
+        **{name: None if speed is None else getattr(speed, name) for name in of_speed},
+        "parameters": plan.accounting.parameters,
+        "non_embedding_parameters": count(plan.job.model, "non_embedding"),
+        "tokens": tokens,
+        "flops": plan.accounting.flops_per_token_full * tokens,
+        **{name: getattr(plan, name) for name in ("gpu_hours", "dollars")},
+    }
+
+
+def figure_columns(rate: str) -> list[Column]:
+    """Columns of ``in_short`` in every table of plans; ``rate`` is the heading of tokens per second."""
+    return [
+        Column("memory_peak", "GiB", gib),
+        Column("step_seconds", "step", seconds),
+        Column("tokens_per_second_per_rank", rate, figure),
+        Column("mfu", "MFU", ".1%"),
+    ]
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:
@@ -165,7 +192,8 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
         where += f", {plan.accelerator.link} joins {job.cluster.link_nodes} nodes"
     share, times = job.local_batch_size * job.accumulation_steps, job.accumulation_steps
     batch = f"{batch_in_words(job)}; {share} on each data-parallel rank"
-    batch += f", {times} passes of {job.local_batch_size}" if times > 1 else ""
+    if times > 1:
+        batch += f", {times} passes of {job.local_batch_size}"
     if job.parallelism.pp > 1:
         batch += f", as {job.microbatches} microbatches of {job.parallelism.pp_microbatch_size}"
     facts = [

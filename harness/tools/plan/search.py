@@ -324,13 +324,13 @@ class Estimates(Memo):
 
         sharing = self.once(("sharing", point.degrees, point.ep), lambda: self._sharing(point, layout))
         sequences = self._base.global_batch_size // point.data_parallel
-        microbatches, passes = sequences // point.rows, sequences // point.local_batch_size
-        return max(
-            microbatches * busy
-            + idle
-            + passes * sum(count * sharing.get(part, 0.0) for part, count in own.items())
-            for busy, idle, own in self.once((*loads_key, *ranks_key), work)
-        )
+        microbatches = sequences // point.rows
+        passes = sequences // point.local_batch_size
+        longest = 0.0
+        for busy, idle, own in self.once((*loads_key, *ranks_key), work):
+            shared = sum(count * sharing.get(part, 0.0) for part, count in own.items())
+            longest = max(longest, microbatches * busy + idle + passes * shared)
+        return longest
 
     def _loads(self, point: LayoutPoint) -> dict[Any, tuple[float, float]]:
         """Seconds of one microbatch's forward and backward by part."""
@@ -358,9 +358,9 @@ class Estimates(Memo):
         n_layers = self._base.model.n_layers
         parts: dict[str, Any] = {f"layers.{layer}": kind for layer, kind in enumerate(self._kinds)}
         parts |= {"tok_embeddings": "tok_embeddings", "output": "output"}
-        stages = [
-            Parts(parts[name] for name in names if name in parts) for names in split_modules(layout, n_layers)
-        ]
+        stages = []
+        for names in split_modules(layout, n_layers):
+            stages.append(Parts(parts[name] for name in names if name in parts))
         # The lists of modules do not name the block of multi-token prediction.
         stages[-1].update(self._kinds[n_layers:])
         ranks = []

@@ -17,6 +17,8 @@ from harness.tools.plan.render import (
     cost_in_words,
     device_name,
     devices,
+    figure_columns,
+    in_short,
     mesh_of,
     nodes_in_words,
     schedule_of,
@@ -26,7 +28,7 @@ from harness.util import PACKAGE
 from harness.util.errors import ConfigError
 from harness.util.files import write_atomically
 from harness.util.tables import Column, Table, to_text
-from harness.util.words import figure, gib, plural, seconds, shortened
+from harness.util.words import figure, gib, plural, shortened
 
 # Reasons that are shown one by one; the others are summed.
 _SHOWN = 6
@@ -43,17 +45,20 @@ def render_search(found: Search) -> str:
         f"fully planned, in {found.seconds:.1f} s\n"
     )
     kept = sorted(field for field in found.space.typed if field.startswith(_SEARCHED))
-    head += f"kept as typed: {', '.join(kept)}\n" if kept else ""
+    if kept:
+        head += f"kept as typed: {', '.join(kept)}\n"
     columns = [
-        *(Column("name", ""), Column("layout", "layout"), Column("batch", "microbatches", str)),
-        *(Column("mode", "recompute"), Column("schedule", "schedule"), Column("peak", "GiB", gib)),
-        *(Column("step", "step", seconds), Column("rate", f"tokens/s a {unit}", figure)),
-        Column("mfu", "MFU", ".1%"),
+        Column("name", ""),
+        Column("layout", "layout"),
+        Column("batch", "microbatches", str),
+        Column("mode", "recompute"),
+        Column("schedule", "schedule"),
+        *figure_columns(f"tokens/s a {unit}"),
     ]
     rows = []
     for name, each in found.shown.items():
-        point, speed, own = each.point, each.plan.speed, each.plan.job
-        assert speed is not None
+        point = each.point
+        own = each.plan.job
         batch = f"{own.accumulation_steps} x {point.local_batch_size}"
         if point.schedule:
             batch = f"{point.local_batch_size // point.microbatch_size} x {point.microbatch_size}"
@@ -64,10 +69,7 @@ def render_search(found: Search) -> str:
                 "batch": batch,
                 "mode": point.mode,
                 "schedule": schedule_of(own).partition(" (")[0] if point.schedule else "",
-                "peak": each.plan.peak,
-                "step": each.seconds,
-                "rate": speed.tokens_per_second_per_rank,
-                "mfu": speed.mfu,
+                **in_short(each.plan),
             }
         )
     table = to_text(Table(columns, rows, missing=""), "  ")

@@ -124,8 +124,10 @@ class LayoutPoint(NamedTuple):
     def overrides(self, base: ParallelismConfig) -> list[str]:
         """Return the overrides that turn ``base`` into this point."""
         typed = [f"parallelism.{axis}={degree}" for axis, degree in zip(AXES, self.degrees, strict=True)]
-        typed += [f"parallelism.ep={self.ep}"] if self.ep > 1 or base.ep > 1 else []
-        typed += [f"parallelism.async_tp={str(self.tp > 1).lower()}"] if base.async_tp else []
+        if self.ep > 1 or base.ep > 1:
+            typed.append(f"parallelism.ep={self.ep}")
+        if base.async_tp:
+            typed.append(f"parallelism.async_tp={str(self.tp > 1).lower()}")
         typed.append(f"training.local_batch_size={self.local_batch_size}")
         if self.schedule is not None:
             layers = "null" if self.layers_per_stage is None else self.layers_per_stage

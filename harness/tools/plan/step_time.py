@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import TypeVar
 
 from harness.config.job import Job
@@ -35,8 +36,12 @@ Made = TypeVar("Made")
 def moved_by_update(model: ModelConfig, optimizer: OptimizerConfig) -> float:
     """Bytes that the optimizer's update moves per 32-bit parameter, the mean over the model."""
     found = kinds_of(optimizer, tensors(model).values())
-    sizes = {kind: sum(tensor.size for tensor in own) for kind, own in found.items()}
-    return sum(KINDS[kind].moved_bytes * size for kind, size in sizes.items()) / sum(sizes.values())
+    moved = values = 0.0
+    for kind, own in found.items():
+        size = sum(tensor.size for tensor in own)
+        values += size
+        moved += KINDS[kind].moved_bytes * size
+    return moved / values
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,9 @@ class StepModel:
         self.order = pipeline_order(self.layout, job.model.n_layers, job.microbatches)
         self.sends = sends_of_ranks(self.order)
         frees = self.layout.pp > 1 and self.layout.reshards_after_forward
-        self.gathering = {each for row in self.order for each in gathering_passes(row)} if frees else set()
+        self.gathering: set[Action] = set()
+        if frees:
+            self.gathering.update(*map(gathering_passes, self.order))
         modules = split_modules(self.layout, job.model.n_layers)
         self.stages = [self._stage(names) for names in modules]
 
@@ -150,14 +157,16 @@ class StepModel:
             hidden = min(taken, room)
             exposed = 1 - hidden * (1 - self.machine.contention) / taken if taken else 0.0
             collectives += [replace(m, exposed=m.seconds * exposed) for m in mine]
-            copying += shared.copying if i < gathers else 0.0
+            if i < gathers:
+                copying += shared.copying
         return Pass(copying, tuple(collectives))
 
     # -- a step ----
 
     def update_seconds(self, stages: Iterable[StageTimes]) -> float:
         """Seconds of the norm, clipping and the optimizer on a rank with these stages."""
-        held = sum(shared.held for stage in stages for shared in stage.sharing)
+        sharing = chain.from_iterable(stage.sharing for stage in stages)
+        held = sum(shared.held for shared in sharing)
         width = BYTES[self.job.precision.master_dtype] / 4
         moved = CLIP_BYTES + moved_by_update(self.job.model, self.job.optimizer)
         return self.machine.pass_seconds(held * moved * width)
@@ -186,7 +195,7 @@ class StepModel:
     def timeline(self) -> list[list[Action]]:
         """The passes of every pipeline rank with their times, in one pass over a local batch."""
         sending = 0.0 if self.layout.pp == 1 else self._send.seconds
-        equal = {which for row in self.order for which in map(self._which, row)}
+        equal = set(map(self._which, chain.from_iterable(self.order)))
         seconds = {which: self._pass(*which).seconds for which in equal}
         return simulate(self.order, lambda action: seconds[self._which(action)], sending)
 
