@@ -267,7 +267,7 @@ def sends_of_ranks(order: list[list[Action]]) -> list[int]:
 
 def _rank_of(order: list[list[Action]]) -> dict[int, int]:
     """The pipeline rank of each stage."""
-    found = {}
+    found: dict[int, int] = {}
     for rank, actions in enumerate(order):
         found |= dict.fromkeys((action.stage for action in actions), rank)
     return found
