@@ -262,13 +262,19 @@ class MlflowView:
             raise TimeoutError(f"rows were not sent within {_UPLOAD_SECONDS:.0f} seconds")
         code = int(summary.get("exit_code") or EXIT_OK)
         is_stopped = code in STOPPED or "exit_reason" in summary
-        status = "KILLED" if is_stopped else "FINISHED" if code == EXIT_OK else "FAILED"
+        status = "FAILED"
+        if is_stopped:
+            status = "KILLED"
+        elif code == EXIT_OK:
+            status = "FINISHED"
         self._client.set_terminated(self._id, status)
 
     def _send_rows(self) -> None:
         try:
             for rows in self._waiting_rows():
-                metrics = [metric for row in rows for metric in _metrics(*row)]
+                metrics: list[Any] = []
+                for row in rows:
+                    metrics += _metrics(*row)
                 for some in _batches(metrics, _METRICS_PER_REQUEST):
                     self._client.log_batch(self._id, metrics=some)
         except Exception as error:  # raised by log and close

@@ -64,8 +64,12 @@ class Split(StrEnum):
 
 
 _BY_OUTPUT = (
-    *(Split.VOCABULARY, Split.COLUMN, Split.HEAD, Split.HEADS),
-    *(Split.MODULATION, Split.OUTPUT),
+    Split.VOCABULARY,
+    Split.COLUMN,
+    Split.HEAD,
+    Split.HEADS,
+    Split.MODULATION,
+    Split.OUTPUT,
 )
 
 

@@ -62,10 +62,13 @@ class CombinedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, optimizers: dict[str, torch.optim.Optimizer]) -> None:
-        super().__init__([group for each in optimizers.values() for group in each.param_groups], {})
+        groups: list[dict[str, Any]] = []
+        for optimizer in optimizers.values():
+            groups += optimizer.param_groups
+        super().__init__(groups, {})
         self.optimizers = optimizers
-        for each in optimizers.values():
-            each.state = self.state
+        for optimizer in optimizers.values():
+            optimizer.state = self.state
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]

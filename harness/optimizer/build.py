@@ -72,8 +72,10 @@ def _build(
 def adam(config: OptimizerConfig, groups: Groups, _: dist.ProcessGroup | None) -> torch.optim.Optimizer:
     """Build torch's Adam or AdamW, or ours for parameters or state in bfloat16."""
     state_dtype = _state_dtype(config)
-    dtypes = {parameter.dtype for group in groups for parameter in group["params"]}
-    if dtypes != {torch.float32} or state_dtype != torch.float32:
+    dtypes = {state_dtype}
+    for group in groups:
+        dtypes |= {parameter.dtype for parameter in group["params"]}
+    if dtypes != {torch.float32}:
         return RoundedAdamW(groups, config.lr, state_dtype, eps=config.eps)
     implementation = "fused" if config.implementation == "auto" else config.implementation
     return LocalAdam(

@@ -105,11 +105,9 @@ class Muon(OwnOptimizer):
         self.group, self.ranks = group, 1 if group is None else group.size()
         self.rank = 0 if group is None else group.rank()
         holders = _Holders(group)
-        self.tensors = [
-            _Held(parameter, index, scale, holders)
-            for index, each in enumerate(self.param_groups)
-            for parameter in each["params"]
-        ]
+        self.tensors: list[_Held] = []
+        for index, settings in enumerate(self.param_groups):
+            self.tensors += [_Held(parameter, index, scale, holders) for parameter in settings["params"]]
         self.rounds: list[_Round] = []
         self.local_rounds: list[list[MatrixGroup]] = []
         for units in assign([held.matrices for held in self.tensors]):
@@ -186,7 +184,8 @@ class Muon(OwnOptimizer):
             stored = [each.stacked(each.parameter)[unit.first : unit.stop] for unit, each in held]
             values = [each.float() for each in stored]
             rate: Any = group["lr"] if applied is None else group["lr"] * applied
-            rates = {scale: rate * scale for scale in {each.scale for _, each in held}}
+            scales = {tensor.scale for _, tensor in held}
+            rates = {scale: rate * scale for scale in scales}
             if values:
                 torch._foreach_mul_(values, 1 - rate * group["weight_decay"])
             for target, value, (unit, each) in zip(stored, values, held, strict=True):

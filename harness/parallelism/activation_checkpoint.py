@@ -57,8 +57,12 @@ SAVED = {
     "aten.max.default",
 }
 MATMULS = {
-    *("aten.mm.default", "aten.addmm.default", "aten._scaled_mm.default"),
-    *("aten._grouped_mm.default", "aten._scaled_grouped_mm.default", "harness.grouped_product.default"),
+    "aten.mm.default",
+    "aten.addmm.default",
+    "aten._scaled_mm.default",
+    "aten._grouped_mm.default",
+    "aten._scaled_grouped_mm.default",
+    "harness.grouped_product.default",
 }
 
 

@@ -17,7 +17,8 @@ from harness.util.errors import ConfigError
 # Functions of torch that run what the compiler has fused, by kind.
 _FUSED = {
     "all-gathers": (
-        *("_fused_all_gather_matmul_impl", "_fused_all_gather_matmul_native"),
+        "_fused_all_gather_matmul_impl",
+        "_fused_all_gather_matmul_native",
         "_multimem_all_gather_matmul",
     ),
     "reduce-scatters": ("_fused_matmul_reduce_scatter_impl", "_fused_scaled_matmul_reduce_scatter_impl"),

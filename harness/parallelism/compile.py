@@ -84,7 +84,8 @@ def apply_compile(
         # between them, so that recomputation finds it saved.
         moe = block.moe
         pieces = [(block, "attend"), (moe.router, "score"), (moe.router, "weigh"), (moe, "arrange")]
-        pieces += [] if moe.shared_experts is None else [(moe.shared_experts, "forward")]
+        if moe.shared_experts is not None:
+            pieces.append((moe.shared_experts, "forward"))
         for owner, name in pieces:
             setattr(owner, name, compiled(getattr(owner, name)))
         # Numbers of rows differ in every step.

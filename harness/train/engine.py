@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from operator import itemgetter
 from typing import Any
 
@@ -55,9 +56,7 @@ class Engine:
         self.executor = self._build_executor(job)
         self._executors = {self.length: self.executor}
         self._parameters = [list(part.parameters()) for part in self.parts]
-        self.parameters: list[Tensor] = [
-            parameter for parameters in self._parameters for parameter in parameters
-        ]
+        self.parameters: list[Tensor] = list(chain.from_iterable(self._parameters))
         self.optimizer = self._build_optimizer()
         self.schedule = build_schedule(job.schedule, self.optimizer, job.schedule.curve_steps(job.steps))
         self.weights_changed = True
@@ -261,12 +260,15 @@ class Engine:
                 loss = loss + self.executor.forward(piece)
         for part in self.parts:
             reshard(part)  # without a backward pass FSDP leaves some modules gathered
-        losses = [loss, *self.sources.losses(batch, row_losses)]
+        losses: list[Tensor | float] = [loss, *self.sources.losses(batch, row_losses)]
         tokens = [count_valid(batch), *self.sources.tokens(batch)]
-        own = [*(losses if self.has_loss else [0.0] * len(losses))]
-        own += tokens if self.counts_tokens else [0] * len(tokens)
-        total = self.world_sum(own)
-        return [LossSum(*each) for each in zip(total[: len(tokens)], total[len(tokens) :], strict=True)]
+        if not self.has_loss:
+            losses = [0.0] * len(losses)
+        if not self.counts_tokens:
+            tokens = [0] * len(tokens)
+        total = self.world_sum([*losses, *tokens])
+        sums = zip(total[: len(tokens)], total[len(tokens) :], strict=True)
+        return [LossSum(*pair) for pair in sums]
 
     def score(self, batch: Batch) -> Tensor:
         """Score each row of a batch of ``local_batch_size`` rows in host memory, as ``Executor.score``."""

@@ -6,6 +6,7 @@ import contextlib
 import json
 import sys
 import traceback
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ def absent_ranks(run_dir: Path, error: dict[str, Any]) -> list[int]:
         return []  # outside of a step positions are written only after the timeout
     in_time = {rank: position for rank, position in positions.items() if not position.get("late")}
     waits = {rank: _waits_for(position, in_time) for rank, position in in_time.items()}
-    awaited = {rank for ranks in waits.values() for rank in ranks}
+    awaited = set(chain.from_iterable(waits.values()))
     return sorted(rank for rank in awaited if not waits.get(rank))
 
 

@@ -96,7 +96,8 @@ def settings(job: Job, run_dir: Path) -> dict[str, str]:
     # 2: copy engines in place of multiprocessors, where memory is symmetric (set_symm_mem_for_comm).
     nccl = {"NCCL_CTA_POLICY": "2"} if job.parallelism.fsdp_buffers == "symmetric" else {}
     # NCCL fails to register the memory of growing segments (github.com/pytorch/pytorch/issues/158029).
-    nccl |= {"NCCL_GRAPH_REGISTER": "0"} if job.compile.cuda_graphs else {}
+    if job.compile.cuda_graphs:
+        nccl["NCCL_GRAPH_REGISTER"] = "0"
     return nccl | {
         # Segments that grow avoid fragmentation where shapes vary.
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",

@@ -124,8 +124,10 @@ def silence_known_noise() -> None:
         "ignore", message=r"FSDP2-wrapped module \(.*\) returned a view tensor", category=UserWarning
     )
     for name in (
-        *("torch.distributed.tensor._redistribute", "torch._higher_order_ops.wrap"),
-        *("torchao", "torch.utils._pytree"),
+        "torch.distributed.tensor._redistribute",
+        "torch._higher_order_ops.wrap",
+        "torchao",
+        "torch.utils._pytree",
     ):
         logging.getLogger(name).addFilter(_is_not_known_noise)
 

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from typing import Any
 
 import torch
@@ -156,7 +157,7 @@ class Trainer:
         begun = [each.begin_step(number) for each in self.observers]
         with unwrap_non_finite(number):
             stop_requested = request.signal is not None or self.saver.asks_to_stop
-            beside = [value for values in begun for value in values]
+            beside = list(chain.from_iterable(begun))
             outcome = self.engine.gradients(batch, stop_requested=stop_requested, beside=beside)
         lr = self.engine.lr
         self._wait_for_staging()
@@ -177,7 +178,9 @@ class Trainer:
     def _note(self, columns: Row) -> Noted:
         """Note values for the step's row before the next step changes them."""
         load_ME = self.engine.balance.load_ME
-        largest = {name for observer in self.observers for name in observer.maxima}
+        largest: set[str] = set()
+        for observer in self.observers:
+            largest |= set(observer.maxima)
         return Noted(
             {name: value for name, value in columns.items() if name not in largest},
             {name: value for name, value in columns.items() if name in largest},

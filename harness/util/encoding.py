@@ -97,7 +97,9 @@ def _check_depth(value: Any) -> None:
 
 def _encode(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
-        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+        if math.isnan(value):
+            return "nan"
+        return "inf" if value > 0 else "-inf"
     if isinstance(value, dict):
         return {key: _encode(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterable
+from itertools import product
 from math import gcd
 
 EXIT_OK = 0
@@ -156,5 +157,5 @@ def divisors(*numbers: int) -> list[int]:
         while rest % factor == 0:
             rest //= factor
             powers.append(powers[-1] * factor)
-        found = [each * power for each in found for power in powers]
-    return sorted({each * power for each in found for power in (1, rest)})
+        found = [divisor * power for divisor, power in product(found, powers)]
+    return sorted({*found, *(divisor * rest for divisor in found)})

@@ -117,7 +117,8 @@ def lock(path: Path, *, shared: bool = False, create: bool = False) -> IO[bytes]
         LockedError: another process holds a conflicting lock.
         OSError: the file cannot be opened.
     """
-    file = path.open("ab" if create else "rb" if shared else "rb+")
+    mode = "rb" if shared else "rb+"
+    file = path.open("ab" if create else mode)
     try:
         fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from itertools import product
 from math import log10
 from pathlib import Path
 from statistics import fmean
@@ -49,6 +50,5 @@ def ticks(low: float, high: float) -> list[float]:
 
         return [tick for tick in MaxNLocator(7, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high) if tick > 0]
     decades = range(int(log10(low)) - 1, int(log10(high)) + 1)
-    return [
-        tick for decade in decades for digit in (1, 2, 5) if low <= (tick := digit * 10.0**decade) <= high
-    ]
+    round_numbers = [digit * 10.0**decade for decade, digit in product(decades, (1, 2, 5))]
+    return [tick for tick in round_numbers if low <= tick <= high]

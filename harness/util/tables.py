@@ -6,6 +6,7 @@ import csv
 import io
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from harness.util.words import MISSING, formatted
@@ -54,13 +55,18 @@ class Table:
     @property
     def shown(self) -> list[Column]:
         """Columns that have values."""
-        filled = {key for row in self.rows for key, value in row.items() if value not in (None, "")}
-        return [each for each in self.columns if each.key in filled] if self.rows else list(self.columns)
+        filled: set[str] = set()
+        for row in self.rows:
+            filled |= {key for key, value in row.items() if value not in (None, "")}
+        return [column for column in self.columns if column.key in filled or not self.rows]
 
     def cells(self) -> list[list[str]]:
         """Return the text of all rows, in the shown columns."""
         columns = self.shown
-        return [[formatted(row.get(c.key), c.form, self.missing) for c in columns] for row in self.rows]
+        cells = []
+        for row in self.rows:
+            cells.append([formatted(row.get(column.key), column.form, self.missing) for column in columns])
+        return cells
 
     def is_marked(self, row: Row) -> bool:
         """Whether a row is highlighted."""
@@ -86,11 +92,12 @@ def to_text(table: Table, indent: str = "") -> str:
 
 def to_csv(rows: Sequence[Row], columns: Sequence[Column] = ()) -> str:
     """Format rows as CSV with raw values, under the columns' keys, or under all keys of the rows."""
-    keys = [each.key for each in columns] or list(dict.fromkeys(key for row in rows for key in row))
+    keys = [column.key for column in columns] or list(dict.fromkeys(chain.from_iterable(rows)))
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(keys)
-    writer.writerows([row.get(key) for key in keys] for row in rows)  # None is written as an empty cell
+    for row in rows:
+        writer.writerow([row.get(key) for key in keys])  # None is written as an empty cell
     return text.getvalue()
 
 

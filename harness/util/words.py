@@ -19,7 +19,11 @@ def seconds(value: float | None) -> str:
     # A value that would round to 1000 of a unit is shown as 1 of the next.
     unit, size = next(((u, s) for u, s in (("s", 1.0), ("ms", 1e-3)) if value >= 0.9995 * s), ("us", 1e-6))
     amount = value / size
-    digits = 0 if amount >= 99.95 else 1 if amount >= 9.995 else 2
+    digits = 2
+    if amount >= 99.95:
+        digits = 0
+    elif amount >= 9.995:
+        digits = 1
     return f"{amount:,.{digits}f} {unit}"
 
 
@@ -38,7 +42,11 @@ def plural(count: int, noun: str) -> str:
 
 def gib(value: float) -> str:
     """Format bytes in GiB with two decimals; zero is ``-``."""
-    return "-" if value == 0 else f"{value / GIB:,.2f}" if value >= 0.005 * GIB else f"{value / GIB:.1g}"
+    if value == 0:
+        return "-"
+    if value >= 0.005 * GIB:
+        return f"{value / GIB:,.2f}"
+    return f"{value / GIB:.1g}"
 
 
 def figure(value: float) -> str:

@@ -53,14 +53,15 @@ class Marks:
         self._phases = phases
         self._undo: list[Callable[[], None]] = []
         for part in parts:
-            for group, module in _layer_groups(part):
-                self._mark_module(module, group)
+            for name, module in _layer_groups(part):
+                self._mark_module(module, name)
             # Modules that are sharded together share a group.
             sharded = [module for module in part.modules() if isinstance(module, FSDPModule)]
-            for each in {
-                id(group): group for module in sharded for group in parameter_groups(module)
-            }.values():
-                self._mark_sharding(each)
+            groups: dict[int, Any] = {}
+            for module in sharded:
+                groups |= {id(group): group for group in parameter_groups(module)}
+            for group in groups.values():
+                self._mark_sharding(group)
         axes = _axes(mesh)
         if axes:
             self._mark_collectives(axes, _KEYS[device.type])
