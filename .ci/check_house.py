@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BUDGETS = {
     "util": 8_500,
     "config": 28_750,
-    "data": 32_350,
+    "data": 32_200,
     "model": 22_000,
     "metrics": 8_500,
     "run": 3_800,
