@@ -35,7 +35,8 @@ class PlainConsole:
     def _text(self, row: Mapping[str, Any]) -> str:
         shown = []
         for metric in self._metrics:
-            stem, is_prefix = metric.name.removesuffix("*"), metric.name.endswith("*")
+            stem = metric.name.removesuffix("*")
+            is_prefix = metric.name.endswith("*")
             keys = [key for key in row if key.startswith(stem)] if is_prefix else [metric.name]
             shown += [
                 metric.format(key, row[key]) for key in keys if metric.line and row.get(key) is not None

@@ -100,7 +100,8 @@ def utilization(
 
 def describe_inputs(flops: Accounting, peak: Peak) -> str:
     """Describe the inputs of the MFU on one line, for the start of a run."""
-    full, causal = flops.flops_per_token_full / 1e9, flops.flops_per_token_causal / 1e9
+    full = flops.flops_per_token_full / 1e9
+    causal = flops.flops_per_token_causal / 1e9
     work = f"{full:,.4g} GFLOP/token (full attention), {causal:,.4g} (causal half)"
     if peak.flops is None:
         return f"no MFU: {peak.origin}; {work}"
@@ -111,8 +112,10 @@ class Efficiency:
     """Convert the throughput of a job to its speed per rank and MFU."""
 
     def __init__(self, model: ModelConfig, seq_len: int, peak: Peak, world_size: int) -> None:
-        self.accounting, self.peak = account(model, seq_len), peak
-        self._model, self._world_size = model, world_size
+        self.accounting = account(model, seq_len)
+        self.peak = peak
+        self._model = model
+        self._world_size = world_size
         self._known = {seq_len: self.accounting}
 
     def row(self, tokens_per_second: float | None, lengths: Mapping[int, int]) -> dict[str, float | None]:

@@ -184,11 +184,15 @@ class TensorBoardView:
         self._writer.close()
 
 
-_JOB_ID, _FOLDER = "harness.job_id", "harness.run_dir"
+_JOB_ID = "harness.job_id"
+_FOLDER = "harness.run_dir"
 # Rows that come while a request is on its way are sent by the next one.
 _ROWS_PER_REQUEST = 50
 # Limits of MLflow's REST API (mlflow/utils/validation.py).
-_PARAMS_PER_REQUEST, _METRICS_PER_REQUEST, _LONGEST_PARAM, _LONGEST_NAME = 100, 1000, 6000, 250
+_PARAMS_PER_REQUEST = 100
+_METRICS_PER_REQUEST = 1000
+_LONGEST_PARAM = 6000
+_LONGEST_NAME = 250
 _NOT_IN_NAMES = re.compile(r"[^\w.:/ -]")
 _Row = tuple[int, int, Mapping[str, Any]]
 

@@ -16,7 +16,10 @@ from typing import Any, NamedTuple
 
 from harness.metrics.columns import Metric
 
-DATA, VALIDATION, CHECKPOINT, PROFILING = "data", "validation", "checkpoint", "profiling"
+DATA = "data"
+VALIDATION = "validation"
+CHECKPOINT = "checkpoint"
+PROFILING = "profiling"
 THROUGHPUT = "tokens/s: all tokens over all seconds of the steps after warm-up"
 """The definition of throughput, as tables name it; ``tokens/s/rank`` is this divided by the ranks."""
 SECTIONS = (DATA, VALIDATION, CHECKPOINT, PROFILING)
@@ -88,7 +91,9 @@ class StepTimer:
         clock: Callable[[], float] = time.perf_counter,
         annotated: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        self._synchronize, self._annotated, self._clock = synchronize, annotated, clock
+        self._synchronize = synchronize
+        self._annotated = annotated
+        self._clock = clock
         self._open: str | None = None
         self.restart()
 
@@ -199,7 +204,8 @@ class Window:
 
         A value is None without a step to compute it from.
         """
-        steps, self._unlogged = self._unlogged, []
+        steps = self._unlogged
+        self._unlogged = []
         measured = [step for step in steps if step.measured]
         self.interval_lengths = _lengths(measured)
         profiled = sum(step.profiled for step in steps)
@@ -215,8 +221,11 @@ class Window:
         ordered = sorted(step.seconds for step in self._latest)
         middle = median(ordered) if ordered else None
         rates = sorted(step.tokens / step.seconds for step in self._latest if step.seconds > 0)
-        steps, tokens, seconds = self._steps, self._tokens, self._seconds
-        p10, p90 = _quantile(ordered, 0.1), _quantile(ordered, 0.9)
+        steps = self._steps
+        tokens = self._tokens
+        seconds = self._seconds
+        p10 = _quantile(ordered, 0.1)
+        p90 = _quantile(ordered, 0.9)
         spread = _ratio(p90 - p10, middle) if p10 is not None and p90 is not None else None
         return {
             "window_steps": steps,

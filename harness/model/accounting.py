@@ -58,7 +58,8 @@ def account_decoder(model: ModelConfig, seq_len: int) -> Accounting:
     each other.
     """
     parameters = [tensor for tensor in tensors(model).values() if not tensor.is_buffer]
-    active, table = sum(tensor.active_size for tensor in parameters), model.vocab_size * model.dim
+    active = sum(tensor.active_size for tensor in parameters)
+    table = model.vocab_size * model.dim
     multiplied = active - (0 if model.tied_embeddings else table) + model.mtp.depth * table
     spans = [model.span(layer) for layer in range(model.num_blocks)]
     # By convention a full triangle is half of its square: the diagonal does not count.

@@ -32,8 +32,10 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        of, self.head_dim = config.attention, config.head_width
-        bias, width = of.qkv_bias, config.head_width
+        of = config.attention
+        self.head_dim = config.head_width
+        bias = of.qkv_bias
+        width = config.head_width
         self.wq = nn.Linear(config.dim, config.n_heads * width, bias=bias)
         self.wk = nn.Linear(config.dim, config.n_kv_heads * width, bias=bias)
         self.wv = nn.Linear(config.dim, config.n_kv_heads * width, bias=bias)
@@ -42,7 +44,8 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(width, eps=config.norm_eps) if learned else None
         self.k_norm = nn.RMSNorm(width, eps=config.norm_eps) if learned else None
         self.sinks = nn.Parameter(torch.empty(config.n_heads)) if of.sinks else None
-        self.is_rotated, self.interleaved = of.is_rotated(layer), config.rope.interleaved
+        self.is_rotated = of.is_rotated(layer)
+        self.interleaved = config.rope.interleaved
         self.normed_eps = config.norm_eps if of.qk_norm == "l2" and self.is_rotated else None
         self.temperature = 0.0 if self.is_rotated else of.nope_temperature
         self.temperature_floor = of.nope_temperature_floor
@@ -69,7 +72,8 @@ class Attention(nn.Module):
             linear(x_BTC).view(B, T, -1, self.head_dim) for linear in (self.wq, self.wk, self.wv)
         )
         if self.q_norm is not None and self.k_norm is not None:
-            q_BTHD, k_BTHD = self.q_norm(q_BTHD), self.k_norm(k_BTHD)
+            q_BTHD = self.q_norm(q_BTHD)
+            k_BTHD = self.k_norm(k_BTHD)
         if self.is_rotated:
             q_BTHD, k_BTHD = rotate(q_BTHD, k_BTHD, rope_2TD, interleaved=self.interleaved)
         if self.normed_eps is not None:
@@ -96,9 +100,13 @@ class LatentAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        of, heads = config.attention, config.n_heads
-        self.nope, self.rotated, self.value = of.qk_nope_head_dim, of.qk_rope_head_dim, of.v_head_dim
-        self.interleaved, self.is_rotated = config.rope.interleaved, of.is_rotated(layer)
+        of = config.attention
+        heads = config.n_heads
+        self.nope = of.qk_nope_head_dim
+        self.rotated = of.qk_rope_head_dim
+        self.value = of.v_head_dim
+        self.interleaved = config.rope.interleaved
+        self.is_rotated = of.is_rotated(layer)
         width = config.head_width
         self.wq = self.wq_a = self.q_norm = self.wq_b = None
         if of.q_lora_rank is None:
@@ -133,7 +141,8 @@ class LatentAttention(nn.Module):
             keys = self.inner.store_keys(torch.cat((latent_BTL.unsqueeze(2), k_rotated), -1), mask)
             if not mask.is_first:
                 return self.wo(self._attend_latents(q_nope, q_rotated, keys, mask).reshape(B, T, -1))
-            inner, mask = partial(SdpaKernel.forward, self.inner), mask.visible
+            inner = partial(SdpaKernel.forward, self.inner)
+            mask = mask.visible
         kv = self.wkv_b(latent_BTL).view(B, T, -1, self.nope + self.value)
         k_nope, v_BTHE = kv.split([self.nope, self.value], dim=-1)
         q_BTHD = torch.cat((q_nope, q_rotated), dim=-1)

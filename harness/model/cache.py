@@ -81,7 +81,8 @@ class CachedKernel(SdpaKernel):
 
 def _stored(slots_BKSD: Tensor | None, x_BTKD: Tensor, slots: int, new: Slots) -> Tensor:
     """Store keys or values of new tokens, in place if there are slots for so many sequences."""
-    x_BKTD, place = x_BTKD.transpose(1, 2), new.place
+    x_BKTD = x_BTKD.transpose(1, 2)
+    place = new.place
     B, K, T, D = x_BKTD.shape
     if new.is_first and (slots_BKSD is None or len(slots_BKSD) != B):
         slots_BKSD = x_BTKD.new_zeros(B, K, slots, D)
@@ -104,7 +105,8 @@ class CachedPass:
     """
 
     def __init__(self, lengths_B: Tensor, prompts: int | None = None) -> None:
-        self.last_B, self.prompts = lengths_B - 1, prompts
+        self.last_B = lengths_B - 1
+        self.prompts = prompts
 
     @property
     def positions(self) -> Tensor:
@@ -121,7 +123,8 @@ class CachedPass:
 
     def slots_of(self, kernel: CachedKernel) -> Slots:
         """What layers with this kernel's specification store and see."""
-        last_B1, slots = self.last_B[:, None], kernel.slots
+        last_B1 = self.last_B[:, None]
+        slots = kernel.slots
         # The latest position in each slot after the new ones are stored; negative for empty slots.
         slot_S = torch.arange(slots, device=last_B1.device)
         position_BS = last_B1 - (last_B1 - slot_S) % slots

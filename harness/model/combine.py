@@ -58,8 +58,10 @@ def _backward(
         grad_NKC = (weights_NK.unsqueeze(2) * grad_N1C).type_as(out_RC)
         out_NKC = out_RC.index_select(0, place_R).unflatten(0, weights_NK.shape)
         return grad_NKC.flatten(0, 1).index_select(0, order_R), (out_NKC.float() * grad_N1C).sum(-1)
-    grad_RC, grad_NK = torch.empty_like(out_RC), torch.empty_like(weights_NK)
-    K, C = weights_NK.shape[1], out_RC.shape[1]
+    grad_RC = torch.empty_like(out_RC)
+    grad_NK = torch.empty_like(weights_NK)
+    K = weights_NK.shape[1]
+    C = out_RC.shape[1]
     tensors = grad_NC.contiguous(), out_RC, weights_NK.contiguous(), place_R, grad_RC, grad_NK
     _gradients[place_R.shape[0],](*tensors, C, K, BLOCK)
     return grad_RC, grad_NK
@@ -86,7 +88,8 @@ if triton is not None:
         columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         total = tl.zeros((BLOCK,), tl.float32)
         for k in range(K):
-            row, weight = tl.load(place_R + token * K + k), tl.load(weights_NK + token * K + k)
+            row = tl.load(place_R + token * K + k)
+            weight = tl.load(weights_NK + token * K + k)
             total += weight * tl.load(out_RC + row * C + columns, columns < C, 0.0).to(tl.float32)
         tl.store(sum_NC + token * C + columns, total.to(sum_NC.dtype.element_ty), columns < C)
 
@@ -95,7 +98,8 @@ if triton is not None:
         grad_NC, out_RC, weights_NK, place_R, grad_RC, grad_NK, C, K: tl.constexpr, BLOCK: tl.constexpr
     ):
         choice = tl.program_id(0).to(tl.int64)
-        row, weight = tl.load(place_R + choice), tl.load(weights_NK + choice)
+        row = tl.load(place_R + choice)
+        weight = tl.load(weights_NK + choice)
         total = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, C, BLOCK):
             columns = start + tl.arange(0, BLOCK)

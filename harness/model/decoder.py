@@ -173,7 +173,8 @@ class Decoder(ModelPart):
         self._share = positions_T
 
     def set_length(self, length: int, positions_T: Tensor | None) -> None:
-        self.seq_len, self._share = length, positions_T
+        self.seq_len = length
+        self._share = positions_T
         self._materialize_positions(self.rope.device)
 
     def use_cache(self, capacity: int) -> None:
@@ -199,7 +200,8 @@ class Decoder(ModelPart):
         return {layer: block.moe for layer, block in self.blocks.items() if block.moe is not None}
 
     def take_loads(self) -> dict[int, Tensor]:
-        taken, self.loads = self.loads, {}
+        taken = self.loads
+        self.loads = {}
         return taken
 
     def tie_embeddings(self) -> None:
@@ -247,7 +249,8 @@ class Decoder(ModelPart):
             residual stream [B, T, C]. With multi-token prediction, its logits are appended [2B, T, V], or
             both losses are returned [2].
         """
-        later_BTC, length = None, self.seq_len
+        later_BTC = None
+        length = self.seq_len
         if self.tok_embeddings is not None and self._share is None:
             length = x.shape[1]
         if later_BT is not None:
@@ -256,12 +259,15 @@ class Decoder(ModelPart):
             x, later_BTC = self.tok_embeddings(torch.cat((x, later_BT))).chunk(2)
         elif self.tok_embeddings is not None:
             x = self.tok_embeddings(x)
-        rope, positions, blocks = self.rope, self.positions, self.blocks
+        rope = self.rope
+        positions = self.positions
+        blocks = self.blocks
         tokens_BT = self._tokens(documents_BT)
         if cached is None:
             masks = self._masks(documents_BT, x, length)
             if length < self.seq_len:
-                rope, positions = rope[:, :length], positions[:length]
+                rope = rope[:, :length]
+                positions = positions[:length]
         else:
             positions = cached.positions
             rope = self.rope[:, positions]

@@ -30,7 +30,8 @@ class DecoderArchitecture(Architecture):
     """A pre-norm decoder that predicts the next token."""
 
     def resolve(self, model: ModelConfig) -> ModelConfig:
-        schema, owner = block_of(model).options, f"model.block={model.block}"
+        schema = block_of(model).options
+        owner = f"model.block={model.block}"
         options = resolve_options(model.block_options, schema, "model.block_options", owner)
         return replace(self._with_head_dim(model), block_options=options)
 
@@ -104,7 +105,8 @@ class DecoderArchitecture(Architecture):
 
 
 def _validate_mup(model: ModelConfig) -> None:
-    of, field = model.mup, "model.mup.base_widths"
+    of = model.mup
+    field = "model.mup.base_widths"
     heads = LATENT_HEAD_WIDTHS if model.attention.is_latent else HEAD_WIDTHS
     widths = [name for name in (*PROPORTIONAL, *heads) if field_of(model, name)]
     for name in of.base_widths:

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-ALPHA, LIMIT = 1.702, 7.0
+ALPHA = 1.702
+LIMIT = 7.0
 """GPT-OSS: slope of the gate and limit of both factors (openai/gpt-oss, gpt_oss/torch/model.py, swiglu)."""
 
 

@@ -100,7 +100,8 @@ class SdpaKernel(Kernel):
         mask: Tensor | None,
         sinks_H: Tensor | None = None,
     ) -> Tensor:
-        width, grouped = v_BTKE.shape[-1], q_BTHD.shape[2] != k_BTKD.shape[2]
+        width = v_BTKE.shape[-1]
+        grouped = q_BTHD.shape[2] != k_BTKD.shape[2]
         if sinks_H is not None:
             q_BTHD, k_BTKD, v_BTKE = self._with_sink(q_BTHD, k_BTKD, v_BTKE, sinks_H)
         if q_BTHD.device.type == "cpu":

@@ -53,7 +53,8 @@ class Router(nn.Linear):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config.dim, config.moe.num_experts, bias=config.moe.router_bias)
-        self.config, self.multiplier = config.moe, config.output_multiplier
+        self.config = config.moe
+        self.multiplier = config.output_multiplier
         self.aux_scale: float | Tensor = 1.0
         self.sequence_parts = 1
         self.over_sequence: Callable[[Tensor], Tensor] | None = None
@@ -77,7 +78,8 @@ class Router(nn.Linear):
 
     def score(self, x_BTC: Tensor, balance_bias_E: Tensor | None) -> tuple[Tensor, Tensor]:
         """Scores of every token for every expert, and what is compared for the choice: float32 [N, E]."""
-        of, logits_NE = self.config, self.logits(x_BTC)
+        of = self.config
+        logits_NE = self.logits(x_BTC)
         scores_NE = logits_NE.softmax(-1) if of.score == "softmax" else logits_NE.sigmoid()
         choice_NE = scores_NE.detach()
         choice_NE = choice_NE if balance_bias_E is None else choice_NE + balance_bias_E
@@ -186,7 +188,8 @@ class Experts(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        of, dim = config.moe, config.dim
+        of = config.moe
+        dim = config.dim
         self.w1 = nn.Parameter(torch.empty(of.num_experts, of.hidden_dim, dim))
         self.w2 = nn.Parameter(torch.empty(of.num_experts, dim, of.hidden_dim))
         self.w3 = nn.Parameter(torch.empty(of.num_experts, of.hidden_dim, dim))
@@ -222,7 +225,8 @@ class Experts(nn.Module):
             return self.multiply(self.gate(gate, up), local_shard(self, "w2"), ends)
         rows = torch.arange(x_RC.shape[0], device=x_RC.device, dtype=torch.int32)
         expert_R = torch.searchsorted(ends_E, rows, right=True)
-        gate, up = gate + local_shard(self, "b1")[expert_R], up + local_shard(self, "b3")[expert_R]
+        gate = gate + local_shard(self, "b1")[expert_R]
+        up = up + local_shard(self, "b3")[expert_R]
         out_RC = self.multiply(self.gate(gate, up), local_shard(self, "w2"), ends)
         return out_RC + (local_shard(self, "b2") / self.output_shares)[expert_R]
 
@@ -277,7 +281,8 @@ class MoE(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         of = config.moe
-        self.top_k, self.num_experts = of.top_k, of.num_experts
+        self.top_k = of.top_k
+        self.num_experts = of.num_experts
         self.score_before_experts = of.score_before_experts
         self.router = Router(config)
         self.experts = Experts(config)
@@ -327,5 +332,6 @@ class MoE(nn.Module):
         # A GPU sorts 8 bits at a time. Padding has one more number.
         narrow = torch.uint8 if self.num_experts + has_padding <= 256 else torch.int16
         order_R = experts_NK.flatten().to(narrow).sort(stable=True).indices
-        place_R, load_E = inverse_of(order_R), count_by_expert(experts_NK, self.num_experts)
+        place_R = inverse_of(order_R)
+        load_E = count_by_expert(experts_NK, self.num_experts)
         return load_E, order_R, place_R, permute(x_NC, order_R, place_R)

@@ -52,7 +52,8 @@ def _stretch_llama3(frequencies: Tensor, config: RopeConfig) -> Tensor:
     """
     wavelengths = 2 * math.pi / frequencies
     turns = config.original_max_position / wavelengths
-    low, high = config.low_freq_factor, config.high_freq_factor
+    low = config.low_freq_factor
+    high = config.high_freq_factor
     # With equal factors (Llama 4) the ramp is a step.
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0) if high > low else (turns >= low).float()
     return frequencies * (kept + (1 - kept) / config.factor)
@@ -68,10 +69,13 @@ def _stretch_yarn(frequencies: Tensor, config: RopeConfig, width: int) -> Tensor
         wavelength = config.original_max_position / (turns * 2 * math.pi)
         return width * math.log(wavelength) / (2 * math.log(config.theta))
 
-    first, last = pair_with(config.beta_fast), pair_with(config.beta_slow)
+    first = pair_with(config.beta_fast)
+    last = pair_with(config.beta_slow)
     if config.truncate:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, width - 1)
+        first = math.floor(first)
+        last = math.ceil(last)
+    first = max(first, 0)
+    last = min(last, width - 1)
     if first == last:
         last += 0.001  # a step, as in the reference code of DeepSeek and transformers
     pairs = torch.arange(width // 2, dtype=torch.float32, device=frequencies.device)
@@ -158,11 +162,16 @@ if triton is not None:
         DIRECTION: tl.constexpr, INTERLEAVED: tl.constexpr,
     ):  # fmt: skip
         token = tl.program_id(0).to(tl.int64)
-        b, t, pair = token // T, token % T, tl.arange(0, PAIRS)[None, :]
+        b = token // T
+        t = token % T
+        pair = tl.arange(0, PAIRS)[None, :]
         row = b * by_batch + t * by_position + pair
-        cos, sin = tl.load(all_cos + row, pair < HALF), tl.load(all_sin + HALF + row, pair < HALF) * DIRECTION
-        q, q_out = q + b * q_b + t * q_t, q_out + token * H * HALF * 2
-        k, k_out = k + b * k_b + t * k_t, k_out + token * K * HALF * 2
+        cos = tl.load(all_cos + row, pair < HALF)
+        sin = tl.load(all_sin + HALF + row, pair < HALF) * DIRECTION
+        q = q + b * q_b + t * q_t
+        q_out = q_out + token * H * HALF * 2
+        k = k + b * k_b + t * k_t
+        k_out = k_out + token * K * HALF * 2
         _turn_heads(q, q_out, H, q_h, cos, sin, pair, HALF, Q_HEADS, DIRECTION, INTERLEAVED)
         _turn_heads(k, k_out, K, k_h, cos, sin, pair, HALF, K_HEADS, DIRECTION, INTERLEAVED)
 

@@ -85,7 +85,8 @@ class Init:
     mean: float = 0.0
 
 
-ZEROS, ONES = Init(0.0), Init(0.0, mean=1.0)
+ZEROS = Init(0.0)
+ONES = Init(0.0, mean=1.0)
 
 
 @dataclass(frozen=True)
@@ -209,7 +210,8 @@ def _in_mup(tensor: TensorSpec, base: TensorSpec, stream: float) -> TensorSpec:
     (arXiv:2203.03466, table 8: variance 1 / fan_in for hidden weights, constant for input and output
     weights).
     """
-    widths, init = Widths(stream=stream), base.init
+    widths = Widths(stream=stream)
+    init = base.init
     if tensor.is_matrix:
         widths = Widths(tensor.inputs / base.inputs, tensor.outputs / base.outputs, stream)
     if tensor.is_hidden_matrix:
@@ -222,7 +224,8 @@ def _modules(config: ModelConfig) -> Iterator[ModuleSpec]:
     std = config.dim**-0.5
     head = Init(std, cut=3 * std)
     table = head if config.tied_embeddings else Init(config.embedding_std)
-    embeddings, shape = "tok_embeddings", (config.vocab_size, config.dim)
+    embeddings = "tok_embeddings"
+    shape = (config.vocab_size, config.dim)
     weight = TensorSpec(f"{embeddings}.weight", embeddings, shape, Split.VOCABULARY, table)
     yield ModuleSpec(embeddings, Split.VOCABULARY, (weight,))
     for layer in range(config.n_layers):
@@ -307,11 +310,15 @@ class _PreNormBlock:
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
-        self.config, self.layer, self.prefix = config, layer, block_prefix(config, layer)
-        self.init, self.deep = _linear_init(), _linear_init(2 * (layer + 1))
+        self.config = config
+        self.layer = layer
+        self.prefix = block_prefix(config, layer)
+        self.init = _linear_init()
+        self.deep = _linear_init(2 * (layer + 1))
 
     def modules(self) -> Iterator[ModuleSpec]:
-        config, at = self.config, self.prefix
+        config = self.config
+        at = self.prefix
         yield _norm(f"{at}attention_norm", config.dim)
         yield from self._latent_attention() if config.attention.is_latent else self._attention()
         yield _norm(f"{at}ffn_norm", config.dim)
@@ -321,9 +328,13 @@ class _PreNormBlock:
             yield from self._feed_forward(f"{at}feed_forward", config.ffn_hidden_dim)
 
     def _attention(self) -> Iterator[ModuleSpec]:
-        config, of, at = self.config, self.config.attention, f"{self.prefix}attention"
-        dim, width = config.dim, config.head_width
-        q_width, kv_width = config.n_heads * width, config.n_kv_heads * width
+        config = self.config
+        of = self.config.attention
+        at = f"{self.prefix}attention"
+        dim = config.dim
+        width = config.head_width
+        q_width = config.n_heads * width
+        kv_width = config.n_kv_heads * width
         sinks = TensorSpec(f"{at}.sinks", at, (config.n_heads,), Split.HEADS, self.init)
         yield ModuleSpec(at, Split.REGION, (sinks,) if of.sinks else ())
         for name, outputs in (("wq", q_width), ("wk", kv_width), ("wv", kv_width)):
@@ -334,9 +345,14 @@ class _PreNormBlock:
             yield _norm(f"{at}.k_norm", width, Split.HEAD_NORM)
 
     def _latent_attention(self) -> Iterator[ModuleSpec]:
-        config, of, at = self.config, self.config.attention, f"{self.prefix}attention"
-        dim, heads, rank = config.dim, config.n_heads, of.kv_lora_rank
-        q_width, down = heads * config.head_width, rank + of.qk_rope_head_dim
+        config = self.config
+        of = self.config.attention
+        at = f"{self.prefix}attention"
+        dim = config.dim
+        heads = config.n_heads
+        rank = of.kv_lora_rank
+        q_width = heads * config.head_width
+        down = rank + of.qk_rope_head_dim
         up = heads * (of.qk_nope_head_dim + of.v_head_dim)
         yield ModuleSpec(at, Split.REGION)
         if of.q_lora_rank is None:
@@ -358,8 +374,13 @@ class _PreNormBlock:
         yield _linear(f"{at}.w3", hidden, dim, Split.COLUMN, self.deep)
 
     def _mixture(self) -> Iterator[ModuleSpec]:
-        config, of, at = self.config, self.config.moe, f"{self.prefix}moe"
-        dim, hidden, experts, stack = config.dim, of.hidden_dim, of.num_experts, f"{self.prefix}moe.experts"
+        config = self.config
+        of = self.config.moe
+        at = f"{self.prefix}moe"
+        dim = config.dim
+        hidden = of.hidden_dim
+        experts = of.num_experts
+        stack = f"{self.prefix}moe.experts"
         balance = TensorSpec(self.prefix + BALANCE_BIAS, at, (experts,), Split.MIXTURE, ZEROS)
         yield ModuleSpec(at, Split.MIXTURE, (balance,) if of.balance_coeff else ())
         yield _linear(f"{at}.router", experts, dim, Split.ROUTER, self.init, bias=of.router_bias)
@@ -368,7 +389,8 @@ class _PreNormBlock:
             2: (dim, hidden, Split.ROW, self.deep),
             3: (hidden, dim, Split.COLUMN, self.deep),
         }
-        weights, biases = [], []
+        weights = []
+        biases = []
         for i, (outputs, inputs, split, init) in shapes.items():
             shape = experts, outputs, inputs
             weights.append(TensorSpec(f"{stack}.w{i}", stack, shape, split, init, True, of.top_k))

@@ -62,7 +62,8 @@ def build_optimizer(
 def _build(
     kind: str, config: OptimizerConfig, groups: Groups, ranks: dist.ProcessGroup | None
 ) -> torch.optim.Optimizer:
-    build, options = load_attribute(KINDS[kind].build), KINDS[kind].options
+    build = load_attribute(KINDS[kind].build)
+    options = KINDS[kind].options
     # The options in the config are those of its own kind; groups may have others.
     typed = [] if options is None else [options(**config.options if kind == config.kind else {})]
     optimizer: torch.optim.Optimizer = build(config, groups, ranks, *typed)
@@ -163,12 +164,14 @@ def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
 
     @torch.no_grad()
     def update(_optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        averages, weights = [], []
+        averages = []
+        weights = []
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                state, value = optimizer.state[parameter], plain(parameter.detach())
+                state = optimizer.state[parameter]
+                value = plain(parameter.detach())
                 if EMA not in state:
                     state[EMA] = value.to(torch.float32, copy=True)
                     continue

@@ -111,10 +111,13 @@ def _factors(group: dict[str, Any], applied: Tensor | None) -> tuple[Any, ...]:
     is_adam = group.get("kind") == "adam"
     decay = 0.0 if is_adam else group["lr"] * group["weight_decay"]
     penalty = group["weight_decay"] if is_adam else 0.0
-    mean_weight, square_weight, eps = 1 - beta1, 1 - beta2, group["eps"]
+    mean_weight = 1 - beta1
+    square_weight = 1 - beta2
+    eps = group["eps"]
     if applied is None:
         return 1 - decay, penalty, mean_weight, beta2, square_weight, eps, None
-    mean_weight, square_decay = (mean_weight * applied).float(), 1 - square_weight * applied
+    mean_weight = (mean_weight * applied).float()
+    square_decay = 1 - square_weight * applied
     return 1 - decay * applied, penalty, mean_weight, square_decay, square_weight, eps, applied == 0
 
 
@@ -205,7 +208,8 @@ class Lion(OwnOptimizer):
             weight, decay = (1 - beta for beta in group["betas"])
             rate = group["lr"]
             if applied is not None:
-                rate, decay = rate * applied.float(), decay * applied.float()
+                rate = rate * applied.float()
+                decay = decay * applied.float()
             factors = weight, decay, 1 - rate * group["weight_decay"], rate, skipped
             for parameter in group["params"]:
                 if parameter.grad is None:
@@ -218,7 +222,9 @@ class Lion(OwnOptimizer):
 
 def _lion(target: Tensor, gradient: Tensor, stored: Tensor, factors: tuple[Any, ...]) -> None:
     weight, decay, shrunk, rate, skipped = factors
-    value, gradient, mean = target.float(), gradient.float(), stored.float()
+    value = target.float()
+    gradient = gradient.float()
+    mean = stored.float()
     if skipped is not None:
         gradient = gradient.masked_fill(skipped, 0.0)
     update = mean.lerp(gradient, weight).sign_()

@@ -58,9 +58,11 @@ def orthogonalize(x_BOI: Tensor) -> Tensor:
     # The 2-norm of the elements is at least the largest singular value.
     x.div_(torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp_(min=EPS))
     gram, polynomial = (x.new_empty(x.shape[0], x.shape[1], x.shape[1]) for _ in range(2))
-    multiply, add_product = torch.bmm, torch.baddbmm
+    multiply = torch.bmm
+    add_product = torch.baddbmm
     if len(x) == 1:
-        multiply, add_product = torch.mm, torch.addmm  # type: ignore[assignment]
+        multiply = torch.mm
+        add_product = torch.addmm  # type: ignore[assignment]
         x, other, gram, polynomial = (each[0] for each in (x, other, gram, polynomial))
     for _ in range(NEWTON_SCHULZ_STEPS):
         multiply(x, x.mT, out=gram)
@@ -102,7 +104,8 @@ class Muon(OwnOptimizer):
         super().__init__(groups, lr, state_dtype)
         self.momentum = momentum
         self.dtype = dtype
-        self.group, self.ranks = group, 1 if group is None else group.size()
+        self.group = group
+        self.ranks = 1 if group is None else group.size()
         self.rank = 0 if group is None else group.rank()
         holders = _Holders(group)
         self.tensors: list[_Held] = []
@@ -216,7 +219,8 @@ class _Held:
     def __init__(
         self, parameter: Tensor, group_index: int, scale: Callable[[int, int], float], holders: _Holders
     ) -> None:
-        self.parameter, self.group_index = parameter, group_index
+        self.parameter = parameter
+        self.group_index = group_index
         outputs, inputs = parameter.shape[-2:]
         self.scale = scale(outputs, inputs)
         matrices, self.holders = holders.of(parameter)
@@ -315,15 +319,18 @@ class _Round:
     """Units that are exchanged together, each rank with its own."""
 
     def __init__(self, units: list[MatrixGroup], muon: Muon) -> None:
-        self.muon, self.units = muon, units
-        self.there, self.back = _Routes(), _Routes()
+        self.muon = muon
+        self.units = units
+        self.there = _Routes()
+        self.back = _Routes()
         self.own: list[MatrixGroup] = []
         for unit in units:
             self._route(unit)
 
     def _route(self, unit: MatrixGroup) -> None:
         """Add the pieces of a unit: from one replica to the owner, from the owner to all holders."""
-        holders, me = self.muon.tensors[unit.tensor].holders, self.muon.rank
+        holders = self.muon.tensors[unit.tensor].holders
+        me = self.muon.rank
         owner = holders[unit.owner]
         if owner.rank == me:
             self.own.append(unit)
@@ -398,5 +405,6 @@ class _Round:
 
 
 def _slices(holder: _Holder) -> tuple[slice, slice, slice]:
-    rows, columns = holder.rows, holder.columns
+    rows = holder.rows
+    columns = holder.columns
     return slice(None), slice(rows.start, rows.stop), slice(columns.start, columns.stop)

@@ -108,8 +108,11 @@ def _mup_factor(config: OptimizerConfig, kind: str, tensor: TensorSpec) -> float
         return 1.0
     if KINDS[kind].mup == "entries":
         return 1 / widths.inputs
-    scale, outputs, inputs = lr_scale(config.lr_scale), tensor.outputs, tensor.inputs
-    own, base = scale(outputs, inputs), scale(outputs / widths.outputs, inputs / widths.inputs)
+    scale = lr_scale(config.lr_scale)
+    outputs = tensor.outputs
+    inputs = tensor.inputs
+    own = scale(outputs, inputs)
+    base = scale(outputs / widths.outputs, inputs / widths.inputs)
     return (widths.outputs / widths.inputs) ** 0.5 * base / own
 
 

@@ -40,7 +40,9 @@ class Balance:
     """
 
     def __init__(self, job: Job, parts: Sequence[ModelPart], device: torch.device) -> None:
-        self.job, self.parts, self.device = job, parts, device
+        self.job = job
+        self.parts = parts
+        self.device = device
         self.rows = {layer: row for row, layer in enumerate(job.model.expert_layers)}
         # Ranks that split every expert route the same tokens: each token is counted that many times, and the
         # gradient of an auxiliary loss is summed over these ranks.
@@ -86,9 +88,11 @@ class Balance:
 
     def metrics(self, load_ME: Tensor, tokens: int) -> dict[str, float]:
         """Return ``LOADS`` of a step of so many tokens, from its ``load_ME`` in host memory."""
-        moe, load_ME = self.job.model.moe, load_ME.double()
+        moe = self.job.model.moe
+        load_ME = load_ME.double()
         mean = tokens * moe.top_k / moe.num_experts
-        most, least = (load_ME.amax(1) / mean).tolist(), (load_ME.amin(1) / mean).tolist()
+        most = (load_ME.amax(1) / mean).tolist()
+        least = (load_ME.amin(1) / mean).tolist()
         metrics = {
             "moe.load_max": max(most),
             "moe.load_min": min(least),

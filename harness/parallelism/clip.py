@@ -42,7 +42,8 @@ def local_squares(parameters: Iterable[Tensor], mesh: Mesh, device: torch.device
     gradients: list[Tensor] = []
     copies: list[int] = []
     for parameter in parameters:
-        gradient, shards = parameter.grad, 1
+        gradient = parameter.grad
+        shards = 1
         if isinstance(gradient, DTensor):
             split = [
                 i for i, placement in enumerate(gradient.placements) if not isinstance(placement, Replicate)
@@ -75,7 +76,8 @@ def squares_of(tensors: list[Tensor]) -> Tensor:
         zero = torch.zeros((), device=nonempty[0].device)
         norms = iter(torch._foreach_norm(nonempty, 2, dtype=torch.float32))
         return torch.stack([next(norms) if t.numel() else zero for t in tensors]).double().square()
-    pieces, owners = [torch.zeros(0)], []
+    pieces = [torch.zeros(0)]
+    owners = []
     for index, tensor in enumerate(tensors):
         flat = tensor.reshape(-1)
         whole = flat.numel() - flat.numel() % _PIECE

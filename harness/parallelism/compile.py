@@ -34,7 +34,9 @@ def prepare_compiler(job: Job, device: torch.device) -> None:
     global _seconds_before_reset
     _seconds_before_reset = _seconds_so_far()
     torch._dynamo.reset()  # which also sets its own clock to zero
-    options, config, layout = torch._dynamo.config, job.compile, job.parallelism
+    options = torch._dynamo.config
+    config = job.compile
+    layout = job.parallelism
     options.recompile_limit = max(options.recompile_limit, GRAPHS_PER_LENGTH * len(job.sizes.lengths))
     options.accumulated_recompile_limit = max(options.accumulated_recompile_limit, options.recompile_limit)
     # Beyond the limit torch runs eagerly: FlexAttention then materializes all scores. Who suppresses errors

@@ -35,14 +35,16 @@ from harness.parallelism.mesh import Mesh
 
 def apply_context_parallel(part: ModelPart, mesh: Mesh, layout: ParallelismConfig) -> None:
     """Make a model part work on this rank's positions, in place."""
-    pieces, start = [], 0
+    pieces = []
+    start = 0
     for length in part.segments:
         pieces.append(start + local_positions(layout, length, mesh.rank("cp")))
         start += length
     part.take_positions(torch.cat(pieces))
     group = mesh.group("cp")
     for module in part.kernels:
-        inner, ring = module.inner, (group, layout.balances_context, layout.cp_rotate_method)
+        inner = module.inner
+        ring = (group, layout.balances_context, layout.cp_rotate_method)
         module.inner = (
             UlyssesAttention(inner, group)
             if layout.cp_method == "ulysses"
@@ -88,7 +90,8 @@ class RingAttention(Kernel):
     def forward(
         self, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKE: Tensor, mask: None, sinks_H: Tensor | None = None
     ) -> Tensor:
-        width, value_width = q_BTHD.shape[-1], v_BTKE.shape[-1]
+        width = q_BTHD.shape[-1]
+        value_width = v_BTKE.shape[-1]
         # The ring's kernels scale scores by width**-0.5 and need values as wide as keys.
         q_BTHD = q_BTHD if self.spec.scale == width**-0.5 else q_BTHD * (self.spec.scale * width**0.5)
         v_BTKE = F.pad(v_BTKE, (0, width - value_width))
@@ -105,7 +108,9 @@ class UlyssesAttention(Kernel):
 
     def __init__(self, inner: Kernel, group: dist.ProcessGroup) -> None:
         super().__init__(inner.spec)
-        self.inner, self.group, self.ranks = inner, group, group.size()
+        self.inner = inner
+        self.group = group
+        self.ranks = group.size()
 
     def mask(self, documents_BT: Tensor | None, batch: int, length: int, device: torch.device) -> Any | None:
         return self.inner.mask(documents_BT, batch, length, device)
@@ -253,7 +258,8 @@ ring_attention.register_autograd(_differentiate, setup_context=_save)
 @contextmanager
 def _options(balanced: bool, rotation: str) -> Iterator[None]:
     before = _cp_options.enable_load_balance, _cp_options.rotate_method
-    _cp_options.enable_load_balance, _cp_options.rotate_method = balanced, ROTATIONS[rotation]
+    _cp_options.enable_load_balance = balanced
+    _cp_options.rotate_method = ROTATIONS[rotation]
     try:
         yield
     finally:
@@ -312,7 +318,8 @@ LSE_ROWS = 32
 
 def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, ...]:
     shared = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(shared, dim=1), v.repeat_interleave(shared, dim=1)
+    k = k.repeat_interleave(shared, dim=1)
+    v = v.repeat_interleave(shared, dim=1)
     out, lse = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, is_causal)[:2]
     return out, lse[:, :, : q.shape[2]]
 
@@ -321,7 +328,8 @@ def _efficient_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, is_causal: bool
 ) -> tuple[Tensor, ...]:
     shared = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(shared, dim=1), v.repeat_interleave(shared, dim=1)
+    k = k.repeat_interleave(shared, dim=1)
+    v = v.repeat_interleave(shared, dim=1)
     lse = F.pad(lse, (0, -lse.shape[2] % LSE_ROWS), value=float("inf"))
     unused = torch.empty((), dtype=torch.int64, device=q.device)
     grad_q, grad_k, grad_v, _ = aten._scaled_dot_product_efficient_attention_backward(

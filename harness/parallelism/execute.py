@@ -57,7 +57,8 @@ def build_executor(
     job: Job, mesh: Mesh, parts: Sequence[ModelPart], loss: TokenLoss, device: torch.device
 ) -> Executor:
     """Return the executor for the job's layout."""
-    layout, positions = job.parallelism, None
+    layout = job.parallelism
+    positions = None
     if layout.cp > 1:
         positions = local_positions(layout, job.training.seq_len, mesh.rank("cp")).to(device)
     if layout.pp > 1:
@@ -81,7 +82,8 @@ def shift_by_one(batch: Batch) -> Batch:
     Labels are ignored where the batch ignores them, at the last position, and, if the batch has document
     numbers, where the next position is in another document.
     """
-    inputs_BT, labels_BT = batch.inputs_BT.roll(-1, 1), batch.labels_BT.roll(-1, 1)
+    inputs_BT = batch.inputs_BT.roll(-1, 1)
+    labels_BT = batch.labels_BT.roll(-1, 1)
     labels_BT[:, -1] = IGNORE_INDEX
     if batch.documents_BT is not None:
         crosses_BT = batch.documents_BT.roll(-1, 1) != batch.documents_BT
@@ -93,9 +95,12 @@ class DirectExecutor:
     """Executor without a pipeline: every rank (or tensor-parallel group) runs the full model."""
 
     def __init__(self, job: Job, part: ModelPart, loss: TokenLoss, positions: Tensor | None) -> None:
-        self.layout, self.part, self.loss = job.parallelism, part, loss
+        self.layout = job.parallelism
+        self.part = part
+        self.loss = loss
         self.in_head = job.training.loss_chunks > 1
-        self.positions, self.mtp = positions, job.model.mtp
+        self.positions = positions
+        self.mtp = job.model.mtp
 
     def forward_backward(self, batch: Batch, *, last: bool) -> Tensor:
         sync_gradients(self.part, self.layout, last)
@@ -134,7 +139,9 @@ class DirectExecutor:
             return self.forward(batch)
 
     def _losses(self, batch: Batch, later: Batch) -> Tensor:
-        inputs_BT, labels_BT, documents = batch.inputs_BT, batch.labels_BT, batch.documents_BT
+        inputs_BT = batch.inputs_BT
+        labels_BT = batch.labels_BT
+        documents = batch.documents_BT
         if self.in_head:
             return self.part(inputs_BT, labels_BT, documents, later.inputs_BT, later.labels_BT)  # type: ignore[no-any-return]
         logits = self.part(inputs_BT, documents_BT=documents, later_BT=later.inputs_BT).chunk(2)
@@ -153,8 +160,11 @@ class PipelineExecutor:
         device: torch.device,
         positions: Tensor | None,
     ) -> None:
-        self.loss, self.device, self.positions = loss, device, positions
-        self.layout, self.parts = job.parallelism, parts
+        self.loss = loss
+        self.device = device
+        self.positions = positions
+        self.layout = job.parallelism
+        self.parts = parts
         self.schedule = build_schedule(job, mesh, parts, loss, device)
         self.holds_first = any(part.tok_embeddings is not None for part in parts)
         self.holds_last = any(part.output is not None for part in parts)

@@ -118,7 +118,8 @@ class ExpertExchange(Exchange):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
-        self.group, self.ranks = group, group.size()
+        self.group = group
+        self.ranks = group.size()
 
     def forward(self, x_RC: Tensor, load_E: Tensor, experts: Experts) -> Tensor:
         given = load_E.view(self.ranks, -1)

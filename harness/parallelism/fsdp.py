@@ -37,7 +37,8 @@ from harness.util.errors import ConfigError
 
 def apply_fsdp(part: ModelPart, mesh: Mesh, job: Job, device: torch.device) -> None:
     """Wrap every FSDP group of a model part (``fsdp_groups``), in place."""
-    layout, precision = job.parallelism, job.precision
+    layout = job.parallelism
+    precision = job.precision
     axes = ("dp_replicate", SHARD) if mesh.size("dp_replicate") > 1 else (SHARD,)
     # Inputs are not cast: activations already have param_dtype, and the rotation table must stay float32.
     dtype: torch.dtype = getattr(torch, precision.param_dtype)
@@ -51,13 +52,15 @@ def apply_fsdp(part: ModelPart, mesh: Mesh, job: Job, device: torch.device) -> N
     expert_parameters = (p for moe in part.mixtures.values() for p in moe.experts.parameters())
     dim = layout.expert_shard_dim(part.config.moe.num_experts)
     placements: dict[nn.Parameter, Shard] = dict.fromkeys(expert_parameters, Shard(dim))
-    built, groups = dict(part.named_modules()), defaultdict[str, list[nn.Module]](list)
+    built = dict(part.named_modules())
+    groups = defaultdict[str, list[nn.Module]](list)
     for name, group in fsdp_groups(part.config, experts_apart=mesh.experts is not None).items():
         if name in built:
             groups[group].append(built[name])
     in_place = InPlace()
     for group, modules in groups.items():
-        on, names = mesh.axis(*axes), (*axes[:-1], EXPERT_SHARD)
+        on = mesh.axis(*axes)
+        names = (*axes[:-1], EXPERT_SHARD)
         if isinstance(modules[0], Experts):
             assert mesh.experts is not None
             on = mesh.experts[names if len(names) > 1 else EXPERT_SHARD]
@@ -87,7 +90,8 @@ def apply_fsdp(part: ModelPart, mesh: Mesh, job: Job, device: torch.device) -> N
                 module.set_allocate_memory_from_process_group_for_comm(True)
             elif on.size(-1) > 1 and layout.fsdp_buffers == "symmetric":
                 module.set_symm_mem_for_comm()
-    ahead, made = layout.fsdp_prefetch, (*part.entries, *part.blocks.values(), part.output)
+    ahead = layout.fsdp_prefetch
+    made = (*part.entries, *part.blocks.values(), part.output)
     order: list[Any] = [module for module in made if isinstance(module, FSDPModule)]
     inside = [[each for each in module.modules() if isinstance(each, FSDPModule)] for module in order]
     for i, module in enumerate(order):
@@ -122,9 +126,11 @@ class InPlace(ReduceScatter):
     captured = False
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        stream, buffer = torch.get_device_module(device).current_stream(), self.buffer
+        stream = torch.get_device_module(device).current_stream()
+        buffer = self.buffer
         if buffer is not None:
-            self.buffer, self.stream = None, stream
+            self.buffer = None
+            self.stream = stream
             return buffer
         captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if self.stream is not None and self.captured == captured:

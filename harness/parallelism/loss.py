@@ -131,14 +131,16 @@ def token_scores(
         float64 [N, 2]. As ``argmax`` does, the first of equally probable tokens counts as the most probable.
     """
     logits_NV = logits_NV.float()
-    group, first = None, 0
+    group = None
+    first = 0
     if vocabulary is not None:
         group = vocabulary.get_group()
         first = -(-vocab_size // vocabulary.size()) * vocabulary.get_local_rank()
     column_N = labels_N - first
     is_local_N = (column_N >= 0) & (column_N < logits_NV.shape[1])
     peak_N, best_N = logits_NV.max(1)
-    own_peak_N, best_N = peak_N, best_N + first
+    own_peak_N = peak_N
+    best_N = best_N + first
     if group is not None:
         peak_N = peak_N.clone()
         dist.all_reduce(peak_N, dist.ReduceOp.MAX, group)
@@ -173,7 +175,9 @@ class ChunkedLoss:
     """
 
     def __init__(self, loss: TokenLoss, chunks: int, mesh: DeviceMesh | None, compiled: str | None) -> None:
-        self.loss, self.chunks, self.mesh = loss, chunks, mesh
+        self.loss = loss
+        self.chunks = chunks
+        self.mesh = mesh
         # A split vocabulary needs collectives inside, which a compiled function could not call.
         self.cross_entropy = (
             torch.compile(_cross_entropy, backend=compiled) if compiled and mesh is None else _cross_entropy
@@ -184,11 +188,13 @@ class ChunkedLoss:
 
         Inside of ``TokenLoss.scoring``, return scores of rows, float64 [B, 2].
         """
-        group, first_row = None, 0
+        group = None
+        first_row = 0
         if isinstance(weight_VC, DTensor):
             assert self.mesh is not None, "a split vocabulary needs the tp axis"
             rows_per_rank = -(-weight_VC.shape[0] // self.mesh.size())
-            group, first_row = self.mesh.get_group(), rows_per_rank * self.mesh.get_local_rank()
+            group = self.mesh.get_group()
+            first_row = rows_per_rank * self.mesh.get_local_rank()
             weight_VC = weight_VC.to_local()
         if self.loss.scores_rows:
             return self._score(x_BTC, weight_VC, labels_BT)
@@ -312,7 +318,9 @@ def _cross_entropy(
     if group is not None:
         sums = torch.stack([sum_N, label_logit_N, is_local_N.float()])
         dist.all_reduce(sums, group=group)
-        sum_N, label_logit_N, valid_N = sums[0], sums[1], sums[2] > 0
+        sum_N = sums[0]
+        label_logit_N = sums[1]
+        valid_N = sums[2] > 0
     scale_N = valid_N * scale
     loss_N = (sum_N.log() - label_logit_N) * scale_N
     grad_NV = weights_NV.mul_((scale_N / sum_N).unsqueeze(1))

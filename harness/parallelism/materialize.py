@@ -29,7 +29,8 @@ def materialize(part: ModelPart, seed: int, device: torch.device, parameter_devi
     with torch.no_grad():
         for name, parameter in part.named_parameters():
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            shape, ranges = tuple(parameter.shape), local_ranges(parameter)
+            shape = tuple(parameter.shape)
+            ranges = local_ranges(parameter)
             init = specs[name].init
             if not specs[name].is_expert:
                 full = draw(name, shape, init, seed, device)

@@ -13,7 +13,9 @@ from harness.config.parallelism import ParallelismConfig
 
 SHARD = "shard"
 """The axis that FSDP shards parameters over: dp_shard x cp."""
-EXPERT_SHARD, EXPERT, EXPERT_TENSOR = "expert_shard", "ep", "expert_tp"
+EXPERT_SHARD = "expert_shard"
+EXPERT = "ep"
+EXPERT_TENSOR = "expert_tp"
 """Axes of the expert mesh: ranks that shard the same experts' parameters, ranks that hold different experts,
 and with expert_tensor_parallel ranks that split every expert."""
 
@@ -108,7 +110,8 @@ def _expert_mesh(layout: ParallelismConfig, device: torch.device) -> DeviceMesh:
 
 def stage_group(mesh: Mesh) -> dist.ProcessGroup | None:
     """Return the group of all ranks of this pipeline stage, None for one rank; all ranks must call it."""
-    stages, ranks = mesh.size("pp"), mesh.device_mesh.size()
+    stages = mesh.size("pp")
+    ranks = mesh.device_mesh.size()
     if ranks == stages:
         return None
     if stages == 1:

@@ -44,7 +44,8 @@ def build_on_meta(job: Job, mesh: Mesh, device: torch.device, *, plain: bool = F
 
     With ``plain`` they are for passes without gradients, of plain tensors under tensor parallel.
     """
-    layout, lengths = job.parallelism, len(job.sizes.lengths)
+    layout = job.parallelism
+    lengths = len(job.sizes.lengths)
     prepare_compiler(job, device)
     if layout.async_tp:
         enable_async(mesh.axis("tp"), device)

@@ -96,7 +96,8 @@ def build_schedule(
         parts: this rank's model parts, in the order of ``stages_of_rank``.
         loss: maps the last stage's output and the labels to the loss.
     """
-    layout, n_layers = job.parallelism, job.model.n_layers
+    layout = job.parallelism
+    n_layers = job.model.n_layers
     total = num_stages(layout, n_layers)
     stages = [
         Stage(
@@ -183,7 +184,8 @@ def boundary(job: Job, mesh: Mesh, part: ModelPart, index: int, entering: bool) 
     tensors whose gradients are sent back.
     """
     layout = job.parallelism
-    batch, seq_len = layout.pp_microbatch_size, job.training.seq_len // layout.cp
+    batch = layout.pp_microbatch_size
+    seq_len = job.training.seq_len // layout.cp
     if entering and part.tok_embeddings is not None:
         return torch.empty(batch, seq_len, dtype=torch.int64, device="meta")
     dtype = getattr(torch, job.precision.param_dtype)

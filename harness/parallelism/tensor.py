@@ -68,7 +68,8 @@ def apply_tensor_parallel(
             else ColwiseParallel(input_layouts=stream, output_layouts=logits)
         ),
     }
-    specs, built = list(modules(part.config)), dict(part.named_modules())
+    specs = list(modules(part.config))
+    built = dict(part.named_modules())
     casts: dict[str, Any] = {}
     for spec in specs:
         module = built.get(spec.name)

@@ -77,7 +77,8 @@ class RegionParallel(ParallelStyle):
 
     def __init__(self, stream: Placement, cast: Callable[[DTensor], DTensor] | None = None) -> None:
         super().__init__()
-        self.stream, self.cast = stream, cast
+        self.stream = stream
+        self.cast = cast
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def gather(_module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -103,7 +104,8 @@ class Plain(ParallelStyle):
 
     def __init__(self, spec: ModuleSpec, stream: Placement) -> None:
         super().__init__()
-        self.spec, self.stream = spec, stream
+        self.spec = spec
+        self.stream = stream
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         split = self.spec.split
@@ -122,7 +124,9 @@ def compute_plainly(module: nn.Module, split: Split, mesh: DeviceMesh, stream: P
     """Make a linear or a norm compute on plain tensors, in its shard."""
     # Equal blocks share compiled code if their modules are alike; functions of their own are not.
     module.__class__ = PlainLinear if isinstance(module, nn.Linear) else PlainNorm
-    module.split, module.mesh, module.stream = split, mesh, stream  # type: ignore[assignment]
+    module.split = split
+    module.mesh = mesh
+    module.stream = stream  # type: ignore[assignment]
 
 
 def converted_linear(split: Split, stream: Placement) -> ParallelStyle:
@@ -224,11 +228,13 @@ class PlainLinear(nn.Linear):
     stream: Placement | None
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = local_shard(self, "weight"), None if self.bias is None else local_shard(self, "bias")
+        weight = local_shard(self, "weight")
+        bias = None if self.bias is None else local_shard(self, "bias")
         if self.split is Split.ROW:
             out = into_stream(F.linear(x, weight), self.mesh, self.stream)
             return out if bias is None else out + bias
-        out, ranks = F.linear(x, weight, bias), self.mesh.size()
+        out = F.linear(x, weight, bias)
+        ranks = self.mesh.size()
         if self.split is Split.COLUMN or self.stream is not None:
             return out
         missing = -(-self.out_features // ranks) - out.shape[-1]

@@ -67,9 +67,11 @@ def sort_linears(model: ModelConfig, precision: PrecisionConfig) -> Linears:
         ConfigError: a filter matches nothing, or nothing is left to convert.
     """
     linears = linears_of(model)
-    converted, kept = [], {}
+    converted = []
+    kept = {}
     for name, linear in linears.items():
-        rows, columns = linear.outputs, linear.inputs
+        rows = linear.outputs
+        columns = linear.inputs
         matching = [part for part in precision.filter_fqns if part in name]
         if matching:
             kept[name] = "filter_fqns"

@@ -52,7 +52,8 @@ def swap_linears(
     for name, module in modules.items():
         if isinstance(module, Experts):
             assert multiply is not None
-            module.multiply, module.row_block = multiply, precision.expert_block
+            module.multiply = multiply
+            module.row_block = precision.expert_block
         else:
             assert isinstance(module, nn.Linear), f"{name} is not a linear"
             part.set_submodule(name, make(module))
@@ -87,7 +88,8 @@ def _mxfp8(precision: PrecisionConfig) -> Any:
                 bias=linear.bias is not None,
                 kernel_preference=preference,
             )
-        swapped.weight, swapped.bias = linear.weight, linear.bias
+        swapped.weight = linear.weight
+        swapped.bias = linear.bias
         return swapped
 
     return make
@@ -150,7 +152,8 @@ class Float8Cast:
     """Casts a region's input to float8 before it is gathered, once for all linears that take it."""
 
     def __init__(self, linear: Float8Linear) -> None:
-        self.config, self.linear_mm_config = linear.config, linear.linear_mm_config
+        self.config = linear.config
+        self.linear_mm_config = linear.linear_mm_config
 
     def __call__(self, tensor: DTensor) -> DTensor:
         from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic

@@ -43,7 +43,8 @@ class Engine:
     def __init__(
         self, job: Job, device: torch.device, built: tuple[Mesh, list[ModelPart]] | None = None
     ) -> None:
-        self.job, self.device = job, device
+        self.job = job
+        self.device = device
         if built is None:
             mesh = build_mesh(job.parallelism, device, has_experts=job.model.moe.enabled)
             built = mesh, build_model_parts(job, mesh, device)

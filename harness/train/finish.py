@@ -117,7 +117,8 @@ def _read_positions(run_dir: Path) -> dict[int, dict[str, Any]]:
 
 def _waits_for(position: dict[str, Any], positions: dict[int, dict[str, Any]]) -> list[int]:
     """Return the members of a rank's last group that have not begun its last collective."""
-    group, number = position["group"], position["number"]
+    group = position["group"]
+    number = position["number"]
     return [
         rank
         for rank in position["members"]

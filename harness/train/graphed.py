@@ -33,7 +33,10 @@ class Graphed:
     def __init__(
         self, function: Callable[..., tuple[Tensor, ...]], pool: Any, stream: torch.cuda.Stream
     ) -> None:
-        self.function, self.pool, self.stream, self.calls = function, pool, stream, 0
+        self.function = function
+        self.pool = pool
+        self.stream = stream
+        self.calls = 0
         self.inputs: list[Tensor | None] = []
         self.graph: torch.cuda.CUDAGraph | None = None
 

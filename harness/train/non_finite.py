@@ -34,7 +34,9 @@ class NonFinitePolicy:
     """
 
     def __init__(self, debug: DebugConfig, folder: Path, engine: Engine) -> None:
-        self._debug, self._folder, self._engine = debug, folder / "evidence", engine
+        self._debug = debug
+        self._folder = folder / "evidence"
+        self._engine = engine
         self._in_a_row = 0
 
     def check(self, step: Step) -> str | None:
@@ -50,7 +52,8 @@ class NonFinitePolicy:
             return None
         self._in_a_row += 1
         saved = save_evidence(self._folder, step, [name for name, _ in self._engine.named_parameters()])
-        loss, norm = step.outcome.loss, step.outcome.grad_norm
+        loss = step.outcome.loss
+        norm = step.outcome.grad_norm
         text = f"step {step.number}: loss {loss}, gradient norm {norm}; {saved}"
         if self._debug.non_finite == "stop":
             raise NonFiniteError(text)
@@ -68,7 +71,9 @@ def save_evidence(folder: Path, step: Step, names: list[str]) -> str:
         A message: where the files are, or why they could not be written. A full disk must not hide that the
         numbers were not finite.
     """
-    rank, outcome, batch = dist.get_rank() if dist.is_initialized() else 0, step.outcome, step.batch
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    outcome = step.outcome
+    batch = step.batch
     wrong = [
         {"parameter": name, "norm": str(square**0.5)}
         for name, square in zip(names, outcome.squares.tolist(), strict=True)

@@ -110,7 +110,8 @@ class NextToken(Objective):
         from harness.data.kinds import build_loader
         from harness.data.samples import Reading
 
-        seq_len, batch_size = job.training.seq_len, job.global_batch_size
+        seq_len = job.training.seq_len
+        batch_size = job.global_batch_size
         reading = Reading(
             job.data,
             tokenizer,
@@ -163,7 +164,9 @@ def _wait_for_all() -> None:
 
     if not dist.is_initialized():
         return
-    store, ranks, pause = _get_default_store(), dist.get_world_size(), 0.01
+    store = _get_default_store()
+    ranks = dist.get_world_size()
+    pause = 0.01
     arrived = store.add(_ARRIVED, 1)
     # The counter covers all calls so far. No rank calls again before all ranks have made the same call.
     expected = -(-arrived // ranks) * ranks

@@ -86,7 +86,8 @@ _ALIASES = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": ("NCCL_ASYNC_ERROR_HANDLING",),
 }
 # Parameters of mallopt(3), from malloc.h.
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_MAX = -4
 SHOWN = ("PYTORCH_ALLOC_CONF", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 
 
@@ -297,7 +298,8 @@ class StopRequest:
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         if self.signal is None:
-            self.signal, self._noted_at = signal.Signals(number), time.monotonic()
+            self.signal = signal.Signals(number)
+            self._noted_at = time.monotonic()
             # Ranks started by a controller or torchrun stay silent. os.write, because the handler may have
             # interrupted a write to sys.stderr. Its reader may be gone: ^C also ends the tee of a pipeline.
             if "RANK" not in os.environ:

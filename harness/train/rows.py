@@ -157,9 +157,12 @@ def _rates() -> Iterator[Metric]:
 
 def step_row(step: Step, trainer: Trainer, loss_max: float) -> Row:
     """Return the row of a training step; ``loss_max`` is the largest mean loss of a rank's rows."""
-    outcome, noted = step.outcome, step.noted
+    outcome = step.outcome
+    noted = step.noted
     assert noted is not None, f"step {step.number} is not logged"
-    progress, interval, loads = trainer.progress, trainer.window.interval(), noted.loads
+    progress = trainer.progress
+    interval = trainer.window.interval()
+    loads = noted.loads
     return {
         "step": step.number,
         "loss": outcome.loss,
@@ -183,7 +186,8 @@ def step_row(step: Step, trainer: Trainer, loss_max: float) -> Row:
 
 
 def _scheduled_sizes(step: int, trainer: Trainer) -> Row:
-    schedule, phase = trainer.job.schedule, trainer.run.sizes.at(step)
+    schedule = trainer.job.schedule
+    phase = trainer.run.sizes.at(step)
     return {
         **({"schedule.batch_size": phase.batch_size} if schedule.batch_size else {}),
         **({"schedule.seq_len": phase.seq_len} if schedule.seq_len else {}),
@@ -192,8 +196,11 @@ def _scheduled_sizes(step: int, trainer: Trainer) -> Row:
 
 def result_row(trainer: Trainer) -> Row:
     """Return the trainer's fields of result.json: progress, speed and memory."""
-    progress, compiler, window = trainer.progress, trainer.compiler, trainer.window.summary()
-    accounting, peak = trainer.efficiency.mean(trainer.window.lengths), trainer.efficiency.peak
+    progress = trainer.progress
+    compiler = trainer.compiler
+    window = trainer.window.summary()
+    accounting = trainer.efficiency.mean(trainer.window.lengths)
+    peak = trainer.efficiency.peak
     return {
         "step": progress.step,
         "start_step": progress.start_step,

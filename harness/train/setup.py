@@ -60,7 +60,8 @@ def pick_device(job: Job) -> torch.device:
         if wanted == "cuda":
             raise ConfigError("cluster.device", wanted, rule, ["cpu", "auto"])
         return torch.device("cpu")
-    index, count = local_rank(), torch.cuda.device_count()
+    index = local_rank()
+    count = torch.cuda.device_count()
     if job.cluster.gpu_bind is not None:
         index %= count  # SLURM shows the rank only the GPUs that it is bound to
     if index >= count:
@@ -86,7 +87,8 @@ def driver_version() -> str | None:
 
 
 def _unusable(rule: str, driver: str) -> tuple[str, str]:
-    built, major = torch.version.cuda, int(driver.partition(".")[0])
+    built = torch.version.cuda
+    major = int(driver.partition(".")[0])
     newest = next((cuda for lowest, cuda in DRIVERS.items() if major >= lowest), None)
     works = f"a build of torch for CUDA {newest}" if newest else f"a driver of at least {min(DRIVERS)}"
     if newest and built and int(built.partition(".")[0]) <= int(newest.partition(".")[0]):
@@ -144,7 +146,9 @@ def rendezvous(job: Job) -> dist.Store:
     A stop signal ends a rank that waits. Raises MachineError if ranks are missing after
     ``cluster.start_timeout_seconds``.
     """
-    rank, host, port = int(os.environ["RANK"]), os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    rank = int(os.environ["RANK"])
+    host = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     patience = job.cluster.start_timeout_seconds
     deadline = time.monotonic() + patience
     is_master = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"

@@ -64,15 +64,19 @@ class StepOutcome:
         stop_requested: bool,
         beside: Sequence[float] = (),
     ) -> None:
-        self.tokens, self.valid_tokens = tokens, valid_tokens
-        self.stop_requested, self.beside = stop_requested, beside
+        self.tokens = tokens
+        self.valid_tokens = valid_tokens
+        self.stop_requested = stop_requested
+        self.beside = beside
         self.source_tokens = source_tokens
-        self.squares, self._local_weight = squares, local_weight
+        self.squares = squares
+        self._local_weight = local_weight
         square_sum, *loss_sums = sums.unbind()
         # The one number that decides about the update: it is not finite if a loss is not finite.
         self.norm = (square_sum + 0 * sum(loss_sums)).sqrt()
         values = torch.stack([square_sum.sqrt(), loss.double(), *loss_sums])
-        self._num_values, self._values = len(values), HostCopy(values)
+        self._num_values = len(values)
+        self._values = HostCopy(values)
 
     @property
     def loss(self) -> float:
@@ -136,7 +140,8 @@ class SourceLosses:
     """
 
     def __init__(self, job: Job, loss: Loss) -> None:
-        self.names, self._loss = job.data.source_names, loss
+        self.names = job.data.source_names
+        self._loss = loss
 
     @contextmanager
     def recorded(self, batch: AnyBatch) -> Iterator[list[Tensor]]:

@@ -57,16 +57,23 @@ class Trainer:
         started: float,
         observers: Sequence[Callable[[Run], Observer]] | None = None,
     ) -> None:
-        self.job, self.engine, self.recorder, self.started = job, engine, recorder, started
-        self.progress, self.window = Progress(), Window(job.metrics.warmup_steps)
+        self.job = job
+        self.engine = engine
+        self.recorder = recorder
+        self.started = started
+        self.progress = Progress()
+        self.window = Window(job.metrics.warmup_steps)
         self.resumed_from: str | None = None
-        self.unread, self.compiler = deque[Step](), CompileWatch()
+        self.unread = deque[Step]()
+        self.compiler = CompileWatch()
         synchronize = torch.cuda.synchronize if engine.device.type == "cuda" else None
         self.timer = StepTimer(synchronize, annotated=annotated)
-        self.device_name, peak = device_name(engine.device), device_peak(job, engine.device)
+        self.device_name = device_name(engine.device)
+        peak = device_peak(job, engine.device)
         self.efficiency = Efficiency(job.model, job.training.seq_len, peak, job.world_size)
         tokenizer = build_tokenizer(job.tokenizer)
-        loader, ahead = loader_of(job, tokenizer, engine.rows), job.data.prefetch
+        loader = loader_of(job, tokenizer, engine.rows)
+        ahead = job.data.prefetch
         prefetches = ahead and not loader.runs_in_loop
         self.loader = Prefetcher(loader, ahead, engine.device) if prefetches else loader
         ranks = RankGroup(job.checkpoint.timeout_seconds)
@@ -164,7 +171,9 @@ class Trainer:
         self.engine.update(outcome.norm)
         if number == self.progress.start_step + 1:
             self.saver.check_optimizer()
-        columns, aside, at = dict[str, Any](), [], 0
+        columns = dict[str, Any]()
+        aside = []
+        at = 0
         for observer, values in zip(self.observers, begun, strict=True):
             sums = outcome.beside[at : at + len(values)]
             at += len(values)
@@ -280,7 +289,8 @@ class Trainer:
                 self.saver.wait_for_staging()
 
     def _save_if_due(self, step: int, stopping: bool) -> None:
-        config, last = self.job.checkpoint, self.job.steps
+        config = self.job.checkpoint
+        last = self.job.steps
         self.saver.poll()
         if config.is_due(step, last) or (stopping and config.writes):
             with self.timer.section("checkpoint"):
@@ -305,7 +315,8 @@ class Trainer:
         if skipped is not None:
             self.progress.skipped_steps += 1
             self._message(skipped)
-        self.progress.step, self.progress.loss = step.number, step.outcome.loss
+        self.progress.step = step.number
+        self.progress.loss = step.outcome.loss
         self.progress.tokens += step.outcome.tokens
 
     def _record_time(self, step: Step) -> None:
@@ -323,11 +334,13 @@ class Trainer:
             self.progress.first_step_seconds = time.monotonic() - self.started
 
     def _note_compiled(self, step: int) -> None:
-        changes, seq_len = self.run.sizes.changes_length(step), self.run.sizes.at(step).seq_len
+        changes = self.run.sizes.changes_length(step)
+        seq_len = self.run.sizes.at(step).seq_len
         if step == self.progress.start_step + 1:
             set_timeouts(self.job.cluster.step_timeout_seconds)
             if self.run.compiles:
-                graphs, seconds = self.compiler.graphs, self.compiler.seconds
+                graphs = self.compiler.graphs
+                seconds = self.compiler.seconds
                 self._message(f"compiled {graphs} graphs in {seconds:.1f} s, in the first step")
             if self.job.parallelism.async_tp:
                 self._message(describe_fused(fused))
@@ -342,7 +355,8 @@ class Trainer:
 
     def _log(self, step: Step, noted: Noted) -> None:
         """Write one row of metrics; loss_max and the observers' maxima are over all ranks."""
-        loss, maxima = step.outcome.local_loss, noted.maxima
+        loss = step.outcome.local_loss
+        maxima = noted.maxima
         loss_max, *most = self.engine.world_max([float("-inf") if loss is None else loss, *maxima.values()])
         self.progress.maxima = dict(zip(maxima, most, strict=True))
         row = step_row(step, self, loss_max)

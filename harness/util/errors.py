@@ -69,7 +69,9 @@ class ConfigError(UserError):
     """
 
     def __init__(self, field: str, value: object, rule: str, works: Iterable[object] | str = ()) -> None:
-        self.field, self.value, self.rule = field, value, rule
+        self.field = field
+        self.value = value
+        self.rule = rule
         self.works = works if isinstance(works, str) else _listed(works)
         would_work = f"; would work: {self.works}" if self.works else ""
         super().__init__(f"{one_line(field)}={one_line(_format_value(value))}: {rule}{would_work}")
@@ -149,7 +151,8 @@ def divisors(*numbers: int) -> list[int]:
     """
     if min(numbers) < 1:
         return []
-    rest, found = gcd(*numbers), [1]
+    rest = gcd(*numbers)
+    found = [1]
     for factor in range(2, 100_001):
         if factor * factor > rest:
             break

@@ -54,7 +54,8 @@ def _sheet(
 
 # Compute capabilities: developer.nvidia.com/cuda-gpus. The H200 has the H100's peaks, and so has the GH200
 # (their sheets round to 1,979 and 3,958).
-_NVIDIA, _HALVED = "NVIDIA {} datasheet, nvidia.com/en-us/data-center/{}", "halved: printed with sparsity"
+_NVIDIA = "NVIDIA {} datasheet, nvidia.com/en-us/data-center/{}"
+_HALVED = "halved: printed with sparsity"
 _A100 = _sheet(_NVIDIA.format("A100", "a100"), (8, 0), 312, 19.5, tf32=156)
 _H100_PAPER = "NVIDIA H100 architecture whitepaper v1.04, table 2, dense"
 _H100 = _sheet(_H100_PAPER, (9, 0), 989.4, 66.9, 1978.9, tf32=494.7)
@@ -67,7 +68,8 @@ _BLACKWELL = f"NVIDIA Blackwell datasheet 3384703, {_HALVED}"
 _ULTRA = f"NVIDIA Blackwell Ultra datasheet, {_HALVED}"
 _B200 = _sheet(f"{_BLACKWELL}, HGX B200", (10, 0), 2250, 75, 4500, 4500, tf32=1100)
 _GB200 = _sheet(f"{_BLACKWELL}, GB200", (10, 0), 2500, 80, 5000, 5000, tf32=1250)
-_B300, _GB300 = (f"{_ULTRA}, HGX B300", (10, 3), _B200[2]), (f"{_ULTRA}, GB300", (10, 3), _GB200[2])
+_B300 = (f"{_ULTRA}, HGX B300", (10, 3), _B200[2])
+_GB300 = (f"{_ULTRA}, GB300", (10, 3), _GB200[2])
 _L40S = _sheet(_NVIDIA.format("L40S", "l40s, dense"), (8, 9), 362.05, 91.6, 733, tf32=183)
 # With sums in 32 bits, as torch multiplies.
 _RTX_4090 = _sheet("NVIDIA Ada architecture whitepaper v2.01, table 2", (8, 9), 165.2, 82.6, 330.3, tf32=82.6)
@@ -80,7 +82,9 @@ _MI325X = (_AMD.format("MI325X", "mi300/mi325x"), *_MI300X[1:])
 # It multiplies mxfp8 too, but torchao's kernels are for NVIDIA; CDNA 4 has no tf32.
 _MI355X = _sheet(_AMD.format("MI355X", "mi350/mi355x"), None, 2516.6, 157.3, 5033.2)
 
-_NVLINK, _PCIE, _FABRIC = "NVLink", "PCIe", "Infinity Fabric"
+_NVLINK = "NVLink"
+_PCIE = "PCIe"
+_FABRIC = "Infinity Fabric"
 # Name; the driver's name; sheet; GiB; bytes/s of memory and of links, their name; multiprocessors (of
 # Blackwell as drivers report them).
 _DEVICES: tuple[tuple[str, str, _Sheet, float, float, float, str, int], ...] = (

@@ -33,8 +33,10 @@ from harness.util.encoding import parse_object
 from harness.util.files import LockedError, lock, write_atomically
 from harness.util.hardware import node_name
 
-LOCK, HEARTBEAT = ".lock", ".heartbeat"
-BEAT_SECONDS, DEAD_SECONDS = 5.0, 60.0
+LOCK = ".lock"
+HEARTBEAT = ".heartbeat"
+BEAT_SECONDS = 5.0
+DEAD_SECONDS = 60.0
 _LONGEST_POLL_SECONDS = 1.0
 _ABANDONED_SECONDS = 86400.0  # longest time between two writes, on file systems without locks
 
@@ -70,7 +72,8 @@ def only_builder(folder: Path, is_built: Callable[[], bool]) -> Iterator[Buildin
     Raises:
         OSError: the folder cannot be made or written.
     """
-    pause, watch = 0.01, _Watch(folder)
+    pause = 0.01
+    watch = _Watch(folder)
     while not is_built():
         try:
             held = _lock(folder)
@@ -117,7 +120,8 @@ class _Watch:
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / HEARTBEAT
-        self._seen, self._since = b"", time.monotonic()
+        self._seen = b""
+        self._since = time.monotonic()
 
     def is_dead(self, *, has_lock: bool) -> bool:
         """Whether there is no other builder; ``has_lock``: this process has the folder's lock."""
@@ -129,13 +133,16 @@ class _Watch:
             return True
         now = time.monotonic()
         if beat != self._seen:
-            self._seen, self._since = beat, now
+            self._seen = beat
+            self._since = now
         return now - self._since > DEAD_SECONDS
 
 
 @contextmanager
 def _beating(folder: Path) -> Iterator[None]:
-    stopped, owner, path = threading.Event(), f"{node_name()} {uuid.uuid4().hex}", folder / HEARTBEAT
+    stopped = threading.Event()
+    owner = f"{node_name()} {uuid.uuid4().hex}"
+    path = folder / HEARTBEAT
 
     def beat() -> None:
         for number in itertools.count():
@@ -202,7 +209,9 @@ def check_sizes(folder: Path, files: Mapping[str, Any]) -> None:
     """Compare sizes of files with those that ``describe_files`` returned; raise Damaged if they differ."""
     for name, facts in files.items():
         try:
-            found, size, digests = (folder / name).stat().st_size, facts["size"], facts["xxh3_64"]
+            found = (folder / name).stat().st_size
+            size = facts["size"]
+            digests = facts["xxh3_64"]
             if len(digests) != -(-size // BLOCK_BYTES):
                 raise Damaged(f"{name}: checksums are missing")
         except NO_FILE as error:

@@ -89,7 +89,8 @@ def pre_norm_activations(config: ModelConfig, layer: int, *, on_cpu: bool) -> Pa
     attention = _latent(config, layer, on_cpu) if config.attention.is_latent else _attention(config, layer)
     mixed = config.has_experts(layer)
     inner = _mixture(config) if mixed else _feed_forward(config.ffn_hidden_dim, dim, "feed_forward")
-    norm_1, norm_2 = norm_activations("attention_norm", dim), norm_activations("ffn_norm", dim)
+    norm_1 = norm_activations("attention_norm", dim)
+    norm_2 = norm_activations("ffn_norm", dim)
     # A mixture copies rows and saves its router's input; only shared experts save the input itself.
     needs_whole = not mixed or config.moe.shared_hidden_dim > 0
     router = SavedTensor("router.in", dim, ROUTED, "float32")
@@ -148,8 +149,12 @@ def _inner(name: str, width: float, dtype: str = "compute") -> SavedTensor:
 
 
 def _attention(config: ModelConfig, layer: int) -> PartActivations:
-    of, heads, groups, width = config.attention, config.n_heads, config.n_kv_heads, config.head_width
-    q, k = heads * width, groups * width
+    of = config.attention
+    heads = config.n_heads
+    groups = config.n_kv_heads
+    width = config.head_width
+    q = heads * width
+    k = groups * width
     extra: tuple[SavedTensor, ...] = ()
     if of.qk_norm == "learned":
         extra += norm_activations("q_norm", width, INNER, heads)
@@ -185,8 +190,11 @@ def _attention_products(config: ModelConfig, layer: int) -> tuple[SavedTensor, .
 
 
 def _latent(config: ModelConfig, layer: int, on_cpu: bool) -> PartActivations:
-    of, heads = config.attention, config.n_heads
-    wide, value, rank = heads * config.head_width, heads * of.v_head_dim, of.kv_lora_rank
+    of = config.attention
+    heads = config.n_heads
+    wide = heads * config.head_width
+    value = heads * of.v_head_dim
+    rank = of.kv_lora_rank
     up = heads * (of.qk_nope_head_dim + of.v_head_dim)
     kept: tuple[SavedTensor, ...] = ()
     if of.q_lora_rank is not None:
@@ -224,9 +232,12 @@ def _feed_forward(hidden: int, dim: int, name: str) -> PartActivations:
 
 
 def _mixture(config: ModelConfig) -> PartActivations:
-    of, dim = config.moe, config.dim
-    top_k, experts = of.top_k, of.num_experts
-    rows, hidden = top_k * dim, top_k * of.hidden_dim
+    of = config.moe
+    dim = config.dim
+    top_k = of.top_k
+    experts = of.num_experts
+    rows = top_k * dim
+    hidden = top_k * of.hidden_dim
 
     def routed(name: str, width: float, dtype: str = "compute", by: SavedBy = SavedBy.ALL) -> SavedTensor:
         return SavedTensor(f"moe.{name}", width, ROUTED, dtype, by)
@@ -258,7 +269,8 @@ def _mixture(config: ModelConfig) -> PartActivations:
     backward: tuple[SavedTensor, ...] = (inner("grads", 2 * hidden), routed("grads of rows", rows))
     if of.shared_hidden_dim:
         shared = _feed_forward(of.shared_hidden_dim, dim, "moe.shared_experts")
-        kept, products = kept + shared.kept, products + shared.products
+        kept = kept + shared.kept
+        products = products + shared.products
         kept += (routed("router.in", dim, "widened", SavedBy.EAGER),)
     choices = (routed("top scores", top_k, "float32"), routed("top experts, order", 2 * top_k, "int64"))
     return PartActivations(kept, products, choices=choices, forward=forward, backward=backward)

@@ -64,7 +64,8 @@ COMPILED = replace(
 UNFUSED = replace(EAGER, norm=30)
 
 # Logits, forward and backward: cast to 32 bits, softmax, the loss, its gradient, the cast back.
-EAGER_LOGIT, COMPILED_LOGIT = 34.0, 14.0
+EAGER_LOGIT = 34.0
+COMPILED_LOGIT = 14.0
 
 # torch gathers and scatters along the first dimension; along the sequence, the tensor is copied before or
 # after (torch/distributed/_functional_collectives.py): one read and one write.
@@ -121,7 +122,10 @@ class Worker:
     """Predicts the time and collectives of a job's passes on a machine; ``converted`` are linears' names."""
 
     def __init__(self, job: Job, machine: Machine, converted: frozenset[str] = frozenset()) -> None:
-        self.job, self.machine, self.converted, layout = job, machine, converted, job.parallelism
+        self.job = job
+        self.machine = machine
+        self.converted = converted
+        layout = job.parallelism
         self.model_costs = costs_of(job.model)
         if job.precision.linear != "none" and not converted:
             self.converted = frozenset(sort_linears(job.model, job.precision).converted)
@@ -137,7 +141,8 @@ class Worker:
         # Emulated products are computed in float32.
         self.narrow = "float32" if job.precision.emulate else narrow
         self.casts = CASTS.get(job.precision.linear, Casts(0, 0, 0, 0, 0))
-        of, ep = job.model.moe, layout.ep
+        of = job.model.moe
+        ep = layout.ep
         self.busiest = 1.0 if of.force_balance else self.machine.busiest(ep, of.num_experts // ep)
         # With one scale a tensor, inputs are cast before they are gathered (harness/precision/swap.py).
         self.casts_stream = job.precision.linear == "float8_tensorwise" and layout.uses_sequence_parallel
@@ -145,7 +150,8 @@ class Worker:
     def block(self, layer: int) -> BlockPasses:
         job = self.job
         operations = self.model_costs.block_operations(job.model, layer, job.training.seq_len)
-        passes, attention = self._passes(operations), self._attention_seconds(operations)
+        passes = self._passes(operations)
+        attention = self._attention_seconds(operations)
         context = ContextParallel(job, self.machine, operations.attention, self.rows, attention)
         products = sum(self._product(product) for product in operations.products)
         casts = self._cast(operations, self.casts.forward, of_inputs=True)
@@ -193,7 +199,8 @@ class Worker:
 
     def head(self) -> tuple[Pass, Pass]:
         """Forward and backward of the head with the loss."""
-        job, layout = self.job, self.job.parallelism
+        job = self.job
+        layout = self.job.parallelism
         vocabulary = self.model_costs.outputs(job.model) / (layout.tp if layout.loss_parallel else 1)
         times = 1 + job.model.mtp.depth
         of = (self.narrow, 1) if "output" in self.converted else (self.dtype, self.value_bytes)
@@ -225,17 +232,21 @@ class Worker:
 
     def _product(self, product: TensorSpec, *, of_weights: bool = False) -> float:
         """Seconds of one product in forward, which are those of the inputs' gradient, or of the weights'."""
-        job, layout, constants = self.job, self.job.parallelism, self.machine.constants
+        job = self.job
+        layout = self.job.parallelism
+        constants = self.machine.constants
         float8 = self._is_float8(product) and not (of_weights and self.job.precision.linear == HIGH_PRECISION)
         dtype, width = (self.narrow, 1) if float8 else (self.dtype, self.value_bytes)
         share = constants.rowwise if float8 and self.job.precision.linear in ROWWISE else 1.0
-        inputs, outputs = product.inputs, product.outputs
+        inputs = product.inputs
+        outputs = product.outputs
         if product.split is Split.ROW:
             inputs //= tp_of(layout, product)
         else:
             outputs //= tp_of(layout, product)
         if product.split is Split.ROUTER:
-            dtype, width = self.router_dtype, BYTES["float32"]
+            dtype = self.router_dtype
+            width = BYTES["float32"]
         if not product.is_expert:
             share_of_rows = self.model_costs.row_share(job.model, product, job.training.seq_len)
             rows = self.stream_rows if product.split is Split.ROUTER else self.rows
@@ -272,7 +283,8 @@ class Worker:
         return 2 * operations.expert_gate_width / experts + operations.expert_width
 
     def _passes(self, operations: Operations) -> float:
-        layout, costs = self.job.parallelism, self.costs
+        layout = self.job.parallelism
+        costs = self.costs
         exchanged = costs.exchanged if layout.ep > 1 else 0.0
         experts = layout.tp if layout.splits_experts else 1
         gate = costs.gate + (costs.clamped if self.job.model.activation == "swiglu_clamped" else 0.0)
@@ -308,7 +320,9 @@ class Worker:
 
     def _cast(self, operations: Operations, per_value: float, *, of_inputs: bool) -> float:
         """Seconds of casting operands of float8 products. Products with the same input share its cast."""
-        tp, seen, values = self.job.parallelism.tp, set(), 0.0
+        tp = self.job.parallelism.tp
+        seen = set()
+        values = 0.0
         for product in operations.products:
             if not self._is_float8(product):
                 continue
@@ -340,7 +354,8 @@ class Worker:
         return self._tensor_of(whole, regions, regions - 1 if recompute else regions)
 
     def _tensor_of(self, whole: float, gathers: int, reductions: int) -> tuple[Collective, ...]:
-        job, layout = self.job, self.job.parallelism
+        job = self.job
+        layout = self.job.parallelism
         if layout.tp == 1:
             return ()
         group = group_of(job, self.machine.ranks_per_node, "tp")

@@ -17,7 +17,12 @@ from harness.tools.plan.parameters import BYTES, tensors_by_module
 # and the difference, its product and sum (32). Gradients of queries: cast and sum (12). Keys and values:
 # copied into one buffer to be sent (4), and their gradients added up and copied in 32 bits (18). Half of a
 # load-balanced ring's steps work on half of the rows, but copy all of them (8).
-RING_CAST, RING_MERGE, RING_QUERY, RING_KEYS, RING_KEY_GRADIENTS, RING_COPY = 6.0, 32.0, 12.0, 4.0, 18.0, 8.0
+RING_CAST = 6.0
+RING_MERGE = 32.0
+RING_QUERY = 12.0
+RING_KEYS = 4.0
+RING_KEY_GRADIENTS = 18.0
+RING_COPY = 8.0
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,9 @@ class ContextParallel:
 
     def forward(self) -> tuple[Collective, ...]:
         """Collectives of context parallel in forward: Ulysses' two exchanges, or a ring's keys and values."""
-        layout, of, value_bytes = self.layout, self.of, BYTES[self.job.precision.param_dtype]
+        layout = self.layout
+        of = self.of
+        value_bytes = BYTES[self.job.precision.param_dtype]
         if layout.cp == 1:
             return ()
         if layout.cp_method == "ulysses":
@@ -183,11 +190,14 @@ def sharing_of_table(job: Job, machine: Machine, name: str) -> Sharing:
 
 def _sharing(job: Job, machine: Machine, values: float, group: Group | None = None) -> Sharing:
     """The work for so many values; without a ``group`` of their own, dp_shard and cp shard them."""
-    precision, per_node = job.precision, machine.ranks_per_node
+    precision = job.precision
+    per_node = machine.ranks_per_node
     param = 1 if precision.enable_fsdp_float8_all_gather else BYTES[precision.param_dtype]
-    reduced, group = BYTES[precision.reduce_dtype], group or group_of(job, per_node, "dp_shard", "cp")
+    reduced = BYTES[precision.reduce_dtype]
+    group = group or group_of(job, per_node, "dp_shard", "cp")
     shards = group.ranks
-    gather, reduce = [], []
+    gather = []
+    reduce = []
     if shards > 1:
         gather.append(Collective.on(machine, "dp", "all_gather", group, values * param))
         reduce.append(Collective.on(machine, "dp", "reduce_scatter", group, values * reduced))

@@ -52,7 +52,9 @@ def compare(points: list[Composed]) -> Result:
         if value := getattr(legal[0], name):
             raise ConfigError(name, value, "works on one job, and -m has several", f"{name} without -m")
     common = set.intersection(*(set(point.overrides) for point in points))
-    plans, data, rows = list[Plan](), list[dict[str, Any]](), list[dict[str, Any]]()
+    plans = list[Plan]()
+    data = list[dict[str, Any]]()
+    rows = list[dict[str, Any]]()
     with progress(len(points), seconds=10.0) as begin:
         for point in points:
             name = " ".join(each for each in point.overrides if each not in common) or "-"
@@ -194,7 +196,8 @@ def render_differences(a: Plan, b: Plan) -> str:
     if a.speed is not None and b.speed is not None:
         title = "a step, predicted; change: of A's device time for a token\n"
         changes = cost_changes(a, b)
-        before, after = a.speed.parts, b.speed.parts
+        before = a.speed.parts
+        after = b.speed.parts
         rows = [
             (part_name(part), before.get(part, 0.0), after.get(part, 0.0), changes[part]) for part in PARTS
         ]

@@ -65,7 +65,9 @@ class Achieved:
 #   artificial-intelligence/taf-blog, on an MI325X), against 0.82 fitted on Hopper. In 8 bits 0.85: training's
 #   shapes have 990 TFLOP/s against an H100's 1,280 (newsletter.semianalysis.com, "MI300X vs H100 vs H200
 #   Benchmark Part 1: Training"), the best ones 1,273 against 1,403.
-_BLACKWELL_TYPICAL, _CDNA_TYPICAL, _CDNA_TYPICAL_8 = 0.8, 0.93, 0.85
+_BLACKWELL_TYPICAL = 0.8
+_CDNA_TYPICAL = 0.93
+_CDNA_TYPICAL_8 = 0.85
 _A100 = Achieved(0.869, 0.869, 0.6, {"flash2": 0.6}, persistent=False)
 _A100_PCIE = Achieved(0.811, 0.811, 0.56, {"flash2": 0.56}, persistent=False)
 _HOPPER_KERNELS = {"cudnn": 0.42, "flash2": 0.35, "flash1": 0.18, "flex": 0.3}
@@ -203,7 +205,8 @@ class Calibration:
         Raises:
             UserError: the file is missing, from another version, or has an invalid value.
         """
-        where, works = f"calibration={path}", "would work: a file that harness plan calibrate=FOLDER wrote"
+        where = f"calibration={path}"
+        works = "would work: a file that harness plan calibrate=FOLDER wrote"
         # Reading a device such as /dev/zero would never end.
         if os.path.exists(path) and not os.path.isfile(path):
             raise UserError(f"{where}: is not a file; {works}")

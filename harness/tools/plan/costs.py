@@ -169,7 +169,8 @@ class PreNormCosts(BlockCosts):
         return pre_norm_activations(model, layer, on_cpu=on_cpu)
 
     def operations(self, model: ModelConfig, layer: int, seq_len: int) -> Operations:
-        has_experts, of = model.has_experts(layer), model.moe
+        has_experts = model.has_experts(layer)
+        of = model.moe
         return Operations(
             tuple(tensor for tensor in block_tensors(model, layer) if tensor.is_matrix),
             AttentionCost(

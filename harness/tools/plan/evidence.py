@@ -53,7 +53,8 @@ def throughput_band(plan: Plan) -> str | None:
         why = f"no published rows of {name or 'this device'}"
         return f"no evidence: {'the constants were fitted to other runs' if plan.is_calibrated else why}"
     rate = plan.speed.tokens_per_second_per_rank
-    low, high = figure(rate * found.low), figure(rate * found.high)
+    low = figure(rate * found.low)
+    high = figure(rate * found.high)
     return f"10 to 90 %: {low} to {high} tokens/s a GPU, {_by(name or '', found)}"
 
 
@@ -64,7 +65,8 @@ def memory_band(plan: Plan) -> str | None:
     name, found = _memory(plan)
     if found is None:
         return f"no evidence: no published memory of {name}"
-    low, high = plan.peak * found.low, plan.peak * found.high
+    low = plan.peak * found.low
+    high = plan.peak * found.high
     doubt = ""
     if plan.memory_limit is not None and low <= plan.memory_limit < high:
         doubt = f"; it may {'not fit' if plan.fits else 'fit'}"

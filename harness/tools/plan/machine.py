@@ -55,7 +55,8 @@ class Machine:
 
     @cached_property
     def achieved(self) -> Achieved:
-        found, clock = ACHIEVED.get(self.device.name, OTHER), self.constants.hgx
+        found = ACHIEVED.get(self.device.name, OTHER)
+        clock = self.constants.hgx
         if self.device.name in HGX:
             found = replace(found, half=found.half * clock, float8=found.float8 * clock)
         return found
@@ -172,7 +173,8 @@ def _filled(rows: int, outputs: int, groups: int, units: int) -> float:
         return tiles / (ceil(tiles / units) * units)
 
     if groups > 1:
-        down, across = ceil(rows / TILE[0]), ceil(outputs / TILE[1])
+        down = ceil(rows / TILE[0])
+        across = ceil(outputs / TILE[1])
         used = rows * outputs / (down * TILE[0] * across * TILE[1])
         return used * waves(groups * down * across)
     return max(
@@ -193,8 +195,10 @@ def device_of(job: Job) -> Accelerator | None:
 
 def machine_of(job: Job, calibration: Calibration | None = None) -> Machine | None:
     """Return the hardware of a job; None if the device, or the network that its ranks need, is unknown."""
-    device, cluster = device_of(job), job.cluster
-    linked, gbps = cluster.linked_ranks(job.world_size), cluster.rank_gbps
+    device = device_of(job)
+    cluster = job.cluster
+    linked = cluster.linked_ranks(job.world_size)
+    gbps = cluster.rank_gbps
     if device is None or (gbps is None and job.world_size > linked):
         return None
     known = calibration or Calibration(Constants())
@@ -211,7 +215,8 @@ def machine_of(job: Job, calibration: Calibration | None = None) -> Machine | No
 
 def expert_groups(job: Job, ranks_per_node: int) -> tuple[Group, Group]:
     """Return the groups of an expert's mesh (``parallelism/mesh.py``): of ``ep``, and of its shards."""
-    layout, world = job.parallelism, job.world_size
+    layout = job.parallelism
+    world = job.world_size
     stride = layout.tp if layout.splits_experts else 1
     groups = []
     for ranks in (layout.ep, layout.expert_shards):
@@ -244,12 +249,14 @@ def neighbours(degree: int, stride: int, size: int, world: int) -> int:
     Groups may divide a node unevenly, e.g. groups of 12 on nodes of 8. The result is the smallest share,
     which is the slowest part of a collective.
     """
-    extent, least = degree * stride, size
+    extent = degree * stride
+    least = size
     if world <= size or size % extent == 0:
         return degree
     # Later groups are placed like earlier ones.
     for number in range(min(world // extent, size // gcd(extent, size))):
-        start, end = number * extent, (number + 1) * extent
+        start = number * extent
+        end = (number + 1) * extent
         if start // size == (end - 1) // size:
             continue  # all of them are neighbours
         least = min(least, -start % size or size, end % size or size)

@@ -29,7 +29,8 @@ FITTED: tuple[str, ...] = ("matmul", "float8")
 START = replace(Constants(), matmul=0.78, float8=0.78)
 # Expected deviation of constants from their start, and of predictions from rows, as standard deviations of
 # the logarithm. A constant on which no row depends keeps its start.
-PRIOR, NOISE = 0.25, 0.02
+PRIOR = 0.25
+NOISE = 0.02
 
 
 def calibration_of(job: PlanJob) -> Calibration | None:
@@ -44,11 +45,13 @@ def make_plan(
 
     ``memory`` is that of its pipeline ranks, if it is known.
     """
-    device, machine = device_of(job), machine_of(job, calibration)
+    device = device_of(job)
+    machine = machine_of(job, calibration)
     if memory is None:
         memory = rank_memory(job, None if calibration is None else calibration.software)
     notes = _notes(job)
-    speed, traffic = None, list[Traffic]()
+    speed = None
+    traffic = list[Traffic]()
     if machine is not None:
         model = StepModel(job, machine)
         speed, traffic = model.speed()
@@ -152,7 +155,9 @@ def descend(cost_of: Callable[[dict[str, float]], float], names: Sequence[str]) 
                 tried = {**logs, name: logs[name] + direction}
                 new = cost_of(tried)
                 if new < cost:
-                    logs, cost, improved = tried, new, True
+                    logs = tried
+                    cost = new
+                    improved = True
                     break
         if not improved:
             step /= 2

@@ -125,7 +125,9 @@ class StageMemory:
         *,
         joint_ends: bool = False,
     ) -> None:
-        self.job, self.stage, self.fsdp = job, stage, job.uses_fsdp
+        self.job = job
+        self.stage = stage
+        self.fsdp = job.uses_fsdp
         self.pipelined = job.parallelism.pp > 1
         self.activations = prices
         self.names = split_modules(job.parallelism, job.model.n_layers)[stage]
@@ -139,7 +141,8 @@ class StageMemory:
         # A pipeline has the ends on different ranks.
         if joint_ends and self.fsdp and not self.pipelined:
             self._join_ends()
-        layout, of = job.parallelism, [module.parameters for module in self.modules]
+        layout = job.parallelism
+        of = [module.parameters for module in self.modules]
         split = layout.tp if layout.uses_sequence_parallel else 1
         self.boundary = prices.tokens * job.model.dim * BYTES[job.precision.param_dtype] / split
         """Bytes of one microbatch's stream between stages."""
@@ -150,7 +153,8 @@ class StageMemory:
         """Gathered bytes that stay from forward to backward; in a pipeline until the end of the step."""
         self.accumulated = sum(each.accumulated for each in of)
         # Of neighbouring modules one is copied while the next ones are gathered.
-        buffers, self.ahead = [each.buffer for each in of], layout.fsdp_prefetch
+        buffers = [each.buffer for each in of]
+        self.ahead = layout.fsdp_prefetch
         self.buffers = max(sum(buffers[i : i + 1 + self.ahead]) for i in range(len(buffers)))
         if layout.fsdp_buffers != "default":  # blocks may be in the embedding's memory when the head needs it
             self.buffers += min(buffers[0], buffers[-1])
@@ -186,7 +190,8 @@ class StageMemory:
 
     def _join_ends(self) -> None:
         first, *blocks, head = self.modules
-        own, late = first.parameters, head.parameters
+        own = first.parameters
+        late = head.parameters
         joint = replace(
             own,
             gathered=own.gathered + late.gathered,
@@ -200,9 +205,11 @@ class StageMemory:
         self.modules = [ends[0], *blocks, ends[1]]
 
     def _parameters(self, *groups: list[HeldTensor]) -> ModuleParameters:
-        layout, precision = self.job.parallelism, self.job.precision
+        layout = self.job.parallelism
+        precision = self.job.precision
         tensors = list(chain.from_iterable(groups))
-        compute, reduce = BYTES[precision.param_dtype], BYTES[precision.reduce_dtype]
+        compute = BYTES[precision.param_dtype]
+        reduce = BYTES[precision.reduce_dtype]
         master = BYTES[precision.master_dtype]
         # FSDP pads shards to the first one's length.
         padded = {
@@ -261,7 +268,9 @@ class StageMemory:
     @cached_property
     def forward(self) -> list[Bytes]:
         """Peaks of a forward pass, in addition to the memory before it."""
-        moments, held, gathered = [], 0.0, 0.0
+        moments = []
+        held = 0.0
+        gathered = 0.0
         for module in self.modules:
             own = module.parameters.gathered
             moment = {"activations": held + module.part.forward, "gathered": gathered}
@@ -298,7 +307,8 @@ class StageMemory:
             moments.append(loss | {"unusable": self.logits.unusable})
         for index in range(len(self.modules) - 1, -1, -1):
             module = self.modules[index]
-            part, own = module.part, module.parameters
+            part = module.part
+            own = module.parameters
             before = self.modules[max(0, index - self.ahead) : index]
             arriving = 0.0
             if self.fsdp and not self.pipelined:
@@ -369,7 +379,8 @@ def ranks_in_turn(job: Job, software: Software | None, known: Memo) -> Iterator[
     ``known`` keeps what jobs with the same pipeline share.
     """
     software = software or Software()
-    layout, n_layers = job.parallelism, job.model.n_layers
+    layout = job.parallelism
+    n_layers = job.model.n_layers
     prices = ActivationBytes(job, repeats_keys=software.repeats_keys)
     pipeline = (layout.pp, layout.pp_schedule, layout.pp_layers_per_stage, job.microbatches)
     for pp_rank in range(layout.pp):
@@ -423,14 +434,17 @@ class RankStep:
         *,
         joint_ends: bool = False,
     ) -> None:
-        self.job, self.parameters, self.passes = job, parameters, passes
+        self.job = job
+        self.parameters = parameters
+        self.passes = passes
         made = {
             stage: StageMemory(job, parameters, stage, prices, joint_ends=joint_ends)
             for stage in set(equal.values())
         }
         self.stages = {stage: made[first] for stage, first in equal.items()}
         self.numbers = Counter(equal.values())
-        self.cpu, self.fsdp = on_cpu(job), job.uses_fsdp
+        self.cpu = on_cpu(job)
+        self.fsdp = job.uses_fsdp
         self.apart = kinds_apart(job)
         self.pipelined = job.parallelism.pp > 1
         self.offloaded = job.parallelism.cpu_offload and not self.cpu
@@ -458,7 +472,8 @@ class RankStep:
         inputs of reduce-scatters too: they are in the pool of NCCL's memory.
         """
         stages = self.stages.values()
-        buffers, reducing = max(each.buffers for each in stages), max(each.reduced for each in stages)
+        buffers = max(each.buffers for each in stages)
+        reducing = max(each.reduced for each in stages)
         whole = {"shards": self.gradients, "buffers": buffers, "reducing": reducing}
         moment = moment | {kind: whole[kind] for kind in self.apart}
         displayed = {kind: size for kind, size in moment.items() if kind in KINDS}
@@ -477,7 +492,8 @@ class RankStep:
 
     def _always(self) -> Bytes:
         """Bytes that stay for the complete step, from the second step on (the optimizer has its state)."""
-        job, held = self.job, self.parameters
+        job = self.job
+        held = self.parameters
         # The batch of all passes; cosines and sines of this rank's positions, float32, one table per stage.
         rows = job.global_batch_size // job.parallelism.data_parallel
         length = job.training.seq_len / job.parallelism.cp
@@ -506,7 +522,8 @@ class RankStep:
         before = own_gradients if number and not scatters else dict.fromkeys(self.numbers, 0.0)
         after = before if reduces else own_gradients
         for moment in self.passes:
-            stage, counts = self.stages[moment.stage], moment.counts
+            stage = self.stages[moment.stage]
+            counts = moment.counts
             gradients = (
                 counts["gradients", each] * after[each] + (count - counts["gradients", each]) * before[each]
                 for each, count in self.numbers.items()

@@ -43,7 +43,9 @@ class ActivationBytes(Memo):
 
     def __init__(self, job: Job, *, repeats_keys: bool = False) -> None:
         super().__init__()
-        self.job, self.cpu, layout = job, on_cpu(job), job.parallelism
+        self.job = job
+        self.cpu = on_cpu(job)
+        layout = job.parallelism
         self.repeats_keys = repeats_keys
         self.tokens = job.microbatch_size * job.training.seq_len // layout.cp
         """Tokens of one microbatch on a rank, before tensor parallel shards them."""
@@ -98,7 +100,8 @@ class ActivationBytes(Memo):
         compiled = self.job.compile.blocks and self.job.compile.backend != "eager"
         everything = self._without_recomputation(declared, layer, compiled=compiled)
         recomputed = self._recomputed(declared, layer, compiled=compiled)
-        stream, partial = self._stream(), self._stream(ActivationSplit.PARTIAL)
+        stream = self._stream()
+        partial = self._stream(ActivationSplit.PARTIAL)
         gradients = self.total(declared.backward, compiled=compiled)
         late = self.total(declared.late_backward, compiled=compiled) + self._ring()
         if recomputed is None:
@@ -113,10 +116,12 @@ class ActivationBytes(Memo):
         Keys and values that are sent, and those of all ranks or of the last two; gradients of the step
         before; in float32 their sums, those of keys and values also as sent and as received.
         """
-        layout, model = self.job.parallelism, self.job.model
+        layout = self.job.parallelism
+        model = self.job.model
         if layout.cp == 1 or layout.cp_method != "ring":
             return 0.0
-        of, width = model.attention, model.head_width
+        of = model.attention
+        width = model.head_width
         queries = model.n_heads * width
         declared = model.n_heads * (width + of.v_head_dim) if of.is_latent else 2 * model.n_kv_heads * width
         both = 2 * queries if self.repeats_keys else declared
@@ -192,7 +197,8 @@ class ActivationBytes(Memo):
 
     def _collectives(self) -> list[SavedTensor]:
         """Those that it saves: the results of sums and exchanges, but not of gathers."""
-        model, layout = self.job.model, self.job.parallelism
+        model = self.job.model
+        layout = self.job.parallelism
         rows = model.moe.top_k * model.dim
         sums = 2 if layout.tp > 1 else 0
         saved = [SavedTensor(f"sum {i}", model.dim, ActivationSplit.STREAM) for i in range(sums)]
@@ -201,7 +207,8 @@ class ActivationBytes(Memo):
 
     def embedding(self) -> PartBytes:
         """Bytes of the modules before the blocks; their output is the first block's input."""
-        stream, summand = self._stream(), self._stream(ActivationSplit.PARTIAL)
+        stream = self._stream()
+        summand = self._stream(ActivationSplit.PARTIAL)
         declared = self.costs.entry_activations(self.job.model, self.job.training.seq_len)
         kept = self.total(declared.kept)
         return PartBytes(kept, kept + stream + summand, kept + summand, 0.0)
@@ -234,14 +241,16 @@ class LogitBytes:
     """
 
     def __init__(self, job: Job, activations: ActivationBytes) -> None:
-        layout, model = job.parallelism, job.model
+        layout = job.parallelism
+        model = job.model
         streams = 1 + model.mtp.depth
         split = layout.tp > 1 and layout.loss_parallel
         outputs = costs_of(model).outputs(model)
         vocabulary = -(-outputs // layout.tp) if split else outputs
         self.compute = BYTES[job.precision.param_dtype]
         self.numbers = float(activations.tokens * vocabulary)
-        self.streams, self.pipelined = streams, layout.pp > 1
+        self.streams = streams
+        self.pipelined = layout.pp > 1
         self.unusable = 0.0
         """Bytes that are free in backward of the loss, but too small for its tensors."""
         # Without the parallel loss, the ranks' columns are gathered.

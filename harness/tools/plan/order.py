@@ -93,9 +93,11 @@ def fullest(
     counted = ("ran", "gradients", "F", "I", *(("left",) if keeps_outputs else ()))
     counts = {(what, stage): 0 for stage in equal.values() for what in counted}
     found: dict[tuple[int, str, bool], dict[tuple[int, ...], tuple[int, Moment]]] = {}
-    ran, again = set[int](), set[int]()
+    ran = set[int]()
+    again = set[int]()
     for number, action in enumerate(actions):
-        stage, kind = equal[action.stage], action.kind
+        stage = equal[action.stage]
+        kind = action.kind
         if action.stage not in ran:
             ran.add(action.stage)
             counts["ran", stage] += 1
@@ -235,7 +237,8 @@ def simulate(
         before = remaining
         for actions, done in zip(order, timed, strict=True):
             for action in islice(actions, len(done), None):
-                stage, microbatch = action.stage, action.microbatch
+                stage = action.stage
+                microbatch = action.microbatch
                 kind = "I" if action.kind == "B" else action.kind
                 needed = [(ended.get((at, of, microbatch)), hop) for at, of, hop in needs[stage, kind]]
                 arrivals = [end + hop for end, hop in needed if end is not None]

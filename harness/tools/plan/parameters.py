@@ -80,7 +80,8 @@ class HeldModule(Memo):
 
     def __init__(self, name: str, tensors: tuple[HeldTensor, ...], optimizer: OptimizerConfig) -> None:
         super().__init__()
-        self.name, self.tensors = name, tensors
+        self.name = name
+        self.tensors = tensors
         parameters = [tensor for tensor in tensors if not tensor.spec.is_buffer]
         self.held = sum(tensor.held_elements for tensor in parameters)
         """Number of parameters in its shards, without buffers."""
@@ -117,7 +118,9 @@ class RankParameters:
         master_bytes: int,
         specs: Mapping[str, list[TensorSpec]],
     ) -> None:
-        self.pp_rank, self.modules, self.specs = pp_rank, modules, specs
+        self.pp_rank = pp_rank
+        self.modules = modules
+        self.specs = specs
         self.stages = tuple(modules)
         self.held_modules = list(chain.from_iterable(stage.values() for stage in modules.values()))
         """The modules of all its stages, with the names of the first of equal blocks."""
@@ -170,7 +173,8 @@ class HeldModules(Memo):
 
     def __init__(self, model: ModelConfig, precision: PrecisionConfig, optimizer: OptimizerConfig) -> None:
         super().__init__()
-        self.specs, self._model = tensors_by_module(model), model
+        self.specs = tensors_by_module(model)
+        self._model = model
         self._optimizer = optimizer.resolve(precision.master_dtype, precision.param_dtype)
         self._first: dict[str, str] = {}
         kinds: dict[object, str] = {}
@@ -203,7 +207,8 @@ _held_modules = of_one_model(HeldModules)
 
 def parameters_of(job: Job, pp_rank: int) -> RankParameters:
     """The shards of the fullest rank of a pipeline rank."""
-    model, layout = job.model, job.parallelism
+    model = job.model
+    layout = job.parallelism
     known = _held_modules(job.model, job.precision, job.optimizer)
     names = split_modules(layout, model.n_layers)
     whole = ("mtp",) if len(names) == 1 else ()
@@ -222,9 +227,12 @@ def _held(spec: TensorSpec, groups: Mapping[str, str], layout: ParallelismConfig
     group = groups[name]
     if spec.is_buffer:
         return HeldTensor(spec, group, spec.shape, spec.shape, 0)
-    shards, dim, local = layout.parameter_shards, 0, spec.shape
+    shards = layout.parameter_shards
+    dim = 0
+    local = spec.shape
     if spec.is_expert:
-        shards, dim = layout.expert_shards, layout.expert_shard_dim(spec.experts)
+        shards = layout.expert_shards
+        dim = layout.expert_shard_dim(spec.experts)
         local = _cut(local, 0, layout.ep)
     if spec.split_dim is not None:
         local = _cut(local, spec.split_dim, tp_of(layout, spec))
@@ -266,7 +274,8 @@ def planned_update(job: Job, parameters: RankParameters) -> PlannedUpdate | None
     layout = job.parallelism
     shapes: dict[tuple[int, int], float] = defaultdict(float)
     values = sent = flops = 0.0
-    largest, copies = ROUND_VALUES, 1
+    largest = ROUND_VALUES
+    copies = 1
     for spec in specs:
         if not KINDS[kind_of(job.optimizer, spec)].exchanges:
             continue
@@ -279,7 +288,8 @@ def planned_update(job: Job, parameters: RankParameters) -> PlannedUpdate | None
             # Pieces of the matrices of others in this replica, then results for all holders.
             sent += own * size * (1 - 1 / shards + replicas - 1 / shards)
             values += own * size
-            largest, copies = max(largest, size), max(copies, replicas)
+            largest = max(largest, size)
+            copies = max(copies, replicas)
     # While a round is orthogonalized, pieces of the next one arrive and results of the one before return.
     length = min(values, largest)
     rounds = ceil(values / largest)

@@ -37,7 +37,8 @@ _PASSES = {
 # Passes of a rank's first stage have the full color; those of later stages are mixed with white up to this.
 _PALEST = 0.6
 _FEWEST_POINTS_FOR_A_NUMBER = 11.0
-_INCHES, _DPI = 12.0, 150
+_INCHES = 12.0
+_DPI = 150
 
 
 def draw(path: str | None, plan: Plan) -> str:
@@ -74,7 +75,8 @@ def _draw_memory(axis: Axes, plan: Plan) -> None:
     """Draw stacked bars, one per pipeline rank, and the memory limit as a line."""
     from matplotlib import rcParams
 
-    ranks, fullest = range(len(plan.memory)), max(plan.memory, key=lambda rank: rank.peak)
+    ranks = range(len(plan.memory))
+    fullest = max(plan.memory, key=lambda rank: rank.peak)
     tops = [0.0 for _ in ranks]
     for kind in KINDS:
         sizes = [rank.kinds.get(kind, 0.0) / GIB for rank in plan.memory]
@@ -92,7 +94,8 @@ def _draw_memory(axis: Axes, plan: Plan) -> None:
         limit = plan.memory_limit / GIB
         color = rcParams["text.color"] if plan.fits else "#d04545"
         axis.axhline(limit, color=color, linewidth=1.3, linestyle=(0, (5, 3)))
-        text, at = f"limit {limit:.3g} GiB", axis.get_yaxis_transform()
+        text = f"limit {limit:.3g} GiB"
+        at = axis.get_yaxis_transform()
         axis.annotate(text, (1, limit), (-4, 5), xycoords=at, color=color, ha="right", **small)
         # Always show the limit, also if it is far above the bars.
         highest = max(highest, limit)
@@ -125,11 +128,14 @@ def _draw_timeline(axis: Axes, speed: Speed, title: str) -> None:
     actions = list(chain.from_iterable(rows))
     last = max((action.end for action in actions), default=0.0)
     if last >= 1:
-        scale, unit = 1.0, "s"
+        scale = 1.0
+        unit = "s"
     elif last >= 1e-3:
-        scale, unit = 1e3, "ms"
+        scale = 1e3
+        unit = "ms"
     else:
-        scale, unit = 1e6, "us"
+        scale = 1e6
+        unit = "us"
     end = max(last, speed.step_seconds) * scale
     axis.set_xlim(0, end)
     axis.set_ylim(len(rows) - 0.5, -0.5)

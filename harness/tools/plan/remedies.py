@@ -78,7 +78,8 @@ class Remedy:
 
 def kinds_of_change(job: Job) -> Iterator[list[Change]]:
     """Yield the changes of each kind, the smallest first; some may not be legal."""
-    layout, mode = job.parallelism, job.activation_checkpoint.mode
+    layout = job.parallelism
+    mode = job.activation_checkpoint.mode
     stronger = MODES[MODES.index(mode) + 1 :] if mode in MODES else MODES[-1:]
     yield [(f"activation_checkpoint.mode={each}",) for each in stronger]
     *smaller, _ = divisors(job.microbatch_size)
@@ -136,7 +137,8 @@ def _moved(job: Job, axis: str, factor: int) -> Change | None:
 
 def _on_more_devices(job: Job, factor: int) -> Change | None:
     """Multiply dp_shard and the number of devices."""
-    layout, more = job.parallelism, multiply_ranks(job.cluster, job.world_size, factor)
+    layout = job.parallelism
+    more = multiply_ranks(job.cluster, job.world_size, factor)
     if more is None or job.global_batch_size % (layout.data_parallel * factor):
         return None
     local = None if layout.pp > 1 else job.local_batch_size
@@ -189,7 +191,8 @@ def _smallest_changes(composer: Composer, plan: Plan, overrides: Sequence[str]) 
     def remedy(change: Change) -> Remedy:
         job = composed(change)
         assert job is not None, "only legal changes are planned"
-        numbers, more = differing_numerics(before, job.plain), job.world_size > before.world_size
+        numbers = differing_numerics(before, job.plain)
+        more = job.world_size > before.world_size
         return Remedy((change,), make_plan(job.plain, calibration_of(job)), bool(numbers), more)
 
     def placed(change: Change) -> tuple[Job, tuple[int, int]] | None:
@@ -240,7 +243,9 @@ def render_remedies(plan: Plan, found: Sequence[Remedy]) -> str:
 
 
 def _table(plan: Plan, found: Sequence[Remedy]) -> str:
-    unit, before, ranks = device_name(plan), plan.speed, plan.job.world_size
+    unit = device_name(plan)
+    before = plan.speed
+    ranks = plan.job.world_size
     columns = [
         Column("change", "change"),
         Column("memory_peak", "GiB", gib),

@@ -46,7 +46,8 @@ def render(plan: Plan) -> str:
         table = to_text(Table(_TRAFFIC, rows, missing=""), "  ")
         blocks.append(f"communication in a step, of the busiest rank\n{table}")
     if plan.speed is not None:
-        total, parts = plan.speed.step_seconds, plan.speed.parts
+        total = plan.speed.step_seconds
+        parts = plan.speed.parts
         facts = [
             (f"  {part_name(part)}", f"{seconds(parts[part]):>8}  {parts[part] / total:>6.1%}")
             for part in PARTS
@@ -71,7 +72,8 @@ def render(plan: Plan) -> str:
 
 def in_short(plan: Plan) -> dict[str, Any]:
     """The figures by which plans are compared, and what all steps cost; None if unknown."""
-    speed, tokens = plan.speed, tokens_of(plan.job)
+    speed = plan.speed
+    tokens = tokens_of(plan.job)
     of_speed = ("step_seconds", "tokens_per_second_per_rank", "mfu")
     return {
         "fits": plan.fits,
@@ -97,7 +99,8 @@ def figure_columns(rate: str) -> list[Column]:
 
 def as_dict(plan: Plan) -> dict[str, Any]:
     """The plan as plain containers for JSON; units are bytes, seconds and FLOPs."""
-    job, speed = plan.job, None
+    job = plan.job
+    speed = None
     if plan.speed is not None:
         speed = dataclasses.asdict(dataclasses.replace(plan.speed, timeline=[]))
         speed["timeline"] = [[action._asdict() for action in rank] for rank in plan.speed.timeline]
@@ -186,11 +189,13 @@ def cost_in_words(plan: Plan) -> str:
 
 
 def _facts(plan: Plan) -> list[tuple[str, str]]:
-    job, counts = plan.job, plan.accounting
+    job = plan.job
+    counts = plan.accounting
     where = nodes_in_words(job)
     if job.cluster.link_nodes > 1 and where and plan.accelerator is not None:
         where += f", {plan.accelerator.link} joins {job.cluster.link_nodes} nodes"
-    share, times = job.local_batch_size * job.accumulation_steps, job.accumulation_steps
+    share = job.local_batch_size * job.accumulation_steps
+    times = job.accumulation_steps
     batch = f"{batch_in_words(job)}; {share} on each data-parallel rank"
     if times > 1:
         batch += f", {times} passes of {job.local_batch_size}"
@@ -203,7 +208,8 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     ]
     if job.parallelism.pp > 1:
         facts.append(("schedule", schedule_of(job)))
-    linear, compiled = job.precision.linear, "compiled" if job.compile.blocks else "eager"
+    linear = job.precision.linear
+    compiled = "compiled" if job.compile.blocks else "eager"
     values = job.precision.param_dtype if linear == "none" else f"linears in {linear}"
     least, most = (counted(end(plan.parameters_per_rank)) for end in (min, max))
     held = most if most == least else f"{least} to {most}"
@@ -251,7 +257,9 @@ def _span(first: int, last: int) -> str:
 
 
 def _verdict(plan: Plan) -> list[tuple[str, str]]:
-    job, speed, unit = plan.job, plan.speed, device_name(plan)
+    job = plan.job
+    speed = plan.speed
+    unit = device_name(plan)
     facts = []
     if speed is None and (plan.accelerator is not None or plan.memory_limit is not None):
         what = "cluster.network_gbps, e.g. 400 (Gbit/s for each device)"
@@ -276,7 +284,8 @@ def _verdict(plan: Plan) -> list[tuple[str, str]]:
     if plan.memory_limit is None:
         facts.append(("fits", f"unknown hardware; {used} GiB"))
     else:
-        room, used = plan.memory_limit - plan.peak, f"{used} of {gib(plan.memory_limit)} GiB"
+        room = plan.memory_limit - plan.peak
+        used = f"{used} of {gib(plan.memory_limit)} GiB"
         fits = f"yes: {used}, {gib(room)} GiB left" if room >= 0 else f"NO: {used}, {gib(-room)} GiB too many"
         facts.append(("fits", fits))
     if (band := memory_band(plan)) is not None:

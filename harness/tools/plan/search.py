@@ -35,7 +35,8 @@ from harness.util.errors import ConfigError, UserError
 from harness.util.hardware import ACCELERATORS
 from harness.util.words import gib, plural
 
-MOST_LAYOUTS, MOST_POINTS = 20_000, 1_000_000
+MOST_LAYOUTS = 20_000
+MOST_POINTS = 1_000_000
 """Limit of a search: a few minutes."""
 
 
@@ -171,7 +172,8 @@ class Search:
                 "would work: fewer of these fields, or other values"
             )
         self.layouts = len(layouts)
-        groups, legal = list[list[LayoutPoint]](), 0
+        groups = list[list[LayoutPoint]]()
+        legal = 0
         for layout in layouts:
             for group in space.groups(*layout):
                 self.points += len(group)
@@ -198,7 +200,8 @@ class Search:
     def rank(self, groups: Sequence[Sequence[LayoutPoint]]) -> None:
         """Plan the points in the order of their estimates, as long as one may be among the best."""
         base = self.space.base
-        device, machine = device_of(base), machine_of(groups[0][0].job_unchecked(base), self.calibration)
+        device = device_of(base)
+        machine = machine_of(groups[0][0].job_unchecked(base), self.calibration)
         if device is None:
             rule = "a search ranks by speed, and the hardware of these ranks is unknown"
             raise ConfigError("cluster.accelerator", base.cluster.accelerator, rule, ACCELERATORS)
@@ -301,7 +304,8 @@ class Estimates(Memo):
 
     def __init__(self, base: Job, machine: Machine) -> None:
         super().__init__()
-        self._base, self._machine = base, machine
+        self._base = base
+        self._machine = machine
         self._kinds = block_kinds(base.model)
         self._first = {kind: layer for layer, kind in reversed(list(enumerate(self._kinds)))}
 
@@ -343,7 +347,8 @@ class Estimates(Memo):
 
     def _sharing(self, point: LayoutPoint, layout: ParallelismConfig) -> dict[Any, float]:
         """Seconds that FSDP takes for a block of each kind in one pass over a local batch."""
-        job, contention = point.job_unchecked(self._base), min(1.0, self._machine.contention)
+        job = point.job_unchecked(self._base)
+        contention = min(1.0, self._machine.contention)
         gathers = 1 + layout.reshards_after_forward
         sharing = {}
         for kind, layer in self._first.items():

@@ -38,7 +38,8 @@ _SEARCHED = ("parallelism.", "training.local_batch_size", "activation_checkpoint
 def render_search(found: Search) -> str:
     """Format the result of a search, without its sweep file."""
     plan = found.best[0].plan
-    job, unit = plan.job, device_name(plan)
+    job = plan.job
+    unit = device_name(plan)
     head = (
         f"{job.name} on {devices(plan)}{nodes_in_words(job)}; {batch_in_words(job)}\n"
         f"{plural(found.points, 'way')} to run {plural(found.layouts, 'layout')}, {found.planned:,} of them "
@@ -86,7 +87,9 @@ def _alike(found: Search) -> int | None:
 
 
 def _distinguished(found: Search) -> str:
-    alike, first, simplest = _alike(found), found.best[0], found.simplest
+    alike = _alike(found)
+    first = found.best[0]
+    simplest = found.simplest
     if alike is None:
         return ""
     which = "all" if alike == len(found.best) else f"the first {alike}"
@@ -97,7 +100,9 @@ def _distinguished(found: Search) -> str:
     )
     if simplest is first:
         return text
-    mode, plan, speed = simplest.point.mode, simplest.plan, simplest.plan.speed
+    mode = simplest.point.mode
+    plan = simplest.plan
+    speed = simplest.plan.speed
     assert speed is not None
     return (
         f"{text}simplest within the error: {mesh_of(plan.job.parallelism)}, "
@@ -173,7 +178,8 @@ def sweep_path(name: str, asked: str | None) -> Path:
 
 def commands(found: Search, path: Path, overrides: Sequence[str]) -> str:
     """Write the sweep that measures the shown layouts; return what to type: to start it, and to train one."""
-    base, plan = found.space.base.parallelism, found.best[0].plan
+    base = found.space.base.parallelism
+    plan = found.best[0].plan
     shown = sorted(found.shown.values(), key=lambda each: each.order)
     points = [each.point.overrides(base) for each in shown]
     # Each point sets the searched fields; the same field on the command line would override it.

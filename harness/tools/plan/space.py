@@ -171,7 +171,8 @@ class Space:
         base.schedule.validate_phases()
         base = with_length(base)
         used = prod(max(degree, 1) for degree in base.parallelism.degrees.values())
-        cluster, searched = base.cluster, used if used > 1 else None
+        cluster = base.cluster
+        searched = used if used > 1 else None
         world = cluster.world_size or searched or cluster.default_world_size or gpus_of(base)
         if not world or world == 1:
             rule = "a search needs the number of ranks"

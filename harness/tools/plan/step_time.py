@@ -61,7 +61,9 @@ class StepModel:
     """A step of a job on a machine, in parts."""
 
     def __init__(self, job: Job, machine: Machine) -> None:
-        self.job, self.machine, self.layout = job, machine, job.parallelism
+        self.job = job
+        self.machine = machine
+        self.layout = job.parallelism
         self.worker = Worker(job, machine)
         self._exchanges = exchanges(job.optimizer, tensors(job.model).values())
         of = job.activation_checkpoint
@@ -91,7 +93,8 @@ class StepModel:
         layers = [int(name.removeprefix("layers.")) for name in names if name.startswith("layers.")]
         if "output" in names:
             layers += range(model.n_layers, model.num_blocks)  # multi-token prediction's
-        blocks, sharing = [self.blocks[i] for i in layers], [self.sharing[i] for i in layers]
+        blocks = [self.blocks[i] for i in layers]
+        sharing = [self.sharing[i] for i in layers]
         forward = [block.forward for block in blocks]
         inputs = [block.recompute + block.inputs for block in blocks]
         weights = [block.weights for block in blocks]
@@ -127,7 +130,8 @@ class StepModel:
         first gather and the last reduction. Before either half of a split backward the whole stage is
         gathered (parallelism/pipeline.py). The head comes last in ``sharing``.
         """
-        layout, groups = self.layout, len(sharing)
+        layout = self.layout
+        groups = len(sharing)
         again = layout.reshards_after_forward
         freed = groups - (has_head and not layout.frees("head"))
         there = [block.forward.seconds for block in blocks]
@@ -148,7 +152,8 @@ class StepModel:
         self, computing: Sequence[float], sharing: list[Sharing], *, gathers: int, reduces: bool = False
     ) -> Pass:
         """Collectives of one pass that gathers the first of ``sharing``, behind the blocks' computing."""
-        collectives, copying = list[Collective](), 0.0
+        collectives = list[Collective]()
+        copying = 0.0
         for i, shared in enumerate(sharing):
             mine = (*(shared.gather if i < gathers else ()), *(shared.reduce if reduces else ()))
             taken = sum(m.seconds for m in mine)
@@ -233,7 +238,8 @@ class StepModel:
     def _rank(self, rank: int, makespan: float) -> tuple[dict[str, float], list[tuple[Collective, int]]]:
         """Parts of the step time of one pipeline rank, and its collectives with their counts."""
         stages = [self.stages[i] for i in stages_of_rank(self.layout, self.job.model.n_layers, rank)]
-        parts, passes = dict.fromkeys(PARTS, 0.0), self.job.accumulation_steps
+        parts = dict.fromkeys(PARTS, 0.0)
+        passes = self.job.accumulation_steps
         collectives: list[tuple[Collective, int]] = []
 
         def add(one: Pass, times: int) -> None:
@@ -262,10 +268,13 @@ class StepModel:
             equal[item.axis, item.collective, item.group].append((item, times))
         traffic = []
         for (axis, collective, group), own in equal.items():
-            ranks, count, link = group.ranks, sum(n for _, n in own), self.machine.link_of(group)
+            ranks = group.ranks
+            count = sum(n for _, n in own)
+            link = self.machine.link_of(group)
             # Bytes that a rank sends, as a multiple of the full tensor.
             sent = {"send": 1.0, "all_reduce": 2 * (ranks - 1) / ranks}.get(collective, (ranks - 1) / ranks)
             size = sum(each.bytes * n for each, n in own) * sent
-            time, exposed = sum(each.seconds * n for each, n in own), sum(each.exposed * n for each, n in own)
+            time = sum(each.seconds * n for each, n in own)
+            exposed = sum(each.exposed * n for each, n in own)
             traffic.append(Traffic(axis, collective, ranks, count, size, link, time, exposed))
         return sorted(traffic, key=lambda each: (PARTS.index(each.axis), each.collective))

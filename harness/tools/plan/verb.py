@@ -45,7 +45,8 @@ def plan(job: PlanJob, overrides: list[str]) -> Result:
         other = job_against(job, overrides)
         second = make_plan(other.plain, calibration_of(other))
         return Result(differences_as_dict(made, second), render_differences(made, second))
-    data, text = as_dict(made), render(made) + draw(job.picture, made)
+    data = as_dict(made)
+    text = render(made) + draw(job.picture, made)
     if job.rehearse:
         gc.enable()
         rehearsed: Result = load_attribute(REHEARSE)(made)
@@ -69,7 +70,8 @@ def _search(job: PlanJob, overrides: list[str]) -> Result:
     found = search(Space.of(job.plain, overrides), job.top, calibration_of(job), job.headroom)
     path = sweep_path(job.name, job.sweep_file)
     picture = draw(job.picture, found.best[0].plan)
-    data, text = search_as_dict(found) | {"sweep_file": path}, f"{render_search(found)}\n"
+    data = search_as_dict(found) | {"sweep_file": path}
+    text = f"{render_search(found)}\n"
     try:
         return Result(data, text + commands(found, path, overrides) + picture)
     except (HarnessError, OSError) as error:

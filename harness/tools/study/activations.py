@@ -120,7 +120,8 @@ def recorded(decoder: Decoder) -> Iterator[Record]:
 
 
 def _scores(kernel: Kernel, inputs: tuple[Tensor, ...], _output: Any) -> Tensor:
-    q_BQHD, k_BTKD = inputs[0][:, -QUERIES:].float(), inputs[1].float()
+    q_BQHD = inputs[0][:, -QUERIES:].float()
+    k_BTKD = inputs[1].float()
     k_BTHD = k_BTKD.repeat_interleave(q_BQHD.shape[2] // k_BTKD.shape[2], dim=2)
     return torch.einsum("bqhd,bthd->bhqt", q_BQHD, k_BTHD) * kernel.spec.scale
 

@@ -39,11 +39,13 @@ class FlightRecorder(Observer):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self._folder, self._rank = run.folder / FLIGHT_RECORDER, run.ranks.rank
+        self._folder = run.folder / FLIGHT_RECORDER
+        self._rank = run.ranks.rank
         self._last_second = self._too_late = float("inf")
         self._step = 0
         self._written: int | None = None
-        self._lock, self._closed = threading.Lock(), threading.Event()
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="flight recorder", daemon=True)
         self._thread.start()
 
@@ -144,7 +146,8 @@ def last_collective(trace: dict[str, Any]) -> str:
     if not entries:
         return "no collective of gloo recorded"
     last = entries[-1]
-    group, number = last["process_group"], last["collective_seq_id"] or last["p2p_seq_id"]
+    group = last["process_group"]
+    number = last["collective_seq_id"] or last["p2p_seq_id"]
     return (
         f"last collective begun: {last['profiling_name']}, number {number} of group {group[0]} ({group[1]}), "
         f"sizes {last['input_sizes']}, {', '.join(last['input_dtypes'])}"

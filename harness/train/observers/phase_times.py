@@ -131,7 +131,8 @@ class Phases:
 
     def end_step(self, step: int) -> None:
         """End a step; the next one begins."""
-        marks, self._marks = self._marks, []
+        marks = self._marks
+        self._marks = []
         self._mark()
         self._ended.append((step, marks, self._marks[0][0]))
 
@@ -164,7 +165,9 @@ class _Inside(AbstractContextManager[None], contextlib.ContextDecorator):
     """The ``with`` block of a phase; a generator would take longer than the mark."""
 
     def __init__(self, phases: Phases, phase: str, stage: int | None) -> None:
-        self._phases, self._phase, self._stage = phases, phase, stage
+        self._phases = phases
+        self._phase = phase
+        self._stage = stage
 
     def __enter__(self) -> None:
         self._phases.enter(self._phase, self._stage)

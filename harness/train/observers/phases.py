@@ -106,7 +106,8 @@ class PhaseLog(Observer):
             self.run.message(f"WARNING slow: {each}")
 
     def _write(self) -> None:
-        steps, self._row = self._row, []
+        steps = self._row
+        self._row = []
         self._last = phases = _mean(step.seconds for step in steps)
         last = steps[-1]
         # Mean seconds of a step in which a core was missing to compute.

@@ -30,10 +30,13 @@ class Profiling(Observer):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self.config, self._folder, self._device = run.job.profiling, run.folder / FOLDER, run.engine.device
+        self.config = run.job.profiling
+        self._folder = run.folder / FOLDER
+        self._device = run.engine.device
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._writes = self.config.enable and self._rank in self.config.ranks
-        self._start_step, self._step = 0, 0
+        self._start_step = 0
+        self._step = 0
         self._trace: profile | None = None
         if self.config.enable and self._device.type != "cuda":
             self.config.refuse_snapshots(f"ranks compute on {self._device.type}")
@@ -95,7 +98,8 @@ class Profiling(Observer):
         return self._index(step) == self.config.warmup + self.config.active - 1
 
     def _profile(self, first: int) -> profile:
-        warmup, active = self.config.warmup, self.config.active
+        warmup = self.config.warmup
+        active = self.config.active
 
         def action(step: int) -> ProfilerAction:
             index = max(0, step - first)  # the constructor calls this once before step_num is set below

@@ -60,7 +60,9 @@ class Validation(Periodic):
             self.run.message(self._loader.note)
 
     def act(self, step: int) -> Row:
-        engine, progress, loader = self.run.engine, self.run.progress, self._loader
+        engine = self.run.engine
+        progress = self.run.progress
+        loader = self._loader
         loader.reset()
         batches = (loader.next() for _ in range(self.run.job.validation.steps))
         total, *by_source = add_up([engine.evaluate(batch) for batch in batches])
@@ -81,7 +83,8 @@ FOLDER = "metrics"
 
 def where_is(engine: Engine) -> dict[str, Any]:
     """Return rank, pipeline stage, host and device of this rank."""
-    name, index = device_name(engine.device), engine.device.index
+    name = device_name(engine.device)
+    index = engine.device.index
     return {
         "rank": dist.get_rank() if dist.is_initialized() else 0,
         "stage": engine.mesh.rank("pp"),
